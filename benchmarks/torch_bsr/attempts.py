@@ -22,10 +22,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.memory import out_of_memory, peak_bytes
 from sparsek.bench.engine.peer import first_line
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, SparseKError
+from sparsek.core.memory import out_of_memory, peak_bytes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import FACTOR, FLOOR, error

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 
 from sparsek.bench.engine.data import random_dense
-from sparsek.bench.engine.memory import gigabytes, out_of_memory
 from sparsek.bench.engine.peer import rotating
 from sparsek.core import arguments, dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import GPUS, card_named, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
+from sparsek.core.memory import gigabytes, out_of_memory
 from sparsek.files.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR

@@ -1,16 +1,14 @@
 """Every benchmark, by the name of its command, with the help that this shows. One is loaded when it is looked up."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparsek.bench.engine.bench import Bench
 
-# The module of that name in suites/ has a BENCH, the one in peers/, if there is one, PEERS.
+# The module of that name in suites/ has a BENCH.
 HELP = {
     "spmm": "BSR and dense against its peers: N(0, 1) data, rotating buffers, interleaved rounds, median, spread.",
     "sddmm": "X @ Y at the stored blocks of a pattern, against its peers.",
@@ -51,7 +49,4 @@ BENCHES = Benches()
 
 @cache
 def _loaded(name: str) -> "Bench":
-    stem = MODULES.get(name, name)
-    peers = f"sparsek.bench.peers.{stem}"
-    bench = import_module(f"sparsek.bench.suites.{stem}").BENCH
-    return replace(bench, peers=import_module(peers).PEERS if find_spec(peers) else ())
+    return import_module(f"sparsek.bench.suites.{MODULES.get(name, name)}").BENCH

@@ -21,6 +21,9 @@ FLASH4, FLEX, CUDNN = "FlashAttention-4", "FlexAttention", "cuDNN"
 # Peers of attention that compute the mask, as pictures name them. Dense cuDNN does so where the mask is causal.
 SPARSE_PEERS = {"fa4": FLASH4, "cudnn_bsa": CUDNN, "flex": FLEX}
 CAUSAL_PEERS = {"fa4": FLASH4, "cudnn": CUDNN, "flex": FLEX}
+# Masks, titles and peers of the pictures over the length.
+CAUSAL = ("causal", "Causal mask", CAUSAL_PEERS)
+RANDOM = (EIGHTH, "12.5 % of the blocks", SPARSE_PEERS)
 MEGABYTE = 1e6
 # Shares of blocks on one axis differ by this factor at least.
 APART = 1.5
@@ -221,11 +224,6 @@ def _over_length(
     return sorted(found, key=lambda pair: pair[0].q_len)
 
 
-def _over_share(rows: Iterable[Record]) -> list[tuple[AttentionCase, Record]]:
-    found = _curve(rows, lambda case: _stored(case) > 0, lambda case: replace(case, mask=EIGHTH))
-    return sorted(found, key=lambda pair: -_stored(pair[0]))
-
-
 def _stored(case: AttentionCase) -> float:
     """The share of blocks that a random mask keeps; 0 for other masks."""
     return case.mask_text.numbers[0] if case.mask.startswith("blocks:") else 0.0
@@ -239,16 +237,14 @@ def _rates(
     peers: Mapping[str, str],
 ) -> Panel:
     """Useful TFLOPS of the kernel and of peers that compute the same mask."""
-    ours = Line(OURS, tuple((at(case), record["tflops"]["useful"]) for case, record in found))
+
+    def line(label: str, rate: Callable[[Record], float | None]) -> Line:
+        points = ((at(case), rate(record)) for case, record in found)
+        return Line(label, tuple((x, y) for x, y in points if y is not None))
+
+    ours = line(OURS, lambda record: record["tflops"]["useful"])
     others = (
-        Line(
-            label,
-            tuple(
-                (at(case), record["peers"][name]["tflops"])
-                for case, record in found
-                if name in record["peers"]
-            ),
-        )
+        line(label, lambda record, name=name: record["peers"].get(name, {}).get("tflops"))
         for name, label in peers.items()
     )
     y = Axis(
@@ -268,16 +264,9 @@ def _length_panel(rows: Sequence[Record], mask: str, title: str, peers: Mapping[
     return _rates(title, _lengths(case for case, _ in found), found, lambda case: case.q_len, peers)
 
 
-def _causal_panel(rows: Sequence[Record]) -> Panel | None:
-    return _length_panel(rows, "causal", "Causal mask", CAUSAL_PEERS)
-
-
-def _random_panel(rows: Sequence[Record]) -> Panel | None:
-    return _length_panel(rows, EIGHTH, "12.5 % of the blocks", SPARSE_PEERS)
-
-
 def _share_panel(rows: Sequence[Record]) -> Panel | None:
-    found = _over_share(rows)
+    found = _curve(rows, lambda case: _stored(case) > 0, lambda case: replace(case, mask=EIGHTH))
+    found.sort(key=lambda pair: -_stored(pair[0]))
     if len(found) < 2:
         return None
     title = f"{length_name(found[0][0].q_len)} tokens, random blocks"
@@ -287,7 +276,8 @@ def _share_panel(rows: Sequence[Record]) -> Panel | None:
 def attention(found: Sequence[Record]) -> Picture | None:
     """Rates over the length and over the share of blocks, beside peers."""
     rows = rows_of(found, "attention")
-    panels = [each for make in (_causal_panel, _random_panel, _share_panel) if (each := make(rows))]
+    over_length = [_length_panel(rows, *each) for each in (CAUSAL, RANDOM)]
+    panels = [each for each in (*over_length, _share_panel(rows)) if each is not None]
     if not panels:
         return None
     panels[-1] = replace(panels[-1], labelled=True)
@@ -365,7 +355,7 @@ def front(found: Sequence[Record]) -> Picture | None:
     panels, rows = speedups(found)
     chosen = [each for each in panels if each.title in ("Block 128", "Block 32")]
     attended = rows_of(found, "attention")
-    panel = _random_panel(attended)
+    panel = _length_panel(attended, *RANDOM)
     if not chosen or panel is None:
         return None
     chosen = _alike([replace(each, title=f"A @ B, block {each.title.split()[-1]}") for each in chosen])

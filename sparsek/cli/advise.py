@@ -14,13 +14,13 @@ from sparsek.advise import weights as advising
 from sparsek.advise.break_even import check_picture
 from sparsek.advise.sources import Skipped, opened
 from sparsek.advise.weights import Advice, NoAdvice, Question
-from sparsek.bench.engine.options import parse_block
 from sparsek.cli.advise_formats import print_break_even, print_formats
 from sparsek.cli.options import Dtype, Keep, ToPredict
 from sparsek.cli.output import EXIT_ERROR, AsJson, complain, console, duration, plain, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import parse_block
 from sparsek.files.weights import WeightFile, open_weights
 from sparsek.pictures.blocks import spy_png
 

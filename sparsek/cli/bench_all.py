@@ -10,9 +10,7 @@ import typer
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
-from sparsek.bench.engine.case import suite_named
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
-from sparsek.bench.engine.options import listed
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import Outcome
 from sparsek.cli.bench_run import Device, Html, Rounds, device_of, measured, notes_of, write_html
@@ -20,6 +18,7 @@ from sparsek.cli.output import AsJson, console, print_json
 from sparsek.core import env
 from sparsek.core.device import CARDS, card_of
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import listed, named
 
 
 def everything(
@@ -41,8 +40,7 @@ def everything(
         ),
     ] = None,
     take: Annotated[
-        Path | None,
-        typer.Option(help="Put the records of this file into the folder, and stop.", exists=True),
+        Path | None, typer.Option(help="Put the records of this file into the folder, and stop.", exists=True)
     ] = None,
     html: Html = None,
     json: AsJson = False,
@@ -62,7 +60,7 @@ def everything(
             print_json({"taken": count, "records": home})
         return
     names = list(BENCHES) if only is None else listed("only", only, str)
-    benches = [suite_named(BENCHES, name, "benchmark") for name in names]
+    benches = [named(BENCHES, name, "benchmark") for name in names]
     where = device_of(device)
     if not listing:
         refuse_cpu(where)

@@ -18,9 +18,7 @@ SCHEMA = """
 peers, ratio, env, source_hash, date}], failed: [{case, why}], not_measured: [{name, why, cases}], notes: [{name, note,
 cases}]}. Exit code 1 if a case failed or nothing was measured.
 """
-Only = Annotated[str | None, typer.Option(help="Of a suite, the rows with these numbers (from 1): 1,3,5.")]
 Out = Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw charts of the results into this folder.")]
 
 
 def command(one: Bench) -> Callable[..., None]:
@@ -35,10 +33,8 @@ def command(one: Bench) -> Callable[..., None]:
     more |= {
         "rounds": (Rounds, one.rounds),
         "suite": (Annotated[str | None, typer.Option(help=suites)], None),
-        "only": (Only, None),
         "device": (Device, None),
         "out": (Out, None),
-        "plot": (Plot, None),
         "html": (Html, None),
         "json": (AsJson, False),
     }

@@ -10,19 +10,19 @@ from rich.table import Table as Screen
 
 from sparsek.bench import charts
 from sparsek.bench.engine import html, records
-from sparsek.bench.engine.bench import Bench, Column, Table, table_of
-from sparsek.bench.engine.case import SuiteRow, suite_named, unknown
-from sparsek.bench.engine.memory import out_of_memory
-from sparsek.bench.engine.options import listed
+from sparsek.bench.engine.bench import TABLES, Bench, Column, Table, table_of
+from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome, measure
-from sparsek.bench.engine.tables import case_name
+from sparsek.bench.engine.tables import CASE, MS, OVER_NOTE, case_name, over
 from sparsek.cli.kernel_names import kernel_named, kernels_of
 from sparsek.cli.output import complain, console, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.memory import out_of_memory
+from sparsek.core.written import listed, named, unknown
 
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]
@@ -30,7 +30,7 @@ Html = Annotated[
     Path | None, typer.Option(help="Write the results as one HTML file: pictures, tables, environment.")
 ]
 # Parameters that go with a suite too; the others describe cases.
-BESIDE_A_SUITE = ("peers", "rounds", "suite", "only", "device", "out", "plot", "html", "json")
+BESIDE_A_SUITE = ("peers", "rounds", "suite", "device", "out", "html", "json")
 
 
 def bench(
@@ -40,10 +40,8 @@ def bench(
     *,
     rounds: int,
     suite: str | None,
-    only: str | None,
     device: str | None,
     out: Path | None,
-    plot: Path | None,
     html: Path | None,
     json: bool,
     kernel: str = "auto",
@@ -58,7 +56,7 @@ def bench(
     _refuse_contradictions(given, suite)
     where = device_of(device)
     if suite:
-        rows = _numbered(suite_named(one.suites, suite), only)
+        rows = named(one.suites, suite)
     else:
         rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
@@ -86,13 +84,12 @@ def bench(
             by_table.setdefault(table_of(record).op, []).append(record)
         for each in by_table.values():
             screen.print(_table(table_of(each[0]), each))
+        if any(measured_peers(each, TABLES[op]) for op, each in by_table.items()):
+            screen.print(OVER_NOTE, style="dim")
         for note in (*notes, *missing):
             screen.print(_line(note, len(outcomes)), style="dim")
     if out is not None:
         screen.print(f"{len(found)} records appended to {out}", soft_wrap=True)
-    if plot is not None:
-        for path in charts.draw(found, plot):
-            screen.print(f"drew {path}", soft_wrap=True)
     write_html(html, found, f"sparsek bench {one.name}")
     if failed or not found:
         raise typer.Exit(1)
@@ -144,18 +141,6 @@ def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
         raise InvalidInput(
             f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
         )
-    if "only" in given and not suite:
-        raise InvalidInput("--only picks entries of a suite; name one with --suite")
-
-
-def _numbered(rows: Sequence[SuiteRow], only: str | None) -> tuple[SuiteRow, ...]:
-    if only is None:
-        return tuple(rows)
-    numbers = listed("only", only, int)
-    for number in numbers:
-        if not 1 <= number <= len(rows):
-            raise InvalidInput(f"--only {number}: the suite has entries 1 to {len(rows)}")
-    return tuple(rows[number - 1] for number in numbers)
 
 
 def _run(
@@ -206,30 +191,27 @@ def measured(
 def _table(of: Table, found: Sequence[records.Record]) -> Screen:
     table = new_table(f"{of.title} on {found[0]['env']['gpu']}")
     for at, column in enumerate(columns := list(_columns(of, found))):
-        table.add_column(column.heading, justify="left" if at < 2 else "right", no_wrap=at < 2)
+        table.add_column(column.heading, justify="left" if column.text else "right", no_wrap=at < 3)
     for record in found:
         table.add_row(*(column.cell(record) for column in columns))
     return table
 
 
 def _columns(of: Table, found: Sequence[records.Record]) -> Iterator[Column]:
-    """Those of a screen: min and max apart, and the table's own ones where its records have them."""
+    """Those of a screen: the page's, with the kernel, and with every peer that was measured."""
 
-    def of_table(record: records.Record) -> bool:
-        return record["op"] == of.op
+    def of_table(column: Column) -> Column:
+        """Its cells of the table's own records."""
+        return Column(column.heading, lambda r: column.cell(r) if r["op"] == of.op else "", column.text)
 
-    yield Column("case", lambda r: case_name(r) if of_table(r) else f"{case_name(r)} ({r['op']})")
-    yield Column("kernel", lambda r: r["kernel"])
-    for heading, field in (("ms", "median"), ("min", "min"), ("max", "max")):
-        yield Column(heading, lambda r, field=field: f"{r['ms'][field]:.4g}")
-    yield Column("useful TFLOPS", lambda r: f"{r['tflops']['useful']:.3g}" if r["tflops"] else "")
-    yield Column("GB/s", lambda r: "" if r["gbps"] is None else f"{r['gbps']:.4g}")
-    yield Column("of roof", lambda r: f"{r['roofline']['fraction'] * 100:.0f} %" if r["roofline"] else "")
-    for column in of.shown:
-        yield Column(column.heading, lambda r, cell=column.cell: cell(r) if of_table(r) else "")
+    yield Column(
+        "case", lambda r: case_name(r) if r["op"] == of.op else f"{case_name(r)} ({r['op']})", text=True
+    )
+    yield Column("kernel", lambda r: r["kernel"], text=True)
+    yield from (column if column is MS else of_table(column) for column in of.columns if column is not CASE)
     for name in measured_peers(found, of):
-        heading = f"over {of.peers[name]}".replace(".", " ")
-        yield Column(heading, lambda r, name=name: f"{r['ratio'][name]:.2f}x" if name in r["ratio"] else "")
+        column = over(name, of)
+        yield Column(column.heading.replace(".", " "), column.cell)
 
 
 Note = dict[str, Any]

@@ -11,7 +11,6 @@ import typer
 from torch.nn import functional
 
 from sparsek.advise.weights import Question
-from sparsek.bench.engine.options import parse_block
 from sparsek.cli.advise import answer
 from sparsek.cli.options import Keep, ToPredict
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration
@@ -19,6 +18,7 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import parse_block
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import plan_attention
 from sparsek.testing.attention_budget import check_attention

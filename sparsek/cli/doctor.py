@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 import sparsek as sk
-from sparsek.bench.engine.records import smi_facts, version_of
 from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli.output import AsJson, console, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import H200, Card, card_of
 from sparsek.core.errors import Unsupported
+from sparsek.core.machine import smi_facts, version_of
 from sparsek.kernels import names_for
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.linear import plan_layer

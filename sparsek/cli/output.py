@@ -89,7 +89,7 @@ class Commands(TyperGroup):
             text = str(error)
         except (MemoryError, RuntimeError) as error:
             # Imports torch, which `sparsek --help` does without.
-            from sparsek.bench.engine.memory import out_of_memory
+            from sparsek.core.memory import out_of_memory
 
             missing = out_of_memory(error)
             if missing is None:

@@ -13,10 +13,7 @@ import typer
 from rich.console import Group
 
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine import ncu
 from sparsek.bench.engine.bench import Bench
-from sparsek.bench.engine.breakdown import Breakdown, broken_down
-from sparsek.bench.engine.case import unknown
 from sparsek.bench.engine.peer import rotating
 from sparsek.bench.engine.records import config_of
 from sparsek.bench.engine.run import passed
@@ -28,8 +25,11 @@ from sparsek.core import arguments
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import CARDS, card_named
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import unknown
 from sparsek.ops.planning import choose
 from sparsek.plan.plan import Plan, arithmetic_seconds, memory_seconds, time_text
+from sparsek.profile import ncu
+from sparsek.profile.breakdown import Breakdown, broken_down
 
 FOLDER = Path("sparsek-profile")
 WARMUP = 3  # calls of each operand set: the first plans and compiles, the second is recorded

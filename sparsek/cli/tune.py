@@ -8,16 +8,15 @@ import torch
 import typer
 from rich.text import Text
 
-from sparsek.bench.engine.case import unknown
-from sparsek.bench.engine.memory import out_of_memory
-from sparsek.bench.engine.options import listed, parse_block
-from sparsek.bench.suites import tune as tuning
-from sparsek.bench.suites.tune import SHAPES, Job, Tuning
+from sparsek.advise import tune as tuning
+from sparsek.advise.tune import SHAPES, Job, Tuning
 from sparsek.cli.options import Dtype
 from sparsek.cli.output import AsJson, complain, console, duration, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
+from sparsek.core.memory import out_of_memory
+from sparsek.core.written import listed, parse_block, unknown
 from sparsek.kernels import names_for
 from sparsek.ops.weight_formats import FORMATS, combinations
 from sparsek.plan import table

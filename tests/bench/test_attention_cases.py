@@ -9,13 +9,7 @@ import torch
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.suites import attention
-from sparsek.bench.suites.attention import (
-    BENCH,
-    AttentionCase,
-    length_name,
-    parse_lengths,
-    parse_pair,
-)
+from sparsek.bench.suites.attention import BENCH, AttentionCase, length_name, parse_lengths, parse_pair
 from sparsek.bench.suites.attention_masks import MASK_FORMS, parse_mask
 from sparsek.core.errors import InvalidInput
 

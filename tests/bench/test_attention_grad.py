@@ -13,21 +13,16 @@ from sparsek.bench.engine import case as case_module
 from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
-from sparsek.bench.peers import attention as attention_peers
-from sparsek.bench.peers.attention_grad import PEERS
 from sparsek.bench.suites import attention, attention_grad
 from sparsek.bench.suites.attention import AttentionCase, sampled
-from sparsek.bench.suites.attention_grad import (
-    BENCH,
-    AttentionGradCase,
-    AttentionTrainCase,
-    Group,
-)
+from sparsek.bench.suites.attention_grad import BENCH, PEERS, AttentionGradCase, AttentionTrainCase
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
+from sparsek.testing import heads
 from sparsek.testing.attention_budget import ExpectedGradients
 from sparsek.testing.budget import Gate
+from sparsek.testing.heads import Group
 
 CPU = torch.device("cpu")
 SMALL = AttentionGradCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
@@ -139,7 +134,6 @@ def test_a_backward_pass_is_recorded_with_the_dense_peer() -> None:
     assert record["tflops"]["useful"] == pytest.approx(useful / record["ms"]["median"] / 1e9, rel=1e-3)
     dense = record["peers"]["sdpa"]
     assert dense["tflops"] == pytest.approx(SMALL.causal_flops / dense["ms"]["median"] / 1e9, rel=1e-3)
-    assert outcome.unavailable["any_order"] == ["the planner's choice is the same for both"]
 
 
 def test_a_step_is_recorded_under_both_kernels() -> None:
@@ -245,13 +239,14 @@ def test_a_group_of_heads_has_its_part_of_a_mask(mask: str, heads: tuple[int, in
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Gates look at samples from 256 x 256 scores on. What each was asked: heads of q, rows and columns."""
     seen: list[Any] = []
-    real = attention_grad.expected_gradients
+    real = heads.expected_gradients
 
     def check(q: Any, *args: Any, rows: Any = None, columns: Any = None) -> ExpectedGradients:
         seen.append((q.shape[1], rows, columns))
         return real(q, *args, rows=rows, columns=columns)
 
-    monkeypatch.setattr(attention_grad, "expected_gradients", check)
+    for module in (attention_grad, heads):
+        monkeypatch.setattr(module, "expected_gradients", check)
     monkeypatch.setattr(attention, "GATED_WHOLE", 2**16)
     return seen
 
@@ -305,7 +300,7 @@ def test_a_product_of_lists_takes_every_combination() -> None:
     assert len(set(made)) == 8
     assert {type(case) for case in made} == {AttentionGradCase, AttentionTrainCase}
     assert not any(case.deterministic for case in made)
-    with pytest.raises(InvalidInput, match="backward or train is measured, not 'forward'"):
+    with pytest.raises(InvalidInput, match="measure is one of backward, train, got 'forward'"):
         cases(lists | {"measure": "forward"})
 
 
@@ -317,4 +312,4 @@ def test_cases_that_differ_in_determinism_alone_stand_side_by_side() -> None:
 
 
 def test_peers_of_the_forward_pass_have_their_gradients_here() -> None:
-    assert {peer.name for peer in attention_peers.PEERS} <= {peer.name for peer in PEERS}
+    assert {peer.name for peer in attention.PEERS} <= {peer.name for peer in PEERS}

@@ -14,8 +14,7 @@ from torch import Tensor
 from sparsek.bench.engine import data
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.peers.attention import LONGEST_DENSE_STEP, kept_graphs, transposed_lists
-from sparsek.bench.peers.attention_grad import PEERS
-from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands
+from sparsek.bench.suites.attention_grad import PEERS, AttentionGradCase, AttentionTrainCase
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference
 
@@ -44,33 +43,22 @@ def able(case: AttentionGradCase) -> list[str]:
 
 
 def test_each_device_has_its_peers() -> None:
-    assert [peer.name for peer in peers_named(PEERS, None, CPU)] == ["any_order", "sdpa"]
-    assert [peer.name for peer in peers_named(PEERS, None, CUDA)] == [
-        "cudnn",
-        "fa2",
-        "fa4",
-        "flex",
-        "cudnn_bsa",
-        "any_order",
-    ]
-    assert {name: BY_NAME[name].title for name in ("fa2", "fa4")} == {
-        "fa2": "FlashAttention-2 dense",
-        "fa4": "FlashAttention-4",
-    }
+    assert [peer.name for peer in peers_named(PEERS, None, CPU)] == ["sdpa"]
+    assert [peer.name for peer in peers_named(PEERS, None, CUDA)] == ["cudnn", "fa4", "flex", "cudnn_bsa"]
 
 
 @pytest.mark.parametrize(
     ("mask", "names"),
     [
-        ("blocks:0.125", ["cudnn", "fa4", "flex", "cudnn_bsa", "any_order"]),
-        ("full", ["cudnn", "fa2", "fa4", "flex", "any_order"]),
-        ("causal", ["cudnn", "fa2", "fa4", "flex", "any_order"]),
-        ("window:2048", ["cudnn", "fa4", "flex", "any_order"]),
+        ("blocks:0.125", ["cudnn", "fa4", "flex", "cudnn_bsa"]),
+        ("full", ["cudnn", "fa4", "flex"]),
+        ("causal", ["cudnn", "fa4", "flex"]),
+        ("window:2048", ["cudnn", "fa4", "flex"]),
     ],
 )
 def test_which_peers_take_which_masks(mask: str, names: list[str]) -> None:
     assert able(replace(LARGE, mask=mask)) == names
-    assert able(replace(LARGE, mask=mask, deterministic=False)) == names[:-1]
+    assert able(replace(LARGE, mask=mask, deterministic=False)) == names
 
 
 def test_a_long_step_has_no_dense_peer() -> None:
@@ -103,7 +91,6 @@ def test_flex_attention_goes_back_where_it_has_a_tile(
     ("name", "changes", "device", "said"),
     [
         ("cudnn", {}, CPU, "runs on cuda"),
-        ("fa2", {}, CUDA, "masks that it computes as they are: full and causal"),
         ("fa4", {"block": (64, 64)}, CUDA, "blocks of 128, not 64"),
         ("flex", {"block": (64, 64)}, CUDA, "needs blocks of 128, not 64"),
         ("flex", {"block": (128, 64), "dim": 64, "v_dim": 64}, CUDA, "needs blocks of 128, not 128x64"),
@@ -111,7 +98,6 @@ def test_flex_attention_goes_back_where_it_has_a_tile(
         ("cudnn_bsa", {"dim": 64, "v_dim": 64}, CUDA, "take heads of 128 on Hopper, not 64 and 64"),
         ("cudnn_bsa", {"dtype": "fp16"}, CUDA, "its gradients are bf16, not fp16"),
         ("cudnn_bsa", {"kv_heads": 4}, CUDA, "no shared heads, not 16 to 4"),
-        ("any_order", {"deterministic": False}, CUDA, "the case itself is not deterministic"),
     ],
 )
 def test_a_peer_that_cannot_run_says_why(name: str, changes: Any, device: torch.device, said: str) -> None:
@@ -348,36 +334,6 @@ def test_a_kept_graph_runs_where_its_setting_holds() -> None:
     assert donated() is before
     torch.autograd.grad(y, x, torch.ones(2))
     assert Here.noted == [False, before]
-
-
-def test_any_order_is_a_peer_where_the_planner_chooses_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = SMALL.operands(CPU)
-    with pytest.raises(UnavailableError, match="choice is the same for both"):
-        ready("any_order", SMALL, sets)
-    real = GradOperands.plan
-
-    def plan(one: GradOperands, kernel: str | None) -> Any:
-        made = real(one, "reference.attention_bwd")
-        name = "fixed" if one.deterministic else "free"
-        return _Named(name, made)
-
-    monkeypatch.setattr(GradOperands, "plan", plan)
-    made = ready("any_order", SMALL, sets)
-    assert made.note == "free"
-    for call, one in zip(made.calls, sets, strict=True):
-        agree(SMALL, call, exact(one), swapped=False)
-
-
-class _Named:
-    """A plan under another kernel's name."""
-
-    config = None
-
-    def __init__(self, kernel: str, plan: Any) -> None:
-        self.kernel, self.plan = kernel, plan
-
-    def __call__(self, *args: Any) -> Any:
-        return self.plan(*args)
 
 
 @pytest.mark.parametrize(("name", "module"), [("fa4", "flash_attn"), ("cudnn_bsa", "cudnn")])

@@ -8,8 +8,7 @@ import torch
 from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.peers.attention_grad import PEERS
-from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase
+from sparsek.bench.suites.attention_grad import PEERS, AttentionGradCase, AttentionTrainCase
 
 pytestmark = pytest.mark.gpu
 SHAPES: list[tuple[Any, ...]] = [
@@ -26,7 +25,7 @@ ELSEWHERE = ("cannot be imported", "No available kernel")
 UNCOMPILED = ("InductorError", "No valid triton configs")
 
 
-@pytest.mark.parametrize("name", ["cudnn", "fa2", "fa4", "flex", "cudnn_bsa"])
+@pytest.mark.parametrize("name", ["cudnn", "fa4", "flex", "cudnn_bsa"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.name}")
 def test_a_peer_computes_every_set_within_the_budget(case: AttentionGradCase, name: str) -> None:
     device = torch.device("cuda", 0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.peer import UnavailableError, peers_named, setting_up
-from sparsek.bench.peers.attention import PEERS, even_lists, flex_tiles
-from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
+from sparsek.bench.peers.attention import even_lists, flex_tiles
+from sparsek.bench.suites.attention import PEERS, AttentionCase, AttentionOperands
 from sparsek.core import dtypes
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference

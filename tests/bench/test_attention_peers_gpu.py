@@ -8,9 +8,8 @@ import torch
 from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.peers.attention import PEERS
-from sparsek.bench.suites import attention_run
-from sparsek.bench.suites.attention import AttentionCase
+from sparsek.bench.suites import attention
+from sparsek.bench.suites.attention import PEERS, AttentionCase
 
 pytestmark = pytest.mark.gpu
 CASES = [
@@ -56,8 +55,8 @@ def test_all_peers_and_kernels_share_the_rounds_of_a_record(case: AttentionCase)
 def test_a_mask_and_a_new_mask_every_call_are_timed() -> None:
     device = torch.device("cuda", 0)
     for outcome in (
-        attention_run.run_mask_build(CASES[2], device=device, rounds=3),
-        attention_run.run_new_mask(
+        attention.run_mask_build(CASES[2], device=device, rounds=3),
+        attention.run_new_mask(
             AttentionCase(1, 4, 4, 1024, 1024, 128, 128, "topk:2"), device=device, rounds=3
         ),
     ):

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import records, run, wall
+from sparsek.bench.engine import records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Ready, peers_named
-from sparsek.bench.peers.attention import PEERS
-from sparsek.bench.suites import attention, attention_run
-from sparsek.bench.suites.attention import AttentionCase
+from sparsek.bench.suites import attention
+from sparsek.bench.suites.attention import PEERS, AttentionCase
+from sparsek.core import wall
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import ExpectedAttention
@@ -54,8 +54,8 @@ def test_a_run_gives_well_formed_records_with_the_dense_peer() -> None:
 def test_a_new_mask_every_call_is_compared_with_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wall, "CALLS", 2)
     record = measured(SuiteRow(replace(SMALL, mask="topk:2"), KERNEL, "attention_new_mask"))
-    alone = record["peers"][attention_run.ALONE]["ms"]["median"]
-    assert record["ratio"][attention_run.ALONE] == pytest.approx(alone / record["ms"]["median"], abs=1e-3)
+    alone = record["peers"][attention.ALONE]["ms"]["median"]
+    assert record["ratio"][attention.ALONE] == pytest.approx(alone / record["ms"]["median"], abs=1e-3)
 
 
 def test_every_call_with_a_new_mask_builds_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_mask_build_is_held_to_the_rule_of_its_name() -> None:
     assert record["kernel"] == "mask.structured"
     assert record["gate"] == {"error": 0.0, "budget": 0.0, "passed": True}
     other = replace(SMALL, mask="window:99+sinks:10").mask_maker(CPU)()
-    gate = attention_run.check_mask(SMALL, other)
+    gate = attention.check_mask(SMALL, other)
     assert not gate.passed
     assert gate.error > 0
 
@@ -85,12 +85,12 @@ def test_a_mask_build_is_held_to_the_rule_of_its_name() -> None:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(100, 300), (300, 100), (2048, 2048)])
 def test_a_mask_is_checked_where_its_queries_stand(q_len: int, kv_len: int) -> None:
     case = replace(SMALL, q_len=q_len, kv_len=kv_len)
-    assert attention_run.check_mask(case, case.mask_maker(CPU)()).passed
+    assert attention.check_mask(case, case.mask_maker(CPU)()).passed
 
 
 def test_a_random_mask_has_no_build_that_could_be_checked() -> None:
     with pytest.raises(InvalidInput, match="'topk:2' is no rule of positions"):
-        attention_run.run_mask_build(replace(SMALL, mask="topk:2"), device=CPU)
+        attention.run_mask_build(replace(SMALL, mask="topk:2"), device=CPU)
 
 
 def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, op: str) -
     monkeypatch.setattr(ExpectedAttention, "judge", lambda *args: wrong)
     monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
     monkeypatch.setattr(
-        attention_run, "wall_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel")
+        attention, "wall_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel")
     )
     with pytest.raises(run.GateError, match="exceeds the budget"):
         measured(SuiteRow(replace(SMALL, mask="causal"), KERNEL, op))

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine import data
+from sparsek.bench.engine import peer as peers
 from sparsek.bench.engine.peer import UnavailableError
 from sparsek.bench.peers import cusparselt
-from sparsek.bench.peers import fp8 as fp8_peers
-from sparsek.bench.peers import product as product_peers
-from sparsek.bench.peers import semi24 as semi24_peers
 from sparsek.bench.peers.cusparselt import (
     LAYOUTS,
     WAYS,
@@ -28,6 +26,7 @@ from sparsek.bench.peers.cusparselt import (
     probe,
     usable,
 )
+from sparsek.bench.suites import fp8, semi24
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.semi24 import Semi24Case
 from sparsek.bench.suites.story import StoryCase
@@ -35,9 +34,9 @@ from sparsek.core.clock import Times
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-CUSPARSELT: Any = next(peer for peer in semi24_peers.PEERS if peer.name == "cusparselt")
-CUSPARSELT_FP8: Any = next(peer for peer in fp8_peers.PEERS if peer.name == "cusparselt")
-CUBLAS_FP8: Any = next(peer for peer in fp8_peers.PEERS if peer.name == "cublas_fp8")
+CUSPARSELT: Any = next(peer for peer in semi24.PEERS if peer.name == "cusparselt")
+CUSPARSELT_FP8: Any = next(peer for peer in fp8.PEERS if peer.name == "cusparselt")
+CUBLAS_FP8: Any = next(peer for peer in fp8.PEERS if peer.name == "cublas_fp8")
 TASK = Task(32, 64, 16, "bf16")
 ROWS, TURNED = Way(1, "row", "row"), Way(3, "col", "col")
 WHOLE = Semi24Case(64, 96, 32)
@@ -62,20 +61,18 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch, "_cslt_sparse_mm_search", None)
     monkeypatch.setattr(data, "MAX_SETS", 2)
     instant = lambda calls, **options: {name: Times.of([float(len(name))]) for name in calls}  # noqa: E731
-    monkeypatch.setattr(product_peers, "time_rounds", instant)
+    monkeypatch.setattr(peers, "time_rounds", instant)
     return told
 
 
-def test_every_way_is_announced_and_then_answered(library: list[dict[str, Any]]) -> None:
-    lines = list(attempts([TASK, replace_dtype("fp8")], CPU, 0))
-    assert (
-        [place for place, _ in lines[::2]]
-        == [place for place, _ in lines[1::2]]
-        == list(range(2 * len(WAYS)))
-    )
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_every_way_is_announced_and_then_answered(library: list[dict[str, Any]], dtype: str) -> None:
+    lines = list(attempts(TASK._replace(dtype=dtype), CPU, 0))
+    places = [place for place, _ in lines]
+    assert places[::2] == places[1::2] == list(range(len(WAYS)))
     assert all(answer is None for _, answer in lines[::2])
     answers = [answer for _, answer in lines[1::2] if answer is not None]
-    for answer, way in zip(answers, [*WAYS, *WAYS], strict=True):
+    for answer, way in zip(answers, WAYS, strict=True):
         if way.alg_id > 3 and way.alg_id != 5:
             assert answer == {"why": "CUDA error: invalid value"}
         else:
@@ -84,27 +81,9 @@ def test_every_way_is_announced_and_then_answered(library: list[dict[str, Any]])
     assert list(asked) == [(b == "row", c == "col") for b, c in LAYOUTS]
 
 
-def replace_dtype(dtype: str) -> Task:
-    return TASK._replace(dtype=dtype)
-
-
 def test_it_goes_on_where_the_last_child_ended(library: list[dict[str, Any]]) -> None:
-    start = len(WAYS) + 7
-    assert [place for place, _ in attempts([TASK, TASK], CPU, start)][::2] == list(
-        range(start, 2 * len(WAYS))
-    )
-
-
-def test_a_matrix_that_cannot_be_compressed_is_answered_for_all_its_ways(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(a: Tensor) -> Tensor:
-        raise RuntimeError("not in this version")
-
-    monkeypatch.setattr(torch, "_cslt_compress", refuse)
-    assert list(attempts([TASK], CPU, 0)) == [
-        (place, {"why": "not in this version"}) for place in range(len(WAYS))
-    ]
+    places = [place for place, _ in attempts(TASK, CPU, 7)]
+    assert places[::2] == list(range(7, len(WAYS)))
 
 
 def test_what_a_way_gives_is_judged(library: list[dict[str, Any]]) -> None:
@@ -124,49 +103,51 @@ def child(*lines: Any, end: str = "") -> list[str]:
 
 
 def test_a_child_that_dies_leaves_the_place_where_it_was() -> None:
-    said, why = listen(
-        child([0, None], [0, {"ms": 1.0, "error": 0.0}], [1, None], end="sys.exit('lost\\nillegal')"), 60
-    )
-    assert said == [(0, {"ms": 1.0, "error": 0.0}), (1, None)]
+    lines = [0, None], [0, {"ms": 1.0, "error": 0.0}], [1, None]
+    answers, why = listen(child(*lines, end="sys.exit('lost\\nillegal')"), 60)
+    assert answers == {0: {"ms": 1.0, "error": 0.0}, 1: None}
     assert why == "illegal"
-    said, why = listen(child([0, None], end="import os; os._exit(3)"), 60)
-    assert (said, why) == ([(0, None)], "exit status 3")
+    answers, why = listen(child([0, None], end="import os; os._exit(3)"), 60)
+    assert (answers, why) == ({0: None}, "exit status 3")
+    answers, why = listen(child([0, None], end="print('[1, nu', end='', flush=True); sys.exit('cut')"), 60)
+    assert (answers, why) == ({0: None}, "cut")
 
 
 def test_a_child_that_hangs_is_ended() -> None:
-    said, why = listen(child([4, None], end="import time; time.sleep(60)"), 1.0)
-    assert said == [(4, None)]
-    assert why.startswith("exit status -")
+    answers, why = listen(child([4, None], end="import time; time.sleep(60)"), 2.0)
+    assert answers == {4: None}
+    assert why == "ended after 2 s"
 
 
 def test_a_fatal_algorithm_is_left_alone_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
 
-    def one(command: Sequence[str], seconds: float) -> tuple[list[tuple[int, Any]], str]:
-        tasks, device, start = json.loads(command[3]), command[4], int(command[5])
-        assert (tasks, device) == ([list(TASK)], "cuda:0")
+    def one(command: Sequence[str], seconds: float) -> tuple[dict[int, Any], str]:
+        task, device, start = json.loads(command[3]), command[4], int(command[5])
+        assert (task, device) == (list(TASK), "cuda:0")
         starts.append(start)
         good = {"ms": 1.0, "error": 1e-3}
         if start == 0:
-            return [(0, good), (1, good | {"ms": 0.5}), (4, good), (5, None)], "illegal instruction"
-        return [(place, {"why": "no such"}) for place in range(start, len(WAYS))], ""
+            return {0: good, 1: good | {"ms": 0.5}, 4: good, 5: None}, "illegal instruction"
+        return {place: {"why": "no such"} for place in range(start, len(WAYS))}, ""
 
     monkeypatch.setattr(cusparselt, "listen", one)
-    said: list[str] = []
-    found = probe([TASK], torch.device("cuda:0"), said.append)
+    reported: list[str] = []
+    found = probe(TASK, torch.device("cuda:0"), reported.append)
     assert starts == [0, 8]
-    assert said == ["cuSPARSELt: algorithm 1, B by rows, C by cols is fatal"]
+    assert reported == ["cuSPARSELt: algorithm 1, B by rows, C by cols is fatal"]
     (fatal,) = [tried for tried in found if tried.fatal]
     assert (fatal.way, fatal.why) == (WAYS[5], "illegal instruction")
     assert [tried.way for tried in usable(found)] == [WAYS[1], WAYS[0]]
 
 
-def test_children_that_say_nothing_end_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(semi24_peers, "_FOUND", {})
-    monkeypatch.setattr(cusparselt, "listen", lambda command, seconds: ([], "no device"))
-    assert probe([TASK], torch.device("cuda:0")) == []
-    with pytest.raises(UnavailableError, match="none of 0 ways of cuSPARSELt ran and was right"):
-        semi24_peers.ways_that_run(TASK, torch.device("cuda:0"), lambda text: None)
+def test_a_child_without_an_answer_ends_the_trying_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(cusparselt, "_FOUND", {})
+    monkeypatch.setattr(cusparselt, "listen", lambda *given: (started.append(given), ({}, "no device"))[1])
+    with pytest.raises(UnavailableError, match="ways of cuSPARSELt ran and was right: no device"):
+        cusparselt.ways_that_run(TASK, torch.device("cuda:0"), lambda text: None)
+    assert len(started) == 1
 
 
 @pytest.fixture
@@ -174,12 +155,12 @@ def found(monkeypatch: pytest.MonkeyPatch, library: list[dict[str, Any]]) -> lis
     """A child process that found some ways to be right, one of them by mistake; the tasks it was given."""
     asked: list[Task] = []
 
-    def ways(tasks: Sequence[Task], device: torch.device, report: Any) -> list[Tried]:
-        asked.extend(tasks)
-        return [Tried(tasks[0], way, ms=1.0, error=1e-3) for way in (ROWS, TURNED, Way(5, "col", "row"))]
+    def ways(task: Task, device: torch.device, report: Any) -> list[Tried]:
+        asked.append(task)
+        return [Tried(way, ms=1.0, error=1e-3) for way in (ROWS, TURNED, Way(5, "col", "row"))]
 
-    monkeypatch.setattr(semi24_peers, "probe", ways)
-    monkeypatch.setattr(semi24_peers, "_FOUND", {})
+    monkeypatch.setattr(cusparselt, "probe", ways)
+    monkeypatch.setattr(cusparselt, "_FOUND", {})
     return asked
 
 
@@ -204,16 +185,6 @@ def test_the_fastest_right_way_is_the_peer(
         c: Any = call()
         assert one.judge(c.mT if one.is_linear else c).passed
     assert {told["alg_id"] for told in library[-2:]} == {1}
-
-
-@pytest.mark.parametrize(
-    ("case", "note"),
-    [(WHOLE, "3, B by cols, C by cols"), (replace(WHOLE, form="A@B"), "1, B by rows, C by rows")],
-)
-def test_the_same_layouts_are_a_peer_of_their_own(case: Any, note: str, found: list[Task]) -> None:
-    (alike,) = [peer for peer in semi24_peers.PEERS if peer.name == "cusparselt_alike"]
-    ready = alike.ready(case, case.operands(CPU), lambda text: None)
-    assert ready.note == f"algorithm {note}"
 
 
 def test_fp8_is_judged_without_scales(found: list[Task]) -> None:
@@ -241,7 +212,7 @@ def test_fp8_is_judged_without_scales(found: list[Task]) -> None:
     ],
 )
 def test_it_says_what_it_cannot_do(peer: Any, case: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "cuSPARSELt needs an NVIDIA GPU" in peer.why_not(case, CPU)
+    assert "runs on cuda, the case is on cpu" in peer.why_not(case, CPU)
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     (why,) = peer.why_not(case, CUDA)
     assert said in why

@@ -47,7 +47,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, one sample a round."""
     for name, value in (("CALLS_EACH", 2), ("CALLS_BACKWARD", 2), ("SAMPLES", 1)):
         monkeypatch.setattr(host, name, value)
-    monkeypatch.setattr("sparsek.bench.engine.wall.CALLS", 2)
+    monkeypatch.setattr("sparsek.core.wall.CALLS", 2)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -170,10 +170,10 @@ def test_a_bar_whose_aim_is_lower_is_a_limit(ratio: float, verdict: str) -> None
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"call": "A + B"}, "a call is one of"),
+        ({"call": "A + B"}, "call is one of"),
         ({"sides": (1, 2)}, "A @ B measures m x k x n, got 1x2"),
         ({"sides": (1, 2, 0)}, "A @ B measures m x k x n, got 1x2x0"),
-        ({"storage": "csr"}, "a storage is one of"),
+        ({"storage": "csr"}, "storage is one of"),
         ({"storage": "fp8"}, "A @ B is measured of blocks, not of fp8"),
         ({"caches": "cold"}, "caches are empty or filled"),
         ({"density": 2.0}, "density is a fraction"),

@@ -6,16 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
 from sparsek.bench.engine.graph import captured
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.peers import linear as linear_peers
-from sparsek.bench.peers import mlp as mlp_peers
-from sparsek.bench.peers import sddmm as sddmm_peers
-from sparsek.bench.peers import spgemm as spgemm_peers
-from sparsek.bench.peers import spmm as spmm_peers
-from sparsek.bench.peers.sddmm import TorchSampled
+from sparsek.bench.peers.torch_sparse import SAMPLED
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase
@@ -33,7 +29,7 @@ def test_the_kernel_of_sampled_addmm_is_right_on_every_set(case: SddmmCase) -> N
     device = torch.device("cuda", 0)
     sets = case.operands(device)[:2]
     tried: list[str] = []
-    ready = TorchSampled("", "").ready(case, sets, tried.append)
+    ready = SAMPLED.ready(case, sets, tried.append)
     assert "num_stages=" in ready.note
     assert any("ms" in text for text in tried)
     for call in ready.calls:
@@ -44,16 +40,24 @@ def test_the_kernel_of_sampled_addmm_is_right_on_every_set(case: SddmmCase) -> N
 @pytest.mark.parametrize(
     ("case", "table", "wanted"),
     [
-        (SpmmCase(1024, 768, 512, (128, 128), 0.25, form="A.T@B"), spmm_peers.PEERS, {"cublas", "a_at_b"}),
-        (SpmmCase(1024, 768, 512, (128, 128), 0.25, form="B@A"), spmm_peers.PEERS, {"cublas", "a_at_b"}),
-        (SDDMM, sddmm_peers.PEERS, {"cublas", "torch_sparse"}),
-        (replace(BSR, out="dense"), spgemm_peers.PEERS, {"cublas"}),
-        (BSR, spgemm_peers.PEERS, {"cublas"}),
-        (LinearCase(512, 768, 1024, (128, 128), 0.25, "bias+gelu"), linear_peers.PEERS, {"cublas", "plain"}),
-        (MlpTrainCase(512, *MLP), mlp_peers.PEERS, {"torch_dense", "torch_dense_compiled"}),
-        (MlpTrainCase(512, *MLP, mode="compiled"), mlp_peers.PEERS, {"torch_dense", "torch_dense_compiled"}),
-        (MlpDecodeCase(1, *MLP), mlp_peers.PEERS, {"torch_dense", "torch_dense_compiled"}),
-        (MlpDecodeCase(16, *MLP), mlp_peers.PEERS, {"torch_dense", "torch_dense_compiled"}),
+        (SpmmCase(1024, 768, 512, (128, 128), 0.25, form="A.T@B"), BENCHES["spmm"].peers, {"cublas"}),
+        (SpmmCase(1024, 768, 512, (128, 128), 0.25, form="B@A"), BENCHES["spmm"].peers, {"cublas"}),
+        (SDDMM, BENCHES["sddmm"].peers, {"cublas", "torch_sparse"}),
+        (replace(BSR, out="dense"), BENCHES["spgemm"].peers, {"cublas"}),
+        (BSR, BENCHES["spgemm"].peers, {"cublas"}),
+        (
+            LinearCase(512, 768, 1024, (128, 128), 0.25, "bias+gelu"),
+            BENCHES["linear"].peers,
+            {"cublas", "plain"},
+        ),
+        (MlpTrainCase(512, *MLP), BENCHES["mlp"].peers, {"torch_dense", "torch_dense_compiled"}),
+        (
+            MlpTrainCase(512, *MLP, mode="compiled"),
+            BENCHES["mlp"].peers,
+            {"torch_dense", "torch_dense_compiled"},
+        ),
+        (MlpDecodeCase(1, *MLP), BENCHES["mlp"].peers, {"torch_dense", "torch_dense_compiled"}),
+        (MlpDecodeCase(16, *MLP), BENCHES["mlp"].peers, {"torch_dense", "torch_dense_compiled"}),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

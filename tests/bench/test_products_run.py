@@ -7,20 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import case as case_module
-from sparsek.bench.engine import data, records, run, wall
+from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, peers_named
 from sparsek.bench.engine.run import Outcome, measure
-from sparsek.bench.peers import linear as linear_peers
-from sparsek.bench.peers import mlp as mlp_peers
-from sparsek.bench.peers import sddmm as sddmm_peers
-from sparsek.bench.peers import spgemm as spgemm_peers
 from sparsek.bench.suites import mlp, spgemm
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase
 from sparsek.bench.suites.spgemm import SpgemmCase
+from sparsek.core import wall
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.budget import Gate
@@ -64,22 +62,20 @@ def measured(case: Any, peers: Sequence[Peer], kernel: str = "auto") -> Outcome:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kernel", ["cpu.sddmm", "reference.sddmm"])
 def test_sddmm_is_measured_with_its_peers(kernel: str, dtype: str) -> None:
-    outcome = measured(replace(SDDMM, dtype=dtype), sddmm_peers.PEERS, kernel)
+    outcome = measured(replace(SDDMM, dtype=dtype), BENCHES["sddmm"].peers, kernel)
     (record,) = outcome.records
     assert record["kernel"] == kernel
-    assert set(record["peers"]) == {"torch_dense"} | ({"torch_csr"} if dtype == "fp32" else set())
+    assert set(record["peers"]) == {"torch_dense"}
     assert record["tflops"]["useful"] / record["tflops"]["dense_equivalent"] == pytest.approx(0.5, rel=0.25)
 
 
 @pytest.mark.parametrize("case", [DENSE, SPARSE], ids=["dense", "bsr"])
 def test_bsr_times_bsr_is_measured_with_its_symbolic_phase(case: SpgemmCase) -> None:
-    outcome = measured(case, spgemm_peers.PEERS, "cpu.spgemm")
+    outcome = measured(case, BENCHES["spgemm"].peers, "cpu.spgemm")
     (record,) = outcome.records
     assert record["symbolic_ms"] > 0
     assert record["symbolic_share"] > 0
-    assert set(record["peers"]) == {"torch_dense"} | ({"torch_csr"} if case is SPARSE else set())
-    if case is DENSE:
-        assert outcome.unavailable["torch_csr"] == ["gives a sparse matrix, the case wants a dense one"]
+    assert set(record["peers"]) == {"torch_dense"}
 
 
 def test_the_symbolic_phase_is_timed_on_patterns_that_keep_nothing() -> None:
@@ -98,7 +94,7 @@ def test_the_symbolic_phase_is_timed_on_patterns_that_keep_nothing() -> None:
     "epilogue", ["", "bias+gelu", "bias+gelu_tanh", "silu", "relu", "bias+gelu+residual"]
 )
 def test_linear_is_measured_beside_the_plain_product(epilogue: str) -> None:
-    outcome = measured(replace(LINEAR, epilogue=epilogue), linear_peers.PEERS, "cpu.spmm")
+    outcome = measured(replace(LINEAR, epilogue=epilogue), BENCHES["linear"].peers, "cpu.spmm")
     (record,) = outcome.records
     assert set(record["peers"]) == {"torch_dense"} | ({"plain"} if epilogue else set())
     if epilogue:
@@ -123,7 +119,7 @@ def test_the_dense_twin_of_a_linear_layer_does_the_same_after_its_product() -> N
 
 
 def test_a_step_is_recorded_under_every_kernel_it_runs() -> None:
-    outcome = measured(TRAIN, mlp_peers.PEERS)
+    outcome = measured(TRAIN, BENCHES["mlp"].peers)
     (record,) = outcome.records
     assert record["kernel"] == MLP_KERNELS["mlp_train"]
     assert set(record["config"]) == {
@@ -173,7 +169,7 @@ def test_a_compiled_step_calls_a_function_compiled_once_for_all_sets(monkeypatch
     monkeypatch.setattr(torch, "compile", compile_)
     mlp._compiled.cache_clear()
     (record,) = measured(
-        replace(TRAIN, mode="compiled"), [peer for peer in mlp_peers.PEERS if not peer.device]
+        replace(TRAIN, mode="compiled"), [peer for peer in BENCHES["mlp"].peers if not peer.device]
     ).records
     mlp._compiled.cache_clear()
     assert record["case"]["mode"] == "compiled"
@@ -181,7 +177,7 @@ def test_a_compiled_step_calls_a_function_compiled_once_for_all_sets(monkeypatch
 
 
 def test_decoding_without_a_gpu_says_that_a_graph_needs_one() -> None:
-    outcome = measured(DECODE, mlp_peers.PEERS)
+    outcome = measured(DECODE, BENCHES["mlp"].peers)
     assert outcome.records == ()
     assert outcome.unavailable == {
         "auto": ["its calls are replayed in a CUDA graph, which needs an NVIDIA GPU; the case is on cpu"]
@@ -264,14 +260,18 @@ def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: Any) -> Non
 @pytest.mark.parametrize(
     ("peers", "name", "case", "device", "said"),
     [
-        (sddmm_peers.PEERS, "cublas", SDDMM, CPU, "runs on cuda"),
-        (sddmm_peers.PEERS, "torch_sparse", SDDMM, CPU, "runs on cuda"),
-        (sddmm_peers.PEERS, "torch_sparse", replace(SDDMM, m=65), CUDA, "multiples of the block 32x16"),
-        (sddmm_peers.PEERS, "torch_sparse", replace(SDDMM, block=(48, 16)), CUDA, "powers of 2, not 48x16"),
-        (sddmm_peers.PEERS, "torch_sparse", replace(SDDMM, dtype="fp64"), CUDA, "no fp64"),
-        (sddmm_peers.PEERS, "torch_csr", replace(SDDMM, dtype="bf16"), CUDA, "fp32 and fp64, not bf16"),
-        (spgemm_peers.PEERS, "torch_csr", spgemm.SPARSE[1], CUDA, "would keep 3.2e+10 products of elements"),
-        (mlp_peers.PEERS, "torch_dense_compiled", TRAIN, CPU, "runs on cuda"),
+        (BENCHES["sddmm"].peers, "cublas", SDDMM, CPU, "runs on cuda"),
+        (BENCHES["sddmm"].peers, "torch_sparse", SDDMM, CPU, "runs on cuda"),
+        (BENCHES["sddmm"].peers, "torch_sparse", replace(SDDMM, m=65), CUDA, "multiples of the block 32x16"),
+        (
+            BENCHES["sddmm"].peers,
+            "torch_sparse",
+            replace(SDDMM, block=(48, 16)),
+            CUDA,
+            "powers of 2, not 48x16",
+        ),
+        (BENCHES["sddmm"].peers, "torch_sparse", replace(SDDMM, dtype="fp64"), CUDA, "no fp64"),
+        (BENCHES["mlp"].peers, "torch_dense_compiled", TRAIN, CPU, "runs on cuda"),
     ],
 )
 def test_a_peer_that_cannot_run_says_why(
@@ -284,11 +284,11 @@ def test_a_peer_that_cannot_run_says_why(
 @pytest.mark.parametrize(
     ("peers", "case", "able"),
     [
-        (sddmm_peers.PEERS, SddmmCase(8192, 8192, 8192, (128, 128), 0.125), ["cublas", "torch_sparse"]),
-        (spgemm_peers.PEERS, spgemm.SPARSE[0], ["cublas", "torch_csr"]),
-        (spgemm_peers.PEERS, spgemm.TOPK[0], ["cublas"]),
-        (linear_peers.PEERS, replace(LINEAR, dtype="bf16"), ["cublas", "plain"]),
-        (mlp_peers.PEERS, TRAIN, ["torch_dense", "torch_dense_compiled"]),
+        (BENCHES["sddmm"].peers, SddmmCase(8192, 8192, 8192, (128, 128), 0.125), ["cublas", "torch_sparse"]),
+        (BENCHES["spgemm"].peers, spgemm.SPARSE[0], ["cublas"]),
+        (BENCHES["spgemm"].peers, spgemm.TOPK[0], ["cublas"]),
+        (BENCHES["linear"].peers, replace(LINEAR, dtype="bf16"), ["cublas", "plain"]),
+        (BENCHES["mlp"].peers, TRAIN, ["torch_dense", "torch_dense_compiled"]),
     ],
 )
 def test_the_peers_of_a_gpu_take_the_main_cases(peers: Sequence[Peer], case: Any, able: list[str]) -> None:
@@ -296,16 +296,11 @@ def test_the_peers_of_a_gpu_take_the_main_cases(peers: Sequence[Peer], case: Any
 
 
 def test_a_peer_that_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Gate(1.0, 0.5, False)
-    both: list[tuple[Any, Any]] = [
-        (sddmm_peers.TorchCsr("", ""), SDDMM),
-        (spgemm_peers.TorchCsr("", ""), SPARSE),
-    ]
-    for peer, case in both:
-        sets = case.operands(CPU)[:1]
-        monkeypatch.setattr(type(sets[0]), "judge", lambda self, out, tf32=False: wrong)
-        with pytest.raises(UnavailableError, match="is wrong here: error 1"):
-            peer.ready(case, sets, lambda text: None)
+    (plain,) = [peer for peer in BENCHES["linear"].peers if peer.name == "plain"]
+    sets = LINEAR.operands(CPU)[:1]
+    monkeypatch.setattr(type(sets[0]), "judge", lambda self, out, tf32=False: Gate(1.0, 0.5, False))
+    with pytest.raises(UnavailableError, match="is wrong here: error 1"):
+        plain.ready(LINEAR, sets, lambda text: None)
 
 
 def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

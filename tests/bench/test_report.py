@@ -65,7 +65,7 @@ def test_a_peer_that_a_row_lacks_leaves_its_cell_empty(make_record: Make) -> Non
 
 
 def test_peers_that_a_table_does_not_show_stay_in_the_records(make_record: Make) -> None:
-    lines = report.markdown([beside(make_record(), "torch_sparse_stages", 1.3)], "spmm").splitlines()
+    lines = report.markdown([beside(make_record(), "torch_dense", 1.3)], "spmm").splitlines()
     assert "over" not in lines[0].replace("speedup over dense", "")
 
 
@@ -149,9 +149,6 @@ def test_a_training_step_shows_its_peak(make_record: Make) -> None:
     assert lines[0] == "| case | ms | speedup over dense | useful TFLOPS (of the roofline) | peak GB |"
     assert lines[2] == "| 128K window 4096, 8 heads | 0.200 ± 0.030 | 8.00x | 687 (100 %) | 4.32 |"
     assert "| 687 (100 %) |  |" in report.markdown([make_record(case, peak_gb=None)], "attention_train")
-    (per_token, _) = TABLES["attention_train"].shown
-    ms = {"median": 13.1072, "min": 13.0, "max": 14.0, "rounds": 7}
-    assert per_token.cell(make_record(case, ms=ms)) == "0.1"
 
 
 def test_gradients_that_are_not_deterministic_have_rows_of_their_own(make_record: Make) -> None:

@@ -7,9 +7,8 @@ import torch
 
 from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.peer import peers_named
-from sparsek.bench.peers.spmm import PEERS
 from sparsek.bench.suites import product
-from sparsek.bench.suites.spmm import SpmmCase
+from sparsek.bench.suites.spmm import PEERS, SpmmCase
 from sparsek.core.device import H200
 
 CPU = torch.device("cpu")
@@ -31,15 +30,15 @@ def test_a_run_gives_well_formed_records_with_peers_of_the_same_rounds() -> None
     assert record["ms"]["rounds"] == record["peers"]["torch_sparse"]["ms"]["rounds"] == 3
     for name, peer in record["peers"].items():
         assert record["ratio"][name] == pytest.approx(record["tflops"]["useful"] / peer["tflops"], rel=0.02)
-    assert outcome.unavailable == {"cusparse": ["cuSPARSE needs an NVIDIA GPU"]}
+    assert outcome.unavailable == {"cusparse": ["runs on cuda, the case is on cpu"]}
     assert heard[-1] == "round 3 of 3"
 
 
 def test_useful_and_dense_equivalent_rates_differ_by_the_density() -> None:
     (record,) = run.run_case(SMALL, kernels=["cpu.spmm"], rounds=2, device=CPU).records
-    stored = SMALL.make(CPU)[0].density
+    stored = SMALL.operands(CPU)[0].a.density
     rates = record["tflops"]
-    flops = 2 * SMALL.make(CPU)[0].nnzb * 32 * 32 * 32
+    flops = 2 * SMALL.operands(CPU)[0].a.nnzb * 32 * 32 * 32
     assert rates["useful"] == pytest.approx(flops / record["ms"]["median"] / 1e9, rel=0.02)
     assert rates["useful"] / rates["dense_equivalent"] == pytest.approx(stored, rel=0.02)
 

@@ -6,8 +6,7 @@ import torch
 from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.peers.spmm import PEERS
-from sparsek.bench.suites.spmm import SpmmCase
+from sparsek.bench.suites.spmm import PEERS, SpmmCase
 from sparsek.testing.budget import check_spmm
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +17,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["torch_sparse", "torch_sparse_stages", "cusparse"])
+@pytest.mark.parametrize("name", ["torch_sparse", "cusparse"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_sparse_peer_multiplies_every_set_within_the_budget(case: SpmmCase, name: str) -> None:
     device = torch.device("cuda", 0)

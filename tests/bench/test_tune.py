@@ -11,9 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sparsek.bench.engine.layer_gate import Expected
-from sparsek.bench.suites import tune as tuning
-from sparsek.bench.suites.tune import Job, Tuning
+from sparsek.advise import tune as tuning
+from sparsek.advise.tune import Job, Tuning
 from sparsek.cli.__main__ import app
 from sparsek.cli.tune import SPARSE
 from sparsek.core.clock import Times
@@ -21,6 +20,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import FORMATS, WeightFormat
 from sparsek.plan import table
+from sparsek.testing.compare import Expected
 
 CPU = torch.device("cpu")
 JOB = Job(24, 64, 128, WeightFormat("bsr", 32, 0.5), "fp32")

@@ -1,22 +1,19 @@
 """Cases of 2:4 and FP8 products, of packing and of equal stored values: names, records, suites, operands, a run."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import data, records
-from sparsek.bench.engine.bench import TABLES
+from sparsek.bench.engine.bench import BY_OP, TABLES
 from sparsek.bench.engine.case import Bar, Case, SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import Outcome, measure
-from sparsek.bench.peers import fp8 as fp8_peers
-from sparsek.bench.peers import pack as pack_peers
-from sparsek.bench.peers import semi24 as semi24_peers
 from sparsek.bench.suites import fp8, pack, semi24, story
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
@@ -24,10 +21,8 @@ from sparsek.bench.suites.semi24 import Semi24Case
 from sparsek.bench.suites.story import StoryCase
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
+from sparsek.testing.pack_budget import block_norms
 
 CPU = torch.device("cpu")
 WHOLE = Semi24Case(96, 64, 40, dtype="fp32")
@@ -39,13 +34,7 @@ TWO_FOUR_FP8 = Fp8Case(64, 96, 32, "semi24", None, form="A@B", scale="tensor", d
 HYBRID_FP8 = Fp8Case(128, 128, 32, "bsr24", (64, 64), 0.5, scale="block")
 FAST_FP8 = replace(IN_FP8, fast_accum=True)
 SMALL = (WHOLE, BLOCKS, EQUAL, PACKED, PackCase(16, 24, "semi24"), IN_FP8, TWO_FOUR_FP8, HYBRID_FP8, FAST_FP8)
-ENTRIES = (*semi24.PUBLISHED, *story.STORY, *pack.PUBLISHED, *fp8.PUBLISHED)
-PEERS = {
-    "semi24": semi24_peers.PEERS,
-    "story": semi24_peers.PEERS,
-    "pack": pack_peers.PEERS,
-    "fp8": fp8_peers.PEERS,
-}
+ENTRIES = (*semi24.BENCH.rows, *pack.BENCH.rows, *fp8.BENCH.rows)
 
 
 @pytest.fixture(autouse=True)
@@ -53,22 +42,10 @@ def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
-def floats_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors of floats in an operand set, those inside matrices too."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from floats_in(each)
-    elif isinstance(value, BSR | BSR24 | Semi24 | QuantizedTensor):
-        yield value.values
-    elif isinstance(value, Quantized):
-        yield value.matrix.values
-
-
 def tensors_of(one: Any) -> list[torch.Tensor]:
-    return [tensor for value in vars(one).values() for tensor in floats_in(value)]
+    """The tensors of floats in an operand set, those inside matrices too."""
+    leaves = tree_leaves(list(vars(one).values()))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def test_names_are_short_and_tell_cases_apart() -> None:
@@ -131,7 +108,7 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     assert fp8.BARS[fp8.BLOCKS[0]] == (Bar("cublas_fp8", 0.75, 0.9),)
     assert fp8.BARS[fp8.WHOLE[1]] == fp8.BARS[fp8.FAST_WHOLE[1]] == (Bar("cusparselt", 0.95, 1.1),)
     for module in (semi24, pack, fp8):
-        assert set(module.BARS) == {entry.case for entry in module.PUBLISHED}
+        assert set(module.BARS) == {entry.case for entry in module.BENCH.suites["published"]}
     for op, bars in (("semi24", semi24.BARS), ("pack", pack.BARS), ("fp8", fp8.BARS)):
         assert {bar.peer for row in bars.values() for bar in row} <= set(TABLES[op].peers)
     assert [entry.case.stored for entry in story.STORY] == [0.5, 0.25, 0.125, 0.0625]
@@ -141,14 +118,14 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
 @pytest.mark.parametrize(
     ("case", "change", "said"),
     [
-        (WHOLE, {"form": "A.T@B"}, "a form of the product is one of x@W.T, A@B"),
+        (WHOLE, {"form": "A.T@B"}, "form is one of x@W.T, A@B"),
         (WHOLE, {"density": 0.5}, "a 2:4 matrix without blocks has none"),
         (WHOLE, {"k": 60}, "a multiple of 8, got 60"),
         (BLOCKS, {"block": (96, 64)}, "multiples of 64, got 96x64"),
         (EQUAL, {"stored": 0.6}, "a share of at most 0.5"),
         (EQUAL, {"stored": 0.3}, "whole blocks of a block row, got 0.3 of 4 blocks"),
         (EQUAL, {"m": 100}, "100 x 256 is not a multiple of 64"),
-        (PACKED, {"to": "coo"}, "packed to one of semi24, bsr, not 'coo'"),
+        (PACKED, {"to": "coo"}, "to is one of semi24, bsr, got 'coo'"),
         (PACKED, {"block": None}, "a BSR is packed in blocks"),
         (PACKED, {"keep": 0.0}, r"keep is a fraction in \(0, 1\]"),
         (PACKED, {"m": 60}, "60 x 96 is not a multiple of 32x16"),
@@ -195,7 +172,7 @@ def measured(case: Any, *kernels: str) -> Outcome:
     """The outcome of two rounds on the CPU, whose records are well-formed."""
     outcome = measure(
         SuiteRow(case, kernels or ("auto",)),
-        peers=peers_named(PEERS[case.op], None, CPU),
+        peers=peers_named(BY_OP[case.op].peers, None, CPU),
         rounds=2,
         device=CPU,
         report=lambda text: None,
@@ -249,14 +226,14 @@ def test_every_format_is_measured_at_equal_stored_values() -> None:
 
 def test_a_gate_of_packing_finds_what_is_wrong() -> None:
     (to_bsr, *_), (to_24, *_) = PACKED.operands(CPU), PackCase(64, 96, "semi24").operands(CPU)
-    packed: Any = to_24.eager()()
+    packed: Any = to_24.planned(to_24.plan(None))()
     assert to_24.judge(packed).passed
     assert not to_24.judge(Semi24.from_dense(packed.to_dense() * torch.tensor([1.0, 0.0] * 48))).passed
-    assert to_bsr.judge(to_bsr.eager()()).passed
-    w = to_bsr.w
+    assert to_bsr.judge(to_bsr.planned(to_bsr.plan(None))()).passed
+    (w,) = to_bsr.given
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, keep=0.5)).passed
     assert not to_bsr.judge(BSR.from_dense(-w, PACKED.block or 0, keep=PACKED.keep)).passed
-    least = pack.block_norms(w, (32, 16)).flatten().argsort()[:3]
+    least = block_norms(w, (32, 16)).flatten().argsort()[:3]
     mask = torch.zeros(12, dtype=torch.bool).scatter(0, least, True).view(2, 6)
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, mask=mask)).passed
     with pytest.raises(Unsupported, match=r"matrix\.two_four packs here"):

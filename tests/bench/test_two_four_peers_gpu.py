@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import measure
-from sparsek.bench.peers import fp8 as fp8_peers
-from sparsek.bench.peers import pack as pack_peers
-from sparsek.bench.peers import semi24 as semi24_peers
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
 from sparsek.bench.suites.semi24 import Semi24Case
@@ -19,10 +17,10 @@ from sparsek.bench.suites.story import StoryCase
 
 pytestmark = pytest.mark.gpu
 PEERS = {
-    "semi24": semi24_peers.PEERS,
-    "story": semi24_peers.PEERS,
-    "pack": pack_peers.PEERS,
-    "fp8": fp8_peers.PEERS,
+    "semi24": BENCHES["semi24"].peers,
+    "story": BENCHES["semi24"].peers,
+    "pack": BENCHES["pack"].peers,
+    "fp8": BENCHES["fp8"].peers,
 }
 
 

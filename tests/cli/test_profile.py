@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import ncu
-from sparsek.bench.engine.breakdown import Breakdown, broken_down, on_gpu
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli import profile, profile_run
 from sparsek.cli.kernel_names import OF_BENCH, kernel_named, kernels_of
 from sparsek.core.device import H200
 from sparsek.kernels import KERNELS
 from sparsek.ops.spmm import plan_spmm
+from sparsek.profile import ncu
+from sparsek.profile.breakdown import Breakdown, broken_down, on_gpu
 
 SMALL = ["--m", "512", "--k", "512", "--n", "64"]
 # As ncu prints `--page raw --csv --print-units base`: names, units, a row for each launch; metrics that a chip lacks

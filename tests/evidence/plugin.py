@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from sparsek.bench.engine import records
+from sparsek.core.machine import version_of
 from tests.evidence import hashes, parts, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +103,7 @@ def software(workers: int) -> dict[str, Any]:
     """The `env` object of evidence."""
     facts = records.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     del facts["power_limit_w"]
-    others = {name: records.version_of(name) for name in ("numpy", "transformers")}
+    others = {name: version_of(name) for name in ("numpy", "transformers")}
     return {**facts, "python": platform.python_version(), **others, "workers": workers}
 
 

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import sparsek as sk
+from sparsek.advise.tune import shapes_in
 from sparsek.bench.engine import records
-from sparsek.bench.suites.tune import shapes_in
 from sparsek.core import files
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io, weights

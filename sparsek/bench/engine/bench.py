@@ -1,18 +1,18 @@
 """A benchmark as data: what is measured, next to whom, what its records hold and how tables show them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from sparsek.bench.engine.case import Schema, SuiteRow
-from sparsek.bench.engine.options import Option, combined
+from sparsek.bench.engine.case import Case, Schema, SuiteRow
+from sparsek.bench.engine.options import Option, check_choice, combined, option_of
 from sparsek.bench.engine.peer import Peer
 
 Record = dict[str, Any]
 Value = TypeVar("Value")
-# Where benchmarks are listed; loaded when somebody asks for all of them.
+# Where benchmarks are listed; loaded at the first look-up.
 LIST = "sparsek.bench.benches"
 KERNELS = "Kernels by name; auto is the planner's choice."
 
@@ -30,11 +30,10 @@ class Column:
 class Table:
     """The table of one operation: a row for each of its device times, in the order of `suite`, then of cases.
 
-    `columns` and a ratio for each peer of `beside`, by their names in records, stand on the page. `note`: what the
-    numbers mean. `usual`: words of cases that rows leave out; they name a kernel unless it is one of `kernels`, and
-    none if that is None. `headings`: of peers, their titles
-    unless given; `dense` names the dense ones. `shown`: columns of its own that a screen shows beside the usual ones
-    and, with `ratios`, those of every peer.
+    `columns`, and one for each peer of `beside` with its time over SparseK's, stand on the page. `note`: the meaning of
+    the numbers. `usual`: words of cases that rows leave out. `kernels`: those that rows leave out; None: rows name no
+    kernel. `headings`: titles of peers that are not the benchmark's. `dense`: names of the dense peers. `ratios`:
+    whether screens have a column for each peer.
     """
 
     op: str
@@ -42,11 +41,10 @@ class Table:
     columns: tuple[Column, ...]
     note: str
     beside: tuple[str, ...] = ()
-    usual: tuple[str, ...] = ()
+    usual: tuple[str, ...] = ("bf16",)
     kernels: tuple[str, ...] | None = None
     headings: Mapping[str, str] = field(default_factory=dict)
     dense: tuple[str, ...] = ("cublas", "torch_dense")
-    shown: tuple[Column, ...] = ()
     ratios: bool = True
 
     @property
@@ -61,7 +59,7 @@ class Table:
 
     @property
     def command(self) -> str:
-        """What makes its records: "spmm --suite blocks", with the first suite that has such rows."""
+        """The command for its records, with the first suite that has such rows: "spmm --suite blocks"."""
         bench = BY_OP[self.op]
         named = (name for name, rows in bench.suites.items() if any(row.case.op == self.op for row in rows))
         return f"{bench.name} --suite {next(named)}"
@@ -69,29 +67,29 @@ class Table:
 
 @dataclass(frozen=True)
 class Bench:
-    """One benchmark, and all that its command, its records and its tables need to know.
+    """One benchmark: its command, options, tables, pictures, gate and profile follow from it.
 
     `name`: of its command, "attention-backward". `suites`: named rows. `schemas`: what its records hold, by their `op`.
-    `make`: the case with the fields that `options` give. `small`: options of sizes for a CPU, which suites and sizes by
-    default would keep busy for hours; "" where these are small. `kernels`: what --kernel names; "" where nothing can be
-    named. `whole`: the suite that is measured where nothing is given; "" for the case of the options' defaults.
-    `slowest`: seconds that a row took at most on an H200 with empty caches. `files`: what is made of
-    records beside tables, by path.
+    `measures`: classes of cases by the option --measure; without them, the class of the first schema is measured. The
+    fields of that class are the other options. `small`: options of sizes for a CPU, which suites and sizes by default
+    would keep busy for hours; "" where these are small. `kernels`: the help of --kernel; "" without this option.
+    `whole`: the suite that is measured where no options are given; "" for the case of the options' defaults.
+    `slowest`: seconds that a row took at most on an H200 with empty caches. `files`: the text of files beside the pages
+    that show records, by path.
     """
 
     name: str
     suites: Mapping[str, tuple[SuiteRow, ...]]
     schemas: Mapping[str, Schema]
     tables: tuple[Table, ...]
-    options: tuple[Option, ...]
-    make: Callable[..., Any]
+    peers: tuple[Peer, ...] = ()
+    measures: Mapping[str, Callable[..., Case]] = field(default_factory=dict)
     small: str = "--m 512 --k 512 --n 64"
     kernels: str = KERNELS
     whole: str = ""
     rounds: int = 7
     slowest: float = 20.0
     files: Mapping[str, Callable[[Sequence[Record]], str]] = field(default_factory=dict)
-    peers: tuple[Peer, ...] = ()
 
     @property
     def file(self) -> str:
@@ -106,13 +104,29 @@ class Bench:
             kernels.setdefault((row.op, row.case), {}).update(dict.fromkeys(row.kernels))
         return tuple(SuiteRow(case, tuple(names), op) for (op, case), names in kernels.items())
 
+    @property
+    def _case(self) -> type[Case]:
+        return next(iter(self.schemas.values())).case
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """The options of its cases."""
+        names = ", ".join(self.measures)
+        measure = [Option("measure", next(iter(self.measures)), f"{names}.")] if self.measures else []
+        of_case = (option_of(each) for each in fields(self._case))  # pyright: ignore[reportArgumentType]
+        return (*measure, *filter(None, of_case))
+
     def cases(self, given: Mapping[str, str | bool]) -> tuple[Any, ...]:
-        """The cases of every combination of what was given for the options."""
-        return combined(self.make, self.options, given)
+        """The cases of every combination of the given values of options."""
+        return combined(self._made if self.measures else self._case.of, self.options, given)
+
+    def _made(self, *, measure: str, **fields: Any) -> Case:
+        check_choice("measure", measure, self.measures)
+        return self.measures[measure](**fields)
 
 
 class Listed(Mapping[str, Value], Generic[Value]):
-    """What all benchmarks hold of one kind, by name: they are loaded at the first look."""
+    """The values of one kind of all benchmarks, by name; loaded at the first look-up."""
 
     def __init__(self, held: Callable[[Bench], Mapping[str, Value]]) -> None:
         self._held = held

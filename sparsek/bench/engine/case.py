@@ -1,19 +1,20 @@
-"""What a benchmark measures: a case, its operands, the entries of a suite. Each operation has a class of cases."""
+"""What a benchmark measures: a case, its operands, the rows of a suite. Each operation has a class of cases."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from sparsek.bench.engine.data import Draw, bytes_of, set_count
+from sparsek.bench.engine.several import Timed
 from sparsek.core import dtypes
+from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.pattern import block_sides
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
 
@@ -22,32 +23,31 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 MOST_LISTED = 16  # names
+SEEDS = 100  # of a set
 
 
-class Operands(Protocol):
-    """One of the rotating operand sets of a case: its own tensors, and what is done with them."""
+class Operands:
+    """One of the rotating operand sets of a case: its own tensors, and what is done with them.
 
-    @property
-    def useful_flops(self) -> float:
-        """FLOPs of the stored elements alone."""
-        ...
+    `useful_flops`: FLOPs of the stored elements alone. `given`: the arguments of a plan's call.
+    """
 
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """What a plan is called with."""
-        ...
+    useful_flops: float
+    given: tuple[Any, ...]
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it is called with by keyword."""
+        """The keyword arguments of a plan's call."""
         return {}
 
     def plan(self, kernel: str | None) -> Any:
         """The plan of a kernel, None for the planner's choice. Raises Unsupported with its reasons."""
-        ...
+        raise NotImplementedError
 
     def planned(self, plan: Any) -> Callable[[], Any]:
         """A call of the plan and nothing else."""
+        if isinstance(plan, Timed):
+            return plan.call
         return partial(plan, *self.given, **self.options)
 
     def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
@@ -64,11 +64,11 @@ class Operands(Protocol):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the result of this set."""
-        ...
+        raise NotImplementedError
 
     def dense(self, seed: int) -> Callable[[], object]:
         """The same call on dense random data of the same shapes: zeros of a pruned matrix would make it faster."""
-        raise InvalidInput("these operands have no dense twin")
+        raise InvalidInput("these operands have no dense counterpart")
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """Fields of a kernel's record that only this operation has."""
@@ -79,36 +79,89 @@ class Operands(Protocol):
         return {}
 
 
-class Case(Protocol):
-    """One frozen, comparable line of a suite."""
+@dataclass(frozen=True)
+class Call(Operands):
+    """A set as data: `planner(*given, kernel=...)` plans it, `check(out)` judges a result.
+
+    `made`: the shapes of the tensors that a plan makes. `twin(seed)`: the same call on dense random data.
+    """
+
+    given: tuple[Any, ...]
+    planner: Callable[..., Any]
+    check: Callable[..., Gate]
+    useful_flops: float
+    made: tuple[tuple[int, ...], ...] = ()
+    twin: Callable[[int], Callable[[], object]] | None = None
+
+    def plan(self, kernel: str | None) -> Any:
+        return self.planner(*self.given, kernel=kernel)
+
+    def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
+        return self.made
+
+    def judge(self, out: Any, **allowed: bool) -> Gate:
+        return self.check(out, **allowed)
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        return self.twin(seed) if self.twin else super().dense(seed)
+
+
+class Case:
+    """One frozen, comparable line of a suite: a frozen dataclass, whose fields are options of the command.
+
+    `op`: the operation, which is also the `op` of its records. `in_graph`: whether the calls of all sets, peers' too,
+    are captured in one CUDA graph, whose replays are timed. `name`: one short line that no other case has.
+    `dense_flops`: FLOPs of the same call with everything stored.
+    """
 
     op: ClassVar[str]
-    """The operation, which is also the `op` of its records: "spmm"."""
-
     in_graph: ClassVar[bool] = False
-    """Whether the calls of all sets, peers' too, are captured in one CUDA graph, whose replays are timed."""
+    name: str
+    dense_flops: float
+    dtype: str
 
-    @property
-    def name(self) -> str:
-        """One short line that no other case has."""
-        ...
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            if each.metadata.get("check"):
+                each.metadata["check"](each.name, getattr(self, each.name))
+        self.check()
+
+    def check(self) -> None:
+        """Raises InvalidInput for fields that do not go together."""
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """The case that options give."""
+        return cls(**fields)
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts the cases of one operation, small ones first."""
-        ...
+        """Sorts the cases of one operation that no suite has, small ones first."""
+        return self.dense_flops, self.name
 
     @property
-    def dense_flops(self) -> float:
-        """FLOPs of the same call with everything stored."""
-        ...
+    def drawn(self) -> torch.dtype:
+        """The dtype of its random data."""
+        return dtypes.parse(self.dtype)
 
-    def operands(self, device: torch.device, seed: int = 0) -> Sequence[Operands]:
-        """Sets that share their structure and no memory: 2 to 64, together several times the cache.
+    def sets(self, draw: Draw) -> Callable[[Draw], Operands]:
+        """Draws what all sets share, and returns how one set is drawn. Random values are N(0, 1).
 
-        Raises InvalidInput where the records are measured in their own way, as `Schema.run` has it.
+        Raises InvalidInput where the records are measured in their own way, as `Schema.run` does it.
         """
         raise InvalidInput(f"{self.op} is measured in its own way, on operands of its own")
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
+        """Sets that share their structure and no memory: 2 to 64, together several times the cache."""
+        seed *= 10**6
+        one = self.sets(Draw(device, self.drawn, seed))
+
+        def at(index: int) -> Operands:
+            return one(Draw(device, self.drawn, seed + SEEDS * (index + 1)))
+
+        first = at(0)
+        count = set_count(card_of(device), bytes_of(vars(first).values()))
+        return [first, *(at(index) for index in range(1, count))]
 
     def as_record(self) -> dict[str, Any]:
         """The `case` object of a record: the fields, tuples as lists."""
@@ -128,16 +181,16 @@ class Schema:
     """What the records of one `op` hold: their class of case, and which fields beside the common ones.
 
     `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
-    `later`: fields of the case that came later, with what older records mean. `sources`: what is timed beside the
-    kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek of which every file counts as timed.
-    `run`: what measures a row instead of `run_case`. `below`: what such a record says under the table, as a line.
+    `later`: fields of the case that older records lack; they mean the default of the class. `sources`: what is timed
+    beside the kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed.
+    `run`: measures a row instead of `run_case`. `below`: the line that stands for a record under the table.
     """
 
     case: type[Case]
     rated: bool = True
     extra: tuple[str, ...] = ()
     peer_extra: tuple[str, ...] = ()
-    later: Mapping[str, Any] = field(default_factory=dict)
+    later: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     rooms: tuple[str, ...] = ()
     run: Callable[..., Any] | None = None
@@ -159,6 +212,12 @@ class SuiteRow:
         object.__setattr__(self, "op", self.op or self.case.op)
 
 
+def rows(kernels: str | Sequence[str], *cases: Any) -> tuple[SuiteRow, ...]:
+    """A line for each case, with the same kernels."""
+    names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
+    return tuple(SuiteRow(case, names) for case in cases)
+
+
 @dataclass(frozen=True)
 class Bar:
     """What the ratio to a peer must reach, and what it aims at. An aim below that makes it a limit from above."""
@@ -173,39 +232,23 @@ class Bar:
         return "met" if sign * ratio >= sign * self.must else "missed"
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:
-    """The error for a name that is not known, with near ones, and all of them unless they are many."""
-    known = tuple(known)
-    near = get_close_matches(name, known, n=3)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    if not near or len(known) <= MOST_LISTED:
-        hint += f"{' Known' if near else '; known'}: {', '.join(known)}"
-    return InvalidInput(f"no {what} is called {name!r}{hint}")
+def block_name(block: tuple[int, int]) -> str:
+    """ "128" for square blocks, "512x112" for others."""
+    return str(block[0]) if block[0] == block[1] else f"{block[0]}x{block[1]}"
 
 
-def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:
-    """The suite, or another thing, of that name. Raises InvalidInput that lists the known names."""
-    if name not in suites:
-        raise unknown(what, name, suites)
-    return suites[name]
+def shape_name(m: int, k: int, n: int) -> str:
+    """ "8192³" for a cube, "16384²×16" for a square first matrix, "m×k×n" otherwise."""
+    if m == k == n:
+        return f"{m}³"
+    return f"{m}²×{n}" if m == k else f"{m}×{k}×{n}"
 
 
-def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
-    """Raises InvalidInput unless the value is one of those allowed."""
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise InvalidInput(f"{what} is one of {', '.join(allowed)}, got {value!r}")
+def stored_name(block: str, density: float, *words: str) -> str:
+    """ "block 128 12.5 % powerlaw bf16"; empty words are left out."""
+    return " ".join(filter(None, (f"block {block}", f"{density * 100:.4g} %", *words)))
 
 
-def check_case(case: Any, *sides: str, dtype: bool = True) -> None:
-    """Raises InvalidInput unless the named sides are positive, and density, block and, if wanted, dtype can be."""
-    for side in sides:
-        if getattr(case, side) < 1:
-            raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(case, side)}")
-    density = getattr(case, "density", 1.0)
-    if not 0.0 < density <= 1.0:
-        raise InvalidInput(f"density is a fraction in (0, 1], got {density}")
-    if getattr(case, "block", None) is not None:
-        block_sides(case.block)
-    if dtype:
-        dtypes.parse(case.dtype)
+def length_name(length: int) -> str:
+    """32768 -> "32K"; 1000 -> "1000"."""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)

@@ -3,8 +3,6 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -52,31 +50,6 @@ def _is_fresh(entry: SuiteRow, kernels: dict[str, bool]) -> bool:
     return all([*autos, *(kernels.get(name, False) for name in named)])
 
 
-@dataclass
-class Pace:
-    """How long rows have taken, by op, and so how long others will: as their op's mean, else as the mean of all."""
-
-    took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, row: Row, seconds: float) -> None:
-        self.took[row.entry.op].append(seconds)
-
-    def expected(self, row: Row) -> float:
-        """Seconds that a row will take; 0 before any was measured."""
-        known = self.took.get(row.entry.op) or [each for some in self.took.values() for each in some]
-        return fmean(known) if known else 0.0
-
-    def longest(self, row: Row) -> float:
-        """Seconds that a row may take: as the longest of its op so far but the first, which compiles and imports;
-        before there are two, as long as its benchmark says.
-        """
-        return max(self.took.get(row.entry.op, [])[1:], default=row.bench.slowest)
-
-    def left(self, rows: Iterable[Row]) -> float:
-        """Seconds that these rows will take."""
-        return sum(self.expected(row) for row in rows)
-
-
 class Done(NamedTuple):
     """One row, done: how long it took, how many are left, and for how many seconds."""
 
@@ -93,15 +66,17 @@ def walk(
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Done]:
     """Measures the rows in turn, the first in any case, and stops before one that may not end within `limit` seconds
-    of the beginning.
+    of the beginning. A row may take as long as the longest of its op so far but the first, which compiles and imports;
+    before there are two, as its benchmark's `slowest`. Those left are taken to be as long as those done, on average.
     """
-    begin, pace = clock(), Pace()
+    begin = clock()
+    took: dict[str, list[float]] = defaultdict(list)
     for at, row in enumerate(rows):
-        started = clock()
-        if at and limit is not None and started - begin + pace.longest(row) > limit:
+        started, of_op = clock(), took[row.entry.op]
+        longest = max(of_op[1:], default=row.bench.slowest)
+        if at and limit is not None and started - begin + longest > limit:
             return
         measure(row)
-        spent = clock() - started
-        pace.add(row, spent)
-        rest = rows[at + 1 :]
-        yield Done(row, spent, len(rest), pace.left(rest))
+        of_op.append(clock() - started)
+        rest = len(rows) - at - 1
+        yield Done(row, of_op[-1], rest, rest * (clock() - begin) / (at + 1))

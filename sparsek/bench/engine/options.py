@@ -1,13 +1,18 @@
-"""Options of a benchmark's command, and the cases that they give."""
+"""Fields of cases that are options of a command: how each is written, parsed and checked."""
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, replace
 from typing import Any, TypeVar
 
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import listed, parse_block
+from sparsek.matrix.pattern import block_sides
 
 Made = TypeVar("Made")
+Check = Callable[[str, Any], object]
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,91 @@ class Option:
 
     def filled(self, value: Any) -> dict[str, Any]:
         """The fields of a case that a value of this option fills."""
-        return (
-            dict(zip(self.fields, value, strict=True))
-            if len(self.fields) > 1
-            else {(self.fields or (self.name,))[0]: value}
-        )
+        if len(self.fields) > 1:
+            return dict(zip(self.fields, value, strict=True))
+        return dict.fromkeys(self.fields or (self.name,), value)
 
     def values(self, given: str | bool) -> list[Any]:
-        """What was given, parsed. Raises InvalidInput that names the option."""
+        """The given values, parsed. Raises InvalidInput that names the option."""
         return [given] if isinstance(given, bool) else listed(self.name, given, self.parse)
+
+
+def field(
+    default: str | bool,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    check: Check | None = None,
+    *,
+    usual: Any = MISSING,
+    **more: Any,
+) -> Any:
+    """A field of a case that an option of the command fills; `more` are other fields of `Option`.
+
+    `default` is the command's, `usual` the one of the class. `check(name, value)` raises InvalidInput.
+    """
+    made = Option(more.pop("name", ""), default, help, parse, **more)
+    return dataclasses.field(default=usual, metadata={"option": made, "check": check})
+
+
+def checked(check: Check, usual: Any = MISSING) -> Any:
+    """A field of a case without an option of its own."""
+    return dataclasses.field(default=usual, metadata={"check": check})
+
+
+def option_of(of: Field[Any]) -> Option | None:
+    """The option that fills a field of a case, if there is one."""
+    found = of.metadata.get("option")
+    if found is None:
+        return None
+    return replace(found, name=found.name or of.name.replace("_", "-"), fields=found.fields or (of.name,))
+
+
+def positive(name: str, value: int) -> None:
+    if value < 1:
+        raise InvalidInput(f"a benchmark case needs {name} >= 1, got {value}")
+
+
+def fraction(name: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise InvalidInput(f"{name} is a fraction in (0, 1], got {value}")
+
+
+def check_choice(what: str, value: str, allowed: Collection[str]) -> None:
+    """Raises InvalidInput unless the value is one of those allowed."""
+    if value not in allowed:
+        raise InvalidInput(f"{what} is one of {', '.join(allowed)}, got {value!r}")
+
+
+def size(help: str, default: str = "8192", parse: Callable[[str], Any] = int, **more: Any) -> Any:
+    """A count, at least 1."""
+    return field(default, help, parse, positive, **more)
+
+
+def share(help: str = "Fraction of blocks that are stored.", default: str = "0.125", **more: Any) -> Any:
+    return field(default, help, float, fraction, **more)
+
+
+def choice(what: str, allowed: Collection[str], default: str = "", **more: Any) -> Any:
+    """One of these names; its help lists them after `what`."""
+    default = default or next(iter(allowed))
+    return field(
+        default,
+        f"{what}: {', '.join(allowed)}.",
+        check=lambda name, value: check_choice(name, value, allowed),
+        **more,
+    )
+
+
+def block(**more: Any) -> Any:
+    """Blocks of a matrix."""
+    given = {"default": "128", "help": "Blocks: 128,64,512x112.", "parse": parse_block} | more
+    return field(check=lambda name, block: block is None or block_sides(block), **given)
+
+
+def dtype() -> Any:
+    return field(
+        "bf16", "bf16, fp16, fp32, fp64.", check=lambda name, dtype: dtypes.parse(dtype), usual="bf16"
+    )
 
 
 def combined(
@@ -53,38 +134,3 @@ def combined(
             fields |= option.filled(value)
         found.append(make(**fields))
     return tuple(dict.fromkeys(found))
-
-
-def by_measure(what: str, measures: Mapping[str, Callable[..., Made]]) -> Callable[..., Made]:
-    """A function that makes a case, whose option `measure` is a key of `measures`. `what`: "an MLP"."""
-
-    def make(*, measure: str, **fields: Any) -> Made:
-        if measure not in measures:
-            raise InvalidInput(f"of {what}, {' or '.join(measures)} is measured, not {measure!r}")
-        return measures[measure](**fields)
-
-    return make
-
-
-def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
-    """The values of a comma list. Raises InvalidInput that names the option."""
-    try:
-        return [parse(part.strip()) for part in text.split(",")]
-    except ValueError as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"--{name} {text!r}: {error}") from None
-
-
-def parse_block(text: str) -> tuple[int, int]:
-    """ "128" -> (128, 128); "512x112" -> (512, 112)."""
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
-        raise InvalidInput(f"a block is written as 128 or as 512x112, got {text!r}")
-    sides = [int(part) for part in parts]
-    return sides[0], sides[-1]
-
-
-BLOCK = Option("block", "128", "Blocks: 128,64,512x112.", parse_block)
-DENSITY = Option("density", "0.125", "Fraction of blocks that are stored.", float)
-DTYPE = Option("dtype", "bf16", "bf16, fp16, fp32, fp64.")

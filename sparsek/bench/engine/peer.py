@@ -1,19 +1,21 @@
 """The protocol of a peer: something else that a user could run, measured in the same rounds as the kernels.
 
-A peer that cannot run says why. A sparse peer's result passes the same gate as a kernel's, or it gets no
-time.
+A peer that cannot run gives its reasons. The result of a peer that computes the same passes the same gate as a
+kernel's, or it gets no time.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
-from sparsek.bench.engine.case import unknown
+from sparsek.bench.engine.case import Operands
+from sparsek.core.clock import time_rounds
 from sparsek.core.errors import SparseKError
+from sparsek.core.written import unknown
 from sparsek.testing.budget import Gate
 
 
@@ -36,23 +38,78 @@ class UnavailableError(SparseKError):
 @dataclass(frozen=True)
 class Peer:
     """`name` is the key in records, `title` a heading of tables. `device` is "cuda", "cpu", or "" for both.
-
-    Tables show peers in the order of PEERS.
+    `unless(case)`: reasons why it cannot run a case, or why the case has no such peer.
     """
 
     name: str
     title: str
     device: str = ""
+    _: KW_ONLY
+    unless: Callable[[Any], list[str]] = lambda case: []
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         """Every reason why this peer cannot run the case; [] means it can be tried."""
-        if self.device in ("", device.type):
-            return []
-        return [f"runs on {self.device}, the case is on {device.type}"]
+        where = [f"runs on {self.device}, the case is on {device.type}"]
+        return [*(where if self.device not in ("", device.type) else ()), *self.unless(case)]
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """Sets up and tunes; `tried(text)` reports progress. Raises UnavailableError with the reason."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Function(Peer):
+    """A peer that computes something else, so that its result is not judged: `call(case, one, index)` makes the call of
+    a set, by its place, and `flops(case)` counts it.
+    """
+
+    _: KW_ONLY
+    call: Callable[[Any, Any, int], Callable[[], Any]]
+    flops: Callable[[Any], float]
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        with setting_up(self.title):
+            calls = tuple(self.call(case, one, index) for index, one in enumerate(sets))
+        return Ready(calls, flops=self.flops(case))
+
+
+def dense(name: str, title: str, device: str = "") -> Function:
+    """The same call with everything stored, by torch: cuBLAS on a GPU."""
+    call = lambda case, one, index: one.dense(1000 + index)  # noqa: E731
+    return Function(name, title, device, call=call, flops=lambda case: case.dense_flops)
+
+
+CUBLAS = dense("cublas", "cuBLAS", "cuda")
+TORCH_DENSE = dense("torch_dense", "torch dense", "cpu")
+
+
+@dataclass(frozen=True)
+class Own(Peer):
+    """This library by another way: the operands that `other` makes of those of the case, by their place."""
+
+    _: KW_ONLY
+    other: Callable[[Any, Any, int], Operands]
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        others = [self.other(case, one, index) for index, one in enumerate(sets)]
+        plans = [one.plan(None) for one in others]
+        accepted(others[0].gate(plans[0]), self.title)
+        calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
+        return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
+
+
+def fastest(
+    what: str,
+    candidates: Mapping[str, Sequence[Callable[[], object]]],
+    device: torch.device,
+    tried: Callable[[str], None],
+) -> str:
+    """The name of the fastest candidate in the same rounds, each the calls of all sets."""
+    turns = {name: rotating(calls) for name, calls in candidates.items()}
+    times = time_rounds(turns, device=device, rounds=5, inner_ms=10.0)
+    for name, found in times.items():
+        tried(f"{what}, {name}: {found.median:.3f} ms")
+    return min(candidates, key=lambda name: times[name].median)
 
 
 def accepted(gate: Gate, what: str) -> None:
@@ -89,13 +146,13 @@ def peers_named(table: Iterable[Peer], names: Iterable[str] | None, device: torc
 
 
 def first_line(error: BaseException) -> str:
-    """The first 160 characters of what an error says, or its class."""
+    """The first 160 characters of an error's text, or its class."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:160]
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One callable that runs the given ones in turns, so that successive calls touch different buffers."""
+    """One callable that runs the given ones round-robin, so that successive calls touch different buffers."""
     state = 0
 
     def call() -> object:

@@ -1,37 +1,31 @@
-"""Records: one JSON object per measured (case, kernel), appended as lines, and the only source of published
-numbers.
+"""Records: one JSON object per measured (case, kernel), appended as lines, and the only source of published numbers.
 
-A record says what was measured, on what, next to whom, and which source produced it:
-{op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
+A record has the case, the kernel, the times, the peers of the same rounds, the machine, and the source:
+`{op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
  roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
- rate}, env{gpu,driver,power_limit_w,torch,triton,cuda,watts,sm_mhz}, source_hash, date}.
-`watts` and `sm_mhz`: means over the rounds of the power and of the SM clock; null on a CPU and where NVML is missing.
-Records of before 2026-11-23 lack both, and are read as if they were null.
-Some operations have fields of their own, numbers or null. `memory` of attention and of its peers: the largest
-allocation of one call beyond q, k, v and the output, over the bytes of these; of attention_backward beyond dq, dk and
-dv, over the same bytes. `peak_gb` of attention_train: the most that a step and its operands hold at once, in 1e9 bytes.
-Both are null on a CPU. `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and
-its share of a call on new patterns.
-Of the same spgemm, `symbolic_gpu_ms` and `symbolic_gpu_share` are of the GPU's own time; null on a CPU.
-What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
+ rate}, env{gpu,driver,power_limit_w,torch,triton,cuda,watts,sm_mhz}, source_hash, date}`.
 
-`op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device.
-"attention_new_mask": mask build, plan and kernel of one call, host
-included. "mask_build": one mask, host included. "host": a call as users write it, on the clock on the wall: how long
-the host is busy with it, or, of layers and of first calls of a process, until the GPU is idle; its peers' tflops are
-null. Where nothing is rated, tflops, gbps and roofline are null. "pack":
-a dense matrix packed; only tflops are null, its peers' too, and ratios are those of bytes a second.
+- `watts` and `sm_mhz`: means over the rounds of the power and of the SM clock; null on a CPU and where NVML is missing.
+  Records of before 2026-11-23 lack both, and are read as if they were null.
+- `op` is the meaning of `ms`, and OPS has the contents of each op's records. An operation's own name: one call on the
+  device. "attention_new_mask": mask build, plan and kernel of one call, host included. "mask_build": one mask, host
+  included. "host": wall-clock time of a call as users write it: how long the host is busy, or, of layers and of first
+  calls of a process, until the GPU is idle. "pack": a dense matrix packed, ratios those of bytes a second.
+- Where nothing is rated, tflops (of peers too), gbps and roofline are null; "pack" has the last two.
+- `memory` of attention and of its peers: the largest allocation of one call beyond q, k, v and the output, over the
+  bytes of these; of attention_backward beyond dq, dk and dv, over the same bytes. `peak_gb` of attention_train: the
+  most that a step and its operands hold at once, in 1e9 bytes. Both are null on a CPU.
+- `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and its share of a call on
+  new patterns. `symbolic_gpu_ms` and `symbolic_gpu_share`: the same of the GPU's own time; null on a CPU.
+- Several kernels that are timed together, as in a step of an MLP: their names, joined by " + ".
 """
 
 import datetime
 import json
 import math
-import shutil
-import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +33,12 @@ import torch
 
 from sparsek.bench.engine import sensors
 from sparsek.bench.engine.bench import OPS, Record
-from sparsek.core import env, files
+from sparsek.bench.engine.case import Schema
+from sparsek.core import files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
+from sparsek.core.machine import smi_facts, version_of
 from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
 
 FIELDS = (
@@ -50,6 +46,9 @@ FIELDS = (
     *("env", "source_hash", "date"),
 )
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
+
+
+TIMES = ("median", "min", "max", "rounds")
 
 
 def fields_of(op: str) -> tuple[str, ...]:
@@ -64,70 +63,73 @@ def faults(record: Any) -> list[str]:
     op = record.get("op", "spmm")
     if not isinstance(op, str) or op not in OPS:
         return [f"op {op!r} is not one of {', '.join(OPS)}"]
-    kind = OPS[op]
-    wanted = fields_of(op)
+    kind, wanted = OPS[op], fields_of(op)
     found = [f"field {name} is missing" for name in wanted if name not in record]
     found += [f"field {name} is not part of a record" for name in record if name not in wanted]
-    if found:
-        return found
-    for name in ("case", "ms", "gate", "peers", "ratio", "env"):
-        if not isinstance(record[name], dict):
-            found.append(f"{name} is not an object")
-    if found:
-        return found
+    objects = ("case", "ms", "gate", "peers", "ratio", "env")
+    found = found or [f"{name} is not an object" for name in objects if not isinstance(record[name], dict)]
+    return found or [*_case_faults(record, kind), *_faults(record, kind)]
+
+
+def _case_faults(record: Record, kind: Schema) -> list[str]:
     of_case = tuple(field.name for field in fields(kind.case))  # pyright: ignore[reportArgumentType]
-    found += _wrong_keys("case", record["case"], of_case, kind.later)
-    if not found:
+    wrong = _object("case", record["case"], of_case, may_lack=kind.later)
+    if not wrong:
         try:
             case_of(record)
         except (SparseKError, TypeError, ValueError, IndexError) as error:
-            found.append(f"case: {error}")
-    found += _times_faults("ms", record["ms"])
+            wrong = [f"case: {error}"]
+    return wrong
+
+
+def _faults(record: Record, kind: Schema) -> Iterator[str]:
+    """The faults of a record that has every field, and objects where it should."""
+    yield from _times_faults("ms", record["ms"])
     for name, keys in (("tflops", ("useful", "dense_equivalent")), ("roofline", ("bound_ms", "fraction"))):
         if kind.rated or record[name] is not None:
-            found += _wrong_keys(name, record[name], keys) or _not_numbers(f"{name}.", record[name], keys)
-    found += _not_numbers("", record, ("gbps",), or_null=not kind.rated)
-    found += _not_numbers("", record, kind.extra, or_null=True)
-    found += _wrong_keys("gate", record["gate"], ("error", "budget", "passed"))
+            yield from _object(name, record[name], keys, numbers=keys)
+    yield from _not_numbers("", record, ("gbps",), or_null=not kind.rated)
+    yield from _not_numbers("", record, kind.extra, or_null=True)
+    yield from _object("gate", record["gate"], ("error", "budget", "passed"))
     if record["gate"].get("passed") is not True:
-        found.append("gate.passed is not true: a time without a passed gate is not a record")
+        yield "gate.passed is not true: a time without a passed gate is not a record"
     for name, peer in record["peers"].items():
-        found += _wrong_keys(f"peers.{name}", peer, ("ms", "tflops", *kind.peer_extra))
-        if isinstance(peer, dict):
-            found += _times_faults(f"peers.{name}.ms", peer.get("ms"))
-            found += _not_numbers(f"peers.{name}.", peer, kind.peer_extra, or_null=True)
-    ratios = record["ratio"]
-    found += [f"ratio.{name} is missing" for name in record["peers"] if name not in ratios]
-    found += [f"ratio.{name} has no peer of that name" for name in ratios if name not in record["peers"]]
-    found += _not_numbers("ratio.", ratios, ratios)
-    found += _wrong_keys("env", record["env"], ENV_FIELDS, sensors.FIELDS)
-    found += _not_numbers("env.", record["env"], sensors.FIELDS, or_null=True)
+        extra = kind.peer_extra
+        yield from _object(f"peers.{name}", peer, ("ms", "tflops", *extra), numbers=extra, or_null=True)
+        yield from _times_faults(f"peers.{name}.ms", peer.get("ms") if isinstance(peer, dict) else None)
+    peers = tuple(record["peers"])
+    yield from _object("ratio", record["ratio"], peers, numbers=peers)
+    yield from _object(
+        "env", record["env"], ENV_FIELDS, numbers=sensors.FIELDS, may_lack=sensors.FIELDS, or_null=True
+    )
     for name in ("kernel", "source_hash", "date"):
-        if not isinstance(record[name], str) or not record[name]:
-            found.append(f"{name} is not a non-empty string")
-    if not found:
-        try:
-            datetime.datetime.fromisoformat(record["date"])
-        except ValueError:
-            found.append(f"date {record['date']!r} is not an ISO date")
-    return found
+        if not (record[name] and isinstance(record[name], str)):
+            yield f"{name} is not a non-empty string"
+    try:
+        datetime.datetime.fromisoformat(str(record["date"]))
+    except ValueError:
+        yield f"date {record['date']!r} is not an ISO date"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _wrong_keys(where: str, value: Any, keys: tuple[str, ...], may_lack: Iterable[str] = ()) -> list[str]:
+def _object(
+    where: str,
+    value: Any,
+    keys: tuple[str, ...],
+    *,
+    numbers: Iterable[str] = (),
+    may_lack: Iterable[str] = (),
+    or_null: bool = False,
+) -> list[str]:
+    """What keeps a value from being an object of these keys; those in `numbers` have numbers."""
     if not isinstance(value, dict):
         return [f"{where} is not an object"]
-    if set(keys).difference(may_lack) <= set(value) <= set(keys):
-        return []
-    return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
+    if not set(keys).difference(may_lack) <= set(value) <= set(keys):
+        return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
+    return _not_numbers(f"{where}.", value, numbers, or_null=or_null)
 
 
 def _times_faults(where: str, value: Any) -> list[str]:
-    keys = ("median", "min", "max", "rounds")
-    wrong = _wrong_keys(where, value, keys) or _not_numbers(f"{where}.", value, keys)
+    wrong = _object(where, value, TIMES, numbers=TIMES)
     if wrong:
         return wrong
     if not 0 < value["min"] <= value["median"] <= value["max"]:
@@ -138,19 +140,17 @@ def _times_faults(where: str, value: Any) -> list[str]:
 def _not_numbers(
     where: str, value: Mapping[str, Any], names: Iterable[str], *, or_null: bool = False
 ) -> list[str]:
+    def right(each: Any) -> bool:
+        number = isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each)
+        return number or (or_null and each is None)
+
     wrong = "neither a number nor null" if or_null else "not a number"
-    found = {name: value.get(name) for name in names}
-    return [
-        f"{where}{name} is {wrong}"
-        for name, each in found.items()
-        if not (_is_number(each) or (or_null and each is None))
-    ]
+    return [f"{where}{name} is {wrong}" for name in names if not right(value.get(name))]
 
 
 def case_of(record: Mapping[str, Any]) -> Any:
     """The case of a well-formed record."""
-    kind = OPS[record["op"]]
-    return kind.case.from_record({**kind.later, **record["case"]})
+    return OPS[record["op"]].case.from_record(record["case"])
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
@@ -213,12 +213,7 @@ def now() -> str:
 
 def times_of(times: Times) -> dict[str, float | int]:
     """The `ms` object of a record, rounded to nanoseconds."""
-    return {
-        "median": round(times.median, 6),
-        "min": round(times.min, 6),
-        "max": round(times.max, 6),
-        "rounds": times.rounds,
-    }
+    return {name: round(getattr(times, name), 6) for name in TIMES}
 
 
 def config_of(config: Any) -> dict[str, Any]:
@@ -235,7 +230,7 @@ def hash_of(op: str, kernel: str) -> str:
     kind = OPS[op]
     if not kind.rooms:
         return source_hash(JOINED.join((kernel, *kind.sources)))
-    source_hash(kernel)  # raises for a module that is not there
+    source_hash(kernel)  # raises for a module that does not exist
     return _rooms_hash(kind.rooms)
 
 
@@ -251,14 +246,6 @@ def is_fresh(record: Mapping[str, Any]) -> bool:
         return record["source_hash"] == hash_of(record["op"], record["kernel"])
     except InvalidInput:
         return False
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def environment(device: torch.device, seen: sensors.Sensors | None = None) -> dict[str, Any]:
@@ -277,25 +264,3 @@ def environment(device: torch.device, seen: sensors.Sensors | None = None) -> di
         "cuda": torch.version.cuda if on_gpu else None,
         **(seen.means() if seen else {}),
     }
-
-
-@cache
-def smi_facts(index: int) -> tuple[str | None, float | None]:
-    """Driver version and power limit in watts, as nvidia-smi tells them; None for what it does not."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None, None
-    visible = env.visible_gpus()
-    identity = visible[index] if index < len(visible) else str(index)
-    question = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", f"--id={identity}"]
-    try:
-        answer = subprocess.run(
-            [program, *question], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-        driver, power = (part.strip() for part in answer.splitlines()[0].split(","))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None, None
-    try:
-        return driver, float(power)
-    except ValueError:
-        return driver, None

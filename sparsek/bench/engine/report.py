@@ -7,6 +7,7 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import OPS, TABLES, Column, Record, Table, table_of
 from sparsek.bench.engine.case import Case
 from sparsek.bench.engine.sensors import FIELDS
+from sparsek.bench.engine.tables import over
 
 
 def ordered(found: Iterable[Record], table: Table) -> list[Record]:
@@ -30,7 +31,7 @@ def measured(found: Iterable[Record]) -> list[str]:
 
 
 def measured_peers(rows: Sequence[Record], table: Table) -> list[str]:
-    """The peers that a screen shows ratios to: those that any of the rows has, in the table's order."""
+    """The peers that a screen shows: those that any of the rows has, in the table's order."""
     shown = table.peers if table.ratios else {}
     return [name for name in shown if any(name in record["ratio"] for record in rows)]
 
@@ -43,31 +44,17 @@ def markdown(found: Sequence[Record], op: str) -> str:
     if not device_rows:
         return f"No records yet: run `sparsek bench {table.command}` on an H200."
     beside = [name for name in table.beside if any(name in record["ratio"] for record in device_rows)]
-    columns = [*table.columns, *(_ratio(name, table) for name in beside)]
+    columns = [*table.columns, *(over(name, table) for name in beside)]
     lines = [
         line(column.heading for column in columns),
         line("---" if column.text else "---:" for column in columns),
     ]
     lines += [line(column.cell(record) for column in columns) for record in device_rows]
-    for record in rows:
-        if record["op"] != op:
-            lines += ["", _below(record)]
+    for below, record in ((OPS[record["op"]].below, record) for record in rows):
+        if below is not None:
+            lines += ["", below(record)]
     lines += ["", caption(device_rows, table)]
     return "\n".join(lines)
-
-
-def _below(record: Record) -> str:
-    """What a record without a row says under the table."""
-    say = OPS[record["op"]].below
-    assert say is not None
-    return say(record)
-
-
-def _ratio(name: str, table: Table) -> Column:
-    def cell(record: Record) -> str:
-        return f"{record['ratio'][name]:.2f}" if name in record["ratio"] else ""
-
-    return Column(f"over {table.peers[name]}", cell)
 
 
 def line(cells: Iterable[str]) -> str:
@@ -96,7 +83,7 @@ def dates(rows: Sequence[Record]) -> str:
 
 
 def _sensed(rows: Sequence[Record]) -> str:
-    """What power and clock the rows were measured at, of those that say it."""
+    """Power and clock of the rows that have them."""
     parts = []
     for field, what, unit in zip(FIELDS, ("Mean power", "SM clock"), ("W", "MHz"), strict=True):
         found = [record["env"][field] for record in rows if record["env"].get(field) is not None]

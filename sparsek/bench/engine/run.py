@@ -1,6 +1,6 @@
 """Runs one case: gate first, then interleaved rounds of the kernels and their peers, then records."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ def run_case(
 ) -> Outcome:
     """Measures `kernels` ("auto" is the planner's choice) and `peers` on one case, all in the same rounds.
 
-    `report(text)` hears of every step. A kernel that is unsupported here lands in `unavailable` with its
+    `report(text)` is called before every step. A kernel that is unsupported here lands in `unavailable` with its
     reasons. Raises GateError when a kernel's result is outside its error budget.
     """
     if case.in_graph and device.type != "cuda":
@@ -100,24 +100,9 @@ def run_case(
         return Outcome(case, (), {name: [why] for name in kernels}, {})
     report("data")
     sets = case.operands(device)
-    plans: dict[str, list[Any]] = {}
-    gates: dict[str, Gate] = {}
-    unavailable: dict[str, list[str]] = {}
-    notes: dict[str, str] = {}
-    for wanted in kernels:
-        try:
-            made = [one.plan(None if wanted == "auto" else wanted) for one in sets]
-        except Unsupported as error:
-            unavailable[wanted] = reasons(error, wanted)
-            continue
-        name = made[0].kernel
-        if name in plans:
-            continue
-        report(f"{name}: gate")
-        gates[name] = passed(case, name, sets[0].gate(made[0]))
-        plans[name] = made
+    plans, gates, unavailable = _planned(case, kernels, sets, report)
     if not plans:
-        return Outcome(case, (), unavailable, notes)
+        return Outcome(case, (), unavailable, {})
     turns: dict[str, Turn] = {}
     for name, made in plans.items():
         turn = Turn.of(case, [one.planned(plan) for plan, one in zip(made, sets, strict=True)], device)
@@ -127,14 +112,12 @@ def run_case(
             passed(case, name, sets[0].judge(turn.results[0]))
         turns[f"kernel {name}"] = turn
     ready: dict[str, Ready] = {}
-    for peer, made_ready in _ready_peers(case, peers, sets, device, unavailable, report):
-        try:
-            turns[f"peer {peer.name}"] = Turn.of(case, made_ready.calls, device)
-        except RuntimeError as error:
-            unavailable[peer.name] = [f"cannot be captured in a CUDA graph: {first_line(error)}"]
-            continue
-        ready[peer.name] = made_ready
-    notes.update({name: peer.note for name, peer in ready.items() if peer.note})
+    for peer in peers:
+        found = _set_up(case, peer, sets, device, report)
+        if isinstance(found, list):
+            unavailable[peer.name] = found
+        else:
+            ready[peer.name], turns[f"peer {peer.name}"] = found
     seen = Sensors(device)
     timed = time_rounds(
         {name: turn.call for name, turn in turns.items()},
@@ -151,18 +134,52 @@ def run_case(
         flops = sets[0].useful_flops if peer.flops is None else peer.flops
         took = times[f"peer {name}"]
         results[name] = PeerResult(took, flops / took.median / 1e9, sets[0].peer_extra(peer.calls[0]))
-    made_records = tuple(
-        rated(
-            facts(case.op, case, plans[name][0], times[f"kernel {name}"], gates[name], device, seen),
-            case,
-            sets[0],
-            plans[name][0],
-            results,
-        )
-        | sets[0].kernel_extra(name)
-        for name in plans
-    )
-    return Outcome(case, tuple(map(in_order, made_records)), unavailable, notes)
+
+    def record(name: str) -> records.Record:
+        plan, took = plans[name][0], times[f"kernel {name}"]
+        more = rates(case, sets[0], plan, took, results) | sets[0].kernel_extra(name)
+        return record_of(case.op, case, plan, took, gates[name], device, seen, **more)
+
+    notes = {name: peer.note for name, peer in ready.items() if peer.note}
+    return Outcome(case, tuple(map(record, plans)), unavailable, notes)
+
+
+def _planned(
+    case: Case, kernels: Sequence[str], sets: Sequence[Operands], report: Callable[[str], None]
+) -> tuple[dict[str, list[Any]], dict[str, Gate], dict[str, list[str]]]:
+    """The plans of each kernel for all sets and its gate, by name; and why other kernels have none."""
+    plans: dict[str, list[Any]] = {}
+    gates: dict[str, Gate] = {}
+    unavailable: dict[str, list[str]] = {}
+    for wanted in kernels:
+        try:
+            made = [one.plan(None if wanted == "auto" else wanted) for one in sets]
+        except Unsupported as error:
+            unavailable[wanted] = reasons(error, wanted)
+            continue
+        name = made[0].kernel
+        if name not in plans:
+            report(f"{name}: gate")
+            plans[name], gates[name] = made, passed(case, name, sets[0].gate(made[0]))
+    return plans, gates, unavailable
+
+
+def _set_up(
+    case: Case, peer: Peer, sets: Sequence[Operands], device: torch.device, report: Callable[[str], None]
+) -> tuple[Ready, Turn] | list[str]:
+    """A peer and its turn, or why it has none."""
+    why_not = peer.why_not(case, device)
+    if why_not:
+        return why_not
+    report(f"{peer.title}: set up")
+    try:
+        ready = peer.ready(case, sets, report)
+    except (UnavailableError, torch.OutOfMemoryError) as error:
+        return [str(error).splitlines()[0]]
+    try:
+        return ready, Turn.of(case, ready.calls, device)
+    except RuntimeError as error:
+        return [f"cannot be captured in a CUDA graph: {first_line(error)}"]
 
 
 def _heater(ready: Mapping[str, Ready]) -> str | None:
@@ -183,33 +200,13 @@ def passed(case: Case, name: str, gate: Gate) -> Gate:
     return gate
 
 
-def _ready_peers(
-    case: Case,
-    peers: Sequence[Peer],
-    sets: Sequence[Operands],
-    device: torch.device,
-    unavailable: dict[str, list[str]],
-    report: Callable[[str], None],
-) -> Iterator[tuple[Peer, Ready]]:
-    for peer in peers:
-        why_not = peer.why_not(case, device)
-        if why_not:
-            unavailable[peer.name] = why_not
-            continue
-        report(f"{peer.title}: set up")
-        try:
-            ready = peer.ready(case, sets, report)
-        except (UnavailableError, torch.OutOfMemoryError) as error:
-            unavailable[peer.name] = [str(error).splitlines()[0]]
-        else:
-            yield peer, ready
-
-
-def facts(
-    op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device, seen: Sensors
+def record_of(
+    op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device, seen: Sensors, **more: Any
 ) -> records.Record:
-    """The fields that every record has, with nothing rated. `plan` has a kernel's name and its config."""
-    return {
+    """The record of a kernel, or of what stands in its place; `more` are fields of its own. Without them nothing is
+    rated and no peer is beside it.
+    """
+    common = {
         "op": op,
         "case": case.as_record(),
         "kernel": plan.kernel,
@@ -225,46 +222,49 @@ def facts(
         "source_hash": records.hash_of(op, plan.kernel),
         "date": records.now(),
     }
+    return common | more
 
 
-def rated(
-    record: records.Record, case: Case, one: Operands, plan: Any, peers: Mapping[str, PeerResult]
-) -> records.Record:
-    """`record` with its rates, its roofline, and its ratios to peers."""
-    seconds = record["ms"]["median"] / 1e3
-    useful = one.useful_flops / seconds / 1e12
-    return record | {
-        "tflops": {"useful": _digits(useful), "dense_equivalent": _digits(case.dense_flops / seconds / 1e12)},
-        "gbps": round(plan.problem.compulsory_bytes / seconds / 1e9, 2),
+def rates(
+    case: Case, one: Operands, plan: Any, times: Times, peers: Mapping[str, PeerResult]
+) -> dict[str, Any]:
+    """Fields of a record: its rates, its roofline, and the ratios of rates to peers. What multiplies nothing, whose
+    schema is not rated, has bytes in the place of FLOPs, and no TFLOPS.
+    """
+    seconds = times.median / 1e3
+    useful, moved = one.useful_flops / seconds / 1e12, plan.problem.compulsory_bytes
+    rated = OPS[case.op].rated
+    equivalent = _digits(case.dense_flops / seconds / 1e12)
+    return {
+        "tflops": {"useful": _digits(useful), "dense_equivalent": equivalent} if rated else None,
+        "gbps": round(moved / seconds / 1e9, 2),
         "roofline": {
             "bound_ms": round(plan.bound_seconds * 1e3, 6),
             "fraction": round(plan.bound_seconds / seconds, 4),
         },
         "peers": {
-            name: {"ms": records.times_of(peer.times), "tflops": _digits(peer.rate), **peer.extra}
+            name: {
+                "ms": records.times_of(peer.times),
+                "tflops": _digits(peer.rate) if rated else None,
+                **peer.extra,
+            }
             for name, peer in peers.items()
         },
         "ratio": {name: round(useful / peer.rate, 4) for name, peer in peers.items()},
     }
 
 
-def beside(record: records.Record, peers: Mapping[str, Times], flops: float | None = None) -> records.Record:
-    """`record` with peers that are compared by their times. `flops`: of a call, where their rates are recorded."""
-    ours = record["ms"]["median"]
-    return record | {
+def beside(times: Times, peers: Mapping[str, Times], flops: float | None = None) -> dict[str, Any]:
+    """Fields of a record: peers that are compared by their times. `flops`: of a call, where rates are recorded."""
+    return {
         "peers": {
             name: {"ms": records.times_of(took), "tflops": flops and flops / took.median / 1e9}
             for name, took in peers.items()
         },
-        "ratio": {name: round(took.median / ours, 4) for name, took in peers.items()},
+        "ratio": {name: round(took.median / times.median, 4) for name, took in peers.items()},
     }
 
 
 def _digits(rate: float) -> float:
     """Eight digits of a rate, slow or fast."""
     return float(f"{rate:.8g}")
-
-
-def in_order(record: records.Record) -> records.Record:
-    """The fields in the order of the schema."""
-    return {name: record[name] for name in records.fields_of(record["op"])}

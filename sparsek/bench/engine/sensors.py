@@ -42,7 +42,7 @@ class Sensors:
 
 
 def reader(device: torch.device) -> Callable[[], Reading | None] | None:
-    """Reads the sensors of a GPU, None for what it does not tell; None for a CPU, or where NVML is missing."""
+    """Reads the sensors of a GPU, None where one cannot be read; None for a CPU, or where NVML is missing."""
     if device.type != "cuda":
         return None
     nvml = library()

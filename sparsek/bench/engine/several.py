@@ -1,54 +1,39 @@
-"""What several kernels do together, measured and recorded as one."""
+"""What stands in the place of a plan: a call of several plans, or of none."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparsek.plan.plan import Plan
 from sparsek.plan.sources import JOINED
-from sparsek.testing.budget import Gate
 
 
 class Moved(NamedTuple):
-    """What the parts of a call have to read and write, each by itself."""
+    """What a call has to read and write."""
 
     compulsory_bytes: float
 
 
 @dataclass(frozen=True)
-class Named:
-    """A module of sparsek that is timed, in the place of a plan."""
+class Timed:
+    """A call that is timed as it is, and what its record needs of a plan.
+
+    `kernel`: a module of sparsek, or names of kernels, joined. `plans`: those of the parts of the call, by name.
+    """
 
     kernel: str
-    config: None = None
-
-
-@dataclass(frozen=True)
-class Several:
-    """The plans of the parts of one call, by name, in the place of one plan. `call` is what is measured."""
-
-    plans: Mapping[str, Plan]
-    call: Callable[[], Any]
+    call: Callable[[], Any] = lambda: None
+    problem: Moved | None = None
+    bound_seconds: float = 0.0
+    plans: Mapping[str, Plan] | None = None
 
     @property
-    def kernel(self) -> str:
-        """The names of the kernels, joined."""
-        return JOINED.join(sorted({plan.kernel for plan in self.plans.values()}))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {name: plan.config for name, plan in self.plans.items()}
-
-    @property
-    def problem(self) -> Moved:
-        return Moved(sum(plan.problem.compulsory_bytes for plan in self.plans.values()))
-
-    @property
-    def bound_seconds(self) -> float:
-        """The sum of the parts' rooflines."""
-        return sum(plan.bound_seconds for plan in self.plans.values())
+    def config(self) -> dict[str, Any] | None:
+        return {name: plan.config for name, plan in self.plans.items()} if self.plans else None
 
 
-def worst(gates: Sequence[Gate]) -> Gate:
-    """The gate that comes nearest to its budget, or is furthest beyond it."""
-    return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))
+def several(plans: Mapping[str, Plan], call: Callable[[], Any]) -> Timed:
+    """A call of these plans, each of which reads and writes by itself; its roofline is the sum of theirs."""
+    kernel = JOINED.join(sorted({plan.kernel for plan in plans.values()}))
+    moved = Moved(sum(plan.problem.compulsory_bytes for plan in plans.values()))
+    return Timed(kernel, call, moved, sum(plan.bound_seconds for plan in plans.values()), plans)

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.bench import Column, Record, table_of
+from sparsek.bench.engine.bench import Column, Record, Table, table_of
 from sparsek.bench.engine.case import Bar, Case
 
 EARLIER = "earlier version"
+OVER_NOTE = "Over a peer: its time over SparseK's."
 USEFUL_NOTE = "Useful TFLOPS count stored blocks only."
 
 
 def mark(record: Record) -> str:
-    """Says so if the kernel has changed since."""
+    """A mark if the kernel has changed since."""
     return "" if records.is_fresh(record) else f" ({EARLIER})"
 
 
@@ -63,6 +64,12 @@ def faster_than(*peers: str) -> Callable[[Record], str]:
         return next((f"{time / record['ms']['median']:.2f}x" for time in times), "")
 
     return cell
+
+
+def over(peer: str, table: Table) -> Column:
+    """The time of a peer over the kernel's, from the same rounds: "1.30"."""
+    cell = faster_than(peer)
+    return Column(f"over {table.peers[peer]}", lambda record: cell(record)[:-1])
 
 
 def speedup(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""What a user would pick instead of `sk.attention`, and of its gradients. One line per peer in PEERS, at the end.
+"""What a user would pick instead of `sk.attention`, and of its gradients.
 
 A peer of the gradients runs its own forward pass when it is set up, on the same q, k, v and dO, and is timed by its
 backward pass alone; of a training step both are timed. Its dq, dk and dv pass the same gate as a kernel's.
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsek.bench.engine.names import block_name
+from sparsek.bench.engine.case import block_name, length_name
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, setting_up
-from sparsek.bench.suites.attention import AttentionCase, AttentionOperands, length_name
-from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase
 
 # Masks that a dense peer computes as they are.
 DENSE_MASKS = ("full", "causal")
 LOW = ("bf16", "fp16")
 # A dense step beyond this length is not measured: its time grows with the square of the length.
 LONGEST_DENSE_STEP = 2**16
+# What a case measures.
+FORWARD, BACKWARD, STEP = ("forward",), ("backward",), ("forward", "backward")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -44,10 +44,10 @@ def ran(calls: Sequence[Callable[[], Any]]) -> Any:
 
 @contextmanager
 def kept_graphs() -> Iterator[None]:
-    """Inside, a graph of torch.compile can be gone back through more than once.
+    """Inside, the backward pass of a graph of torch.compile can run more than once.
 
-    torch gives such a graph its saved tensors as scratch memory, unless donated_buffer says no when it is compiled and
-    when it runs. The setting is the thread's own, so the backward pass stays on this thread.
+    torch gives this pass the saved tensors as scratch memory, unless donated_buffer is off when it is compiled and when
+    it runs. The setting is the thread's own, so the backward pass stays on this thread.
     """
     config = imported("torch._functorch.config")
     with config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
@@ -58,7 +58,7 @@ def kept_graphs() -> Iterator[None]:
 class Attention(Peer):
     """A peer whose attention is a function of q, k and v that autograd goes through."""
 
-    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
+    def attend(self, case: Any, one: Any) -> Attend:
         """The attention of a set, in the peer's own layout."""
         raise NotImplementedError
 
@@ -66,18 +66,17 @@ class Attention(Peer):
         """x [B, H, L, D] in the peer's own layout, and a result of it as [B, H, L, D]."""
         return x
 
-    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+    def counted(self, case: Any) -> tuple[str, float | None]:
         """A note, and the FLOPs of a call where it computes more than the stored elements."""
         return "", None
 
-    def judged(self, case: AttentionCase) -> bool:
+    def judged(self, case: Any) -> bool:
         """Whether it computes the case's mask as it is."""
         return True
 
-    def ready(self, case: AttentionCase, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """What the case measures, of every set: the forward pass, the backward pass, or both."""
-        backward_alone = isinstance(case, AttentionGradCase) and not isinstance(case, AttentionTrainCase)
-        with setting_up(), kept_graphs() if backward_alone else nullcontext():
+        with setting_up(), kept_graphs() if case.passes == BACKWARD else nullcontext():
             attend = self.attend(case, sets[0])
             calls = tuple(self._timed(case, attend, one) for one in sets)
             out = ran(calls)
@@ -86,13 +85,13 @@ class Attention(Peer):
                 accepted(sets[0].judge(laid), "its result")
         return Ready(calls, *self.counted(case))
 
-    def _timed(self, case: AttentionCase, attend: Attend, one: Any) -> Callable[[], Any]:
+    def _timed(self, case: Any, attend: Attend, one: Any) -> Callable[[], Any]:
         q, k, v = (self.laid(x.detach()).contiguous() for x in (one.q, one.k, one.v))
-        if not isinstance(case, AttentionGradCase):
+        if case.passes == FORWARD:
             return partial(attend, q, k, v)
         grad = self.laid(one.grad).contiguous()
         wanted = tuple(x.requires_grad_() for x in (q, k, v))
-        return (step if isinstance(case, AttentionTrainCase) else backward)(attend, wanted, grad)
+        return (step if case.passes == STEP else backward)(attend, wanted, grad)
 
 
 def backward(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
@@ -120,26 +119,23 @@ def step(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[
 class DenseAttention(Attention):
     """torch's scaled_dot_product_attention on the same q, k and v: causal if the mask is, else every pair.
 
-    `backend` is one of torch's, by name; "" leaves the choice to torch. `as_is`: for masks alone that it computes so.
+    `backend` is one of torch's, by name; "" leaves the choice to torch.
     """
 
     backend: str = ""
-    as_is: bool = False
 
-    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
         if case.mask_text.kind.causal and case.q_len != case.kv_len:
             reasons.append(
                 "torch's is_causal lines up the first query with the first key, not the last with the last"
             )
-        if self.as_is and not self.judged(case):
-            reasons.append(f"is measured for masks that it computes as they are: {' and '.join(DENSE_MASKS)}")
-        if isinstance(case, AttentionTrainCase) and case.kv_len > LONGEST_DENSE_STEP:
+        if case.passes == STEP and case.kv_len > LONGEST_DENSE_STEP:
             longest = length_name(LONGEST_DENSE_STEP)
             reasons.append(f"takes time by the square of the length: not measured beyond {longest}")
         return reasons
 
-    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
+    def attend(self, case: Any, one: Any) -> Attend:
         options = {"is_causal": case.mask_text.kind.causal, "enable_gqa": case.heads != case.kv_heads}
         call = partial(functional.scaled_dot_product_attention, **options)
         if not self.backend:
@@ -152,15 +148,15 @@ class DenseAttention(Attention):
 
         return chosen
 
-    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+    def counted(self, case: Any) -> tuple[str, float | None]:
         causal = case.mask_text.kind.causal
         return ("causal", case.causal_flops) if causal else ("every pair", case.dense_flops)
 
-    def judged(self, case: AttentionCase) -> bool:
+    def judged(self, case: Any) -> bool:
         return case.mask in DENSE_MASKS
 
 
-def flex_tiles(case: AttentionCase) -> dict[str, int]:
+def flex_tiles(case: Any) -> dict[str, int]:
     """FlexAttention's `kernel_options` where its own tiles are larger than the mask's blocks, else {}.
 
     For heads of 64 and 128 in 16 bits on Hopper its tiles are 128 wide (torch 2.11 to 2.13), and it refuses blocks that
@@ -175,24 +171,22 @@ def flex_tiles(case: AttentionCase) -> dict[str, int]:
 class Flex(Attention):
     """torch.compile of FlexAttention with its default options where they run, and the mask as its own BlockMask."""
 
-    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
         """Its backward pass drops tiles that are larger than blocks before it reads options."""
         reasons = super().why_not(case, device)
-        backward = isinstance(case, AttentionGradCase)
-        if backward and min(case.block) < 128 and 64 <= case.dim <= 128 and case.dtype in LOW:
+        if case.passes != FORWARD and min(case.block) < 128 and 64 <= case.dim <= 128 and case.dtype in LOW:
             reasons.append(
                 "the only tile of its backward pass for heads of 64 to 128 on Hopper, 64 x 128, needs blocks of 128, "
                 f"not {block_name(case.block)}"
             )
         return reasons
 
-    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
+    def attend(self, case: Any, one: Any) -> Attend:
         from torch.nn.attention.flex_attention import flex_attention
 
         torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
         compiled = torch.compile(flex_attention, dynamic=False)
-        # One tensor comes back, since neither sums nor maxima are asked for.
-        call: Callable[..., Any] = compiled
+        call: Callable[..., Any] = compiled  # its result is one tensor: sums and maxima are left out
         return partial(
             call,
             block_mask=one.mask.to_flex(),
@@ -200,7 +194,7 @@ class Flex(Attention):
             kernel_options=flex_tiles(case) or None,
         )
 
-    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+    def counted(self, case: Any) -> tuple[str, float | None]:
         return "tiles of 64" if flex_tiles(case) else "", None
 
 
@@ -208,7 +202,7 @@ class Flex(Attention):
 class Flash4(Attention):
     """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks."""
 
-    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
         form = case.mask_text.kind.form
         if case.dtype not in LOW:
@@ -222,7 +216,7 @@ class Flash4(Attention):
     def laid(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)
 
-    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
+    def attend(self, case: Any, one: Any) -> Attend:
         flash = imported("flash_attn.cute.interface").flash_attn_func
         options = self._options(case, one)
 
@@ -232,7 +226,7 @@ class Flash4(Attention):
 
         return call
 
-    def _options(self, case: AttentionCase, one: AttentionOperands) -> dict[str, Any]:
+    def _options(self, case: Any, one: Any) -> dict[str, Any]:
         if not _by_lists(case):
             causal = {"causal": True} if case.mask_text.kind.causal else {}
             # Its window counts the keys before the query, ours the query too.
@@ -243,18 +237,18 @@ class Flash4(Attention):
         lists = one.mask.to_fa4()
         count, index = lists.full_block_cnt, lists.full_block_idx
         options = {"block_sparse_tensors": _whole_blocks(count, index, case)}
-        if isinstance(case, AttentionGradCase):
+        if case.passes != FORWARD:
             by_column = transposed_lists(count, index, one.mask.grid[1])
             options["block_sparse_tensors_bwd"] = _whole_blocks(*by_column, case)
         return options
 
 
-def _by_lists(case: AttentionCase) -> bool:
-    """Whether FlashAttention-4 needs lists of blocks for the mask; else its own arguments say it."""
+def _by_lists(case: Any) -> bool:
+    """Whether FlashAttention-4 needs lists of blocks for the mask; else its own arguments describe it."""
     return case.mask not in DENSE_MASKS and not case.mask_text.kind.causal
 
 
-def _whole_blocks(count: Tensor, index: Tensor, case: AttentionCase) -> Any:
+def _whole_blocks(count: Tensor, index: Tensor, case: Any) -> Any:
     """Lists of whole blocks, counts [1, H, rows] and indices [1, H, rows, n], as FlashAttention-4 takes them."""
     return imported("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch(
         mask_block_cnt=torch.zeros_like(count),
@@ -289,7 +283,7 @@ class CudnnBlocks(Peer):
     Its backward pass is a function of its own, on its own forward pass's out and lse.
     """
 
-    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
         bq, bk = case.block
         if not case.mask_text.kind.uniform or case.q_len % bq or case.kv_len % bk:
@@ -300,7 +294,7 @@ class CudnnBlocks(Peer):
             reasons.append(f"takes head sizes of 64, 96 and 128, not {case.dim} and {case.v_dim}")
         if case.dtype not in LOW:
             reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
-        if not isinstance(case, AttentionGradCase):
+        if case.passes == FORWARD:
             return reasons
         if case.dtype != "bf16":
             reasons.append(f"its gradients are bf16, not {case.dtype}")
@@ -310,7 +304,7 @@ class CudnnBlocks(Peer):
             reasons.append(f"its gradients take no shared heads, not {case.heads} to {case.kv_heads}")
         return reasons
 
-    def ready(self, case: AttentionCase, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         with setting_up():
             module = imported("cudnn.block_sparse_attention")
             index = even_lists(sets[0])
@@ -319,7 +313,7 @@ class CudnnBlocks(Peer):
         return Ready(calls)
 
 
-def _by_cudnn(module: Any, case: AttentionCase, one: Any, index: Tensor) -> Callable[[], Any]:
+def _by_cudnn(module: Any, case: Any, one: Any, index: Tensor) -> Callable[[], Any]:
     """What the case measures of a set: the forward pass, the backward pass, or both."""
     q, k, v = (x.detach() for x in (one.q, one.k, one.v))
     block = case.block[0]
@@ -337,15 +331,15 @@ def _by_cudnn(module: Any, case: AttentionCase, one: Any, index: Tensor) -> Call
         made = forward()
         return made["o_tensor"], *backward(made["o_tensor"], made["lse_tensor"])
 
-    if not isinstance(case, AttentionGradCase):
+    if case.passes == FORWARD:
         return lambda: forward()["o_tensor"]
-    if isinstance(case, AttentionTrainCase):
+    if case.passes == STEP:
         return step
     made = forward()
     return lambda: backward(made["o_tensor"], made["lse_tensor"])
 
 
-def even_lists(one: AttentionOperands) -> Tensor:
+def even_lists(one: Any) -> Tensor:
     """int32 [B, Hq, Mb, n]: the key blocks of every query tile. Raises UnavailableError for uneven or partial ones."""
     mask = one.mask
     starts, counts, indices = mask.full
@@ -362,4 +356,3 @@ FLASH4 = Flash4("fa4", "FlashAttention-4", "cuda")
 FLEX = Flex("flex", "FlexAttention", "cuda")
 CUDNN_BLOCKS = CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda")
 TORCH_DENSE = DenseAttention("sdpa", "torch dense", "cpu")
-PEERS: tuple[Peer, ...] = (CUDNN, FLASH4, FLEX, CUDNN_BLOCKS, TORCH_DENSE)

@@ -6,6 +6,7 @@ same number of blocks; shorter rows are filled with column index -1.
 
 import ctypes
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.peer import UnavailableError
-from sparsek.bench.suites.product import ProductOperands
+from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted
 
 # Values of library_types.h and cusparse.h.
 CUDA_TYPES = {"fp32": 0, "fp16": 2, "bf16": 14}
@@ -90,7 +91,7 @@ class Call:
         checked("cusparseSpMM", self.library.cusparseSpMM(self.handle, *self.arguments))
 
 
-def prepare(library: ctypes.CDLL, one: ProductOperands, layout: str, dtype: str) -> Call:
+def prepare(library: ctypes.CDLL, one: Any, layout: str, dtype: str) -> Call:
     """Descriptors and workspace for one operand set. Raises UnavailableError when a cuSPARSE call fails."""
     kind = CUDA_TYPES[dtype]
     columns, values = blocked_ell(one.a.pattern.indptr, one.a.pattern.indices, one.a.logical_values(), layout)
@@ -101,17 +102,8 @@ def prepare(library: ctypes.CDLL, one: ProductOperands, layout: str, dtype: str)
     i64, pointer, byref = ctypes.c_int64, ctypes.c_void_p, ctypes.byref
     handle, a, b, c = pointer(), pointer(), pointer(), pointer()
     alpha, beta, needed = ctypes.c_float(1.0), ctypes.c_float(0.0), ctypes.c_size_t()
-    product = (
-        NON_TRANSPOSE,
-        NON_TRANSPOSE,
-        byref(alpha),
-        a,
-        b,
-        byref(beta),
-        c,
-        CUDA_R_32F,
-        SPMM_BLOCKED_ELL_ALG1,
-    )
+    plain, algorithm = NON_TRANSPOSE, SPMM_BLOCKED_ELL_ALG1
+    product = (plain, plain, byref(alpha), a, b, byref(beta), c, CUDA_R_32F, algorithm)
     with ExitStack() as made:
         checked("cusparseCreate", library.cusparseCreate(byref(handle)))
         made.callback(library.cusparseDestroy, handle)
@@ -137,3 +129,41 @@ def prepare(library: ctypes.CDLL, one: ProductOperands, layout: str, dtype: str)
         kept = (columns, values, workspace, alpha, beta, one)
         arguments = (*product, pointer(workspace.data_ptr()))
         return Call(library, handle, arguments, width, kept, made.pop_all())
+
+
+class CuSparse(Peer):
+    """cuSPARSE SpMM on Blocked-ELL."""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        reasons, (rows, columns) = super().why_not(case, device), case.block
+        if rows != columns:
+            reasons.append(f"Blocked-ELL blocks are square, not {block_name(case.block)}")
+        if case.m % rows or case.k % columns:
+            reasons.append(
+                f"Blocked-ELL needs sides that are multiples of the block {block_name(case.block)}"
+            )
+        if case.dtype not in CUDA_TYPES:
+            reasons.append(f"not set up here for {case.dtype}")
+        return reasons
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        library = load()
+        if isinstance(library, str):
+            raise UnavailableError(library)
+        failures = []
+        # NVIDIA's pages do not specify whether a row of blocks is stored row by row or block by block; the gate
+        # decides.
+        for layout in ("rows", "blocks"):
+            try:
+                first = prepare(library, sets[0], layout, case.dtype)
+                sets[0].out.fill_(torch.nan)
+                first()
+                accepted(sets[0].judge(sets[0].out), f"Blocked-ELL stored by {layout}")
+            except UnavailableError as error:
+                failures.append(str(error))
+                tried(f"cuSPARSE: {error}")
+                continue
+            others = [prepare(library, one, layout, case.dtype) for one in sets[1:]]
+            note = f"Blocked-ELL stored by {layout}, {first.width} blocks in every row"
+            return Ready((first, *others), note)
+        raise UnavailableError("; ".join(failures))

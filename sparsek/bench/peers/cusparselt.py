@@ -1,11 +1,11 @@
-"""Which algorithms of cuSPARSELt run, are right and are fast: each tried in a process of its own.
+"""cuSPARSELt as a peer: the fastest of its algorithms that run and are right, each tried in a child process first.
 
 On an H200 the library's own search (0.8, by torch 2.11) ends in an illegal instruction for some fp16 products, which no
 CUDA context survives. So nothing here calls it: a child process tries algorithm by algorithm, in every layout of B and
-C that the library takes. Where the child dies, the way it was at counts as fatal, and another one goes on behind it.
+C that the library takes. Where the child dies, its algorithm counts as fatal, and another child continues behind it.
 
-The child is this module: `python -m sparsek.bench.peers.cusparselt '[[8192, 8192, 8192, "bf16"]]' cuda 0` writes a
-line of JSON before and after each way.
+The child is this module: `python -m sparsek.bench.peers.cusparselt '[8192, 8192, 8192, "bf16"]' cuda 0` writes a line
+of JSON before and after each way.
 """
 
 import json
@@ -13,16 +13,18 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.peer import first_line
-from sparsek.core.clock import host_seconds
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, fastest, first_line, setting_up
+from sparsek.core.clock import time_rounds
+from sparsek.core.dtypes import LOW, parse
+from sparsek.testing.budget import Gate
 
 # Ids from here on were refused by every version that was seen; get_max_alg_id knows up to 0.6.2, whose last is 37.
 IDS = 64
@@ -31,11 +33,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 # Rounding to bf16 gives 2e-3; a wrong product is off by more than its own size.
 WRONG = 1e-2
 NOTHING = 1e9  # the error of NaN and Inf
-WARM, CALLS = 2, 5
 DEATHS = 8  # children
 SECONDS = 120.0
 # The six ways to store two of four.
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+# Of the ways that a child process found right, so many are timed once more, interleaved and on a warm card.
+BEST = 12
 
 Answer = dict[str, Any] | None
 
@@ -67,7 +70,6 @@ class Task(NamedTuple):
 class Tried:
     """What a way gave: milliseconds and relative error, or why not. `fatal`: the process did not survive it."""
 
-    task: Task
     way: Way
     ms: float | None = None
     error: float | None = None
@@ -80,68 +82,53 @@ class Tried:
         return self.ms is not None and self.error is not None and self.error < WRONG
 
 
+_FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
+
+
 def usable(found: Iterable[Tried]) -> list[Tried]:
     """Those that came back and were right, fastest first, without algorithms that were fatal in any layout."""
     tried = list(found)
-    fatal = {(one.task, one.way.alg_id) for one in tried if one.fatal}
-    right = (one for one in tried if one.right and (one.task, one.way.alg_id) not in fatal)
+    fatal = {one.way.alg_id for one in tried if one.fatal}
+    right = (one for one in tried if one.right and one.way.alg_id not in fatal)
     return sorted(right, key=lambda one: one.ms or math.inf)
 
 
-def probe(
-    tasks: Sequence[Task],
-    device: torch.device,
-    report: Callable[[str], None] = lambda text: None,
-    seconds: float = SECONDS,
-) -> list[Tried]:
-    """Every way of every task, tried in child processes on a GPU. What was not reached in time is left out."""
+def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> list[Tried]:
+    """Every way of a task, tried in child processes on a GPU. What was not reached in time is left out."""
     found: list[Tried] = []
     place = 0
     for _ in range(DEATHS):
-        child = [sys.executable, "-m", __name__, json.dumps(tasks), str(device), str(place)]
-        said, why = listen(child, seconds)
-        for at, answer in said:
-            task, way = tasks[at // len(WAYS)], WAYS[at % len(WAYS)]
+        child = [sys.executable, "-m", __name__, json.dumps(task), str(device), str(place)]
+        answers, why = listen(child, SECONDS)
+        for at, answer in answers.items():
             if answer is None:
-                report(f"cuSPARSELt: {way} is fatal")
-            found.append(Tried(task, way, **(answer or {"why": why, "fatal": True})))
+                report(f"cuSPARSELt: {WAYS[at]} is fatal")
+            found.append(Tried(WAYS[at], **(answer or {"why": why, "fatal": True})))
             # No other layout of an algorithm that is fatal in one.
             place = at + 1 if answer is not None else (at // len(LAYOUTS) + 1) * len(LAYOUTS)
-        if place >= len(tasks) * len(WAYS) or not said:
+        if not answers:
+            found.append(Tried(WAYS[place], why=why))
+        if place >= len(WAYS) or not answers:
             break
     return found
 
 
-def listen(command: Sequence[str], seconds: float) -> tuple[list[tuple[int, Answer]], str]:
-    """What a child said of each place that it began, None where it died there; and its last words."""
-    said: dict[int, Answer] = {}
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stderr is not None
-    errors: list[str] = []
-    reader = threading.Thread(target=errors.extend, args=(child.stderr,))
-    late = threading.Timer(seconds, child.kill)
-    for helper in (reader, late):
-        helper.start()
+def listen(command: Sequence[str], seconds: float) -> tuple[dict[int, Answer], str]:
+    """A child's answer at each place that it began, None where it died there; and the last line of its errors."""
     try:
-        for line in child.stdout:
-            if line.startswith("["):
-                at, answer = json.loads(line)
-                said[at] = answer
-        child.wait()
-    finally:
-        late.cancel()
-        child.kill()
-        child.wait()
-        reader.join()
-        child.stdout.close()
-        child.stderr.close()
-    words = [line.strip() for line in errors if line.strip()]
-    return list(said.items()), words[-1][:160] if words else f"exit status {child.returncode}"
+        done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+        printed, errors, last = done.stdout, done.stderr, f"exit status {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        printed, errors, last = late.stdout or b"", late.stderr or b"", f"ended after {seconds:g} s"
+    # The last line may be cut where the child died.
+    lines = (line for line in printed.decode(errors="replace").splitlines() if line.endswith("]"))
+    answers: dict[int, Answer] = dict(json.loads(line) for line in lines if line.startswith("["))
+    words = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    return answers, words[-1][:160] if words else last
 
 
 def random_24(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A dense [m, k] of N(0, 1) values of which random two of every four neighbours are there."""
+    """A dense [m, k] of N(0, 1) values, zero but for a random two of every four neighbours."""
     table = torch.zeros(len(PAIRS), 4, dtype=torch.bool, device=device)
     for row, pair in enumerate(PAIRS):
         table[row, list(pair)] = True
@@ -150,7 +137,7 @@ def random_24(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def multiply(packed: Tensor, b: Tensor, way: Way) -> Tensor:
-    """C [m, n] of a compressed A and b [k, n], which lies as the way says. FP8 gives bf16."""
+    """C [m, n] of a compressed A and b [k, n], which has the layout of the way. FP8 gives bf16."""
     out_dtype = torch.bfloat16 if b.dtype == torch.float8_e4m3fn else None
     by_columns = way.out_layout == "col"
     c = torch._cslt_sparse_mm(packed, b, out_dtype=out_dtype, transpose_result=by_columns, alg_id=way.alg_id)
@@ -158,77 +145,122 @@ def multiply(packed: Tensor, b: Tensor, way: Way) -> Tensor:
 
 
 def laid(b: Tensor, layout: str) -> Tensor:
-    """b [k, n] in that layout; itself where it lies so."""
+    """b [k, n] in that layout; itself where it has it already."""
     return b.contiguous() if layout == "row" else b.mT.contiguous().mT
 
 
-def attempts(tasks: Sequence[Task], device: torch.device, start: int) -> Iterator[tuple[int, Answer]]:
+def attempts(task: Task, device: torch.device, start: int) -> Iterator[tuple[int, Answer]]:
     """(place, None) before each way, (place, answer) after it, from place `start` on. Raises where CUDA is lost."""
-    for index, (m, k, n, dtype) in enumerate(tasks):
-        if (index + 1) * len(WAYS) <= start:
-            continue
-        places = range(max(start, index * len(WAYS)), (index + 1) * len(WAYS))
-        torch.manual_seed(index)
-        a = random_24(m, k, DTYPES[dtype], device)
-        b = torch.randn(k, n, dtype=torch.float32, device=device).to(DTYPES[dtype])
-        right = a.float() @ b.float()
-        layouts = {layout: laid(b, layout) for layout in ("row", "col")}
+    torch.manual_seed(0)
+    a = random_24(task.m, task.k, DTYPES[task.dtype], device)
+    b = torch.randn(task.k, task.n, dtype=torch.float32, device=device).to(DTYPES[task.dtype])
+    right = a.float() @ b.float()
+    layouts = {layout: laid(b, layout) for layout in ("row", "col")}
+    packed = torch._cslt_compress(a)
+    for place in range(start, len(WAYS)):
+        way = WAYS[place]
+        yield place, None
         try:
-            packed = torch._cslt_compress(a)
+            yield place, measured(packed, layouts[way.b_layout], way, right)
         except RuntimeError as error:
-            _still_there(device)
-            yield from ((place, {"why": first_line(error)}) for place in places)
-            continue
-        for place in places:
-            way = WAYS[place % len(WAYS)]
-            yield place, None
-            try:
-                yield place, measured(packed, layouts[way.b_layout], way, right)
-            except RuntimeError as error:
-                _still_there(device)
-                yield place, {"why": first_line(error)}
-
-
-def _still_there(device: torch.device) -> None:
-    """Raises where the CUDA context is lost."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # raises where the CUDA context is lost
+            yield place, {"why": first_line(error)}
 
 
 def measured(packed: Tensor, b: Tensor, way: Way, right: Tensor) -> dict[str, Any]:
-    """The milliseconds and the relative error of one way, whose B lies as it says."""
+    """Milliseconds of a way, enough to tell which are worth a better measurement, and its relative error."""
     wrong = float((multiply(packed, b, way).float() - right).norm() / right.norm())
-    for _ in range(WARM):
-        multiply(packed, b, way)
-    return {
-        "ms": _milliseconds(lambda: multiply(packed, b, way), b.device),
-        "error": wrong if math.isfinite(wrong) else NOTHING,
-    }
+    call = partial(multiply, packed, b, way)
+    times = time_rounds({"": call}, device=b.device, rounds=1, inner_ms=1.0, settle_ms=0.0)
+    return {"ms": times[""].median, "error": wrong if math.isfinite(wrong) else NOTHING}
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """The mean of a few calls: enough to tell which are worth a better measurement."""
-    if device.type != "cuda":
-        return 1e3 * host_seconds(call, device, calls=CALLS)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(CALLS):
-        call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / CALLS
-
-
-def main(tasks: str, device: str, start: str) -> None:
+def main(task: str, device: str, start: str) -> None:
     """Tries, and writes a line of JSON before and after each way."""
     try:
-        for line in attempts([Task(*one) for one in json.loads(tasks)], torch.device(device), int(start)):
+        for line in attempts(Task(*json.loads(task)), torch.device(device), int(start)):
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
     except RuntimeError as error:
         sys.stderr.write(first_line(error) + "\n")
         sys.stderr.flush()
         os._exit(3)  # what is left of CUDA would only raise again
+
+
+@dataclass(frozen=True)
+class CuSparseLt(Peer):
+    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C."""
+
+    # What the sides of A must be multiples of, and N.
+    STEPS: ClassVar[tuple[int, int]] = (16, 8)
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        reasons, (side, n) = super().why_not(case, device), self.STEPS
+        if device.type == "cuda" and not torch.backends.cusparselt.is_available():
+            reasons.append(f"torch {torch.__version__} was built without cuSPARSELt")
+        if not case.whole:
+            reasons.append("has 2:4 matrices without blocks only")
+        if not self.takes(case.dtype):
+            reasons.append(f"not set up here for {case.dtype}")
+        if case.m % side or case.k % side or case.n % n:
+            reasons.append(f"needs sides of A that are multiples of {side} and N of {n}")
+        return reasons
+
+    def takes(self, dtype: str) -> bool:
+        return parse(dtype) in LOW
+
+    def task(self, case: Any) -> Task:
+        return Task(case.m, case.k, case.n, case.dtype)
+
+    def factors(self, one: Any) -> tuple[Tensor, Tensor]:
+        """A [m, k] of a set, dense, and B [k, n]."""
+        return one.a.to_dense(), one.b_as_factor
+
+    def judge(self, one: Any, a: Tensor, b: Tensor, c: Tensor) -> Gate:
+        """Whether C [m, n] is the product of a set, whose factors are A and B."""
+        return one.judge(c.mT if one.is_linear else c)
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        right = ways_that_run(self.task(case), sets[0].a.device, tried)
+        factors = [self.factors(one) for one in sets]
+        with setting_up("cuSPARSELt"):
+            # A is compressed, and B has its layout, before any time.
+            packed = [torch._cslt_compress(a) for a, _ in factors]
+            layouts = {layout: [laid(b, layout) for _, b in factors] for layout in ("row", "col")}
+            candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
+            for way in (one.way for one in right[:BEST]):
+                pairs = zip(packed, layouts[way.b_layout], strict=True)
+                calls = tuple(partial(multiply, a, b, way) for a, b in pairs)
+                try:
+                    accepted(self.judge(sets[0], *factors[0], calls[0]()), "cuSPARSELt")
+                except UnavailableError as error:
+                    tried(f"{way}: {error}")
+                else:
+                    candidates[str(way)] = calls
+            if not candidates:
+                raise UnavailableError("no way of cuSPARSELt is right on these operands")
+            best = fastest("cuSPARSELt", candidates, sets[0].a.device, tried)
+        return Ready(candidates[best], best)
+
+
+def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Tried]:
+    """The ways to compute `task` that came back right in a child process, fastest first. UnavailableError for none.
+
+    A task is tried once in the life of this process.
+    """
+    key = task, device
+    if key not in _FOUND:
+        tried("cuSPARSELt: every algorithm in a process of its own")
+        _FOUND[key] = probe(task, device, tried)
+    found = _FOUND[key]
+    right = usable(found)
+    if not right:
+        why = sorted({one.why for one in found if one.why})
+        raise UnavailableError(f"none of {len(found)} ways of cuSPARSELt ran and was right: {'; '.join(why)}")
+    for one in right[:BEST]:
+        tried(f"cuSPARSELt {one.way}: {one.ms:.3f} ms")
+    return right
 
 
 if __name__ == "__main__":

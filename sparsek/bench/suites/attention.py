@@ -1,26 +1,31 @@
-"""Attention as a benchmark: its cases, their operands, its suites."""
+"""Attention as a benchmark: its cases, their operands, its suites; also what a mask costs, host time included."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Record, Table
-from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case
-from sparsek.bench.engine.data import random_dense, sets_of
-from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.engine.names import block_name
-from sparsek.bench.engine.options import DTYPE, Option, parse_block
+from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, block_name, length_name, rows
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.peer import Peer, rotating
+from sparsek.bench.engine.run import Outcome, PeerResult, passed, rates, reasons, record_of
+from sparsek.bench.engine.sensors import Sensors
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
-from sparsek.bench.suites import attention_run
+from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.memory import peak_bytes
+from sparsek.core.wall import wait, wall_rounds
+from sparsek.core.written import parse_block
 from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention
@@ -31,13 +36,14 @@ from sparsek.testing.budget import Gate
 # Up to this many scores of one head a gate looks at every query, beyond at the first, the last and some random tiles.
 GATED_WHOLE = 2**26
 GATED_TILES = 16
+PEERS: tuple[Peer, ...] = (CUDNN, FLASH4, FLEX, CUDNN_BLOCKS, TORCH_DENSE)
 
 
 @dataclass(frozen=True)
 class AttentionOperands(Operands):
     """One of the rotating sets: its own q [B, Hq, S, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv], and the shared mask.
 
-    `make` builds the mask anew.
+    `make` builds the mask anew. `flops_per_pair`: of one query and one key that it sees.
     """
 
     q: Tensor
@@ -45,6 +51,7 @@ class AttentionOperands(Operands):
     v: Tensor
     mask: BlockMask
     make: Callable[[], BlockMask]
+    flops_per_pair: float
 
     @property
     def pairs(self) -> int:
@@ -55,7 +62,7 @@ class AttentionOperands(Operands):
 
     @property
     def useful_flops(self) -> float:
-        return 2.0 * (self.q.shape[-1] + self.v.shape[-1]) * self.pairs
+        return self.flops_per_pair * self.pairs
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -98,113 +105,9 @@ class AttentionOperands(Operands):
         """`memory`: the largest allocation of a call beyond its results, over the bytes of q, k, v and the output."""
         peak = peak_bytes(call, self.q.device)
         own = sum(map(math.prod, self.shapes(None))) * self.q.element_size()
-        whole = math.prod(self.out_shape) * self.q.element_size() + sum(
-            x.nbytes for x in (self.q, self.k, self.v)
-        )
+        whole = math.prod(self.out_shape) * self.q.element_size()
+        whole += sum(x.nbytes for x in (self.q, self.k, self.v))
         return {"memory": None if peak is None else round(max(0, peak - own) / whole, 6)}
-
-
-@dataclass(frozen=True)
-class AttentionCase(Case):
-    """softmax(q k^T / sqrt(dim)) v over a mask: q [batch, heads, q_len, dim], k and v [batch, kv_heads, kv_len, ...].
-
-    `mask` is a text of `attention_masks.MASK_FORMS`, over blocks (bq, bk).
-    """
-
-    op: ClassVar[str] = "attention"
-
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    dim: int
-    v_dim: int
-    mask: str
-    block: tuple[int, int] = (128, 128)
-    dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        if not set(self.block) <= set(BLOCK_SIZES):
-            known = " or ".join(map(str, BLOCK_SIZES))
-            raise InvalidInput(f"a mask's block sides are {known}, got {block_name(self.block)}")
-        check_case(self, "batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim")
-        if self.heads % self.kv_heads:
-            raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
-        parse_mask(self.mask)
-
-    @property
-    def mask_text(self) -> MaskText:
-        return parse_mask(self.mask)
-
-    @property
-    def name(self) -> str:
-        """One short line: "32K window 2048, block 128, 16 heads, D 128, bf16"."""
-        q, kv = length_name(self.q_len), length_name(self.kv_len)
-        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
-        dim = str(self.dim) if self.dim == self.v_dim else f"{self.dim}:{self.v_dim}"
-        return (
-            f"{q if q == kv else f'{q}x{kv}'} {self.mask_text.words}, block {block_name(self.block)}, "
-            f"{f'batch {self.batch}, ' if self.batch > 1 else ''}{heads} heads, D {dim}, {self.dtype}"
-        )
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by mask, then size, then block."""
-        size = self.batch * self.heads * self.q_len * self.kv_len
-        return self.mask, size, self.block, self.dim, self.v_dim, self.kv_heads, self.dtype
-
-    @property
-    def flops_per_pair(self) -> float:
-        """FLOPs for one query and one key that it sees."""
-        return 2.0 * (self.dim + self.v_dim)
-
-    @property
-    def dense_flops(self) -> float:
-        return self.flops_per_pair * self.batch * self.heads * self.q_len * self.kv_len
-
-    @property
-    def causal_flops(self) -> float:
-        """FLOPs of the pairs that a causal mask admits; queries and keys end together."""
-        seen = min(self.q_len, self.kv_len)
-        pairs = seen * (self.kv_len - seen) + seen * (seen + 1) // 2
-        return self.flops_per_pair * self.batch * self.heads * pairs
-
-    @property
-    def operand_bytes(self) -> int:
-        """Bytes of q, k, v and the output."""
-        return sum(torch.Size(shape).numel() for shape in self._shapes()) * dtypes.itemsize(self.dtype)
-
-    @property
-    def set_bytes(self) -> int:
-        """Bytes that one call reads and writes."""
-        return self.operand_bytes
-
-    def mask_maker(self, device: torch.device, seed: int = 0) -> Callable[[], BlockMask]:
-        """A call that builds the mask on `device`; what is random about it is drawn now."""
-        over = Geometry(self.q_len, self.kv_len, self.block, self.heads)
-        return self.mask_text.maker(over, device, seed)
-
-    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
-        """Sets that share one mask and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
-        make = self.mask_maker(device, seed)
-        mask = make()
-        mask.verify(wait=True)  # plans then know its true sizes, as they do from the second call on
-        given = {"dtype": dtypes.parse(self.dtype), "device": device}
-
-        def one(index: int) -> AttentionOperands:
-            q, k, v = (
-                random_dense(*shape, seed=seed + 10 * index + place, **given)
-                for place, shape in enumerate(self._shapes()[:3])
-            )
-            return AttentionOperands(q, k, v, mask, make)
-
-        return sets_of(device, self.set_bytes, one)
-
-    def _shapes(self) -> list[tuple[int, ...]]:
-        """Of q, k, v and the output."""
-        queries, keys = (self.batch, self.heads, self.q_len), (self.batch, self.kv_heads, self.kv_len)
-        return [(*queries, self.dim), (*keys, self.dim), (*keys, self.v_dim), (*queries, self.v_dim)]
 
 
 def sampled(tiles: int) -> list[int] | None:
@@ -214,11 +117,6 @@ def sampled(tiles: int) -> list[int] | None:
     draw = torch.Generator("cpu").manual_seed(0)
     drawn = torch.randperm(tiles - 2, generator=draw, device="cpu")[: GATED_TILES - 2] + 1
     return sorted([0, tiles - 1, *drawn.tolist()])
-
-
-def length_name(length: int) -> str:
-    """32768 -> "32K"; 1000 -> "1000"."""
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
@@ -241,37 +139,226 @@ def parse_pair(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-OPTIONS: tuple[Option, ...] = (
-    Option("batch", "1", "Batch sizes.", int),
-    Option(
-        "heads", "16", "Heads of queries, or of queries and keys: 16,32:4.", parse_pair, ("heads", "kv_heads")
-    ),
-    Option(
-        "seq",
+def _mask_block(name: str, block: tuple[int, int]) -> None:
+    if not set(block) <= set(BLOCK_SIZES):
+        known = " or ".join(map(str, BLOCK_SIZES))
+        raise InvalidInput(f"a mask's block sides are {known}, got {block_name(block)}")
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """softmax(q k^T / sqrt(dim)) v over a mask: q [batch, heads, q_len, dim], k and v [batch, kv_heads, kv_len, ...].
+
+    `mask` is a text of `attention_masks.MASK_FORMS`, over blocks (bq, bk). `passes`: what is measured.
+    """
+
+    op: ClassVar[str] = "attention"
+    passes: ClassVar[tuple[str, ...]] = ("forward",)
+
+    batch: int = options.size("Batch sizes.", "1")
+    heads: int = options.size(
+        "Heads of queries, or of queries and keys: 16,32:4.", "16", parse_pair, fields=("heads", "kv_heads")
+    )
+    kv_heads: int = options.checked(options.positive)
+    q_len: int = options.size(
+        "Lengths, or queries and keys: 8K,32768,1Kx8K.",
         "8K",
-        "Queries and keys: 8K,32768, or 1Kx8K; comma lists give every combination.",
         parse_lengths,
-        ("q_len", "kv_len"),
-    ),
-    Option(
-        "dim", "128", "Head sizes, or those of keys and values: 64,192:128.", parse_pair, ("dim", "v_dim")
-    ),
-    Option(
-        "mask",
+        name="seq",
+        fields=("q_len", "kv_len"),
+    )
+    kv_len: int = options.checked(options.positive)
+    dim: int = options.size(
+        "Head sizes, or those of keys and values: 64,192:128.", "128", parse_pair, fields=("dim", "v_dim")
+    )
+    v_dim: int = options.checked(options.positive)
+    mask: str = options.field(
         "blocks:0.125",
-        f"Masks, with numbers for the letters: {', '.join(each.form for each in MASK_FORMS)}.",
-    ),
-    Option("block", "128", "Blocks of the masks: 128,64,64x128.", parse_block),
-    DTYPE,
-)
+        f"Masks, with numbers for the letters: {', '.join(kind.form for kind in MASK_FORMS)}.",
+        check=lambda name, mask: parse_mask(mask),
+    )
+    block: tuple[int, int] = options.field(
+        "128",
+        "Blocks of queries and keys: 128,64,64x128.",
+        parse_block,
+        _mask_block,
+        usual=(128, 128),
+    )
+    dtype: str = options.dtype()
+
+    def check(self) -> None:
+        if self.heads % self.kv_heads:
+            raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
+
+    @property
+    def mask_text(self) -> MaskText:
+        return parse_mask(self.mask)
+
+    @property
+    def name(self) -> str:
+        """One short line: "32K window 2048, block 128, 16 heads, D 128, bf16"."""
+        q, kv = length_name(self.q_len), length_name(self.kv_len)
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        dim = str(self.dim) if self.dim == self.v_dim else f"{self.dim}:{self.v_dim}"
+        return (
+            f"{q if q == kv else f'{q}x{kv}'} {self.mask_text.words}, block {block_name(self.block)}, "
+            f"{f'batch {self.batch}, ' if self.batch > 1 else ''}{heads} heads, D {dim}, {self.dtype}"
+        )
+
+    @property
+    def flops_per_pair(self) -> float:
+        """FLOPs for one query and one key that it sees."""
+        return 2.0 * (self.dim + self.v_dim)
+
+    @property
+    def dense_flops(self) -> float:
+        return self.flops_per_pair * self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def causal_flops(self) -> float:
+        """FLOPs of the pairs that a causal mask admits; queries and keys end together."""
+        seen = min(self.q_len, self.kv_len)
+        pairs = seen * (self.kv_len - seen) + seen * (seen + 1) // 2
+        return self.flops_per_pair * self.batch * self.heads * pairs
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of q, k, v and the output."""
+        return sum(map(math.prod, (*self.shapes, self.out_shape))) * dtypes.itemsize(self.dtype)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of q, k and v."""
+        keys = (self.batch, self.kv_heads, self.kv_len)
+        return (self.batch, self.heads, self.q_len, self.dim), (*keys, self.dim), (*keys, self.v_dim)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.batch, self.heads, self.q_len, self.v_dim
+
+    def mask_maker(self, device: torch.device, seed: int = 0) -> Callable[[], BlockMask]:
+        """A call that builds the mask on `device`; its random numbers are drawn now."""
+        over = Geometry(self.q_len, self.kv_len, self.block, self.heads, device, seed)
+        return self.mask_text.maker(over)
+
+    def sets(self, draw: Draw) -> Callable[[Draw], Any]:
+        """Sets share one mask."""
+        make = self.mask_maker(draw.device, draw.seed)
+        mask = make()
+        mask.verify(wait=True)  # plans then know its true sizes, as they do from the second call on
+        more = mask, make, self.flops_per_pair
+        return lambda draw: self.one_set(draw, *(draw.normal(*shape) for shape in self.shapes), *more)
+
+    def one_set(self, draw: Draw, *parts: Any) -> AttentionOperands:
+        """The operands of q, k, v, the mask, its maker and the FLOPs of a pair."""
+        return AttentionOperands(*parts)
+
+
+# What a mask costs
+
+ALONE = "kernel_alone"
+CHECKED_TILES = 16
+# The source of the masks, in the place of a kernel.
+BUILDER = Timed("mask.structured")
+
+
+def run_new_mask(
+    case: AttentionCase,
+    *,
+    kernels: Sequence[str] = ("auto",),
+    device: torch.device,
+    rounds: int = 7,
+    report: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Calls that build a mask, plan and run, back to back on the stream, next to calls of ready plans.
+
+    Every call's mask comes from scores of its own set. Both are wall-clock times, from an idle GPU to an idle GPU, so
+    that they hold whatever the host does not hide. The ready plans are the record's peer "kernel_alone".
+    """
+    report("masks of their own")
+    makers = (case.mask_maker(device, seed) for seed in range(10**6))
+    sets = [
+        replace(one, mask=make(), make=make) for one, make in zip(case.operands(device), makers, strict=False)
+    ]
+    made: list[Record] = []
+    unavailable: dict[str, list[str]] = {}
+    for name in kernels:
+        try:
+            plans = [one.plan(None if name == "auto" else name) for one in sets]
+        except Unsupported as error:
+            unavailable[name] = reasons(error, name)
+            continue
+        plan = plans[0]
+        gate = passed(case, plan.kernel, sets[0].judge(sets[0].anew(plan.kernel)()))
+        calls = {
+            "new": rotating([one.anew(plan.kernel) for one in sets]),
+            ALONE: rotating([one.planned(each) for one, each in zip(sets, plans, strict=True)]),
+        }
+        seen = Sensors(device)
+        times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
+        alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
+        more = rates(case, sets[0], plan, times["new"], {ALONE: alone})
+        made.append(record_of("attention_new_mask", case, plan, times["new"], gate, device, seen, **more))
+    return Outcome(case, tuple(made), unavailable, {})
+
+
+def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7, **_: Any) -> Outcome:
+    """Times building the mask of a case, each time until the GPU is idle again. Its gate compares query tiles with the
+    rule that the mask is named after: not one pair may be wrong.
+
+    Raises InvalidInput for a mask that is drawn at random, GateError for a wrong mask.
+    """
+    make = case.mask_maker(device)
+    gate = passed(case, BUILDER.kernel, check_mask(case, make()))
+
+    def build() -> None:
+        make()
+        wait(device)
+
+    seen = Sensors(device)
+    times = wall_rounds({"build": build}, device, rounds, on_sample=seen.sample)["build"]
+    return Outcome(case, (record_of("mask_build", case, BUILDER, times, gate, device, seen),), {}, {})
+
+
+def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
+    """Compares up to 16 query tiles, the first and the last among them, element by element with the rule of positions.
+
+    The error is the fraction of wrong pairs, and the budget 0.
+    """
+    tiles, side = mask.grid[0], mask.block[0]
+    keys = torch.arange(mask.kv_len, device=mask.device)
+    wrong = pairs = 0
+    for tile in sorted({round(i * (tiles - 1) / max(1, CHECKED_TILES - 1)) for i in range(CHECKED_TILES)}):
+        first, last = tile * side, min((tile + 1) * side, mask.q_len)
+        positions = torch.arange(first, last, device=mask.device) + mask.kv_len - mask.q_len
+        right = case.mask_text.sees(positions, keys)
+        if right is None:
+            raise InvalidInput(
+                f"{case.mask!r} is no rule of positions, which a mask's build can be checked by"
+            )
+        wrong += int((mask.dense_rows(first, last) != right).sum())
+        pairs += right.numel()
+    return Gate(wrong / pairs, 0.0, wrong == 0)
+
+
+def _mask_built(record: Record) -> str:
+    return f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
+
+
+def _new_mask(record: Record) -> str:
+    ms, alone = record["ms"]["median"], record["peers"][ALONE]["ms"]["median"]
+    return (
+        f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
+        f"({short_name(record)}{mark(record)})."
+    )
 
 
 def _case(
     mask: str,
     kilo: int,
     block: int = 128,
-    heads: tuple[int, int] = (16, 16),
     dim: int = 128,
+    heads: tuple[int, int] = (16, 16),
     dtype: str = "bf16",
 ) -> AttentionCase:
     return AttentionCase(1, *heads, kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), dtype)
@@ -283,65 +370,32 @@ EIGHTH = "blocks:0.125"
 LONG = "window:4096+sinks:128"
 # 5 of 256 block rows and columns are global, 2 %; other rows keep 3 blocks of window and 3 random ones.
 BIGBIRD = "256:640:3"
-
-
-def _entries(kernels: Sequence[str], *cases: AttentionCase) -> tuple[SuiteRow, ...]:
-    return tuple(SuiteRow(case, tuple(kernels)) for case in cases)
-
-
 # Masks, lengths, blocks, head sizes and fp16.
 PUBLISHED: tuple[SuiteRow, ...] = (
-    *_entries(BOTH, _case(EIGHTH, 8)),
-    *_entries(HOPPER, _case(EIGHTH, 32)),
-    *_entries(BOTH, _case("window:2048", 32)),
-    *_entries(HOPPER, _case("causal", 32), _case("full", 8), _case("full", 32)),
-    *_entries(BOTH, _case(EIGHTH, 8, 64)),
-    *_entries(HOPPER, _case(EIGHTH, 32, 64)),
-    *_entries(HOPPER, _case(EIGHTH, 8, dim=64), _case(EIGHTH, 32, dim=64)),
-    *_entries(HOPPER, _case(f"bigbird:{BIGBIRD}", 32), _case(f"uniform-like-bigbird:{BIGBIRD}", 32)),
-    *_entries(HOPPER, _case("window:2048", 32, heads=(32, 4)), _case("window:2048", 32, heads=(32, 32))),
-    *_entries(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
-    *_entries(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
-    *_entries(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
+    *rows(BOTH, _case(EIGHTH, 8)),
+    *rows(HOPPER, _case(EIGHTH, 32)),
+    *rows(BOTH, _case("window:2048", 32)),
+    *rows(HOPPER, _case("causal", 32), _case("full", 8), _case("full", 32)),
+    *rows(BOTH, _case(EIGHTH, 8, 64)),
+    *rows(HOPPER, _case(EIGHTH, 32, 64)),
+    *rows(HOPPER, _case(EIGHTH, 8, dim=64), _case(EIGHTH, 32, dim=64)),
+    *rows(HOPPER, _case(f"bigbird:{BIGBIRD}", 32), _case(f"uniform-like-bigbird:{BIGBIRD}", 32)),
+    *rows(HOPPER, _case("window:2048", 32, heads=(32, 4)), _case("window:2048", 32, heads=(32, 32))),
+    *rows(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
+    *rows(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
+    *rows(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
     SuiteRow(_case("topk:32", 32), HOPPER, "attention_new_mask"),
     SuiteRow(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
 )
-# Rates over the length, and memory beside them: of one window up to where PUBLISHED goes on.
-BY_LENGTH: tuple[SuiteRow, ...] = (
-    *_entries(HOPPER, *(_case("causal", kilo) for kilo in (2, 8, 32, 128))),
-    *_entries(HOPPER, *(_case(EIGHTH, kilo) for kilo in (2, 8, 32, 128))),
-    *_entries(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (8, 32))),
+# Rates over the length, and memory beside them: of one window up to the lengths of PUBLISHED.
+BY_LENGTH = rows(
+    HOPPER,
+    *(_case("causal", kilo) for kilo in (2, 8, 32, 128)),
+    *(_case(EIGHTH, kilo) for kilo in (2, 8, 32, 128)),
+    *(_case(LONG, kilo, heads=(8, 8)) for kilo in (8, 32)),
 )
 # Rates over the share of blocks that a mask keeps.
-BY_DENSITY: tuple[SuiteRow, ...] = _entries(
-    HOPPER, *(_case(f"blocks:{share:g}", 32) for share in (0.5, 0.25, 0.125, 0.0625))
-)
-
-
-def _mask_built(record: Record) -> str:
-    return f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
-
-
-def _new_mask(record: Record) -> str:
-    ms, alone = record["ms"]["median"], record["peers"][attention_run.ALONE]["ms"]["median"]
-    return (
-        f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
-        f"({short_name(record)}{mark(record)})."
-    )
-
-
-SCHEMAS: Mapping[str, Schema] = {
-    "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_new_mask": Schema(
-        AttentionCase,
-        sources=("lang.launch", "mask.scored", "mask.lists"),
-        run=attention_run.run_new_mask,
-        below=_new_mask,
-    ),
-    "mask_build": Schema(
-        AttentionCase, rated=False, rooms=("mask",), run=attention_run.run_mask_build, below=_mask_built
-    ),
-}
+BY_DENSITY = rows(HOPPER, *(_case(f"blocks:{share:g}", 32) for share in (0.5, 0.25, 0.125, 0.0625)))
 SMALL = "--seq 1K --heads 2 --dim 64 --dtype fp32"
 USUAL = ("block 128", "16 heads", "D 128", "bf16")
 BESIDE = ("fa4", "flex", "cudnn_bsa")
@@ -362,10 +416,20 @@ TABLE = Table(
 BENCH = Bench(
     "attention",
     suites={"published": PUBLISHED, "length": BY_LENGTH, "density": BY_DENSITY},
-    schemas=SCHEMAS,
+    schemas={
+        "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
+        "attention_new_mask": Schema(
+            AttentionCase,
+            sources=("lang.launch", "mask.scored", "mask.lists"),
+            run=run_new_mask,
+            below=_new_mask,
+        ),
+        "mask_build": Schema(
+            AttentionCase, rated=False, rooms=("mask",), run=run_mask_build, below=_mask_built
+        ),
+    },
+    peers=PEERS,
     tables=(TABLE,),
-    options=OPTIONS,
-    make=AttentionCase,
     small=SMALL,
     slowest=90.0,
 )

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsek import kernels
-from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Schema, SuiteRow
-from sparsek.bench.engine.data import random_dense
-from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.engine.options import Option, by_measure
-from sparsek.bench.engine.several import Several, worst
+from sparsek.bench.engine import options
+from sparsek.bench.engine.bench import Bench, Column, Table
+from sparsek.bench.engine.case import Schema, SuiteRow, rows
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
 from sparsek.bench.suites.attention import (
     BESIDE,
     EIGHTH,
+    PEERS,
     SMALL,
     USUAL,
     AttentionCase,
     AttentionOperands,
     sampled,
 )
-from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
-from sparsek.mask.mask import BlockLists, BlockMask, Sizes
+from sparsek.core.memory import peak_bytes
+from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import same_family
 from sparsek.plan.attention_grad import AttentionGradPlan
 from sparsek.plan.sources import JOINED
 from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
+from sparsek.testing.compare import worst
+from sparsek.testing.heads import HeadGradients, expected_of_heads
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-# By the heads that are looked at, None for all.
-Expected = dict["Group | None", ExpectedGradients]
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,13 @@ class DifferentiableOperands(AttentionOperands):
     deterministic: bool
 
     @cached_property
-    def expected_gradients(self) -> Expected:
-        """The reference, computed once for the kernels and peers of a case."""
-        return expected_of(self, self.grad)
+    def expected_gradients(self) -> ExpectedGradients | HeadGradients:
+        """The reference for dq, dk and dv, of long sequences for parts of two heads; computed once for a case."""
+        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        tiles = self.sample()
+        if tiles is None:
+            return expected_gradients(q, k, v, self.mask, self.grad)
+        return expected_of_heads(q, k, v, self.mask, self.grad, tiles, sampled(self.mask.grid[1]))
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,6 @@ class GradOperands(DifferentiableOperands):
 
     out: Tensor
     lse: Tensor
-
-    @property
-    def useful_flops(self) -> float:
-        return 2.0 * (3 * self.q.shape[-1] + 2 * self.v.shape[-1]) * self.pairs
 
     @property
     def given(self) -> tuple[Any, ...]:
@@ -85,35 +85,23 @@ class GradOperands(DifferentiableOperands):
         return call
 
     def judge(self, out: Any) -> Gate:
-        """Whether `out` holds dq, dk and dv of this set, by all of them or by those of one or two heads."""
-        return judged_gradients(self.expected_gradients, out)
+        """Whether `out` holds dq, dk and dv of this set."""
+        return self.expected_gradients.judge(out)
 
 
 @dataclass(frozen=True)
 class StepOperands(DifferentiableOperands):
-    """A set of a training step, whose q, k and v want gradients."""
+    """A set of a training step, whose q, k and v require gradients."""
 
-    @property
-    def useful_flops(self) -> float:
-        """Those of the forward and of the backward pass."""
-        return 2.0 * (4 * self.q.shape[-1] + 3 * self.v.shape[-1]) * self.pairs
-
-    def plan(self, kernel: str | None) -> Several:
+    def plan(self, kernel: str | None) -> Timed:
         """`kernel` is the forward pass's; the backward pass takes the one of its family, as `attention` does."""
         q, k, v = (x.detach() for x in (self.q, self.k, self.v))
-        given = (q, k, v, self.mask)
         family, fixed = same_family(kernel, "attention_backward"), self.deterministic
         plans = {
-            "forward": plan_attention(*given, kernel=kernel, return_lse=True),
-            "backward": plan_attention_backward(*given, kernel=family, deterministic=fixed),
+            "forward": plan_attention(q, k, v, self.mask, kernel=kernel, return_lse=True),
+            "backward": plan_attention_backward(q, k, v, self.mask, kernel=family, deterministic=fixed),
         }
-        return Several(plans, self.eager(kernel))
-
-    def planned(self, plan: Several) -> Callable[[], object]:
-        return plan.call
-
-    def eager(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
-        return partial(self._step, lambda: self.mask, kernel)
+        return several(plans, partial(self._step, lambda: self.mask, kernel))
 
     def anew(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
         """A step that builds its mask and plans, too."""
@@ -130,7 +118,7 @@ class StepOperands(DifferentiableOperands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
-        return worst([self.expected.judge(out[0]), judged_gradients(self.expected_gradients, out[1:])])
+        return worst([self.expected.judge(out[0]), self.expected_gradients.judge(out[1:])])
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
@@ -145,158 +133,50 @@ class StepOperands(DifferentiableOperands):
         return {"peak_gb": None if peak is None else round((peak + own) / 1e9, 6)}
 
 
-def expected_of(one: AttentionOperands, grad: Tensor) -> Expected:
-    """What dq, dk and dv of a set are judged by, given dO.
-
-    Of long sequences that is some tiles of queries and blocks of keys of the first and of the last head of keys. A
-    head's gradients depend on nothing outside it.
-    """
-    batch, kv_heads = one.k.shape[:2]
-    rows = one.sample()
-    q, k, v = (x.detach() for x in (one.q, one.k, one.v))
-    if rows is None:
-        return {None: expected_gradients(q, k, v, one.mask, grad)}
-    found: Expected = {}
-    for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}:
-        given = {"rows": rows, "columns": sampled(one.mask.grid[1])}
-        mask, of_out = group.mask(one.mask, kv_heads), group.of(grad, kv_heads)
-        found[group] = expected_gradients(
-            group.of(q, kv_heads), group.of(k, kv_heads), group.of(v, kv_heads), mask, of_out, **given
-        )
-    return found
-
-
-def judged_gradients(expected: Expected, gradients: Gradients) -> Gate:
-    """The gate of dq, dk and dv, of all of them or of those of some heads."""
-    heads = gradients[1].shape[1]
-    return worst(
-        [
-            each.judge(gradients if group is None else [group.of(x, heads) for x in gradients])
-            for group, each in expected.items()
-        ]
-    )
-
-
-class Group(NamedTuple):
-    """A head of keys of one batch item, and the heads of queries that it serves."""
-
-    item: int
-    head: int
-
-    def _of(self, heads: int, kv_heads: int) -> slice:
-        """Its heads among `heads`, which is a multiple of kv_heads, or 1 for a list that all share."""
-        count = max(1, heads // kv_heads)
-        first = self.head * count if heads > 1 else 0
-        return slice(first, first + count)
-
-    def of(self, x: Tensor, kv_heads: int) -> Tensor:
-        """Its part of x [B, H, L, E]."""
-        return x[self.item : self.item + 1, self._of(x.shape[1], kv_heads)]
-
-    def mask(self, mask: BlockMask, kv_heads: int) -> BlockMask:
-        """Its part of a mask: the same lists and rules, other rows."""
-        heads = self._of(mask.heads, kv_heads)
-        begin = (self.item if mask.batch > 1 else 0) * mask.heads
-        rows = slice((begin + heads.start) * mask.grid[0], (begin + heads.stop) * mask.grid[0])
-
-        def cut(lists: BlockLists) -> BlockLists:
-            return BlockLists(lists.starts[rows], lists.counts[rows], lists.indices)
-
-        def interval(bound: Tensor | None) -> Tensor | None:
-            if bound is None or len(bound) == 1:
-                return bound
-            return bound[begin + heads.start : begin + heads.stop]
-
-        full, partial = cut(mask.full), cut(mask.partial)
-        stored = full.counts + partial.counts
-        return BlockMask.unchecked(
-            q_len=mask.q_len,
-            kv_len=mask.kv_len,
-            block=mask.block,
-            batch=1,
-            heads=heads.stop - heads.start,
-            full=full,
-            partial=partial,
-            lo=interval(mask.lo),
-            hi=interval(mask.hi),
-            rules=mask.rules,
-            bits=mask.bits,
-            sizes=Sizes(int(stored.sum()), int(partial.counts.sum()), int(stored.max()), exact=True),
-        )
-
-
 @dataclass(frozen=True)
 class AttentionGradCase(AttentionCase):
-    """dq, dk and dv of attention, whose out and lse are there. `deterministic`: the same bits every time."""
+    """dq, dk and dv of attention, from its out and lse. `deterministic`: the same bits every time."""
 
     op: ClassVar[str] = "attention_backward"
+    passes: ClassVar[tuple[str, ...]] = ("backward",)
 
-    deterministic: bool = True
+    deterministic: bool = options.field(
+        True, "The same bits every time, or sums in any order.", off="any-order", usual=True
+    )
 
     @property
     def name(self) -> str:
-        """As the forward pass's; it says if sums may be in any order."""
+        """As the forward pass's, with a mark where sums may be in any order."""
         return super().name + ("" if self.deterministic else ", not deterministic")
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        return (*super().order, not self.deterministic)
-
-    @property
     def flops_per_pair(self) -> float:
+        """Five products; forward and backward together are seven."""
         return 2.0 * (3 * self.dim + 2 * self.v_dim)
 
-    @property
-    def set_bytes(self) -> int:
-        """Of q, k, v, the output, and the gradient of each."""
-        return 2 * self.operand_bytes
-
-    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
-        """Sets that share one mask and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
-        return [
-            self.with_grad(one, _grad(one, seed + 10 * index + 3))
-            for index, one in enumerate(super().operands(device, seed))
-        ]
-
-    def with_grad(self, one: AttentionOperands, grad: Tensor) -> AttentionOperands:
-        """The set with dO, after its forward pass."""
-        out, lse = attention(one.q, one.k, one.v, one.mask, return_lse=True)
-        return GradOperands(**_parts(one), grad=grad, out=out, lse=lse, deterministic=self.deterministic)
+    def one_set(self, draw: Draw, *parts: Any) -> DifferentiableOperands:
+        """With dO, after its forward pass."""
+        grad = draw.normal(*self.out_shape)
+        out, lse = attention(*parts[:4], return_lse=True)
+        return GradOperands(*parts, grad=grad, deterministic=self.deterministic, out=out, lse=lse)
 
 
 @dataclass(frozen=True)
 class AttentionTrainCase(AttentionGradCase):
-    """A training step: attention, and dq, dk and dv by autograd. What it holds in memory counts, too."""
+    """A training step: attention, and dq, dk and dv by autograd. Its peak memory counts, too."""
 
     op: ClassVar[str] = "attention_train"
+    passes: ClassVar[tuple[str, ...]] = ("forward", "backward")
 
     @property
     def flops_per_pair(self) -> float:
         return 2.0 * (4 * self.dim + 3 * self.v_dim)
 
-    def with_grad(self, one: AttentionOperands, grad: Tensor) -> AttentionOperands:
-        """The set with dO, whose q, k and v want gradients."""
-        for x in (one.q, one.k, one.v):
+    def one_set(self, draw: Draw, *parts: Any) -> DifferentiableOperands:
+        """With dO; its q, k and v require gradients."""
+        for x in parts[:3]:
             x.requires_grad_()
-        return StepOperands(**_parts(one), grad=grad, deterministic=self.deterministic)
-
-
-def _grad(one: AttentionOperands, seed: int) -> Tensor:
-    return random_dense(*one.out_shape, dtype=one.q.dtype, device=one.q.device, seed=seed)
-
-
-def _parts(one: AttentionOperands) -> dict[str, Any]:
-    return {field.name: getattr(one, field.name) for field in fields(one)}
-
-
-MEASURES: Mapping[str, type[AttentionGradCase]] = {"backward": AttentionGradCase, "train": AttentionTrainCase}
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("measure", "backward", f"{', '.join(MEASURES)}: the gradients, or a training step."),
-    *ATTENTION_OPTIONS,
-    Option("deterministic", True, "The same bits every time, or sums in any order.", off="any-order"),
-)
+        return StepOperands(*parts, grad=draw.normal(*self.out_shape), deterministic=self.deterministic)
 
 
 def _case(
@@ -308,39 +188,26 @@ def _case(
     )
 
 
-def _step(kilo: int) -> AttentionTrainCase:
-    return AttentionTrainCase(1, 8, 8, kilo * 1024, kilo * 1024, 128, 128, "window:4096")
-
-
-AUTO = ("auto",)
-BOTH = (*AUTO, "portable.attention_bwd")
+BOTH = ("auto", "portable.attention_bwd")
 GPU = ("hopper.attention_bwd", "portable.attention_bwd")
 PUBLISHED: tuple[SuiteRow, ...] = (
-    SuiteRow(_case("full", 8), AUTO),
-    SuiteRow(_case("full", 32), AUTO),
-    SuiteRow(_case("causal", 32), AUTO),
-    SuiteRow(_case("window:2048", 32), BOTH),
-    SuiteRow(_case(EIGHTH, 8), BOTH),
-    SuiteRow(_case(EIGHTH, 32), AUTO),
-    SuiteRow(_case(EIGHTH, 8, 64), GPU),
-    SuiteRow(_case(EIGHTH, 32, 64), GPU),
-    SuiteRow(_case(EIGHTH, 32, dim=64), AUTO),
-    SuiteRow(_case(EIGHTH, 32, dim=256), AUTO),
-    SuiteRow(_case(EIGHTH, 32, deterministic=False), AUTO),
-    SuiteRow(_case("causal", 32, deterministic=False), AUTO),
+    *rows("auto", _case("full", 8), _case("full", 32), _case("causal", 32)),
+    *rows(BOTH, _case("window:2048", 32), _case(EIGHTH, 8)),
+    *rows("auto", _case(EIGHTH, 32)),
+    *rows(GPU, _case(EIGHTH, 8, 64), _case(EIGHTH, 32, 64)),
+    *rows("auto", _case(EIGHTH, 32, dim=64), _case(EIGHTH, 32, dim=256)),
+    *rows("auto", _case(EIGHTH, 32, deterministic=False), _case("causal", 32, deterministic=False)),
 )
 # One window over the length: time and memory must grow no faster.
-TRAINING: tuple[SuiteRow, ...] = tuple(SuiteRow(_step(kilo), AUTO) for kilo in (64, 128, 256))
+TRAINING = rows(
+    "auto",
+    *(
+        AttentionTrainCase(1, 8, 8, kilo * 1024, kilo * 1024, 128, 128, "window:4096")
+        for kilo in (64, 128, 256)
+    ),
+)
 
 
-def _per_token(record: Record) -> str:
-    """Microseconds over the queries: the same at every length, where the time is linear in it."""
-    case = record["case"]
-    return f"{record['ms']['median'] * 1e3 / (case['batch'] * case['q_len']):.3g}"
-
-
-PER_TOKEN = Column("us per token", _per_token)
-PEAK = Column("peak GB", number("peak_gb", "{:.3g}".format))
 BACKWARD_TABLE = Table(
     op="attention_backward",
     title="gradients of attention",
@@ -360,7 +227,7 @@ TRAIN_TABLE = Table(
     op="attention_train",
     title="training step of attention",
     dense=("cudnn", "sdpa"),
-    columns=(CASE, MS, SPEEDUP, RATE, PEAK),
+    columns=(CASE, MS, SPEEDUP, RATE, Column("peak GB", number("peak_gb", "{:.3g}".format))),
     note=(
         "A step is attention and the gradients of q, k and v, by autograd. Useful TFLOPS count the pairs that the mask "
         "admits, the roofline whole blocks. Dense is cuDNN, causal. Over a peer: its time over SparseK's. Peak memory "
@@ -368,7 +235,6 @@ TRAIN_TABLE = Table(
     ),
     beside=("fa4", "flex"),
     usual=("block 128", "D 128", "bf16"),
-    shown=(PER_TOKEN, PEAK),
 )
 BENCH = Bench(
     "attention-backward",
@@ -377,9 +243,9 @@ BENCH = Bench(
         "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
         "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
     },
+    measures={"backward": AttentionGradCase, "train": AttentionTrainCase},
+    peers=PEERS,
     tables=(BACKWARD_TABLE, TRAIN_TABLE),
-    options=OPTIONS,
-    make=by_measure("gradients", MEASURES),
     small=SMALL,
     kernels="Kernels by name, of a step the forward pass's; auto is the planner's choice.",
     slowest=65.0,

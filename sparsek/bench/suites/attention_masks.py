@@ -1,8 +1,9 @@
 """Masks of a benchmark, each written as one short text, "window:4096+sinks:128". MASK_FORMS is the grammar."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,21 +16,35 @@ Maker = Callable[[], BlockMask]
 
 
 class Geometry(NamedTuple):
-    """What a mask covers: q_len queries and kv_len keys in blocks (bq, bk); what is random is drawn for each head."""
+    """What a mask covers: q_len queries and kv_len keys in blocks (bq, bk), on a device. Random blocks are drawn for
+    each head, from the seed.
+    """
 
     q_len: int
     kv_len: int
     block: tuple[int, int]
     heads: int
+    device: torch.device
+    seed: int = 0
 
     @property
     def grid(self) -> tuple[int, int]:
         """Query tiles and key blocks of one head."""
         return -(-self.q_len // self.block[0]), -(-self.kv_len // self.block[1])
 
-    def frame(self, device: torch.device) -> dict[str, Any]:
-        """Lengths, block and device, as builders of masks take them."""
-        return {"q_len": self.q_len, "kv_len": self.kv_len, "block": self.block, "device": device}
+    @property
+    def sides(self) -> dict[str, Any]:
+        """Lengths and block, as builders of masks take them."""
+        return {"q_len": self.q_len, "kv_len": self.kv_len, "block": self.block}
+
+    @property
+    def frame(self) -> dict[str, Any]:
+        """Also the device."""
+        return {**self.sides, "device": self.device}
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.Generator(device=self.device).manual_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -37,18 +52,18 @@ class MaskForm:
     """One kind of mask.
 
     `form` is how it is written; letters stand for numbers. `words(*numbers)` is its name in tables.
-    `prepare(geometry, numbers, device, seed)` draws what is random and returns the call that builds the mask: only that
-    call is SparseK's own. `causal`: no query sees a later key. `uniform`: every query tile keeps as many blocks, whole
-    ones where the block divides the lengths. `sees(q, k, numbers)`, for rules of positions: whether the query that
-    stands at key position q sees key k.
+    `prepare(geometry, *numbers)` draws what is random and returns the call that builds the mask: only that call is
+    SparseK's own. `causal`: no query sees a later key. `uniform`: every query tile keeps as many blocks, whole ones
+    where the block divides the lengths. `sees(q, k, *numbers)`, for rules of positions: whether the query at key
+    position q [rows, 1] sees key k [1, keys].
     """
 
     form: str
     words: Callable[..., str]
-    prepare: Callable[[Geometry, tuple[float, ...], torch.device, int], Maker]
+    prepare: Callable[..., Maker]
     causal: bool = False
     uniform: bool = False
-    sees: Callable[[Tensor, Tensor, tuple[float, ...]], Tensor] | None = None
+    sees: Callable[..., Tensor] | None = None
 
     @property
     def pattern(self) -> str:
@@ -68,13 +83,13 @@ class MaskText:
         """ "window:2048" -> "window 2048"."""
         return self.kind.words(*self.numbers)
 
-    def maker(self, over: Geometry, device: torch.device, seed: int = 0) -> Maker:
-        """What is random is drawn now; each call of the result builds the mask anew from it."""
-        return self.kind.prepare(over, self.numbers, device, seed)
+    def maker(self, over: Geometry) -> Maker:
+        """Draws what is random now; each call of the result builds the mask anew from it."""
+        return self.kind.prepare(over, *self.numbers)
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor | None:
         """bool [rows, keys]: which keys k [keys] the queries at key positions q [rows] see; None for random masks."""
-        return None if self.kind.sees is None else self.kind.sees(q[:, None], k[None, :], self.numbers)
+        return None if self.kind.sees is None else self.kind.sees(q[:, None], k[None, :], *self.numbers)
 
 
 def parse_mask(text: str) -> MaskText:
@@ -87,74 +102,65 @@ def parse_mask(text: str) -> MaskText:
     raise InvalidInput(f"no mask is written {text!r}; known, with numbers for the letters: {forms}")
 
 
-def _full(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    return lambda: BlockMask.full(**over.frame(device))
+def _window(over: Geometry, window: float, sinks: float = 0) -> Maker:
+    given = {"window": int(window), "sinks": int(sinks), "causal": True}
+    return partial(BlockMask.sliding_window, **given, **over.frame)
 
 
-def _causal(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    return lambda: BlockMask.causal(**over.frame(device))
-
-
-def _window(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    window, sinks = (int(number) for number in (*numbers, 0)[:2])
-    return lambda: BlockMask.sliding_window(window=window, sinks=sinks, causal=True, **over.frame(device))
-
-
-def _bigbird(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    names = ("window", "globals", "random")
-    given = dict(zip(names, map(int, numbers), strict=True)) | {"seed": seed, "heads": over.heads}
-    return lambda: BlockMask.bigbird(**given, **over.frame(device))
-
-
-def _topk(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    generator = torch.Generator(device=device).manual_seed(seed)
-    scores = torch.randn(1, over.heads, *over.grid, generator=generator, dtype=torch.float32, device=device)
-    return lambda: BlockMask.topk(
-        scores, int(numbers[0]), q_len=over.q_len, kv_len=over.kv_len, block=over.block
-    )
-
-
-def _blocks(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    rows, columns = over.heads * over.grid[0], over.grid[1]
-    kept = max(1, min(columns, round(numbers[0] * columns)))
-    return _drawn(over, torch.full((rows,), kept, device=device), seed)
-
-
-def _like_bigbird(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    """As many blocks as that bigbird has, shared out evenly among its rows."""
-    rows = over.heads * over.grid[0]
-    stored = _bigbird(over, numbers, device, seed)().stored_blocks
-    counts = torch.full((rows,), stored // rows, device=device)
-    counts[: stored % rows] += 1
-    generator = torch.Generator(device=device).manual_seed(seed)
-    return _drawn(over, counts[torch.randperm(rows, generator=generator, device=device)], seed)
-
-
-def _drawn(over: Geometry, counts: Tensor, seed: int) -> Maker:
-    """Distinct random blocks, counts[row] of them in each row of the heads' query tiles."""
-    generator = torch.Generator(device=counts.device).manual_seed(seed)
-    shape, device = (len(counts), over.grid[1]), counts.device
-    drawn = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
-    ranks = drawn.argsort(1).argsort(1)
-    indices = (ranks < counts[:, None]).nonzero()[:, 1].int()
-    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    return lambda: BlockMask.from_blocks(
-        indptr, indices, q_len=over.q_len, kv_len=over.kv_len, block=over.block, heads=over.heads
-    )
-
-
-def _sees_all(q: Tensor, k: Tensor, numbers: Sequence[float]) -> Tensor:
-    return torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=q.device)
-
-
-def _sees_window(q: Tensor, k: Tensor, numbers: Sequence[float]) -> Tensor:
-    window, sinks = (*numbers, 0)[:2]
+def _sees_window(q: Tensor, k: Tensor, window: float, sinks: float = 0) -> Tensor:
     return (k <= q) & ((k > q - window) | (k < sinks))
 
 
+def _topk(over: Geometry, count: float) -> Maker:
+    shape = (1, over.heads, *over.grid)
+    scores = torch.randn(shape, generator=over.generator, dtype=torch.float32, device=over.device)
+    return partial(BlockMask.topk, scores, int(count), **over.sides)
+
+
+def _blocks(over: Geometry, share: float) -> Maker:
+    rows, columns = over.heads * over.grid[0], over.grid[1]
+    kept = max(1, min(columns, round(share * columns)))
+    return _drawn(over, torch.full((rows,), kept, device=over.device))
+
+
+def _bigbird(over: Geometry, window: float, globals_: float, random: float) -> Maker:
+    given = {"window": int(window), "globals": int(globals_), "random": int(random)}
+    return partial(BlockMask.bigbird, **given, seed=over.seed, heads=over.heads, **over.frame)
+
+
+def _like_bigbird(over: Geometry, *numbers: float) -> Maker:
+    """As many blocks as that bigbird has, shared out evenly among its rows."""
+    rows = over.heads * over.grid[0]
+    stored = _bigbird(over, *numbers)().stored_blocks
+    counts = torch.full((rows,), stored // rows, device=over.device)
+    counts[: stored % rows] += 1
+    return _drawn(over, counts[torch.randperm(rows, generator=over.generator, device=over.device)])
+
+
+def _drawn(over: Geometry, counts: Tensor) -> Maker:
+    """Distinct random blocks, counts[row] of them in each row of the heads' query tiles."""
+    shape = (len(counts), over.grid[1])
+    keys = torch.rand(shape, generator=over.generator, dtype=torch.float32, device=over.device)
+    ranks = keys.argsort(1).argsort(1)
+    indices = (ranks < counts[:, None]).nonzero()[:, 1].int()
+    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    return partial(BlockMask.from_blocks, indptr, indices, heads=over.heads, **over.sides)
+
+
 MASK_FORMS: tuple[MaskForm, ...] = (
-    MaskForm("full", "full".format, _full, sees=_sees_all),
-    MaskForm("causal", "causal".format, _causal, causal=True, sees=lambda q, k, numbers: k <= q),
+    MaskForm(
+        "full",
+        "full".format,
+        lambda over: partial(BlockMask.full, **over.frame),
+        sees=lambda q, k: (q == q) & (k == k),
+    ),
+    MaskForm(
+        "causal",
+        "causal".format,
+        lambda over: partial(BlockMask.causal, **over.frame),
+        causal=True,
+        sees=lambda q, k: k <= q,
+    ),
     MaskForm("window:W", "window {:g}".format, _window, causal=True, sees=_sees_window),
     MaskForm("window:W+sinks:S", "window {:g} + sinks {:g}".format, _window, causal=True, sees=_sees_window),
     MaskForm("blocks:F", lambda share: f"random {100 * share:g} %", _blocks, uniform=True),

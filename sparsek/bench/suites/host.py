@@ -16,20 +16,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsek.bench.engine import records
+from sparsek.bench.engine import options, records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case, check_choice
-from sparsek.bench.engine.names import block_name, shape_name, stored_name
-from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
-from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order, passed
+from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, shape_name, stored_name
+from sparsek.bench.engine.run import GateError, Outcome, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.engine.several import Named
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged
-from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.wall import wall_rounds
 from sparsek.testing.budget import Gate
 
 TORCH = "torch"
@@ -37,52 +35,69 @@ LAYER = "layer"
 # What a first call finds on disk: no compiled kernel, or those of a process before.
 CACHES = ("empty", "filled")
 STORED = {"bsr": "", "semi24": "2:4", "bsr24": "2:4 in", "fp8": "FP8"}
-# The verb, layer or method behind each call, as a module of sparsek: the kernel of its records.
-MODULES = {
-    "A @ B": "ops.spmm",
-    "plan of A @ B": "ops.spmm",
-    "linear": "ops.linear",
-    "linear + backward": "ops.linear",
-    "layer": "nn.linear",
-    "attention": "ops.attention",
-    "attention + backward": "ops.attention",
-    "from_dense": "matrix.bsr",
-}
 PRODUCT, LAYERS, HEADED, WHOLE = SIDES = (
     "m x k x n",
     "tokens x features in x features out",
     "heads x length x head size",
     "rows x columns",
 )
-MEASURED = {"ops.spmm": PRODUCT, "ops.attention": HEADED, "matrix.bsr": WHOLE}
-# What host time is made of: every file of these rooms.
+# By call, what is called, as a module of sparsek, and what its sides are. The module is the kernel of its records.
+KINDS = {
+    "A @ B": ("ops.spmm", PRODUCT),
+    "plan of A @ B": ("ops.spmm", PRODUCT),
+    "linear": ("ops.linear", LAYERS),
+    "linear + backward": ("ops.linear", LAYERS),
+    "layer": ("nn.linear", LAYERS),
+    "attention": ("ops.attention", HEADED),
+    "attention + backward": ("ops.attention", HEADED),
+    "from_dense": ("matrix.bsr", WHOLE),
+}
+# Every file of these rooms is part of host time.
 ROOMS = ("core", "kernels/lang", "matrix", "mask", "nn", "ops", "plan")
+
+
+def parse_sides(text: str) -> tuple[int, ...]:
+    """ "64x1024x1024" -> (64, 1024, 1024)."""
+    if re.fullmatch(r"\d+(x\d+)*", text.strip().lower()) is None:
+        raise InvalidInput(f"sides are written as 64x1024x1024, got {text!r}")
+    return tuple(int(part) for part in text.lower().split("x"))
 
 
 @dataclass(frozen=True)
 class HostCase(HostCall, Case):
-    """One call. `caches`: "" for a call whose plan is kept; else the first of a process, one of CACHES."""
+    """One call. `caches`: "" for a call whose plan is kept; else the first of a process, one of CACHES.
+
+    Nothing is rated.
+    """
 
     op: ClassVar[str] = "host"
+    dense_flops: ClassVar[float] = 0.0
 
-    caches: str = ""
+    call: str = options.choice("Calls", CALLS)
+    sides: tuple[int, ...] = options.field(
+        "1024x1024x1024", f"By call: {'; '.join(sorted(SIDES))}, as 64x1024x1024.", parse_sides
+    )
+    storage: str = options.choice("Of a layer's weight", STORAGES, usual="bsr")
+    block: tuple[int, int] = options.block(usual=(128, 128))
+    density: float = options.share(default="0.25", usual=0.25)
+    dtype: str = options.dtype()
+    caches: str = options.field(
+        "", f"The first call of a new process, caches {' or '.join(CACHES)}.", usual=""
+    )
 
-    def __post_init__(self) -> None:
-        check_choice("a call", self.call, CALLS)
+    def check(self) -> None:
         wanted = self.measured
         if len(self.sides) != wanted.count(" x ") + 1 or min(self.sides) < 1:
             raise InvalidInput(f"{self.call} measures {wanted}, got {'x'.join(map(str, self.sides))}")
-        check_choice("a storage", self.storage, STORAGES)
         if self.storage != "bsr" and self.call not in ("linear", LAYER):
             raise InvalidInput(f"{self.call} is measured of blocks, not of {self.storage}")
         if self.caches not in ("", *CACHES):
             raise InvalidInput(f"caches are {' or '.join(CACHES)} before a first call, got {self.caches!r}")
-        check_case(self)
 
     @property
     def measured(self) -> str:
         """What the sides are, one of SIDES."""
-        return MEASURED.get(self.module, LAYERS)
+        return KINDS[self.call][1]
 
     @property
     def is_first(self) -> bool:
@@ -91,7 +106,7 @@ class HostCase(HostCall, Case):
 
     @property
     def on_wall(self) -> bool:
-        """Whether the time is the wall's, from an idle GPU to an idle GPU: of layers, and of first calls."""
+        """Whether the time is from an idle GPU to an idle GPU: of layers, and of first calls."""
         return self.call == LAYER or self.is_first
 
     @property
@@ -102,7 +117,7 @@ class HostCase(HostCall, Case):
     @property
     def module(self) -> str:
         """What is called, as a module of sparsek."""
-        return MODULES["linear" if self.call == LAYER and self.storage != "bsr" else self.call]
+        return KINDS["linear" if self.call == LAYER and self.storage != "bsr" else self.call][0]
 
     @property
     def name(self) -> str:
@@ -131,18 +146,6 @@ class HostCase(HostCall, Case):
         """How long it may take: over torch's time, or, of a first call, in seconds."""
         return BARS.get((self.call, self.caches or self.storage))
 
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by call, then storage, then size."""
-        at = list(CALLS).index(self.call)
-        place = STORAGES.index(self.storage)
-        return self.caches, at, place, self.sides, self.block, -self.density, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        """Nothing is rated."""
-        return 0.0
-
 
 BARS: Mapping[tuple[str, str], Bar] = {
     ("A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
@@ -162,7 +165,7 @@ BARS: Mapping[tuple[str, str], Bar] = {
 # backward pass may be ten launches.
 CALLS_EACH = 80
 CALLS_BACKWARD = 40
-# Samples for each round that was asked for: they are short, and the host's time scatters more than the GPU's.
+# Samples for each round: they are short, and the host's time scatters more than the GPU's.
 SAMPLES = 3
 FIRST_ROUNDS = 2
 CHILD = "sparsek.bench.suites.host_calls"
@@ -186,7 +189,7 @@ def run_host_time(
     report: Callable[[str], None] = lambda text: None,
     **_: Any,
 ) -> Outcome:
-    """The record of one case: after a gate, samples of this library's call and torch's in turns.
+    """The record of one case: after a gate, interleaved samples of this library's call and torch's.
 
     Raises GateError for a wrong result.
     """
@@ -213,8 +216,8 @@ def run_host_time(
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = facts(case.op, case, Named(case.module), took, gate, device, seen)
-    return Outcome(case, (in_order(beside(record, peers)),), {}, {})
+    record = record_of(case.op, case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
+    return Outcome(case, (record,), {}, {})
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
@@ -285,17 +288,17 @@ def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[st
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _spell(milliseconds: float, case: HostCase) -> str:
-    return f"{milliseconds / 1e3:.3g} s" if case.is_first else f"{milliseconds * 1e3:.1f} us"
+def _spelt(times: Callable[[Record], Any]) -> Callable[[Record], str]:
+    """A cell of the median of these times, in seconds for first calls, else in microseconds."""
 
+    def cell(record: Record) -> str:
+        found = times(record)
+        if found is None:
+            return ""
+        ms, is_first = found["ms"]["median"], records.case_of(record).is_first
+        return f"{ms / 1e3:.3g} s" if is_first else f"{ms * 1e3:.1f} us"
 
-def _host_time(record: Record) -> str:
-    return _spell(record["ms"]["median"], records.case_of(record))
-
-
-def _torch_time(record: Record) -> str:
-    peer = record["peers"].get(TORCH)
-    return "" if peer is None else _spell(peer["ms"]["median"], records.case_of(record))
+    return cell
 
 
 def _limited(record: Record) -> float | None:
@@ -321,7 +324,6 @@ def _at_most(record: Record) -> str:
 
 
 SMALL = (1024, 1024, 1024)
-HEADS = (8, 512, 128)
 FIRST: tuple[HostCase, ...] = tuple(
     HostCase(call, sides, caches=caches)
     for caches in CACHES
@@ -332,68 +334,50 @@ FIRST: tuple[HostCase, ...] = tuple(
         ("attention + backward", (8, 4096, 128)),
     )
 )
-HOST: tuple[SuiteRow, ...] = tuple(
-    SuiteRow(case)
-    for case in (
-        HostCase("A @ B", SMALL, block=(64, 64)),
-        HostCase("plan of A @ B", SMALL, block=(64, 64)),
-        *(HostCase("linear", (64, 1024, 1024), storage) for storage in STORAGES),
-        HostCase("attention", HEADS),
-        HostCase("linear + backward", (256, 1024, 1024)),
-        *(HostCase(LAYER, (tokens, 4096, 14336)) for tokens in (1, 16, 64)),
-        HostCase(LAYER, (16, 8192, 8192), "semi24"),
-        *FIRST,
-    )
+HOST = rows(
+    "auto",
+    HostCase("A @ B", SMALL, block=(64, 64)),
+    HostCase("plan of A @ B", SMALL, block=(64, 64)),
+    *(HostCase("linear", (64, 1024, 1024), storage) for storage in STORAGES),
+    HostCase("attention", (8, 512, 128)),
+    HostCase("linear + backward", (256, 1024, 1024)),
+    *(HostCase(LAYER, (tokens, 4096, 14336)) for tokens in (1, 16, 64)),
+    HostCase(LAYER, (16, 8192, 8192), "semi24"),
+    *FIRST,
 )
 
 
-def parse_sides(text: str) -> tuple[int, ...]:
-    """ "64x1024x1024" -> (64, 1024, 1024)."""
-    if re.fullmatch(r"\d+(x\d+)*", text.strip().lower()) is None:
-        raise InvalidInput(f"sides are written as 64x1024x1024, got {text!r}")
-    return tuple(int(part) for part in text.lower().split("x"))
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("call", "A @ B", f"Calls: {', '.join(CALLS)}."),
-    Option("sides", "1024x1024x1024", f"By call: {'; '.join(sorted(SIDES))}, as 64x1024x1024.", parse_sides),
-    Option("storage", "bsr", f"Of a layer's weight: {', '.join(STORAGES)}."),
-    BLOCK,
-    replace(DENSITY, default="0.25"),
-    DTYPE,
-    Option("caches", "", f"The first call of a new process, caches {' or '.join(CACHES)}."),
-)
 # What a call costs the host of a card, for the planner and `advise`: the record of this case.
 EAGER: HostCase = HOST[0].case
 
 
 def host_table(found: Sequence[Record]) -> str:
     """What `plan/host.py` reads, by card, from the records: the host's seconds of a cached `A @ B`. "" without any."""
-    rows = records.newest(each for each in found if each["op"] == HostCase.op)
-    told = {
+    newest = records.newest(each for each in found if each["op"] == HostCase.op)
+    table = {
         row["env"]["gpu"]: {
             "seconds": round(row["ms"]["median"] / 1e3, 9),
             "case": case_name(row),
             "date": row["date"],
         }
-        for row in rows
+        for row in newest
         if records.case_of(row) == EAGER
     }
-    return json.dumps(told, indent=2, ensure_ascii=False) + "\n" if told else ""
+    return json.dumps(table, indent=2, ensure_ascii=False) + "\n" if table else ""
 
 
-COLUMNS = (
-    Column("time", _host_time),
-    Column("torch's time", _torch_time),
-    Column("over torch's", _over_torch),
-    Column("target, at most", _at_most),
-)
 TABLE = Table(
     op="host",
     title="host time",
     headings={TORCH: "torch"},
     dense=(TORCH,),
-    columns=(CASE, *COLUMNS),
+    columns=(
+        CASE,
+        Column("time", _spelt(lambda record: record)),
+        Column("torch's time", _spelt(lambda record: record["peers"].get(TORCH))),
+        Column("over torch's", _over_torch),
+        Column("target, at most", _at_most),
+    ),
     note=(
         "Wall time of cached eager calls: how long one call keeps the host busy, or, for `layer`, one of twenty calls "
         "until the GPU is idle. torch runs the dense counterpart with the same bias and activation, FP8 rows in bf16, "
@@ -401,8 +385,6 @@ TABLE = Table(
         "GPU; empty caches hold no compiled kernel of Triton or SparseK. A target limits the time over torch's, or "
         "seconds."
     ),
-    usual=("bf16",),
-    shown=COLUMNS,
     ratios=False,
 )
 BENCH = Bench(
@@ -410,8 +392,6 @@ BENCH = Bench(
     suites={"host": HOST},
     schemas={"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)},
     tables=(TABLE,),
-    options=OPTIONS,
-    make=HostCase,
     small="--call linear --sides 16x64x64 --block 32 --dtype fp32",
     kernels="",
     whole="host",

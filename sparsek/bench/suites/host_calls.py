@@ -105,18 +105,16 @@ def linear_backward(call: HostCall, device: torch.device) -> Pair:
     dense = drawn.to_dense().requires_grad_()
 
     def judge(found: tuple[Tensor, ...]) -> "Gate":
-        from sparsek.testing.budget import FACTOR, FLOOR, error
-        from sparsek.testing.budget import judge as judged
+        from sparsek.testing.compare import near_dense, worst
         from sparsek.testing.product_budget import stored
 
-        gates = []
-        exact, rough = (_dense_step(x, dense, dy, dtype) for dtype in (torch.float64, x.dtype))
-        for place, out in enumerate(found):
-            right, near = exact[place], rough[place]
-            if place == len(found) - 1:
-                right, near = stored(right, w.pattern), stored(near, w.pattern)
-            gates.append(judged(out, right, max(FLOOR, FACTOR * error(near, right))))
-        return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))
+        def step(dtype: torch.dtype) -> tuple[Tensor, ...]:
+            y, dx, dw = _dense_step(x, dense, dy, dtype)
+            return y, dx, stored(dw, w.pattern)
+
+        return worst(
+            [near_dense(*each) for each in zip(found, step(torch.float64), step(x.dtype), strict=True)]
+        )
 
     def ours() -> tuple[Tensor, ...]:
         y = sk.linear(x, w)
@@ -170,13 +168,10 @@ def from_dense(call: HostCall, device: torch.device) -> Pair:
     w = _normal(call, device, 1, *call.sides)
 
     def judge(out: sk.BSR) -> "Gate":
-        from sparsek.testing.budget import judge as judged
+        from sparsek.testing.pack_budget import check_bsr
 
-        # What is stored must be w's own, to the bit, and as many blocks as were asked for.
-        dense = out.to_dense()
-        gate = judged(dense, torch.where(dense != 0, w, 0).double(), 1e-12)
         blocks = max(1, round(call.density * w.numel() / (call.block[0] * call.block[1])))
-        return type(gate)(gate.error, gate.budget, gate.passed and out.nnzb == blocks)
+        return check_bsr(w, out, blocks)
 
     return Pair(lambda: sk.BSR.from_dense(w, call.block, keep=call.density), w.clone, judge)
 

@@ -1,6 +1,6 @@
 """y = act(x @ W1.T) @ W2.T as a benchmark: a training step, and decoding in a CUDA graph."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case, check_choice
-from sparsek.bench.engine.data import random_dense, random_weight, revalued, sets_of
-from sparsek.bench.engine.names import block_name, stored_name
-from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option, by_measure
-from sparsek.bench.engine.several import Several, worst
+from sparsek.bench.engine.case import Case, Operands, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
+from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
-from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
 from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.ops.spmm import plan_spmm
+from sparsek.plan.plan import Plan
 from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
-from sparsek.testing.budget import FACTOR, FLOOR, Gate, error, judge
+from sparsek.testing.budget import Gate
+from sparsek.testing.compare import near_dense, worst
 from sparsek.testing.product_budget import stored
 
 MODES = ("eager", "compiled")
@@ -32,19 +32,24 @@ MODES = ("eager", "compiled")
 
 @dataclass(frozen=True)
 class MlpOperands(Operands):
-    """One of the rotating sets: its own x [tokens, width], W1 [hidden, width] and W2 [width, hidden]."""
+    """One of the rotating sets: its own x [tokens, width], W1 [hidden, width] and W2 [width, hidden].
+
+    With `dy` [tokens, width], the gradient of y, it is one of a training step: forward, then the gradients of x, W1 and
+    W2. `mode` is "eager", or "compiled" for torch.compile of the forward, whose backward is compiled with it.
+    """
 
     x: Tensor
     w1: BSR
     w2: BSR
     activation: Activation
+    dy: Tensor | None = None
+    mode: str = "eager"
 
     @property
     def useful_flops(self) -> float:
-        return 2.0 * self.x.shape[0] * (self.w1.values.numel() + self.w2.values.numel())
-
-    def forward(self, x: Tensor, w1: BSR, w2: BSR) -> Tensor:
-        return linear(linear(x, w1, None, self.activation), w2)
+        """Of a step: forward, gradients of the inputs, gradients of the weights, as many each."""
+        passes = 2.0 if self.dy is None else 6.0
+        return passes * self.x.shape[0] * (self.w1.values.numel() + self.w2.values.numel())
 
     @property
     def dense_forward(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -56,65 +61,41 @@ class MlpOperands(Operands):
     def given(self) -> tuple[Tensor, BSR, BSR]:
         return self.x, self.w1, self.w2
 
+    def _call(
+        self, forward: Callable[..., Tensor], given: tuple[Any, ...], wanted: tuple[Tensor, ...]
+    ) -> Callable[[], Any]:
+        """A call for y, or of a training step, for y and the gradients of the wanted tensors."""
+        dy = self.dy
+        if dy is None:
+            return partial(forward, *given)
+
+        def step() -> tuple[Tensor, ...]:
+            y = forward(*given)
+            return (y, *torch.autograd.grad(y, wanted, dy.to(y.dtype)))
+
+        return step
+
     def eager(self) -> Callable[[], Any]:
-        given = self.given
-        return lambda: self.forward(*given)
+        forward = (_forward if self.mode == "eager" else _compiled)(self.activation)
+        return self._call(forward, self.given, (self.x, self.w1.values, self.w2.values))
 
-    def planned(self, plan: Several) -> Callable[[], Any]:
-        return plan.call
+    def plan(self, kernel: str | None) -> Timed:
+        """The planner chooses each of the kernels. Raises InvalidInput for a name."""
+        if kernel is not None:
+            raise InvalidInput(
+                f"an MLP runs several kernels, which the planner chooses; leave out {kernel!r}"
+            )
+        return several(self.plans(), self.eager())
 
-    def plan(self, kernel: str | None) -> Several:
-        refuse_names(kernel)
-        hidden = self.x.new_empty(self.x.shape[0], self.w1.shape[0])
-        plans = {
-            "up": plan_spmm(self.x, self.w1.T, epilogue=Epilogue(activation=self.activation)),
-            "down": plan_spmm(hidden, self.w2.T),
-        }
-        return Several(plans, self.eager())
-
-    def judge(self, out: Any) -> Gate:
-        """Whether `out` is the output of this set: no further from float64 than twice the dense layer is."""
-        dense = (self.x, self.w1.to_dense(), self.w2.to_dense())
-        with torch.no_grad():
-            return judged(out, self.dense_forward(*(x.double() for x in dense)), self.dense_forward(*dense))
-
-    def dense_weights(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Dense random weights of the same shapes, scaled for outputs of unit scale."""
-        first, second = (
-            random_weight(*w.shape, dtype=w.dtype, device=w.device, seed=seed + 500 * place)
-            for place, w in enumerate((self.w1, self.w2))
-        )
-        return first, second
-
-    def dense(self, seed: int) -> Callable[[], Any]:
-        return self.dense_call(seed, self.dense_forward)
-
-    def dense_call(self, seed: int, forward: Callable[..., Tensor]) -> Callable[[], Any]:
-        """The call on dense weights, by `dense_forward` or by what was made of it."""
-        weights = self.dense_weights(seed)
-        return lambda: forward(self.x, *weights)
-
-
-@dataclass(frozen=True)
-class StepOperands(MlpOperands):
-    """A set of a training step, with the gradient of y [tokens, width]: forward, then the gradients of x, W1 and W2.
-
-    `mode` is "eager", or "compiled" for torch.compile of the forward, whose backward is compiled with it.
-    """
-
-    dy: Tensor
-    mode: str
-
-    @property
-    def useful_flops(self) -> float:
-        """Forward, gradients of the inputs, gradients of the weights: as many each."""
-        return 3.0 * super().useful_flops
-
-    def plan(self, kernel: str | None) -> Several:
-        refuse_names(kernel)
-        x, dy, w1, w2 = self.x.detach(), self.dy, _detached(self.w1), _detached(self.w2)
+    def plans(self) -> dict[str, Plan]:
+        """The plans of its products."""
+        x, dy = self.x.detach(), self.dy
+        w1, w2 = (BSR.unchecked(w.pattern, w.values.detach()) for w in (self.w1, self.w2))
         hidden = x.new_empty(x.shape[0], w1.shape[0])
-        plans = {
+        if dy is None:
+            up = plan_spmm(x, w1.T, epilogue=Epilogue(activation=self.activation))
+            return {"up": up, "down": plan_spmm(hidden, w2.T)}
+        return {
             "up": plan_spmm(x, w1.T),
             "down": plan_spmm(hidden, w2.T),
             "gradient of hidden": plan_spmm(dy, w2),
@@ -122,59 +103,40 @@ class StepOperands(MlpOperands):
             "gradient of x": plan_spmm(hidden, w1),
             "gradient of W1": plan_sddmm(hidden.mT, x, w1.pattern),
         }
-        return Several(plans, self.eager())
-
-    def eager(self) -> Callable[[], tuple[Tensor, ...]]:
-        forward = self.forward if self.mode == "eager" else _compiled(self.activation)
-        given, wanted = self.given, (self.x, self.w1.values, self.w2.values)
-        return lambda: self.step(forward(*given), wanted)
-
-    def step(self, y: Tensor, wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """y, and the gradients of what is wanted."""
-        return (y, *torch.autograd.grad(y, wanted, self.dy.to(y.dtype)))
-
-    def dense_call(self, seed: int, forward: Callable[..., Tensor]) -> Callable[[], Any]:
-        wanted = (self.x, *(w.requires_grad_() for w in self.dense_weights(seed)))
-        return lambda: self.step(forward(*wanted), wanted)
 
     def judge(self, out: Any) -> Gate:
-        """Whether y and each gradient is no further from float64 than twice the dense layer's; the worst of them."""
-        dense = (self.x.detach(), self.w1.to_dense().detach(), self.w2.to_dense().detach())
-        exact, rough = (
-            self._dense_step([x.to(dtype) for x in dense]) for dtype in (torch.float64, self.x.dtype)
-        )
-        return worst([judged(*each) for each in zip(out, exact, rough, strict=True)])
+        """Whether y, and each gradient, is no further from float64 than twice the dense layer's; the worst of them."""
+        exact, rough = (self._dense_results(dtype) for dtype in (torch.float64, self.x.dtype))
+        found = [out] if self.dy is None else out
+        return worst([near_dense(*each) for each in zip(found, exact, rough, strict=True)])
 
-    def _dense_step(self, operands: list[Tensor]) -> list[Tensor]:
-        """y and the gradients, those of the weights as the blocks that are stored."""
-        wanted = tuple(x.clone().requires_grad_() for x in operands)
-        y, dx, dw1, dw2 = self.step(self.dense_forward(*wanted), wanted)
+    def _dense_results(self, dtype: torch.dtype) -> list[Tensor]:
+        """y and the gradients of the same layer in torch, those of the weights as the blocks that are stored."""
+        dense = (self.x, self.w1.to_dense(), self.w2.to_dense())
+        given = tuple(x.detach().to(dtype, copy=True).requires_grad_(self.dy is not None) for x in dense)
+        made = self._call(self.dense_forward, given, given)()
+        if self.dy is None:
+            return [made]
+        y, dx, dw1, dw2 = made
         return [y.detach(), dx, stored(dw1, self.w1.pattern), stored(dw2, self.w2.pattern)]
 
-
-def refuse_names(kernel: str | None) -> None:
-    """An MLP runs several kernels, and the planner chooses each."""
-    if kernel is not None:
-        raise InvalidInput(f"an MLP runs several kernels, which the planner chooses; leave out {kernel!r}")
-
-
-def judged(out: Tensor, exact64: Tensor, dense: Tensor) -> Gate:
-    """The gate of a result whose like was computed densely in the same dtype: twice that one's error is allowed."""
-    return judge(out, exact64, max(FLOOR, FACTOR * error(dense, exact64)))
+    def dense(self, seed: int, forward: Callable[..., Tensor] | None = None) -> Callable[[], Any]:
+        """The call on dense random weights that keep the scale of x, by `dense_forward` or its compiled form."""
+        draw = Draw(self.x.device, self.x.dtype, 2 * seed)
+        weights = (draw.weight(*w.shape).requires_grad_(self.dy is not None) for w in (self.w1, self.w2))
+        given = (self.x, *weights)
+        return self._call(forward or self.dense_forward, given, given)
 
 
-def _detached(w: BSR) -> BSR:
-    return BSR.unchecked(w.pattern, w.values.detach())
+def _forward(activation: Activation) -> Callable[..., Tensor]:
+    """The layer: a function of x, W1 and W2."""
+    return lambda x, w1, w2: linear(linear(x, w1, None, activation), w2)
 
 
 @cache
 def _compiled(activation: Activation) -> Callable[..., Tensor]:
-    """torch.compile of the forward as one graph, the same for all sets."""
-
-    def forward(x: Tensor, w1: BSR, w2: BSR) -> Tensor:
-        return linear(linear(x, w1, None, activation), w2)
-
-    return torch.compile(forward, fullgraph=True, dynamic=False)
+    """torch.compile of the layer as one graph, the same for all sets."""
+    return torch.compile(_forward(activation), fullgraph=True, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -184,17 +146,15 @@ class MlpCase(Case):
     `density` of the blocks of both weights are stored.
     """
 
-    tokens: int
-    width: int
-    hidden: int
-    block: tuple[int, int]
-    density: float
-    activation: Activation = "gelu"
-    dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        check_case(self, "tokens", "width", "hidden")
-        check_choice("an activation", self.activation, filter(None, ACTIVATIONS))
+    tokens: int = options.size("Rows of x")
+    width: int = options.size("Features in and out", "4096")
+    hidden: int = options.size("Features between the two products", "16384")
+    block: tuple[int, int] = options.block()
+    density: float = options.share()
+    activation: Activation = options.checked(
+        lambda name, value: options.check_choice(name, value, [*filter(None, ACTIVATIONS)]), usual="gelu"
+    )
+    dtype: str = options.dtype()
 
     @property
     def name(self) -> str:
@@ -204,34 +164,24 @@ class MlpCase(Case):
         return f"{layer}, {stored}, {self.tokens} token{'s' if self.tokens > 1 else ''}"
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by the layer, then by tokens."""
-        size = self.width * self.hidden
-        return size, self.block, -self.density, self.activation, self.dtype, self.tokens
-
-    @property
     def dense_flops(self) -> float:
         return 4.0 * self.tokens * self.width * self.hidden
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
-        """Sets that share the patterns and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
-        dtype = dtypes.parse(self.dtype)
-        options = {"dtype": dtype, "device": device}
-        w1 = random_bsr(self.hidden, self.width, self.block, self.density, seed=seed, **options)
-        w2 = random_bsr(self.width, self.hidden, self.block, self.density, seed=seed + 1, **options)
-        dense = self.tokens * (2 * self.width + self.hidden)
-        footprint = (w1.values.numel() + w2.values.numel() + dense) * dtype.itemsize
+    def sets(self, draw: Draw) -> Callable[[Draw], Any]:
+        w1, w2 = (
+            draw.blocks(*sides, self.block, self.density)
+            for sides in ((self.hidden, self.width), (self.width, self.hidden))
+        )
 
-        def one(index: int) -> MlpOperands:
-            start = seed + 10 * index
-            x, dy = (random_dense(self.tokens, self.width, seed=start + place, **options) for place in (2, 3))
-            up, down = (revalued(w, start) if index else w for w in (w1, w2))
-            return self.one_set(x, up, down, dy)
+        def one(draw: Draw) -> MlpOperands:
+            return self.one_set(
+                draw, draw.normal(self.tokens, self.width), draw.revalued(w1), draw.revalued(w2)
+            )
 
-        return sets_of(device, footprint, one)
+        return one
 
-    def one_set(self, x: Tensor, w1: BSR, w2: BSR, dy: Tensor) -> MlpOperands:
-        """The operands made of these tensors."""
+    def one_set(self, draw: Draw, x: Tensor, w1: BSR, w2: BSR) -> MlpOperands:
+        """The operands of these tensors."""
         return MlpOperands(x, w1, w2, self.activation)
 
 
@@ -249,11 +199,7 @@ class MlpTrainCase(MlpCase):
 
     op: ClassVar[str] = "mlp_train"
 
-    mode: str = "eager"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("a mode", self.mode, MODES)
+    mode: str = options.checked(lambda name, value: options.check_choice(name, value, MODES), usual="eager")
 
     @property
     def name(self) -> str:
@@ -261,41 +207,34 @@ class MlpTrainCase(MlpCase):
         return super().name + ("" if self.mode == "eager" else f", {self.mode}")
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        return (*super().order, MODES.index(self.mode))
-
-    @property
     def dense_flops(self) -> float:
         return 3.0 * super().dense_flops
 
-    def one_set(self, x: Tensor, w1: BSR, w2: BSR, dy: Tensor) -> StepOperands:
-        x.requires_grad_()
-        w1, w2 = (BSR.unchecked(w.pattern, w.values.detach().requires_grad_()) for w in (w1, w2))
-        return StepOperands(x, w1, w2, self.activation, dy, self.mode)
+    def one_set(self, draw: Draw, x: Tensor, w1: BSR, w2: BSR) -> MlpOperands:
+        w1, w2 = (BSR.unchecked(w.pattern, w.values.requires_grad_()) for w in (w1, w2))
+        dy = draw.normal(*x.shape)
+        return MlpOperands(x.requires_grad_(), w1, w2, self.activation, dy, self.mode)
+
+
+@dataclass(frozen=True)
+class CompiledDense(Peer):
+    """torch.compile of the dense layer with its default options; the backward of a training step is compiled too."""
+
+    def ready(self, case: MlpCase, sets: Sequence[MlpOperands], tried: Callable[[str], None]) -> Ready:
+        with setting_up("torch.compile"):
+            torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of operands
+            forward = torch.compile(sets[0].dense_forward, fullgraph=True, dynamic=False)
+            calls = tuple(one.dense(1000 + index, forward) for index, one in enumerate(sets))
+            calls[0]()
+        return Ready(calls, flops=case.dense_flops)
 
 
 LAYER = (4096, 16384, (128, 128), 0.125)
-PUBLISHED: tuple[SuiteRow, ...] = (
-    *(SuiteRow(MlpTrainCase(8192, *LAYER, mode=mode)) for mode in MODES),
-    *(SuiteRow(MlpDecodeCase(tokens, *LAYER)) for tokens in (1, 16, 64)),
+PUBLISHED = rows(
+    "auto",
+    *(MlpTrainCase(8192, *LAYER, mode=mode) for mode in MODES),
+    *(MlpDecodeCase(tokens, *LAYER) for tokens in (1, 16, 64)),
 )
-MEASURES: Mapping[str, Callable[..., MlpCase]] = {
-    "train": MlpTrainCase,
-    "compiled": partial(MlpTrainCase, mode="compiled"),
-    "decode": MlpDecodeCase,
-}
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("measure", "train", f"{', '.join(MEASURES)}; comma lists give every combination."),
-    Option("tokens", "8192", "Rows of x.", int),
-    Option("width", "4096", "Features that come in and go out.", int),
-    Option("hidden", "16384", "Features between the two products.", int),
-    BLOCK,
-    DENSITY,
-    DTYPE,
-)
-
 COMPILED = Column("over dense, compiled", faster_than("torch_dense_compiled"))
 TRAIN_TABLE = Table(
     op="mlp_train",
@@ -307,8 +246,6 @@ TRAIN_TABLE = Table(
         "weights, without an optimizer. Dense is the same MLP in torch, eager or compiled. The roofline is the sum of "
         "those of its six products."
     ),
-    usual=("bf16",),
-    shown=(SPEEDUP,),
 )
 DECODE_TABLE = Table(
     op="mlp_decode",
@@ -320,16 +257,21 @@ DECODE_TABLE = Table(
         "time is that of a replay divided by their number, for the dense MLP in torch too. The roofline is the sum of "
         "those of the two products."
     ),
-    usual=("bf16",),
-    shown=(SPEEDUP,),
 )
 BENCH = Bench(
     "mlp",
     suites={"published": PUBLISHED},
     schemas={"mlp_train": Schema(MlpTrainCase), "mlp_decode": Schema(MlpDecodeCase)},
+    measures={
+        "train": MlpTrainCase,
+        "compiled": partial(MlpTrainCase, mode="compiled"),
+        "decode": MlpDecodeCase,
+    },
+    peers=(
+        dense("torch_dense", "torch dense"),
+        CompiledDense("torch_dense_compiled", "torch dense, compiled", "cuda"),
+    ),
     tables=(TRAIN_TABLE, DECODE_TABLE),
-    options=OPTIONS,
-    make=by_measure("an MLP", MEASURES),
     small="--tokens 64 --width 512 --hidden 512",
     kernels="",
     slowest=30.0,

@@ -1,25 +1,26 @@
 """Packing a dense matrix into Semi24 or BSR as a benchmark: its cases, their operands, its peer, its suites.
 
 What is timed is the call as users write it: `Semi24.from_dense(w)`, and `BSR.from_dense(w, block, keep=...)` with the
-choice of its blocks and the sync that takes. Nothing is multiplied: rates are bytes a second, of w read once and of
+choice of its blocks and its synchronization. Nothing is multiplied: rates are bytes a second, of w read once and of
 what is stored written once, and a record has no TFLOPS.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Case, Operands, Schema, SuiteRow, check_case
-from sparsek.bench.engine.data import random_dense, sets_of
-from sparsek.bench.engine.names import block_name
-from sparsek.bench.engine.options import BLOCK, DTYPE, Option
-from sparsek.bench.engine.several import Moved, Named
+from sparsek.bench.engine.case import Bar, Call, Case, Schema, block_name, rows
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.peer import Function
+from sparsek.bench.engine.several import Moved, Timed
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, target
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -27,102 +28,10 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import convert, two_four
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.semi24 import Semi24
-from sparsek.testing.budget import Gate, error, judge
+from sparsek.testing.budget import Gate
+from sparsek.testing.pack_budget import check_bsr, check_semi24
 
-SEMI24, TO_BSR = "semi24", "bsr"
-TARGETS = (SEMI24, TO_BSR)
-# Packing rounds nothing. Norms of blocks are summed in float32, so that of two nearly alike either may be kept.
-EXACT, NORMS = 1e-12, 1e-6
-
-
-@dataclass(frozen=True)
-class Packing(Named):
-    """What packs, with what it moves."""
-
-    _: KW_ONLY
-    problem: Moved
-    bound_seconds: float
-
-
-@dataclass(frozen=True)
-class PackOperands(Operands):
-    """One of the rotating sets: its own w [m, k]."""
-
-    case: "PackCase"
-    w: Tensor
-
-    @property
-    def useful_flops(self) -> float:
-        """Bytes in the place of FLOPs: see the module."""
-        return self.case.moved
-
-    @property
-    def given(self) -> tuple[Tensor]:
-        return (self.w,)
-
-    def plan(self, kernel: str | None) -> Packing:
-        name = self._name()
-        if kernel not in (None, name):
-            raise Unsupported(self.case.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
-        bound = self.case.moved / card_of(self.w.device).bandwidth
-        return Packing(name, problem=Moved(self.case.moved), bound_seconds=bound)
-
-    def _name(self) -> str:
-        case, w = self.case, self.w
-        packer, torchs = ("to_bsr", "matrix.convert") if case.to == TO_BSR else ("to_24", "matrix.two_four")
-        if not w.is_cuda:
-            return torchs
-        kernel = import_module(f"sparsek.kernels.pack.{packer}")
-        if case.to == TO_BSR:
-            made = kernel.pack_bsr(w, case.block, convert.Rule(None, None, case.keep, "global"))
-        else:
-            made = kernel.pack24(w, None)
-        return torchs if made is None else f"pack.{packer}"
-
-    def planned(self, plan: Packing) -> Callable[[], object]:
-        return self.eager()
-
-    def eager(self) -> Callable[[], object]:
-        case, w = self.case, self.w
-        if case.to == SEMI24:
-            return lambda: Semi24.from_dense(w)
-        return lambda: BSR.from_dense(w, case.block or (0, 0), keep=case.keep)
-
-    def judge(self, out: Any) -> Gate:
-        """Whether `out` holds what it should of w, and nothing else."""
-        dense = out.to_dense()
-        if isinstance(out, Semi24):
-            return judge(dense, larger_two(self.w), EXACT)
-        best, stored = block_norms(self.w, out.block), block_norms(dense, out.block)
-        kept = torch.linalg.vector_norm(best.flatten().topk(out.nnzb).values)
-        lost = float(1 - torch.linalg.vector_norm(stored) / kept)
-        wrong = error(dense, self.w.double().masked_fill(spread(stored == 0, out.block), 0))
-        found = max(lost, 0.0) + wrong
-        return Gate(found, NORMS, out.nnzb == self.case.blocks and found <= NORMS)
-
-    def kernel_extra(self, kernel: str) -> dict[str, Any]:
-        return {"tflops": None}
-
-    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
-        return {"tflops": None}
-
-
-def larger_two(w: Tensor) -> Tensor:
-    """w in float64, of every four neighbours the two of larger magnitude, of equal ones the lower columns."""
-    wide = two_four.groups(w.double())
-    order = wide.abs().sort(dim=-1, descending=True, stable=True).indices[..., :2]
-    return torch.zeros_like(wide).scatter(-1, order, wide.gather(-1, order)).flatten(-2)
-
-
-def block_norms(w: Tensor, block: tuple[int, int]) -> Tensor:
-    """The Frobenius norm of every block of w [m, k], sides that the block divides, in float64."""
-    tiles = w.double().unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    return torch.linalg.vector_norm(tiles, dim=(1, 3))
-
-
-def spread(flags: Tensor, block: tuple[int, int]) -> Tensor:
-    """The flags of blocks as flags of elements."""
-    return flags.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+SEMI24, TO_BSR = TARGETS = ("semi24", "bsr")
 
 
 @dataclass(frozen=True)
@@ -130,25 +39,26 @@ class PackCase(Case):
     """A dense [m, k] to a Semi24, or to a BSR of `block` that keeps the share `keep` of its blocks, by norm."""
 
     op: ClassVar[str] = "pack"
+    dense_flops: ClassVar[float] = 0.0  # nothing is multiplied
 
-    m: int
-    k: int
-    to: str
-    block: tuple[int, int] | None = None
-    keep: float = 1.0
-    dtype: str = "bf16"
+    m: int = options.size("Rows of the dense matrix")
+    k: int = options.size("Its columns")
+    to: str = options.choice("Formats", TARGETS, ",".join(TARGETS))
+    block: tuple[int, int] | None = options.block(usual=None)
+    keep: float = options.share("Fraction of blocks that a BSR keeps.", usual=1.0)
+    dtype: str = options.dtype()
 
-    def __post_init__(self) -> None:
-        check_case(self, "m", "k")
-        if self.to not in TARGETS:
-            raise InvalidInput(f"packed to one of {', '.join(TARGETS)}, not {self.to!r}")
+    def check(self) -> None:
         if (self.block is None) != (self.to == SEMI24):
             raise InvalidInput("a BSR is packed in blocks, a Semi24 is not")
-        if not 0.0 < self.keep <= 1.0:
-            raise InvalidInput(f"keep is a fraction in (0, 1], got {self.keep}")
         steps = self.block or (1, two_four.STEP)
         if self.m % steps[0] or self.k % steps[1]:
             raise InvalidInput(f"{self.m} x {self.k} is not a multiple of {block_name(steps)}")
+
+    @classmethod
+    def of(cls, **fields: Any) -> "PackCase":
+        """A case; blocks and shares are a BSR's alone."""
+        return cls(**fields | ({"block": None, "keep": 1.0} if fields["to"] == SEMI24 else {}))
 
     @property
     def name(self) -> str:
@@ -157,16 +67,6 @@ class PackCase(Case):
         if self.block is None:
             return f"{size} {self.dtype} to 2:4"
         return f"{size} {self.dtype} to BSR, block {block_name(self.block)}, {self.keep * 100:.4g} % kept"
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by target, size, block, falling share."""
-        return TARGETS.index(self.to), self.m * self.k, self.block or (), -self.keep, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        """Nothing is multiplied."""
-        return 0.0
 
     @property
     def dense_bytes(self) -> float:
@@ -186,56 +86,69 @@ class PackCase(Case):
         values = self.blocks * self.block[0] * self.block[1] * dtypes.itemsize(self.dtype)
         return self.dense_bytes + values + 4 * (self.blocks + self.m // self.block[0] + 1)
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[PackOperands]:
-        """Sets of N(0, 1) values: 2 to 64, together several times the cache."""
-        dtype = dtypes.parse(self.dtype)
-        given = {"dtype": dtype, "device": device}
-        return sets_of(
-            device,
-            int(self.moved),
-            lambda index: PackOperands(self, random_dense(self.m, self.k, seed=seed + index, **given)),
-        )
+    def packed(self, w: Tensor) -> Any:
+        """What is timed."""
+        return Semi24.from_dense(w) if self.block is None else BSR.from_dense(w, self.block, keep=self.keep)
+
+    def packer(self, w: Tensor) -> str:
+        """The module that packs w: a kernel, or torch's calls where it takes no such w."""
+        kernel, torchs = ("to_bsr", "matrix.convert") if self.to == TO_BSR else ("to_24", "matrix.two_four")
+        if not w.is_cuda:
+            return torchs
+        pack = import_module(f"sparsek.kernels.pack.{kernel}")
+        if self.to == TO_BSR:
+            made = pack.pack_bsr(w, self.block, convert.Rule(None, None, self.keep, "global"))
+        else:
+            made = pack.pack24(w, None)
+        return torchs if made is None else f"pack.{kernel}"
+
+    def plan(self, w: Tensor, kernel: str | None = None) -> Timed:
+        name = self.packer(w)
+        if kernel not in (None, name):
+            raise Unsupported(self.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
+        bound = self.moved / card_of(w.device).bandwidth
+        return Timed(name, partial(self.packed, w), Moved(self.moved), bound)
+
+    def judge(self, w: Tensor, out: Any) -> Gate:
+        """Whether `out` holds the values of w that it should, and nothing else."""
+        return check_semi24(w, out) if self.block is None else check_bsr(w, out, self.blocks)
+
+    def sets(self, draw: Draw) -> Callable[[Draw], Call]:
+        """Bytes stand in the place of FLOPs: see the module."""
+
+        def one(draw: Draw) -> Call:
+            w = draw.normal(self.m, self.k)
+            return Call((w,), self.plan, partial(self.judge, w), self.moved)
+
+        return one
+
+
+def _copy(case: PackCase, one: Call, index: int) -> Callable[[], Tensor]:
+    """torch's copy of w into another tensor: read once and written once."""
+    (w,) = one.given
+    return partial(torch.empty_like(w).copy_, w)
 
 
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
-PUBLISHED: tuple[SuiteRow, ...] = tuple(SuiteRow(case) for case in CASES)
 BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.8),))
-
-
-def make(*, to: str, block: tuple[int, int], keep: float, **fields: Any) -> PackCase:
-    """A case; blocks and shares are a BSR's alone."""
-    within = (None, 1.0) if to == SEMI24 else (block, keep)
-    return PackCase(**fields, to=to, block=within[0], keep=within[1])
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of the dense matrix; comma lists give every combination.", int),
-    Option("k", "8192", "Its columns.", int),
-    Option("to", ",".join(TARGETS), f"What it becomes: {', '.join(TARGETS)}."),
-    BLOCK,
-    Option("keep", "0.125", "Fraction of blocks that a BSR keeps.", float),
-    DTYPE,
-)
-
-TABLE = Table(
-    op="pack",
-    title="packing",
-    dense=("copy",),
-    columns=(CASE, MS, GBPS, ROOF, target(BARS, "")),
-    note=(
-        "Semi24.from_dense(w), and BSR.from_dense(w, block, keep=...) with the choice of blocks and its "
-        "synchronization. GB/s count the dense matrix, read once, and what is stored, written once: values with "
-        "metadata or indices. A target is this rate over that of torch's copy of the same matrix."
-    ),
-    usual=("bf16",),
-)
 BENCH = Bench(
     "pack",
-    suites={"published": PUBLISHED},
+    suites={"published": rows("auto", *CASES)},
     schemas={"pack": Schema(PackCase, rated=False, sources=("lang.launch",))},
-    tables=(TABLE,),
-    options=OPTIONS,
-    make=make,
+    peers=(Function("copy", "a copy", call=_copy, flops=lambda case: 2 * case.dense_bytes),),
+    tables=(
+        Table(
+            op="pack",
+            title="packing",
+            dense=("copy",),
+            columns=(CASE, MS, GBPS, ROOF, target(BARS, "")),
+            note=(
+                "Semi24.from_dense(w), and BSR.from_dense(w, block, keep=...) with the choice of blocks and its "
+                "synchronization. GB/s count the dense matrix, read once, and what is stored, written once: values "
+                "with metadata or indices. A target is this rate over that of torch's copy of the same matrix."
+            ),
+        ),
+    ),
     small="",
     kernels="",
 )

@@ -1,11 +1,10 @@
-"""Does the planner choose well? Its choice among the ways to store a weight, against the best measured.
+"""Does the planner choose well? Its choice among the ways to store a weight, beside the best measured.
 
 One case is a suite of layers, each with a share of blocks to keep. For every layer all options of `sk.choose_format`
-are made, checked and timed in the same rounds, and what it would choose is held against the fastest of them: without
-timing, and by rounds of its own, timed before.
+are made, checked and timed in the same rounds. The choices compared with the fastest of them are that of the
+predictions, and that of short rounds of the planner's own, timed before.
 """
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -13,27 +12,33 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine import records
-from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Case, Schema, SuiteRow, suite_named
-from sparsek.bench.engine.data import random_dense, random_weight
-from sparsek.bench.engine.layer_gate import Expected
-from sparsek.bench.engine.options import DTYPE, Option
-from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order
+from sparsek.bench.engine import options
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import Case, Schema, rows
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.run import GateError, Outcome, beside, record_of
 from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.engine.several import Named, worst
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS
 from sparsek.core import dtypes
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
+from sparsek.core.written import named
 from sparsek.ops import choose as choosing
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations
 from sparsek.testing.budget import Gate
+from sparsek.testing.compare import Expected, worst
 
-# What the records of the planner are hashed over: how W is stored and predicted, and the model of the dense product.
+# Hashed for the records of the planner: how W is stored and predicted, and the model of the dense product.
 PLANNER = "ops.weight_formats"
 BESIDE = ("plan.dense",)
+# A choice within this of the best counts as good.
+NEAR = 1.05
+GATE_TOKENS = 64
+# Fifty layers with a dozen options each are to take a minute and a half.
+INNER_MS = 2.0
+OWN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -76,25 +81,31 @@ LAYERS: Mapping[str, tuple[Layer, ...]] = {
 }
 
 
+def _listed(formats: str) -> list[str] | None:
+    """The formats, as `choose_format` takes them."""
+    return None if formats == "all" else formats.split("+")
+
+
 @dataclass(frozen=True)
 class PlannerCase(Case):
     """All layers of a suite in one dtype. `formats`: those considered, joined by +; "all": that have kernels."""
 
     op: ClassVar[str] = "planner"
 
-    layers: str = "models"
-    dtype: str = "bf16"
-    formats: str = "all"
-
-    def __post_init__(self) -> None:
-        suite_named(LAYERS, self.layers)
-        dtypes.parse(self.dtype)
-        list(combinations(self.listed, (), ()))
-
-    @property
-    def listed(self) -> list[str] | None:
-        """The formats, as `choose_format` takes them."""
-        return None if self.formats == "all" else self.formats.split("+")
+    layers: str = options.field(
+        "models",
+        f"Layers with densities: {', '.join(LAYERS)}.",
+        check=lambda name, layers: named(LAYERS, layers),
+        usual="models",
+    )
+    dtype: str = options.dtype()
+    formats: str = options.field(
+        "all",
+        f"all that have kernels, or some of {', '.join(FORMATS)}, joined by +.",
+        check=lambda name, formats: list(combinations(_listed(formats), (), ())),
+        name="format",
+        usual="all",
+    )
 
     @property
     def name(self) -> str:
@@ -103,20 +114,8 @@ class PlannerCase(Case):
         return f"{len(LAYERS[self.layers])} layers × densities of {self.layers}, {self.dtype}{shown}"
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        return self.layers, self.dtype, self.formats
-
-    @property
     def dense_flops(self) -> float:
         return sum(layer.flops for layer in LAYERS[self.layers])
-
-
-# A choice within this of the best counts as good.
-NEAR = 1.05
-GATE_TOKENS = 64
-# Fifty layers with a dozen options each are to take a minute and a half.
-INNER_MS = 2.0
-OWN_ROUNDS = 3
 
 
 class Judged(NamedTuple):
@@ -133,15 +132,9 @@ class Judged(NamedTuple):
     def best(self) -> str:
         return min(self.times, key=lambda name: self.times[name].median)
 
-    @property
-    def of_best(self) -> float:
-        """The time of the predictions' choice over the best one's."""
-        return self.times[self.choice].median / self.times[self.best].median
-
-    @property
-    def measured_of_best(self) -> float:
-        """The same of the option that the planner's own rounds chose."""
-        return self.times[self.measured].median / self.times[self.best].median
+    def of_best(self, name: str) -> float:
+        """The time of an option over the best one's."""
+        return self.times[name].median / self.times[self.best].median
 
     def as_config(self) -> dict[str, Any]:
         """The layer in a record: every option with predicted and measured microseconds."""
@@ -157,7 +150,7 @@ class Judged(NamedTuple):
             "kernel": kernels[self.choice],
             "measured": self.measured,
             "best": self.best,
-            "of_best": round(self.of_best, 4),
+            "of_best": round(self.of_best(self.choice), 4),
             "us": micros,
         }
 
@@ -173,25 +166,23 @@ def run_planner(
         report(f"layer {number} of {len(layers)}: {layer.name}")
         judged.append(_judge(layer, case, device, rounds))
         seen.sample()
-    notes = {"planner": _missed(judged), "measured over predicted, median and range": _off(judged)}
-    return Outcome(case, (_record(case, judged, device, seen),), {}, notes)
+    return Outcome(case, (_record(case, judged, device, seen),), {}, {"planner": _missed(judged)})
 
 
 def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
-    kind = dtypes.parse(case.dtype)
-    w = random_weight(layer.n, layer.k, dtype=kind, device=device, seed=1)
-    x = random_dense(layer.tokens, layer.k, dtype=kind, device=device, seed=2)
-    listed: list[WeightFormat] = list(combinations(case.listed, choosing.BLOCK, [layer.keep]))
+    draw = Draw(device, dtypes.parse(case.dtype), 0)
+    w, x = draw.weight(layer.n, layer.k), draw.normal(layer.tokens, layer.k)
+    listed: list[WeightFormat] = list(combinations(_listed(case.formats), choosing.BLOCK, [layer.keep]))
     with torch.no_grad():
         found = list(choosing.consider(w, x, listed, card_of(device)))
         gates = [_gated(layer, option, weight, x) for option, weight in found if weight is not None]
         own = choosing.measure(found, x, card_of(device), OWN_ROUNDS, INNER_MS)
         times = choosing.measure(found, x, card_of(device), rounds, INNER_MS)
-    options = tuple(option for option, _ in found)
-    timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(options) if at in own]
-    by_name = {options[at].name: each for at, each in times.items()}
-    chosen = [choosing.choose(each, choosing.Bound(min_norm=0)).name for each in (options, timed)]
-    return Judged(layer, options, by_name, *chosen, gate=worst(gates))
+    every = tuple(option for option, _ in found)
+    timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(every) if at in own]
+    by_name = {every[at].name: each for at, each in times.items()}
+    chosen = [choosing.choose(each, choosing.Bound(min_norm=0)).name for each in (every, timed)]
+    return Judged(layer, every, by_name, *chosen, gate=worst(gates))
 
 
 def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gate:
@@ -206,85 +197,46 @@ def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gat
     return gate
 
 
-def _record(
-    case: PlannerCase, judged: Sequence[Judged], device: torch.device, seen: Sensors
-) -> records.Record:
-    chosen = _total([each.times[each.choice] for each in judged])
-    peers = {
-        "best": _total([each.times[each.best] for each in judged]),
-        "measured": _total([each.times[each.measured] for each in judged]),
-    }
+def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, seen: Sensors) -> Record:
+    def total(name: Callable[[Judged], str]) -> Times:
+        """All layers one after another, each with the option of that name."""
+        times = [each.times[name(each)] for each in judged]
+        median, least, most = (sum(getattr(one, of) for one in times) for of in ("median", "min", "max"))
+        return Times(median, least, most, min(one.rounds for one in times))
+
+    peers = {"best": total(lambda each: each.best), "measured": total(lambda each: each.measured)}
     for name in ("dense", "2:4"):
         if all(name in each.times for each in judged):
-            peers[name] = _total([each.times[name] for each in judged])
+            peers[name] = total(lambda each, name=name: name)
     gate = worst([each.gate for each in judged])
-    record = facts(case.op, case, Named(PLANNER), chosen, gate, device, seen)
-    return in_order(
-        beside(record, peers, case.dense_flops)
-        | {
-            "config": {"layers": [each.as_config() for each in judged]},
-            "near": sum(each.of_best <= NEAR for each in judged),
-            "near_measured": sum(each.measured_of_best <= NEAR for each in judged),
-            "count": len(judged),
-            "worst": round(max(each.of_best for each in judged), 4),
-        }
-    )
-
-
-def _total(times: Sequence[Times]) -> Times:
-    """All of them one after another."""
-    return Times(
-        sum(each.median for each in times),
-        sum(each.min for each in times),
-        sum(each.max for each in times),
-        min(each.rounds for each in times),
-    )
+    took = total(lambda each: each.choice)
+    more: dict[str, Any] = beside(took, peers, case.dense_flops) | {
+        "config": {"layers": [each.as_config() for each in judged]},
+        "near": sum(each.of_best(each.choice) <= NEAR for each in judged),
+        "near_measured": sum(each.of_best(each.measured) <= NEAR for each in judged),
+        "count": len(judged),
+        "worst": round(max(each.of_best(each.choice) for each in judged), 4),
+    }
+    return record_of(case.op, case, Timed(PLANNER), took, gate, device, seen, **more)
 
 
 def _missed(judged: Sequence[Judged]) -> str:
     """In words: how many choices are good, and which are not."""
-    bad = [each for each in judged if each.of_best > NEAR]
-    own = sum(each.measured_of_best <= NEAR for each in judged)
+    bad = sorted(
+        (each for each in judged if each.of_best(each.choice) > NEAR),
+        key=lambda each: -each.of_best(each.choice),
+    )
+    own = sum(each.of_best(each.measured) <= NEAR for each in judged)
     head = (
         f"{len(judged) - len(bad)} of {len(judged)} choices within {(NEAR - 1) * 100:.0f} % of the best by prediction, "
         f"{own} by the planner's own rounds"
     )
-    lines = [
-        f"{each.layer.name}: {each.choice} takes {each.of_best:.2f}x {each.best}"
-        for each in sorted(bad, key=lambda each: -each.of_best)
-    ]
+    lines = (
+        f"{each.layer.name}: {each.choice} takes {each.of_best(each.choice):.2f}x {each.best}" for each in bad
+    )
     return "; ".join([head, *lines])
 
 
-def _off(judged: Sequence[Judged]) -> str:
-    """How far predictions are off, by kernel: "torch 1.02 (0.91 to 1.20), ..."."""
-    ratios: dict[str, list[float]] = {}
-    for each in judged:
-        for option in each.options:
-            if option.name in each.times:
-                took = each.times[option.name].median / 1e3
-                ratios.setdefault(option.kernel, []).append(took / option.predicted)
-    return ", ".join(
-        f"{kernel} {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-        for kernel, found in sorted(ratios.items())
-    )
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("layers", "models", f"Layers with densities: {', '.join(LAYERS)}."),
-    DTYPE,
-    Option(
-        "format",
-        "all",
-        f"all that have kernels, or some of {', '.join(FORMATS)}, joined by +.",
-        fields=("formats",),
-    ),
-)
-NEAR_COLUMNS = (
-    Column("within 5 %, by prediction", lambda record: f"{record['near']} of {record['count']}"),
-    Column("worst choice", lambda record: f"{record['worst']:.2f}x the best"),
-    Column("by its own rounds", lambda record: f"{record['near_measured']} of {record['count']}"),
-)
 TABLE = Table(
     op="planner",
     title="the planner's choice",
@@ -295,7 +247,13 @@ TABLE = Table(
         "2:4": "2:4",
     },
     dense=("dense",),
-    columns=(CASE, MS, *NEAR_COLUMNS),
+    columns=(
+        CASE,
+        MS,
+        Column("within 5 %, by prediction", lambda record: f"{record['near']} of {record['count']}"),
+        Column("worst choice", lambda record: f"{record['worst']:.2f}x the best"),
+        Column("by its own rounds", lambda record: f"{record['near_measured']} of {record['count']}"),
+    ),
     note=(
         "For every layer, each format of `choose_format` is checked and timed in the same rounds: dense, 2:4, and BSR "
         "and BSR24 in blocks of 64 and 128 with the given share of blocks. The time is that of the formats chosen by "
@@ -304,12 +262,10 @@ TABLE = Table(
         "and over 2:4: the sum of their times over SparseK's."
     ),
     beside=("dense", "2:4"),
-    usual=("bf16",),
-    shown=NEAR_COLUMNS,
 )
 BENCH = Bench(
     "planner",
-    suites={name: (SuiteRow(PlannerCase(name)),) for name in ("models", "other")},
+    suites={name: rows("auto", PlannerCase(name)) for name in ("models", "other")},
     schemas={
         "planner": Schema(
             PlannerCase,
@@ -320,8 +276,6 @@ BENCH = Bench(
         )
     },
     tables=(TABLE,),
-    options=OPTIONS,
-    make=PlannerCase,
     small="--layers few --dtype fp32",
     kernels="",
     rounds=5,

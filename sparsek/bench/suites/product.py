@@ -1,4 +1,4 @@
-"""Products of a sparse matrix with a dense one: the operands of several benchmarks, whatever the storage."""
+"""Products of a sparse matrix with a dense one: cases and operands of several benchmarks, whatever the storage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.engine.case import Case, Operands, check_case
-from sparsek.bench.engine.data import random_weight, revalued
-from sparsek.bench.engine.names import block_name, shape_name, stored_name
-from sparsek.bench.engine.options import Option
+from sparsek.bench.engine import options
+from sparsek.bench.engine.case import Case, Operands, block_name, shape_name, stored_name
+from sparsek.bench.engine.data import Draw
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
-from sparsek.matrix.random import PATTERNS, Spread, random_bsr
+from sparsek.matrix.random import PATTERNS, Spread
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
@@ -30,7 +29,6 @@ A_AT_B, LINEAR = "A@B", "x@W.T"
 WIDE = torch.bfloat16
 
 
-@dataclass(frozen=True)
 class SidesCase(Case):
     """A case with the sides of a product [m, k] @ [k, n]."""
 
@@ -39,32 +37,26 @@ class SidesCase(Case):
     n: int
 
     @property
-    def size(self) -> int:
-        return self.m * self.k * self.n
-
-    @property
     def shape_name(self) -> str:
         """ "8192³" for a cube, "16384²×16" for a square first matrix, "m×k×n" otherwise."""
         return shape_name(self.m, self.k, self.n)
 
     @property
     def dense_flops(self) -> float:
-        return 2.0 * self.size
+        return 2.0 * self.m * self.k * self.n
 
 
 @dataclass(frozen=True)
 class BlocksCase(SidesCase):
     """One whose sparse matrix stores the share `density` of its blocks, in a seeded random pattern."""
 
-    block: tuple[int, int]
-    density: float
-    pattern: Spread = "uniform"
-    dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        check_case(self, "m", "k", "n")
-        if self.pattern not in PATTERNS:
-            raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
+    m: int = options.size("Rows of A")
+    k: int = options.size("Columns of A")
+    n: int = options.size("The side of B that A does not meet")
+    block: tuple[int, int] = options.block()
+    density: float = options.share()
+    pattern: Spread = options.choice("Patterns", PATTERNS, usual="uniform")
+    dtype: str = options.dtype()
 
     @property
     def block_name(self) -> str:
@@ -77,20 +69,6 @@ class BlocksCase(SidesCase):
         shown = "" if self.pattern == "uniform" else self.pattern
         return f"{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
 
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by size, then block, then falling density."""
-        return self.size, self.block, -self.density, self.pattern, self.dtype
-
-
-def sides(*what: str) -> tuple[Option, ...]:
-    """The options m, k and n, of which `what` says what they are."""
-    more = "; comma lists give every combination"
-    return tuple(
-        Option(name, "8192", f"{text}{'' if at else more}.", int)
-        for at, (name, text) in enumerate(zip("mkn", what, strict=True))
-    )
-
 
 def check_24_sides(block: tuple[int, int]) -> None:
     """Raises InvalidInput unless every block can be 2:4."""
@@ -98,36 +76,67 @@ def check_24_sides(block: tuple[int, int]) -> None:
         raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(block)}")
 
 
-PATTERN = Option("pattern", "uniform", f"{', '.join(PATTERNS)}.")
-
-
-def matrices(
-    stored: str, case: Any, dtype: torch.dtype, device: torch.device, seed: int
-) -> Callable[[int], Any]:
-    """Matrices [m, k] of a case by their place, "bsr", "semi24" or "bsr24": N(0, 1) values times k**-0.5, of 2:4 ones
-    the larger two of every four. All have one pattern, if any.
-    """
-    given: dict[str, Any] = {"dtype": dtype, "device": device}
-
-    def drawn(seed: int) -> Any:
-        if stored == "semi24":
-            return Semi24.from_dense(random_weight(case.m, case.k, seed=seed, **given))
-        made = random_bsr(case.m, case.k, case.block, case.density, seed=seed, **given)
-        return BSR24.from_bsr(made) if stored == "bsr24" else made
-
-    first = drawn(seed)
-
-    def one(index: int) -> Any:
-        if not index:
-            return first
-        return drawn(seed + 10 * index) if stored == "semi24" else revalued(first, seed + 10 * index)
-
-    return one
-
-
 def form_name(form: str) -> str:
     """ "A.T@B" -> "A.T @ B"."""
     return form.replace("@", " @ ")
+
+
+# By form of a product, the sides of B and of the result. A is [m, k]; a layer "x@W.T" has W = A and x = B.
+SIDES = {
+    A_AT_B: ("kn", "mn"),
+    "A.T@B": ("mn", "kn"),
+    "B@A": ("nm", "nk"),
+    "B@A.T": ("nk", "nm"),
+    LINEAR: ("nk", "nm"),
+}
+
+
+class ProductCase(SidesCase):
+    """A product of a sparse A [m, k] and a dense B in a `form`, one of SIDES. `stored` is the storage of A: "bsr",
+    "semi24" or "bsr24". `n` is the side of B that A does not meet.
+    """
+
+    form: str
+    stored: str = "bsr"
+    block: Any
+    density: float
+    pattern: Spread = "uniform"
+    # Whether the call writes into a given C; a layer makes its own.
+    writes: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """A Semi24."""
+        return self.stored == "semi24"
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, side) for side in SIDES[self.form][0])
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, side) for side in SIDES[self.form][1])
+
+    def matrix(self, draw: Draw) -> Any:
+        """A, scaled so that its product with N(0, 1) values has unit scale; of 2:4 the larger two of every four."""
+        if self.block is None:
+            return Semi24.from_dense(draw.weight(self.m, self.k))
+        a = draw.blocks(self.m, self.k, self.block, self.density, self.pattern)
+        return BSR24.from_bsr(a) if self.stored == "bsr24" else a
+
+    def sets(self, draw: Draw) -> Callable[[Draw], Any]:
+        """Matrices of a pattern share it."""
+        a = self.matrix(draw)
+
+        def one(draw: Draw) -> Any:
+            mine = self.matrix(draw) if isinstance(a, Semi24) else draw.revalued(a)
+            return self.one_set(draw, mine, draw.normal(*self.b_shape))
+
+        return one
+
+    def one_set(self, draw: Draw, a: Any, b: Tensor) -> Any:
+        """The operands of these matrices."""
+        return ProductOperands(a, b, draw.poison(*self.out_shape) if self.writes else None, self.form)
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,7 @@ class ProductOperands(Operands):
 
     @property
     def useful_flops(self) -> float:
-        """Of every value in stored blocks; of 2:4 matrices those that are not there count too."""
+        """FLOPs of every value in stored blocks; in 2:4 matrices, zeros that are not stored count too."""
         matrix = self.a.matrix if isinstance(self.a, Quantized) else self.a
         pairs = 1 if isinstance(matrix, BSR) else 2
         return 2.0 * pairs * matrix.values.numel() * self.b_as_factor.shape[-1]
@@ -212,8 +221,8 @@ class ProductOperands(Operands):
 
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call with everything stored, in bf16 for FP8."""
-        (m, k), b = self.a.shape, self.wide
-        full = random_weight(m, k, dtype=b.dtype, device=b.device, seed=seed)
+        b = self.wide
+        full = Draw(b.device, b.dtype, seed).weight(*self.a.shape)
         if self.is_linear:
             return lambda: self.layer(b, full)
         first, second = self.factors(full, b)

@@ -1,58 +1,24 @@
-"""S = X @ Y at the blocks of a pattern as a benchmark: its cases, their operands, its suites."""
+"""S = X @ Y at the blocks of a pattern as a benchmark."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Operands, Schema, SuiteRow
-from sparsek.bench.engine.data import random_dense, sets_of
-from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE
+from sparsek.bench.engine.case import Call, Schema, rows
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
-from sparsek.bench.suites.product import PATTERN, BlocksCase, sides
-from sparsek.core import dtypes
+from sparsek.bench.peers.torch_sparse import SAMPLED
+from sparsek.bench.suites.product import BlocksCase
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
 from sparsek.ops.sddmm import plan_sddmm
-from sparsek.plan.sddmm import SddmmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.product_budget import check_sddmm
-
-
-@dataclass(frozen=True)
-class SddmmOperands(Operands):
-    """One of the rotating sets: its own X [m, k] and Y [k, n], and the shared pattern of S [m, n]."""
-
-    x: Tensor
-    y: Tensor
-    pattern: BlockPattern
-
-    @property
-    def useful_flops(self) -> float:
-        return 2.0 * self.pattern.nnzb * self.pattern.block[0] * self.pattern.block[1] * self.x.shape[1]
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        return self.x, self.y, self.pattern
-
-    def plan(self, kernel: str | None) -> SddmmPlan:
-        return plan_sddmm(*self.given, kernel=kernel)
-
-    def shapes(self, plan: SddmmPlan) -> list[tuple[int, ...]]:
-        return [(self.pattern.nnzb, *self.pattern.block)]
-
-    def judge(self, out: BSR, *, tf32: bool = False) -> Gate:
-        """Whether `out` is the product of this set at the blocks of its pattern."""
-        return check_sddmm(self.x, self.y, out, tf32=tf32)
-
-    def dense(self, seed: int) -> Callable[[], object]:
-        """All of X @ Y; both are dense and random already."""
-        out = self.x.new_empty(self.pattern.shape)
-        return lambda: torch.matmul(self.x, self.y, out=out)
 
 
 @dataclass(frozen=True)
@@ -61,49 +27,52 @@ class SddmmCase(BlocksCase):
 
     op: ClassVar[str] = "sddmm"
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[SddmmOperands]:
-        """Sets that share one pattern and no memory: 2 to 64, together several times the cache.
+    m: int = options.size("Rows of X")
+    k: int = options.size("Columns of X")
+    n: int = options.size("Columns of Y")
 
-        X is N(0, 1), Y scaled so that S has unit scale.
-        """
-        dtype = dtypes.parse(self.dtype)
-        drawn = random_bsr(
-            self.m, self.n, self.block, self.density, pattern=self.pattern, device=device, seed=seed
-        )
-        values = drawn.nnzb * self.block[0] * self.block[1]
-        footprint = (self.k * (self.m + self.n) + values) * dtype.itemsize
+    def sets(self, draw: Draw) -> Callable[[Draw], Call]:
+        """X is N(0, 1), Y scaled so that S has unit scale."""
+        pattern = draw.blocks(self.m, self.n, self.block, self.density, self.pattern).pattern
+        shape = (pattern.nnzb, *pattern.block)
 
-        def one(index: int) -> SddmmOperands:
-            x = random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed + 10 * index + 1)
-            y = random_dense(self.k, self.n, dtype=dtype, device=device, seed=seed + 10 * index + 2)
-            return SddmmOperands(x, y.mul_(self.k**-0.5), drawn.pattern)
+        def one(draw: Draw) -> Call:
+            x, y = draw.normal(self.m, self.k), draw.normal(self.k, self.n).mul_(self.k**-0.5)
 
-        return sets_of(device, footprint, one)
+            def judge(out: BSR, *, tf32: bool = False) -> Gate:
+                return check_sddmm(x, y, out, tf32=tf32)
+
+            def twin(seed: int) -> Callable[[], object]:
+                """All of X @ Y: both are dense and random already."""
+                return partial(torch.matmul, x, y, out=x.new_empty(pattern.shape))
+
+            flops = 2.0 * pattern.nnzb * pattern.block[0] * pattern.block[1] * self.k
+            return Call((x, y, pattern), plan_sddmm, judge, flops, (shape,), twin)
+
+        return one
 
 
-BOTH = ("hopper.sddmm", "portable.sddmm")
-PUBLISHED: tuple[SuiteRow, ...] = tuple(
-    SuiteRow(SddmmCase(8192, 8192, 8192, (block, block), 0.125), BOTH) for block in (128, 64)
-)
-OPTIONS = (*sides("Rows of X", "Columns of X", "Columns of Y"), BLOCK, DENSITY, PATTERN, DTYPE)
-
-TABLE = Table(
-    op="sddmm",
-    title="SDDMM",
-    columns=(CASE, MS, SPEEDUP, USEFUL, ROOF),
-    note=(
-        f"{USEFUL_NOTE} Dense is cuBLAS. torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, "
-        "stages and warps."
-    ),
-    beside=("torch_sparse",),
-    usual=("bf16",),
-    kernels=("hopper.sddmm",),
-)
 BENCH = Bench(
     "sddmm",
-    suites={"published": PUBLISHED},
+    suites={
+        "published": rows(
+            ("hopper.sddmm", "portable.sddmm"),
+            *(SddmmCase(8192, 8192, 8192, (block, block), 0.125) for block in (128, 64)),
+        )
+    },
     schemas={"sddmm": Schema(SddmmCase)},
-    tables=(TABLE,),
-    options=OPTIONS,
-    make=SddmmCase,
+    peers=(CUBLAS, SAMPLED, TORCH_DENSE),
+    tables=(
+        Table(
+            op="sddmm",
+            title="SDDMM",
+            columns=(CASE, MS, SPEEDUP, USEFUL, ROOF),
+            note=(
+                f"{USEFUL_NOTE} Dense is cuBLAS. torch.sparse is the kernel of its BSR sampled_addmm with the best "
+                "tile of K, stages and warps."
+            ),
+            beside=("torch_sparse",),
+            kernels=("hopper.sddmm",),
+        ),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Products of 2:4 matrices, whole or in stored blocks, with dense ones as a benchmark: cases, operands, suites.
+"""Products of 2:4 matrices, whole or in stored blocks, with dense ones as a benchmark: cases, peers, suites.
 
 Rates count what a dense product does: 2 * m * k * n FLOPs of a Semi24, 2 * n for every value in the blocks of a BSR24,
 stored or not. Half of that is multiplied.
@@ -8,68 +8,81 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case, check_choice
-from sparsek.bench.engine.data import random_dense, sets_of
-from sparsek.bench.engine.names import block_name, stored_name
-from sparsek.bench.engine.options import DENSITY, DTYPE, Option, parse_block
+from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, target, useful
+from sparsek.bench.peers.cusparselt import CuSparseLt
 from sparsek.bench.suites import story
 from sparsek.bench.suites.product import (
     A_AT_B,
     LINEAR,
+    ProductCase,
     ProductOperands,
-    SidesCase,
     check_24_sides,
     form_name,
-    matrices,
-    sides,
 )
-from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import parse_block
 from sparsek.matrix import two_four
-from sparsek.testing.poison import poisoned
+from sparsek.matrix.bsr import BSR
 
 FORMS = (LINEAR, A_AT_B)
 
 
+def parse_blocks(text: str) -> tuple[int, int] | None:
+    """ "none" -> None, for a 2:4 matrix without blocks; "128" -> (128, 128)."""
+    return None if text == "none" else parse_block(text)
+
+
 @dataclass(frozen=True)
-class Semi24Case(SidesCase):
+class Semi24Case(ProductCase):
     """A 2:4 matrix [m, k] times a dense one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
 
-    Without `block` it is a Semi24. With one it is a BSR24 of which `density` of the blocks is stored.
+    Without `block` it is a Semi24, with one a BSR24 that stores `density` of its blocks.
     """
 
     op: ClassVar[str] = "semi24"
 
-    form: str = LINEAR
-    block: tuple[int, int] | None = None
-    density: float = 1.0
-    dtype: str = "bf16"
+    m: int = options.size("Rows of the 2:4 matrix")
+    k: int = options.size("Its columns")
+    n: int = options.size("Rows of x, or columns of B")
+    form: str = options.choice("Products", FORMS, usual=LINEAR)
+    block: tuple[int, int] | None = options.block(
+        default="none", help="Stored blocks, or none: none,128.", parse=parse_blocks, usual=None
+    )
+    density: float = options.share(default="1", usual=1.0)
+    dtype: str = options.dtype()
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.block is not None:
             check_24_sides(self.block)
-        check_case(self, "m", "k", "n")
-        check_choice("a form of the product", self.form, FORMS)
-        if self.block is None and self.density != 1.0:
+        elif self.density != 1.0:
             raise InvalidInput(
                 f"density {self.density} is that of blocks; a 2:4 matrix without blocks has none"
             )
         if self.k % two_four.STEP:
             raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
 
-    @property
-    def whole(self) -> bool:
-        """A Semi24."""
-        return self.block is None
+    @classmethod
+    def of(cls, **fields: Any) -> "Semi24Case":
+        """A case; one without blocks has one density, 1."""
+        return cls(**{**fields, **({"density": 1.0} if fields["block"] is None else {})})
 
     @property
     def in_blocks(self) -> bool:
         """A BSR24."""
         return self.block is not None
+
+    @property
+    def stored(self) -> str:
+        return "bsr24" if self.in_blocks else "semi24"
+
+    @property
+    def writes(self) -> bool:
+        return self.form != LINEAR
 
     @property
     def name(self) -> str:
@@ -79,62 +92,38 @@ class Semi24Case(SidesCase):
             stored = f"in {stored_name(block_name(self.block), self.density, self.dtype)}"
         return f"{form_name(self.form)} {self.shape_name} 2:4 {stored}"
 
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by kind, self.size, then block, falling density, and form."""
-        block = self.block or ()
-        return self.in_blocks, self.size, block, -self.density, FORMS.index(self.form), self.dtype
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[ProductOperands]:
-        """Sets that share one pattern and no memory: 2 to 64, together several times the cache.
-
-        The dense operand is N(0, 1), the 2:4 one holds the larger two of every four such values, times k**-0.5.
-        """
-        dtype = dtypes.parse(self.dtype)
-        stored = self.m * self.k * self.density * 9 / 16
-        matrix = matrices("bsr24" if self.in_blocks else "semi24", self, dtype, device, seed)
-        linear = self.form == LINEAR
-
-        def one(index: int) -> ProductOperands:
-            shape = (self.n, self.k) if linear else (self.k, self.n)
-            b = random_dense(*shape, dtype=dtype, device=device, seed=seed + 10 * index + 1)
-            out = None if linear else poisoned((self.m, self.n), dtype, device)
-            return ProductOperands(matrix(index), b, out, self.form)
-
-        return sets_of(device, int(stored + self.n * (self.k + self.m)) * dtype.itemsize, one)
+def _own_blocks(case: Semi24Case, one: ProductOperands, index: int) -> ProductOperands:
+    """This library's BSR of the same pattern, all values of its blocks random."""
+    pattern, b = one.pattern, one.b
+    assert pattern is not None
+    values = Draw(b.device, b.dtype, 3000 + index).normal(pattern.nnzb, *pattern.block)
+    a = BSR.unchecked(pattern, values.mul_(pattern.shape[1] ** -0.5)).zero_padding_()
+    return replace(one, a=a, out=b.new_empty(case.out_shape))
 
 
+PEERS: tuple[Peer, ...] = (
+    CUBLAS,
+    CuSparseLt("cusparselt", "cuSPARSELt", "cuda"),
+    Own(
+        "bsr",
+        "this library's BSR",
+        other=_own_blocks,
+        unless=lambda case: [] if case.in_blocks else ["is of blocks, and the case has none"],
+    ),
+    TORCH_DENSE,
+)
 SQUARE = (8192, 8192, 8192)
 WHOLE = tuple(Semi24Case(*SQUARE, form) for form in FORMS)
 IN_BLOCKS = tuple(Semi24Case(*SQUARE, form, (128, 128), 0.125) for form in FORMS)
-PUBLISHED: tuple[SuiteRow, ...] = (
-    *(SuiteRow(case, ("hopper.semi24", "portable.semi24")) for case in WHOLE),
-    *(SuiteRow(case, ("hopper.bsr24", "portable.bsr24")) for case in IN_BLOCKS),
+PUBLISHED = (
+    *rows(("hopper.semi24", "portable.semi24"), *WHOLE),
+    *rows(("hopper.bsr24", "portable.bsr24"), *IN_BLOCKS),
 )
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys(WHOLE, (Bar("cusparselt", 1.05, 1.25), Bar("cublas", 1.45, 1.7))),
     **dict.fromkeys(IN_BLOCKS, (Bar("bsr", 1.25, 1.45),)),
 }
-
-
-def parse_blocks(text: str) -> tuple[int, int] | None:
-    """ "none" -> None, for a 2:4 matrix without blocks; "128" -> (128, 128)."""
-    return None if text == "none" else parse_block(text)
-
-
-def make(*, block: tuple[int, int] | None, density: float, **fields: Any) -> Semi24Case:
-    """A case; one without blocks has one density, 1."""
-    return Semi24Case(**fields, block=block, density=1.0 if block is None else density)
-
-
-OPTIONS: tuple[Option, ...] = (
-    *sides("Rows of the 2:4 matrix", "Its columns", "Rows of x, or columns of B"),
-    Option("form", LINEAR, f"Products: {', '.join(FORMS)}."),
-    Option("block", "none", "Stored blocks, or none: none,128.", parse_blocks),
-    replace(DENSITY, default="1"),
-    DTYPE,
-)
-
 TABLE = Table(
     op="semi24",
     title="2:4",
@@ -145,14 +134,12 @@ TABLE = Table(
         "layouts of B and C; its B is in that layout before it is timed. The BSR stores all values of the same blocks. "
         "The roofline counts the stored values at the dense rate."
     ),
-    usual=("bf16",),
     kernels=("hopper.semi24", "hopper.bsr24"),
 )
 BENCH = Bench(
     "semi24",
     suites={"published": PUBLISHED, "story": story.STORY},
     schemas={"semi24": Schema(Semi24Case), "story": Schema(story.StoryCase)},
+    peers=PEERS,
     tables=(TABLE, story.TABLE),
-    options=OPTIONS,
-    make=make,
 )

@@ -1,26 +1,27 @@
 """C = A @ B of two BSR matrices as a benchmark: its cases, their operands, its suites."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Operands, Schema, SuiteRow, check_case, check_choice
-from sparsek.bench.engine.data import random_dense, revalued, sets_of
-from sparsek.bench.engine.names import block_name, stored_name
-from sparsek.bench.engine.options import DTYPE, Option, parse_block
+from sparsek.bench.engine.case import Operands, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
-from sparsek.bench.engine.wall import wall_rounds
-from sparsek.bench.suites.product import SidesCase, sides
-from sparsek.core import dtypes
+from sparsek.bench.suites.product import SidesCase
 from sparsek.core.errors import InvalidInput
+from sparsek.core.wall import wall_rounds
+from sparsek.core.written import parse_block
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern, block_sides
-from sparsek.matrix.random import random_bsr
 from sparsek.ops.planning import matcher
 from sparsek.ops.spgemm import plan_spgemm, spgemm
 from sparsek.plan.spgemm import SpgemmPlan
@@ -29,23 +30,18 @@ from sparsek.testing.product_budget import check_spgemm
 
 OUTPUTS = ("dense", "bsr")
 SYMBOLIC_ROUNDS = 5
+# What is timed beside the kernel: the symbolic phase.
+EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share")
 
 
 @dataclass(frozen=True)
 class SpgemmOperands(Operands):
-    """One of the rotating sets: its own values of A and B, the shared patterns, and what is made of the product.
-
-    `pairs` counts the products of a block of A with a block of B.
-    """
+    """One of the rotating sets: its own values of A and B, the shared patterns, and the storage of the product."""
 
     a: BSR
     b: BSR
     out: Any
-    pairs: int
-
-    @property
-    def useful_flops(self) -> float:
-        return 2.0 * self.pairs * self.a.block[0] * self.a.block[1] * self.b.block[1]
+    useful_flops: float
 
     @property
     def given(self) -> tuple[BSR, BSR]:
@@ -63,13 +59,10 @@ class SpgemmOperands(Operands):
         return check_spgemm(self.a, self.b, out, tf32=tf32)
 
     def dense(self, seed: int) -> Callable[[], object]:
-        first, second = (
-            random_dense(*one.shape, dtype=one.dtype, device=one.device, seed=seed + 500 * place)
-            for place, one in enumerate((self.a, self.b))
-        )
-        first.mul_(first.shape[1] ** -0.5)
+        draw = Draw(self.a.device, self.a.dtype, seed)
+        first, second = draw.weight(*self.a.shape), draw.normal(*self.b.shape)
         out = first.new_empty((first.shape[0], second.shape[1]))
-        return lambda: torch.matmul(first, second, out=out)
+        return partial(torch.matmul, first, second, out=out)
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`symbolic_ms`: what depends on the patterns alone, host included: which blocks meet, as `spgemm` finds it out
@@ -111,91 +104,9 @@ def gpu_ms(call: Callable[[], object], calls: int = 20) -> float:
 
 
 def new_pattern(a: BSR) -> BlockPattern:
-    """The pattern of `a` as if it had come just now: without anything that was derived from it but its host copy."""
+    """The pattern of `a` without anything that was derived from it but its host copy."""
     p = a.pattern
     return BlockPattern.unchecked(p.shape, p.block, p.indptr, p.indices, p.host)
-
-
-@dataclass(frozen=True)
-class SpgemmCase(SidesCase):
-    """C [m, n] = A [m, k] @ B [k, n], with `density` of the blocks of either stored; `out` says what C becomes.
-
-    Every block row of A and every block column of B holds as many blocks, in random places: each block of C is the sum
-    of about density² * (k / block) pairs.
-    """
-
-    op: ClassVar[str] = "spgemm"
-
-    a_block: tuple[int, int]
-    b_block: tuple[int, int]
-    density: float
-    out: str = "dense"
-    dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        check_case(self, "m", "k", "n")
-        block_sides(self.a_block)
-        block_sides(self.b_block)
-        if self.a_block[1] != self.b_block[0]:
-            raise InvalidInput(
-                f"blocks of {block_name(self.a_block)} meet blocks with {self.a_block[1]} rows, not "
-                f"{block_name(self.b_block)}"
-            )
-        check_choice("out", self.out, OUTPUTS)
-
-    @property
-    def name(self) -> str:
-        """One short line: "8192³ block 128 12.5 % bf16 to dense"."""
-        alike = self.a_block == self.b_block and self.a_block[0] == self.a_block[1]
-        blocks = block_name(self.a_block)
-        blocks = blocks if alike else f"{blocks}·{block_name(self.b_block)}"
-        stored = stored_name(blocks, self.density, self.dtype)
-        return f"{self.shape_name} {stored} to {self.out}"
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by output, self.size, then block, then falling density."""
-        return self.out, self.size, self.a_block, self.b_block, -self.density, self.dtype
-
-    def make(self, device: torch.device, seed: int = 0) -> tuple[BSR, BSR]:
-        """A and B with N(0, 1) values, A scaled so that its product with a dense matrix has unit scale."""
-        dtype = dtypes.parse(self.dtype)
-        a = random_bsr(self.m, self.k, self.a_block, self.density, dtype=dtype, device=device, seed=seed)
-        across = random_bsr(
-            self.n, self.k, (self.b_block[1], self.b_block[0]), self.density, device=device, seed=seed + 1
-        )
-        pattern = across.pattern.T
-        values = random_dense(pattern.nnzb, *self.b_block, dtype=dtype, device=device, seed=seed + 2)
-        return a, BSR.unchecked(pattern, zero_padding(pattern, values))
-
-    def operands(self, device: torch.device, seed: int = 0) -> list[SpgemmOperands]:
-        """Sets that share their patterns and no memory: 2 to 64, together several times the cache."""
-        a, b = self.make(device, seed)
-        pairs = int(b.pattern.row_lengths[a.pattern.indices].sum())
-
-        def one(index: int) -> SpgemmOperands:
-            first, second = (
-                (revalued(each, seed + 100 + 2 * index + place) if index else each)
-                for place, each in enumerate((a, b))
-            )
-            return SpgemmOperands(first, second, self.out, pairs)
-
-        written = self.m * self.n if self.out == "dense" else 0
-        footprint = (a.values.numel() + b.values.numel() + written) * a.values.element_size()
-        return sets_of(device, footprint, one)
-
-
-# What is timed beside the kernel: the symbolic phase.
-EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share")
-HOPPER = ("hopper.spgemm",)
-# K is 72 blocks of 112: as many as divide 8192 but for 128 rows. Both A's block rows and B's block columns hold `topk`
-# of them, so that a block of C has about topk² / 72 pairs: 0.9, 3.6, 14 and 57.
-TOPK = tuple(SpgemmCase(8192, 112 * 72, 8192, (512, 112), (112, 128), topk / 72) for topk in (8, 16, 32, 64))
-SPARSE = tuple(SpgemmCase(side, side, side, (64, 64), (64, 64), 0.03, "bsr") for side in (8192, 32768))
-PUBLISHED: tuple[SuiteRow, ...] = (
-    SuiteRow(SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125), (*HOPPER, "portable.spgemm")),
-    *(SuiteRow(case, HOPPER) for case in (*TOPK, *SPARSE)),
-)
 
 
 def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -206,47 +117,98 @@ def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return first, others[0] if others else first
 
 
-OPTIONS: tuple[Option, ...] = (
-    *sides("Rows of A", "Columns of A", "Columns of B"),
-    Option(
-        "block", "128", "Blocks, of A and of B: 128,512x112:112x128.", parse_blocks, ("a_block", "b_block")
-    ),
-    Option("density", "0.125", "Fraction of blocks that either stores.", float),
-    Option("result", "dense", f"What C is: {', '.join(OUTPUTS)}.", fields=("out",)),
-    DTYPE,
+@dataclass(frozen=True)
+class SpgemmCase(SidesCase):
+    """C [m, n] = A [m, k] @ B [k, n], with `density` of the blocks of either stored; `out` is the storage of C.
+
+    Every block row of A and every block column of B holds as many blocks, in random places: each block of C is the sum
+    of about density² * (k / block) pairs.
+    """
+
+    op: ClassVar[str] = "spgemm"
+
+    m: int = options.size("Rows of A")
+    k: int = options.size("Columns of A")
+    n: int = options.size("Columns of B")
+    a_block: tuple[int, int] = options.block(
+        help="Blocks, of A and of B: 128,512x112:112x128.",
+        parse=parse_blocks,
+        name="block",
+        fields=("a_block", "b_block"),
+    )
+    b_block: tuple[int, int] = options.checked(lambda name, block: block_sides(block))
+    density: float = options.share("Fraction of blocks that either stores.")
+    out: str = options.choice("Storage of C", OUTPUTS, name="result", usual="dense")
+    dtype: str = options.dtype()
+
+    def check(self) -> None:
+        if self.a_block[1] != self.b_block[0]:
+            raise InvalidInput(
+                f"blocks of {block_name(self.a_block)} meet blocks with {self.a_block[1]} rows, not "
+                f"{block_name(self.b_block)}"
+            )
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192³ block 128 12.5 % bf16 to dense"."""
+        alike = self.a_block == self.b_block and self.a_block[0] == self.a_block[1]
+        blocks = block_name(self.a_block)
+        blocks = blocks if alike else f"{blocks}·{block_name(self.b_block)}"
+        return f"{self.shape_name} {stored_name(blocks, self.density, self.dtype)} to {self.out}"
+
+    def sets(self, draw: Draw) -> Callable[[Draw], SpgemmOperands]:
+        """A is scaled so that its product with a dense matrix has unit scale; B has N(0, 1) values."""
+        a = draw.blocks(self.m, self.k, self.a_block, self.density)
+        across = draw.blocks(self.n, self.k, (self.b_block[1], self.b_block[0]), self.density)
+        pattern = across.pattern.T
+        values = draw.normal(pattern.nnzb, *self.b_block)
+        b = BSR.unchecked(pattern, zero_padding(pattern, values))
+        pairs = int(b.pattern.row_lengths[a.pattern.indices].sum())
+        flops = 2.0 * pairs * math.prod(self.a_block) * self.b_block[1]
+        return lambda draw: SpgemmOperands(draw.revalued(a), draw.revalued(b), self.out, flops)
+
+
+HOPPER = "hopper.spgemm"
+# K is 72 blocks of 112: as many as divide 8192 but for 128 rows. Both A's block rows and B's block columns hold `topk`
+# of them, so that a block of C has about topk² / 72 pairs: 0.9, 3.6, 14 and 57.
+TOPK = tuple(SpgemmCase(8192, 112 * 72, 8192, (512, 112), (112, 128), topk / 72) for topk in (8, 16, 32, 64))
+SPARSE = tuple(SpgemmCase(side, side, side, (64, 64), (64, 64), 0.03, "bsr") for side in (8192, 32768))
+PUBLISHED = (
+    *rows((HOPPER, "portable.spgemm"), SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125)),
+    *rows(HOPPER, *TOPK, *SPARSE),
 )
 
 
-def _symbolic(name: str) -> Callable[[Record], str]:
+def _symbolic(heading: str, name: str) -> Column:
     def cell(record: Record) -> str:
         ms, share = record[f"{name}_ms"], record[f"{name}_share"]
         return "" if ms is None or share is None else f"{ms:.3f} ({share * 100:.0f} %)"
 
-    return cell
+    return Column(heading, cell)
 
 
-SYMBOLIC = Column("symbolic phase, ms (of a first call)", _symbolic("symbolic"))
-SYMBOLIC_GPU = Column("on the GPU, ms (of that call)", _symbolic("symbolic_gpu"))
-TABLE = Table(
-    op="spgemm",
-    title="BSR x BSR",
-    columns=(CASE, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
-    note=(
-        "A and B store the given share of their blocks, the same number in every block row of A and in every block "
-        "column of B. Useful TFLOPS count pairs of stored blocks that meet; dense is cuBLAS. The symbolic phase finds "
-        "these pairs and schedules them. Its time is wall time from an idle GPU to an idle GPU, and its share is of "
-        "the first call on two patterns, which also plans and multiplies. On the GPU: its kernels and copies alone, "
-        "and their share of the GPU time of that call."
-    ),
-    usual=("bf16",),
-    kernels=("hopper.spgemm",),
-    shown=(SYMBOLIC, SYMBOLIC_GPU),
+SYMBOLIC = (
+    _symbolic("symbolic phase, ms (of a first call)", "symbolic"),
+    _symbolic("on the GPU, ms (of that call)", "symbolic_gpu"),
 )
 BENCH = Bench(
     "spgemm",
     suites={"published": PUBLISHED},
     schemas={"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))},
-    tables=(TABLE,),
-    options=OPTIONS,
-    make=SpgemmCase,
+    peers=(CUBLAS, TORCH_DENSE),
+    tables=(
+        Table(
+            op="spgemm",
+            title="BSR x BSR",
+            columns=(CASE, MS, SPEEDUP, USEFUL, ROOF, *SYMBOLIC),
+            note=(
+                "A and B store the given share of their blocks, the same number in every block row of A and in every "
+                "block column of B. Useful TFLOPS count pairs of stored blocks that meet; dense is cuBLAS. The "
+                "symbolic phase finds these pairs and schedules them. Its time is wall time from an idle GPU to an "
+                "idle GPU, and its share is of the first call on two patterns, which also plans and multiplies. On the "
+                "GPU: its kernels and copies alone, and their share of the GPU time of that call."
+            ),
+            kernels=(HOPPER,),
+        ),
+    ),
 )

@@ -1,4 +1,4 @@
-"""How much memory a call takes, and running out of it: NumPy and torch say that in different ways."""
+"""How much memory a call takes, and running out of it, for which NumPy and torch have different errors."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ TORCH_CPU = re.compile(
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """One line that says how much memory was missing where, or None if `error` says something else."""
+    """One line with the memory that was missing and where, or None if `error` is another."""
     text = str(error).strip()
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory on the GPU: " + text.split(". GPU ")[0].splitlines()[0]

@@ -1,5 +1,6 @@
-"""What x @ W.T must be for a weight in any format, worked out once for all that is held to it."""
+"""Results compared with a product or with dense operands, computed once; the worst of several gates."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +9,23 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.matrix.quantized import Quantized, quantize
-from sparsek.testing.budget import Bound, Gate, product_bound
+from sparsek.testing.budget import FACTOR, FLOOR, Bound, Gate, error, judge, product_bound
 from sparsek.testing.product_budget import check_linear
+
+
+def worst(gates: Sequence[Gate]) -> Gate:
+    """The gate that comes nearest to its budget, or is furthest beyond it."""
+    return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))
+
+
+def near_dense(out: Tensor, exact64: Tensor, dense: Tensor) -> Gate:
+    """Allows twice the error that dense operands in the same dtype give."""
+    return judge(out, exact64, max(FLOOR, FACTOR * error(dense, exact64)))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """x [T, K] and a weight [N, K], and what their product [N, T] is held to by `testing/budget.py`.
+    """x [T, K] and a weight [N, K] in any format, and the bound of their product [N, T], by `testing/budget.py`.
 
     With a weight in FP8, x is rounded to FP8 as the call does it.
     """
@@ -25,7 +36,7 @@ class Expected:
 
     @classmethod
     def of(cls, x: Tensor, weight: Any) -> "Expected":
-        """The exact product of these."""
+        """The exact product of these, computed once for all results that are compared with it."""
         if isinstance(weight, Quantized):
             return cls(x, weight)
         with torch.no_grad(), dtypes.as_given(x.device):

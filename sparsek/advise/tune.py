@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.data import random_dense, random_weight
-from sparsek.bench.engine.layer_gate import Expected
-from sparsek.bench.engine.memory import out_of_memory
+from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import first_line, rotating
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, SparseKError, Unsupported
+from sparsek.core.memory import out_of_memory
 from sparsek.files.weights import open_weights
 from sparsek.kernels import load, names_for
 from sparsek.matrix.bsr import BSR
@@ -24,6 +23,7 @@ from sparsek.ops.choose import copies
 from sparsek.ops.weight_formats import WeightFormat, plan_of, run_plan
 from sparsek.plan.table import Entry
 from sparsek.plan.tune import Trial, entry_of, shortlist, winner
+from sparsek.testing.compare import Expected
 from sparsek.testing.poison import poisoned
 
 # Layers of W [N, K] that are tuned where none are named: those of models with 4096 and 8192 features.
@@ -55,13 +55,12 @@ class Job:
 
     def make(self, device: torch.device) -> tuple[Tensor, Any]:
         """x and the weight, N(0, 1) values and what a random W keeps of them."""
-        dtype = dtypes.parse(self.dtype)
-        w = random_weight(self.n, self.k, dtype=dtype, device=device, seed=1)
+        draw = Draw(device, dtypes.parse(self.dtype), 0)
+        w = draw.weight(self.n, self.k)
         why = self.form.why_not(w)
         if why:
-            raise Unsupported(f"{self.name}", {self.form.name: why})
-        x = random_dense(self.tokens, self.k, dtype=dtype, device=device, seed=2)
-        return x, self.form.convert(w)
+            raise Unsupported(self.name, {self.form.name: why})
+        return draw.normal(self.tokens, self.k), self.form.convert(w)
 
 
 class Tuning(NamedTuple):
@@ -82,8 +81,8 @@ class Tuning(NamedTuple):
         if self.entry is None:
             return f"{self.kernel} on {self.job.name}: nothing learned of {count}{left_out}"
         gain = best.seconds / default.seconds
-        said = "its own choice stands" if best is default else f"{gain:.2f}x the time of its own choice"
-        return f"{self.kernel} on {self.job.name}: {best.seconds * 1e6:.1f} us, {said}, {count}{left_out}"
+        gained = "its own choice stands" if best is default else f"{gain:.2f}x the time of its own choice"
+        return f"{self.kernel} on {self.job.name}: {best.seconds * 1e6:.1f} us, {gained}, {count}{left_out}"
 
 
 def shapes_in(text: str) -> list[tuple[int, int]]:
@@ -118,8 +117,8 @@ def tune(
 ) -> Iterator[Tuning]:
     """Each kernel that can run the job and has a choice of configs, `most` of them measured; None: all kernels.
 
-    `step(text)` hears of every config. A config whose result is outside the error budget, or that does not run, gets no
-    time. Raises Unsupported where the weight cannot be stored so.
+    `step(text)` is called before every config. A config whose result is outside the error budget, or that does not
+    run, gets no time. Raises Unsupported where the weight cannot be stored so.
     """
     x, weight = job.make(device)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Times by the clock on the wall, from an idle device to an idle one: whatever the host does not hide is in them."""
+"""Wall-clock times, from an idle device to an idle one: whatever the host does not hide is in them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ def wall_rounds(
     until_idle: bool = True,
     on_sample: Callable[[], None] = lambda: None,
 ) -> dict[str, Times]:
-    """Milliseconds per call: `count` calls back to back, CALLS unless given, the named ones in turns.
+    """Milliseconds per call: `count` calls back to back, CALLS unless given, the named ones interleaved.
 
     `until_idle=False` stops the clock when the host has queued them: its own time, if all of them fit the launch queue.
     `on_sample()` is called after each sample.

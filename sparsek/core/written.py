@@ -1,0 +1,46 @@
+"""What people write on a command line: names, lists and blocks."""
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+from sparsek.core.errors import InvalidInput
+
+Made = TypeVar("Made")
+MOST_LISTED = 16  # names
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:
+    """The error for a name that is not known, with near ones, and all of them unless they are many."""
+    known = tuple(known)
+    near = get_close_matches(name, known, n=3)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if not near or len(known) <= MOST_LISTED:
+        hint += f"{' Known' if near else '; known'}: {', '.join(known)}"
+    return InvalidInput(f"no {what} is called {name!r}{hint}")
+
+
+def named(known: Mapping[str, Made], name: str, what: str = "suite") -> Made:
+    """The one of that name. Raises InvalidInput that lists the known names."""
+    if name not in known:
+        raise unknown(what, name, known)
+    return known[name]
+
+
+def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
+    """The values of a comma list. Raises InvalidInput that names the option."""
+    try:
+        return [parse(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"--{name} {text!r}: {error}") from None
+
+
+def parse_block(text: str) -> tuple[int, int]:
+    """ "128" -> (128, 128); "512x112" -> (512, 112)."""
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
+        raise InvalidInput(f"a block is written as 128 or as 512x112, got {text!r}")
+    sides = [int(part) for part in parts]
+    return sides[0], sides[-1]

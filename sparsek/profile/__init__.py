@@ -1,0 +1,1 @@
+"""What bounds one call: hardware counters, and where its time goes."""
