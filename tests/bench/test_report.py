@@ -288,4 +288,4 @@ def test_the_script_writes_and_checks(
 def test_every_table_stands_once() -> None:
     page = (ROOT / pages.PAGE).read_text(encoding="utf-8")
     for op in TABLES:
-        assert page.count(f"\n### {op}\n") == 1
+        assert page.count(f"\n<!-- records:{op} -->\n") == 1
