@@ -164,7 +164,7 @@ def summary(plan: Plan) -> str:
     return (
         f"{plan.kernel} takes {time_text(plan.seconds)} on {p.card.name}, "
         f"{plan.bound_seconds / plan.seconds * 100:.0f} % of the roofline of {time_text(plan.bound_seconds)}, which is "
-        f"bound by {bound_by(plan)} ({p.useful_flops / p.compulsory_bytes:.3g} FLOP for each compulsory byte)."
+        f"bound by {bound_by(plan)} ({p.useful_flops / p.compulsory_bytes:.0f} FLOP for each compulsory byte)."
     )
 
 
