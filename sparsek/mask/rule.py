@@ -52,8 +52,8 @@ class MaskPolicy:
     The last query stands at the last key. By default a query sees every key up to its own.
 
     Args:
-        window: A query sees the last `window` keys, its own included; not causal: also window - 1 after it. In tokens. None: all
-            keys.
+        window: A query sees the last `window` keys, its own included; not causal: also window - 1 after it. In tokens.
+            None: all keys.
         sinks: First keys that every query sees too, in tokens. With a window or `topk` only.
         stride: Every (stride / bk)-th block before the window is seen too, as in `BlockMask.strided`. In tokens, a
             multiple of bk; with a window, and without sinks and `topk`.
