@@ -62,7 +62,7 @@ def test_names_are_short_and_tell_cases_apart() -> None:
     assert TWO_FOUR_FP8.name == "A @ B 64×96×32 2:4 e5m2 scale per tensor"
     assert HYBRID_FP8.name == "x @ W.T 128²×32 2:4 in block 64 50 % e4m3 scale per block"
     assert fp8.FAST_WHOLE[0].name == "x @ W.T 8192³ 2:4 e4m3 fast_accum"
-    names = [(entry.op, entry.case.name) for entry in ENTRIES]
+    names = [(entry.case.op, entry.case.name) for entry in ENTRIES]
     assert len(set(names)) == len(names)
 
 

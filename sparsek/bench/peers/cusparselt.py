@@ -13,7 +13,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -66,36 +66,25 @@ class Task(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What a way gave: milliseconds and relative error, or why not. `fatal`: the process did not survive it."""
-
-    way: Way
-    ms: float | None = None
-    error: float | None = None
-    why: str = ""
-    fatal: bool = False
-
-    @property
-    def right(self) -> bool:
-        """It came back, and its result is right."""
-        return self.ms is not None and self.error is not None and self.error < WRONG
+_FOUND: dict[tuple[Task, torch.device], dict[Way, dict[str, Any]]] = {}
 
 
-_FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
+def usable(found: Mapping[Way, Mapping[str, Any]]) -> dict[Way, float]:
+    """Milliseconds of those that came back and were right, fastest first, without algorithms that were fatal in any
+    layout.
+    """
+    fatal = {way.alg_id for way, one in found.items() if one.get("fatal")}
+    right = (
+        way for way, one in found.items() if one.get("error", NOTHING) < WRONG and way.alg_id not in fatal
+    )
+    return dict(sorted(((way, found[way]["ms"]) for way in right), key=lambda pair: pair[1]))
 
 
-def usable(found: Iterable[Tried]) -> list[Tried]:
-    """Those that came back and were right, fastest first, without algorithms that were fatal in any layout."""
-    tried = list(found)
-    fatal = {one.way.alg_id for one in tried if one.fatal}
-    right = (one for one in tried if one.right and one.way.alg_id not in fatal)
-    return sorted(right, key=lambda one: one.ms or math.inf)
-
-
-def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> list[Tried]:
-    """Every way of a task, tried in child processes on a GPU. What was not reached in time is left out."""
-    found: list[Tried] = []
+def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> dict[Way, dict[str, Any]]:
+    """Every way of a task, tried in child processes on a GPU, without those that were not reached in time: `ms` and the
+    relative `error`, or `why` not. `fatal`: the process did not survive it.
+    """
+    found: dict[Way, dict[str, Any]] = {}
     place = 0
     for _ in range(DEATHS):
         child = [sys.executable, "-m", __name__, json.dumps(task), str(device), str(place)]
@@ -103,11 +92,11 @@ def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> li
         for at, answer in answers.items():
             if answer is None:
                 report(f"cuSPARSELt: {WAYS[at]} is fatal")
-            found.append(Tried(WAYS[at], **(answer or {"why": why, "fatal": True})))
+            found[WAYS[at]] = answer or {"why": why, "fatal": True}
             # No other layout of an algorithm that is fatal in one.
             place = at + 1 if answer is not None else (at // len(LAYOUTS) + 1) * len(LAYOUTS)
         if not answers:
-            found.append(Tried(WAYS[place], why=why))
+            found[WAYS[place]] = {"why": why}
         if place >= len(WAYS) or not answers:
             break
     return found
@@ -229,7 +218,7 @@ class CuSparseLt(Peer):
             packed = [torch._cslt_compress(a) for a, _ in factors]
             layouts = {layout: [laid(b, layout) for _, b in factors] for layout in ("row", "col")}
             candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
-            for way in (one.way for one in right[:BEST]):
+            for way in right:
                 pairs = zip(packed, layouts[way.b_layout], strict=True)
                 calls = tuple(partial(multiply, a, b, way) for a, b in pairs)
                 try:
@@ -244,8 +233,8 @@ class CuSparseLt(Peer):
         return Ready(candidates[best], best)
 
 
-def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Tried]:
-    """The ways to compute `task` that came back right in a child process, fastest first. UnavailableError for none.
+def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Way]:
+    """The ways to compute `task` that came back right in a child process fastest. UnavailableError for none.
 
     A task is tried once in the life of this process.
     """
@@ -254,13 +243,13 @@ def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]
         tried("cuSPARSELt: every algorithm in a process of its own")
         _FOUND[key] = probe(task, device, tried)
     found = _FOUND[key]
-    right = usable(found)
+    right = list(usable(found).items())[:BEST]
     if not right:
-        why = sorted({one.why for one in found if one.why})
+        why = sorted({one["why"] for one in found.values() if "why" in one})
         raise UnavailableError(f"none of {len(found)} ways of cuSPARSELt ran and was right: {'; '.join(why)}")
-    for one in right[:BEST]:
-        tried(f"cuSPARSELt {one.way}: {one.ms:.3f} ms")
-    return right
+    for way, ms in right:
+        tried(f"cuSPARSELt {way}: {ms:.3f} ms")
+    return [way for way, _ in right]
 
 
 if __name__ == "__main__":

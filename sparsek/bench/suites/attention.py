@@ -12,17 +12,17 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Record, Table
-from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, block_name, length_name, rows
+from sparsek.bench.engine.case import Case, Operands, SuiteRow, block_name, length_name, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Peer, rotating
-from sparsek.bench.engine.run import Outcome, PeerResult, passed, rates, reasons, record_of
+from sparsek.bench.engine.run import Outcome, PeerResult, passed, planned, rates, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
 from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import peak_bytes
 from sparsek.core.wall import wait, wall_rounds
 from sparsek.core.written import parse_block
@@ -153,6 +153,8 @@ class AttentionCase(Case):
     """
 
     op: ClassVar[str] = "attention"
+    extra: ClassVar[tuple[str, ...]] = ("memory",)
+    peer_extra: ClassVar[tuple[str, ...]] = ("memory",)
     passes: ClassVar[tuple[str, ...]] = ("forward",)
 
     batch: int = options.size("Batch sizes.", "1")
@@ -262,62 +264,84 @@ CHECKED_TILES = 16
 BUILDER = Timed("mask.structured")
 
 
-def run_new_mask(
-    case: AttentionCase,
-    *,
-    kernels: Sequence[str] = ("auto",),
-    device: torch.device,
-    rounds: int = 7,
-    report: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+class NewMaskCase(AttentionCase):
     """Calls that build a mask, plan and run, back to back on the stream, next to calls of ready plans.
 
     Every call's mask comes from scores of its own set. Both are wall-clock times, from an idle GPU to an idle GPU, so
     that they hold whatever the host does not hide. The ready plans are the record's peer "kernel_alone".
     """
-    report("masks of their own")
-    makers = (case.mask_maker(device, seed) for seed in range(10**6))
-    sets = [
-        replace(one, mask=make(), make=make) for one, make in zip(case.operands(device), makers, strict=False)
-    ]
-    made: list[Record] = []
-    unavailable: dict[str, list[str]] = {}
-    for name in kernels:
-        try:
-            plans = [one.plan(None if name == "auto" else name) for one in sets]
-        except Unsupported as error:
-            unavailable[name] = reasons(error, name)
-            continue
-        plan = plans[0]
-        gate = passed(case, plan.kernel, sets[0].judge(sets[0].anew(plan.kernel)()))
-        calls = {
-            "new": rotating([one.anew(plan.kernel) for one in sets]),
-            ALONE: rotating([one.planned(each) for one, each in zip(sets, plans, strict=True)]),
-        }
-        seen = Sensors(device)
-        times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
-        alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
-        more = rates(case, sets[0], plan, times["new"], {ALONE: alone})
-        made.append(record_of("attention_new_mask", case, plan, times["new"], gate, device, seen, **more))
-    return Outcome(case, tuple(made), unavailable, {})
+
+    op, table = "attention_new_mask", AttentionCase.op
+    extra = peer_extra = ()
+    sources = ("lang.launch", "mask.scored", "mask.lists")
+
+    def run(
+        self,
+        *,
+        kernels: Sequence[str],
+        device: torch.device,
+        rounds: int,
+        report: Callable[[str], None],
+        **_: Any,
+    ) -> Outcome:
+        report("masks of their own")
+        sets = []
+        for seed, one in enumerate(self.operands(device)):
+            make = self.mask_maker(device, seed)
+            sets.append(replace(one, mask=make(), make=make))
+        plans, gates, unavailable = planned(
+            self, kernels, sets, report, lambda plan: sets[0].judge(sets[0].anew(plan.kernel)())
+        )
+        made: list[Record] = []
+        for name, ready in plans.items():
+            calls = {
+                "new": rotating([one.anew(name) for one in sets]),
+                ALONE: rotating([one.planned(plan) for one, plan in zip(sets, ready, strict=True)]),
+            }
+            seen = Sensors(device)
+            times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
+            alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
+            more = rates(self, sets[0], ready[0], times["new"], {ALONE: alone})
+            made.append(record_of(self, ready[0], times["new"], gates[name], device, seen, **more))
+        return Outcome(self, tuple(made), unavailable, {})
+
+    @classmethod
+    def below(cls, record: Record) -> str:
+        ms, alone = record["ms"]["median"], record["peers"][ALONE]["ms"]["median"]
+        return (
+            f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
+            f"({short_name(record)}{mark(record)})."
+        )
 
 
-def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7, **_: Any) -> Outcome:
-    """Times building the mask of a case, each time until the GPU is idle again. Its gate compares query tiles with the
-    rule that the mask is named after: not one pair may be wrong.
-
-    Raises InvalidInput for a mask that is drawn at random, GateError for a wrong mask.
+class MaskBuildCase(AttentionCase):
+    """Building a mask, each time until the GPU is idle again. Its gate compares query tiles with the rule that the mask
+    is named after: not one pair may be wrong.
     """
-    make = case.mask_maker(device)
-    gate = passed(case, BUILDER.kernel, check_mask(case, make()))
 
-    def build() -> None:
-        make()
-        wait(device)
+    op, table = "mask_build", AttentionCase.op
+    rated = False
+    extra = peer_extra = ()
+    rooms = ("mask",)
 
-    seen = Sensors(device)
-    times = wall_rounds({"build": build}, device, rounds, on_sample=seen.sample)["build"]
-    return Outcome(case, (record_of("mask_build", case, BUILDER, times, gate, device, seen),), {}, {})
+    def run(self, *, device: torch.device, rounds: int, **_: Any) -> Outcome:
+        """Raises InvalidInput for a mask that is drawn at random, GateError for a wrong mask."""
+        make = self.mask_maker(device)
+        gate = passed(self, BUILDER.kernel, check_mask(self, make()))
+
+        def build() -> None:
+            make()
+            wait(device)
+
+        seen = Sensors(device)
+        times = wall_rounds({"": build}, device, rounds, on_sample=seen.sample)[""]
+        return Outcome(self, (record_of(self, BUILDER, times, gate, device, seen),), {}, {})
+
+    @classmethod
+    def below(cls, record: Record) -> str:
+        return (
+            f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
+        )
 
 
 def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
@@ -341,18 +365,6 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
     return Gate(wrong / pairs, 0.0, wrong == 0)
 
 
-def _mask_built(record: Record) -> str:
-    return f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
-
-
-def _new_mask(record: Record) -> str:
-    ms, alone = record["ms"]["median"], record["peers"][ALONE]["ms"]["median"]
-    return (
-        f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
-        f"({short_name(record)}{mark(record)})."
-    )
-
-
 def _case(
     mask: str,
     kilo: int,
@@ -360,8 +372,9 @@ def _case(
     dim: int = 128,
     heads: tuple[int, int] = (16, 16),
     dtype: str = "bf16",
+    kind: Callable[..., AttentionCase] = AttentionCase,
 ) -> AttentionCase:
-    return AttentionCase(1, *heads, kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), dtype)
+    return kind(1, *heads, kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), dtype)
 
 
 HOPPER = ("hopper.attention_fwd",)
@@ -384,8 +397,8 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     *rows(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
     *rows(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
     *rows(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
-    SuiteRow(_case("topk:32", 32), HOPPER, "attention_new_mask"),
-    SuiteRow(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
+    *rows(HOPPER, _case("topk:32", 32, kind=NewMaskCase)),
+    *rows("auto", _case(LONG, 512, heads=(8, 8), kind=MaskBuildCase)),
 )
 # Rates over the length, and memory beside them: of one window up to the lengths of PUBLISHED.
 BY_LENGTH = rows(
@@ -416,18 +429,7 @@ TABLE = Table(
 BENCH = Bench(
     "attention",
     suites={"published": PUBLISHED, "length": BY_LENGTH, "density": BY_DENSITY},
-    schemas={
-        "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-        "attention_new_mask": Schema(
-            AttentionCase,
-            sources=("lang.launch", "mask.scored", "mask.lists"),
-            run=run_new_mask,
-            below=_new_mask,
-        ),
-        "mask_build": Schema(
-            AttentionCase, rated=False, rooms=("mask",), run=run_mask_build, below=_mask_built
-        ),
-    },
+    kinds=(AttentionCase, NewMaskCase, MaskBuildCase),
     peers=PEERS,
     tables=(TABLE,),
     small=SMALL,

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsek import kernels
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Schema, SuiteRow, rows
+from sparsek.bench.engine.case import SuiteRow, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
@@ -166,6 +166,8 @@ class AttentionTrainCase(AttentionGradCase):
     """A training step: attention, and dq, dk and dv by autograd. Its peak memory counts, too."""
 
     op: ClassVar[str] = "attention_train"
+    extra: ClassVar[tuple[str, ...]] = ("peak_gb",)
+    peer_extra: ClassVar[tuple[str, ...]] = ("peak_gb",)
     passes: ClassVar[tuple[str, ...]] = ("forward", "backward")
 
     @property
@@ -239,10 +241,7 @@ TRAIN_TABLE = Table(
 BENCH = Bench(
     "attention-backward",
     suites={"published": PUBLISHED, "train": TRAINING},
-    schemas={
-        "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
-        "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
-    },
+    kinds=(AttentionGradCase, AttentionTrainCase),
     measures={"backward": AttentionGradCase, "train": AttentionTrainCase},
     peers=PEERS,
     tables=(BACKWARD_TABLE, TRAIN_TABLE),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, block_name, rows, stored_name
+from sparsek.bench.engine.case import Bar, Case, SuiteRow, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
@@ -63,6 +63,7 @@ class Fp8Case(ProductCase):
     """
 
     op: ClassVar[str] = "fp8"
+    later: ClassVar[tuple[str, ...]] = ("fast_accum",)
     drawn: ClassVar[torch.dtype] = WIDE
 
     m: int = options.size("Rows of the FP8 matrix")
@@ -224,7 +225,7 @@ TABLE = Table(
 BENCH = Bench(
     "fp8",
     suites={"published": PUBLISHED},
-    schemas={"fp8": Schema(Fp8Case, later=("fast_accum",))},
+    kinds=(Fp8Case,),
     peers=PEERS,
     tables=(TABLE,),
 )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,12 +18,12 @@ import torch
 
 from sparsek.bench.engine import options, records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, shape_name, stored_name
+from sparsek.bench.engine.case import Bar, Case, block_name, rows, shape_name, stored_name
 from sparsek.bench.engine.run import GateError, Outcome, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged
-from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
+from sparsek.bench.suites.host_calls import CALLS, STORAGES
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -64,13 +64,15 @@ def parse_sides(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class HostCase(HostCall, Case):
+class HostCase(Case):
     """One call. `caches`: "" for a call whose plan is kept; else the first of a process, one of CACHES.
 
     Nothing is rated.
     """
 
     op: ClassVar[str] = "host"
+    rated: ClassVar[bool] = False
+    rooms: ClassVar[tuple[str, ...]] = ROOMS
     dense_flops: ClassVar[float] = 0.0
 
     call: str = options.choice("Calls", CALLS)
@@ -141,6 +143,37 @@ class HostCase(HostCall, Case):
         blocks = "" if self.storage == "semi24" else stored_name(block_name(self.block), self.density)
         return " ".join(filter(None, (size, STORED[self.storage], blocks, self.dtype)))
 
+    def run(
+        self,
+        *,
+        device: torch.device,
+        rounds: int,
+        report: Callable[[str], None] = lambda text: None,
+        **_: Any,
+    ) -> Outcome:
+        """After a gate, interleaved samples of this library's call and torch's. Raises GateError for a wrong result."""
+        if self.is_first:
+            return _first_calls(self, device, min(rounds, FIRST_ROUNDS), report)
+        report("operands")
+        made = CALLS[self.call](self, device)
+        with torch.set_grad_enabled(self.trains):
+            try:
+                gate = passed(self, self.module, made.judge(made.ours()))
+            except Unsupported as error:
+                return Outcome(self, (), {self.module: [str(error)]}, {})
+            report("samples")
+            gc.collect()
+            seen = Sensors(device)
+            times = wall_rounds(
+                {"ours": made.ours, TORCH: made.torchs},
+                device,
+                rounds * SAMPLES,
+                count=None if self.on_wall else (CALLS_BACKWARD if self.trains else CALLS_EACH),
+                until_idle=self.on_wall,
+                on_sample=seen.sample,
+            )
+        return _outcome(self, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
+
     @property
     def bar(self) -> Bar | None:
         """How long it may take: over torch's time, or, of a first call, in seconds."""
@@ -181,42 +214,10 @@ for _, name, *_ in kernels.KERNELS:
 _FILLED: dict[HostCase, Path] = {}
 
 
-def run_host_time(
-    case: HostCase,
-    *,
-    device: torch.device,
-    rounds: int,
-    report: Callable[[str], None] = lambda text: None,
-    **_: Any,
-) -> Outcome:
-    """The record of one case: after a gate, interleaved samples of this library's call and torch's.
-
-    Raises GateError for a wrong result.
-    """
-    if case.is_first:
-        return _first_calls(case, device, min(rounds, FIRST_ROUNDS), report)
-    report("operands")
-    made = CALLS[case.call](case, device)
-    with torch.set_grad_enabled(case.trains):
-        try:
-            gate = passed(case, case.module, made.judge(made.ours()))
-        except Unsupported as error:
-            return Outcome(case, (), {case.module: [str(error)]}, {})
-        report("samples")
-        gc.collect()
-        calls = {"ours": made.ours, TORCH: made.torchs}
-        seen = Sensors(device)
-        count = None if case.on_wall else (CALLS_BACKWARD if case.trains else CALLS_EACH)
-        times = wall_rounds(
-            calls, device, rounds * SAMPLES, count=count, until_idle=case.on_wall, on_sample=seen.sample
-        )
-    return _outcome(case, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
-
-
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = record_of(case.op, case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
+    record = record_of(case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
     return Outcome(case, (record,), {}, {})
 
 
@@ -272,8 +273,7 @@ def _bytecode() -> Path:
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
     """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
-    named = {each.name: getattr(case, each.name) for each in fields(HostCall)}
-    command = [sys.executable, "-m", CHILD, json.dumps(named), str(device)]
+    command = [sys.executable, "-m", CHILD, json.dumps(case.as_record()), str(device)]
     ran = subprocess.run(
         command,
         capture_output=True,
@@ -390,7 +390,7 @@ TABLE = Table(
 BENCH = Bench(
     "host",
     suites={"host": HOST},
-    schemas={"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)},
+    kinds=(HostCase,),
     tables=(TABLE,),
     small="--call linear --sides 16x64x64 --block 32 --dtype fp32",
     kernels="",

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Case, Operands, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.case import Case, Operands, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
 from sparsek.bench.engine.several import Timed, several
@@ -261,7 +261,7 @@ DECODE_TABLE = Table(
 BENCH = Bench(
     "mlp",
     suites={"published": PUBLISHED},
-    schemas={"mlp_train": Schema(MlpTrainCase), "mlp_decode": Schema(MlpDecodeCase)},
+    kinds=(MlpTrainCase, MlpDecodeCase),
     measures={
         "train": MlpTrainCase,
         "compiled": partial(MlpTrainCase, mode="compiled"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Call, Case, Schema, block_name, rows
+from sparsek.bench.engine.case import Bar, Call, Case, block_name, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Function
 from sparsek.bench.engine.several import Moved, Timed
@@ -39,6 +39,8 @@ class PackCase(Case):
     """A dense [m, k] to a Semi24, or to a BSR of `block` that keeps the share `keep` of its blocks, by norm."""
 
     op: ClassVar[str] = "pack"
+    rated: ClassVar[bool] = False
+    sources: ClassVar[tuple[str, ...]] = ("lang.launch",)
     dense_flops: ClassVar[float] = 0.0  # nothing is multiplied
 
     m: int = options.size("Rows of the dense matrix")
@@ -134,7 +136,7 @@ BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.
 BENCH = Bench(
     "pack",
     suites={"published": rows("auto", *CASES)},
-    schemas={"pack": Schema(PackCase, rated=False, sources=("lang.launch",))},
+    kinds=(PackCase,),
     peers=(Function("copy", "a copy", call=_copy, flops=lambda case: 2 * case.dense_bytes),),
     tables=(
         Table(

@@ -9,7 +9,7 @@ import torch
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Call, Schema, rows
+from sparsek.bench.engine.case import Call, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
@@ -60,7 +60,7 @@ BENCH = Bench(
             *(SddmmCase(8192, 8192, 8192, (block, block), 0.125) for block in (128, 64)),
         )
     },
-    schemas={"sddmm": Schema(SddmmCase)},
+    kinds=(SddmmCase,),
     peers=(CUBLAS, SAMPLED, TORCH_DENSE),
     tables=(
         Table(

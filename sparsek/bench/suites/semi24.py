@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.case import Bar, Case, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, target, useful
@@ -139,7 +139,7 @@ TABLE = Table(
 BENCH = Bench(
     "semi24",
     suites={"published": PUBLISHED, "story": story.STORY},
-    schemas={"semi24": Schema(Semi24Case), "story": Schema(story.StoryCase)},
+    kinds=(Semi24Case, story.StoryCase),
     peers=PEERS,
     tables=(TABLE, story.TABLE),
 )

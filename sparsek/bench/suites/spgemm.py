@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Operands, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.case import Operands, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
@@ -126,6 +126,8 @@ class SpgemmCase(SidesCase):
     """
 
     op: ClassVar[str] = "spgemm"
+    extra: ClassVar[tuple[str, ...]] = EXTRA
+    sources: ClassVar[tuple[str, ...]] = ("plan.matches",)
 
     m: int = options.size("Rows of A")
     k: int = options.size("Columns of A")
@@ -194,7 +196,7 @@ SYMBOLIC = (
 BENCH = Bench(
     "spgemm",
     suites={"published": PUBLISHED},
-    schemas={"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))},
+    kinds=(SpgemmCase,),
     peers=(CUBLAS, TORCH_DENSE),
     tables=(
         Table(

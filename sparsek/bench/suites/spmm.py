@@ -8,7 +8,7 @@ import torch
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Schema, SuiteRow, rows
+from sparsek.bench.engine.case import SuiteRow, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
@@ -29,6 +29,7 @@ class SpmmCase(ProductCase, BlocksCase):
     """
 
     op: ClassVar[str] = "spmm"
+    later: ClassVar[tuple[str, ...]] = ("form",)
 
     form: str = options.choice("Products", FORMS, usual=A_AT_B)
 
@@ -109,7 +110,7 @@ SUITES: Mapping[str, tuple[SuiteRow, ...]] = {
 BENCH = Bench(
     "spmm",
     suites=SUITES,
-    schemas={"spmm": Schema(SpmmCase, later=("form",))},
+    kinds=(SpmmCase,),
     peers=PEERS,
     tables=(
         Table(
