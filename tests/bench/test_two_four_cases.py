@@ -119,7 +119,6 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     ("case", "change", "said"),
     [
         (WHOLE, {"form": "A.T@B"}, "form is one of x@W.T, A@B"),
-        (WHOLE, {"density": 0.5}, "a 2:4 matrix without blocks has none"),
         (WHOLE, {"k": 60}, "a multiple of 8, got 60"),
         (BLOCKS, {"block": (96, 64)}, "multiples of 64, got 96x64"),
         (EQUAL, {"stored": 0.6}, "a share of at most 0.5"),
@@ -219,9 +218,6 @@ def test_every_format_is_measured_at_equal_stored_values() -> None:
     quarter = measured(replace(EQUAL, stored=0.25), *kernels)
     assert [record["kernel"] for record in quarter.records] == list(kernels[1:])
     assert quarter.unavailable["cpu.semi24"] == ["a Semi24 cannot store 25 % of the values"]
-    one = EQUAL.operands(CPU)[0]
-    with pytest.raises(InvalidInput, match="is no kernel of spmm, bsr24, semi24"):
-        one.plan("cpu.sddmm")
 
 
 def test_a_gate_of_packing_finds_what_is_wrong() -> None:

@@ -1,10 +1,12 @@
 """A benchmark as data: what is measured, next to whom, what its records hold and how tables show them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 from sparsek.bench.engine.case import Case, SuiteRow
 from sparsek.bench.engine.options import Option, check_choice, combined, option_of
@@ -120,25 +122,16 @@ class Bench:
         return self.measures[measure](**fields)
 
 
-class Listed(Mapping[str, Value], Generic[Value]):
+class Listed(UserDict[str, Value]):
     """The values of one kind of all benchmarks, by name; loaded at the first look-up."""
 
     def __init__(self, held: Callable[[Bench], Mapping[str, Value]]) -> None:
         self._held = held
 
     @cached_property
-    def _all(self) -> dict[str, Value]:
-        benches = import_module(LIST).BENCHES
-        return {name: value for each in benches.values() for name, value in self._held(each).items()}
-
-    def __getitem__(self, name: str) -> Value:
-        return self._all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
+    def data(self) -> dict[str, Value]:
+        every = (self._held(bench).items() for bench in import_module(LIST).BENCHES.values())
+        return dict(chain.from_iterable(every))
 
 
 OPS: Mapping[str, type[Case]] = Listed(lambda bench: {each.op: each for each in bench.kinds})

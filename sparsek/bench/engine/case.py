@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from sparsek.bench.engine.data import Draw, bytes_of, set_count
+from sparsek.bench.engine.data import Draw, bytes_of, set_count, spoil
 from sparsek.bench.engine.several import Timed
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.budget import Gate
-from sparsek.testing.poison import poisoned
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,17 +49,13 @@ class Operands:
             return plan.call
         return partial(plan, *self.given, **self.options)
 
-    def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
-        """Those of the tensors that a plan makes in the dtype of its first operand."""
-        return ()
-
     def gate(self, plan: Any) -> Gate:
-        """Runs the plan into poisoned memory and judges the result."""
-        # A caching allocator hands the memory of a dropped tensor to the next of its size: results begin as NaN.
-        for shape in self.shapes(plan):
-            poisoned(shape, self.given[0].dtype, self.given[0].device)
+        """Runs the plan into memory full of NaN and judges the result."""
+        call = self.planned(plan)
+        # A caching allocator hands the memory of a dropped tensor to the next of its size.
+        spoil(call())
         allowed = {"tf32": True} if getattr(plan.problem, "tf32", False) else {}
-        return self.judge(self.planned(plan)(), **allowed)
+        return self.judge(call(), **allowed)
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the result of this set."""
@@ -83,21 +78,17 @@ class Operands:
 class Call(Operands):
     """A set as data: `planner(*given, kernel=...)` plans it, `check(out)` judges a result.
 
-    `made`: the shapes of the tensors that a plan makes. `twin(seed)`: the same call on dense random data.
+    `twin(seed)`: the same call on dense random data.
     """
 
     given: tuple[Any, ...]
     planner: Callable[..., Any]
     check: Callable[..., Gate]
     useful_flops: float
-    made: tuple[tuple[int, ...], ...] = ()
     twin: Callable[[int], Callable[[], object]] | None = None
 
     def plan(self, kernel: str | None) -> Any:
         return self.planner(*self.given, kernel=kernel)
-
-    def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
-        return self.made
 
     def judge(self, out: Any, **allowed: bool) -> Gate:
         return self.check(out, **allowed)

@@ -75,8 +75,10 @@ class AttentionOperands(Operands):
     def given(self) -> tuple[Any, ...]:
         return self.q, self.k, self.v, self.mask
 
-    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
-        return [self.out_shape]
+    @property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what a call gives."""
+        return (self.out_shape,)
 
     def anew(self, kernel: str | None) -> Callable[[], object]:
         """A call that builds its mask, plans and runs."""
@@ -104,7 +106,7 @@ class AttentionOperands(Operands):
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
         """`memory`: the largest allocation of a call beyond its results, over the bytes of q, k, v and the output."""
         peak = peak_bytes(call, self.q.device)
-        own = sum(map(math.prod, self.shapes(None))) * self.q.element_size()
+        own = sum(map(math.prod, self.results)) * self.q.element_size()
         whole = math.prod(self.out_shape) * self.q.element_size()
         whole += sum(x.nbytes for x in (self.q, self.k, self.v))
         return {"memory": None if peak is None else round(max(0, peak - own) / whole, 6)}

@@ -69,8 +69,9 @@ class GradOperands(DifferentiableOperands):
     def given(self) -> tuple[Any, ...]:
         return *super().given, self.out, self.lse, self.grad
 
-    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
-        return [x.shape for x in (self.q, self.k, self.v)]
+    @property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        return self.q.shape, self.k.shape, self.v.shape
 
     def plan(self, kernel: str | None) -> AttentionGradPlan:
         return plan_attention_backward(*self.given[:4], kernel=kernel, deterministic=self.deterministic)
@@ -112,9 +113,6 @@ class StepOperands(DifferentiableOperands):
         wanted = self.q, self.k, self.v
         out = attention(*wanted, mask(), kernel=kernel, deterministic=self.deterministic)
         return (out.detach(), *torch.autograd.grad(out, wanted, self.grad))
-
-    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
-        return [x.shape for x in (self.q, self.k, self.v, self.grad)]
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""

@@ -16,7 +16,6 @@ from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
 from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
-from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
@@ -61,13 +60,12 @@ class MlpOperands(Operands):
     def given(self) -> tuple[Tensor, BSR, BSR]:
         return self.x, self.w1, self.w2
 
-    def _call(
-        self, forward: Callable[..., Tensor], given: tuple[Any, ...], wanted: tuple[Tensor, ...]
-    ) -> Callable[[], Any]:
-        """A call for y, or of a training step, for y and the gradients of the wanted tensors."""
+    def _call(self, forward: Callable[..., Tensor], given: tuple[Any, ...]) -> Callable[[], Any]:
+        """A call for y, or of a training step, for y and the gradients of what is given."""
         dy = self.dy
         if dy is None:
             return partial(forward, *given)
+        wanted = [w.values if isinstance(w, BSR) else w for w in given]
 
         def step() -> tuple[Tensor, ...]:
             y = forward(*given)
@@ -76,15 +74,10 @@ class MlpOperands(Operands):
         return step
 
     def eager(self) -> Callable[[], Any]:
-        forward = (_forward if self.mode == "eager" else _compiled)(self.activation)
-        return self._call(forward, self.given, (self.x, self.w1.values, self.w2.values))
+        return self._call((_forward if self.mode == "eager" else _compiled)(self.activation), self.given)
 
     def plan(self, kernel: str | None) -> Timed:
-        """The planner chooses each of the kernels. Raises InvalidInput for a name."""
-        if kernel is not None:
-            raise InvalidInput(
-                f"an MLP runs several kernels, which the planner chooses; leave out {kernel!r}"
-            )
+        """The planner chooses each of the kernels."""
         return several(self.plans(), self.eager())
 
     def plans(self) -> dict[str, Plan]:
@@ -114,7 +107,7 @@ class MlpOperands(Operands):
         """y and the gradients of the same layer in torch, those of the weights as the blocks that are stored."""
         dense = (self.x, self.w1.to_dense(), self.w2.to_dense())
         given = tuple(x.detach().to(dtype, copy=True).requires_grad_(self.dy is not None) for x in dense)
-        made = self._call(self.dense_forward, given, given)()
+        made = self._call(self.dense_forward, given)()
         if self.dy is None:
             return [made]
         y, dx, dw1, dw2 = made
@@ -125,7 +118,7 @@ class MlpOperands(Operands):
         draw = Draw(self.x.device, self.x.dtype, 2 * seed)
         weights = (draw.weight(*w.shape).requires_grad_(self.dy is not None) for w in (self.w1, self.w2))
         given = (self.x, *weights)
-        return self._call(forward or self.dense_forward, given, given)
+        return self._call(forward or self.dense_forward, given)
 
 
 def _forward(activation: Activation) -> Callable[..., Tensor]:

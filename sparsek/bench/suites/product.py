@@ -22,7 +22,6 @@ from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.poison import poisoned
 
 A_AT_B, LINEAR = "A@B", "x@W.T"
 # What products of FP8 give, and what they are compared with.
@@ -200,14 +199,6 @@ class ProductOperands(Operands):
         given: dict[str, Any] = {"dtype": WIDE} if isinstance(self.a, Quantized) else {}
         plan = plan_layer if self.is_linear and not isinstance(self.a, BSR) else plan_spmm
         return plan(*self.given, kernel=kernel, **given)
-
-    def gate(self, plan: SpmmPlan) -> Gate:
-        if self.out is None:
-            # As `Operands.gate` has it, in the dtype of C.
-            poisoned((self.b.shape[0], self.a.shape[0]), self.wide.dtype, self.b.device)
-        else:
-            self.out.fill_(torch.nan)
-        return super().gate(plan)
 
     def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
         """Whether `out` is the product of this set, of FP8 with scales applied."""

@@ -34,7 +34,6 @@ class SddmmCase(BlocksCase):
     def sets(self, draw: Draw) -> Callable[[Draw], Call]:
         """X is N(0, 1), Y scaled so that S has unit scale."""
         pattern = draw.blocks(self.m, self.n, self.block, self.density, self.pattern).pattern
-        shape = (pattern.nnzb, *pattern.block)
 
         def one(draw: Draw) -> Call:
             x, y = draw.normal(self.m, self.k), draw.normal(self.k, self.n).mul_(self.k**-0.5)
@@ -47,7 +46,7 @@ class SddmmCase(BlocksCase):
                 return partial(torch.matmul, x, y, out=x.new_empty(pattern.shape))
 
             flops = 2.0 * pattern.nnzb * pattern.block[0] * pattern.block[1] * self.k
-            return Call((x, y, pattern), plan_sddmm, judge, flops, (shape,), twin)
+            return Call((x, y, pattern), plan_sddmm, judge, flops, twin)
 
         return one
 

@@ -59,10 +59,6 @@ class Semi24Case(ProductCase):
     def check(self) -> None:
         if self.block is not None:
             check_24_sides(self.block)
-        elif self.density != 1.0:
-            raise InvalidInput(
-                f"density {self.density} is that of blocks; a 2:4 matrix without blocks has none"
-            )
         if self.k % two_four.STEP:
             raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
 

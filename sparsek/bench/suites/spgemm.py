@@ -50,10 +50,6 @@ class SpgemmOperands(Operands):
     def plan(self, kernel: str | None) -> SpgemmPlan:
         return plan_spgemm(self.a, self.b, self.out, kernel=kernel)
 
-    def shapes(self, plan: SpgemmPlan) -> list[tuple[int, ...]]:
-        p = plan.problem
-        return [(p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block)]
-
     def judge(self, out: Any, *, tf32: bool = False) -> Gate:
         """Whether `out`, dense or BSR, is the product of this set."""
         return check_spgemm(self.a, self.b, out, tf32=tf32)

@@ -21,7 +21,6 @@ from sparsek.kernels import KERNELS
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.spmm import SpmmPlan
-from sparsek.testing.budget import Gate
 
 STORAGE_OF = {name: storage for _, name, _, storage in KERNELS}
 HALF = 0.5
@@ -43,12 +42,9 @@ class StoryOperands(ProductOperands):
 
     def _of(self, kernel: str | None) -> ProductOperands:
         """The layer of the matrix that the kernel multiplies."""
-        form = "bsr" if kernel is None else STORAGE_OF.get(kernel, "")
-        known = {"bsr": "BSR", "bsr24": "a BSR24", "semi24": "a Semi24"}
-        if form not in known:
-            raise InvalidInput(f"{kernel!r} is no kernel of spmm, bsr24, semi24")
+        form = "bsr" if kernel is None else STORAGE_OF[kernel]
         if form not in self.formats:
-            why = f"{known[form]} cannot store {self.case.stored * 100:.4g} % of the values"
+            why = f"a Semi24 cannot store {self.case.stored * 100:.4g} % of the values"
             raise Unsupported(self.case.name, {str(kernel): [why]})
         return ProductOperands(self.formats[form], self.b, form=LINEAR)
 
@@ -57,9 +53,6 @@ class StoryOperands(ProductOperands):
 
     def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         return self._of(plan.kernel).planned(plan)
-
-    def gate(self, plan: SpmmPlan) -> Gate:
-        return self._of(plan.kernel).gate(plan)
 
 
 @dataclass(frozen=True)
