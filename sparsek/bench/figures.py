@@ -12,9 +12,8 @@ from typing import Any
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import TABLES, Record
 from sparsek.bench.engine.report import dates, ordered
-from sparsek.bench.engine.tables import case_name
 from sparsek.bench.suites.attention import EIGHTH, AttentionCase, length_name
-from sparsek.bench.suites.host import TORCH
+from sparsek.bench.suites.host import TORCH, HostCase
 from sparsek.bench.suites.spmm import A_AT_B, SpmmCase
 
 OURS = "SparseK"
@@ -86,17 +85,14 @@ class Picture:
 def rows_of(found: Iterable[Record], op: str) -> list[Record]:
     """The newest record of each case of an operation, of its fastest kernel, on the card that has most."""
     rows = [record for record in ordered(found, TABLES[op]) if record["op"] == op]
-    card = statistics.mode(record["env"]["gpu"] for record in rows) if rows else ""
+    if not rows:
+        return []
+    card = statistics.mode(record["env"]["gpu"] for record in rows)
     best: dict[Any, Record] = {}
     for record in sorted(rows, key=lambda record: record["ms"]["median"]):
         if record["env"]["gpu"] == card:
             best.setdefault(records.case_of(record), record)
     return [record for record in rows if best.get(records.case_of(record)) is record]
-
-
-def _pairs(found: Iterable[Record], op: str) -> list[tuple[Any, Record]]:
-    """The cases of `rows_of`, and their records."""
-    return [(records.case_of(record), record) for record in rows_of(found, op)]
 
 
 def _note(rows: Sequence[Record], *words: str) -> str:
@@ -114,25 +110,6 @@ def _shares(values: Iterable[float]) -> Axis:
     return Axis("% of the blocks stored", texts, limits, falling=True)
 
 
-def _line(
-    label: str,
-    found: Iterable[tuple[Any, Record]],
-    at: Callable[[Any], float],
-    value: Callable[[Record], float | None],
-) -> Line:
-    """A point for every case with a value."""
-    points = ((at(case), value(record)) for case, record in found)
-    return Line(label, tuple((x, y) for x, y in points if y is not None))
-
-
-def _filled(*lines: Line) -> tuple[Line, ...]:
-    return tuple(line for line in lines if line.points)
-
-
-def _of_peer(record: Record, name: str, field: str) -> Any:
-    return record["peers"].get(name, {}).get(field)
-
-
 # Speed over density
 
 
@@ -140,11 +117,13 @@ def speedups(found: Iterable[Record]) -> tuple[list[Panel], list[Record]]:
     """A panel for each block with at least two densities, largest first, of the shape that has most records; and what
     they show.
     """
-    plain = [(case, record) for case, record in _pairs(found, "spmm") if _plain(case)]
-    shapes = [_shape(case) for case, _ in plain]
+    rows = [record for record in rows_of(found, "spmm") if _plain(records.case_of(record))]
+    shapes = [_shape(record) for record in rows]
+    rows = [record for record, shape in zip(rows, shapes, strict=True) if shape == statistics.mode(shapes)]
     by_block: dict[int, list[tuple[SpmmCase, Record]]] = defaultdict(list)
-    for (case, record), shape in zip(plain, shapes, strict=True):
-        if shape == statistics.mode(shapes) and _over_dense(record, record) is not None:
+    for record in rows:
+        case: SpmmCase = records.case_of(record)
+        if _peer_ms(record, *TABLES["spmm"].dense) is not None:
             by_block[case.block[0]].append((case, record))
     several = {block: each for block, each in sorted(by_block.items(), reverse=True) if len(each) > 1}
     if not several:
@@ -161,32 +140,33 @@ def _plain(case: SpmmCase) -> bool:
     return case.form == A_AT_B and case.pattern == "uniform" and case.block[0] == case.block[1]
 
 
-def _shape(case: SpmmCase) -> tuple[str, str]:
+def _shape(record: Record) -> tuple[str, str]:
+    case: SpmmCase = records.case_of(record)
     return case.shape_name, case.dtype
 
 
-def _over_dense(record: Record, of: Record | None) -> float | None:
-    """The time of the dense peer over that of a kernel or a peer."""
-    dense = (record["peers"][name] for name in TABLES["spmm"].dense if name in record["peers"])
-    return next((each["ms"]["median"] / of["ms"]["median"] for each in dense if of), None)
-
-
 def _speedup(block: int, rows: Sequence[tuple[SpmmCase, Record]], x: Axis) -> Panel:
-    def line(label: str, of: Callable[[Record], Record | None]) -> Line:
-        made = _line(label, rows, lambda case: case.density, lambda record: _over_dense(record, of(record)))
-        points = tuple(sorted(made.points, reverse=True))
-        return Line(label, points, f"{points[-1][1]:.1f}×" if points else "")
+    def line(label: str, time: Callable[[Record], float | None]) -> Line:
+        points = []
+        for case, record in rows:
+            dense, own = _peer_ms(record, *TABLES["spmm"].dense), time(record)
+            if dense is not None and own is not None:
+                points.append((case.density, dense / own))
+        points.sort(reverse=True)
+        return Line(label, tuple(points), f"{points[-1][1]:.1f}×" if points else "")
 
-    ends = x.ticks[0][0], x.ticks[-1][0]
     lines = (
-        line(OURS, lambda record: record),
-        line("torch.sparse", lambda record: record["peers"].get("torch_sparse")),
+        line(OURS, lambda record: record["ms"]["median"]),
+        line("torch.sparse", lambda record: _peer_ms(record, "torch_sparse")),
+    )
+    ends = x.ticks[0][0], x.ticks[-1][0]
+    bounds = (
         Line("1/density", tuple((end, 1 / end) for end in ends)),
         Line("dense", tuple((end, 1.0) for end in ends)),
     )
     ticks = tuple((2.0**power, f"{2.0**power:g}×") for power in range(-6, 9))
     y = Axis("speedup over dense", ticks, (0.5, 40.0))
-    return Panel(f"Block {block}", x, y, _filled(*lines), labelled=False)
+    return Panel(f"Block {block}", x, y, _filled(*lines, *bounds), labelled=False)
 
 
 def _alike(panels: Sequence[Panel]) -> list[Panel]:
@@ -197,14 +177,22 @@ def _alike(panels: Sequence[Panel]) -> list[Panel]:
     return [*shown[:-1], replace(shown[-1], labelled=True)]
 
 
+def _peer_ms(record: Record, *names: str) -> float | None:
+    """Milliseconds of the first of these peers that was measured."""
+    return next((record["peers"][name]["ms"]["median"] for name in names if name in record["peers"]), None)
+
+
+def _filled(*lines: Line) -> tuple[Line, ...]:
+    return tuple(line for line in lines if line.points)
+
+
 def density(found: Sequence[Record]) -> Picture | None:
     """Speedup over density, a panel for each block."""
     panels, rows = speedups(found)
     if not panels:
         return None
     question = "How much faster than dense is A @ B?"
-    about = _shape(records.case_of(rows[0]))
-    return Picture(question, (1080, 380), tuple(_alike(panels)), _note(rows, *about))
+    return Picture(question, (1080, 380), tuple(_alike(panels)), _note(rows, *_shape(rows[0])))
 
 
 # Attention
@@ -212,30 +200,28 @@ def density(found: Sequence[Record]) -> Picture | None:
 
 def _lengths(cases: Iterable[AttentionCase]) -> Axis:
     ticks = sorted({case.q_len for case in cases})
-    texts = tuple((tick, length_name(tick)) for tick in ticks)
-    return Axis("tokens", texts, (ticks[0] / 1.3, ticks[-1] * 1.3))
+    return Axis(
+        "tokens", tuple((tick, length_name(tick)) for tick in ticks), (ticks[0] / 1.3, ticks[-1] * 1.3)
+    )
 
 
 def _curve(
-    found: Iterable[Record], place: Callable[[AttentionCase], float], line: Callable[[AttentionCase], Any]
+    rows: Iterable[Record], member: Callable[[AttentionCase], bool], line: Callable[[AttentionCase], Any]
 ) -> list[tuple[AttentionCase, Record]]:
-    """The largest group of square cases that have a place on a curve and are equal in `line`, by their places; [] for
-    fewer than two.
-    """
+    """The largest group of records of `member` cases that are equal in `line`."""
     groups: dict[Any, list[tuple[AttentionCase, Record]]] = defaultdict(list)
-    for case, record in _pairs(found, "attention"):
-        if case.q_len == case.kv_len and place(case):
+    for record in rows:
+        case: AttentionCase = records.case_of(record)
+        if case.q_len == case.kv_len and member(case):
             groups[line(case)].append((case, record))
-    largest = max(groups.values(), key=len, default=[])
-    return sorted(largest, key=lambda pair: place(pair[0])) if len(largest) > 1 else []
+    return max(groups.values(), key=len, default=[])
 
 
 def _over_length(
-    found: Iterable[Record], member: Callable[[AttentionCase], bool]
+    rows: Iterable[Record], member: Callable[[AttentionCase], bool]
 ) -> list[tuple[AttentionCase, Record]]:
-    return _curve(
-        found, lambda case: case.q_len * member(case), lambda case: replace(case, q_len=1, kv_len=1)
-    )
+    found = _curve(rows, member, lambda case: replace(case, q_len=1, kv_len=1))
+    return sorted(found, key=lambda pair: pair[0].q_len)
 
 
 def _stored(case: AttentionCase) -> float:
@@ -251,13 +237,19 @@ def _rates(
     peers: Mapping[str, str],
 ) -> Panel:
     """Useful TFLOPS of the kernel and of peers that compute the same mask."""
-    ours = _line(OURS, found, at, lambda record: record["tflops"]["useful"])
+
+    def line(label: str, rate: Callable[[Record], float | None]) -> Line:
+        points = ((at(case), rate(record)) for case, record in found)
+        return Line(label, tuple((x, y) for x, y in points if y is not None))
+
+    ours = line(OURS, lambda record: record["tflops"]["useful"])
     others = (
-        _line(label, found, at, lambda record, name=name: _of_peer(record, name, "tflops"))
+        line(label, lambda record, name=name: record["peers"].get(name, {}).get("tflops"))
         for name, label in peers.items()
     )
-    ticks = tuple((tick, str(tick)) for tick in range(0, 801, 200))
-    y = Axis("useful TFLOPS", ticks, (0.0, 800.0), log=False)
+    y = Axis(
+        "useful TFLOPS", tuple((tick, str(tick)) for tick in range(0, 801, 200)), (0.0, 800.0), log=False
+    )
     return Panel(title, x, y, _filled(ours, *others), labelled=False)
 
 
@@ -267,14 +259,15 @@ def _about(case: AttentionCase) -> str:
 
 def _length_panel(rows: Sequence[Record], mask: str, title: str, peers: Mapping[str, str]) -> Panel | None:
     found = _over_length(rows, lambda case: case.mask == mask and case.block == (128, 128))
-    if not found:
+    if len(found) < 2:
         return None
     return _rates(title, _lengths(case for case, _ in found), found, lambda case: case.q_len, peers)
 
 
 def _share_panel(rows: Sequence[Record]) -> Panel | None:
-    found = _curve(rows, _stored, lambda case: replace(case, mask=EIGHTH))[::-1]
-    if not found:
+    found = _curve(rows, lambda case: _stored(case) > 0, lambda case: replace(case, mask=EIGHTH))
+    found.sort(key=lambda pair: -_stored(pair[0]))
+    if len(found) < 2:
         return None
     title = f"{length_name(found[0][0].q_len)} tokens, random blocks"
     return _rates(title, _shares(_stored(case) for case, _ in found), found, _stored, SPARSE_PEERS)
@@ -282,22 +275,21 @@ def _share_panel(rows: Sequence[Record]) -> Panel | None:
 
 def attention(found: Sequence[Record]) -> Picture | None:
     """Rates over the length and over the share of blocks, beside peers."""
-    over_length = [_length_panel(found, *each) for each in (CAUSAL, RANDOM)]
-    panels = [each for each in (*over_length, _share_panel(found)) if each is not None]
+    rows = rows_of(found, "attention")
+    over_length = [_length_panel(rows, *each) for each in (CAUSAL, RANDOM)]
+    panels = [each for each in (*over_length, _share_panel(rows)) if each is not None]
     if not panels:
         return None
     panels[-1] = replace(panels[-1], labelled=True)
     question = "How fast is attention over the length and over the share of blocks?"
-    rows = rows_of(found, "attention")
     return Picture(question, (1080, 380), tuple(panels), _note(rows, _about(records.case_of(rows[0]))))
 
 
 def memory(found: Sequence[Record]) -> Picture | None:
     """Memory of a call under a window over the length."""
-    pairs = _over_length(found, lambda case: case.mask.startswith("window:"))
-    if not pairs:
+    pairs = _over_length(rows_of(found, "attention"), lambda case: case.mask.startswith("window:"))
+    if len(pairs) < 2:
         return None
-    cases = [case for case, _ in pairs]
 
     def extra(label: str, of: Callable[[Record], float | None]) -> Line:
         sizes = [(case.q_len, (of(record) or 0) * case.operand_bytes / MEGABYTE) for case, record in pairs]
@@ -305,15 +297,16 @@ def memory(found: Sequence[Record]) -> Picture | None:
 
     lines = (
         extra(OURS, lambda record: record["memory"]),
-        extra(FLEX, lambda record: _of_peer(record, "flex", "memory")),
-        Line("q, k, v, output", tuple((case.q_len, case.operand_bytes / MEGABYTE) for case in cases)),
-        Line("bool mask", tuple((case.q_len, case.q_len * case.kv_len / MEGABYTE) for case in cases)),
+        extra(FLEX, lambda record: record["peers"].get("flex", {}).get("memory")),
+        Line("q, k, v, output", tuple((c.q_len, c.operand_bytes / MEGABYTE) for c, _ in pairs)),
+        Line("bool mask", tuple((c.q_len, c.q_len * c.kv_len / MEGABYTE) for c, _ in pairs)),
     )
-    sizes = [size for line in lines for _, size in line.points]
-    ticks = ((10.0**power, _megabytes(10.0**power)) for power in range(-2, 7))
-    y = Axis("of one call, beyond q, k, v and the output", tuple(ticks), (min(sizes) / 2, 2 * max(sizes)))
-    panel = Panel("Memory of attention", _lengths(cases), y, _filled(*lines))
-    about = (cases[0].mask_text.words, _about(cases[0]), "dashed lines are computed")
+    low = min(point[1] for line in lines for point in line.points)
+    ticks = [(10.0**power, _megabytes(10.0**power)) for power in range(-2, 7)]
+    high = 2 * max(point[1] for line in lines for point in line.points)
+    y = Axis("of one call, beyond q, k, v and the output", tuple(ticks), (low / 2, high))
+    panel = Panel("Memory of attention", _lengths(case for case, _ in pairs), y, _filled(*lines))
+    about = (pairs[0][0].mask_text.words, _about(pairs[0][0]), "dashed lines are computed")
     question = "How much memory does attention need over the length?"
     return Picture(question, (760, 400), (panel,), _note([record for _, record in pairs], *about))
 
@@ -330,9 +323,10 @@ def host(found: Sequence[Record]) -> Picture | None:
     rows = [record for record in rows_of(found, "host") if TORCH in record["peers"]]
     if not rows:
         return None
+    places = [(float(len(rows) - index), record) for index, record in enumerate(rows)]
 
     def line(label: str, ms: Callable[[Record], float]) -> Line:
-        return Line(label, tuple((ms(record) * 1e3, float(len(rows) - at)) for at, record in enumerate(rows)))
+        return Line(label, tuple((ms(record) * 1e3, place) for place, record in places))
 
     lines = (
         line(OURS, lambda record: record["ms"]["median"]),
@@ -341,16 +335,16 @@ def host(found: Sequence[Record]) -> Picture | None:
     highest = max(point[0] for line in lines for point in line.points)
     ticks = tuple((float(tick), f"{tick} us") for tick in (10, 20, 50, 100, 200, 500, 1000))
     x = Axis("time of one call", ticks, (8.0, max(300.0, 1.3 * highest)))
-    names = tuple((float(len(rows) - at), _call_name(record)) for at, record in enumerate(rows))
+    names = tuple((place, _call_name(records.case_of(record))) for place, record in places)
     y = Axis("of a cached eager call, outside a CUDA graph", names, (0.3, len(rows) + 1.2), log=False)
     panel = Panel("Host time", x, y, lines, pairs=True)
     size = (860, 150 + 26 * len(rows))
     return Picture("How long does a call take on the host, beside torch?", size, (panel,), _note(rows))
 
 
-def _call_name(record: Record) -> str:
+def _call_name(case: HostCase) -> str:
     """The name without what rows share: "layer, 16 tokens, 4096 to 14336, block 128 25 %"."""
-    return case_name(record).replace(f" {record['case']['dtype']}", "")
+    return case.name.replace(f" {case.dtype}", "")
 
 
 # The front page
@@ -361,7 +355,7 @@ def front(found: Sequence[Record]) -> Picture | None:
     panels, rows = speedups(found)
     chosen = [each for each in panels if each.title in ("Block 128", "Block 32")]
     attended = rows_of(found, "attention")
-    panel = _length_panel(found, *RANDOM)
+    panel = _length_panel(attended, *RANDOM)
     if not chosen or panel is None:
         return None
     chosen = _alike([replace(each, title=f"A @ B, block {each.title.split()[-1]}") for each in chosen])

@@ -1,7 +1,7 @@
 """`sparsek bench NAME`, once its cases are known: measures, prints, writes records, charts and a page."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -213,17 +213,16 @@ Note = dict[str, Any]
 
 def notes_of(outcomes: Sequence[Outcome]) -> tuple[list[Note], list[Note]]:
     """Settings of peers, and who was left out and why: each thing once, with the cases that it holds for."""
-    notes: dict[tuple[str, str], list[str]] = defaultdict(list)
-    missing: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for outcome in outcomes:
-        for name, note in outcome.notes.items():
-            notes[name, note].append(outcome.case.name)
-        for name, reasons in outcome.unavailable.items():
-            missing[name, "; ".join(reasons)].append(outcome.case.name)
-    return (
-        [{"name": name, "note": note, "cases": cases} for (name, note), cases in notes.items()],
-        [{"name": name, "why": why, "cases": cases} for (name, why), cases in missing.items()],
-    )
+    notes = ((each, name, note) for each in outcomes for name, note in each.notes.items())
+    missing = ((each, name, "; ".join(why)) for each in outcomes for name, why in each.unavailable.items())
+    return _by_text("note", notes), _by_text("why", missing)
+
+
+def _by_text(field: str, found: Iterable[tuple[Outcome, str, str]]) -> list[Note]:
+    cases: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for outcome, *key in found:
+        cases[key[0], key[1]].append(outcome.case.name)
+    return [{"name": name, field: text, "cases": names} for (name, text), names in cases.items()]
 
 
 def _line(note: Note, count: int) -> str:

@@ -90,9 +90,9 @@ def test_a_mask_is_what_its_text_says(text: str) -> None:
     assert (said is None) == (text.split(":")[0] not in ("full", "causal", "window"))
     if said is not None:
         assert torch.equal(dense[0, 0], said)
-    if rule.kind.causal:
+    if rule.causal:
         assert not dense.triu(1).any()
-    if rule.kind.uniform:
+    if rule.uniform:
         assert mask.heads == 2
         assert (mask.full.counts == 2).all()
         assert not mask.partial_blocks
@@ -100,7 +100,7 @@ def test_a_mask_is_what_its_text_says(text: str) -> None:
 
 
 def test_every_kind_of_mask_is_tried_here() -> None:
-    assert {parse_mask(text).kind for text in TEXTS} == set(MASK_FORMS)
+    assert {parse_mask(text).form for text in TEXTS} == {each.form for each in MASK_FORMS}
 
 
 def test_a_random_mask_may_be_drawn_from_other_seeds() -> None:

@@ -108,8 +108,8 @@ class Bench:
     @property
     def options(self) -> tuple[Option, ...]:
         """The options of its cases."""
-        names = ", ".join(self.measures)
-        measure = [Option("measure", next(iter(self.measures)), f"{names}.")] if self.measures else []
+        help = f"{', '.join(self.measures)}."
+        measure = (Option("measure", name, help, fields=("measure",)) for name in [*self.measures][:1])
         of_case = (option_of(each) for each in fields(self.kinds[0]))  # pyright: ignore[reportArgumentType]
         return (*measure, *filter(None, of_case))
 

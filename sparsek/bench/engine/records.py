@@ -68,22 +68,19 @@ def faults(record: Any) -> list[str]:
     found += [f"field {name} is not part of a record" for name in record if name not in wanted]
     objects = ("case", "ms", "gate", "peers", "ratio", "env")
     found = found or [f"{name} is not an object" for name in objects if not isinstance(record[name], dict)]
-    return found or [*_case_faults(record, kind), *_faults(record, kind)]
-
-
-def _case_faults(record: Record, kind: type[Case]) -> list[str]:
-    of_case = tuple(field.name for field in fields(kind))  # pyright: ignore[reportArgumentType]
-    wrong = _object("case", record["case"], of_case, may_lack=kind.later)
-    if not wrong:
-        try:
-            case_of(record)
-        except (SparseKError, TypeError, ValueError, IndexError) as error:
-            wrong = [f"case: {error}"]
-    return wrong
+    return found or list(_faults(record, kind))
 
 
 def _faults(record: Record, kind: type[Case]) -> Iterator[str]:
     """The faults of a record that has every field, and objects where it should."""
+    of_case = tuple(field.name for field in fields(kind))  # pyright: ignore[reportArgumentType]
+    wrong = _object("case", record["case"], of_case, may_lack=kind.later)
+    try:
+        if not wrong:
+            case_of(record)
+    except (SparseKError, TypeError, ValueError, IndexError) as error:
+        wrong = [f"case: {error}"]
+    yield from wrong
     yield from _times_faults("ms", record["ms"])
     for name, keys in (("tflops", ("useful", "dense_equivalent")), ("roofline", ("bound_ms", "fraction"))):
         if kind.rated or record[name] is not None:

@@ -16,15 +16,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, fastest, first_line, setting_up
 from sparsek.core.clock import time_rounds
-from sparsek.core.dtypes import LOW, parse
-from sparsek.testing.budget import Gate
+from sparsek.core.dtypes import FP8
+from sparsek.testing.budget import Gate, judge
 
 # Ids from here on were refused by every version that was seen; get_max_alg_id knows up to 0.6.2, whose last is 37.
 IDS = 64
@@ -32,6 +32,8 @@ LAYOUTS = (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 # Rounding to bf16 gives 2e-3; a wrong product is off by more than its own size.
 WRONG = 1e-2
+# The library sums FP8 in fewer bits; results with a larger error get no time.
+LOOSE = 1e-2
 NOTHING = 1e9  # the error of NaN and Inf
 DEATHS = 8  # children
 SECONDS = 120.0
@@ -70,14 +72,10 @@ _FOUND: dict[tuple[Task, torch.device], dict[Way, dict[str, Any]]] = {}
 
 
 def usable(found: Mapping[Way, Mapping[str, Any]]) -> dict[Way, float]:
-    """Milliseconds of those that came back and were right, fastest first, without algorithms that were fatal in any
-    layout.
-    """
+    """Milliseconds of the right ones, fastest first, without algorithms that were fatal in any layout."""
     fatal = {way.alg_id for way, one in found.items() if one.get("fatal")}
-    right = (
-        way for way, one in found.items() if one.get("error", NOTHING) < WRONG and way.alg_id not in fatal
-    )
-    return dict(sorted(((way, found[way]["ms"]) for way in right), key=lambda pair: pair[1]))
+    right = {way: one["ms"] for way, one in found.items() if one.get("error", NOTHING) < WRONG}
+    return {way: right[way] for way in sorted(right, key=lambda way: right[way]) if way.alg_id not in fatal}
 
 
 def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> dict[Way, dict[str, Any]]:
@@ -179,50 +177,39 @@ def main(task: str, device: str, start: str) -> None:
 
 @dataclass(frozen=True)
 class CuSparseLt(Peer):
-    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C."""
+    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C.
 
-    # What the sides of A must be multiples of, and N.
-    STEPS: ClassVar[tuple[int, int]] = (16, 8)
+    In FP8: values without scales, C in bf16. Sets have `dense_factors`: A [m, k], dense, and B [k, n].
+    """
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons, (side, n) = super().why_not(case, device), self.STEPS
+        reasons = super().why_not(case, device)
+        # What the sides of A must be multiples of, and N.
+        side, n = (32, 16) if case.dtype in FP8.values() else (16, 8)
         if device.type == "cuda" and not torch.backends.cusparselt.is_available():
             reasons.append(f"torch {torch.__version__} was built without cuSPARSELt")
         if not case.whole:
             reasons.append("has 2:4 matrices without blocks only")
-        if not self.takes(case.dtype):
+        if _task(case).dtype not in DTYPES:
             reasons.append(f"not set up here for {case.dtype}")
         if case.m % side or case.k % side or case.n % n:
             reasons.append(f"needs sides of A that are multiples of {side} and N of {n}")
         return reasons
 
-    def takes(self, dtype: str) -> bool:
-        return parse(dtype) in LOW
-
-    def task(self, case: Any) -> Task:
-        return Task(case.m, case.k, case.n, case.dtype)
-
-    def factors(self, one: Any) -> tuple[Tensor, Tensor]:
-        """A [m, k] of a set, dense, and B [k, n]."""
-        return one.a.to_dense(), one.b_as_factor
-
-    def judge(self, one: Any, a: Tensor, b: Tensor, c: Tensor) -> Gate:
-        """Whether C [m, n] is the product of a set, whose factors are A and B."""
-        return one.judge(c.mT if one.is_linear else c)
-
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
-        right = ways_that_run(self.task(case), sets[0].a.device, tried)
-        factors = [self.factors(one) for one in sets]
+        right = ways_that_run(_task(case), sets[0].a.device, tried)
+        factors = [one.dense_factors for one in sets]
+        a, b = factors[0]
         with setting_up("cuSPARSELt"):
             # A is compressed, and B has its layout, before any time.
-            packed = [torch._cslt_compress(a) for a, _ in factors]
-            layouts = {layout: [laid(b, layout) for _, b in factors] for layout in ("row", "col")}
+            packed = [torch._cslt_compress(dense) for dense, _ in factors]
+            layouts = {layout: [laid(dense, layout) for _, dense in factors] for layout in ("row", "col")}
             candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
             for way in right:
                 pairs = zip(packed, layouts[way.b_layout], strict=True)
-                calls = tuple(partial(multiply, a, b, way) for a, b in pairs)
+                calls = tuple(partial(multiply, *pair, way) for pair in pairs)
                 try:
-                    accepted(self.judge(sets[0], *factors[0], calls[0]()), "cuSPARSELt")
+                    accepted(_judged(sets[0], a, b, calls[0]()), "cuSPARSELt")
                 except UnavailableError as error:
                     tried(f"{way}: {error}")
                 else:
@@ -231,6 +218,17 @@ class CuSparseLt(Peer):
                 raise UnavailableError("no way of cuSPARSELt is right on these operands")
             best = fastest("cuSPARSELt", candidates, sets[0].a.device, tried)
         return Ready(candidates[best], best)
+
+
+def _task(case: Any) -> Task:
+    return Task(case.m, case.k, case.n, "fp8" if case.dtype == "e4m3" else case.dtype)
+
+
+def _judged(one: Any, a: Tensor, b: Tensor, c: Tensor) -> Gate:
+    """Whether C [m, n] is the product of a set, whose dense factors are A and B; of FP8 that of the values."""
+    if b.dtype == DTYPES["fp8"]:
+        return judge(c, a.double() @ b.double(), LOOSE)
+    return one.judge(c.mT if one.is_linear else c)
 
 
 def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Way]:

@@ -1,11 +1,13 @@
 """Attention as a benchmark: its cases, their operands, its suites; also what a mask costs, host time included."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
 from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
-from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
+from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskForm, parse_mask
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import peak_bytes
@@ -32,6 +34,9 @@ from sparsek.ops.attention import attention, plan_attention
 from sparsek.plan.attention import AttentionPlan
 from sparsek.testing.attention_budget import ExpectedAttention, expected_attention
 from sparsek.testing.budget import Gate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Up to this many scores of one head a gate looks at every query, beyond at the first, the last and some random tiles.
 GATED_WHOLE = 2**26
@@ -194,8 +199,21 @@ class AttentionCase(Case):
         if self.heads % self.kv_heads:
             raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
 
+    @classmethod
+    def square(
+        cls,
+        mask: str,
+        kilo: int,
+        block: int = 128,
+        dim: int = 128,
+        heads: tuple[int, int] = (16, 16),
+        **more: Any,
+    ) -> Self:
+        """One of so many queries and keys, in 1024."""
+        return cls(1, heads[0], heads[1], kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), **more)
+
     @property
-    def mask_text(self) -> MaskText:
+    def mask_text(self) -> MaskForm:
         return parse_mask(self.mask)
 
     @property
@@ -367,18 +385,7 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
     return Gate(wrong / pairs, 0.0, wrong == 0)
 
 
-def _case(
-    mask: str,
-    kilo: int,
-    block: int = 128,
-    dim: int = 128,
-    heads: tuple[int, int] = (16, 16),
-    dtype: str = "bf16",
-    kind: Callable[..., AttentionCase] = AttentionCase,
-) -> AttentionCase:
-    return kind(1, *heads, kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), dtype)
-
-
+_case = AttentionCase.square
 HOPPER = ("hopper.attention_fwd",)
 BOTH = (*HOPPER, "portable.attention_fwd")
 EIGHTH = "blocks:0.125"
@@ -399,8 +406,8 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     *rows(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
     *rows(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
     *rows(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
-    *rows(HOPPER, _case("topk:32", 32, kind=NewMaskCase)),
-    *rows("auto", _case(LONG, 512, heads=(8, 8), kind=MaskBuildCase)),
+    *rows(HOPPER, NewMaskCase.square("topk:32", 32)),
+    *rows("auto", MaskBuildCase.square(LONG, 512, heads=(8, 8))),
 )
 # Rates over the length, and memory beside them: of one window up to the lengths of PUBLISHED.
 BY_LENGTH = rows(
@@ -412,8 +419,6 @@ BY_LENGTH = rows(
 # Rates over the share of blocks that a mask keeps.
 BY_DENSITY = rows(HOPPER, *(_case(f"blocks:{share:g}", 32) for share in (0.5, 0.25, 0.125, 0.0625)))
 SMALL = "--seq 1K --heads 2 --dim 64 --dtype fp32"
-USUAL = ("block 128", "16 heads", "D 128", "bf16")
-BESIDE = ("fa4", "flex", "cudnn_bsa")
 TABLE = Table(
     op="attention",
     title="attention",
@@ -424,8 +429,8 @@ TABLE = Table(
         "the mask is causal, else with every pair. Over a peer: its time over SparseK's. FlashAttention-4 runs on its "
         "own layout; FlexAttention with its default options, for blocks of 64 with tiles of 64."
     ),
-    beside=BESIDE,
-    usual=USUAL,
+    beside=("fa4", "flex", "cudnn_bsa"),
+    usual=("block 128", "16 heads", "D 128", "bf16"),
     kernels=HOPPER,
 )
 BENCH = Bench(

@@ -107,11 +107,6 @@ class HostCase(Case):
         return self.caches != ""
 
     @property
-    def on_wall(self) -> bool:
-        """Whether the time is from an idle GPU to an idle GPU: of layers, and of first calls."""
-        return self.call == LAYER or self.is_first
-
-    @property
     def trains(self) -> bool:
         """Whether gradients are computed."""
         return self.call.endswith("backward")
@@ -155,6 +150,8 @@ class HostCase(Case):
         if self.is_first:
             return _first_calls(self, device, min(rounds, FIRST_ROUNDS), report)
         report("operands")
+        # Of layers and of first calls, times are from an idle GPU to an idle GPU.
+        until_idle = self.call == LAYER
         made = CALLS[self.call](self, device)
         with torch.set_grad_enabled(self.trains):
             try:
@@ -168,8 +165,8 @@ class HostCase(Case):
                 {"ours": made.ours, TORCH: made.torchs},
                 device,
                 rounds * SAMPLES,
-                count=None if self.on_wall else (CALLS_BACKWARD if self.trains else CALLS_EACH),
-                until_idle=self.on_wall,
+                count=None if until_idle else (CALLS_BACKWARD if self.trains else CALLS_EACH),
+                until_idle=until_idle,
                 on_sample=seen.sample,
             )
         return _outcome(self, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
@@ -288,39 +285,32 @@ def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[st
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _spelt(times: Callable[[Record], Any]) -> Callable[[Record], str]:
-    """A cell of the median of these times, in seconds for first calls, else in microseconds."""
-
-    def cell(record: Record) -> str:
-        found = times(record)
-        if found is None:
-            return ""
-        ms, is_first = found["ms"]["median"], records.case_of(record).is_first
-        return f"{ms / 1e3:.3g} s" if is_first else f"{ms * 1e3:.1f} us"
-
-    return cell
+def _spelt(record: Record, ms: float | None) -> str:
+    """A time in seconds for first calls, else in microseconds; nothing for None."""
+    if ms is None:
+        return ""
+    return f"{ms / 1e3:.3g} s" if records.case_of(record).is_first else f"{ms * 1e3:.1f} us"
 
 
-def _limited(record: Record) -> float | None:
-    """What a bar limits: the time over torch's, or, of a first call, in seconds."""
-    ms, peer = record["ms"]["median"], record["peers"].get(TORCH)
-    if records.case_of(record).is_first:
-        return ms / 1e3
-    return None if peer is None else ms / peer["ms"]["median"]
+def _torch_ms(record: Record) -> float | None:
+    return record["peers"][TORCH]["ms"]["median"] if TORCH in record["peers"] else None
 
 
 def _over_torch(record: Record) -> str:
-    case, found = records.case_of(record), _limited(record)
-    if found is None or case.is_first:
+    case, torchs = records.case_of(record), _torch_ms(record)
+    if torchs is None or case.is_first:
         return ""
-    return f"{found:.2f}" if case.bar is None else judged(case.bar, found)[1]
+    ratio = record["ms"]["median"] / torchs
+    return f"{ratio:.2f}" if case.bar is None else judged(case.bar, ratio)[1]
 
 
 def _at_most(record: Record) -> str:
-    case, found = records.case_of(record), _limited(record)
-    if case.bar is None or found is None:
+    """The limit of the time over torch's, or, of a first call, of the seconds, and whether it is met."""
+    case, ms = records.case_of(record), record["ms"]["median"]
+    unit = 1e3 if case.is_first else _torch_ms(record)
+    if case.bar is None or unit is None:
         return ""
-    return f"{case.bar.must:g}{' s' if case.is_first else ''}, {case.bar.verdict(found)}"
+    return f"{case.bar.must:g}{' s' if case.is_first else ''}, {case.bar.verdict(ms / unit)}"
 
 
 SMALL = (1024, 1024, 1024)
@@ -373,8 +363,8 @@ TABLE = Table(
     dense=(TORCH,),
     columns=(
         CASE,
-        Column("time", _spelt(lambda record: record)),
-        Column("torch's time", _spelt(lambda record: record["peers"].get(TORCH))),
+        Column("time", lambda record: _spelt(record, record["ms"]["median"])),
+        Column("torch's time", lambda record: _spelt(record, _torch_ms(record))),
         Column("over torch's", _over_torch),
         Column("target, at most", _at_most),
     ),

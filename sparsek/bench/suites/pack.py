@@ -20,7 +20,7 @@ from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Bar, Call, Case, block_name, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Function
-from sparsek.bench.engine.several import Moved, Timed
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, target
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -109,7 +109,7 @@ class PackCase(Case):
         if kernel not in (None, name):
             raise Unsupported(self.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
         bound = self.moved / card_of(w.device).bandwidth
-        return Timed(name, partial(self.packed, w), Moved(self.moved), bound)
+        return Timed(name, partial(self.packed, w), self.moved, bound)
 
     def judge(self, w: Tensor, out: Any) -> Gate:
         """Whether `out` holds the values of w that it should, and nothing else."""

@@ -58,15 +58,10 @@ class BlocksCase(SidesCase):
     dtype: str = options.dtype()
 
     @property
-    def block_name(self) -> str:
-        """ "128" for square blocks, "512x112" for others."""
-        return block_name(self.block)
-
-    @property
     def name(self) -> str:
         """One short line: "8192³ block 128 12.5 % bf16"."""
         shown = "" if self.pattern == "uniform" else self.pattern
-        return f"{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
+        return f"{self.shape_name} {stored_name(block_name(self.block), self.density, shown, self.dtype)}"
 
 
 def check_24_sides(block: tuple[int, int]) -> None:
@@ -163,6 +158,11 @@ class ProductOperands(Operands):
     def b_as_factor(self) -> Any:
         """The right factor of the product with A on the left: x.T of a layer."""
         return self.b.mT if self.on_right else self.b
+
+    @property
+    def dense_factors(self) -> tuple[Tensor, Tensor]:
+        """A and the right factor, dense."""
+        return self.a.to_dense(), self.b_as_factor
 
     @property
     def pattern(self) -> BlockPattern | None:

@@ -21,6 +21,7 @@ from sparsek.kernels import KERNELS
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.spmm import SpmmPlan
+from sparsek.testing.budget import Gate
 
 STORAGE_OF = {name: storage for _, name, _, storage in KERNELS}
 HALF = 0.5
@@ -53,6 +54,9 @@ class StoryOperands(ProductOperands):
 
     def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         return self._of(plan.kernel).planned(plan)
+
+    def gate(self, plan: SpmmPlan) -> Gate:
+        return self._of(plan.kernel).gate(plan)
 
 
 @dataclass(frozen=True)
