@@ -82,7 +82,7 @@ def test_operand_sets_share_patterns_and_no_memory(case: Any) -> None:
         poison = bool(one.isnan().all())
         assert poison or torch.equal(one.float(), same.float())
         assert poison or not torch.equal(one.float(), other.float())
-    if isinstance(case, Semi24Case) and case.in_blocks:
+    if isinstance(case, Semi24Case) and case.block is not None:
         assert first.a.pattern is second.a.pattern
 
 
@@ -149,8 +149,9 @@ def test_products_of_lists_take_every_combination() -> None:
     assert [(case.n, case.block, case.density) for case in made] == [
         (n, *kind) for n in (64, 8) for kind in kinds
     ]
-    assert semi24.parse_blocks("none") is None
-    assert semi24.parse_blocks("128") == (128, 128)
+    (blocks,) = (each for each in semi24.BENCH.options if each.name == "block")
+    assert blocks.parse("none") is None
+    assert blocks.parse("128") == (128, 128)
     packs = BENCHES["pack"].cases(size | {"to": "semi24,bsr", "block": "16,32", "keep": "0.5"})
     assert [(case.to, case.block) for case in packs] == [
         ("semi24", None),

@@ -238,9 +238,8 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
     if case.caches == "filled":
         _drop_caches(call)
     worst = max(samples, key=lambda each: each["error"])
-    gate = passed(
-        case, case.module, Gate(worst["error"], worst["budget"], all(each["passed"] for each in samples))
-    )
+    right = all(each["passed"] for each in samples)
+    gate = passed(case, case.module, Gate(worst["error"], worst["budget"], right))
     times = Times.of([each["seconds"] * 1e3 for each in samples])
     return _outcome(case, gate, times, {}, device, seen)
 
@@ -262,23 +261,21 @@ def _bytecode() -> Path:
     """Where a process has left the bytecode of what first calls import."""
     folder = _folder()
     where = env.with_caches_in(folder, folder)
-    subprocess.run(
-        [sys.executable, "-c", IMPORTS], capture_output=True, timeout=CHILD_SECONDS, check=False, env=where
-    )
+    _child(["-c", IMPORTS], where)
     return folder
+
+
+def _child(given: Sequence[str], where: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *given]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False, env=where
+    )
 
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
     """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
-    command = [sys.executable, "-m", CHILD, json.dumps(case.as_record()), str(device)]
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=CHILD_SECONDS,
-        check=False,
-        env=env.with_caches_in(folder, _bytecode()),
-    )
+    given = ["-m", CHILD, json.dumps(case.as_record()), str(device)]
+    ran = _child(given, env.with_caches_in(folder, _bytecode()))
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
         raise GateError(f"{case.name}: the process failed: {last[:300]}")

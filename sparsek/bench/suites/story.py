@@ -63,11 +63,10 @@ class StoryOperands(ProductOperands):
 class StoryCase(SidesCase):
     """x [n, k] @ W.T for a W [m, k] that stores the share `stored` of its values, at most a half; blocks of `block`.
 
-    `in_blocks` is False: BSR is among the kernels, not a peer.
+    BSR is among the kernels, not a peer.
     """
 
     op: ClassVar[str] = "story"
-    in_blocks: ClassVar[bool] = False
 
     m: int = options.size("Rows of W")
     k: int = options.size("Columns of W")
