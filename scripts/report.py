@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sparsek.bench import charts
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records, report
-from sparsek.bench.engine.bench import FILES, TABLES, Record, table_of
+from sparsek.bench.engine.bench import TABLES, Record, table_of
 from sparsek.bench.engine.case import Case
 from sparsek.bench.engine.tables import MS, ROOF, SPEEDUP, USEFUL, mark, short_name
 from sparsek.bench.figures import rows_of
@@ -101,7 +102,8 @@ def section(page: str, name: str, path: str = "page") -> tuple[int, int]:
 
 def pages(root: Path, found: Sequence[Record]) -> dict[Path, str]:
     """The whole text of every page and file that holds something of the records, as it must be."""
-    made = {root / name: text for name, make in FILES.items() if (text := make(found))}
+    files = (each for bench in BENCHES.values() for each in bench.files.items())
+    made = {root / name: text for name, make in files if (text := make(found))}
     for page, name, text in blocks(found):
         path = root / page
         old = made.get(path) or _text(path)

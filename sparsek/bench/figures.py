@@ -155,18 +155,16 @@ def _speedup(block: int, rows: Sequence[tuple[SpmmCase, Record]], x: Axis) -> Pa
         points.sort(reverse=True)
         return Line(label, tuple(points), f"{points[-1][1]:.1f}×" if points else "")
 
+    ends = x.ticks[0][0], x.ticks[-1][0]
     lines = (
         line(OURS, lambda record: record["ms"]["median"]),
         line("torch.sparse", lambda record: _peer_ms(record, "torch_sparse")),
-    )
-    ends = x.ticks[0][0], x.ticks[-1][0]
-    bounds = (
         Line("1/density", tuple((end, 1 / end) for end in ends)),
         Line("dense", tuple((end, 1.0) for end in ends)),
     )
     ticks = tuple((2.0**power, f"{2.0**power:g}×") for power in range(-6, 9))
     y = Axis("speedup over dense", ticks, (0.5, 40.0))
-    return Panel(f"Block {block}", x, y, _filled(*lines, *bounds), labelled=False)
+    return Panel(f"Block {block}", x, y, _filled(*lines), labelled=False)
 
 
 def _alike(panels: Sequence[Panel]) -> list[Panel]:
@@ -200,9 +198,8 @@ def density(found: Sequence[Record]) -> Picture | None:
 
 def _lengths(cases: Iterable[AttentionCase]) -> Axis:
     ticks = sorted({case.q_len for case in cases})
-    return Axis(
-        "tokens", tuple((tick, length_name(tick)) for tick in ticks), (ticks[0] / 1.3, ticks[-1] * 1.3)
-    )
+    texts = tuple((tick, length_name(tick)) for tick in ticks)
+    return Axis("tokens", texts, (ticks[0] / 1.3, ticks[-1] * 1.3))
 
 
 def _curve(
@@ -247,9 +244,8 @@ def _rates(
         line(label, lambda record, name=name: record["peers"].get(name, {}).get("tflops"))
         for name, label in peers.items()
     )
-    y = Axis(
-        "useful TFLOPS", tuple((tick, str(tick)) for tick in range(0, 801, 200)), (0.0, 800.0), log=False
-    )
+    ticks = tuple((tick, str(tick)) for tick in range(0, 801, 200))
+    y = Axis("useful TFLOPS", ticks, (0.0, 800.0), log=False)
     return Panel(title, x, y, _filled(ours, *others), labelled=False)
 
 

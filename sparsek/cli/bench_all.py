@@ -10,7 +10,9 @@ import typer
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
-from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
+from sparsek.bench.engine.bench import BY_OP
+from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.everything import stale_rows, walk
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import Outcome
 from sparsek.cli.bench_run import Device, Html, Rounds, device_of, measured, notes_of, write_html
@@ -54,10 +56,11 @@ def everything(
     """
     home, screen = folder or Path(env.bench_records_dir()), console(stderr=json)
     if take is not None:
-        count = _sorted_in(records.read(take), home)
-        screen.print(f"{count} records put into {home}", soft_wrap=True)
+        taken = records.read(take)
+        _sorted_in(taken, home)
+        screen.print(f"{len(taken)} records put into {home}", soft_wrap=True)
         if json:
-            print_json({"taken": count, "records": home})
+            print_json({"taken": len(taken), "records": home})
         return
     names = list(BENCHES) if only is None else listed("only", only, str)
     benches = [named(BENCHES, name, "benchmark") for name in names]
@@ -65,7 +68,7 @@ def everything(
     if not listing:
         refuse_cpu(where)
     card = card_of(where).name
-    rows = rows_of(benches)
+    rows = [row for bench in benches for row in bench.rows]
     places = [path for path in (home / short_name(card), out) if path]
     found = _read(places)
     todo = rows if again else stale_rows(rows, found, where)
@@ -87,17 +90,15 @@ def everything(
     failed: list[dict[str, str]] = []
     outcomes: list[Outcome] = []
 
-    def measure(row: Row) -> None:
+    def measure(row: SuiteRow) -> None:
         # One row may fail in any way; those behind it are measured all the same.
-        outcome = measured(
-            row.entry, peers_named(row.bench.peers, None, where), where, rounds, any_error=True
-        )
-        if isinstance(outcome, str):
-            failed.append({"case": row.name, "why": outcome})
-        else:
+        peers = peers_named(BY_OP[row.case.op].peers, None, where)
+        outcome = measured(row, peers, where, rounds, any_error=True)
+        if isinstance(outcome, str) or not outcome.records:
+            why = outcome if isinstance(outcome, str) else "nothing was measured"
+            failed.append({"case": row.name, "why": why})
+        if not isinstance(outcome, str):
             outcomes.append(outcome)
-            if not outcome.records:
-                failed.append({"case": row.name, "why": "nothing was measured"})
             if out is not None:
                 records.append(out, outcome.records)
             else:
@@ -111,11 +112,8 @@ def everything(
     try:
         for done in walk(todo, measure, limit):
             count += 1
-            left = (
-                f"{done.rows_left} left, about {done.seconds_left / 60:.1f} min"
-                if done.rows_left
-                else "none left"
-            )
+            minutes = f"{done.rows_left} left, about {done.seconds_left / 60:.1f} min"
+            left = minutes if done.rows_left else "none left"
             screen.print(f"{count}/{len(todo)} {done.row.name}: {done.seconds:.1f} s; {left}", soft_wrap=True)
     finally:
         _, missing = notes_of(outcomes)
@@ -125,10 +123,10 @@ def everything(
             screen.print(line, style="dim", soft_wrap=True)
         rest = [row.name for row in todo[count:]]
         if rest:
-            screen.print(
-                f"stopped with {len(rest)} rows left, {rest[0]} first; run again to go on, --list names them",
-                soft_wrap=True,
+            stopped = (
+                f"stopped with {len(rest)} rows left, {rest[0]} first; run again to go on, --list names them"
             )
+            screen.print(stopped, soft_wrap=True)
     if json:
         new = [record for outcome in outcomes for record in outcome.records]
         print_json({**document, "measured": new, "failed": failed, "not_measured": missing, "left": rest})
@@ -149,14 +147,10 @@ def short_name(card: str) -> str:
     return short.lower().replace(" ", "_")
 
 
-def _sorted_in(found: Iterable[records.Record], home: Path) -> int:
-    """Appends each record to the file of its card and benchmark; how many there were."""
-    files = {op: bench.file for bench in BENCHES.values() for op in bench.schemas}
-    count = 0
+def _sorted_in(found: Iterable[records.Record], home: Path) -> None:
+    """Appends each record to the file of its card and benchmark."""
     for record in found:
-        records.append(home / short_name(record["env"]["gpu"]) / files[record["op"]], [record])
-        count += 1
-    return count
+        records.append(home / short_name(record["env"]["gpu"]) / BY_OP[record["op"]].file, [record])
 
 
 def refuse_cpu(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """`sparsek bench NAME`, once its cases are known: measures, prints, writes records, charts and a page."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from rich.table import Table as Screen
 
 from sparsek.bench import charts
 from sparsek.bench.engine import html, records
-from sparsek.bench.engine.bench import TABLES, Bench, Column, Table, table_of
+from sparsek.bench.engine.bench import Bench, Column, Table, table_of
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
@@ -61,7 +62,7 @@ def bench(
         rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
     chosen = peers_named(one.peers, names, where)
-    if where.type == "cpu" and one.small and not _sizes_in(one.small) & set(given):
+    if where.type == "cpu" and one.small and not set(given).intersection(_sizes(one)):
         why = f"suite {suite} needs a GPU" if suite else "sizes by default are a GPU's"
         raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {one.small}")
     outcomes, failed = _run(rows, chosen, where, rounds, out)
@@ -69,22 +70,13 @@ def bench(
     notes, missing = notes_of(outcomes)
     screen = console(stderr=json)
     if json:
-        print_json(
-            {
-                "benchmark": one.name,
-                "records": found,
-                "failed": failed,
-                "not_measured": missing,
-                "notes": notes,
-            }
-        )
+        document = {"benchmark": one.name, "records": found, "failed": failed}
+        print_json({**document, "not_measured": missing, "notes": notes})
     else:
-        by_table: dict[str, list[records.Record]] = {}
-        for record in found:
-            by_table.setdefault(table_of(record).op, []).append(record)
-        for each in by_table.values():
-            screen.print(_table(table_of(each[0]), each))
-        if any(measured_peers(each, TABLES[op]) for op, each in by_table.items()):
+        tables = {table_of(record).op: table_of(record) for record in found}
+        for table in tables.values():
+            screen.print(_table(table, [record for record in found if table_of(record) is table]))
+        if any(measured_peers(found, table) for table in tables.values()):
             screen.print(OVER_NOTE, style="dim")
         for note in (*notes, *missing):
             screen.print(_line(note, len(outcomes)), style="dim")
@@ -129,9 +121,9 @@ def given_of(context: typer.Context) -> list[str]:
     return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
 
 
-def _sizes_in(by_hand: str) -> set[str]:
-    """The names of the options, except of the dtype, which makes nothing small."""
-    return {part[2:] for part in by_hand.split() if part.startswith("--")} - {"dtype"}
+def _sizes(one: Bench) -> set[str]:
+    """The options of its small sizes, but for the dtype, which makes nothing small."""
+    return {part[2:] for part in one.small.split() if part.startswith("--")} - {"dtype"}
 
 
 def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
@@ -200,17 +192,19 @@ def _table(of: Table, found: Sequence[records.Record]) -> Screen:
 def _columns(of: Table, found: Sequence[records.Record]) -> Iterator[Column]:
     """Those of a screen: the page's, with the kernel, and with every peer that was measured."""
 
-    def of_table(column: Column) -> Column:
-        """Its cells of the table's own records."""
-        return Column(column.heading, lambda r: column.cell(r) if r["op"] == of.op else "", column.text)
+    def name(record: records.Record) -> str:
+        return case_name(record) + ("" if record["op"] == of.op else f" ({record['op']})")
 
-    yield Column(
-        "case", lambda r: case_name(r) if r["op"] == of.op else f"{case_name(r)} ({r['op']})", text=True
-    )
-    yield Column("kernel", lambda r: r["kernel"], text=True)
-    yield from (column if column is MS else of_table(column) for column in of.columns if column is not CASE)
-    for name in measured_peers(found, of):
-        column = over(name, of)
+    yield Column("case", name, text=True)
+    yield Column("kernel", lambda record: record["kernel"], text=True)
+    for column in of.columns:
+        if column is MS:
+            yield MS
+        elif column is not CASE:  # the others are of the table's own records
+            cell = lambda record, column=column: column.cell(record) if record["op"] == of.op else ""  # noqa: E731
+            yield Column(column.heading, cell, column.text)
+    for peer in measured_peers(found, of):
+        column = over(peer, of)
         yield Column(column.heading.replace(".", " "), column.cell)
 
 
@@ -219,17 +213,16 @@ Note = dict[str, Any]
 
 def notes_of(outcomes: Sequence[Outcome]) -> tuple[list[Note], list[Note]]:
     """Settings of peers, and who was left out and why: each thing once, with the cases that it holds for."""
-    notes: dict[tuple[str, str], list[str]] = {}
-    missing: dict[tuple[str, str], list[str]] = {}
-    for outcome in outcomes:
-        for name, note in outcome.notes.items():
-            notes.setdefault((name, note), []).append(outcome.case.name)
-        for name, reasons in outcome.unavailable.items():
-            missing.setdefault((name, "; ".join(reasons)), []).append(outcome.case.name)
-    return (
-        [{"name": name, "note": note, "cases": cases} for (name, note), cases in notes.items()],
-        [{"name": name, "why": why, "cases": cases} for (name, why), cases in missing.items()],
-    )
+    notes = ((each, name, note) for each in outcomes for name, note in each.notes.items())
+    missing = ((each, name, "; ".join(why)) for each in outcomes for name, why in each.unavailable.items())
+    return _by_text("note", notes), _by_text("why", missing)
+
+
+def _by_text(field: str, found: Iterable[tuple[Outcome, str, str]]) -> list[Note]:
+    cases: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for outcome, *key in found:
+        cases[key[0], key[1]].append(outcome.case.name)
+    return [{"name": name, field: text, "cases": names} for (name, text), names in cases.items()]
 
 
 def _line(note: Note, count: int) -> str:

@@ -181,13 +181,15 @@ def test_one_wrong_gradient_fails_the_gate(case: AttentionGradCase) -> None:
 
 @BOTH
 def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: AttentionGradCase) -> None:
-    """Memory of every result's size was poisoned right before."""
+    """A run right before the judged one leaves NaN in memory of every result's size."""
     (one, *_) = replace(case, v_dim=16).operands(CPU)
-    shapes: list[Any] = []
-    monkeypatch.setattr(case_module, "poisoned", lambda shape, *rest: shapes.append(shape))
+    spoilt: list[Any] = []
+    real = case_module.spoil
+    monkeypatch.setattr(case_module, "spoil", lambda results: (real(results), spoilt.extend(results)))
     plan = one.plan(KERNELS[case.op])
     assert one.gate(plan).passed
-    assert sorted(shapes) == sorted(tuple(x.shape) for x in one.planned(plan)())
+    assert [x.shape for x in spoilt] == [x.shape for x in one.planned(plan)()]
+    assert all(x.isnan().all() for x in spoilt)
 
 
 @BOTH

@@ -55,9 +55,9 @@ def test_all_peers_and_kernels_share_the_rounds_of_a_record(case: AttentionCase)
 def test_a_mask_and_a_new_mask_every_call_are_timed() -> None:
     device = torch.device("cuda", 0)
     for outcome in (
-        attention.run_mask_build(CASES[2], device=device, rounds=3),
-        attention.run_new_mask(
-            AttentionCase(1, 4, 4, 1024, 1024, 128, 128, "topk:2"), device=device, rounds=3
+        attention.MaskBuildCase.from_record(CASES[2].as_record()).run(device=device, rounds=3),
+        attention.NewMaskCase(1, 4, 4, 1024, 1024, 128, 128, "topk:2").run(
+            kernels=("auto",), device=device, rounds=3, report=print
         ),
     ):
         (record,) = outcome.records

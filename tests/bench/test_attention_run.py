@@ -10,7 +10,7 @@ from sparsek.bench.engine import records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Ready, peers_named
 from sparsek.bench.suites import attention
-from sparsek.bench.suites.attention import PEERS, AttentionCase
+from sparsek.bench.suites.attention import PEERS, AttentionCase, MaskBuildCase, NewMaskCase
 from sparsek.core import wall
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
@@ -22,6 +22,11 @@ SMALL = AttentionCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64)
 KERNEL = ("cpu.attention",)
 
 
+def like(kind: type[AttentionCase], mask: str) -> AttentionCase:
+    """SMALL as a case of that class, with another mask."""
+    return kind.from_record(SMALL.as_record() | {"mask": mask})
+
+
 def measured(entry: SuiteRow, rounds: int = 2) -> records.Record:
     """The one record of an entry, on the CPU."""
     outcome = run.measure(
@@ -29,8 +34,8 @@ def measured(entry: SuiteRow, rounds: int = 2) -> records.Record:
     )
     (record,) = outcome.records
     assert records.faults(record) == []
-    assert list(record) == list(records.fields_of(entry.op))
-    assert record["op"] == entry.op
+    assert list(record) == list(records.fields_of(entry.case.op))
+    assert record["op"] == entry.case.op
     assert record["case"] == entry.case.as_record()
     return record
 
@@ -53,7 +58,7 @@ def test_a_run_gives_well_formed_records_with_the_dense_peer() -> None:
 
 def test_a_new_mask_every_call_is_compared_with_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wall, "CALLS", 2)
-    record = measured(SuiteRow(replace(SMALL, mask="topk:2"), KERNEL, "attention_new_mask"))
+    record = measured(SuiteRow(like(NewMaskCase, "topk:2"), KERNEL))
     alone = record["peers"][attention.ALONE]["ms"]["median"]
     assert record["ratio"][attention.ALONE] == pytest.approx(alone / record["ms"]["median"], abs=1e-3)
 
@@ -73,7 +78,7 @@ def test_every_call_with_a_new_mask_builds_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_mask_build_is_held_to_the_rule_of_its_name() -> None:
-    record = measured(SuiteRow(SMALL, op="mask_build"))
+    record = measured(SuiteRow(like(MaskBuildCase, SMALL.mask)))
     assert record["kernel"] == "mask.structured"
     assert record["gate"] == {"error": 0.0, "budget": 0.0, "passed": True}
     other = replace(SMALL, mask="window:99+sinks:10").mask_maker(CPU)()
@@ -90,7 +95,7 @@ def test_a_mask_is_checked_where_its_queries_stand(q_len: int, kv_len: int) -> N
 
 def test_a_random_mask_has_no_build_that_could_be_checked() -> None:
     with pytest.raises(InvalidInput, match="'topk:2' is no rule of positions"):
-        attention.run_mask_build(replace(SMALL, mask="topk:2"), device=CPU)
+        like(MaskBuildCase, "topk:2").run(device=CPU, rounds=2)
 
 
 def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +118,8 @@ def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.Monke
     assert (seen[1][0], seen[1][-1]) == (0, 31)
 
 
-@pytest.mark.parametrize("op", ["attention", "attention_new_mask"])
-def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+@pytest.mark.parametrize("kind", [AttentionCase, NewMaskCase])
+def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, kind: type[AttentionCase]) -> None:
     wrong = Gate(1.0, 0.5, False)
     monkeypatch.setattr(ExpectedAttention, "judge", lambda *args: wrong)
     monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
@@ -122,7 +127,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, op: str) -
         attention, "wall_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel")
     )
     with pytest.raises(run.GateError, match="exceeds the budget"):
-        measured(SuiteRow(replace(SMALL, mask="causal"), KERNEL, op))
+        measured(SuiteRow(like(kind, "causal"), KERNEL))
 
 
 def test_the_densest_peer_that_is_not_too_long_heats_the_card() -> None:

@@ -18,7 +18,6 @@ from sparsek.bench.peers.cusparselt import (
     LAYOUTS,
     WAYS,
     Task,
-    Tried,
     Way,
     attempts,
     listen,
@@ -136,9 +135,9 @@ def test_a_fatal_algorithm_is_left_alone_in_every_layout(monkeypatch: pytest.Mon
     found = probe(TASK, torch.device("cuda:0"), reported.append)
     assert starts == [0, 8]
     assert reported == ["cuSPARSELt: algorithm 1, B by rows, C by cols is fatal"]
-    (fatal,) = [tried for tried in found if tried.fatal]
-    assert (fatal.way, fatal.why) == (WAYS[5], "illegal instruction")
-    assert [tried.way for tried in usable(found)] == [WAYS[1], WAYS[0]]
+    fatal = {way: one["why"] for way, one in found.items() if one.get("fatal")}
+    assert fatal == {WAYS[5]: "illegal instruction"}
+    assert list(usable(found)) == [WAYS[1], WAYS[0]]
 
 
 def test_a_child_without_an_answer_ends_the_trying_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +154,9 @@ def found(monkeypatch: pytest.MonkeyPatch, library: list[dict[str, Any]]) -> lis
     """A child process that found some ways to be right, one of them by mistake; the tasks it was given."""
     asked: list[Task] = []
 
-    def ways(task: Task, device: torch.device, report: Any) -> list[Tried]:
+    def ways(task: Task, device: torch.device, report: Any) -> dict[Way, Any]:
         asked.append(task)
-        return [Tried(way, ms=1.0, error=1e-3) for way in (ROWS, TURNED, Way(5, "col", "row"))]
+        return {way: {"ms": 1.0, "error": 1e-3} for way in (ROWS, TURNED, Way(5, "col", "row"))}
 
     monkeypatch.setattr(cusparselt, "probe", ways)
     monkeypatch.setattr(cusparselt, "_FOUND", {})
@@ -194,7 +193,8 @@ def test_fp8_is_judged_without_scales(found: list[Task]) -> None:
     assert found == [Task(64, 96, 32, "fp8")]
     for one, call in zip(sets, ready.calls, strict=True):
         c: Any = call()
-        exact = one.dense_values().double() @ one.x.values.mT.double()
+        a, b = one.dense_factors
+        exact = a.double() @ b.double()
         assert c.dtype == torch.bfloat16
         assert (c.double() - exact).norm() < 5e-3 * exact.norm()
 

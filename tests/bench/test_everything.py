@@ -11,8 +11,9 @@ from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import everything, records
 from sparsek.bench.engine.bench import TABLES
 from sparsek.bench.engine.case import SuiteRow
-from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
+from sparsek.bench.engine.everything import stale_rows, walk
 from sparsek.bench.suites.linear import LinearCase
+from sparsek.bench.suites.sddmm import SddmmCase
 from sparsek.bench.suites.spmm import SpmmCase
 
 CPU = torch.device("cpu")
@@ -21,10 +22,19 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 Make = Callable[..., records.Record]
 
 
-def rows(*kernels: str) -> list[Row]:
-    suite = tuple(SuiteRow(case, kernels or ("auto",)) for case in SMALL)
-    bench = replace(BENCHES["spmm"], suites={"small": suite}, slowest=4.0)
-    return rows_of([bench])
+ROWS = [row for bench in BENCHES.values() for row in bench.rows]
+
+
+def rows(*kernels: str) -> list[SuiteRow]:
+    return [SuiteRow(case, kernels or ("auto",)) for case in SMALL]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of an operation is taken to last 4 seconds, of SDDMM 9."""
+    for op, seconds in (("spmm", 4.0), ("sddmm", 9.0)):
+        changed = replace(BENCHES[op], slowest=seconds)
+        monkeypatch.setattr(everything, "BY_OP", {**everything.BY_OP, op: changed})
 
 
 @pytest.fixture
@@ -35,15 +45,15 @@ def here(make_record: Make) -> Make:
 
 
 def test_every_table_and_every_record_belongs_to_a_row() -> None:
-    known = {(row.entry.op, row.entry.case) for row in rows_of(BENCHES.values())}
-    published = {(entry.op, entry.case) for table in TABLES.values() for entry in table.suite}
+    known = {row.case for row in ROWS}
+    published = {entry.case for table in TABLES.values() for entry in table.suite}
     assert published <= known
-    measured = {(record["op"], records.case_of(record)) for record in records.read(RESULTS)}
+    measured = {records.case_of(record) for record in records.read(RESULTS)}
     assert measured <= known
 
 
 def test_no_two_benchmarks_share_a_row_or_a_file() -> None:
-    listed = [(row.entry.op, row.entry.case) for row in rows_of(BENCHES.values())]
+    listed = [row.case for row in ROWS]
     assert len(set(listed)) == len(listed)
     assert len({bench.file for bench in BENCHES.values()}) == len(BENCHES)
 
@@ -87,14 +97,14 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def spend(self, seconds: float) -> Callable[[Row], None]:
-        def measure(row: Row) -> None:
+    def spend(self, seconds: float) -> Callable[[SuiteRow], None]:
+        def measure(row: SuiteRow) -> None:
             self.now += seconds
 
         return measure
 
 
-def test_each_step_says_what_is_left() -> None:
+def test_each_step_says_what_is_left(slow: None) -> None:
     clock = Clock()
     done = list(walk(rows(), clock.spend(4.0), clock=clock))
     assert [(each.seconds, each.rows_left, each.seconds_left) for each in done] == [
@@ -105,26 +115,26 @@ def test_each_step_says_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(("limit", "count"), [(0.0, 1), (7.9, 1), (8.0, 2), (11.9, 2), (12.0, 3), (None, 3)])
-def test_the_walk_stops_before_its_limit(limit: float | None, count: int) -> None:
+def test_the_walk_stops_before_its_limit(slow: None, limit: float | None, count: int) -> None:
     clock = Clock()
     assert len(list(walk(rows(), clock.spend(4.0), limit, clock))) == count
 
 
 @pytest.mark.parametrize(("limit", "count"), [(23.9, 1), (24.0, 2), (29.9, 2), (30.0, 3)])
-def test_a_row_may_take_as_long_as_the_longest_of_its_op(limit: float, count: int) -> None:
+def test_a_row_may_take_as_long_as_the_longest_of_its_op(slow: None, limit: float, count: int) -> None:
     """What the first row compiles and imports is no longer to be done; 4 seconds are the benchmark's `slowest`."""
     clock = Clock()
     spent = iter((20.0, 5.0, 2.0))
 
-    def measure(row: Row) -> None:
+    def measure(row: SuiteRow) -> None:
         clock.now += next(spent)
 
     assert len(list(walk(rows(), measure, limit, clock))) == count
 
 
-def test_ops_have_limits_of_their_own() -> None:
+def test_ops_have_limits_of_their_own(slow: None) -> None:
     clock = Clock()
     first, *_ = rows()
-    other = Row(replace(first.bench, slowest=9.0), SuiteRow(SMALL[0], op="sddmm"))
+    other = SuiteRow(SddmmCase(64, 96, 32, (32, 32), 0.5))
     assert len(list(walk([first, first, other], clock.spend(2.0), 12.9, clock))) == 2
     assert len(list(walk([first, first, other], clock.spend(2.0), 13.0, clock))) == 3

@@ -97,7 +97,7 @@ def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch, few: None)
     wrong = Pair(lambda: None, lambda: None, lambda out: Gate(1.0, 0.5, False))
     monkeypatch.setitem(host.CALLS, "A @ B", lambda case, device: wrong)
     with pytest.raises(GateError, match="A @ B"):
-        host.run_host_time(SMALL[0], device=CPU, rounds=1)
+        SMALL[0].run(device=CPU, rounds=1)
 
 
 def test_first_calls_are_made_in_processes_with_caches_of_their_own(
@@ -116,16 +116,16 @@ def test_first_calls_are_made_in_processes_with_caches_of_their_own(
 
     monkeypatch.setattr(host, "_in_a_process", process)
     empty = HostCase("A @ B", (64, 96, 32), block=(32, 32), caches="empty")
-    (first,) = host.run_host_time(empty, device=CPU, rounds=7).records
+    (first,) = empty.run(device=CPU, rounds=7).records
     assert first["ms"] == {"median": 2000.0, "min": 1000.0, "max": 3000.0, "rounds": 2}
     assert first["peers"] == {}
     filled = HostCase("A @ B", (64, 96, 32), block=(32, 32), caches="filled")
-    (again,) = host.run_host_time(filled, device=CPU, rounds=7).records
+    (again,) = filled.run(device=CPU, rounds=7).records
     assert again["ms"]["median"] == pytest.approx(300.0)
     # The last process with empty caches has filled them.
     assert [used for _, used in folders] == [False, False, True, True]
     assert len({folder for folder, _ in folders}) == 2
-    (alone,) = host.run_host_time(filled, device=CPU, rounds=7).records
+    (alone,) = filled.run(device=CPU, rounds=7).records
     assert alone["ms"]["median"] == pytest.approx(700.0)
     assert [used for _, used in folders[4:]] == [False, True, True]
     assert len({folder for folder, _ in folders}) == 3
@@ -134,7 +134,7 @@ def test_first_calls_are_made_in_processes_with_caches_of_their_own(
 
 def test_a_first_call_runs_in_a_fresh_process() -> None:
     case = HostCase("A @ B", (64, 96, 32), block=(32, 32), dtype="fp32", caches="empty")
-    (record,) = host.run_host_time(case, device=CPU, rounds=1).records
+    (record,) = case.run(device=CPU, rounds=1).records
     assert records.faults(record) == []
     assert 0 < record["ms"]["median"] < 6e4
 

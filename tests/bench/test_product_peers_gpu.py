@@ -8,9 +8,8 @@ import torch
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
-from sparsek.bench.engine.graph import captured
 from sparsek.bench.engine.peer import peers_named
-from sparsek.bench.engine.run import run_case
+from sparsek.bench.engine.run import captured, run_case
 from sparsek.bench.peers.torch_sparse import SAMPLED
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase

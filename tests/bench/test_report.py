@@ -94,7 +94,7 @@ def test_attention_has_its_own_table(make_record: Make, attention_record: Record
 
 @pytest.mark.parametrize("op", TABLES)
 def test_rows_follow_the_suite(make_record: Make, op: str) -> None:
-    cases = [entry.case for entry in TABLES[op].suite if entry.op == op]
+    cases = [entry.case for entry in TABLES[op].suite if entry.case.op == op]
     found = [make_record(case) for case in dict.fromkeys(cases)]
     assert report.ordered(reversed(found), TABLES[op]) == found
 

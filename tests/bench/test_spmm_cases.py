@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sparsek.bench.benches import BENCHES
+from sparsek.bench.engine.case import block_name
 from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
 from sparsek.core.errors import InvalidInput
 from sparsek.core.written import named, parse_block
@@ -21,8 +22,8 @@ def test_names_are_short_and_tell_cases_apart() -> None:
         SpmmCase(64, 32, 16, (32, 16), 1.0, "banded", "fp16").name == "64×32×16 block 32x16 100 % banded fp16"
     )
     assert SpmmCase(64, 32, 16, (16, 16), 0.5, form="B@A.T").name == "B @ A.T 64×32×16 block 16 50 % bf16"
-    named = {(entry.case, entry.op): entry.case.name for entries in SUITES.values() for entry in entries}
-    assert len({(name, op) for (_, op), name in named.items()}) == len(named)
+    cases = {entry.case for entries in SUITES.values() for entry in entries}
+    assert len({case.name for case in cases}) == len(cases)
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -33,14 +34,16 @@ def test_every_suite_case_survives_a_record(name: str) -> None:
 
 def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     cases = {
-        (entry.case.block_name, round(entry.case.density, 4), entry.case.pattern)
+        (block_name(entry.case.block), round(entry.case.density, 4), entry.case.pattern)
         for entry in SUITES["blocks"]
     }
     wanted = {("128", density, "uniform") for density in (0.5, 0.25, 0.125, 0.0625)}
     wanted |= {(block, 0.125, "uniform") for block in ("64", "32", "16")}
     wanted |= {("512x112", round(16 / 74, 4), "uniform"), ("128", 0.125, "powerlaw"), ("64", 0.25, "uniform")}
     assert wanted <= cases
-    portable = {entry.case.block_name for entry in SUITES["blocks"] if "portable.spmm" in entry.kernels}
+    portable = {
+        block_name(entry.case.block) for entry in SUITES["blocks"] if "portable.spmm" in entry.kernels
+    }
     assert portable == {"128", "64", "32"}
 
 
@@ -79,7 +82,9 @@ def test_every_form_is_the_product_it_is_named_after(form: str) -> None:
 
 
 def test_blocks_of_512x112_are_compared_with_as_many_values_in_blocks_of_128() -> None:
-    cases = {entry.case.block_name: entry.case for entry in SUITES["blocks"] if entry.case.density > 0.2}
+    cases = {
+        block_name(entry.case.block): entry.case for entry in SUITES["blocks"] if entry.case.density > 0.2
+    }
     odd = cases["512x112"]
     rows, columns = 8192 // 512, -(-8192 // 112)
     each = round(odd.density * columns)

@@ -1,12 +1,14 @@
 """A benchmark as data: what is measured, next to whom, what its records hold and how tables show them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
-from sparsek.bench.engine.case import Case, Schema, SuiteRow
+from sparsek.bench.engine.case import Case, SuiteRow
 from sparsek.bench.engine.options import Option, check_choice, combined, option_of
 from sparsek.bench.engine.peer import Peer
 
@@ -55,13 +57,13 @@ class Table:
     @property
     def suite(self) -> tuple[SuiteRow, ...]:
         """The rows of the benchmark's suites that belong here."""
-        return tuple(row for row in BY_OP[self.op].rows if row.case.op == self.op)
+        return tuple(row for row in BY_OP[self.op].rows if self.op in (row.case.op, row.case.table))
 
     @property
     def command(self) -> str:
         """The command for its records, with the first suite that has such rows: "spmm --suite blocks"."""
         bench = BY_OP[self.op]
-        named = (name for name, rows in bench.suites.items() if any(row.case.op == self.op for row in rows))
+        named = (name for name, rows in bench.suites.items() if set(rows).intersection(self.suite))
         return f"{bench.name} --suite {next(named)}"
 
 
@@ -69,18 +71,17 @@ class Table:
 class Bench:
     """One benchmark: its command, options, tables, pictures, gate and profile follow from it.
 
-    `name`: of its command, "attention-backward". `suites`: named rows. `schemas`: what its records hold, by their `op`.
-    `measures`: classes of cases by the option --measure; without them, the class of the first schema is measured. The
-    fields of that class are the other options. `small`: options of sizes for a CPU, which suites and sizes by default
-    would keep busy for hours; "" where these are small. `kernels`: the help of --kernel; "" without this option.
-    `whole`: the suite that is measured where no options are given; "" for the case of the options' defaults.
-    `slowest`: seconds that a row took at most on an H200 with empty caches. `files`: the text of files beside the pages
-    that show records, by path.
+    `name`: of its command, "attention-backward". `suites`: named rows. `kinds`: its classes of cases. `measures`: those
+    by the option --measure; without them, the first of `kinds` is measured. Its fields are the other options.
+    `small`: options of sizes for a CPU, which suites and sizes by default would keep busy for hours; "" where these are
+    small. `kernels`: the help of --kernel; "" without this option. `whole`: the suite that is measured where no options
+    are given; "" for the case of the options' defaults. `slowest`: seconds that a row took at most on an H200 with
+    empty caches. `files`: the text of files beside the pages that show records, by path.
     """
 
     name: str
     suites: Mapping[str, tuple[SuiteRow, ...]]
-    schemas: Mapping[str, Schema]
+    kinds: tuple[type[Case], ...]
     tables: tuple[Table, ...]
     peers: tuple[Peer, ...] = ()
     measures: Mapping[str, Callable[..., Case]] = field(default_factory=dict)
@@ -99,59 +100,46 @@ class Bench:
     @property
     def rows(self) -> tuple[SuiteRow, ...]:
         """The rows of all suites: each case once, with all the kernels that any suite measures on it."""
-        kernels: dict[tuple[str, Any], dict[str, None]] = {}
+        kernels: dict[Case, dict[str, None]] = {}
         for row in (each for rows in self.suites.values() for each in rows):
-            kernels.setdefault((row.op, row.case), {}).update(dict.fromkeys(row.kernels))
-        return tuple(SuiteRow(case, tuple(names), op) for (op, case), names in kernels.items())
-
-    @property
-    def _case(self) -> type[Case]:
-        return next(iter(self.schemas.values())).case
+            kernels.setdefault(row.case, {}).update(dict.fromkeys(row.kernels))
+        return tuple(SuiteRow(case, tuple(names)) for case, names in kernels.items())
 
     @property
     def options(self) -> tuple[Option, ...]:
         """The options of its cases."""
-        names = ", ".join(self.measures)
-        measure = [Option("measure", next(iter(self.measures)), f"{names}.")] if self.measures else []
-        of_case = (option_of(each) for each in fields(self._case))  # pyright: ignore[reportArgumentType]
+        help = f"{', '.join(self.measures)}."
+        measure = (Option("measure", name, help, fields=("measure",)) for name in [*self.measures][:1])
+        of_case = (option_of(each) for each in fields(self.kinds[0]))  # pyright: ignore[reportArgumentType]
         return (*measure, *filter(None, of_case))
 
     def cases(self, given: Mapping[str, str | bool]) -> tuple[Any, ...]:
         """The cases of every combination of the given values of options."""
-        return combined(self._made if self.measures else self._case.of, self.options, given)
+        return combined(self._made if self.measures else self.kinds[0].of, self.options, given)
 
     def _made(self, *, measure: str, **fields: Any) -> Case:
         check_choice("measure", measure, self.measures)
         return self.measures[measure](**fields)
 
 
-class Listed(Mapping[str, Value], Generic[Value]):
+class Listed(UserDict[str, Value]):
     """The values of one kind of all benchmarks, by name; loaded at the first look-up."""
 
     def __init__(self, held: Callable[[Bench], Mapping[str, Value]]) -> None:
         self._held = held
 
     @cached_property
-    def _all(self) -> dict[str, Value]:
-        benches = import_module(LIST).BENCHES
-        return {name: value for each in benches.values() for name, value in self._held(each).items()}
-
-    def __getitem__(self, name: str) -> Value:
-        return self._all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
+    def data(self) -> dict[str, Value]:
+        every = (self._held(bench).items() for bench in import_module(LIST).BENCHES.values())
+        return dict(chain.from_iterable(every))
 
 
-OPS: Mapping[str, Schema] = Listed(lambda bench: bench.schemas)
-BY_OP: Mapping[str, Bench] = Listed(lambda bench: dict.fromkeys(bench.schemas, bench))
+OPS: Mapping[str, type[Case]] = Listed(lambda bench: {each.op: each for each in bench.kinds})
+BY_OP: Mapping[str, Bench] = Listed(lambda bench: {each.op: bench for each in bench.kinds})
 TABLES: Mapping[str, Table] = Listed(lambda bench: {table.op: table for table in bench.tables})
-FILES: Mapping[str, Callable[[Sequence[Record]], str]] = Listed(lambda bench: bench.files)
 
 
 def table_of(record: Record) -> Table:
     """The table that a record belongs to."""
-    return TABLES[OPS[record["op"]].case.op]
+    case = OPS[record["op"]]
+    return TABLES[case.table or case.op]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from sparsek.bench.engine.data import Draw, bytes_of, set_count
+from sparsek.bench.engine.data import Draw, bytes_of, set_count, spoil
 from sparsek.bench.engine.several import Timed
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.budget import Gate
-from sparsek.testing.poison import poisoned
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,17 +49,13 @@ class Operands:
             return plan.call
         return partial(plan, *self.given, **self.options)
 
-    def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
-        """Those of the tensors that a plan makes in the dtype of its first operand."""
-        return ()
-
     def gate(self, plan: Any) -> Gate:
-        """Runs the plan into poisoned memory and judges the result."""
-        # A caching allocator hands the memory of a dropped tensor to the next of its size: results begin as NaN.
-        for shape in self.shapes(plan):
-            poisoned(shape, self.given[0].dtype, self.given[0].device)
+        """Runs the plan into memory full of NaN and judges the result."""
+        call = self.planned(plan)
+        # A caching allocator hands the memory of a dropped tensor to the next of its size.
+        spoil(call())
         allowed = {"tf32": True} if getattr(plan.problem, "tf32", False) else {}
-        return self.judge(self.planned(plan)(), **allowed)
+        return self.judge(call(), **allowed)
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the result of this set."""
@@ -83,21 +78,17 @@ class Operands:
 class Call(Operands):
     """A set as data: `planner(*given, kernel=...)` plans it, `check(out)` judges a result.
 
-    `made`: the shapes of the tensors that a plan makes. `twin(seed)`: the same call on dense random data.
+    `twin(seed)`: the same call on dense random data.
     """
 
     given: tuple[Any, ...]
     planner: Callable[..., Any]
     check: Callable[..., Gate]
     useful_flops: float
-    made: tuple[tuple[int, ...], ...] = ()
     twin: Callable[[int], Callable[[], object]] | None = None
 
     def plan(self, kernel: str | None) -> Any:
         return self.planner(*self.given, kernel=kernel)
-
-    def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
-        return self.made
 
     def judge(self, out: Any, **allowed: bool) -> Gate:
         return self.check(out, **allowed)
@@ -109,13 +100,23 @@ class Call(Operands):
 class Case:
     """One frozen, comparable line of a suite: a frozen dataclass, whose fields are options of the command.
 
-    `op`: the operation, which is also the `op` of its records. `in_graph`: whether the calls of all sets, peers' too,
-    are captured in one CUDA graph, whose replays are timed. `name`: one short line that no other case has.
-    `dense_flops`: FLOPs of the same call with everything stored.
+    `op`: what is measured, which is also the `op` of its records. `table`: where these stand, if not in that of `op`.
+    `in_graph`: whether the calls of all sets, peers' too, are captured in one CUDA graph, whose replays are timed.
+    `rated`: records have rates. `extra` and `peer_extra`: their own fields and those of each peer, numbers or null.
+    `later`: fields of the case that older records lack; they mean the default. `sources`: what is timed beside the
+    kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed.
+    `name`: one short line that no other case has. `dense_flops`: FLOPs of the same call with everything stored.
     """
 
     op: ClassVar[str]
+    table: ClassVar[str] = ""
     in_graph: ClassVar[bool] = False
+    rated: ClassVar[bool] = True
+    extra: ClassVar[tuple[str, ...]] = ()
+    peer_extra: ClassVar[tuple[str, ...]] = ()
+    later: ClassVar[tuple[str, ...]] = ()
+    sources: ClassVar[tuple[str, ...]] = ()
+    rooms: ClassVar[tuple[str, ...]] = ()
     name: str
     dense_flops: float
     dtype: str
@@ -147,7 +148,7 @@ class Case:
     def sets(self, draw: Draw) -> Callable[[Draw], Operands]:
         """Draws what all sets share, and returns how one set is drawn. Random values are N(0, 1).
 
-        Raises InvalidInput where the records are measured in their own way, as `Schema.run` does it.
+        Raises InvalidInput where the records are measured in their own way.
         """
         raise InvalidInput(f"{self.op} is measured in its own way, on operands of its own")
 
@@ -163,6 +164,15 @@ class Case:
         count = set_count(card_of(device), bytes_of(vars(first).values()))
         return [first, *(at(index) for index in range(1, count))]
 
+    def run(self, **given: Any) -> Any:
+        """The outcome of a case that is measured in its own way; None: as `run_case` does it."""
+        return None
+
+    @classmethod
+    def below(cls, record: dict[str, Any]) -> str:
+        """The line that stands for a record under the table, if there is one."""
+        return ""
+
     def as_record(self) -> dict[str, Any]:
         """The `case` object of a record: the fields, tuples as lists."""
         fields = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
@@ -177,39 +187,16 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Schema:
-    """What the records of one `op` hold: their class of case, and which fields beside the common ones.
-
-    `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
-    `later`: fields of the case that older records lack; they mean the default of the class. `sources`: what is timed
-    beside the kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed.
-    `run`: measures a row instead of `run_case`. `below`: the line that stands for a record under the table.
-    """
-
-    case: type[Case]
-    rated: bool = True
-    extra: tuple[str, ...] = ()
-    peer_extra: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    rooms: tuple[str, ...] = ()
-    run: Callable[..., Any] | None = None
-    below: Callable[[dict[str, Any]], str] | None = None
-
-
-@dataclass(frozen=True)
 class SuiteRow:
-    """One line of a suite: a case, the kernels measured on it, and what is measured.
-
-    "auto" is the planner's choice. `op` is the `op` of the records; "" stands for the device time of the case.
-    """
+    """One line of a suite: a case, and the kernels measured on it; "auto" is the planner's choice."""
 
     case: Any
     kernels: tuple[str, ...] = ("auto",)
-    op: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "op", self.op or self.case.op)
+    @property
+    def name(self) -> str:
+        """What no other row has: "spmm: 8192³ block 128 12.5 % bf16"."""
+        return f"{self.case.op}: {self.case.name}"
 
 
 def rows(kernels: str | Sequence[str], *cases: Any) -> tuple[SuiteRow, ...]:

@@ -25,10 +25,20 @@ def set_count(card: Card, footprint: int) -> int:
     return max(2, min(MAX_SETS, math.ceil(CACHE_MULTIPLE * card.l2_bytes / max(1, footprint))))
 
 
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value, those inside matrices too."""
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def bytes_of(values: Iterable[Any]) -> int:
-    """Bytes of all tensors in these values, those inside matrices too."""
-    leaves = _pytree.tree_leaves(list(values))
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(each.nbytes for each in tensors(list(values)))
+
+
+def spoil(results: Any) -> None:
+    """Fills every float tensor with NaN."""
+    for each in tensors(results):
+        if each.is_floating_point():
+            each.detach().fill_(torch.nan)
 
 
 class Draw:

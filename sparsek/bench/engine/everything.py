@@ -8,60 +8,44 @@ from typing import NamedTuple
 import torch
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.bench import Bench
-from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.bench import BY_OP
+from sparsek.bench.engine.case import Case, SuiteRow
 
 # What must be the same for a record to stand.
 SAME = ("gpu", "torch", "triton", "cuda")
 
 
-class Row(NamedTuple):
-    """One entry of one benchmark."""
-
-    bench: Bench
-    entry: SuiteRow
-
-    @property
-    def name(self) -> str:
-        return f"{self.entry.op}: {self.entry.case.name}"
-
-
-def rows_of(benches: Iterable[Bench]) -> list[Row]:
-    """All rows, in the order of the benchmarks and their suites."""
-    return [Row(bench, entry) for bench in benches for entry in bench.rows]
-
-
-def stale_rows(rows: Iterable[Row], found: Iterable[records.Record], device: torch.device) -> list[Row]:
+def stale_rows(
+    rows: Iterable[SuiteRow], found: Iterable[records.Record], device: torch.device
+) -> list[SuiteRow]:
     """Those for which some kernel has no record of today's source, this card and these versions."""
     here = records.environment(device)
-    measured: dict[tuple[object, ...], dict[str, bool]] = defaultdict(dict)
+    measured: dict[Case, dict[str, bool]] = defaultdict(dict)
     for record in records.newest(each for each in found if each["env"]["gpu"] == here["gpu"]):
         same = all(record["env"][name] == here[name] for name in SAME)
-        key = record["op"], records.case_of(record)
-        measured[key][record["kernel"]] = same and records.is_fresh(record)
-    return [row for row in rows if not _is_fresh(row.entry, measured[row.entry.op, row.entry.case])]
+        measured[records.case_of(record)][record["kernel"]] = same and records.is_fresh(record)
+    return [row for row in rows if not _is_fresh(row.kernels, measured[row.case])]
 
 
-def _is_fresh(entry: SuiteRow, kernels: dict[str, bool]) -> bool:
-    """Whether every kernel of the entry is fresh; "auto" is whichever is not named beside it."""
-    named = [name for name in entry.kernels if name != "auto"]
-    free = [fresh for name, fresh in kernels.items() if name not in named]
-    autos = [any(free)] * (len(entry.kernels) - len(named))
-    return all([*autos, *(kernels.get(name, False) for name in named)])
+def _is_fresh(wanted: Sequence[str], kernels: dict[str, bool]) -> bool:
+    """Whether every wanted kernel is fresh; "auto" is whichever is not named beside it."""
+    named = [name for name in wanted if name != "auto"]
+    auto = any(fresh for name, fresh in kernels.items() if name not in named)
+    return all(auto if name == "auto" else kernels.get(name, False) for name in wanted)
 
 
 class Done(NamedTuple):
     """One row, done: how long it took, how many are left, and for how many seconds."""
 
-    row: Row
+    row: SuiteRow
     seconds: float
     rows_left: int
     seconds_left: float
 
 
 def walk(
-    rows: Sequence[Row],
-    measure: Callable[[Row], None],
+    rows: Sequence[SuiteRow],
+    measure: Callable[[SuiteRow], None],
     limit: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Done]:
@@ -72,8 +56,8 @@ def walk(
     begin = clock()
     took: dict[str, list[float]] = defaultdict(list)
     for at, row in enumerate(rows):
-        started, of_op = clock(), took[row.entry.op]
-        longest = max(of_op[1:], default=row.bench.slowest)
+        started, of_op = clock(), took[row.case.op]
+        longest = max(of_op[1:], default=BY_OP[row.case.op].slowest)
         if at and limit is not None and started - begin + longest > limit:
             return
         measure(row)

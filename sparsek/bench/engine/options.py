@@ -32,9 +32,7 @@ class Option:
 
     def filled(self, value: Any) -> dict[str, Any]:
         """The fields of a case that a value of this option fills."""
-        if len(self.fields) > 1:
-            return dict(zip(self.fields, value, strict=True))
-        return dict.fromkeys(self.fields or (self.name,), value)
+        return dict(zip(self.fields, value if len(self.fields) > 1 else (value,), strict=True))
 
     def values(self, given: str | bool) -> list[Any]:
         """The given values, parsed. Raises InvalidInput that names the option."""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from sparsek.bench.engine.case import Operands
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import SparseKError
-from sparsek.core.written import unknown
+from sparsek.core.written import named
 from sparsek.testing.budget import Gate
 
 
@@ -135,14 +136,11 @@ def setting_up(what: str = "") -> Iterator[None]:
 
 def peers_named(table: Iterable[Peer], names: Iterable[str] | None, device: torch.device) -> tuple[Peer, ...]:
     """The named peers in the table's order; None: those meant for the device. InvalidInput for others."""
-    known = tuple(table)
+    known = {peer.name: peer for peer in table}
     if names is None:
-        return tuple(peer for peer in known if peer.device in ("", device.type))
-    wanted = list(names)
-    for name in wanted:
-        if name not in (peer.name for peer in known):
-            raise unknown("peer", name, (peer.name for peer in known))
-    return tuple(peer for peer in known if peer.name in wanted)
+        return tuple(peer for peer in known.values() if peer.device in ("", device.type))
+    wanted = [named(known, name, "peer").name for name in names]
+    return tuple(peer for name, peer in known.items() if name in wanted)
 
 
 def first_line(error: BaseException) -> str:
@@ -153,11 +151,9 @@ def first_line(error: BaseException) -> str:
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """One callable that runs the given ones round-robin, so that successive calls touch different buffers."""
-    state = 0
+    turns = cycle((*calls[1:], *calls[:1]))
 
     def call() -> object:
-        nonlocal state
-        state = (state + 1) % len(calls)
-        return calls[state]()
+        return next(turns)()
 
     return call

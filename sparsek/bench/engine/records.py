@@ -33,7 +33,7 @@ import torch
 
 from sparsek.bench.engine import sensors
 from sparsek.bench.engine.bench import OPS, Record
-from sparsek.bench.engine.case import Schema
+from sparsek.bench.engine.case import Case
 from sparsek.core import files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
@@ -68,22 +68,19 @@ def faults(record: Any) -> list[str]:
     found += [f"field {name} is not part of a record" for name in record if name not in wanted]
     objects = ("case", "ms", "gate", "peers", "ratio", "env")
     found = found or [f"{name} is not an object" for name in objects if not isinstance(record[name], dict)]
-    return found or [*_case_faults(record, kind), *_faults(record, kind)]
+    return found or list(_faults(record, kind))
 
 
-def _case_faults(record: Record, kind: Schema) -> list[str]:
-    of_case = tuple(field.name for field in fields(kind.case))  # pyright: ignore[reportArgumentType]
-    wrong = _object("case", record["case"], of_case, may_lack=kind.later)
-    if not wrong:
-        try:
-            case_of(record)
-        except (SparseKError, TypeError, ValueError, IndexError) as error:
-            wrong = [f"case: {error}"]
-    return wrong
-
-
-def _faults(record: Record, kind: Schema) -> Iterator[str]:
+def _faults(record: Record, kind: type[Case]) -> Iterator[str]:
     """The faults of a record that has every field, and objects where it should."""
+    of_case = tuple(field.name for field in fields(kind))  # pyright: ignore[reportArgumentType]
+    wrong = _object("case", record["case"], of_case, may_lack=kind.later)
+    try:
+        if not wrong:
+            case_of(record)
+    except (SparseKError, TypeError, ValueError, IndexError) as error:
+        wrong = [f"case: {error}"]
+    yield from wrong
     yield from _times_faults("ms", record["ms"])
     for name, keys in (("tflops", ("useful", "dense_equivalent")), ("roofline", ("bound_ms", "fraction"))):
         if kind.rated or record[name] is not None:
@@ -150,7 +147,7 @@ def _not_numbers(
 
 def case_of(record: Mapping[str, Any]) -> Any:
     """The case of a well-formed record."""
-    return OPS[record["op"]].case.from_record(record["case"])
+    return OPS[record["op"]].from_record(record["case"])
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
@@ -192,10 +189,10 @@ def read(path: Path) -> list[Record]:
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """The newest record of every (op, case, kernel, card), in order of first appearance."""
+    """The newest record of every (case, kernel, card), in order of first appearance."""
     best: dict[tuple[Any, ...], Record] = {}
     for record in records:
-        key = (record["op"], case_of(record), record["kernel"], record["env"]["gpu"])
+        key = (case_of(record), record["kernel"], record["env"]["gpu"])
         if key not in best or _when(record) >= _when(best[key]):
             best[key] = record
     return list(best.values())

@@ -50,9 +50,8 @@ def markdown(found: Sequence[Record], op: str) -> str:
         line("---" if column.text else "---:" for column in columns),
     ]
     lines += [line(column.cell(record) for column in columns) for record in device_rows]
-    for below, record in ((OPS[record["op"]].below, record) for record in rows):
-        if below is not None:
-            lines += ["", below(record)]
+    for text in filter(None, (OPS[record["op"]].below(record) for record in rows)):
+        lines += ["", text]
     lines += ["", caption(device_rows, table)]
     return "\n".join(lines)
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.bench import OPS
 from sparsek.bench.engine.case import Case, Operands, SuiteRow
-from sparsek.bench.engine.graph import captured
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, first_line, rotating
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.core.clock import Times, time_rounds
@@ -65,6 +63,26 @@ class Turn:
         return Times(times.median / count, times.min / count, times.max / count, times.rounds)
 
 
+def captured(
+    calls: Sequence[Callable[[], Any]], device: torch.device
+) -> tuple[Callable[[], None], tuple[Any, ...]]:
+    """A replay of all calls, one after another, in one CUDA graph, and the result of each that it writes.
+
+    The calls run once before, on the stream of the capture: what they make on first use is there then.
+    Raises RuntimeError if one of them cannot be captured.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = tuple(call() for call in calls)
+    return graph.replay, results
+
+
 def measure(
     entry: SuiteRow,
     *,
@@ -75,8 +93,7 @@ def measure(
 ) -> Outcome:
     """The records of a row of a suite. Only device times have peers. Raises GateError for a wrong result."""
     given = {"kernels": entry.kernels, "rounds": rounds, "device": device, "report": report}
-    run = OPS[entry.op].run
-    return run_case(entry.case, peers=peers, **given) if run is None else run(entry.case, **given)
+    return entry.case.run(**given) or run_case(entry.case, peers=peers, **given)
 
 
 def run_case(
@@ -100,7 +117,7 @@ def run_case(
         return Outcome(case, (), {name: [why] for name in kernels}, {})
     report("data")
     sets = case.operands(device)
-    plans, gates, unavailable = _planned(case, kernels, sets, report)
+    plans, gates, unavailable = planned(case, kernels, sets, report)
     if not plans:
         return Outcome(case, (), unavailable, {})
     turns: dict[str, Turn] = {}
@@ -138,16 +155,22 @@ def run_case(
     def record(name: str) -> records.Record:
         plan, took = plans[name][0], times[f"kernel {name}"]
         more = rates(case, sets[0], plan, took, results) | sets[0].kernel_extra(name)
-        return record_of(case.op, case, plan, took, gates[name], device, seen, **more)
+        return record_of(case, plan, took, gates[name], device, seen, **more)
 
     notes = {name: peer.note for name, peer in ready.items() if peer.note}
     return Outcome(case, tuple(map(record, plans)), unavailable, notes)
 
 
-def _planned(
-    case: Case, kernels: Sequence[str], sets: Sequence[Operands], report: Callable[[str], None]
+def planned(
+    case: Case,
+    kernels: Sequence[str],
+    sets: Sequence[Operands],
+    report: Callable[[str], None],
+    gate: Callable[[Any], Gate] | None = None,
 ) -> tuple[dict[str, list[Any]], dict[str, Gate], dict[str, list[str]]]:
-    """The plans of each kernel for all sets and its gate, by name; and why other kernels have none."""
+    """The plans of each kernel for all sets and its gate, by name; and why other kernels have none. `gate`: unless it
+    is the first set's.
+    """
     plans: dict[str, list[Any]] = {}
     gates: dict[str, Gate] = {}
     unavailable: dict[str, list[str]] = {}
@@ -155,12 +178,12 @@ def _planned(
         try:
             made = [one.plan(None if wanted == "auto" else wanted) for one in sets]
         except Unsupported as error:
-            unavailable[wanted] = reasons(error, wanted)
+            unavailable[wanted] = error.reasons.get(wanted, [str(error)])
             continue
         name = made[0].kernel
         if name not in plans:
             report(f"{name}: gate")
-            plans[name], gates[name] = made, passed(case, name, sets[0].gate(made[0]))
+            plans[name], gates[name] = made, passed(case, name, (gate or sets[0].gate)(made[0]))
     return plans, gates, unavailable
 
 
@@ -188,26 +211,21 @@ def _heater(ready: Mapping[str, Ready]) -> str | None:
     return f"peer {max(dense, key=lambda name: dense[name])}" if dense else None
 
 
-def reasons(error: Unsupported, kernel: str) -> list[str]:
-    """Why a kernel, or "auto", cannot run."""
-    return error.reasons.get(kernel, [str(error)])
-
-
-def passed(case: Case, name: str, gate: Gate) -> Gate:
-    """The gate if it passed. Raises GateError otherwise."""
+def passed(case: Any, name: str, gate: Gate) -> Gate:
+    """The gate of a kernel on a case, if it passed. Raises GateError otherwise."""
     if not gate.passed:
         raise GateError(f"{name} on {case.name}: error {gate.error:.3e} exceeds the budget {gate.budget:.3e}")
     return gate
 
 
 def record_of(
-    op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device, seen: Sensors, **more: Any
+    case: Case, plan: Any, times: Times, gate: Gate, device: torch.device, seen: Sensors, **more: Any
 ) -> records.Record:
     """The record of a kernel, or of what stands in its place; `more` are fields of its own. Without them nothing is
     rated and no peer is beside it.
     """
     common = {
-        "op": op,
+        "op": case.op,
         "case": case.as_record(),
         "kernel": plan.kernel,
         "config": records.config_of(plan.config),
@@ -219,7 +237,7 @@ def record_of(
         "peers": {},
         "ratio": {},
         "env": records.environment(device, seen),
-        "source_hash": records.hash_of(op, plan.kernel),
+        "source_hash": records.hash_of(case.op, plan.kernel),
         "date": records.now(),
     }
     return common | more
@@ -233,7 +251,7 @@ def rates(
     """
     seconds = times.median / 1e3
     useful, moved = one.useful_flops / seconds / 1e12, plan.problem.compulsory_bytes
-    rated = OPS[case.op].rated
+    rated = case.rated
     equivalent = _digits(case.dense_flops / seconds / 1e12)
     return {
         "tflops": {"useful": _digits(useful), "dense_equivalent": equivalent} if rated else None,

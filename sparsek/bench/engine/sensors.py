@@ -1,10 +1,9 @@
 """Power and SM clock of a GPU while it is measured, as NVML gives them; nothing where NVML is missing."""
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,51 +13,32 @@ SM_CLOCK = 1  # NVML_CLOCK_SM
 FIELDS = ("watts", "sm_mhz")
 
 
-class Reading(NamedTuple):
-    """One sample. NVML's power is a mean over about a second, its clock the present one."""
-
-    watts: float
-    sm_mhz: float
-
-
 class Sensors:
-    """Samples of one device, to be taken while the GPU works and the host only waits: each takes the host a while."""
+    """Samples of one device, to be taken while the GPU works and the host only waits: each takes the host a while.
+
+    NVML's power is a mean over about a second, its clock the present one.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._read = reader(device)
-        self._samples: list[Reading] = []
+        self._nvml: Any = library() if device.type == "cuda" else None
+        self._handle = _handle(self._nvml, device) if self._nvml else None
+        self._samples: list[tuple[float, float]] = []
 
     def sample(self) -> None:
-        """Adds a reading, if there is one."""
-        found = self._read() if self._read else None
-        if found is not None:
-            self._samples.append(found)
+        """Adds watts and MHz, if they can be read."""
+        if self._handle is None:
+            return
+        milliwatts, megahertz = ctypes.c_uint(), ctypes.c_uint()
+        failed = self._nvml.nvmlDeviceGetPowerUsage(self._handle, ctypes.byref(milliwatts))
+        failed = failed or self._nvml.nvmlDeviceGetClockInfo(self._handle, SM_CLOCK, ctypes.byref(megahertz))
+        if not failed:
+            self._samples.append((milliwatts.value / 1e3, float(megahertz.value)))
 
     def means(self) -> dict[str, float | None]:
         """Mean watts and mean MHz of the samples; null without any."""
-        columns = zip(*self._samples, strict=True) if self._samples else [()] * len(FIELDS)
-        means = (round(fmean(column), 1) if column else None for column in columns)
+        columns = list(zip(*self._samples, strict=True)) or [None] * len(FIELDS)
+        means = (round(fmean(each), 1) if each else None for each in columns)
         return dict(zip(FIELDS, means, strict=True))
-
-
-def reader(device: torch.device) -> Callable[[], Reading | None] | None:
-    """Reads the sensors of a GPU, None where one cannot be read; None for a CPU, or where NVML is missing."""
-    if device.type != "cuda":
-        return None
-    nvml = library()
-    handle = None if nvml is None else _handle(nvml, device)
-    if nvml is None or handle is None:
-        return None
-
-    def read() -> Reading | None:
-        milliwatts, megahertz = ctypes.c_uint(), ctypes.c_uint()
-        if nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts)):
-            return None
-        if nvml.nvmlDeviceGetClockInfo(handle, SM_CLOCK, ctypes.byref(megahertz)):
-            return None
-        return Reading(milliwatts.value / 1e3, float(megahertz.value))
-
-    return read
 
 
 @cache

@@ -2,16 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparsek.plan.plan import Plan
 from sparsek.plan.sources import JOINED
-
-
-class Moved(NamedTuple):
-    """What a call has to read and write."""
-
-    compulsory_bytes: float
 
 
 @dataclass(frozen=True)
@@ -23,9 +17,14 @@ class Timed:
 
     kernel: str
     call: Callable[[], Any] = lambda: None
-    problem: Moved | None = None
+    compulsory_bytes: float = 0.0
     bound_seconds: float = 0.0
     plans: Mapping[str, Plan] | None = None
+
+    @property
+    def problem(self) -> "Timed":
+        """What has to be read and written."""
+        return self
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -35,5 +34,5 @@ class Timed:
 def several(plans: Mapping[str, Plan], call: Callable[[], Any]) -> Timed:
     """A call of these plans, each of which reads and writes by itself; its roofline is the sum of theirs."""
     kernel = JOINED.join(sorted({plan.kernel for plan in plans.values()}))
-    moved = Moved(sum(plan.problem.compulsory_bytes for plan in plans.values()))
+    moved = sum(plan.problem.compulsory_bytes for plan in plans.values())
     return Timed(kernel, call, moved, sum(plan.bound_seconds for plan in plans.values()), plans)

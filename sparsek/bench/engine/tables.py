@@ -51,11 +51,6 @@ def roof(record: Record) -> str:
     return f"{record['roofline']['fraction'] * 100:.0f} %"
 
 
-def number(field: str, show: Callable[[float], str]) -> Callable[[Record], str]:
-    """A number of the record as `show` writes it; nothing for null."""
-    return lambda record: "" if record[field] is None else show(record[field])
-
-
 def faster_than(*peers: str) -> Callable[[Record], str]:
     """Time of the first of these peers that was measured over the kernel's, from the same rounds: "7.67x"."""
 

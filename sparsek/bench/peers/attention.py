@@ -126,7 +126,7 @@ class DenseAttention(Attention):
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
-        if case.mask_text.kind.causal and case.q_len != case.kv_len:
+        if case.mask_text.causal and case.q_len != case.kv_len:
             reasons.append(
                 "torch's is_causal lines up the first query with the first key, not the last with the last"
             )
@@ -136,7 +136,7 @@ class DenseAttention(Attention):
         return reasons
 
     def attend(self, case: Any, one: Any) -> Attend:
-        options = {"is_causal": case.mask_text.kind.causal, "enable_gqa": case.heads != case.kv_heads}
+        options = {"is_causal": case.mask_text.causal, "enable_gqa": case.heads != case.kv_heads}
         call = partial(functional.scaled_dot_product_attention, **options)
         if not self.backend:
             return call
@@ -149,7 +149,7 @@ class DenseAttention(Attention):
         return chosen
 
     def counted(self, case: Any) -> tuple[str, float | None]:
-        causal = case.mask_text.kind.causal
+        causal = case.mask_text.causal
         return ("causal", case.causal_flops) if causal else ("every pair", case.dense_flops)
 
     def judged(self, case: Any) -> bool:
@@ -204,7 +204,7 @@ class Flash4(Attention):
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
-        form = case.mask_text.kind.form
+        form = case.mask_text.form
         if case.dtype not in LOW:
             reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
         if "sinks" in form:
@@ -228,7 +228,7 @@ class Flash4(Attention):
 
     def _options(self, case: Any, one: Any) -> dict[str, Any]:
         if not _by_lists(case):
-            causal = {"causal": True} if case.mask_text.kind.causal else {}
+            causal = {"causal": True} if case.mask_text.causal else {}
             # Its window counts the keys before the query, ours the query too.
             window = [(int(number) - 1, 0) for number in case.mask_text.numbers]
             return causal | ({"window_size": window[0]} if window else {})
@@ -245,7 +245,7 @@ class Flash4(Attention):
 
 def _by_lists(case: Any) -> bool:
     """Whether FlashAttention-4 needs lists of blocks for the mask; else its own arguments describe it."""
-    return case.mask not in DENSE_MASKS and not case.mask_text.kind.causal
+    return case.mask not in DENSE_MASKS and not case.mask_text.causal
 
 
 def _whole_blocks(count: Tensor, index: Tensor, case: Any) -> Any:
@@ -286,7 +286,7 @@ class CudnnBlocks(Peer):
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
         bq, bk = case.block
-        if not case.mask_text.kind.uniform or case.q_len % bq or case.kv_len % bk:
+        if not case.mask_text.uniform or case.q_len % bq or case.kv_len % bk:
             reasons.append(f"takes as many whole blocks in every row, which {case.mask_text.words} has not")
         if bq != bk:
             reasons.append(f"takes square blocks, not {block_name(case.block)}")

@@ -13,18 +13,18 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, fastest, first_line, setting_up
 from sparsek.core.clock import time_rounds
-from sparsek.core.dtypes import LOW, parse
-from sparsek.testing.budget import Gate
+from sparsek.core.dtypes import FP8
+from sparsek.testing.budget import Gate, judge
 
 # Ids from here on were refused by every version that was seen; get_max_alg_id knows up to 0.6.2, whose last is 37.
 IDS = 64
@@ -32,6 +32,8 @@ LAYOUTS = (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 # Rounding to bf16 gives 2e-3; a wrong product is off by more than its own size.
 WRONG = 1e-2
+# The library sums FP8 in fewer bits; results with a larger error get no time.
+LOOSE = 1e-2
 NOTHING = 1e9  # the error of NaN and Inf
 DEATHS = 8  # children
 SECONDS = 120.0
@@ -66,36 +68,21 @@ class Task(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What a way gave: milliseconds and relative error, or why not. `fatal`: the process did not survive it."""
-
-    way: Way
-    ms: float | None = None
-    error: float | None = None
-    why: str = ""
-    fatal: bool = False
-
-    @property
-    def right(self) -> bool:
-        """It came back, and its result is right."""
-        return self.ms is not None and self.error is not None and self.error < WRONG
+_FOUND: dict[tuple[Task, torch.device], dict[Way, dict[str, Any]]] = {}
 
 
-_FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
+def usable(found: Mapping[Way, Mapping[str, Any]]) -> dict[Way, float]:
+    """Milliseconds of the right ones, fastest first, without algorithms that were fatal in any layout."""
+    fatal = {way.alg_id for way, one in found.items() if one.get("fatal")}
+    right = {way: one["ms"] for way, one in found.items() if one.get("error", NOTHING) < WRONG}
+    return {way: right[way] for way in sorted(right, key=lambda way: right[way]) if way.alg_id not in fatal}
 
 
-def usable(found: Iterable[Tried]) -> list[Tried]:
-    """Those that came back and were right, fastest first, without algorithms that were fatal in any layout."""
-    tried = list(found)
-    fatal = {one.way.alg_id for one in tried if one.fatal}
-    right = (one for one in tried if one.right and one.way.alg_id not in fatal)
-    return sorted(right, key=lambda one: one.ms or math.inf)
-
-
-def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> list[Tried]:
-    """Every way of a task, tried in child processes on a GPU. What was not reached in time is left out."""
-    found: list[Tried] = []
+def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> dict[Way, dict[str, Any]]:
+    """Every way of a task, tried in child processes on a GPU, without those that were not reached in time: `ms` and the
+    relative `error`, or `why` not. `fatal`: the process did not survive it.
+    """
+    found: dict[Way, dict[str, Any]] = {}
     place = 0
     for _ in range(DEATHS):
         child = [sys.executable, "-m", __name__, json.dumps(task), str(device), str(place)]
@@ -103,11 +90,11 @@ def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> li
         for at, answer in answers.items():
             if answer is None:
                 report(f"cuSPARSELt: {WAYS[at]} is fatal")
-            found.append(Tried(WAYS[at], **(answer or {"why": why, "fatal": True})))
+            found[WAYS[at]] = answer or {"why": why, "fatal": True}
             # No other layout of an algorithm that is fatal in one.
             place = at + 1 if answer is not None else (at // len(LAYOUTS) + 1) * len(LAYOUTS)
         if not answers:
-            found.append(Tried(WAYS[place], why=why))
+            found[WAYS[place]] = {"why": why}
         if place >= len(WAYS) or not answers:
             break
     return found
@@ -190,50 +177,39 @@ def main(task: str, device: str, start: str) -> None:
 
 @dataclass(frozen=True)
 class CuSparseLt(Peer):
-    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C."""
+    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C.
 
-    # What the sides of A must be multiples of, and N.
-    STEPS: ClassVar[tuple[int, int]] = (16, 8)
+    In FP8: values without scales, C in bf16. Sets have `dense_factors`: A [m, k], dense, and B [k, n].
+    """
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons, (side, n) = super().why_not(case, device), self.STEPS
+        reasons = super().why_not(case, device)
+        # What the sides of A must be multiples of, and N.
+        side, n = (32, 16) if case.dtype in FP8.values() else (16, 8)
         if device.type == "cuda" and not torch.backends.cusparselt.is_available():
             reasons.append(f"torch {torch.__version__} was built without cuSPARSELt")
         if not case.whole:
             reasons.append("has 2:4 matrices without blocks only")
-        if not self.takes(case.dtype):
+        if _task(case).dtype not in DTYPES:
             reasons.append(f"not set up here for {case.dtype}")
         if case.m % side or case.k % side or case.n % n:
             reasons.append(f"needs sides of A that are multiples of {side} and N of {n}")
         return reasons
 
-    def takes(self, dtype: str) -> bool:
-        return parse(dtype) in LOW
-
-    def task(self, case: Any) -> Task:
-        return Task(case.m, case.k, case.n, case.dtype)
-
-    def factors(self, one: Any) -> tuple[Tensor, Tensor]:
-        """A [m, k] of a set, dense, and B [k, n]."""
-        return one.a.to_dense(), one.b_as_factor
-
-    def judge(self, one: Any, a: Tensor, b: Tensor, c: Tensor) -> Gate:
-        """Whether C [m, n] is the product of a set, whose factors are A and B."""
-        return one.judge(c.mT if one.is_linear else c)
-
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
-        right = ways_that_run(self.task(case), sets[0].a.device, tried)
-        factors = [self.factors(one) for one in sets]
+        right = ways_that_run(_task(case), sets[0].a.device, tried)
+        factors = [one.dense_factors for one in sets]
+        a, b = factors[0]
         with setting_up("cuSPARSELt"):
             # A is compressed, and B has its layout, before any time.
-            packed = [torch._cslt_compress(a) for a, _ in factors]
-            layouts = {layout: [laid(b, layout) for _, b in factors] for layout in ("row", "col")}
+            packed = [torch._cslt_compress(dense) for dense, _ in factors]
+            layouts = {layout: [laid(dense, layout) for _, dense in factors] for layout in ("row", "col")}
             candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
-            for way in (one.way for one in right[:BEST]):
+            for way in right:
                 pairs = zip(packed, layouts[way.b_layout], strict=True)
-                calls = tuple(partial(multiply, a, b, way) for a, b in pairs)
+                calls = tuple(partial(multiply, *pair, way) for pair in pairs)
                 try:
-                    accepted(self.judge(sets[0], *factors[0], calls[0]()), "cuSPARSELt")
+                    accepted(_judged(sets[0], a, b, calls[0]()), "cuSPARSELt")
                 except UnavailableError as error:
                     tried(f"{way}: {error}")
                 else:
@@ -244,8 +220,19 @@ class CuSparseLt(Peer):
         return Ready(candidates[best], best)
 
 
-def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Tried]:
-    """The ways to compute `task` that came back right in a child process, fastest first. UnavailableError for none.
+def _task(case: Any) -> Task:
+    return Task(case.m, case.k, case.n, "fp8" if case.dtype == "e4m3" else case.dtype)
+
+
+def _judged(one: Any, a: Tensor, b: Tensor, c: Tensor) -> Gate:
+    """Whether C [m, n] is the product of a set, whose dense factors are A and B; of FP8 that of the values."""
+    if b.dtype == DTYPES["fp8"]:
+        return judge(c, a.double() @ b.double(), LOOSE)
+    return one.judge(c.mT if one.is_linear else c)
+
+
+def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Way]:
+    """The ways to compute `task` that came back right in a child process fastest. UnavailableError for none.
 
     A task is tried once in the life of this process.
     """
@@ -254,13 +241,13 @@ def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]
         tried("cuSPARSELt: every algorithm in a process of its own")
         _FOUND[key] = probe(task, device, tried)
     found = _FOUND[key]
-    right = usable(found)
+    right = list(usable(found).items())[:BEST]
     if not right:
-        why = sorted({one.why for one in found if one.why})
+        why = sorted({one["why"] for one in found.values() if "why" in one})
         raise UnavailableError(f"none of {len(found)} ways of cuSPARSELt ran and was right: {'; '.join(why)}")
-    for one in right[:BEST]:
-        tried(f"cuSPARSELt {one.way}: {one.ms:.3f} ms")
-    return right
+    for way, ms in right:
+        tried(f"cuSPARSELt {way}: {ms:.3f} ms")
+    return [way for way, _ in right]
 
 
 if __name__ == "__main__":

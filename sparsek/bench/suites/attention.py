@@ -1,28 +1,30 @@
 """Attention as a benchmark: its cases, their operands, its suites; also what a mask costs, host time included."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Record, Table
-from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, block_name, length_name, rows
+from sparsek.bench.engine.case import Case, Operands, SuiteRow, block_name, length_name, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Peer, rotating
-from sparsek.bench.engine.run import Outcome, PeerResult, passed, rates, reasons, record_of
+from sparsek.bench.engine.run import Outcome, PeerResult, passed, planned, rates, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
 from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
-from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
+from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskForm, parse_mask
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import peak_bytes
 from sparsek.core.wall import wait, wall_rounds
 from sparsek.core.written import parse_block
@@ -32,6 +34,9 @@ from sparsek.ops.attention import attention, plan_attention
 from sparsek.plan.attention import AttentionPlan
 from sparsek.testing.attention_budget import ExpectedAttention, expected_attention
 from sparsek.testing.budget import Gate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Up to this many scores of one head a gate looks at every query, beyond at the first, the last and some random tiles.
 GATED_WHOLE = 2**26
@@ -75,8 +80,10 @@ class AttentionOperands(Operands):
     def given(self) -> tuple[Any, ...]:
         return self.q, self.k, self.v, self.mask
 
-    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
-        return [self.out_shape]
+    @property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what a call gives."""
+        return (self.out_shape,)
 
     def anew(self, kernel: str | None) -> Callable[[], object]:
         """A call that builds its mask, plans and runs."""
@@ -104,7 +111,7 @@ class AttentionOperands(Operands):
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
         """`memory`: the largest allocation of a call beyond its results, over the bytes of q, k, v and the output."""
         peak = peak_bytes(call, self.q.device)
-        own = sum(map(math.prod, self.shapes(None))) * self.q.element_size()
+        own = sum(map(math.prod, self.results)) * self.q.element_size()
         whole = math.prod(self.out_shape) * self.q.element_size()
         whole += sum(x.nbytes for x in (self.q, self.k, self.v))
         return {"memory": None if peak is None else round(max(0, peak - own) / whole, 6)}
@@ -153,6 +160,8 @@ class AttentionCase(Case):
     """
 
     op: ClassVar[str] = "attention"
+    extra: ClassVar[tuple[str, ...]] = ("memory",)
+    peer_extra: ClassVar[tuple[str, ...]] = ("memory",)
     passes: ClassVar[tuple[str, ...]] = ("forward",)
 
     batch: int = options.size("Batch sizes.", "1")
@@ -190,8 +199,21 @@ class AttentionCase(Case):
         if self.heads % self.kv_heads:
             raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
 
+    @classmethod
+    def square(
+        cls,
+        mask: str,
+        kilo: int,
+        block: int = 128,
+        dim: int = 128,
+        heads: tuple[int, int] = (16, 16),
+        **more: Any,
+    ) -> Self:
+        """One of so many queries and keys, in 1024."""
+        return cls(1, heads[0], heads[1], kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), **more)
+
     @property
-    def mask_text(self) -> MaskText:
+    def mask_text(self) -> MaskForm:
         return parse_mask(self.mask)
 
     @property
@@ -262,62 +284,84 @@ CHECKED_TILES = 16
 BUILDER = Timed("mask.structured")
 
 
-def run_new_mask(
-    case: AttentionCase,
-    *,
-    kernels: Sequence[str] = ("auto",),
-    device: torch.device,
-    rounds: int = 7,
-    report: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+class NewMaskCase(AttentionCase):
     """Calls that build a mask, plan and run, back to back on the stream, next to calls of ready plans.
 
     Every call's mask comes from scores of its own set. Both are wall-clock times, from an idle GPU to an idle GPU, so
     that they hold whatever the host does not hide. The ready plans are the record's peer "kernel_alone".
     """
-    report("masks of their own")
-    makers = (case.mask_maker(device, seed) for seed in range(10**6))
-    sets = [
-        replace(one, mask=make(), make=make) for one, make in zip(case.operands(device), makers, strict=False)
-    ]
-    made: list[Record] = []
-    unavailable: dict[str, list[str]] = {}
-    for name in kernels:
-        try:
-            plans = [one.plan(None if name == "auto" else name) for one in sets]
-        except Unsupported as error:
-            unavailable[name] = reasons(error, name)
-            continue
-        plan = plans[0]
-        gate = passed(case, plan.kernel, sets[0].judge(sets[0].anew(plan.kernel)()))
-        calls = {
-            "new": rotating([one.anew(plan.kernel) for one in sets]),
-            ALONE: rotating([one.planned(each) for one, each in zip(sets, plans, strict=True)]),
-        }
-        seen = Sensors(device)
-        times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
-        alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
-        more = rates(case, sets[0], plan, times["new"], {ALONE: alone})
-        made.append(record_of("attention_new_mask", case, plan, times["new"], gate, device, seen, **more))
-    return Outcome(case, tuple(made), unavailable, {})
+
+    op, table = "attention_new_mask", AttentionCase.op
+    extra = peer_extra = ()
+    sources = ("lang.launch", "mask.scored", "mask.lists")
+
+    def run(
+        self,
+        *,
+        kernels: Sequence[str],
+        device: torch.device,
+        rounds: int,
+        report: Callable[[str], None],
+        **_: Any,
+    ) -> Outcome:
+        report("masks of their own")
+        sets = []
+        for seed, one in enumerate(self.operands(device)):
+            make = self.mask_maker(device, seed)
+            sets.append(replace(one, mask=make(), make=make))
+        plans, gates, unavailable = planned(
+            self, kernels, sets, report, lambda plan: sets[0].judge(sets[0].anew(plan.kernel)())
+        )
+        made: list[Record] = []
+        for name, ready in plans.items():
+            calls = {
+                "new": rotating([one.anew(name) for one in sets]),
+                ALONE: rotating([one.planned(plan) for one, plan in zip(sets, ready, strict=True)]),
+            }
+            seen = Sensors(device)
+            times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
+            alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
+            more = rates(self, sets[0], ready[0], times["new"], {ALONE: alone})
+            made.append(record_of(self, ready[0], times["new"], gates[name], device, seen, **more))
+        return Outcome(self, tuple(made), unavailable, {})
+
+    @classmethod
+    def below(cls, record: Record) -> str:
+        ms, alone = record["ms"]["median"], record["peers"][ALONE]["ms"]["median"]
+        return (
+            f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
+            f"({short_name(record)}{mark(record)})."
+        )
 
 
-def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7, **_: Any) -> Outcome:
-    """Times building the mask of a case, each time until the GPU is idle again. Its gate compares query tiles with the
-    rule that the mask is named after: not one pair may be wrong.
-
-    Raises InvalidInput for a mask that is drawn at random, GateError for a wrong mask.
+class MaskBuildCase(AttentionCase):
+    """Building a mask, each time until the GPU is idle again. Its gate compares query tiles with the rule that the mask
+    is named after: not one pair may be wrong.
     """
-    make = case.mask_maker(device)
-    gate = passed(case, BUILDER.kernel, check_mask(case, make()))
 
-    def build() -> None:
-        make()
-        wait(device)
+    op, table = "mask_build", AttentionCase.op
+    rated = False
+    extra = peer_extra = ()
+    rooms = ("mask",)
 
-    seen = Sensors(device)
-    times = wall_rounds({"build": build}, device, rounds, on_sample=seen.sample)["build"]
-    return Outcome(case, (record_of("mask_build", case, BUILDER, times, gate, device, seen),), {}, {})
+    def run(self, *, device: torch.device, rounds: int, **_: Any) -> Outcome:
+        """Raises InvalidInput for a mask that is drawn at random, GateError for a wrong mask."""
+        make = self.mask_maker(device)
+        gate = passed(self, BUILDER.kernel, check_mask(self, make()))
+
+        def build() -> None:
+            make()
+            wait(device)
+
+        seen = Sensors(device)
+        times = wall_rounds({"": build}, device, rounds, on_sample=seen.sample)[""]
+        return Outcome(self, (record_of(self, BUILDER, times, gate, device, seen),), {}, {})
+
+    @classmethod
+    def below(cls, record: Record) -> str:
+        return (
+            f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
+        )
 
 
 def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
@@ -341,29 +385,7 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
     return Gate(wrong / pairs, 0.0, wrong == 0)
 
 
-def _mask_built(record: Record) -> str:
-    return f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
-
-
-def _new_mask(record: Record) -> str:
-    ms, alone = record["ms"]["median"], record["peers"][ALONE]["ms"]["median"]
-    return (
-        f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
-        f"({short_name(record)}{mark(record)})."
-    )
-
-
-def _case(
-    mask: str,
-    kilo: int,
-    block: int = 128,
-    dim: int = 128,
-    heads: tuple[int, int] = (16, 16),
-    dtype: str = "bf16",
-) -> AttentionCase:
-    return AttentionCase(1, *heads, kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), dtype)
-
-
+_case = AttentionCase.square
 HOPPER = ("hopper.attention_fwd",)
 BOTH = (*HOPPER, "portable.attention_fwd")
 EIGHTH = "blocks:0.125"
@@ -384,8 +406,8 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     *rows(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
     *rows(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
     *rows(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
-    SuiteRow(_case("topk:32", 32), HOPPER, "attention_new_mask"),
-    SuiteRow(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
+    *rows(HOPPER, NewMaskCase.square("topk:32", 32)),
+    *rows("auto", MaskBuildCase.square(LONG, 512, heads=(8, 8))),
 )
 # Rates over the length, and memory beside them: of one window up to the lengths of PUBLISHED.
 BY_LENGTH = rows(
@@ -397,8 +419,6 @@ BY_LENGTH = rows(
 # Rates over the share of blocks that a mask keeps.
 BY_DENSITY = rows(HOPPER, *(_case(f"blocks:{share:g}", 32) for share in (0.5, 0.25, 0.125, 0.0625)))
 SMALL = "--seq 1K --heads 2 --dim 64 --dtype fp32"
-USUAL = ("block 128", "16 heads", "D 128", "bf16")
-BESIDE = ("fa4", "flex", "cudnn_bsa")
 TABLE = Table(
     op="attention",
     title="attention",
@@ -409,25 +429,14 @@ TABLE = Table(
         "the mask is causal, else with every pair. Over a peer: its time over SparseK's. FlashAttention-4 runs on its "
         "own layout; FlexAttention with its default options, for blocks of 64 with tiles of 64."
     ),
-    beside=BESIDE,
-    usual=USUAL,
+    beside=("fa4", "flex", "cudnn_bsa"),
+    usual=("block 128", "16 heads", "D 128", "bf16"),
     kernels=HOPPER,
 )
 BENCH = Bench(
     "attention",
     suites={"published": PUBLISHED, "length": BY_LENGTH, "density": BY_DENSITY},
-    schemas={
-        "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-        "attention_new_mask": Schema(
-            AttentionCase,
-            sources=("lang.launch", "mask.scored", "mask.lists"),
-            run=run_new_mask,
-            below=_new_mask,
-        ),
-        "mask_build": Schema(
-            AttentionCase, rated=False, rooms=("mask",), run=run_mask_build, below=_mask_built
-        ),
-    },
+    kinds=(AttentionCase, NewMaskCase, MaskBuildCase),
     peers=PEERS,
     tables=(TABLE,),
     small=SMALL,

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from sparsek import kernels
 from sparsek.bench.engine import options
-from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Schema, SuiteRow, rows
+from sparsek.bench.engine.bench import Bench, Column
+from sparsek.bench.engine.case import SuiteRow, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.several import Timed, several
-from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
 from sparsek.bench.suites.attention import (
-    BESIDE,
     EIGHTH,
     PEERS,
     SMALL,
-    USUAL,
+    TABLE,
     AttentionCase,
     AttentionOperands,
     sampled,
@@ -69,8 +67,9 @@ class GradOperands(DifferentiableOperands):
     def given(self) -> tuple[Any, ...]:
         return *super().given, self.out, self.lse, self.grad
 
-    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
-        return [x.shape for x in (self.q, self.k, self.v)]
+    @property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        return self.q.shape, self.k.shape, self.v.shape
 
     def plan(self, kernel: str | None) -> AttentionGradPlan:
         return plan_attention_backward(*self.given[:4], kernel=kernel, deterministic=self.deterministic)
@@ -113,17 +112,13 @@ class StepOperands(DifferentiableOperands):
         out = attention(*wanted, mask(), kernel=kernel, deterministic=self.deterministic)
         return (out.detach(), *torch.autograd.grad(out, wanted, self.grad))
 
-    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
-        return [x.shape for x in (self.q, self.k, self.v, self.grad)]
-
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
         return worst([self.expected.judge(out[0]), self.expected_gradients.judge(out[1:])])
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
-        of_forward = kernels.names_for("attention")
-        (forward,) = [name for name in kernel.split(JOINED) if name in of_forward]
+        (forward,) = set(kernel.split(JOINED)).intersection(kernels.names_for("attention"))
         return self.peer_extra(self.anew(forward))
 
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
@@ -166,6 +161,8 @@ class AttentionTrainCase(AttentionGradCase):
     """A training step: attention, and dq, dk and dv by autograd. Its peak memory counts, too."""
 
     op: ClassVar[str] = "attention_train"
+    extra: ClassVar[tuple[str, ...]] = ("peak_gb",)
+    peer_extra: ClassVar[tuple[str, ...]] = ("peak_gb",)
     passes: ClassVar[tuple[str, ...]] = ("forward", "backward")
 
     @property
@@ -179,15 +176,7 @@ class AttentionTrainCase(AttentionGradCase):
         return StepOperands(*parts, grad=draw.normal(*self.out_shape), deterministic=self.deterministic)
 
 
-def _case(
-    mask: str, kilo: int, block: int = 128, dim: int = 128, deterministic: bool = True
-) -> AttentionGradCase:
-    length = kilo * 1024
-    return AttentionGradCase(
-        1, 16, 16, length, length, dim, dim, mask, (block, block), deterministic=deterministic
-    )
-
-
+_case = AttentionGradCase.square
 BOTH = ("auto", "portable.attention_bwd")
 GPU = ("hopper.attention_bwd", "portable.attention_bwd")
 PUBLISHED: tuple[SuiteRow, ...] = (
@@ -201,33 +190,28 @@ PUBLISHED: tuple[SuiteRow, ...] = (
 # One window over the length: time and memory must grow no faster.
 TRAINING = rows(
     "auto",
-    *(
-        AttentionTrainCase(1, 8, 8, kilo * 1024, kilo * 1024, 128, 128, "window:4096")
-        for kilo in (64, 128, 256)
-    ),
+    *(AttentionTrainCase.square("window:4096", kilo, heads=(8, 8)) for kilo in (64, 128, 256)),
 )
 
 
-BACKWARD_TABLE = Table(
+PEAK = Column("peak GB", lambda record: "" if record["peak_gb"] is None else f"{record['peak_gb']:.3g}")
+BACKWARD_TABLE = replace(
+    TABLE,
     op="attention_backward",
     title="gradients of attention",
-    dense=("cudnn", "sdpa"),
-    columns=(CASE, MS, SPEEDUP, RATE),
     note=(
         "dq, dk and dv, from out and lse. Useful TFLOPS count the pairs that the mask admits, five products "
         "each, 2.5 times the forward pass; the roofline whole blocks. Dense is cuDNN: causal where the mask is causal, "
         "else with every pair. Over a peer: its time over SparseK's. FlashAttention-4 and cuDNN use atomics; SparseK "
         "gives the same bits every time, except in rows that are not deterministic."
     ),
-    beside=BESIDE,
-    usual=USUAL,
     kernels=("hopper.attention_bwd",),
 )
-TRAIN_TABLE = Table(
+TRAIN_TABLE = replace(
+    TABLE,
     op="attention_train",
     title="training step of attention",
-    dense=("cudnn", "sdpa"),
-    columns=(CASE, MS, SPEEDUP, RATE, Column("peak GB", number("peak_gb", "{:.3g}".format))),
+    columns=(*TABLE.columns, PEAK),
     note=(
         "A step is attention and the gradients of q, k and v, by autograd. Useful TFLOPS count the pairs that the mask "
         "admits, the roofline whole blocks. Dense is cuDNN, causal. Over a peer: its time over SparseK's. Peak memory "
@@ -235,14 +219,12 @@ TRAIN_TABLE = Table(
     ),
     beside=("fa4", "flex"),
     usual=("block 128", "D 128", "bf16"),
+    kernels=None,
 )
 BENCH = Bench(
     "attention-backward",
     suites={"published": PUBLISHED, "train": TRAINING},
-    schemas={
-        "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
-        "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
-    },
+    kinds=(AttentionGradCase, AttentionTrainCase),
     measures={"backward": AttentionGradCase, "train": AttentionTrainCase},
     peers=PEERS,
     tables=(BACKWARD_TABLE, TRAIN_TABLE),

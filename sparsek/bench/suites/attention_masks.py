@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,53 +51,46 @@ class Geometry(NamedTuple):
 class MaskForm:
     """One kind of mask.
 
-    `form` is how it is written; letters stand for numbers. `words(*numbers)` is its name in tables.
+    `form` is how it is written; letters stand for numbers. `named(*numbers)` is its name in tables.
     `prepare(geometry, *numbers)` draws what is random and returns the call that builds the mask: only that call is
     SparseK's own. `causal`: no query sees a later key. `uniform`: every query tile keeps as many blocks, whole ones
-    where the block divides the lengths. `sees(q, k, *numbers)`, for rules of positions: whether the query at key
-    position q [rows, 1] sees key k [1, keys].
+    where the block divides the lengths. `rule(q, k, *numbers)`, for rules of positions: whether the query at key
+    position q [rows, 1] sees key k [1, keys]. `numbers`: those of a parsed text.
     """
 
     form: str
-    words: Callable[..., str]
+    named: Callable[..., str]
     prepare: Callable[..., Maker]
     causal: bool = False
     uniform: bool = False
-    sees: Callable[..., Tensor] | None = None
+    rule: Callable[..., Tensor] | None = None
+    numbers: tuple[float, ...] = ()
 
     @property
     def pattern(self) -> str:
         """A regular expression for the whole text, one group for each number."""
         return re.sub(r"[A-Z]", r"(\\d+(?:\\.\\d+)?)", re.escape(self.form))
 
-
-@dataclass(frozen=True)
-class MaskText:
-    """A parsed text: its kind and its numbers."""
-
-    kind: MaskForm
-    numbers: tuple[float, ...]
-
     @property
     def words(self) -> str:
         """ "window:2048" -> "window 2048"."""
-        return self.kind.words(*self.numbers)
+        return self.named(*self.numbers)
 
     def maker(self, over: Geometry) -> Maker:
         """Draws what is random now; each call of the result builds the mask anew from it."""
-        return self.kind.prepare(over, *self.numbers)
+        return self.prepare(over, *self.numbers)
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor | None:
         """bool [rows, keys]: which keys k [keys] the queries at key positions q [rows] see; None for random masks."""
-        return None if self.kind.sees is None else self.kind.sees(q[:, None], k[None, :], *self.numbers)
+        return None if self.rule is None else self.rule(q[:, None], k[None, :], *self.numbers)
 
 
-def parse_mask(text: str) -> MaskText:
-    """The kind and numbers of a text. Raises InvalidInput that lists the forms."""
+def parse_mask(text: str) -> MaskForm:
+    """The kind of a text, with its numbers. Raises InvalidInput that lists the forms."""
     for kind in MASK_FORMS:
         found = re.fullmatch(kind.pattern, text.strip())
         if found:
-            return MaskText(kind, tuple(float(number) for number in found.groups()))
+            return replace(kind, numbers=tuple(map(float, found.groups())))
     forms = ", ".join(kind.form for kind in MASK_FORMS)
     raise InvalidInput(f"no mask is written {text!r}; known, with numbers for the letters: {forms}")
 
@@ -152,17 +145,17 @@ MASK_FORMS: tuple[MaskForm, ...] = (
         "full",
         "full".format,
         lambda over: partial(BlockMask.full, **over.frame),
-        sees=lambda q, k: (q == q) & (k == k),
+        rule=lambda q, k: (q == q) & (k == k),
     ),
     MaskForm(
         "causal",
         "causal".format,
         lambda over: partial(BlockMask.causal, **over.frame),
         causal=True,
-        sees=lambda q, k: k <= q,
+        rule=lambda q, k: k <= q,
     ),
-    MaskForm("window:W", "window {:g}".format, _window, causal=True, sees=_sees_window),
-    MaskForm("window:W+sinks:S", "window {:g} + sinks {:g}".format, _window, causal=True, sees=_sees_window),
+    MaskForm("window:W", "window {:g}".format, _window, causal=True, rule=_sees_window),
+    MaskForm("window:W+sinks:S", "window {:g} + sinks {:g}".format, _window, causal=True, rule=_sees_window),
     MaskForm("blocks:F", lambda share: f"random {100 * share:g} %", _blocks, uniform=True),
     MaskForm("topk:K", "top {:g}".format, _topk, uniform=True),
     MaskForm("bigbird:W:G:R", "bigbird {:g} / {:g} / {:g}".format, _bigbird),

@@ -14,25 +14,22 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, block_name, rows, stored_name
+from sparsek.bench.engine.case import Bar, Case, SuiteRow, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
-from sparsek.bench.peers.cusparselt import CuSparseLt, Task
+from sparsek.bench.peers.cusparselt import CuSparseLt
 from sparsek.bench.suites.product import LINEAR, WIDE, ProductCase, ProductOperands, check_24_sides, form_name
 from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
 from sparsek.matrix.quantized import Quantized, Scale, quantize
-from sparsek.testing.budget import Gate, judge
 
 BSR_, SEMI24, BSR24_ = STORED = ("bsr", "semi24", "bsr24")
 SCALES = ("row", "tensor", "block")
 DTYPES = {name: dtype for dtype, name in dtypes.FP8.items()}
 E4M3 = torch.float8_e4m3fn
-# cuSPARSELt sums FP8 in fewer bits; results with a larger error get no time.
-LOOSE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,11 @@ class Fp8Operands(ProductOperands):
         """[n, k] of both forms."""
         return self.b if self.is_linear else self.b.mT
 
-    def dense_values(self) -> Tensor:
-        """The FP8 values of the matrix [m, k] with zeros where it stores none: exact, FP8 fits into bf16."""
+    @property
+    def dense_factors(self) -> tuple[Tensor, Tensor]:
+        """The FP8 values, with zeros where the matrix stores none: exact, FP8 fits into bf16."""
         plain = Quantized(self.a.matrix, torch.ones_like(self.a.scale), self.a.kind)
-        return plain.dequantize(WIDE).to_dense().to(self.a.dtype)
+        return plain.dequantize(WIDE).to_dense().to(self.a.dtype), self.x.values.mT
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,7 @@ class Fp8Case(ProductCase):
     """
 
     op: ClassVar[str] = "fp8"
+    later: ClassVar[tuple[str, ...]] = ("fast_accum",)
     drawn: ClassVar[torch.dtype] = WIDE
 
     m: int = options.size("Rows of the FP8 matrix")
@@ -156,25 +155,6 @@ def _dense(case: Fp8Case, one: Fp8Operands, scale: DenseScale, fast: bool, seed:
     )
 
 
-@dataclass(frozen=True)
-class CuSparseLtFp8(CuSparseLt):
-    """cuSPARSELt in FP8: values without scales, C in bf16."""
-
-    STEPS: ClassVar[tuple[int, int]] = (32, 16)
-
-    def takes(self, dtype: str) -> bool:
-        return dtype == "e4m3"
-
-    def task(self, case: Fp8Case) -> Task:
-        return Task(case.m, case.k, case.n, "fp8")
-
-    def factors(self, one: Fp8Operands) -> tuple[Tensor, Tensor]:
-        return one.dense_values(), one.x.values.mT
-
-    def judge(self, one: Fp8Operands, a: Tensor, b: Tensor, c: Tensor) -> Gate:
-        return judge(c, a.double() @ b.double(), LOOSE)
-
-
 def _wider(case: Fp8Case, one: Fp8Operands, index: int) -> ProductOperands:
     """This library's product of the same matrix in bf16."""
     b = one.wide if one.is_linear else one.wide.contiguous()
@@ -184,7 +164,7 @@ def _wider(case: Fp8Case, one: Fp8Operands, index: int) -> ProductOperands:
 PEERS: tuple[Peer, ...] = (
     CublasFp8("cublas_fp8", "cuBLAS FP8", "cuda"),
     CublasFp8("cublas_fp8_float32", "cuBLAS FP8, float32 sums", "cuda", sums=(False,)),
-    CuSparseLtFp8("cusparselt", "cuSPARSELt FP8", "cuda"),
+    CuSparseLt("cusparselt", "cuSPARSELt FP8", "cuda"),
     Own("bf16", "this library in bf16", other=_wider),
     dense("torch_dense", "torch dense, bf16", "cpu"),
 )
@@ -224,7 +204,7 @@ TABLE = Table(
 BENCH = Bench(
     "fp8",
     suites={"published": PUBLISHED},
-    schemas={"fp8": Schema(Fp8Case, later=("fast_accum",))},
+    kinds=(Fp8Case,),
     peers=PEERS,
     tables=(TABLE,),
 )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,12 +18,12 @@ import torch
 
 from sparsek.bench.engine import options, records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, shape_name, stored_name
+from sparsek.bench.engine.case import Bar, Case, block_name, rows, shape_name, stored_name
 from sparsek.bench.engine.run import GateError, Outcome, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged
-from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
+from sparsek.bench.suites.host_calls import CALLS, STORAGES
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -64,13 +64,15 @@ def parse_sides(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class HostCase(HostCall, Case):
+class HostCase(Case):
     """One call. `caches`: "" for a call whose plan is kept; else the first of a process, one of CACHES.
 
     Nothing is rated.
     """
 
     op: ClassVar[str] = "host"
+    rated: ClassVar[bool] = False
+    rooms: ClassVar[tuple[str, ...]] = ROOMS
     dense_flops: ClassVar[float] = 0.0
 
     call: str = options.choice("Calls", CALLS)
@@ -105,11 +107,6 @@ class HostCase(HostCall, Case):
         return self.caches != ""
 
     @property
-    def on_wall(self) -> bool:
-        """Whether the time is from an idle GPU to an idle GPU: of layers, and of first calls."""
-        return self.call == LAYER or self.is_first
-
-    @property
     def trains(self) -> bool:
         """Whether gradients are computed."""
         return self.call.endswith("backward")
@@ -140,6 +137,39 @@ class HostCase(HostCall, Case):
             size = f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},"
         blocks = "" if self.storage == "semi24" else stored_name(block_name(self.block), self.density)
         return " ".join(filter(None, (size, STORED[self.storage], blocks, self.dtype)))
+
+    def run(
+        self,
+        *,
+        device: torch.device,
+        rounds: int,
+        report: Callable[[str], None] = lambda text: None,
+        **_: Any,
+    ) -> Outcome:
+        """After a gate, interleaved samples of this library's call and torch's. Raises GateError for a wrong result."""
+        if self.is_first:
+            return _first_calls(self, device, min(rounds, FIRST_ROUNDS), report)
+        report("operands")
+        # Of layers and of first calls, times are from an idle GPU to an idle GPU.
+        until_idle = self.call == LAYER
+        made = CALLS[self.call](self, device)
+        with torch.set_grad_enabled(self.trains):
+            try:
+                gate = passed(self, self.module, made.judge(made.ours()))
+            except Unsupported as error:
+                return Outcome(self, (), {self.module: [str(error)]}, {})
+            report("samples")
+            gc.collect()
+            seen = Sensors(device)
+            times = wall_rounds(
+                {"ours": made.ours, TORCH: made.torchs},
+                device,
+                rounds * SAMPLES,
+                count=None if until_idle else (CALLS_BACKWARD if self.trains else CALLS_EACH),
+                until_idle=until_idle,
+                on_sample=seen.sample,
+            )
+        return _outcome(self, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
 
     @property
     def bar(self) -> Bar | None:
@@ -181,42 +211,10 @@ for _, name, *_ in kernels.KERNELS:
 _FILLED: dict[HostCase, Path] = {}
 
 
-def run_host_time(
-    case: HostCase,
-    *,
-    device: torch.device,
-    rounds: int,
-    report: Callable[[str], None] = lambda text: None,
-    **_: Any,
-) -> Outcome:
-    """The record of one case: after a gate, interleaved samples of this library's call and torch's.
-
-    Raises GateError for a wrong result.
-    """
-    if case.is_first:
-        return _first_calls(case, device, min(rounds, FIRST_ROUNDS), report)
-    report("operands")
-    made = CALLS[case.call](case, device)
-    with torch.set_grad_enabled(case.trains):
-        try:
-            gate = passed(case, case.module, made.judge(made.ours()))
-        except Unsupported as error:
-            return Outcome(case, (), {case.module: [str(error)]}, {})
-        report("samples")
-        gc.collect()
-        calls = {"ours": made.ours, TORCH: made.torchs}
-        seen = Sensors(device)
-        count = None if case.on_wall else (CALLS_BACKWARD if case.trains else CALLS_EACH)
-        times = wall_rounds(
-            calls, device, rounds * SAMPLES, count=count, until_idle=case.on_wall, on_sample=seen.sample
-        )
-    return _outcome(case, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
-
-
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = record_of(case.op, case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
+    record = record_of(case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
     return Outcome(case, (record,), {}, {})
 
 
@@ -240,9 +238,8 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
     if case.caches == "filled":
         _drop_caches(call)
     worst = max(samples, key=lambda each: each["error"])
-    gate = passed(
-        case, case.module, Gate(worst["error"], worst["budget"], all(each["passed"] for each in samples))
-    )
+    right = all(each["passed"] for each in samples)
+    gate = passed(case, case.module, Gate(worst["error"], worst["budget"], right))
     times = Times.of([each["seconds"] * 1e3 for each in samples])
     return _outcome(case, gate, times, {}, device, seen)
 
@@ -264,63 +261,53 @@ def _bytecode() -> Path:
     """Where a process has left the bytecode of what first calls import."""
     folder = _folder()
     where = env.with_caches_in(folder, folder)
-    subprocess.run(
-        [sys.executable, "-c", IMPORTS], capture_output=True, timeout=CHILD_SECONDS, check=False, env=where
-    )
+    _child(["-c", IMPORTS], where)
     return folder
+
+
+def _child(given: Sequence[str], where: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *given]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False, env=where
+    )
 
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
     """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
-    named = {each.name: getattr(case, each.name) for each in fields(HostCall)}
-    command = [sys.executable, "-m", CHILD, json.dumps(named), str(device)]
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=CHILD_SECONDS,
-        check=False,
-        env=env.with_caches_in(folder, _bytecode()),
-    )
+    given = ["-m", CHILD, json.dumps(case.as_record()), str(device)]
+    ran = _child(given, env.with_caches_in(folder, _bytecode()))
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
         raise GateError(f"{case.name}: the process failed: {last[:300]}")
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _spelt(times: Callable[[Record], Any]) -> Callable[[Record], str]:
-    """A cell of the median of these times, in seconds for first calls, else in microseconds."""
-
-    def cell(record: Record) -> str:
-        found = times(record)
-        if found is None:
-            return ""
-        ms, is_first = found["ms"]["median"], records.case_of(record).is_first
-        return f"{ms / 1e3:.3g} s" if is_first else f"{ms * 1e3:.1f} us"
-
-    return cell
+def _spelt(record: Record, ms: float | None) -> str:
+    """A time in seconds for first calls, else in microseconds; nothing for None."""
+    if ms is None:
+        return ""
+    return f"{ms / 1e3:.3g} s" if records.case_of(record).is_first else f"{ms * 1e3:.1f} us"
 
 
-def _limited(record: Record) -> float | None:
-    """What a bar limits: the time over torch's, or, of a first call, in seconds."""
-    ms, peer = record["ms"]["median"], record["peers"].get(TORCH)
-    if records.case_of(record).is_first:
-        return ms / 1e3
-    return None if peer is None else ms / peer["ms"]["median"]
+def _torch_ms(record: Record) -> float | None:
+    return record["peers"][TORCH]["ms"]["median"] if TORCH in record["peers"] else None
 
 
 def _over_torch(record: Record) -> str:
-    case, found = records.case_of(record), _limited(record)
-    if found is None or case.is_first:
+    case, torchs = records.case_of(record), _torch_ms(record)
+    if torchs is None or case.is_first:
         return ""
-    return f"{found:.2f}" if case.bar is None else judged(case.bar, found)[1]
+    ratio = record["ms"]["median"] / torchs
+    return f"{ratio:.2f}" if case.bar is None else judged(case.bar, ratio)[1]
 
 
 def _at_most(record: Record) -> str:
-    case, found = records.case_of(record), _limited(record)
-    if case.bar is None or found is None:
+    """The limit of the time over torch's, or, of a first call, of the seconds, and whether it is met."""
+    case, ms = records.case_of(record), record["ms"]["median"]
+    unit = 1e3 if case.is_first else _torch_ms(record)
+    if case.bar is None or unit is None:
         return ""
-    return f"{case.bar.must:g}{' s' if case.is_first else ''}, {case.bar.verdict(found)}"
+    return f"{case.bar.must:g}{' s' if case.is_first else ''}, {case.bar.verdict(ms / unit)}"
 
 
 SMALL = (1024, 1024, 1024)
@@ -373,8 +360,8 @@ TABLE = Table(
     dense=(TORCH,),
     columns=(
         CASE,
-        Column("time", _spelt(lambda record: record)),
-        Column("torch's time", _spelt(lambda record: record["peers"].get(TORCH))),
+        Column("time", lambda record: _spelt(record, record["ms"]["median"])),
+        Column("torch's time", lambda record: _spelt(record, _torch_ms(record))),
         Column("over torch's", _over_torch),
         Column("target, at most", _at_most),
     ),
@@ -390,7 +377,7 @@ TABLE = Table(
 BENCH = Bench(
     "host",
     suites={"host": HOST},
-    schemas={"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)},
+    kinds=(HostCase,),
     tables=(TABLE,),
     small="--call linear --sides 16x64x64 --block 32 --dtype fp32",
     kernels="",

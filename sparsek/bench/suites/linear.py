@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Case, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.case import Case, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
@@ -136,7 +136,7 @@ PUBLISHED = rows(
 BENCH = Bench(
     "linear",
     suites={"published": PUBLISHED},
-    schemas={"linear": Schema(LinearCase)},
+    kinds=(LinearCase,),
     peers=(
         replace(CUBLAS, title="cuBLAS and torch"),
         TORCH_DENSE,

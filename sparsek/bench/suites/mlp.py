@@ -1,7 +1,7 @@
 """y = act(x @ W1.T) @ W2.T as a benchmark: a training step, and decoding in a CUDA graph."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -11,12 +11,11 @@ from torch.nn import functional
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Case, Operands, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.case import Case, Operands, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
 from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
-from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
@@ -61,13 +60,12 @@ class MlpOperands(Operands):
     def given(self) -> tuple[Tensor, BSR, BSR]:
         return self.x, self.w1, self.w2
 
-    def _call(
-        self, forward: Callable[..., Tensor], given: tuple[Any, ...], wanted: tuple[Tensor, ...]
-    ) -> Callable[[], Any]:
-        """A call for y, or of a training step, for y and the gradients of the wanted tensors."""
+    def _call(self, forward: Callable[..., Tensor], given: tuple[Any, ...]) -> Callable[[], Any]:
+        """A call for y, or of a training step, for y and the gradients of what is given."""
         dy = self.dy
         if dy is None:
             return partial(forward, *given)
+        wanted = [w.values if isinstance(w, BSR) else w for w in given]
 
         def step() -> tuple[Tensor, ...]:
             y = forward(*given)
@@ -75,17 +73,10 @@ class MlpOperands(Operands):
 
         return step
 
-    def eager(self) -> Callable[[], Any]:
-        forward = (_forward if self.mode == "eager" else _compiled)(self.activation)
-        return self._call(forward, self.given, (self.x, self.w1.values, self.w2.values))
-
     def plan(self, kernel: str | None) -> Timed:
-        """The planner chooses each of the kernels. Raises InvalidInput for a name."""
-        if kernel is not None:
-            raise InvalidInput(
-                f"an MLP runs several kernels, which the planner chooses; leave out {kernel!r}"
-            )
-        return several(self.plans(), self.eager())
+        """The planner chooses each of the kernels."""
+        forward = (_forward if self.mode == "eager" else _compiled)(self.activation)
+        return several(self.plans(), self._call(forward, self.given))
 
     def plans(self) -> dict[str, Plan]:
         """The plans of its products."""
@@ -114,7 +105,7 @@ class MlpOperands(Operands):
         """y and the gradients of the same layer in torch, those of the weights as the blocks that are stored."""
         dense = (self.x, self.w1.to_dense(), self.w2.to_dense())
         given = tuple(x.detach().to(dtype, copy=True).requires_grad_(self.dy is not None) for x in dense)
-        made = self._call(self.dense_forward, given, given)()
+        made = self._call(self.dense_forward, given)()
         if self.dy is None:
             return [made]
         y, dx, dw1, dw2 = made
@@ -125,7 +116,7 @@ class MlpOperands(Operands):
         draw = Draw(self.x.device, self.x.dtype, 2 * seed)
         weights = (draw.weight(*w.shape).requires_grad_(self.dy is not None) for w in (self.w1, self.w2))
         given = (self.x, *weights)
-        return self._call(forward or self.dense_forward, given, given)
+        return self._call(forward or self.dense_forward, given)
 
 
 def _forward(activation: Activation) -> Callable[..., Tensor]:
@@ -247,9 +238,9 @@ TRAIN_TABLE = Table(
         "those of its six products."
     ),
 )
-DECODE_TABLE = Table(
+DECODE_TABLE = replace(
+    TRAIN_TABLE,
     op="mlp_decode",
-    dense=("torch_dense",),
     title="decoding through an MLP",
     columns=(CASE, MS, SPEEDUP, COMPILED, GBPS, ROOF),
     note=(
@@ -261,7 +252,7 @@ DECODE_TABLE = Table(
 BENCH = Bench(
     "mlp",
     suites={"published": PUBLISHED},
-    schemas={"mlp_train": Schema(MlpTrainCase), "mlp_decode": Schema(MlpDecodeCase)},
+    kinds=(MlpTrainCase, MlpDecodeCase),
     measures={
         "train": MlpTrainCase,
         "compiled": partial(MlpTrainCase, mode="compiled"),

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Call, Case, Schema, block_name, rows
+from sparsek.bench.engine.case import Bar, Call, Case, block_name, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Function
-from sparsek.bench.engine.several import Moved, Timed
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, target
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -39,6 +39,8 @@ class PackCase(Case):
     """A dense [m, k] to a Semi24, or to a BSR of `block` that keeps the share `keep` of its blocks, by norm."""
 
     op: ClassVar[str] = "pack"
+    rated: ClassVar[bool] = False
+    sources: ClassVar[tuple[str, ...]] = ("lang.launch",)
     dense_flops: ClassVar[float] = 0.0  # nothing is multiplied
 
     m: int = options.size("Rows of the dense matrix")
@@ -107,7 +109,7 @@ class PackCase(Case):
         if kernel not in (None, name):
             raise Unsupported(self.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
         bound = self.moved / card_of(w.device).bandwidth
-        return Timed(name, partial(self.packed, w), Moved(self.moved), bound)
+        return Timed(name, partial(self.packed, w), self.moved, bound)
 
     def judge(self, w: Tensor, out: Any) -> Gate:
         """Whether `out` holds the values of w that it should, and nothing else."""
@@ -134,7 +136,7 @@ BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.
 BENCH = Bench(
     "pack",
     suites={"published": rows("auto", *CASES)},
-    schemas={"pack": Schema(PackCase, rated=False, sources=("lang.launch",))},
+    kinds=(PackCase,),
     peers=(Function("copy", "a copy", call=_copy, flops=lambda case: 2 * case.dense_bytes),),
     tables=(
         Table(

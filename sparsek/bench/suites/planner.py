@@ -14,13 +14,12 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Case, Schema, rows
+from sparsek.bench.engine.case import Case, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.run import GateError, Outcome, beside, record_of
+from sparsek.bench.engine.run import Outcome, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS
-from sparsek.core import dtypes
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.written import named
@@ -53,10 +52,6 @@ class Layer:
     @property
     def name(self) -> str:
         return f"{self.tokens} x {self.k} to {self.n}, {self.keep * 100:.4g} %"
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.tokens * self.n * self.k
 
 
 # Attention and MLP layers of models with 2048 to 8192 features, from decoding to long prompts. The wider two densities
@@ -91,6 +86,9 @@ class PlannerCase(Case):
     """All layers of a suite in one dtype. `formats`: those considered, joined by +; "all": that have kernels."""
 
     op: ClassVar[str] = "planner"
+    rated: ClassVar[bool] = False
+    extra: ClassVar[tuple[str, ...]] = ("near", "near_measured", "count", "worst")
+    sources: ClassVar[tuple[str, ...]] = BESIDE
 
     layers: str = options.field(
         "models",
@@ -115,11 +113,22 @@ class PlannerCase(Case):
 
     @property
     def dense_flops(self) -> float:
-        return sum(layer.flops for layer in LAYERS[self.layers])
+        return sum(2.0 * each.tokens * each.n * each.k for each in LAYERS[self.layers])
+
+    def run(self, *, device: torch.device, rounds: int, report: Callable[[str], None], **_: Any) -> Outcome:
+        """One record of all layers. Raises GateError if a result of any option is outside its budget."""
+        layers = LAYERS[self.layers]
+        judged: list[Judged] = []
+        seen = Sensors(device)
+        for number, layer in enumerate(layers, start=1):
+            report(f"layer {number} of {len(layers)}: {layer.name}")
+            judged.append(_judge(layer, self, device, rounds))
+            seen.sample()
+        return Outcome(self, (_record(self, judged, device, seen),), {}, {"planner": _missed(judged)})
 
 
 class Judged(NamedTuple):
-    """One layer: its options with both times, those that predictions and a measurement choose, and the worst gate."""
+    """One layer: its options, their times by name, the option that predictions choose, and what a measurement chose."""
 
     layer: Layer
     options: tuple[choosing.Option, ...]
@@ -138,46 +147,31 @@ class Judged(NamedTuple):
 
     def as_config(self) -> dict[str, Any]:
         """The layer in a record: every option with predicted and measured microseconds."""
-        micros = {
-            each.name: [round(each.predicted * 1e6, 2), round(self.times[each.name].median * 1e3, 2)]
-            for each in self.options
-            if each.name in self.times
-        }
-        kernels = {each.name: each.kernel for each in self.options}
+        by_name = {each.name: each for each in self.options}
         return {
             "layer": self.layer.name,
             "choice": self.choice,
-            "kernel": kernels[self.choice],
+            "kernel": by_name[self.choice].kernel,
             "measured": self.measured,
             "best": self.best,
             "of_best": round(self.of_best(self.choice), 4),
-            "us": micros,
+            "us": {
+                name: [round(each.predicted * 1e6, 2), round(self.times[name].median * 1e3, 2)]
+                for name, each in by_name.items()
+                if name in self.times
+            },
         }
 
 
-def run_planner(
-    case: PlannerCase, *, device: torch.device, rounds: int, report: Callable[[str], None], **_: Any
-) -> Outcome:
-    """One record of all layers. Raises GateError if a result of any option is outside its budget."""
-    layers = LAYERS[case.layers]
-    judged: list[Judged] = []
-    seen = Sensors(device)
-    for number, layer in enumerate(layers, start=1):
-        report(f"layer {number} of {len(layers)}: {layer.name}")
-        judged.append(_judge(layer, case, device, rounds))
-        seen.sample()
-    return Outcome(case, (_record(case, judged, device, seen),), {}, {"planner": _missed(judged)})
-
-
 def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
-    draw = Draw(device, dtypes.parse(case.dtype), 0)
+    draw, card = Draw(device, case.drawn, 0), card_of(device)
     w, x = draw.weight(layer.n, layer.k), draw.normal(layer.tokens, layer.k)
     listed: list[WeightFormat] = list(combinations(_listed(case.formats), choosing.BLOCK, [layer.keep]))
     with torch.no_grad():
-        found = list(choosing.consider(w, x, listed, card_of(device)))
+        found = list(choosing.consider(w, x, listed, card))
         gates = [_gated(layer, option, weight, x) for option, weight in found if weight is not None]
-        own = choosing.measure(found, x, card_of(device), OWN_ROUNDS, INNER_MS)
-        times = choosing.measure(found, x, card_of(device), rounds, INNER_MS)
+        own = choosing.measure(found, x, card, OWN_ROUNDS, INNER_MS)
+        times = choosing.measure(found, x, card, rounds, INNER_MS)
     every = tuple(option for option, _ in found)
     timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(every) if at in own]
     by_name = {every[at].name: each for at, each in times.items()}
@@ -188,13 +182,7 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
 def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gate:
     step = max(1, x.shape[0] // GATE_TOKENS)
     y = linear(x, weight, kernel=option.form.kernel)
-    gate = Expected.of(x[::step], weight).judge(y[::step])
-    if not gate.passed:
-        raise GateError(
-            f"{option.name} by {option.kernel} on {layer.name}: error {gate.error:.3e} exceeds the budget "
-            f"{gate.budget:.3e}"
-        )
-    return gate
+    return passed(layer, f"{option.name} by {option.kernel}", Expected.of(x[::step], weight).judge(y[::step]))
 
 
 def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, seen: Sensors) -> Record:
@@ -208,7 +196,6 @@ def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, s
     for name in ("dense", "2:4"):
         if all(name in each.times for each in judged):
             peers[name] = total(lambda each, name=name: name)
-    gate = worst([each.gate for each in judged])
     took = total(lambda each: each.choice)
     more: dict[str, Any] = beside(took, peers, case.dense_flops) | {
         "config": {"layers": [each.as_config() for each in judged]},
@@ -217,23 +204,20 @@ def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, s
         "count": len(judged),
         "worst": round(max(each.of_best(each.choice) for each in judged), 4),
     }
-    return record_of(case.op, case, Timed(PLANNER), took, gate, device, seen, **more)
+    gate = worst([each.gate for each in judged])
+    return record_of(case, Timed(PLANNER), took, gate, device, seen, **more)
 
 
 def _missed(judged: Sequence[Judged]) -> str:
-    """In words: how many choices are good, and which are not."""
-    bad = sorted(
-        (each for each in judged if each.of_best(each.choice) > NEAR),
-        key=lambda each: -each.of_best(each.choice),
-    )
+    """In words: how many choices are good, and which are not, the worst first."""
+    ratios = sorted(((each.of_best(each.choice), each) for each in judged), key=lambda pair: -pair[0])
+    bad = [(ratio, each) for ratio, each in ratios if ratio > NEAR]
     own = sum(each.of_best(each.measured) <= NEAR for each in judged)
     head = (
         f"{len(judged) - len(bad)} of {len(judged)} choices within {(NEAR - 1) * 100:.0f} % of the best by prediction, "
         f"{own} by the planner's own rounds"
     )
-    lines = (
-        f"{each.layer.name}: {each.choice} takes {each.of_best(each.choice):.2f}x {each.best}" for each in bad
-    )
+    lines = (f"{each.layer.name}: {each.choice} takes {ratio:.2f}x {each.best}" for ratio, each in bad)
     return "; ".join([head, *lines])
 
 
@@ -266,15 +250,7 @@ TABLE = Table(
 BENCH = Bench(
     "planner",
     suites={name: rows("auto", PlannerCase(name)) for name in ("models", "other")},
-    schemas={
-        "planner": Schema(
-            PlannerCase,
-            rated=False,
-            extra=("near", "near_measured", "count", "worst"),
-            sources=BESIDE,
-            run=run_planner,
-        )
-    },
+    kinds=(PlannerCase,),
     tables=(TABLE,),
     small="--layers few --dtype fp32",
     kernels="",

@@ -22,7 +22,6 @@ from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.poison import poisoned
 
 A_AT_B, LINEAR = "A@B", "x@W.T"
 # What products of FP8 give, and what they are compared with.
@@ -59,15 +58,10 @@ class BlocksCase(SidesCase):
     dtype: str = options.dtype()
 
     @property
-    def block_name(self) -> str:
-        """ "128" for square blocks, "512x112" for others."""
-        return block_name(self.block)
-
-    @property
     def name(self) -> str:
         """One short line: "8192³ block 128 12.5 % bf16"."""
         shown = "" if self.pattern == "uniform" else self.pattern
-        return f"{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
+        return f"{self.shape_name} {stored_name(block_name(self.block), self.density, shown, self.dtype)}"
 
 
 def check_24_sides(block: tuple[int, int]) -> None:
@@ -166,6 +160,11 @@ class ProductOperands(Operands):
         return self.b.mT if self.on_right else self.b
 
     @property
+    def dense_factors(self) -> tuple[Tensor, Tensor]:
+        """A and the right factor, dense."""
+        return self.a.to_dense(), self.b_as_factor
+
+    @property
     def pattern(self) -> BlockPattern | None:
         """The stored blocks; None of a matrix without blocks."""
         return getattr(self.a, "pattern", None)
@@ -200,14 +199,6 @@ class ProductOperands(Operands):
         given: dict[str, Any] = {"dtype": WIDE} if isinstance(self.a, Quantized) else {}
         plan = plan_layer if self.is_linear and not isinstance(self.a, BSR) else plan_spmm
         return plan(*self.given, kernel=kernel, **given)
-
-    def gate(self, plan: SpmmPlan) -> Gate:
-        if self.out is None:
-            # As `Operands.gate` has it, in the dtype of C.
-            poisoned((self.b.shape[0], self.a.shape[0]), self.wide.dtype, self.b.device)
-        else:
-            self.out.fill_(torch.nan)
-        return super().gate(plan)
 
     def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
         """Whether `out` is the product of this set, of FP8 with scales applied."""

@@ -9,7 +9,7 @@ import torch
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Call, Schema, rows
+from sparsek.bench.engine.case import Call, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
@@ -34,7 +34,6 @@ class SddmmCase(BlocksCase):
     def sets(self, draw: Draw) -> Callable[[Draw], Call]:
         """X is N(0, 1), Y scaled so that S has unit scale."""
         pattern = draw.blocks(self.m, self.n, self.block, self.density, self.pattern).pattern
-        shape = (pattern.nnzb, *pattern.block)
 
         def one(draw: Draw) -> Call:
             x, y = draw.normal(self.m, self.k), draw.normal(self.k, self.n).mul_(self.k**-0.5)
@@ -47,7 +46,7 @@ class SddmmCase(BlocksCase):
                 return partial(torch.matmul, x, y, out=x.new_empty(pattern.shape))
 
             flops = 2.0 * pattern.nnzb * pattern.block[0] * pattern.block[1] * self.k
-            return Call((x, y, pattern), plan_sddmm, judge, flops, (shape,), twin)
+            return Call((x, y, pattern), plan_sddmm, judge, flops, twin)
 
         return one
 
@@ -60,7 +59,7 @@ BENCH = Bench(
             *(SddmmCase(8192, 8192, 8192, (block, block), 0.125) for block in (128, 64)),
         )
     },
-    schemas={"sddmm": Schema(SddmmCase)},
+    kinds=(SddmmCase,),
     peers=(CUBLAS, SAMPLED, TORCH_DENSE),
     tables=(
         Table(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.case import Bar, Case, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, target, useful
@@ -32,11 +32,6 @@ from sparsek.matrix.bsr import BSR
 FORMS = (LINEAR, A_AT_B)
 
 
-def parse_blocks(text: str) -> tuple[int, int] | None:
-    """ "none" -> None, for a 2:4 matrix without blocks; "128" -> (128, 128)."""
-    return None if text == "none" else parse_block(text)
-
-
 @dataclass(frozen=True)
 class Semi24Case(ProductCase):
     """A 2:4 matrix [m, k] times a dense one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
@@ -51,7 +46,10 @@ class Semi24Case(ProductCase):
     n: int = options.size("Rows of x, or columns of B")
     form: str = options.choice("Products", FORMS, usual=LINEAR)
     block: tuple[int, int] | None = options.block(
-        default="none", help="Stored blocks, or none: none,128.", parse=parse_blocks, usual=None
+        default="none",
+        help="Stored blocks, or none: none,128.",
+        parse=lambda text: None if text == "none" else parse_block(text),
+        usual=None,
     )
     density: float = options.share(default="1", usual=1.0)
     dtype: str = options.dtype()
@@ -59,10 +57,6 @@ class Semi24Case(ProductCase):
     def check(self) -> None:
         if self.block is not None:
             check_24_sides(self.block)
-        elif self.density != 1.0:
-            raise InvalidInput(
-                f"density {self.density} is that of blocks; a 2:4 matrix without blocks has none"
-            )
         if self.k % two_four.STEP:
             raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
 
@@ -72,13 +66,8 @@ class Semi24Case(ProductCase):
         return cls(**{**fields, **({"density": 1.0} if fields["block"] is None else {})})
 
     @property
-    def in_blocks(self) -> bool:
-        """A BSR24."""
-        return self.block is not None
-
-    @property
     def stored(self) -> str:
-        return "bsr24" if self.in_blocks else "semi24"
+        return "semi24" if self.block is None else "bsr24"
 
     @property
     def writes(self) -> bool:
@@ -109,7 +98,7 @@ PEERS: tuple[Peer, ...] = (
         "bsr",
         "this library's BSR",
         other=_own_blocks,
-        unless=lambda case: [] if case.in_blocks else ["is of blocks, and the case has none"],
+        unless=lambda case: [] if case.stored == "bsr24" else ["is of blocks, and the case has none"],
     ),
     TORCH_DENSE,
 )
@@ -139,7 +128,7 @@ TABLE = Table(
 BENCH = Bench(
     "semi24",
     suites={"published": PUBLISHED, "story": story.STORY},
-    schemas={"semi24": Schema(Semi24Case), "story": Schema(story.StoryCase)},
+    kinds=(Semi24Case, story.StoryCase),
     peers=PEERS,
     tables=(TABLE, story.TABLE),
 )

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Operands, Schema, block_name, rows, stored_name
+from sparsek.bench.engine.case import Operands, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
@@ -49,10 +49,6 @@ class SpgemmOperands(Operands):
 
     def plan(self, kernel: str | None) -> SpgemmPlan:
         return plan_spgemm(self.a, self.b, self.out, kernel=kernel)
-
-    def shapes(self, plan: SpgemmPlan) -> list[tuple[int, ...]]:
-        p = plan.problem
-        return [(p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block)]
 
     def judge(self, out: Any, *, tf32: bool = False) -> Gate:
         """Whether `out`, dense or BSR, is the product of this set."""
@@ -126,6 +122,8 @@ class SpgemmCase(SidesCase):
     """
 
     op: ClassVar[str] = "spgemm"
+    extra: ClassVar[tuple[str, ...]] = EXTRA
+    sources: ClassVar[tuple[str, ...]] = ("plan.matches",)
 
     m: int = options.size("Rows of A")
     k: int = options.size("Columns of A")
@@ -194,7 +192,7 @@ SYMBOLIC = (
 BENCH = Bench(
     "spgemm",
     suites={"published": PUBLISHED},
-    schemas={"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))},
+    kinds=(SpgemmCase,),
     peers=(CUBLAS, TORCH_DENSE),
     tables=(
         Table(

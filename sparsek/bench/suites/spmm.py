@@ -1,6 +1,5 @@
 """Products of a BSR and a dense matrix as a benchmark: its cases, peers and suites."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,7 +7,7 @@ import torch
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Schema, SuiteRow, rows
+from sparsek.bench.engine.case import rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
@@ -29,6 +28,7 @@ class SpmmCase(ProductCase, BlocksCase):
     """
 
     op: ClassVar[str] = "spmm"
+    later: ClassVar[tuple[str, ...]] = ("form",)
 
     form: str = options.choice("Products", FORMS, usual=A_AT_B)
 
@@ -38,7 +38,7 @@ class SpmmCase(ProductCase, BlocksCase):
         return super().name if self.form == A_AT_B else f"{form_name(self.form)} {super().name}"
 
     def make(self, device: torch.device, seed: int = 0) -> tuple[BSR, torch.Tensor]:
-        """A [m, k] and B, N(0, 1) values (A scaled so that A @ B has unit scale), one seed one pair."""
+        """A, scaled so that A @ B has unit scale, and B, N(0, 1) values; one seed one pair."""
         draw = Draw(device, self.drawn, 10 * seed)
         return self.matrix(draw), draw.normal(*self.b_shape)
 
@@ -67,14 +67,8 @@ def _square(block: int, density: float, **more: Any) -> SpmmCase:
 
 HOPPER = "hopper.spmm"
 # Speed over density, one line for each block.
-BY_DENSITY = rows(
-    HOPPER,
-    *(
-        _square(block, density)
-        for block in (128, 64, 32, 16)
-        for density in (0.5, 0.25, 0.125, 0.0625, 0.03125)
-    ),
-)
+DENSITIES = (0.5, 0.25, 0.125, 0.0625, 0.03125)
+BY_DENSITY = rows(HOPPER, *(_square(block, share) for block in (128, 64, 32, 16) for share in DENSITIES))
 # A @ B by block and density. 512x112 with 16 blocks in each of 16 rows holds as many values as
 # block 128 with 14 blocks in each of 64 rows: 14,680,064.
 BY_BLOCK = (
@@ -94,7 +88,7 @@ BY_BLOCK = (
 )
 # The other three products of the same size, next to A @ B and its tuned peers.
 BY_FORM = rows(HOPPER, *(_square(128, 0.125, form=form) for form in FORMS))
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {
+SUITES = {
     "density": BY_DENSITY,
     "blocks": BY_BLOCK,
     "forms": BY_FORM,
@@ -109,7 +103,7 @@ SUITES: Mapping[str, tuple[SuiteRow, ...]] = {
 BENCH = Bench(
     "spmm",
     suites=SUITES,
-    schemas={"spmm": Schema(SpmmCase, later=("form",))},
+    kinds=(SpmmCase,),
     peers=PEERS,
     tables=(
         Table(

@@ -43,12 +43,9 @@ class StoryOperands(ProductOperands):
 
     def _of(self, kernel: str | None) -> ProductOperands:
         """The layer of the matrix that the kernel multiplies."""
-        form = "bsr" if kernel is None else STORAGE_OF.get(kernel, "")
-        known = {"bsr": "BSR", "bsr24": "a BSR24", "semi24": "a Semi24"}
-        if form not in known:
-            raise InvalidInput(f"{kernel!r} is no kernel of spmm, bsr24, semi24")
+        form = "bsr" if kernel is None else STORAGE_OF[kernel]
         if form not in self.formats:
-            why = f"{known[form]} cannot store {self.case.stored * 100:.4g} % of the values"
+            why = f"a Semi24 cannot store {self.case.stored * 100:.4g} % of the values"
             raise Unsupported(self.case.name, {str(kernel): [why]})
         return ProductOperands(self.formats[form], self.b, form=LINEAR)
 
@@ -66,11 +63,10 @@ class StoryOperands(ProductOperands):
 class StoryCase(SidesCase):
     """x [n, k] @ W.T for a W [m, k] that stores the share `stored` of its values, at most a half; blocks of `block`.
 
-    `in_blocks` is False: BSR is among the kernels, not a peer.
+    BSR is among the kernels, not a peer.
     """
 
     op: ClassVar[str] = "story"
-    in_blocks: ClassVar[bool] = False
 
     m: int = options.size("Rows of W")
     k: int = options.size("Columns of W")

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 from scripts import cubins
 from sparsek.bench.suites.host import FIRST, HostCase
-from sparsek.bench.suites.host_calls import HostCall
 from sparsek.core import env
 from sparsek.kernels.lang import driver, shipped
 from tests.house.tools import ROOT
@@ -24,7 +22,6 @@ NAMES = """
 import json
 from scripts import cubins
 from sparsek.bench.suites.host import FIRST, HostCase
-from sparsek.bench.suites.host_calls import HostCall
 from sparsek.core import env
 walk = cubins.walked(only="first call")
 print(json.dumps(sorted([*walk.kernels, *walk.cuda])))
@@ -138,7 +135,7 @@ def test_a_first_call_compiles_nothing(case: HostCase, tmp_path: Path) -> None:
     """In a process of its own, with empty caches: what is shipped runs, and Triton and NVRTC are not asked."""
     if shipped.store() is None:
         pytest.skip("no archive of this source: make cubins")
-    named = json.dumps({each.name: getattr(case, each.name) for each in fields(HostCall)})
+    named = json.dumps(case.as_record())
     done = subprocess.run(
         [sys.executable, "-m", "sparsek.bench.suites.host_calls", named, "cuda:0"],
         capture_output=True,

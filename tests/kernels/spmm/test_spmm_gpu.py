@@ -162,7 +162,7 @@ def test_every_other_kernel_that_can_is_within_budget_or_says_why_not(name: str,
     assert ran or name == "cpu.spmm"
 
 
-@pytest.mark.parametrize("entry", BY_BLOCK, ids=lambda e: f"{e.case.name}-{e.op}")
+@pytest.mark.parametrize("entry", BY_BLOCK, ids=lambda e: f"{e.case.name}-{e.case.op}")
 def test_every_row_of_the_speed_table_is_right_at_full_size(entry: Any) -> None:
     case, seed = entry.case, fresh()
     a, b, *_ = case.make(torch.device("cuda"), seed=seed)
