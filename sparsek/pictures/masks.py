@@ -113,7 +113,7 @@ def picture(
     found, path = _head(mask, head, batch), files.as_path("path", path)
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
-        raise InvalidInput(f"{arguments.shown(str(path))}: a picture is a .png or a .svg file")
+        raise InvalidInput(f"{arguments.shown(path.name)}: a picture is a .png or a .svg file")
     arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     bins = MaskBins.counted(found, spy.Bins.of(found.blank, max_pixels))
     page = spy.Page(bins.width, bins.height, has_scale=True)
