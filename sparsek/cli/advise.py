@@ -20,7 +20,7 @@ from sparsek.cli.output import EXIT_ERROR, AsJson, complain, console, duration, 
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.core.written import parse_block
+from sparsek.core.parsing import parse_block
 from sparsek.files.weights import WeightFile, open_weights
 from sparsek.pictures.blocks import spy_png
 

@@ -20,7 +20,7 @@ from sparsek.cli.output import AsJson, console, print_json
 from sparsek.core import env
 from sparsek.core.device import CARDS, card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.core.written import listed, named
+from sparsek.core.parsing import listed, named
 
 
 def everything(

@@ -23,7 +23,7 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import out_of_memory
-from sparsek.core.written import listed, named, unknown
+from sparsek.core.parsing import listed, named, unknown
 
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]

@@ -18,7 +18,7 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import InvalidInput
-from sparsek.core.written import parse_block
+from sparsek.core.parsing import parse_block
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import plan_attention
 from sparsek.testing.attention_budget import check_attention

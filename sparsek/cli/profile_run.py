@@ -25,7 +25,7 @@ from sparsek.core import arguments
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import CARDS, card_named
 from sparsek.core.errors import InvalidInput
-from sparsek.core.written import unknown
+from sparsek.core.parsing import unknown
 from sparsek.ops.planning import choose
 from sparsek.plan.plan import Plan, arithmetic_seconds, memory_seconds, time_text
 from sparsek.profile import ncu

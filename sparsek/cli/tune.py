@@ -16,7 +16,7 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.core.memory import out_of_memory
-from sparsek.core.written import listed, parse_block, unknown
+from sparsek.core.parsing import listed, parse_block, unknown
 from sparsek.kernels import names_for
 from sparsek.ops.weight_formats import FORMATS, combinations
 from sparsek.plan import table

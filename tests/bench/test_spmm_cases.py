@@ -10,7 +10,7 @@ from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine.case import block_name
 from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
 from sparsek.core.errors import InvalidInput
-from sparsek.core.written import named, parse_block
+from sparsek.core.parsing import named, parse_block
 
 CPU = torch.device("cpu")
 

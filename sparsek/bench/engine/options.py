@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.written import listed, parse_block
+from sparsek.core.parsing import listed, parse_block
 from sparsek.matrix.pattern import block_sides
 
 Made = TypeVar("Made")

@@ -16,7 +16,7 @@ import torch
 from sparsek.bench.engine.case import Operands
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import SparseKError
-from sparsek.core.written import named
+from sparsek.core.parsing import named
 from sparsek.testing.budget import Gate
 
 

@@ -26,8 +26,8 @@ from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskForm,
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import peak_bytes
+from sparsek.core.parsing import parse_block
 from sparsek.core.wall import wait, wall_rounds
-from sparsek.core.written import parse_block
 from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention

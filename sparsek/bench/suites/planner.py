@@ -22,7 +22,7 @@ from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
-from sparsek.core.written import named
+from sparsek.core.parsing import named
 from sparsek.ops import choose as choosing
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations

@@ -25,7 +25,7 @@ from sparsek.bench.suites.product import (
     form_name,
 )
 from sparsek.core.errors import InvalidInput
-from sparsek.core.written import parse_block
+from sparsek.core.parsing import parse_block
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr import BSR
 

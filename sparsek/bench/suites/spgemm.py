@@ -18,8 +18,8 @@ from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.suites.product import SidesCase
 from sparsek.core.errors import InvalidInput
+from sparsek.core.parsing import parse_block
 from sparsek.core.wall import wall_rounds
-from sparsek.core.written import parse_block
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.ops.planning import matcher

@@ -21,8 +21,6 @@ from tests.house.tools import ROOT
 NAMES = """
 import json
 from scripts import cubins
-from sparsek.bench.suites.host import FIRST, HostCase
-from sparsek.core import env
 walk = cubins.walked(only="first call")
 print(json.dumps(sorted([*walk.kernels, *walk.cuda])))
 """

@@ -1,4 +1,4 @@
-"""What people write on a command line: names, lists and blocks."""
+"""Values as people write them on a command line: names, lists and blocks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
