@@ -16,12 +16,12 @@ from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Record, Table
 from sparsek.bench.engine.case import Case, Operands, SuiteRow, block_name, length_name, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.peer import Peer, rotating
+from sparsek.bench.engine.peer import rotating
 from sparsek.bench.engine.run import Outcome, PeerResult, passed, planned, rates, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
-from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
+from sparsek.bench.peers.attention import PEERS
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskForm, parse_mask
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # Up to this many scores of one head a gate looks at every query, beyond at the first, the last and some random tiles.
 GATED_WHOLE = 2**26
 GATED_TILES = 16
-PEERS: tuple[Peer, ...] = (CUDNN, FLASH4, FLEX, CUDNN_BLOCKS, TORCH_DENSE)
 
 
 @dataclass(frozen=True)
