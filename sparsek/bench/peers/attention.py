@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek.bench.engine.case import block_name, length_name
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, holding, setting_up
+from sparsek.mask.mask import BlockMask
 
 # Masks that a dense peer computes as they are.
 DENSE_MASKS = ("full", "causal")
@@ -66,20 +67,17 @@ class Attention(Peer):
         """A note, and the FLOPs of a call where it computes more than the stored elements."""
         return "", None
 
-    def judged(self, case: Any) -> bool:
-        """Whether it computes the case's mask as it is."""
-        return True
-
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """What the case measures, of every set: the forward pass, the backward pass, or both."""
+        note, flops = self.counted(case)
         with setting_up(), kept_graphs() if case.passes == BACKWARD else nullcontext():
             attend = self.attend(case, sets[0])
             calls = tuple(self.timed(case, attend, one) for one in sets)
             out, *_ = [call() for call in calls]  # what fails, fails in the set-up
-            if self.judged(case):
+            if flops is None or case.mask in DENSE_MASKS:
                 laid = self.laid(out) if isinstance(out, Tensor) else [self.laid(x) for x in out]
                 accepted(sets[0].judge(laid), "its result")
-        return Ready(calls, *self.counted(case))
+        return Ready(calls, note, flops)
 
     def timed(self, case: Any, attend: Any, one: Any) -> Callable[[], Any]:
         """The call of a set."""
@@ -134,22 +132,11 @@ class DenseAttention(Attention):
     def attend(self, case: Any, one: Any) -> Attend:
         options = {"is_causal": case.mask_text.causal, "enable_gqa": case.heads != case.kv_heads}
         call = partial(functional.scaled_dot_product_attention, **options)
-        if not self.backend:
-            return call
-        backend = getattr(SDPBackend, self.backend)
-
-        def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return call(q, k, v)
-
-        return chosen
+        return sdpa_kernel(getattr(SDPBackend, self.backend))(call) if self.backend else call
 
     def counted(self, case: Any) -> tuple[str, float | None]:
         causal = case.mask_text.causal
         return ("causal", case.causal_flops) if causal else ("every pair", case.dense_flops)
-
-    def judged(self, case: Any) -> bool:
-        return case.mask in DENSE_MASKS
 
 
 def flex_tiles(case: Any) -> dict[str, int]:
@@ -231,8 +218,7 @@ class Flash4(Attention):
         count, index = lists.full_block_cnt, lists.full_block_idx
         options = {"block_sparse_tensors": _whole_blocks(count, index, case)}
         if case.passes != FORWARD:
-            by_column = transposed_lists(count, index, one.mask.grid[1])
-            options["block_sparse_tensors_bwd"] = _whole_blocks(*by_column, case)
+            options["block_sparse_tensors_bwd"] = _whole_blocks(*transposed_lists(one.mask), case)
         return options
 
 
@@ -252,21 +238,15 @@ def _whole_blocks(count: Tensor, index: Tensor, case: Any) -> Any:
     )
 
 
-def transposed_lists(count: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The rows of every column: int32 [B, H, columns] and [B, H, columns, n], n of the fullest, ascending.
+def transposed_lists(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """The query tiles that see all of a key block: int32 counts [B, H, Nb] and lists [B, H, Nb, n], n of the fullest.
 
-    `count` [B, H, rows] of the entries of `index` [B, H, rows, n] count.
+    They ascend; what follows them in a list is any tile.
     """
-    listed = torch.arange(index.shape[3], device=index.device) < count.unsqueeze(-1)
-    # What a row does not count goes to a column too many.
-    at = index.long().masked_fill(~listed, columns)
-    kept = torch.zeros(*index.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
-    kept = kept.scatter_(3, at, True)[..., :columns].mT
-    counts = kept.sum(-1, dtype=torch.int32)
-    order = torch.argsort(kept.to(torch.int32), dim=-1, descending=True, stable=True)[
-        ..., : max(1, int(counts.max()))
-    ]
-    return counts, order.int().contiguous()
+    starts, counts, indices = mask.transposed.full
+    slots = starts[:, None] + torch.arange(max(1, int(counts.max())), device=mask.device)
+    sides = (mask.batch, mask.heads, mask.grid[1])
+    return counts.view(sides), indices[slots.clamp(max=len(indices) - 1)].view(*sides, -1)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ SPMM_BLOCKED_ELL_ALG1 = 13
 SONAMES = ("libcusparse.so.12", "libcusparse.so.13", "libcusparse.so.11")
 
 
-def load() -> ctypes.CDLL | str:
-    """The library, or why it cannot be had."""
+def load() -> ctypes.CDLL:
+    """The library. Raises UnavailableError with the reason why it cannot be had."""
     for name in SONAMES:
         try:
             library = ctypes.CDLL(name)
@@ -37,8 +37,8 @@ def load() -> ctypes.CDLL | str:
             continue
         if hasattr(library, "cusparseCreateBlockedEll"):
             return library
-        return f"{name} has no cusparseCreateBlockedEll"
-    return f"none of {', '.join(SONAMES)} can be loaded"
+        raise UnavailableError(f"{name} has no cusparseCreateBlockedEll")
+    raise UnavailableError(f"none of {', '.join(SONAMES)} can be loaded")
 
 
 def run(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
@@ -140,10 +140,7 @@ class CuSparse(Peer):
         return super().why_not(case, device) + holding(reasons)
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
-        library = load()
-        if isinstance(library, str):
-            raise UnavailableError(library)
-        failures = []
+        library, failures = load(), []
         # NVIDIA's pages do not specify whether a row of blocks is stored row by row or block by block; the gate
         # decides.
         for layout in ("rows", "blocks"):

@@ -91,17 +91,14 @@ class Tuned(Peer):
 
 
 def _descend(space: Space, cost: Callable[[Meta], float], start: Meta) -> Meta:
-    """Coordinate descent from `start`: each parameter in turn takes its best value, until a sweep changes nothing.
+    """Coordinate descent from `start`: each parameter in turn takes its best value, in four sweeps.
 
-    Parameters that `start` leaves out begin with their first value.
+    Parameters that `start` leaves out begin with their first value. `cost` remembers: a sweep that changes nothing is
+    free.
     """
     best = {name: start.get(name, values[0]) for name, values in space.items()}
-    for _ in range(4):
-        before = dict(best)
-        for name, values in space.items():
-            best[name] = min((*values, best[name]), key=lambda value: cost({**best, name: value}))
-        if best == before:
-            break
+    for name, values in 4 * [*space.items()]:
+        best[name] = min((*values, best[name]), key=lambda value: cost({**best, name: value}))
     return best
 
 
