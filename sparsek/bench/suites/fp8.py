@@ -132,8 +132,7 @@ def _dense(case: Fp8Case, one: Fp8Operands, scale: DenseScale, fast: bool, seed:
 
 def _wider(case: Fp8Case, one: Fp8Operands, index: int) -> ProductOperands:
     """This library's product of the same matrix in bf16."""
-    b = one.wide if one.is_linear else one.wide.contiguous()
-    return ProductOperands(one.a.dequantize(WIDE), b, one.out, one.form)
+    return ProductOperands(one.a.dequantize(WIDE), one.b.dequantize(WIDE).contiguous(), one.out, one.form)
 
 
 PEERS: tuple[Peer, ...] = (
@@ -176,10 +175,4 @@ TABLE = Table(
     usual=("e4m3",),
     kernels=KERNELS,
 )
-BENCH = Bench(
-    "fp8",
-    suites={"published": PUBLISHED},
-    kinds=(Fp8Case,),
-    peers=PEERS,
-    tables=(TABLE,),
-)
+BENCH = Bench("fp8", suites={"published": PUBLISHED}, kinds=(Fp8Case,), peers=PEERS, tables=(TABLE,))

@@ -181,26 +181,20 @@ class ProductOperands(Operands):
         return self.a.to_dense(), self.b_as_factor
 
     @property
-    def wide(self) -> Tensor:
-        """B as the dense product has it."""
-        return self.b if isinstance(self.b, Tensor) else self.b.dequantize(WIDE)
-
-    @property
     def useful_flops(self) -> float:
         """FLOPs of every value in stored blocks; in 2:4 matrices, zeros that are not stored count too."""
         matrix = self.a.matrix if isinstance(self.a, Quantized) else self.a
         pairs = 1 if isinstance(matrix, BSR) else 2
         return 2.0 * pairs * matrix.values.numel() * self.b_as_factor.shape[-1]
 
-    def factors(self, a: Any, b: Any = None) -> tuple[Any, Any]:
+    def factors(self, a: Any, b: Any) -> tuple[Any, Any]:
         """The two factors in their order, for this A and B or others, sparse or dense."""
-        b = self.b if b is None else b
         a = a.T if "A.T" in self.form or (self.is_linear and isinstance(a, BSR | Tensor)) else a
         return (b, a) if self.on_right else (a, b)
 
     @property
     def given(self) -> tuple[Any, ...]:
-        return self.factors(self.a)
+        return self.factors(self.a, self.b)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -223,7 +217,7 @@ class ProductOperands(Operands):
 
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call with everything stored, in bf16 for FP8."""
-        b = self.wide
+        b = self.b if isinstance(self.b, Tensor) else self.b.dequantize(WIDE)
         full = Draw(b.device, b.dtype, seed).weight(*self.a.shape)
         if self.is_linear:
             return lambda: self.layer(b, full)
