@@ -1,9 +1,9 @@
 """Every benchmark, by the name of its command, with the help that this shows. One is loaded when it is looked up."""
 
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections import UserDict
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparsek.bench.engine.bench import Bench
@@ -29,24 +29,13 @@ HELP = {
 MODULES = {"attention-backward": "attention_grad"}
 
 
-class Benches(Mapping[str, "Bench"]):
+class Benches(UserDict[str, Any]):
     """The benchmarks of HELP."""
 
     def __getitem__(self, name: str) -> "Bench":
-        if name not in HELP:
+        if name not in self.data:
             raise KeyError(name)
-        return _loaded(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(HELP)
-
-    def __len__(self) -> int:
-        return len(HELP)
+        return import_module(f"sparsek.bench.suites.{MODULES.get(name, name)}").BENCH
 
 
-BENCHES = Benches()
-
-
-@cache
-def _loaded(name: str) -> "Bench":
-    return import_module(f"sparsek.bench.suites.{MODULES.get(name, name)}").BENCH
+BENCHES: Mapping[str, "Bench"] = Benches(HELP)

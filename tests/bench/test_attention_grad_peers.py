@@ -210,16 +210,17 @@ def test_a_peer_whose_gradient_is_wrong_gets_no_time(installed: Any, case: Atten
 
 
 @pytest.mark.parametrize("columns", [3, 8])
-def test_lists_are_transposed_with_what_their_counts_leave_out(columns: int) -> None:
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_lists_are_transposed(columns: int, share: float) -> None:
     generator = torch.Generator().manual_seed(columns)
-    kept = torch.rand(2, 3, 5, columns, generator=generator) < 0.4
+    kept = torch.rand(2, 3, 5, columns, generator=generator) < share
     kept[0, 0, :, 1] = False
-    count = kept.sum(-1, dtype=torch.int32)
-    index = torch.argsort(kept.int(), dim=-1, descending=True, stable=True).int()
-    index = torch.where(torch.arange(columns) < count[..., None], index, 1)
-    counts, rows = transposed_lists(count, index, columns)
+    kept[0, 1, :, 1] = True
+    dense = kept.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    counts, rows = transposed_lists(BlockMask.from_dense(dense, 128))
     assert counts.dtype == rows.dtype == torch.int32
     assert rows.shape == (2, 3, columns, max(1, int(counts.max())))
+    assert ((rows >= 0) & (rows < 5)).all()
     for item in range(2):
         for head in range(3):
             for column in range(columns):

@@ -1,6 +1,7 @@
 """cuSPARSELt as a peer: its algorithms tried in child processes, held against a stand-in of the library on the CPU."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -92,7 +93,7 @@ def test_what_a_way_gives_is_judged(library: list[dict[str, Any]]) -> None:
     right = a.float() @ b.float()
     assert measured(a, cusparselt.laid(b, "col"), TURNED, right)["error"] < 5e-3
     assert measured(a, b, ROWS, -right)["error"] == pytest.approx(2, rel=1e-2)
-    assert measured(a, b, Way(5, "row", "row"), right)["error"] == cusparselt.NOTHING
+    assert math.isnan(measured(a, b, Way(5, "row", "row"), right)["error"])
 
 
 def child(*lines: Any, end: str = "") -> list[str]:
@@ -238,7 +239,7 @@ def test_cublas_in_fp8_is_the_fastest_that_it_takes(
     c: Any = ready.calls[0]()
     assert c.shape == ((32, 64) if form == "x@W.T" else (64, 32))
     w = torch.randn(64, 96)
-    assert 0.1 < float(c.float().norm() / (one.x.dequantize() @ w.T).norm()) * 96**0.5 < 10
+    assert 0.1 < float(c.float().norm() / (one.b_as_factor.mT.dequantize() @ w.T).norm()) * 96**0.5 < 10
     monkeypatch.setattr(torch, "_scaled_mm", no_rows)
     assert CUBLAS_FP8.ready(case, sets, lambda text: None).note == "a scale per tensor, float32 sums"
     with pytest.raises(

@@ -101,16 +101,36 @@ class Own(Peer):
 
 def fastest(
     what: str,
-    candidates: Mapping[str, Sequence[Callable[[], object]]],
+    ways: Mapping[str, Callable[[], Sequence[Callable[[], object]]]],
     device: torch.device,
     tried: Callable[[str], None],
-) -> str:
-    """The name of the fastest candidate in the same rounds, each the calls of all sets."""
-    turns = {name: rotating(calls) for name, calls in candidates.items()}
+    flops: float | None = None,
+) -> Ready:
+    """A peer by the fastest of several ways, in the same rounds. Each makes the calls of all sets, or is left out if it
+    raises. Raises UnavailableError with every reason where none is left.
+    """
+    calls: dict[str, tuple[Callable[[], object], ...]] = {}
+    refused: list[str] = []
+    for name, made in ways.items():
+        try:
+            with setting_up(name):
+                calls[name] = tuple(made())
+        except UnavailableError as error:
+            refused.append(str(error))
+            tried(f"{what}, {error}")
+    if not calls:
+        raise UnavailableError("; ".join(refused))
+    turns = {name: rotating(each) for name, each in calls.items()}
     times = time_rounds(turns, device=device, rounds=5, inner_ms=10.0)
     for name, found in times.items():
         tried(f"{what}, {name}: {found.median:.3f} ms")
-    return min(candidates, key=lambda name: times[name].median)
+    best = min(calls, key=lambda name: times[name].median)
+    return Ready(calls[best], best, flops)
+
+
+def holding(reasons: Mapping[str, object]) -> list[str]:
+    """The texts of those that hold."""
+    return [text for text, holds in reasons.items() if holds]
 
 
 def accepted(gate: Gate, what: str) -> None:

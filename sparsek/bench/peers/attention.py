@@ -17,13 +17,16 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek.bench.engine.case import block_name, length_name
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, setting_up
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, holding, setting_up
+from sparsek.mask.mask import BlockMask
 
 # Masks that a dense peer computes as they are.
 DENSE_MASKS = ("full", "causal")
 LOW = ("bf16", "fp16")
 # A dense step beyond this length is not measured: its time grows with the square of the length.
 LONGEST_DENSE_STEP = 2**16
+# Heads of keys and of values that cuDNN's block-sparse attention takes.
+CUDNN_DIMS = ((64, 64), (96, 96), (128, 128))
 # What a case measures.
 FORWARD, BACKWARD, STEP = ("forward",), ("backward",), ("forward", "backward")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -34,12 +37,6 @@ def imported(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UnavailableError(f"{name} cannot be imported: {first_line(error)}") from None
-
-
-def ran(calls: Sequence[Callable[[], Any]]) -> Any:
-    """The first call's result. Every call runs once, so that what fails, fails in the set-up."""
-    first, *_ = [call() for call in calls]
-    return first
 
 
 @contextmanager
@@ -56,10 +53,10 @@ def kept_graphs() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Attention(Peer):
-    """A peer whose attention is a function of q, k and v that autograd goes through."""
+    """A peer whose attention is a function of q, k and v that autograd goes through, unless it has its own `timed`."""
 
-    def attend(self, case: Any, one: Any) -> Attend:
-        """The attention of a set, in the peer's own layout."""
+    def attend(self, case: Any, one: Any) -> Any:
+        """The attention of all sets like this one, in the peer's own layout."""
         raise NotImplementedError
 
     def laid(self, x: Tensor) -> Tensor:
@@ -70,22 +67,20 @@ class Attention(Peer):
         """A note, and the FLOPs of a call where it computes more than the stored elements."""
         return "", None
 
-    def judged(self, case: Any) -> bool:
-        """Whether it computes the case's mask as it is."""
-        return True
-
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """What the case measures, of every set: the forward pass, the backward pass, or both."""
+        note, flops = self.counted(case)
         with setting_up(), kept_graphs() if case.passes == BACKWARD else nullcontext():
             attend = self.attend(case, sets[0])
-            calls = tuple(self._timed(case, attend, one) for one in sets)
-            out = ran(calls)
-            if self.judged(case):
+            calls = tuple(self.timed(case, attend, one) for one in sets)
+            out, *_ = [call() for call in calls]  # what fails, fails in the set-up
+            if flops is None or case.mask in DENSE_MASKS:
                 laid = self.laid(out) if isinstance(out, Tensor) else [self.laid(x) for x in out]
                 accepted(sets[0].judge(laid), "its result")
-        return Ready(calls, *self.counted(case))
+        return Ready(calls, note, flops)
 
-    def _timed(self, case: Any, attend: Attend, one: Any) -> Callable[[], Any]:
+    def timed(self, case: Any, attend: Any, one: Any) -> Callable[[], Any]:
+        """The call of a set."""
         q, k, v = (self.laid(x.detach()).contiguous() for x in (one.q, one.k, one.v))
         if case.passes == FORWARD:
             return partial(attend, q, k, v)
@@ -125,35 +120,23 @@ class DenseAttention(Attention):
     backend: str = ""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons = super().why_not(case, device)
-        if case.mask_text.causal and case.q_len != case.kv_len:
-            reasons.append(
-                "torch's is_causal lines up the first query with the first key, not the last with the last"
-            )
-        if case.passes == STEP and case.kv_len > LONGEST_DENSE_STEP:
-            longest = length_name(LONGEST_DENSE_STEP)
-            reasons.append(f"takes time by the square of the length: not measured beyond {longest}")
-        return reasons
+        uneven = case.mask_text.causal and case.q_len != case.kv_len
+        far = case.passes == STEP and case.kv_len > LONGEST_DENSE_STEP
+        longest = length_name(LONGEST_DENSE_STEP)
+        reasons = {
+            "torch's is_causal lines up the first query with the first key, not the last with the last": uneven,
+            f"takes time by the square of the length: not measured beyond {longest}": far,
+        }
+        return super().why_not(case, device) + holding(reasons)
 
     def attend(self, case: Any, one: Any) -> Attend:
         options = {"is_causal": case.mask_text.causal, "enable_gqa": case.heads != case.kv_heads}
         call = partial(functional.scaled_dot_product_attention, **options)
-        if not self.backend:
-            return call
-        backend = getattr(SDPBackend, self.backend)
-
-        def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return call(q, k, v)
-
-        return chosen
+        return sdpa_kernel(getattr(SDPBackend, self.backend))(call) if self.backend else call
 
     def counted(self, case: Any) -> tuple[str, float | None]:
         causal = case.mask_text.causal
         return ("causal", case.causal_flops) if causal else ("every pair", case.dense_flops)
-
-    def judged(self, case: Any) -> bool:
-        return case.mask in DENSE_MASKS
 
 
 def flex_tiles(case: Any) -> dict[str, int]:
@@ -173,13 +156,12 @@ class Flex(Attention):
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         """Its backward pass drops tiles that are larger than blocks before it reads options."""
-        reasons = super().why_not(case, device)
-        if case.passes != FORWARD and min(case.block) < 128 and 64 <= case.dim <= 128 and case.dtype in LOW:
-            reasons.append(
-                "the only tile of its backward pass for heads of 64 to 128 on Hopper, 64 x 128, needs blocks of 128, "
-                f"not {block_name(case.block)}"
-            )
-        return reasons
+        small = case.passes != FORWARD and case.dim >= 64 and flex_tiles(case)
+        reason = (
+            "the only tile of its backward pass for heads of 64 to 128 on Hopper, 64 x 128, needs blocks of 128, "
+            f"not {block_name(case.block)}"
+        )
+        return super().why_not(case, device) + holding({reason: small})
 
     def attend(self, case: Any, one: Any) -> Attend:
         from torch.nn.attention.flex_attention import flex_attention
@@ -203,15 +185,13 @@ class Flash4(Attention):
     """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks."""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons = super().why_not(case, device)
-        form = case.mask_text.form
-        if case.dtype not in LOW:
-            reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
-        if "sinks" in form:
-            reasons.append("its window has no sinks without a mask_mod of its own language")
-        elif _by_lists(case) and case.block != (128, 128):
-            reasons.append(f"its lists hold blocks of 128, not {block_name(case.block)}")
-        return reasons
+        small = _by_lists(case) and case.block != (128, 128)
+        reasons = {
+            f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+            "its window has no sinks without a mask_mod of its own language": "sinks" in case.mask,
+            f"its lists hold blocks of 128, not {block_name(case.block)}": small,
+        }
+        return super().why_not(case, device) + holding(reasons)
 
     def laid(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)
@@ -238,8 +218,7 @@ class Flash4(Attention):
         count, index = lists.full_block_cnt, lists.full_block_idx
         options = {"block_sparse_tensors": _whole_blocks(count, index, case)}
         if case.passes != FORWARD:
-            by_column = transposed_lists(count, index, one.mask.grid[1])
-            options["block_sparse_tensors_bwd"] = _whole_blocks(*by_column, case)
+            options["block_sparse_tensors_bwd"] = _whole_blocks(*transposed_lists(one.mask), case)
         return options
 
 
@@ -259,100 +238,77 @@ def _whole_blocks(count: Tensor, index: Tensor, case: Any) -> Any:
     )
 
 
-def transposed_lists(count: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The rows of every column: int32 [B, H, columns] and [B, H, columns, n], n of the fullest, ascending.
+def transposed_lists(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """The query tiles that see all of a key block: int32 counts [B, H, Nb] and lists [B, H, Nb, n], n of the fullest.
 
-    `count` [B, H, rows] of the entries of `index` [B, H, rows, n] count.
+    They ascend; what follows them in a list is any tile.
     """
-    listed = torch.arange(index.shape[3], device=index.device) < count.unsqueeze(-1)
-    # What a row does not count goes to a column too many.
-    at = index.long().masked_fill(~listed, columns)
-    kept = torch.zeros(*index.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
-    kept = kept.scatter_(3, at, True)[..., :columns].mT
-    counts = kept.sum(-1, dtype=torch.int32)
-    order = torch.argsort(kept.to(torch.int32), dim=-1, descending=True, stable=True)[
-        ..., : max(1, int(counts.max()))
-    ]
-    return counts, order.int().contiguous()
+    starts, counts, indices = mask.transposed.full
+    slots = starts[:, None] + torch.arange(max(1, int(counts.max())), device=mask.device)
+    sides = (mask.batch, mask.heads, mask.grid[1])
+    return counts.view(sides), indices[slots.clamp(max=len(indices) - 1)].view(*sides, -1)
 
 
 @dataclass(frozen=True)
-class CudnnBlocks(Peer):
+class CudnnBlocks(Attention):
     """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks.
 
     Its backward pass is a function of its own, on its own forward pass's out and lse.
     """
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons = super().why_not(case, device)
-        bq, bk = case.block
-        if not case.mask_text.uniform or case.q_len % bq or case.kv_len % bk:
-            reasons.append(f"takes as many whole blocks in every row, which {case.mask_text.words} has not")
-        if bq != bk:
-            reasons.append(f"takes square blocks, not {block_name(case.block)}")
-        if case.dim != case.v_dim or case.dim not in (64, 96, 128):
-            reasons.append(f"takes head sizes of 64, 96 and 128, not {case.dim} and {case.v_dim}")
-        if case.dtype not in LOW:
-            reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
-        if case.passes == FORWARD:
-            return reasons
-        if case.dtype != "bf16":
-            reasons.append(f"its gradients are bf16, not {case.dtype}")
-        if (case.dim, case.v_dim) != (128, 128):
-            reasons.append(f"its gradients take heads of 128 on Hopper, not {case.dim} and {case.v_dim}")
-        if case.heads != case.kv_heads:
-            reasons.append(f"its gradients take no shared heads, not {case.heads} to {case.kv_heads}")
-        return reasons
+        (bq, bk), dims, back = case.block, (case.dim, case.v_dim), case.passes != FORWARD
+        even = case.mask_text.uniform and not case.q_len % bq and not case.kv_len % bk
+        other, shared = back and dims != (128, 128), back and case.heads != case.kv_heads
+        reasons = {
+            f"takes as many whole blocks in every row, which {case.mask_text.words} has not": not even,
+            f"takes square blocks, not {block_name(case.block)}": bq != bk,
+            f"takes head sizes of 64, 96 and 128, not {case.dim} and {case.v_dim}": dims not in CUDNN_DIMS,
+            f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+            f"its gradients are bf16, not {case.dtype}": back and case.dtype != "bf16",
+            f"its gradients take heads of 128 on Hopper, not {case.dim} and {case.v_dim}": other,
+            f"its gradients take no shared heads, not {case.heads} to {case.kv_heads}": shared,
+        }
+        return super().why_not(case, device) + holding(reasons)
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
-        with setting_up():
-            module = imported("cudnn.block_sparse_attention")
-            index = even_lists(sets[0])
-            calls = tuple(_by_cudnn(module, case, one, index) for one in sets)
-            accepted(sets[0].judge(ran(calls)), "its result")
-        return Ready(calls)
-
-
-def _by_cudnn(module: Any, case: Any, one: Any, index: Tensor) -> Callable[[], Any]:
-    """What the case measures of a set: the forward pass, the backward pass, or both."""
-    q, k, v = (x.detach() for x in (one.q, one.k, one.v))
-    block = case.block[0]
-
-    def forward() -> Any:
-        return module.block_sparse_attention_forward(q, k, v, index, sparse_block_size=block)
-
-    def backward(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        made = module.block_sparse_attention_backward(
-            one.grad, q, k, v, out, lse, index, sparse_block_size=block
+    def attend(self, case: Any, one: Any) -> Any:
+        """Its functions of the forward pass and of the backward pass."""
+        module, index, size = imported("cudnn.block_sparse_attention"), even_lists(one), case.block[0]
+        return (
+            lambda *given: module.block_sparse_attention_forward(*given, index, sparse_block_size=size),
+            lambda *given: module.block_sparse_attention_backward(*given, index, sparse_block_size=size),
         )
-        return made["dq_tensor"], made["dk_tensor"], made["dv_tensor"]
 
-    def step() -> tuple[Tensor, ...]:
-        made = forward()
-        return made["o_tensor"], *backward(made["o_tensor"], made["lse_tensor"])
+    def timed(self, case: Any, attend: Any, one: Any) -> Callable[[], Any]:
+        forward, backward = attend
+        q, k, v = (x.detach() for x in (one.q, one.k, one.v))
 
-    if case.passes == FORWARD:
-        return lambda: forward()["o_tensor"]
-    if case.passes == STEP:
-        return step
-    made = forward()
-    return lambda: backward(made["o_tensor"], made["lse_tensor"])
+        def gradients(made: Any) -> tuple[Tensor, ...]:
+            found = backward(one.grad, q, k, v, made["o_tensor"], made["lse_tensor"])
+            return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"]
+
+        def step() -> tuple[Tensor, ...]:
+            made = forward(q, k, v)
+            return made["o_tensor"], *gradients(made)
+
+        if case.passes == FORWARD:
+            return lambda: forward(q, k, v)["o_tensor"]
+        return step if case.passes == STEP else partial(gradients, forward(q, k, v))
 
 
 def even_lists(one: Any) -> Tensor:
     """int32 [B, Hq, Mb, n]: the key blocks of every query tile. Raises UnavailableError for uneven or partial ones."""
-    mask = one.mask
-    starts, counts, indices = mask.full
-    longest = int(counts.max())
-    if mask.partial_blocks or int(counts.min()) != longest:
+    lists = one.mask.to_fa4()
+    count = lists.full_block_cnt
+    if one.mask.partial_blocks or int(count.min()) != int(count.max()):
         raise UnavailableError("takes as many whole blocks in every row")
-    slots = starts[:, None] + torch.arange(longest, device=mask.device)
-    lists = indices[slots].view(mask.batch, mask.heads, mask.grid[0], longest)
-    return lists.expand(*one.q.shape[:2], -1, -1).contiguous()
+    return lists.full_block_idx.expand(*one.q.shape[:2], -1, -1).contiguous()
 
 
-CUDNN = DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION")
-FLASH4 = Flash4("fa4", "FlashAttention-4", "cuda")
-FLEX = Flex("flex", "FlexAttention", "cuda")
-CUDNN_BLOCKS = CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda")
-TORCH_DENSE = DenseAttention("sdpa", "torch dense", "cpu")
+PEERS: tuple[Peer, ...] = (
+    DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
+    Flash4("fa4", "FlashAttention-4", "cuda"),
+    Flex("flex", "FlexAttention", "cuda"),
+    CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda"),
+    DenseAttention("sdpa", "torch dense", "cpu"),
+)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.case import block_name
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, holding
 
 # Values of library_types.h and cusparse.h.
 CUDA_TYPES = {"fp32": 0, "fp16": 2, "bf16": 14}
@@ -28,8 +28,8 @@ SPMM_BLOCKED_ELL_ALG1 = 13
 SONAMES = ("libcusparse.so.12", "libcusparse.so.13", "libcusparse.so.11")
 
 
-def load() -> ctypes.CDLL | str:
-    """The library, or why it cannot be had."""
+def load() -> ctypes.CDLL:
+    """The library. Raises UnavailableError with the reason why it cannot be had."""
     for name in SONAMES:
         try:
             library = ctypes.CDLL(name)
@@ -37,14 +37,15 @@ def load() -> ctypes.CDLL | str:
             continue
         if hasattr(library, "cusparseCreateBlockedEll"):
             return library
-        return f"{name} has no cusparseCreateBlockedEll"
-    return f"none of {', '.join(SONAMES)} can be loaded"
+        raise UnavailableError(f"{name} has no cusparseCreateBlockedEll")
+    raise UnavailableError(f"none of {', '.join(SONAMES)} can be loaded")
 
 
-def checked(what: str, status: int) -> None:
-    """Raises UnavailableError for a cuSPARSE status other than success."""
+def run(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
+    """Calls a function of the library. Raises UnavailableError for a status other than success."""
+    status = getattr(library, name)(*arguments)
     if status:
-        raise UnavailableError(f"{what} gave cuSPARSE status {status}")
+        raise UnavailableError(f"{name} gave cuSPARSE status {status}")
 
 
 def blocked_ell(indptr: Tensor, indices: Tensor, values: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -87,8 +88,8 @@ class Call:
 
     def __call__(self) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        checked("cusparseSetStream", self.library.cusparseSetStream(self.handle, stream))
-        checked("cusparseSpMM", self.library.cusparseSpMM(self.handle, *self.arguments))
+        run(self.library, "cusparseSetStream", self.handle, stream)
+        run(self.library, "cusparseSpMM", self.handle, *self.arguments)
 
 
 def prepare(library: ctypes.CDLL, one: Any, layout: str, dtype: str) -> Call:
@@ -105,26 +106,20 @@ def prepare(library: ctypes.CDLL, one: Any, layout: str, dtype: str) -> Call:
     plain, algorithm = NON_TRANSPOSE, SPMM_BLOCKED_ELL_ALG1
     product = (plain, plain, byref(alpha), a, b, byref(beta), c, CUDA_R_32F, algorithm)
     with ExitStack() as made:
-        checked("cusparseCreate", library.cusparseCreate(byref(handle)))
+        run(library, "cusparseCreate", byref(handle))
         made.callback(library.cusparseDestroy, handle)
-        checked(
-            "cusparseCreateBlockedEll",
-            library.cusparseCreateBlockedEll(
-                byref(a), i64(m), i64(k), i64(size), i64(width * size),
-                pointer(columns.data_ptr()), pointer(values.data_ptr()), INDEX_32I, INDEX_BASE_ZERO, kind,
-            ),
+        run(
+            library, "cusparseCreateBlockedEll", byref(a), i64(m), i64(k), i64(size), i64(width * size),
+            pointer(columns.data_ptr()), pointer(values.data_ptr()), INDEX_32I, INDEX_BASE_ZERO, kind,
         )  # fmt: skip
         made.callback(library.cusparseDestroySpMat, a)
         for matrix, tensor, rows in ((b, one.b, k), (c, one.out, m)):
-            checked(
-                "cusparseCreateDnMat",
-                library.cusparseCreateDnMat(
-                    byref(matrix), i64(rows), i64(n), i64(tensor.stride(0)),
-                    pointer(tensor.data_ptr()), kind, ORDER_ROW,
-                ),
+            run(
+                library, "cusparseCreateDnMat", byref(matrix), i64(rows), i64(n), i64(tensor.stride(0)),
+                pointer(tensor.data_ptr()), kind, ORDER_ROW,
             )  # fmt: skip
             made.callback(library.cusparseDestroyDnMat, matrix)
-        checked("cusparseSpMM_bufferSize", library.cusparseSpMM_bufferSize(handle, *product, byref(needed)))
+        run(library, "cusparseSpMM_bufferSize", handle, *product, byref(needed))
         workspace = torch.empty(max(16, needed.value), dtype=torch.uint8, device=one.b.device)
         kept = (columns, values, workspace, alpha, beta, one)
         arguments = (*product, pointer(workspace.data_ptr()))
@@ -135,22 +130,17 @@ class CuSparse(Peer):
     """cuSPARSE SpMM on Blocked-ELL."""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons, (rows, columns) = super().why_not(case, device), case.block
-        if rows != columns:
-            reasons.append(f"Blocked-ELL blocks are square, not {block_name(case.block)}")
-        if case.m % rows or case.k % columns:
-            reasons.append(
-                f"Blocked-ELL needs sides that are multiples of the block {block_name(case.block)}"
-            )
-        if case.dtype not in CUDA_TYPES:
-            reasons.append(f"not set up here for {case.dtype}")
-        return reasons
+        (rows, columns), block = case.block, block_name(case.block)
+        ragged = case.m % rows or case.k % columns
+        reasons = {
+            f"Blocked-ELL blocks are square, not {block}": rows != columns,
+            f"Blocked-ELL needs sides that are multiples of the block {block}": ragged,
+            f"not set up here for {case.dtype}": case.dtype not in CUDA_TYPES,
+        }
+        return super().why_not(case, device) + holding(reasons)
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
-        library = load()
-        if isinstance(library, str):
-            raise UnavailableError(library)
-        failures = []
+        library, failures = load(), []
         # NVIDIA's pages do not specify whether a row of blocks is stored row by row or block by block; the gate
         # decides.
         for layout in ("rows", "blocks"):

@@ -20,8 +20,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, fastest, first_line, setting_up
+from sparsek.bench.engine.peer import (
+    Peer,
+    Ready,
+    UnavailableError,
+    accepted,
+    fastest,
+    first_line,
+    holding,
+    setting_up,
+)
 from sparsek.core.clock import time_rounds
 from sparsek.core.dtypes import FP8
 from sparsek.testing.budget import Gate, judge
@@ -34,11 +44,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 WRONG = 1e-2
 # The library sums FP8 in fewer bits; results with a larger error get no time.
 LOOSE = 1e-2
-NOTHING = 1e9  # the error of NaN and Inf
 DEATHS = 8  # children
 SECONDS = 120.0
-# The six ways to store two of four.
-PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 # Of the ways that a child process found right, so many are timed once more, interleaved and on a warm card.
 BEST = 12
 
@@ -74,7 +81,7 @@ _FOUND: dict[tuple[Task, torch.device], dict[Way, dict[str, Any]]] = {}
 def usable(found: Mapping[Way, Mapping[str, Any]]) -> dict[Way, float]:
     """Milliseconds of the right ones, fastest first, without algorithms that were fatal in any layout."""
     fatal = {way.alg_id for way, one in found.items() if one.get("fatal")}
-    right = {way: one["ms"] for way, one in found.items() if one.get("error", NOTHING) < WRONG}
+    right = {way: one["ms"] for way, one in found.items() if one.get("error", math.inf) < WRONG}
     return {way: right[way] for way in sorted(right, key=lambda way: right[way]) if way.alg_id not in fatal}
 
 
@@ -116,10 +123,9 @@ def listen(command: Sequence[str], seconds: float) -> tuple[dict[int, Answer], s
 
 def random_24(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A dense [m, k] of N(0, 1) values, zero but for a random two of every four neighbours."""
-    table = torch.zeros(len(PAIRS), 4, dtype=torch.bool, device=device)
-    for row, pair in enumerate(PAIRS):
-        table[row, list(pair)] = True
-    kept = table[torch.randint(len(PAIRS), (m, k // 4), device=device)].view(m, k)
+    pairs = torch.combinations(torch.arange(4, device=device))
+    table = functional.one_hot(pairs, 4).sum(1).bool()  # [6, 4]
+    kept = table[torch.randint(len(pairs), (m, k // 4), device=device)].view(m, k)
     return (torch.randn(m, k, dtype=torch.float32, device=device) * kept).to(dtype)
 
 
@@ -160,7 +166,7 @@ def measured(packed: Tensor, b: Tensor, way: Way, right: Tensor) -> dict[str, An
     wrong = float((multiply(packed, b, way).float() - right).norm() / right.norm())
     call = partial(multiply, packed, b, way)
     times = time_rounds({"": call}, device=b.device, rounds=1, inner_ms=1.0, settle_ms=0.0)
-    return {"ms": times[""].median, "error": wrong if math.isfinite(wrong) else NOTHING}
+    return {"ms": times[""].median, "error": wrong}
 
 
 def main(task: str, device: str, start: str) -> None:
@@ -183,18 +189,17 @@ class CuSparseLt(Peer):
     """
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons = super().why_not(case, device)
         # What the sides of A must be multiples of, and N.
         side, n = (32, 16) if case.dtype in FP8.values() else (16, 8)
-        if device.type == "cuda" and not torch.backends.cusparselt.is_available():
-            reasons.append(f"torch {torch.__version__} was built without cuSPARSELt")
-        if not case.whole:
-            reasons.append("has 2:4 matrices without blocks only")
-        if _task(case).dtype not in DTYPES:
-            reasons.append(f"not set up here for {case.dtype}")
-        if case.m % side or case.k % side or case.n % n:
-            reasons.append(f"needs sides of A that are multiples of {side} and N of {n}")
-        return reasons
+        missing = device.type == "cuda" and not torch.backends.cusparselt.is_available()
+        ragged = case.m % side or case.k % side or case.n % n
+        reasons = {
+            f"torch {torch.__version__} was built without cuSPARSELt": missing,
+            "has 2:4 matrices without blocks only": not case.whole,
+            f"not set up here for {case.dtype}": _task(case).dtype not in DTYPES,
+            f"needs sides of A that are multiples of {side} and N of {n}": ragged,
+        }
+        return super().why_not(case, device) + holding(reasons)
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         right = ways_that_run(_task(case), sets[0].a.device, tried)
@@ -204,20 +209,15 @@ class CuSparseLt(Peer):
             # A is compressed, and B has its layout, before any time.
             packed = [torch._cslt_compress(dense) for dense, _ in factors]
             layouts = {layout: [laid(dense, layout) for _, dense in factors] for layout in ("row", "col")}
-            candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
-            for way in right:
-                pairs = zip(packed, layouts[way.b_layout], strict=True)
-                calls = tuple(partial(multiply, *pair, way) for pair in pairs)
-                try:
-                    accepted(_judged(sets[0], a, b, calls[0]()), "cuSPARSELt")
-                except UnavailableError as error:
-                    tried(f"{way}: {error}")
-                else:
-                    candidates[str(way)] = calls
-            if not candidates:
-                raise UnavailableError("no way of cuSPARSELt is right on these operands")
-            best = fastest("cuSPARSELt", candidates, sets[0].a.device, tried)
-        return Ready(candidates[best], best)
+
+        def calls(way: Way) -> list[Callable[[], Tensor]]:
+            pairs = zip(packed, layouts[way.b_layout], strict=True)
+            made = [partial(multiply, *pair, way) for pair in pairs]
+            accepted(_judged(sets[0], a, b, made[0]()), f"{way}: cuSPARSELt")
+            return made
+
+        ways = {str(way): partial(calls, way) for way in right}
+        return fastest("cuSPARSELt", ways, sets[0].a.device, tried)
 
 
 def _task(case: Any) -> Task:

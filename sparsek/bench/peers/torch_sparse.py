@@ -16,6 +16,7 @@ from sparsek.bench.engine.peer import (
     UnavailableError,
     accepted,
     first_line,
+    holding,
     rotating,
     setting_up,
 )
@@ -29,17 +30,19 @@ Space = dict[str, tuple[int, ...]]
 
 def refused_blocks(rows: int, columns: int, block: tuple[int, int], *, by_kernel: bool) -> list[str]:
     """Why torch.sparse takes no BSR of this shape and block. `by_kernel`: its Triton kernel, on a GPU."""
-    reasons, shown = [], block_name(block)
-    if rows % block[0] or columns % block[1]:
-        reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {shown}")
-    if by_kernel and any(side & (side - 1) for side in block):
-        reasons.append(f"its kernel needs block sides that are powers of 2, not {shown}")
-    return reasons
+    ragged, shown = rows % block[0] or columns % block[1], block_name(block)
+    odd = by_kernel and any(side & (side - 1) for side in block)
+    return holding(
+        {
+            f"torch.sparse BSR needs sides that are multiples of the block {shown}": ragged,
+            f"its kernel needs block sides that are powers of 2, not {shown}": odd,
+        }
+    )
 
 
 @dataclass(frozen=True)
 class Tuned(Peer):
-    """A Triton kernel of torch.sparse, with parameters tuned here.
+    """A Triton kernel of torch.sparse, with the fastest correct parameters that coordinate descent finds, by timing.
 
     `spaces(case)`: where parameters are searched, each from the best of the one before. `prepare(one)`: a set's result,
     and the call with given parameters, which writes it.
@@ -50,74 +53,52 @@ class Tuned(Peer):
     prepare: Callable[[Any], tuple[Any, Callable[[Meta], object]]]
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        """Raises UnavailableError if no parameters ran and were right."""
+        timed: dict[tuple[tuple[str, int], ...], float] = {}
+
+        def calls(meta: Meta) -> tuple[Callable[[], object], ...]:
+            return tuple(partial(call, meta) for _, call in prepared)
+
+        def milliseconds(meta: Meta) -> float:
+            key = tuple(meta.items())
+            if key not in timed:
+                try:
+                    turn = {"one": rotating(calls(meta))}
+                    got = time_rounds(turn, device=device, rounds=3, inner_ms=3.0, settle_ms=0.0)
+                    timed[key] = got["one"].median
+                except Exception as error:  # Triton: out of shared memory or registers, or a compiler fault
+                    timed[key] = math.inf
+                    tried(f"torch.sparse {meta}: {first_line(error)}")
+                else:
+                    tried(f"torch.sparse {meta}: {timed[key]:.3f} ms")
+            return timed[key]
+
         with setting_up("torch.sparse BSR"):
-            prepared = [self.prepare(one) for one in sets]
+            prepared, device = [self.prepare(one) for one in sets], sets[0].given[0].device
             out, first = prepared[0]
-
-            def right(meta: Meta) -> bool:
+            best: Meta = {}
+            for space in self.spaces(case):
+                best = _descend(space, milliseconds, best)
+            for key in sorted((key for key in timed if timed[key] < math.inf), key=lambda key: timed[key]):
+                # num_stages has given silently wrong results before (pytorch #113587).
                 (out.values if isinstance(out, BSR) else out).fill_(torch.nan)
-                first(meta)
-                return sets[0].judge(out).passed
-
-            def calls(meta: Meta) -> tuple[Callable[[], object], ...]:
-                return tuple(partial(call, meta) for _, call in prepared)
-
-            meta = tuned(self.spaces(case), calls, right, sets[0].given[0].device, tried)
-            return Ready(calls(meta), ", ".join(f"{name}={value}" for name, value in meta.items()))
-
-
-def tuned(
-    spaces: Sequence[Space],
-    calls: Callable[[Meta], Sequence[Callable[[], object]]],
-    right: Callable[[Meta], bool],
-    device: torch.device,
-    tried: Callable[[str], None],
-) -> Meta:
-    """The fastest correct parameters that coordinate descent finds, by timing.
-
-    `calls(meta)` makes the calls of all sets, `right(meta)` is whether the first set's result is right. Raises
-    UnavailableError if no parameters ran and were right.
-    """
-    timed: dict[tuple[tuple[str, int], ...], float] = {}
-
-    def milliseconds(meta: Meta) -> float:
-        key = tuple(meta.items())
-        if key not in timed:
-            try:
-                call = rotating(calls(meta))
-                got = time_rounds({"one": call}, device=device, rounds=3, inner_ms=3.0, settle_ms=0.0)
-                timed[key] = got["one"].median
-            except Exception as error:  # Triton: out of shared memory or registers, or a compiler fault
-                timed[key] = math.inf
-                tried(f"torch.sparse {meta}: {first_line(error)}")
-            else:
-                tried(f"torch.sparse {meta}: {timed[key]:.3f} ms")
-        return timed[key]
-
-    best: Meta = {}
-    for space in spaces:
-        best = _descend(space, milliseconds, best)
-    for key, value in sorted(timed.items(), key=lambda item: item[1]):
-        if math.isinf(value):
-            break
-        # num_stages has given silently wrong results before (pytorch #113587).
-        if right(dict(key)):
-            return dict(key)
-    raise UnavailableError(f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right")
+                first(dict(key))
+                if sets[0].judge(out).passed:
+                    return Ready(calls(dict(key)), ", ".join(f"{name}={value}" for name, value in key))
+            raise UnavailableError(
+                f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right"
+            )
 
 
 def _descend(space: Space, cost: Callable[[Meta], float], start: Meta) -> Meta:
-    """Coordinate descent from `start`: each parameter in turn takes its best value, until a sweep changes nothing.
+    """Coordinate descent from `start`: each parameter in turn takes its best value, in four sweeps.
 
-    Parameters that `start` leaves out begin with their first value.
+    Parameters that `start` leaves out begin with their first value. `cost` remembers: a sweep that changes nothing is
+    free.
     """
     best = {name: start.get(name, values[0]) for name, values in space.items()}
-    for _ in range(4):
-        before = dict(best)
-        for name, values in space.items():
-            best[name] = min((*values, best[name]), key=lambda value: cost({**best, name: value}))
-        if best == before:
-            break
+    for name, values in 4 * [*space.items()]:
+        best[name] = min((*values, best[name]), key=lambda value: cost({**best, name: value}))
     return best
 
 
@@ -131,11 +112,11 @@ class TorchSparse(Tuned):
     """
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons = [*super().why_not(case, device)]
-        reasons += refused_blocks(case.m, case.k, case.block, by_kernel=device.type == "cuda")
-        if device.type == "cuda" and case.n % 16:
-            reasons.append(f"its kernel needs N to be a multiple of 16, not {case.n}")
-        return reasons
+        by_kernel = device.type == "cuda"
+        reasons = super().why_not(case, device)
+        reasons += refused_blocks(case.m, case.k, case.block, by_kernel=by_kernel)
+        reason = f"its kernel needs N to be a multiple of 16, not {case.n}"
+        return reasons + holding({reason: by_kernel and case.n % 16})
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         if sets[0].b.device.type == "cuda":

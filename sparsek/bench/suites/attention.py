@@ -16,13 +16,13 @@ from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Record, Table
 from sparsek.bench.engine.case import Case, Operands, SuiteRow, block_name, length_name, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.peer import Peer, rotating
+from sparsek.bench.engine.peer import rotating
 from sparsek.bench.engine.run import Outcome, PeerResult, passed, planned, rates, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
-from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
-from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskForm, parse_mask
+from sparsek.bench.peers.attention import PEERS
+from sparsek.bench.suites.attention_masks import MASK_FORMS, MaskForm, parse_mask
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import peak_bytes
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # Up to this many scores of one head a gate looks at every query, beyond at the first, the last and some random tiles.
 GATED_WHOLE = 2**26
 GATED_TILES = 16
-PEERS: tuple[Peer, ...] = (CUDNN, FLASH4, FLEX, CUDNN_BLOCKS, TORCH_DENSE)
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,11 @@ class AttentionOperands(Operands):
     flops_per_pair: float
 
     @property
-    def pairs(self) -> int:
-        """Queries and keys that the mask lets meet, over all heads and batch items."""
-        mask = self.mask
-        batch, heads = self.q.shape[:2]
-        return mask.elements * (batch // mask.batch) * (heads // mask.heads)
-
-    @property
     def useful_flops(self) -> float:
-        return self.flops_per_pair * self.pairs
+        """FLOPs of the queries and keys that the mask lets meet, over all heads and batch items."""
+        batch, heads = self.q.shape[:2]
+        meet = self.mask.elements * (batch // self.mask.batch) * (heads // self.mask.heads)
+        return self.flops_per_pair * meet
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -85,7 +80,7 @@ class AttentionOperands(Operands):
         """The shapes of what a call gives."""
         return (self.out_shape,)
 
-    def anew(self, kernel: str | None) -> Callable[[], object]:
+    def anew(self, kernel: str) -> Callable[[], object]:
         """A call that builds its mask, plans and runs."""
         return lambda: attention(self.q, self.k, self.v, self.make(), kernel=kernel)
 
@@ -105,7 +100,7 @@ class AttentionOperands(Operands):
         return None if mask.q_len * mask.kv_len <= GATED_WHOLE else sampled(mask.grid[0])
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
-        """`memory` of a call that builds its mask, plans and runs."""
+        """What `peer_extra` finds of a call that builds its mask, plans and runs."""
         return self.peer_extra(self.anew(kernel))
 
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
@@ -128,14 +123,13 @@ def sampled(tiles: int) -> list[int] | None:
 
 def parse_lengths(text: str) -> tuple[int, int]:
     """Queries and keys: "32K" -> (32768, 32768); "1Kx4000" -> (1024, 4000)."""
-    parts = re.fullmatch(r"(\d+)(K?)(?:X(\d+)(K?))?", text.strip().upper())
+    parts = re.fullmatch(r"\d+K?(X\d+K?)?", text.strip().upper())
     if parts is None:
         raise InvalidInput(
             f"a length is written as 8192, as 8K, or as 1Kx8K for queries and keys, got {text!r}"
         )
-    q, q_kilo, kv, kv_kilo = parts.groups()
-    q_len = int(q) * (1024 if q_kilo else 1)
-    return q_len, q_len if kv is None else int(kv) * (1024 if kv_kilo else 1)
+    lengths = [int(n) * (1024 if kilo else 1) for n, kilo in re.findall(r"(\d+)(K?)", parts[0])]
+    return lengths[0], lengths[-1]
 
 
 def parse_pair(text: str) -> tuple[int, int]:
@@ -163,6 +157,8 @@ class AttentionCase(Case):
     extra: ClassVar[tuple[str, ...]] = ("memory",)
     peer_extra: ClassVar[tuple[str, ...]] = ("memory",)
     passes: ClassVar[tuple[str, ...]] = ("forward",)
+    # How many products have the sides of keys and of values.
+    products: ClassVar[tuple[int, int]] = (1, 1)
 
     batch: int = options.size("Batch sizes.", "1")
     heads: int = options.size(
@@ -230,7 +226,7 @@ class AttentionCase(Case):
     @property
     def flops_per_pair(self) -> float:
         """FLOPs for one query and one key that it sees."""
-        return 2.0 * (self.dim + self.v_dim)
+        return 2.0 * (self.products[0] * self.dim + self.products[1] * self.v_dim)
 
     @property
     def dense_flops(self) -> float:
@@ -258,10 +254,19 @@ class AttentionCase(Case):
     def out_shape(self) -> tuple[int, ...]:
         return self.batch, self.heads, self.q_len, self.v_dim
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Query tiles and key blocks of one head."""
+        return -(-self.q_len // self.block[0]), -(-self.kv_len // self.block[1])
+
+    @property
+    def frame(self) -> dict[str, Any]:
+        """Lengths and block, as builders of masks take them."""
+        return {"q_len": self.q_len, "kv_len": self.kv_len, "block": self.block}
+
     def mask_maker(self, device: torch.device, seed: int = 0) -> Callable[[], BlockMask]:
         """A call that builds the mask on `device`; its random numbers are drawn now."""
-        over = Geometry(self.q_len, self.kv_len, self.block, self.heads, device, seed)
-        return self.mask_text.maker(over)
+        return self.mask_text.prepare(self, Draw(device, self.drawn, seed), *self.mask_text.numbers)
 
     def sets(self, draw: Draw) -> Callable[[Draw], Any]:
         """Sets share one mask."""
@@ -279,7 +284,6 @@ class AttentionCase(Case):
 # What a mask costs
 
 ALONE = "kernel_alone"
-CHECKED_TILES = 16
 # The source of the masks, in the place of a kernel.
 BUILDER = Timed("mask.structured")
 
@@ -369,10 +373,10 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
 
     The error is the fraction of wrong pairs, and the budget 0.
     """
-    tiles, side = mask.grid[0], mask.block[0]
+    side = mask.block[0]
     keys = torch.arange(mask.kv_len, device=mask.device)
     wrong = pairs = 0
-    for tile in sorted({round(i * (tiles - 1) / max(1, CHECKED_TILES - 1)) for i in range(CHECKED_TILES)}):
+    for tile in sampled(mask.grid[0]) or range(mask.grid[0]):
         first, last = tile * side, min((tile + 1) * side, mask.q_len)
         positions = torch.arange(first, last, device=mask.device) + mask.kv_len - mask.q_len
         right = case.mask_text.sees(positions, keys)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from sparsek import kernels
@@ -16,6 +15,7 @@ from sparsek.bench.engine.bench import Bench, Column
 from sparsek.bench.engine.case import SuiteRow, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.several import Timed, several
+from sparsek.bench.peers.attention import step
 from sparsek.bench.suites.attention import (
     EIGHTH,
     PEERS,
@@ -35,8 +35,6 @@ from sparsek.testing.attention_budget import ExpectedGradients, expected_gradien
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
 from sparsek.testing.heads import HeadGradients, expected_of_heads
-
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,10 @@ class GradOperands(DifferentiableOperands):
     def plan(self, kernel: str | None) -> AttentionGradPlan:
         return plan_attention_backward(*self.given[:4], kernel=kernel, deterministic=self.deterministic)
 
-    def anew(self, kernel: str | None) -> Callable[[], Gradients]:
+    def anew(self, kernel: str) -> Callable[[], tuple[Tensor, ...]]:
         """A call that builds its mask, plans and runs."""
 
-        def call() -> Gradients:
+        def call() -> tuple[Tensor, ...]:
             one = replace(self, mask=self.make())
             return one.plan(kernel)(*one.given)
 
@@ -100,26 +98,20 @@ class StepOperands(DifferentiableOperands):
             "forward": plan_attention(q, k, v, self.mask, kernel=kernel, return_lse=True),
             "backward": plan_attention_backward(q, k, v, self.mask, kernel=family, deterministic=fixed),
         }
-        return several(plans, partial(self._step, lambda: self.mask, kernel))
+        return several(plans, self._step(lambda: self.mask, kernel))
 
-    def anew(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
-        """A step that builds its mask and plans, too."""
-        return partial(self._step, self.make, kernel)
+    def anew(self, kernel: str) -> Callable[[], tuple[Tensor, ...]]:
+        """A step that builds its mask and plans, too, with the forward kernel among those of `kernel`."""
+        (forward,) = set(kernel.split(JOINED)).intersection(kernels.names_for("attention"))
+        return self._step(self.make, forward)
 
-    def _step(self, mask: Callable[[], BlockMask], kernel: str | None) -> tuple[Tensor, ...]:
-        """out, dq, dk and dv."""
-        wanted = self.q, self.k, self.v
-        out = attention(*wanted, mask(), kernel=kernel, deterministic=self.deterministic)
-        return (out.detach(), *torch.autograd.grad(out, wanted, self.grad))
+    def _step(self, mask: Callable[[], BlockMask], kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
+        given = {"kernel": kernel, "deterministic": self.deterministic}
+        return step(lambda q, k, v: attention(q, k, v, mask(), **given), (self.q, self.k, self.v), self.grad)
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
         return worst([self.expected.judge(out[0]), self.expected_gradients.judge(out[1:])])
-
-    def kernel_extra(self, kernel: str) -> dict[str, Any]:
-        """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
-        (forward,) = set(kernel.split(JOINED)).intersection(kernels.names_for("attention"))
-        return self.peer_extra(self.anew(forward))
 
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
         """`peak_gb`: the most memory that a step holds at once, with its q, k, v and dO, in 1e9 bytes."""
@@ -134,6 +126,7 @@ class AttentionGradCase(AttentionCase):
 
     op: ClassVar[str] = "attention_backward"
     passes: ClassVar[tuple[str, ...]] = ("backward",)
+    products: ClassVar[tuple[int, int]] = (3, 2)
 
     deterministic: bool = options.field(
         True, "The same bits every time, or sums in any order.", off="any-order", usual=True
@@ -143,11 +136,6 @@ class AttentionGradCase(AttentionCase):
     def name(self) -> str:
         """As the forward pass's, with a mark where sums may be in any order."""
         return super().name + ("" if self.deterministic else ", not deterministic")
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Five products; forward and backward together are seven."""
-        return 2.0 * (3 * self.dim + 2 * self.v_dim)
 
     def one_set(self, draw: Draw, *parts: Any) -> DifferentiableOperands:
         """With dO, after its forward pass."""
@@ -164,10 +152,7 @@ class AttentionTrainCase(AttentionGradCase):
     extra: ClassVar[tuple[str, ...]] = ("peak_gb",)
     peer_extra: ClassVar[tuple[str, ...]] = ("peak_gb",)
     passes: ClassVar[tuple[str, ...]] = ("forward", "backward")
-
-    @property
-    def flops_per_pair(self) -> float:
-        return 2.0 * (4 * self.dim + 3 * self.v_dim)
+    products: ClassVar[tuple[int, int]] = (4, 3)
 
     def one_set(self, draw: Draw, *parts: Any) -> DifferentiableOperands:
         """With dO; its q, k and v require gradients."""

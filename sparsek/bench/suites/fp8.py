@@ -7,6 +7,7 @@ Both operands are in FP8 before any time, the dense one with a scale for each to
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Case, SuiteRow, block_name, rows, stored_name
+from sparsek.bench.engine.case import Bar, Case, SuiteRow, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
+from sparsek.bench.engine.peer import Own, Peer, Ready, dense, fastest
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
 from sparsek.bench.peers.cusparselt import CuSparseLt
-from sparsek.bench.suites.product import LINEAR, WIDE, ProductCase, ProductOperands, check_24_sides, form_name
+from sparsek.bench.suites.product import LINEAR, WIDE, ProductCase, ProductOperands, check_24_sides
 from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
@@ -40,15 +41,10 @@ class Fp8Operands(ProductOperands):
     b: QuantizedTensor
 
     @property
-    def x(self) -> QuantizedTensor:
-        """[n, k] of both forms."""
-        return self.b if self.is_linear else self.b.mT
-
-    @property
     def dense_factors(self) -> tuple[Tensor, Tensor]:
         """The FP8 values, with zeros where the matrix stores none: exact, FP8 fits into bf16."""
         plain = Quantized(self.a.matrix, torch.ones_like(self.a.scale), self.a.kind)
-        return plain.dequantize(WIDE).to_dense().to(self.a.dtype), self.x.values.mT
+        return plain.dequantize(WIDE).to_dense().to(self.a.dtype), self.b.values.mT
 
 
 @dataclass(frozen=True)
@@ -87,31 +83,17 @@ class Fp8Case(ProductCase):
         if self.k % 16:
             raise InvalidInput(f"K of an FP8 product is a multiple of 16 here, got {self.k}")
 
-    @classmethod
-    def of(cls, **fields: Any) -> "Fp8Case":
-        """A case; a Semi24 has no blocks."""
-        return cls(**fields | ({"block": None, "density": 1.0} if fields["stored"] == SEMI24 else {}))
-
-    @property
-    def writes(self) -> bool:
-        return self.form != LINEAR
-
     @property
     def name(self) -> str:
         """One short line: "x @ W.T 8192³ block 128 12.5 % e4m3"; the scale is named unless it is that of rows."""
         scale = "" if self.scale == "row" else f"scale per {self.scale}"
-        blocks = "" if self.block is None else stored_name(block_name(self.block), self.density)
-        formats = {BSR_: blocks, SEMI24: "2:4", BSR24_: f"2:4 in {blocks}"}
-        words = (formats[self.stored], self.dtype, scale, "fast_accum" if self.fast_accum else "")
-        return " ".join(filter(None, (form_name(self.form), self.shape_name, *words)))
+        return " ".join(filter(None, (super().name, scale, "fast_accum" if self.fast_accum else "")))
 
     def one_set(self, draw: Draw, a: Any, b: Tensor) -> Fp8Operands:
         """In FP8."""
-        linear = self.form == LINEAR
-        x = quantize(b if linear else b.mT.contiguous())
         a8 = quantize(a, DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
-        out = None if linear else draw.poison(*self.out_shape)
-        return Fp8Operands(a8, x if linear else x.mT, out, self.form)
+        b8 = quantize(b) if self.form == LINEAR else quantize(b.mT.contiguous()).mT
+        return Fp8Operands(**vars(super().one_set(draw, a8, b8)))
 
 
 @dataclass(frozen=True)
@@ -121,30 +103,23 @@ class CublasFp8(Peer):
     sums: tuple[bool, ...] = (False, True)
 
     def ready(self, case: Fp8Case, sets: Sequence[Fp8Operands], tried: Callable[[str], None]) -> Ready:
-        candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
-        refused: list[str] = []
+        def calls(scale: DenseScale, fast: bool) -> list[Callable[[], Tensor]]:
+            made = [_dense(case, one, scale, fast, 1000 + index) for index, one in enumerate(sets)]
+            made[0]()
+            return made
+
         scales: tuple[DenseScale, ...] = ("tensor", "row")
-        for scale, fast in itertools.product(scales, self.sums):
-            name = f"a scale per {scale}, {'fast' if fast else 'float32'} sums"
-            try:
-                with setting_up(name):
-                    calls = tuple(_dense(case, one, scale, fast, 1000 + i) for i, one in enumerate(sets))
-                    calls[0]()
-            except UnavailableError as error:
-                refused.append(str(error))
-                tried(f"cuBLAS FP8, {error}")
-            else:
-                candidates[name] = calls
-        if not candidates:
-            raise UnavailableError("; ".join(refused))
-        best = fastest("cuBLAS FP8", candidates, sets[0].a.device, tried)
-        return Ready(candidates[best], best, case.dense_flops)
+        ways = {
+            f"a scale per {scale}, {'fast' if fast else 'float32'} sums": partial(calls, scale, fast)
+            for scale, fast in itertools.product(scales, self.sums)
+        }
+        return fastest("cuBLAS FP8", ways, sets[0].a.device, tried, case.dense_flops)
 
 
 def _dense(case: Fp8Case, one: Fp8Operands, scale: DenseScale, fast: bool, seed: int) -> Callable[[], Tensor]:
     """x @ W.T, or W @ x.T, of a dense random W. `fast` sums in fewer bits than float32 has."""
     w = Draw(one.a.device, WIDE, seed).weight(case.m, case.k)
-    w8, x8 = quantize(w, E4M3, scale), quantize(one.x.dequantize(WIDE), E4M3, scale)
+    w8, x8 = quantize(w, E4M3, scale), quantize(one.b_as_factor.mT.dequantize(WIDE), E4M3, scale)
     first, second = (x8, w8) if one.is_linear else (w8, x8)
     scales = (
         first.scale[:, None] if first.scale.ndim else first.scale,
@@ -157,8 +132,7 @@ def _dense(case: Fp8Case, one: Fp8Operands, scale: DenseScale, fast: bool, seed:
 
 def _wider(case: Fp8Case, one: Fp8Operands, index: int) -> ProductOperands:
     """This library's product of the same matrix in bf16."""
-    b = one.wide if one.is_linear else one.wide.contiguous()
-    return ProductOperands(one.a.dequantize(WIDE), b, one.out, one.form)
+    return ProductOperands(one.a.dequantize(WIDE), one.b.dequantize(WIDE).contiguous(), one.out, one.form)
 
 
 PEERS: tuple[Peer, ...] = (
@@ -201,10 +175,4 @@ TABLE = Table(
     usual=("e4m3",),
     kernels=KERNELS,
 )
-BENCH = Bench(
-    "fp8",
-    suites={"published": PUBLISHED},
-    kinds=(Fp8Case,),
-    peers=PEERS,
-    tables=(TABLE,),
-)
+BENCH = Bench("fp8", suites={"published": PUBLISHED}, kinds=(Fp8Case,), peers=PEERS, tables=(TABLE,))

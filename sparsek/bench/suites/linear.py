@@ -112,11 +112,6 @@ class LinearCase(Case):
         return one
 
 
-def _plain(case: LinearCase, one: LinearOperands, index: int) -> LinearOperands:
-    """x @ W.T, with nothing after it, into the same output."""
-    return replace(one, bias=None, activation=None, residual=None)
-
-
 def _beside_plain(record: Record) -> str:
     """How much longer than the plain product of the same rounds."""
     if "plain" not in record["peers"]:
@@ -143,7 +138,7 @@ BENCH = Bench(
         Own(
             "plain",
             "the plain product",
-            other=_plain,
+            other=lambda case, one, index: replace(one, bias=None, activation=None, residual=None),
             unless=lambda case: [] if case.epilogue else ["the case is the plain product itself"],
         ),
     ),

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, target
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.operations import by_kernel
 from sparsek.matrix import convert, two_four
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.semi24 import Semi24
@@ -94,15 +94,12 @@ class PackCase(Case):
 
     def packer(self, w: Tensor) -> str:
         """The module that packs w: a kernel, or torch's calls where it takes no such w."""
-        kernel, torchs = ("to_bsr", "matrix.convert") if self.to == TO_BSR else ("to_24", "matrix.two_four")
-        if not w.is_cuda:
-            return torchs
-        pack = import_module(f"sparsek.kernels.pack.{kernel}")
-        if self.to == TO_BSR:
-            made = pack.pack_bsr(w, self.block, convert.Rule(None, None, self.keep, "global"))
-        else:
-            made = pack.pack24(w, None)
-        return torchs if made is None else f"pack.{kernel}"
+        if self.block is None:
+            made = by_kernel("pack24", w, None) if w.is_cuda else None
+            return "matrix.two_four" if made is None else "pack.to_24"
+        rule = convert.Rule(None, None, self.keep, "global")
+        made = by_kernel("pack_bsr", w, self.block, rule) if w.is_cuda else None
+        return "matrix.convert" if made is None else "pack.to_bsr"
 
     def plan(self, w: Tensor, kernel: str | None = None) -> Timed:
         name = self.packer(w)

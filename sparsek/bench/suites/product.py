@@ -1,8 +1,10 @@
 """Products of a sparse matrix with a dense one: cases and operands of several benchmarks, whatever the storage."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,6 @@ from sparsek.bench.engine.data import Draw
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import PATTERNS, Spread
 from sparsek.matrix.semi24 import Semi24
@@ -22,6 +23,9 @@ from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 A_AT_B, LINEAR = "A@B", "x@W.T"
 # What products of FP8 give, and what they are compared with.
@@ -95,8 +99,19 @@ class ProductCase(SidesCase):
     block: Any
     density: float
     pattern: Spread = "uniform"
-    # Whether the call writes into a given C; a layer makes its own.
-    writes: bool = True
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """The case that options give; a Semi24 has neither blocks nor a density of them."""
+        whole = fields["block"] is None or fields.get("stored") == "semi24"
+        return cls(**fields | ({"block": None, "density": 1.0} if whole else {}))
+
+    @property
+    def name(self) -> str:
+        """One short line: "x @ W.T 8192³ 2:4 bf16", "A @ B 8192³ 2:4 in block 128 12.5 % bf16"."""
+        blocks = "" if self.block is None else stored_name(block_name(self.block), self.density)
+        stored = {"bsr": blocks, "semi24": "2:4", "bsr24": f"2:4 in {blocks}"}[self.stored]
+        return f"{form_name(self.form)} {self.shape_name} {stored} {self.dtype}"
 
     @property
     def whole(self) -> bool:
@@ -128,9 +143,10 @@ class ProductCase(SidesCase):
 
         return one
 
-    def one_set(self, draw: Draw, a: Any, b: Tensor) -> Any:
-        """The operands of these matrices."""
-        return ProductOperands(a, b, draw.poison(*self.out_shape) if self.writes else None, self.form)
+    def one_set(self, draw: Draw, a: Any, b: Any) -> Any:
+        """The operands of these matrices; a layer makes its own C."""
+        out = None if self.form == LINEAR else draw.poison(*self.out_shape)
+        return ProductOperands(a, b, out, self.form)
 
 
 @dataclass(frozen=True)
@@ -165,31 +181,20 @@ class ProductOperands(Operands):
         return self.a.to_dense(), self.b_as_factor
 
     @property
-    def pattern(self) -> BlockPattern | None:
-        """The stored blocks; None of a matrix without blocks."""
-        return getattr(self.a, "pattern", None)
-
-    @property
-    def wide(self) -> Tensor:
-        """B as the dense product has it."""
-        return self.b if isinstance(self.b, Tensor) else self.b.dequantize(WIDE)
-
-    @property
     def useful_flops(self) -> float:
         """FLOPs of every value in stored blocks; in 2:4 matrices, zeros that are not stored count too."""
         matrix = self.a.matrix if isinstance(self.a, Quantized) else self.a
         pairs = 1 if isinstance(matrix, BSR) else 2
         return 2.0 * pairs * matrix.values.numel() * self.b_as_factor.shape[-1]
 
-    def factors(self, a: Any, b: Any = None) -> tuple[Any, Any]:
+    def factors(self, a: Any, b: Any) -> tuple[Any, Any]:
         """The two factors in their order, for this A and B or others, sparse or dense."""
-        b = self.b if b is None else b
         a = a.T if "A.T" in self.form or (self.is_linear and isinstance(a, BSR | Tensor)) else a
         return (b, a) if self.on_right else (a, b)
 
     @property
     def given(self) -> tuple[Any, ...]:
-        return self.factors(self.a)
+        return self.factors(self.a, self.b)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -212,7 +217,7 @@ class ProductOperands(Operands):
 
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call with everything stored, in bf16 for FP8."""
-        b = self.wide
+        b = self.b if isinstance(self.b, Tensor) else self.b.dequantize(WIDE)
         full = Draw(b.device, b.dtype, seed).weight(*self.a.shape)
         if self.is_linear:
             return lambda: self.layer(b, full)

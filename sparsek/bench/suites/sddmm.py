@@ -15,9 +15,7 @@ from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.peers.torch_sparse import SAMPLED
 from sparsek.bench.suites.product import BlocksCase
-from sparsek.matrix.bsr import BSR
 from sparsek.ops.sddmm import plan_sddmm
-from sparsek.testing.budget import Gate
 from sparsek.testing.product_budget import check_sddmm
 
 
@@ -38,15 +36,12 @@ class SddmmCase(BlocksCase):
         def one(draw: Draw) -> Call:
             x, y = draw.normal(self.m, self.k), draw.normal(self.k, self.n).mul_(self.k**-0.5)
 
-            def judge(out: BSR, *, tf32: bool = False) -> Gate:
-                return check_sddmm(x, y, out, tf32=tf32)
-
             def twin(seed: int) -> Callable[[], object]:
                 """All of X @ Y: both are dense and random already."""
                 return partial(torch.matmul, x, y, out=x.new_empty(pattern.shape))
 
             flops = 2.0 * pattern.nnzb * pattern.block[0] * pattern.block[1] * self.k
-            return Call((x, y, pattern), plan_sddmm, judge, flops, twin)
+            return Call((x, y, pattern), plan_sddmm, partial(check_sddmm, x, y), flops, twin)
 
         return one
 

@@ -6,24 +6,17 @@ stored or not. Half of that is multiplied.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import Bar, Case, block_name, rows, stored_name
+from sparsek.bench.engine.case import Bar, Case, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, target, useful
 from sparsek.bench.peers.cusparselt import CuSparseLt
 from sparsek.bench.suites import story
-from sparsek.bench.suites.product import (
-    A_AT_B,
-    LINEAR,
-    ProductCase,
-    ProductOperands,
-    check_24_sides,
-    form_name,
-)
+from sparsek.bench.suites.product import A_AT_B, LINEAR, ProductCase, ProductOperands, check_24_sides
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import parse_block
 from sparsek.matrix import two_four
@@ -60,32 +53,14 @@ class Semi24Case(ProductCase):
         if self.k % two_four.STEP:
             raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
 
-    @classmethod
-    def of(cls, **fields: Any) -> "Semi24Case":
-        """A case; one without blocks has one density, 1."""
-        return cls(**{**fields, **({"density": 1.0} if fields["block"] is None else {})})
-
     @property
     def stored(self) -> str:
         return "semi24" if self.block is None else "bsr24"
 
-    @property
-    def writes(self) -> bool:
-        return self.form != LINEAR
-
-    @property
-    def name(self) -> str:
-        """One short line: "x @ W.T 8192³ 2:4 bf16", "A @ B 8192³ 2:4 in block 128 12.5 % bf16"."""
-        stored = self.dtype
-        if self.block is not None:
-            stored = f"in {stored_name(block_name(self.block), self.density, self.dtype)}"
-        return f"{form_name(self.form)} {self.shape_name} 2:4 {stored}"
-
 
 def _own_blocks(case: Semi24Case, one: ProductOperands, index: int) -> ProductOperands:
     """This library's BSR of the same pattern, all values of its blocks random."""
-    pattern, b = one.pattern, one.b
-    assert pattern is not None
+    pattern, b = one.a.pattern, one.b
     values = Draw(b.device, b.dtype, 3000 + index).normal(pattern.nnzb, *pattern.block)
     a = BSR.unchecked(pattern, values.mul_(pattern.shape[1] ** -0.5)).zero_padding_()
     return replace(one, a=a, out=b.new_empty(case.out_shape))

@@ -20,7 +20,7 @@ FORMS = (A_AT_B, "A.T@B", "B@A", "B@A.T")
 
 
 @dataclass(frozen=True)
-class SpmmCase(ProductCase, BlocksCase):
+class SpmmCase(BlocksCase, ProductCase):
     """A product of A [m, k], `density` of whose blocks are stored in a seeded random pattern, and a dense B.
 
     `form` is which product; `n` is the side of B that A does not meet. "A@B": B is [k, n]. "A.T@B": B is [m, n].
@@ -66,9 +66,7 @@ def _square(block: int, density: float, **more: Any) -> SpmmCase:
 
 
 HOPPER = "hopper.spmm"
-# Speed over density, one line for each block.
 DENSITIES = (0.5, 0.25, 0.125, 0.0625, 0.03125)
-BY_DENSITY = rows(HOPPER, *(_square(block, share) for block in (128, 64, 32, 16) for share in DENSITIES))
 # A @ B by block and density. 512x112 with 16 blocks in each of 16 rows holds as many values as
 # block 128 with 14 blocks in each of 64 rows: 14,680,064.
 BY_BLOCK = (
@@ -86,12 +84,12 @@ BY_BLOCK = (
         SpmmCase(16384, 16384, 16, (128, 128), 0.25),
     ),
 )
-# The other three products of the same size, next to A @ B and its tuned peers.
-BY_FORM = rows(HOPPER, *(_square(128, 0.125, form=form) for form in FORMS))
 SUITES = {
-    "density": BY_DENSITY,
+    # Speed over density, one line for each block.
+    "density": rows(HOPPER, *(_square(block, share) for block in (128, 64, 32, 16) for share in DENSITIES)),
     "blocks": BY_BLOCK,
-    "forms": BY_FORM,
+    # The other three products of the same size, next to A @ B and its tuned peers.
+    "forms": rows(HOPPER, *(_square(128, 0.125, form=form) for form in FORMS)),
     # Sides that no tile divides, and uneven rows: the schedule must hold up here too.
     "ragged": rows(
         HOPPER,
