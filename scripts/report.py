@@ -58,11 +58,9 @@ HEADINGS = ("case", MS.heading, SPEEDUP.heading, USEFUL.heading, ROOF.heading, "
 def front(found: Sequence[Record]) -> str:
     """The table of README, with what it was measured on below; rows without records are left out."""
     measured = {
-        (record["op"], records.case_of(record)): record
-        for op in dict.fromkeys(row.case.op for row in FRONT)
-        for record in rows_of(found, op)
+        each.case: each.record for op in {row.case.op for row in FRONT} for each in rows_of(found, op)
     }
-    shown = [(row, measured[row.case.op, row.case]) for row in FRONT if (row.case.op, row.case) in measured]
+    shown = [(row, measured[row.case]) for row in FRONT if row.case in measured]
     if not shown:
         return "No records yet: run `sparsek bench all` on an H200."
     lines = [report.line(HEADINGS), report.line(["---", *["---:"] * 4, "---"])]

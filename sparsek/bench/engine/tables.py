@@ -51,12 +51,17 @@ def roof(record: Record) -> str:
     return f"{record['roofline']['fraction'] * 100:.0f} %"
 
 
+def peer_ms(record: Record, *names: str) -> float | None:
+    """Milliseconds of the first of these peers that was measured, from the rounds of the kernel."""
+    return next((record["peers"][name]["ms"]["median"] for name in names if name in record["peers"]), None)
+
+
 def faster_than(*peers: str) -> Callable[[Record], str]:
-    """Time of the first of these peers that was measured over the kernel's, from the same rounds: "7.67x"."""
+    """Time of the first of these peers that was measured over the kernel's: "7.67x"."""
 
     def cell(record: Record) -> str:
-        times = (record["peers"][name]["ms"]["median"] for name in peers if name in record["peers"])
-        return next((f"{time / record['ms']['median']:.2f}x" for time in times), "")
+        ms = peer_ms(record, *peers)
+        return "" if ms is None else f"{ms / record['ms']['median']:.2f}x"
 
     return cell
 
