@@ -98,8 +98,8 @@ def section(page: str, name: str, path: str = "page") -> tuple[int, int]:
     return start, stop
 
 
-def pages(root: Path, found: Sequence[Record]) -> dict[Path, str]:
-    """The whole text of every page and file that holds something of the records, as it must be."""
+def differing(root: Path, found: Sequence[Record]) -> dict[Path, str]:
+    """The pages and files that hold something else than the records say, with the whole text that they must have."""
     files = (each for bench in BENCHES.values() for each in bench.files.items())
     made = {root / name: text for name, make in files if (text := make(found))}
     for page, name, text in blocks(found):
@@ -107,7 +107,7 @@ def pages(root: Path, found: Sequence[Record]) -> dict[Path, str]:
         old = made.get(path) or _text(path)
         start, stop = section(old, name, page)
         made[path] = f"{old[:start]}\n{text}\n{old[stop:]}"
-    return made
+    return {path: text for path, text in made.items() if not path.exists() or _text(path) != text}
 
 
 def differing_pictures(root: Path, found: Sequence[Record]) -> list[Path]:
@@ -120,26 +120,22 @@ def differing_pictures(root: Path, found: Sequence[Record]) -> list[Path]:
 
 def write(root: Path, found: Sequence[Record]) -> list[Path]:
     """Brings pages, files and pictures up to the records; returns what changed."""
-    changed = [path for path, text in pages(root, found).items() if not path.exists() or _text(path) != text]
-    for path, text in pages(root, found).items():
-        if path in changed:
-            path.write_text(text, encoding="utf-8")
-    pictures = differing_pictures(root, found)
-    if pictures:
-        drawn = charts.draw(found, root / PICTURES)
-        for path in set(pictures) - set(drawn):
-            path.unlink()
+    changed, pictures = differing(root, found), differing_pictures(root, found)
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf-8")
+    drawn = charts.draw(found, root / PICTURES) if pictures else []
+    for path in set(pictures) - set(drawn):
+        path.unlink()
     return [*changed, *pictures]
 
 
 def stale(root: Path, found: Sequence[Record]) -> list[str]:
     """What differs from the records, one line each; [] means that everything agrees."""
     wrong = []
-    for path, text in pages(root, found).items():
+    for path, text in differing(root, found).items():
         old = _text(path).splitlines() if path.exists() else []
-        if old != text.splitlines():
-            line = next((line for line in text.splitlines() if line not in old), f"{len(old)} lines")
-            wrong.append(f"{path}: first difference: {line}")
+        line = next((line for line in text.splitlines() if line not in old), f"{len(old)} lines")
+        wrong.append(f"{path}: first difference: {line}")
     return [*wrong, *(f"{path}: differs" for path in differing_pictures(root, found))]
 
 
