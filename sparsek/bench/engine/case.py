@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,8 +20,6 @@ from sparsek.testing.budget import Gate
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Made = TypeVar("Made")
-MOST_LISTED = 16  # names
 SEEDS = 100  # of a set
 
 

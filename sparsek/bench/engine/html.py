@@ -38,7 +38,7 @@ def page(found: Sequence[Record], pictures: Iterable[tuple[str, str]], title: st
         for name, svg in pictures
     ]
     parts += ["<h2>Pictures</h2>", *figures] if figures else []
-    for op in report.measured(found) if found else []:
+    for op in report.measured(found):
         parts += [f"<h2>{escape(TABLES[op].title)}</h2>", from_markdown(report.markdown(found, op))]
     body = "\n".join(parts)
     return (
@@ -56,9 +56,7 @@ def _environment(found: Sequence[Record]) -> str:
     for field, name in FACTS.items():
         values = dict.fromkeys(f"{each['env'][field]}" for each in found if each["env"][field] is not None)
         rows.append((name, ", ".join(values) or "none"))
-    dates = sorted(each["date"][:10] for each in found)
-    rows.append(("measured", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"))
-    return _table([], rows)
+    return _table([], [*rows, ("measured", report.dates(found))])
 
 
 def from_markdown(text: str) -> str:

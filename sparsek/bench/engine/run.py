@@ -260,26 +260,19 @@ def rates(
             "bound_ms": round(plan.bound_seconds * 1e3, 6),
             "fraction": round(plan.bound_seconds / seconds, 4),
         },
-        "peers": {
-            name: {
-                "ms": records.times_of(peer.times),
-                "tflops": _digits(peer.rate) if rated else None,
-                **peer.extra,
-            }
-            for name, peer in peers.items()
-        },
-        "ratio": {name: round(useful / peer.rate, 4) for name, peer in peers.items()},
+        **beside(useful, peers, rated=rated),
     }
 
 
-def beside(times: Times, peers: Mapping[str, Times], flops: float | None = None) -> dict[str, Any]:
-    """Fields of a record: peers that are compared by their times. `flops`: of a call, where rates are recorded."""
+def beside(rate: float, peers: Mapping[str, PeerResult], *, rated: bool) -> dict[str, Any]:
+    """Fields of a record: its peers, and the ratios of a rate to theirs, which are recorded where they are `rated`."""
+    tflops = {name: _digits(peer.rate) if rated else None for name, peer in peers.items()}
     return {
         "peers": {
-            name: {"ms": records.times_of(took), "tflops": flops and flops / took.median / 1e9}
-            for name, took in peers.items()
+            name: {"ms": records.times_of(peer.times), "tflops": tflops[name], **peer.extra}
+            for name, peer in peers.items()
         },
-        "ratio": {name: round(took.median / times.median, 4) for name, took in peers.items()},
+        "ratio": {name: round(rate / peer.rate, 4) for name, peer in peers.items()},
     }
 
 

@@ -1,17 +1,15 @@
 """What calls cost the host, beside torch's, as cases: cached calls, layers in eager mode, first calls of a process."""
 
-import atexit
 import gc
 import json
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -19,13 +17,14 @@ import torch
 from sparsek.bench.engine import options, records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Bar, Case, block_name, rows, shape_name, stored_name
-from sparsek.bench.engine.run import GateError, Outcome, beside, passed, record_of
+from sparsek.bench.engine.run import GateError, Outcome, PeerResult, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
-from sparsek.bench.engine.tables import CASE, case_name, judged
+from sparsek.bench.engine.tables import CASE, case_name, judged, peer_ms
 from sparsek.bench.suites.host_calls import CALLS, STORAGES
 from sparsek.core import env
 from sparsek.core.clock import Times
+from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.wall import wall_rounds
 from sparsek.testing.budget import Gate
@@ -208,14 +207,15 @@ for _, name, *_ in kernels.KERNELS:
     kernels.load(name)
 """
 # By call, the folder of caches that its last process left behind.
-_FILLED: dict[HostCase, Path] = {}
+_FILLED: dict[HostCase, TemporaryDirectory[str]] = {}
 
 
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = record_of(case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
-    return Outcome(case, (record,), {}, {})
+    per_ms = {name: PeerResult(times, 1 / times.median, {}) for name, times in peers.items()}
+    more = beside(1 / took.median, per_ms, rated=False)
+    return Outcome(case, (record_of(case, Timed(case.module), took, gate, device, seen, **more),), {}, {})
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
@@ -230,8 +230,8 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
         fills = case.caches == "empty" or call not in _FILLED
         if fills:
             _drop_caches(call)
-            _FILLED[call] = _folder()
-        sample = _in_a_process(case, device, _FILLED[call])
+            _FILLED[call] = TemporaryDirectory(ignore_cleanup_errors=True)
+        sample = _in_a_process(case, device, Path(_FILLED[call].name))
         if not fills or case.caches == "empty":
             samples.append(sample)
             seen.sample()
@@ -246,23 +246,15 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
 
 def _drop_caches(call: HostCase) -> None:
     if call in _FILLED:
-        shutil.rmtree(_FILLED.pop(call), ignore_errors=True)
-
-
-def _folder() -> Path:
-    """A new one, gone when this process ends."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+        _FILLED.pop(call).cleanup()
 
 
 @cache
-def _bytecode() -> Path:
+def _bytecode() -> TemporaryDirectory[str]:
     """Where a process has left the bytecode of what first calls import."""
-    folder = _folder()
-    where = env.with_caches_in(folder, folder)
-    _child(["-c", IMPORTS], where)
-    return folder
+    made = TemporaryDirectory(ignore_cleanup_errors=True)
+    _child(["-c", IMPORTS], env.with_caches_in(Path(made.name), Path(made.name)))
+    return made
 
 
 def _child(given: Sequence[str], where: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -275,7 +267,7 @@ def _child(given: Sequence[str], where: Mapping[str, str]) -> subprocess.Complet
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
     """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
     given = ["-m", CHILD, json.dumps(case.as_record()), str(device)]
-    ran = _child(given, env.with_caches_in(folder, _bytecode()))
+    ran = _child(given, env.with_caches_in(folder, Path(_bytecode().name)))
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
         raise GateError(f"{case.name}: the process failed: {last[:300]}")
@@ -289,25 +281,19 @@ def _spelt(record: Record, ms: float | None) -> str:
     return f"{ms / 1e3:.3g} s" if records.case_of(record).is_first else f"{ms * 1e3:.1f} us"
 
 
-def _torch_ms(record: Record) -> float | None:
-    return record["peers"][TORCH]["ms"]["median"] if TORCH in record["peers"] else None
-
-
-def _over_torch(record: Record) -> str:
-    case, torchs = records.case_of(record), _torch_ms(record)
-    if torchs is None or case.is_first:
-        return ""
-    ratio = record["ms"]["median"] / torchs
-    return f"{ratio:.2f}" if case.bar is None else judged(case.bar, ratio)[1]
-
-
-def _at_most(record: Record) -> str:
-    """The limit of the time over torch's, or, of a first call, of the seconds, and whether it is met."""
-    case, ms = records.case_of(record), record["ms"]["median"]
-    unit = 1e3 if case.is_first else _torch_ms(record)
-    if case.bar is None or unit is None:
-        return ""
-    return f"{case.bar.must:g}{' s' if case.is_first else ''}, {case.bar.verdict(ms / unit)}"
+def _judged(record: Record) -> tuple[str, str]:
+    """The time over torch's, nothing for first calls; and its limit, or that of a first call's seconds, and whether it
+    is met. The limits are a GPU's: nothing on a CPU.
+    """
+    case, first = records.case_of(record), records.case_of(record).is_first
+    unit = 1e3 if first else peer_ms(record, TORCH)
+    if unit is None:
+        return "", ""
+    ratio = record["ms"]["median"] / unit
+    if case.bar is None or record["env"]["gpu"] == CPU.name:
+        return "" if first else f"{ratio:.2f}", ""
+    verdict, shown = judged(case.bar, ratio)
+    return "" if first else shown, f"{case.bar.must:g}{' s' if first else ''}, {verdict}"
 
 
 SMALL = (1024, 1024, 1024)
@@ -361,9 +347,9 @@ TABLE = Table(
     columns=(
         CASE,
         Column("time", lambda record: _spelt(record, record["ms"]["median"])),
-        Column("torch's time", lambda record: _spelt(record, _torch_ms(record))),
-        Column("over torch's", _over_torch),
-        Column("target, at most", _at_most),
+        Column("torch's time", lambda record: _spelt(record, peer_ms(record, TORCH))),
+        Column("over torch's", lambda record: _judged(record)[0]),
+        Column("target, at most", lambda record: _judged(record)[1]),
     ),
     note=(
         "Wall time of cached eager calls: how long one call keeps the host busy, or, for `layer`, one of twenty calls "
