@@ -16,6 +16,8 @@ from sparsek.bench.figures import CUDNN, FLASH4, FLEX, OURS, PICTURES, Axis, Pan
 from sparsek.core.errors import SparseKError
 from sparsek.plan.sources import ROOT, files_hash
 
+# Okabe and Ito's colours, told apart by readers who do not see red and green.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 STAMP = re.compile(r"sparsek:([0-9a-f]{16})")
 # Points of a pixel: matplotlib draws 72 to the inch, and a picture has 100 pixels to the inch.

@@ -87,22 +87,16 @@ def everything(
             print_json(document)
         write_html(html, found, f"sparsek on {card}")
         return
-    failed: list[dict[str, str]] = []
     outcomes: list[Outcome] = []
 
     def measure(row: SuiteRow) -> None:
         # One row may fail in any way; those behind it are measured all the same.
         peers = peers_named(BY_OP[row.case.op].peers, None, where)
-        outcome = measured(row, peers, where, rounds, any_error=True)
-        if isinstance(outcome, str) or not outcome.records:
-            why = outcome if isinstance(outcome, str) else "nothing was measured"
-            failed.append({"case": row.name, "why": why})
-        if not isinstance(outcome, str):
-            outcomes.append(outcome)
-            if out is not None:
-                records.append(out, outcome.records)
-            else:
-                _sorted_in(outcome.records, home)
+        outcomes.append(measured(row, peers, where, rounds, any_error=True))
+        if out is not None:
+            records.append(out, outcomes[-1].records)
+        else:
+            _sorted_in(outcomes[-1].records, home)
         gc.collect()
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # raises where the failure has left no device to go on with
@@ -110,8 +104,7 @@ def everything(
 
     count = 0
     try:
-        for done in walk(todo, measure, limit):
-            count += 1
+        for count, done in enumerate(walk(todo, measure, limit), start=1):
             minutes = f"{done.rows_left} left, about {done.seconds_left / 60:.1f} min"
             left = minutes if done.rows_left else "none left"
             screen.print(f"{count}/{len(todo)} {done.row.name}: {done.seconds:.1f} s; {left}", soft_wrap=True)
@@ -127,6 +120,11 @@ def everything(
                 f"stopped with {len(rest)} rows left, {rest[0]} first; run again to go on, --list names them"
             )
             screen.print(stopped, soft_wrap=True)
+    failed = [
+        {"case": SuiteRow(each.case).name, "why": each.failed or "nothing was measured"}
+        for each in outcomes
+        if not each.records
+    ]
     if json:
         new = [record for outcome in outcomes for record in outcome.records]
         print_json({**document, "measured": new, "failed": failed, "not_measured": missing, "left": rest})

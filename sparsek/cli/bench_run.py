@@ -53,8 +53,13 @@ def bench(
     Exits 1 if a case failed or none was measured. A CPU is refused where it would take hours.
     """
     given = given_of(context)
-    suite = suite or (one.whole if not set(given) - set(BESIDE_A_SUITE) else "")
-    _refuse_contradictions(given, suite)
+    of_cases = [name for name in given if name not in BESIDE_A_SUITE]
+    if "suite" in given and of_cases:
+        extra = ", ".join(f"--{name.replace('_', '-')}" for name in of_cases)
+        raise InvalidInput(
+            f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
+        )
+    suite = suite or ("" if of_cases else one.whole)
     where = device_of(device)
     if suite:
         rows = named(one.suites, suite)
@@ -62,11 +67,20 @@ def bench(
         rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
     chosen = peers_named(one.peers, names, where)
-    if where.type == "cpu" and one.small and not set(given).intersection(_sizes(one)):
+    # The dtype of the small sizes makes nothing small.
+    sizes = {part[2:].replace("-", "_") for part in one.small.split() if part.startswith("--")} - {"dtype"}
+    if where.type == "cpu" and one.small and not sizes.intersection(given):
         why = f"suite {suite} needs a GPU" if suite else "sizes by default are a GPU's"
         raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {one.small}")
-    outcomes, failed = _run(rows, chosen, where, rounds, out)
+    outcomes: list[Outcome] = []
+    with progress(len(rows), "start") as (say, advance):
+        for row in rows:
+            outcomes.append(measured(row, chosen, where, rounds, say))
+            if out is not None:
+                records.append(out, outcomes[-1].records)
+            advance()
     found = [record for outcome in outcomes for record in outcome.records]
+    failed = [{"case": each.case.name, "why": each.failed} for each in outcomes if each.failed]
     notes, missing = notes_of(outcomes)
     screen = console(stderr=json)
     if json:
@@ -79,7 +93,7 @@ def bench(
         if any(measured_peers(found, table) for table in tables.values()):
             screen.print(OVER_NOTE, style="dim")
         for note in (*notes, *missing):
-            screen.print(_line(note, len(outcomes)), style="dim")
+            screen.print(_line(note, len(outcomes) - len(failed)), style="dim")
     if out is not None:
         screen.print(f"{len(found)} records appended to {out}", soft_wrap=True)
     write_html(html, found, f"sparsek bench {one.name}")
@@ -121,39 +135,6 @@ def given_of(context: typer.Context) -> list[str]:
     return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
 
 
-def _sizes(one: Bench) -> set[str]:
-    """The options of its small sizes, but for the dtype, which makes nothing small."""
-    return {part[2:] for part in one.small.split() if part.startswith("--")} - {"dtype"}
-
-
-def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
-    """InvalidInput for options that would be ignored next to the others."""
-    extra = ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in BESIDE_A_SUITE)
-    if "suite" in given and extra:
-        raise InvalidInput(
-            f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
-        )
-
-
-def _run(
-    rows: Sequence[SuiteRow], peers: Sequence[Peer], device: torch.device, rounds: int, out: Path | None
-) -> tuple[list[Outcome], list[dict[str, str]]]:
-    """Every row in turn, and those that failed; records are on disk as soon as a case is done."""
-    outcomes: list[Outcome] = []
-    failed: list[dict[str, str]] = []
-    with progress(len(rows), "start") as (say, advance):
-        for row in rows:
-            outcome = measured(row, peers, device, rounds, say)
-            if isinstance(outcome, str):
-                failed.append({"case": row.case.name, "why": outcome})
-            else:
-                outcomes.append(outcome)
-                if out is not None:
-                    records.append(out, outcome.records)
-            advance()
-    return outcomes, failed
-
-
 def measured(
     row: SuiteRow,
     peers: Sequence[Peer],
@@ -162,9 +143,9 @@ def measured(
     say: Callable[[str], None] = lambda text: None,
     *,
     any_error: bool = False,
-) -> Outcome | str:
-    """The outcome of a row, or why there is none, which is printed too: its result is wrong, memory cannot hold it, or,
-    with `any_error`, whatever it raised.
+) -> Outcome:
+    """The outcome of a row. It has failed, which is printed too, where the result is wrong, memory cannot hold it, or,
+    with `any_error`, for whatever it raised.
     """
     name = row.case.name
     try:
@@ -177,7 +158,7 @@ def measured(
             raise
         why = why or f"{type(error).__name__}: {first_line(error)}"
         complain(f"{name}: {why}")
-        return why
+        return Outcome(row.case, (), {}, {}, why)
 
 
 def _table(of: Table, found: Sequence[records.Record]) -> Screen:
