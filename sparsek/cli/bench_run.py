@@ -93,7 +93,10 @@ def bench(
         if any(measured_peers(found, table) for table in tables.values()):
             screen.print(OVER_NOTE, style="dim")
         for note in (*notes, *missing):
-            screen.print(_line(note, len(outcomes) - len(failed)), style="dim")
+            everywhere = len(note["cases"]) == len(outcomes) - len(failed)
+            named_cases = "every case" if everywhere else ", ".join(note["cases"])
+            text = f": {note['note']}" if "note" in note else f" not measured: {note['why']}"
+            screen.print(f"{note['name']}{text} ({named_cases})", style="dim")
     if out is not None:
         screen.print(f"{len(found)} records appended to {out}", soft_wrap=True)
     write_html(html, found, f"sparsek bench {one.name}")
@@ -130,9 +133,8 @@ def _kernels(one: Bench, text: str) -> tuple[str, ...]:
 
 def given_of(context: typer.Context) -> list[str]:
     """The parameters that were written on the command line."""
-    names = [parameter.name or "" for parameter in context.command.params]
-    sources = ((name, context.get_parameter_source(name)) for name in names)
-    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
+    sources = ((each.name, context.get_parameter_source(each.name or "")) for each in context.command.params)
+    return [name for name, source in sources if name and source and source.name == "COMMANDLINE"]
 
 
 def measured(
@@ -204,9 +206,3 @@ def _by_text(field: str, found: Iterable[tuple[Outcome, str, str]]) -> list[Note
     for outcome, *key in found:
         cases[key[0], key[1]].append(outcome.case.name)
     return [{"name": name, field: text, "cases": names} for (name, text), names in cases.items()]
-
-
-def _line(note: Note, count: int) -> str:
-    where = "every case" if len(note["cases"]) == count else ", ".join(note["cases"])
-    text = f": {note['note']}" if "note" in note else f" not measured: {note['why']}"
-    return f"{note['name']}{text} ({where})"

@@ -73,13 +73,11 @@ def from_markdown(text: str) -> str:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
     """`numbers`: the columns that stand on the right."""
-    head = "".join(_cell("th", cell, number) for cell, number in zip_longest(heads, numbers))
-    body = "".join(
-        f"<tr>{''.join(_cell('td', cell, number) for cell, number in zip_longest(row, numbers))}</tr>\n"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
+    def line(tag: str, cells: Sequence[str]) -> str:
+        classes = (" class=n" if number else "" for _, number in zip_longest(cells, numbers))
+        parts = (f"<{tag}{each}>{escape(cell)}</{tag}>" for cell, each in zip(cells, classes, strict=True))
+        return f"<tr>{''.join(parts)}</tr>"
 
-def _cell(tag: str, text: str, number: bool | None) -> str:
-    return f"<{tag}{' class=n' if number else ''}>{escape(text)}</{tag}>"
+    body = "".join(f"{line('td', row)}\n" for row in rows)
+    return f'<div class="wide"><table><thead>{line("th", heads)}</thead><tbody>\n{body}</tbody></table></div>'

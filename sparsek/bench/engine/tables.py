@@ -72,11 +72,6 @@ def over(peer: str, table: Table) -> Column:
     return Column(f"over {table.peers[peer]}", lambda record: cell(record)[:-1])
 
 
-def speedup(record: Record) -> str:
-    """Time of the dense peer over the kernel's, from the same rounds: "7.67x"."""
-    return faster_than(*table_of(record).dense)(record)
-
-
 def judged(bar: Bar, ratio: float) -> tuple[str, str]:
     """The verdict on a ratio, and the ratio with two digits, or with three where two would look like the bar."""
     verdict = bar.verdict(ratio)
@@ -102,7 +97,7 @@ def target(bars: Mapping[Case, Sequence[Bar]], kernels: str = "hopper.") -> Colu
 
 CASE = Column("case", _row_name, text=True)
 MS = Column("ms", _time)
-SPEEDUP = Column("speedup over dense", speedup)
+SPEEDUP = Column("speedup over dense", lambda record: faster_than(*table_of(record).dense)(record))
 USEFUL = Column("useful TFLOPS", useful)
 GBPS = Column("GB/s", lambda record: f"{record['gbps']:.0f}")
 ROOF = Column("of the roofline", roof)

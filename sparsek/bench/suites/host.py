@@ -34,12 +34,15 @@ LAYER = "layer"
 # What a first call finds on disk: no compiled kernel, or those of a process before.
 CACHES = ("empty", "filled")
 STORED = {"bsr": "", "semi24": "2:4", "bsr24": "2:4 in", "fp8": "FP8"}
-PRODUCT, LAYERS, HEADED, WHOLE = SIDES = (
-    "m x k x n",
-    "tokens x features in x features out",
-    "heads x length x head size",
-    "rows x columns",
-)
+PRODUCT, LAYERS = "m x k x n", "tokens x features in x features out"
+HEADED, WHOLE = "heads x length x head size", "rows x columns"
+# How names of cases say what is measured.
+SIDES: Mapping[str, Callable[..., str]] = {
+    PRODUCT: shape_name,
+    LAYERS: lambda tokens, k, n: f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},",
+    HEADED: lambda heads, length, dim: f"{length} causal, {heads} heads, D {dim},",
+    WHOLE: "{}×{}".format,
+}
 # By call, what is called, as a module of sparsek, and what its sides are. The module is the kernel of its records.
 KINDS = {
     "A @ B": ("ops.spmm", PRODUCT),
@@ -120,22 +123,10 @@ class HostCase(Case):
         """One short line: "linear + bias + gelu, 64 tokens, 1024 to 1024, block 128 25 % bf16"."""
         what = {"linear": "linear + bias + gelu"}.get(self.call, self.call)
         first = f"first call, {self.caches} caches: " if self.is_first else ""
-        return f"{first}{what}, {self._measures}"
-
-    @property
-    def _measures(self) -> str:
-        if self.measured == HEADED:
-            heads, length, dim = self.sides
-            return f"{length} causal, {heads} heads, D {dim}, block {block_name(self.block)} {self.dtype}"
-        if self.measured == WHOLE:
-            size = "×".join(map(str, self.sides))
-        elif self.measured == PRODUCT:
-            size = shape_name(*self.sides)
-        else:
-            tokens, k, n = self.sides
-            size = f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},"
-        blocks = "" if self.storage == "semi24" else stored_name(block_name(self.block), self.density)
-        return " ".join(filter(None, (size, STORED[self.storage], blocks, self.dtype)))
+        size, block = SIDES[self.measured](*self.sides), block_name(self.block)
+        blocks = f"block {block}" if self.measured == HEADED else stored_name(block, self.density)
+        stored = (STORED[self.storage], "" if self.storage == "semi24" else blocks)
+        return " ".join(filter(None, (f"{first}{what},", size, *stored, self.dtype)))
 
     def run(
         self,

@@ -127,19 +127,11 @@ def attention(call: Any, device: torch.device, *, trains: bool = False) -> Pair:
             return check_attention(q, k, v, mask, found)
         return check_attention_backward(q.detach(), k.detach(), v.detach(), mask, dy, found)
 
-    def ours() -> Tensor:
-        return sk.attention(q, k, v, mask)
+    def called(forward: Callable[[], Tensor]) -> Callable[[], Any]:
+        return (lambda: torch.autograd.grad(forward(), wanted, dy)) if trains else forward
 
-    def torchs() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    if not trains:
-        return Pair(ours, torchs, judge)
-    return Pair(
-        lambda: torch.autograd.grad(ours(), wanted, dy),
-        lambda: torch.autograd.grad(torchs(), wanted, dy),
-        judge,
-    )
+    ours = called(lambda: sk.attention(q, k, v, mask))
+    return Pair(ours, called(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)), judge)
 
 
 def from_dense(call: Any, device: torch.device) -> Pair:
