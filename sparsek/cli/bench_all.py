@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -75,11 +75,7 @@ def everything(
     found = _read(places)
     todo = rows if again else stale_rows(rows, found, where)
     say(f"{len(todo)} of {len(rows)} rows to measure on {card}, records in {out or home}")
-    document: dict[str, Any] = {
-        "card": card,
-        "records": out or home,
-        "to_measure": [row.name for row in todo],
-    }
+    document = {"card": card, "records": out or home, "to_measure": [row.name for row in todo]}
     if listing:
         for row in () if json else todo:
             say(row.name)

@@ -1,7 +1,11 @@
-"""`sparsek bench NAME`, once its cases are known: measures, prints, writes records, charts and a page."""
+"""`sparsek bench NAME`: the options of its cases and those that all benchmarks have; measures, prints, writes records,
+charts and a page.
+"""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,15 +14,17 @@ import typer
 from rich.table import Table as Screen
 
 from sparsek.bench import charts
+from sparsek.bench.benches import HELP
 from sparsek.bench.engine import html, records
 from sparsek.bench.engine.bench import Bench, Column, Table, table_of
 from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.options import Option
 from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome, measure
 from sparsek.bench.engine.tables import CASE, MS, OVER_NOTE, case_name, over
 from sparsek.cli.kernel_names import kernel_named, kernels_of
-from sparsek.cli.output import complain, console, print_json, progress
+from sparsek.cli.output import AsJson, complain, console, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -32,6 +38,63 @@ Html = Annotated[
 ]
 # Parameters that go with a suite too; the others describe cases.
 BESIDE_A_SUITE = ("peers", "rounds", "suite", "device", "out", "html", "json")
+SCHEMA = """
+--json: {benchmark, records: [{op, case, kernel, config, ms: {median, min, max, rounds}, tflops, gbps, roofline, gate,
+peers, ratio, env, source_hash, date}], failed: [{case, why}], not_measured: [{name, why, cases}], notes: [{name, note,
+cases}]}. Exit code 1 if a case failed or nothing was measured.
+"""
+
+
+def command(one: Bench) -> Callable[..., None]:
+    """The function of a benchmark's command."""
+    peers = f"all, none, or some of {', '.join(peer.name for peer in one.peers)}."
+    suites = f"A named suite instead of sizes: {', '.join(one.suites)}."
+    more: dict[str, tuple[Any, Any]] = {
+        name: (each.annotation, each.default)
+        for name, each in inspect.signature(bench).parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    more |= {
+        "kernel": (Annotated[str, typer.Option(help=one.kernels)], "auto"),
+        "peers": (Annotated[str, typer.Option(help=peers)], "all"),
+        "rounds": (Rounds, one.rounds),
+        "suite": (Annotated[str | None, typer.Option(help=suites)], None),
+    }
+    without = {"kernel": not one.kernels, "peers": not one.peers}
+    more = {name: each for name, each in more.items() if not without.get(name)}
+    run = partial(bench, one)
+    run.__doc__ = f"{HELP[one.name]}\n{SCHEMA}"
+    return with_case_options(one.options, run, more)
+
+
+def with_case_options(
+    options: Sequence[Option], run: Callable[..., None], more: Mapping[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """A function of these options of cases, and of `more`: types and defaults by name, as typer reads them. It calls
+    `run(context, cases, **more)` with the values of the options by name.
+    """
+    named = {option.name.replace("-", "_"): option for option in options}
+    parameters = {"context": _parameter("context", typer.Context, inspect.Parameter.empty)}
+    parameters |= {name: _parameter(name, _kind(option), option.default) for name, option in named.items()}
+    parameters |= {name: _parameter(name, *each) for name, each in more.items()}
+
+    def called(**given: Any) -> None:
+        context = given.pop("context")
+        run(context, {option.name: given.pop(name) for name, option in named.items()}, **given)
+
+    called.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    called.__doc__ = run.__doc__
+    vars(called)["__signature__"] = inspect.Signature(list(parameters.values()))
+    return called
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _kind(option: Option) -> Any:
+    written = f"--{option.name}" + (f"/--{option.off}" if option.off else "")
+    return Annotated[type(option.default), typer.Option(written, help=option.help)]
 
 
 def bench(
@@ -39,14 +102,14 @@ def bench(
     context: typer.Context,
     cases: Mapping[str, str | bool],
     *,
-    rounds: int,
-    suite: str | None,
-    device: str | None,
-    out: Path | None,
-    html: Path | None,
-    json: bool,
     kernel: str = "auto",
     peers: str = "none",
+    rounds: int,
+    suite: str | None,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.")] = None,
+    html: Html = None,
+    json: AsJson = False,
 ) -> None:
     """Measures a suite, or the cases that the options give, prints the results, and writes the wanted files.
 
@@ -61,10 +124,11 @@ def bench(
         )
     suite = suite or ("" if of_cases else one.whole)
     where = device_of(device)
-    if suite:
-        rows = named(one.suites, suite)
-    else:
-        rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
+    kernels = tuple(listed("kernel", kernel, str))
+    rows = named(one.suites, suite) if suite else [SuiteRow(case, kernels) for case in one.cases(cases)]
+    for name in kernels:
+        if name != "auto" and kernel_named(name) is None:
+            raise unknown("kernel", name, kernels_of(one.name))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
     chosen = peers_named(one.peers, names, where)
     # The dtype of the small sizes makes nothing small.
@@ -121,14 +185,6 @@ def write_html(path: Path | None, found: Sequence[records.Record], title: str) -
 def device_of(named: str | None) -> torch.device:
     """The device of that name; the GPU, if there is one, for None."""
     return arguments.device("device", named or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _kernels(one: Bench, text: str) -> tuple[str, ...]:
-    names = tuple(listed("kernel", text, str))
-    for name in names:
-        if name != "auto" and kernel_named(name) is None:
-            raise unknown("kernel", name, kernels_of(one.name))
-    return names
 
 
 def given_of(context: typer.Context) -> list[str]:

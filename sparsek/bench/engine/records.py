@@ -50,11 +50,6 @@ TIMES = ("median", "min", "max", "rounds")
 ANY, NUMBER, OR_NULL, TEXT = "", "not a number", "neither a number nor null", "not a non-empty string"
 
 
-def fields_of(op: str) -> tuple[str, ...]:
-    """The fields of the records of an op, in order."""
-    return (*FIELDS, *OPS[op].extra)
-
-
 def faults(record: Any) -> list[str]:
     """Everything that keeps an object from being a record; [] means it is one."""
     if not isinstance(record, dict):
@@ -62,7 +57,7 @@ def faults(record: Any) -> list[str]:
     op = record.get("op", "spmm")
     if not isinstance(op, str) or op not in OPS:
         return [f"op {op!r} is not one of {', '.join(OPS)}"]
-    wanted = fields_of(op)
+    wanted = (*FIELDS, *OPS[op].extra)
     found = [f"field {name} is missing" for name in wanted if name not in record]
     found += [f"field {name} is not part of a record" for name in record if name not in wanted]
     objects = ("case", "ms", "gate", "peers", "ratio", "env")
