@@ -15,7 +15,7 @@ from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records, report
 from sparsek.bench.engine.bench import TABLES, Record, table_of
 from sparsek.bench.engine.case import Case
-from sparsek.bench.engine.tables import MS, ROOF, SPEEDUP, USEFUL, mark, short_name
+from sparsek.bench.engine.tables import MS, ROOF, SPEEDUP, USEFUL, mark, peer_ms, short_name
 from sparsek.bench.figures import rows_of
 from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.attention_grad import AttentionGradCase
@@ -74,11 +74,9 @@ def front(found: Sequence[Record]) -> str:
 
 def _fastest(record: Record, peers: Sequence[str]) -> str:
     """The time of the fastest peer over the kernel's, and its name: "1.48, torch.sparse"."""
-    times = {name: record["peers"][name]["ms"]["median"] for name in peers if name in record["peers"]}
-    if not times:
-        return ""
-    best = min(times, key=lambda name: times[name])
-    return f"{times[best] / record['ms']['median']:.2f}, {table_of(record).peers[best]}"
+    times = [(ms, name) for name in peers if (ms := peer_ms(record, name)) is not None]
+    ms, best = min(times, default=(0.0, ""))
+    return f"{ms / record['ms']['median']:.2f}, {table_of(record).peers[best]}" if best else ""
 
 
 def blocks(found: Sequence[Record]) -> list[tuple[str, str, str]]:

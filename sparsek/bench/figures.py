@@ -291,11 +291,12 @@ def memory(found: Sequence[Record]) -> Picture | None:
         _line("q, k, v, output", rows, BY_LENGTH, lambda row: row.case.operand_bytes / MEGABYTE),
         _line("bool mask", rows, BY_LENGTH, lambda row: row.case.q_len * row.case.kv_len / MEGABYTE),
     )
-    low = min(point[1] for line in lines for point in line.points)
+    sizes = [point[1] for line in lines for point in line.points]
     texts = {10.0**power: f"{10.0**power:g} MB" for power in range(-2, 3)}
     texts |= {10.0**power: f"{10.0 ** (power - 3):g} GB" for power in range(3, 7)}
-    high = 2 * max(point[1] for line in lines for point in line.points)
-    y = Axis("of one call, beyond q, k, v and the output", tuple(texts.items()), (low / 2, high))
+    y = Axis(
+        "of one call, beyond q, k, v and the output", tuple(texts.items()), (min(sizes) / 2, 2 * max(sizes))
+    )
     panel = Panel("Memory of attention", _lengths(map(BY_LENGTH, rows)), y, lines)
     first = rows[0].case
     about = (first.mask_text.words, _about(first), "dashed lines are computed")

@@ -250,16 +250,15 @@ def rates(
     """
     seconds = times.median / 1e3
     useful, moved = one.useful_flops / seconds / 1e12, plan.problem.compulsory_bytes
-    rated = case.rated
     equivalent = _digits(case.dense_flops / seconds / 1e12)
     return {
-        "tflops": {"useful": _digits(useful), "dense_equivalent": equivalent} if rated else None,
+        "tflops": {"useful": _digits(useful), "dense_equivalent": equivalent} if case.rated else None,
         "gbps": round(moved / seconds / 1e9, 2),
         "roofline": {
             "bound_ms": round(plan.bound_seconds * 1e3, 6),
             "fraction": round(plan.bound_seconds / seconds, 4),
         },
-        **beside(useful, peers, rated=rated),
+        **beside(useful, peers, rated=case.rated),
     }
 
 

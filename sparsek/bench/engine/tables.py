@@ -6,14 +6,13 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Column, Record, Table, table_of
 from sparsek.bench.engine.case import Bar, Case
 
-EARLIER = "earlier version"
 OVER_NOTE = "Over a peer: its time over SparseK's."
 USEFUL_NOTE = "Useful TFLOPS count stored blocks only."
 
 
 def mark(record: Record) -> str:
     """A mark if the kernel has changed since."""
-    return "" if records.is_fresh(record) else f" ({EARLIER})"
+    return "" if records.is_fresh(record) else " (earlier version)"
 
 
 def case_name(record: Record) -> str:

@@ -21,7 +21,7 @@ from sparsek.bench.engine.run import GateError, Outcome, PeerResult, beside, pas
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged, peer_ms
-from sparsek.bench.suites.host_calls import CALLS, STORAGES
+from sparsek.bench.suites.host_calls import CALLS, HEADED, LAYERS, PRODUCT, STORAGES, WHOLE
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU
@@ -34,25 +34,12 @@ LAYER = "layer"
 # What a first call finds on disk: no compiled kernel, or those of a process before.
 CACHES = ("empty", "filled")
 STORED = {"bsr": "", "semi24": "2:4", "bsr24": "2:4 in", "fp8": "FP8"}
-PRODUCT, LAYERS = "m x k x n", "tokens x features in x features out"
-HEADED, WHOLE = "heads x length x head size", "rows x columns"
 # How names of cases say what is measured.
 SIDES: Mapping[str, Callable[..., str]] = {
     PRODUCT: shape_name,
     LAYERS: lambda tokens, k, n: f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},",
     HEADED: lambda heads, length, dim: f"{length} causal, {heads} heads, D {dim},",
     WHOLE: "{}×{}".format,
-}
-# By call, what is called, as a module of sparsek, and what its sides are. The module is the kernel of its records.
-KINDS = {
-    "A @ B": ("ops.spmm", PRODUCT),
-    "plan of A @ B": ("ops.spmm", PRODUCT),
-    "linear": ("ops.linear", LAYERS),
-    "linear + backward": ("ops.linear", LAYERS),
-    "layer": ("nn.linear", LAYERS),
-    "attention": ("ops.attention", HEADED),
-    "attention + backward": ("ops.attention", HEADED),
-    "from_dense": ("matrix.bsr", WHOLE),
 }
 # Every file of these rooms is part of host time.
 ROOMS = ("core", "kernels/lang", "matrix", "mask", "nn", "ops", "plan")
@@ -101,7 +88,7 @@ class HostCase(Case):
     @property
     def measured(self) -> str:
         """What the sides are, one of SIDES."""
-        return KINDS[self.call][1]
+        return CALLS[self.call].sides
 
     @property
     def is_first(self) -> bool:
@@ -109,14 +96,9 @@ class HostCase(Case):
         return self.caches != ""
 
     @property
-    def trains(self) -> bool:
-        """Whether gradients are computed."""
-        return self.call.endswith("backward")
-
-    @property
     def module(self) -> str:
-        """What is called, as a module of sparsek."""
-        return KINDS["linear" if self.call == LAYER and self.storage != "bsr" else self.call][0]
+        """What is called, as a module of sparsek: the kernel of its records."""
+        return CALLS["linear" if self.call == LAYER and self.storage != "bsr" else self.call].module
 
     @property
     def name(self) -> str:
@@ -141,9 +123,9 @@ class HostCase(Case):
             return _first_calls(self, device, min(rounds, FIRST_ROUNDS), report)
         report("operands")
         # Of layers and of first calls, times are from an idle GPU to an idle GPU.
-        until_idle = self.call == LAYER
-        made = CALLS[self.call](self, device)
-        with torch.set_grad_enabled(self.trains):
+        until_idle, trains = self.call == LAYER, self.call.endswith("backward")
+        made = CALLS[self.call].make(self, device)
+        with torch.set_grad_enabled(trains):
             try:
                 gate = passed(self, self.module, made.judge(made.ours()))
             except Unsupported as error:
@@ -155,7 +137,7 @@ class HostCase(Case):
                 {"ours": made.ours, TORCH: made.torchs},
                 device,
                 rounds * SAMPLES,
-                count=None if until_idle else (CALLS_BACKWARD if self.trains else CALLS_EACH),
+                count=None if until_idle else (CALLS_BACKWARD if trains else CALLS_EACH),
                 until_idle=until_idle,
                 on_sample=seen.sample,
             )
@@ -167,6 +149,13 @@ class HostCase(Case):
         return BARS.get((self.call, self.caches or self.storage))
 
 
+# Calls that are measured as the first of a process, and their sides.
+FIRST = {
+    "from_dense": (4096, 4096),
+    "A @ B": (4096, 4096, 4096),
+    "linear + backward": (4096, 4096, 4096),
+    "attention + backward": (8, 4096, 128),
+}
 BARS: Mapping[tuple[str, str], Bar] = {
     ("A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
     ("plan of A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
@@ -177,7 +166,7 @@ BARS: Mapping[tuple[str, str], Bar] = {
     (LAYER, "semi24"): Bar(TORCH, 0.75, 0.6),
     **{
         (call, caches): Bar("", *limits)
-        for call in ("from_dense", "A @ B", "linear + backward", "attention + backward")
+        for call in FIRST
         for caches, limits in zip(CACHES, ((0.5, 0.2), (0.2, 0.05)), strict=True)
     },
 }
@@ -288,16 +277,6 @@ def _judged(record: Record) -> tuple[str, str]:
 
 
 SMALL = (1024, 1024, 1024)
-FIRST: tuple[HostCase, ...] = tuple(
-    HostCase(call, sides, caches=caches)
-    for caches in CACHES
-    for call, sides in (
-        ("from_dense", (4096, 4096)),
-        ("A @ B", (4096, 4096, 4096)),
-        ("linear + backward", (4096, 4096, 4096)),
-        ("attention + backward", (8, 4096, 128)),
-    )
-)
 HOST = rows(
     "auto",
     HostCase("A @ B", SMALL, block=(64, 64)),
@@ -307,7 +286,7 @@ HOST = rows(
     HostCase("linear + backward", (256, 1024, 1024)),
     *(HostCase(LAYER, (tokens, 4096, 14336)) for tokens in (1, 16, 64)),
     HostCase(LAYER, (16, 8192, 8192), "semi24"),
-    *FIRST,
+    *(HostCase(call, sides, caches=caches) for caches in CACHES for call, sides in FIRST.items()),
 )
 
 

@@ -115,8 +115,7 @@ class MlpOperands(Operands):
         """The call on dense random weights that keep the scale of x, by `dense_forward` or its compiled form."""
         draw = Draw(self.x.device, self.x.dtype, 2 * seed)
         weights = (draw.weight(*w.shape).requires_grad_(self.dy is not None) for w in (self.w1, self.w2))
-        given = (self.x, *weights)
-        return self._call(forward or self.dense_forward, given)
+        return self._call(forward or self.dense_forward, (self.x, *weights))
 
 
 def _forward(activation: Activation) -> Callable[..., Tensor]:
