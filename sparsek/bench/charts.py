@@ -168,13 +168,12 @@ def _panel(axes: Any, panel: Panel, look: Theme, width: float, height: float) ->
     axes.grid(axis="x" if panel.pairs else "y", color=look.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(panel.x.title, fontsize=TICK, color=look.faint, labelpad=4)
-    ours = next((line for line in panel.lines if line.label == OURS), None)
     for line in panel.lines:
         colour, marker, style = look.of(line.label)
-        weight = 2.4 if line is ours else 1.6
-        given = {"color": colour, "marker": marker or None, "markersize": 6 if line is ours else 4.5}
+        weight, size, order = (2.4, 6, 3) if line.label == OURS else (1.6, 4.5, 2)
+        given = {"color": colour, "marker": marker or None, "markersize": size, "zorder": order}
         given |= {"linewidth": weight, "linestyle": "none" if panel.pairs else style}
-        axes.plot(*zip(*line.points, strict=True), **given, zorder=3 if line is ours else 2)
+        axes.plot(*zip(*line.points, strict=True), **given)
     if panel.pairs:
         _pairs(axes, panel, look)
     else:

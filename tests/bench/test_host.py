@@ -203,6 +203,10 @@ def test_the_table_shows_times_limits_and_verdicts(make_record: Callable[..., re
     assert lines[3] == (
         "| first call, empty caches: from_dense, 4096×4096 block 128 25 % | 0.7 s |  |  | 0.5 s, missed |"
     )
+    on_cpu = [each | {"env": each["env"] | {"gpu": CPU_CARD.name}} for each in (first, missed)]
+    lines = report.markdown(on_cpu, "host").splitlines()
+    assert lines[2].endswith(" | 32.0 us | 20.0 us | 1.60 |  |")
+    assert lines[3].endswith(" | 0.7 s |  |  |  |")
 
 
 def test_one_figure_says_what_an_eager_call_costs(

@@ -254,26 +254,18 @@ def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[st
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _spelt(record: Record, ms: float | None) -> str:
-    """A time in seconds for first calls, else in microseconds; nothing for None."""
-    if ms is None:
-        return ""
-    return f"{ms / 1e3:.3g} s" if records.case_of(record).is_first else f"{ms * 1e3:.1f} us"
-
-
-def _judged(record: Record) -> tuple[str, str]:
-    """The time over torch's, nothing for first calls; and its limit, or that of a first call's seconds, and whether it
-    is met. The limits are a GPU's: nothing on a CPU.
+def _cells(record: Record) -> tuple[str, str, str, str]:
+    """The time, torch's, the one over the other, and its limit and whether it is met; of first calls, which have no
+    torch beside, seconds and their limit. The limits are a GPU's: none on a CPU.
     """
-    case, first = records.case_of(record), records.case_of(record).is_first
-    unit = 1e3 if first else peer_ms(record, TORCH)
-    if unit is None:
-        return "", ""
-    ratio = record["ms"]["median"] / unit
-    if case.bar is None or record["env"]["gpu"] == CPU.name:
-        return "" if first else f"{ratio:.2f}", ""
-    verdict, shown = judged(case.bar, ratio)
-    return "" if first else shown, f"{case.bar.must:g}{' s' if first else ''}, {verdict}"
+    case, ms, torchs = records.case_of(record), record["ms"]["median"], peer_ms(record, TORCH)
+    bar = None if record["env"]["gpu"] == CPU.name else case.bar
+    if case.is_first:
+        return f"{ms / 1e3:.3g} s", "", "", f"{bar.must:g} s, {bar.verdict(ms / 1e3)}" if bar else ""
+    if torchs is None:
+        return f"{ms * 1e3:.1f} us", "", "", ""
+    verdict, ratio = judged(bar, ms / torchs) if bar else ("", f"{ms / torchs:.2f}")
+    return f"{ms * 1e3:.1f} us", f"{torchs * 1e3:.1f} us", ratio, f"{bar.must:g}, {verdict}" if bar else ""
 
 
 SMALL = (1024, 1024, 1024)
@@ -316,10 +308,10 @@ TABLE = Table(
     dense=(TORCH,),
     columns=(
         CASE,
-        Column("time", lambda record: _spelt(record, record["ms"]["median"])),
-        Column("torch's time", lambda record: _spelt(record, peer_ms(record, TORCH))),
-        Column("over torch's", lambda record: _judged(record)[0]),
-        Column("target, at most", lambda record: _judged(record)[1]),
+        *(
+            Column(heading, lambda record, at=at: _cells(record)[at])
+            for at, heading in enumerate(("time", "torch's time", "over torch's", "target, at most"))
+        ),
     ),
     note=(
         "Wall time of cached eager calls: how long one call keeps the host busy, or, for `layer`, one of twenty calls "
