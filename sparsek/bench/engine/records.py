@@ -47,7 +47,13 @@ FIELDS = (
 )
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
 TIMES = ("median", "min", "max", "rounds")
+# Shapes of values, by what a value of another shape is called.
 ANY, NUMBER, OR_NULL, TEXT = "", "not a number", "neither a number nor null", "not a non-empty string"
+
+
+def fields_of(op: str) -> tuple[str, ...]:
+    """The fields of the records of an op, in order."""
+    return (*FIELDS, *OPS[op].extra)
 
 
 def faults(record: Any) -> list[str]:
@@ -57,7 +63,7 @@ def faults(record: Any) -> list[str]:
     op = record.get("op", "spmm")
     if not isinstance(op, str) or op not in OPS:
         return [f"op {op!r} is not one of {', '.join(OPS)}"]
-    wanted = (*FIELDS, *OPS[op].extra)
+    wanted = fields_of(op)
     found = [f"field {name} is missing" for name in wanted if name not in record]
     found += [f"field {name} is not part of a record" for name in record if name not in wanted]
     objects = ("case", "ms", "gate", "peers", "ratio", "env")
@@ -101,7 +107,7 @@ def _faults(record: Record, kind: type[Case]) -> Iterator[str]:
 
 
 def _wrong(where: str, value: Any, shape: Any, may_lack: Iterable[str] = ()) -> Iterator[str]:
-    """What keeps a value from its shape: shapes by field, or what a value that is no number or text is called."""
+    """What keeps a value from its shape: one of ANY, NUMBER, OR_NULL and TEXT, or the shapes of an object's fields."""
     if isinstance(shape, str):
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         text = isinstance(value, str) and value != ""
