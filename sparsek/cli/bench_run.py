@@ -75,7 +75,10 @@ def with_case_options(
     """
     named = {option.name.replace("-", "_"): option for option in options}
     parameters = {"context": _parameter("context", typer.Context, inspect.Parameter.empty)}
-    parameters |= {name: _parameter(name, _kind(option), option.default) for name, option in named.items()}
+    for name, option in named.items():
+        written = f"--{option.name}" + (f"/--{option.off}" if option.off else "")
+        kind = Annotated[type(option.default), typer.Option(written, help=option.help)]
+        parameters[name] = _parameter(name, kind, option.default)
     parameters |= {name: _parameter(name, *each) for name, each in more.items()}
 
     def called(**given: Any) -> None:
@@ -90,11 +93,6 @@ def with_case_options(
 
 def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def _kind(option: Option) -> Any:
-    written = f"--{option.name}" + (f"/--{option.off}" if option.off else "")
-    return Annotated[type(option.default), typer.Option(written, help=option.help)]
 
 
 def bench(

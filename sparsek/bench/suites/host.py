@@ -149,13 +149,16 @@ class HostCase(Case):
         return BARS.get((self.call, self.caches or self.storage))
 
 
-# Calls that are measured as the first of a process, and their sides.
-FIRST = {
-    "from_dense": (4096, 4096),
-    "A @ B": (4096, 4096, 4096),
-    "linear + backward": (4096, 4096, 4096),
-    "attention + backward": (8, 4096, 128),
-}
+FIRST: tuple[HostCase, ...] = tuple(
+    HostCase(call, sides, caches=caches)
+    for caches in CACHES
+    for call, sides in (
+        ("from_dense", (4096, 4096)),
+        ("A @ B", (4096, 4096, 4096)),
+        ("linear + backward", (4096, 4096, 4096)),
+        ("attention + backward", (8, 4096, 128)),
+    )
+)
 BARS: Mapping[tuple[str, str], Bar] = {
     ("A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
     ("plan of A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
@@ -165,9 +168,8 @@ BARS: Mapping[tuple[str, str], Bar] = {
     (LAYER, "bsr"): Bar(TORCH, 0.75, 0.45),
     (LAYER, "semi24"): Bar(TORCH, 0.75, 0.6),
     **{
-        (call, caches): Bar("", *limits)
-        for call in FIRST
-        for caches, limits in zip(CACHES, ((0.5, 0.2), (0.2, 0.05)), strict=True)
+        (each.call, each.caches): Bar("", 0.5, 0.2) if each.caches == "empty" else Bar("", 0.2, 0.05)
+        for each in FIRST
     },
 }
 # Calls of a sample, so few that the launch queue of CUDA, about a thousand, never makes the host wait; a call with its
@@ -202,20 +204,19 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
     """Each sample is a process of its own: with empty caches in a new folder each, else after one that filled them,
     which may be a sample of the same call with empty ones. Python's bytecode is there, as after an installation.
     """
-    call = replace(case, caches="")
-    samples: list[dict[str, Any]] = []
+    call, empty, samples = replace(case, caches=""), case.caches == "empty", []
     seen = Sensors(device)
     while len(samples) < rounds:
         report(f"process {len(samples) + 1} of {rounds}")
-        fills = case.caches == "empty" or call not in _FILLED
+        fills = empty or call not in _FILLED
         if fills:
             _drop_caches(call)
             _FILLED[call] = TemporaryDirectory(ignore_cleanup_errors=True)
         sample = _in_a_process(case, device, Path(_FILLED[call].name))
-        if not fills or case.caches == "empty":
+        if empty or not fills:
             samples.append(sample)
             seen.sample()
-    if case.caches == "filled":
+    if not empty:
         _drop_caches(call)
     worst = max(samples, key=lambda each: each["error"])
     right = all(each["passed"] for each in samples)
@@ -238,10 +239,8 @@ def _bytecode() -> TemporaryDirectory[str]:
 
 
 def _child(given: Sequence[str], where: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *given]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False, env=where
-    )
+    command, most = [sys.executable, *given], CHILD_SECONDS
+    return subprocess.run(command, capture_output=True, text=True, timeout=most, check=False, env=where)
 
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
@@ -278,7 +277,7 @@ HOST = rows(
     HostCase("linear + backward", (256, 1024, 1024)),
     *(HostCase(LAYER, (tokens, 4096, 14336)) for tokens in (1, 16, 64)),
     HostCase(LAYER, (16, 8192, 8192), "semi24"),
-    *(HostCase(call, sides, caches=caches) for caches in CACHES for call, sides in FIRST.items()),
+    *FIRST,
 )
 
 

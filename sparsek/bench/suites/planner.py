@@ -215,13 +215,11 @@ def _missed(record: Record, judged: Sequence[Judged]) -> str:
         f"{record['near']} of {record['count']} choices within {(NEAR - 1) * 100:.0f} % of the best by prediction, "
         f"{record['near_measured']} by the planner's own rounds"
     )
-    ratios = sorted(((each.of_best(each.choice), each) for each in judged), key=lambda pair: -pair[0])
-    lines = (
-        f"{one.layer.name}: {one.choice} takes {ratio:.2f}x {one.best}"
-        for ratio, one in ratios
-        if ratio > NEAR
+    bad = [(each.of_best(each.choice), each) for each in judged if each.of_best(each.choice) > NEAR]
+    bad.sort(key=lambda pair: -pair[0])
+    return "; ".join(
+        [head, *(f"{one.layer.name}: {one.choice} takes {ratio:.2f}x {one.best}" for ratio, one in bad)]
     )
-    return "; ".join([head, *lines])
 
 
 TABLE = Table(
