@@ -48,7 +48,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False)
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Common calls, by name. Sizes are small where kernels and their configs do not depend on them."""
     for case in FIRST:
-        yield case.name, lambda c=case: CALLS[c.call](c, torch.device("cpu")).ours()
+        yield case.name, lambda c=case: CALLS[c.call].make(c, torch.device("cpu")).ours()
     for dtype in HALVES:
         for block in (128, 64, 32):
             yield f"from_dense {block} {dtype}", lambda d=dtype, b=block: from_dense(d, b)

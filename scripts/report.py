@@ -15,7 +15,7 @@ from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records, report
 from sparsek.bench.engine.bench import TABLES, Record, table_of
 from sparsek.bench.engine.case import Case
-from sparsek.bench.engine.tables import MS, ROOF, SPEEDUP, USEFUL, mark, short_name
+from sparsek.bench.engine.tables import MS, ROOF, SPEEDUP, USEFUL, mark, peer_ms, short_name
 from sparsek.bench.figures import rows_of
 from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.attention_grad import AttentionGradCase
@@ -58,11 +58,9 @@ HEADINGS = ("case", MS.heading, SPEEDUP.heading, USEFUL.heading, ROOF.heading, "
 def front(found: Sequence[Record]) -> str:
     """The table of README, with what it was measured on below; rows without records are left out."""
     measured = {
-        (record["op"], records.case_of(record)): record
-        for op in dict.fromkeys(row.case.op for row in FRONT)
-        for record in rows_of(found, op)
+        each.case: each.record for op in {row.case.op for row in FRONT} for each in rows_of(found, op)
     }
-    shown = [(row, measured[row.case.op, row.case]) for row in FRONT if (row.case.op, row.case) in measured]
+    shown = [(row, measured[row.case]) for row in FRONT if row.case in measured]
     if not shown:
         return "No records yet: run `sparsek bench all` on an H200."
     lines = [report.line(HEADINGS), report.line(["---", *["---:"] * 4, "---"])]
@@ -76,11 +74,9 @@ def front(found: Sequence[Record]) -> str:
 
 def _fastest(record: Record, peers: Sequence[str]) -> str:
     """The time of the fastest peer over the kernel's, and its name: "1.48, torch.sparse"."""
-    times = {name: record["peers"][name]["ms"]["median"] for name in peers if name in record["peers"]}
-    if not times:
-        return ""
-    best = min(times, key=lambda name: times[name])
-    return f"{times[best] / record['ms']['median']:.2f}, {table_of(record).peers[best]}"
+    times = [(ms, name) for name in peers if (ms := peer_ms(record, name)) is not None]
+    ms, best = min(times, default=(0.0, ""))
+    return f"{ms / record['ms']['median']:.2f}, {table_of(record).peers[best]}" if best else ""
 
 
 def blocks(found: Sequence[Record]) -> list[tuple[str, str, str]]:
@@ -100,8 +96,8 @@ def section(page: str, name: str, path: str = "page") -> tuple[int, int]:
     return start, stop
 
 
-def pages(root: Path, found: Sequence[Record]) -> dict[Path, str]:
-    """The whole text of every page and file that holds something of the records, as it must be."""
+def differing(root: Path, found: Sequence[Record]) -> dict[Path, str]:
+    """The pages and files that hold something else than the records say, with the whole text that they must have."""
     files = (each for bench in BENCHES.values() for each in bench.files.items())
     made = {root / name: text for name, make in files if (text := make(found))}
     for page, name, text in blocks(found):
@@ -109,7 +105,7 @@ def pages(root: Path, found: Sequence[Record]) -> dict[Path, str]:
         old = made.get(path) or _text(path)
         start, stop = section(old, name, page)
         made[path] = f"{old[:start]}\n{text}\n{old[stop:]}"
-    return made
+    return {path: text for path, text in made.items() if not path.exists() or _text(path) != text}
 
 
 def differing_pictures(root: Path, found: Sequence[Record]) -> list[Path]:
@@ -122,26 +118,22 @@ def differing_pictures(root: Path, found: Sequence[Record]) -> list[Path]:
 
 def write(root: Path, found: Sequence[Record]) -> list[Path]:
     """Brings pages, files and pictures up to the records; returns what changed."""
-    changed = [path for path, text in pages(root, found).items() if not path.exists() or _text(path) != text]
-    for path, text in pages(root, found).items():
-        if path in changed:
-            path.write_text(text, encoding="utf-8")
-    pictures = differing_pictures(root, found)
-    if pictures:
-        drawn = charts.draw(found, root / PICTURES)
-        for path in set(pictures) - set(drawn):
-            path.unlink()
+    changed, pictures = differing(root, found), differing_pictures(root, found)
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf-8")
+    drawn = charts.draw(found, root / PICTURES) if pictures else []
+    for path in set(pictures) - set(drawn):
+        path.unlink()
     return [*changed, *pictures]
 
 
 def stale(root: Path, found: Sequence[Record]) -> list[str]:
     """What differs from the records, one line each; [] means that everything agrees."""
     wrong = []
-    for path, text in pages(root, found).items():
+    for path, text in differing(root, found).items():
         old = _text(path).splitlines() if path.exists() else []
-        if old != text.splitlines():
-            line = next((line for line in text.splitlines() if line not in old), f"{len(old)} lines")
-            wrong.append(f"{path}: first difference: {line}")
+        line = next((line for line in text.splitlines() if line not in old), f"{len(old)} lines")
+        wrong.append(f"{path}: first difference: {line}")
     return [*wrong, *(f"{path}: differs" for path in differing_pictures(root, found))]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsek.bench.engine.bench import Record
-from sparsek.bench.figures import CUDNN, FLASH4, FLEX, OURS, PICTURES, Axis, Line, Panel, Picture
+from sparsek.bench.figures import CUDNN, FLASH4, FLEX, OURS, PICTURES, Axis, Panel, Picture
 from sparsek.core.errors import SparseKError
 from sparsek.plan.sources import ROOT, files_hash
 
@@ -79,15 +79,16 @@ def code_hash() -> str:
     return files_hash([Path(__file__)], ROOT)
 
 
+def _filled(found: Sequence[Record]) -> dict[str, Picture]:
+    """The pictures that the records can fill, by name."""
+    made = ((name, make(found)) for name, make in PICTURES.items())
+    return {name: picture for name, picture in made if picture is not None}
+
+
 def stamps(found: Sequence[Record]) -> dict[str, str]:
     """The stamp of every file that `draw` makes of these records, by its name."""
-    made = ((name, make(found)) for name, make in PICTURES.items())
-    return {
-        f"{name}-{theme}.svg": picture.digest(code_hash())
-        for name, picture in made
-        if picture is not None
-        for theme in THEMES
-    }
+    filled = _filled(found).items()
+    return {f"{name}-{theme}.svg": each.digest(code_hash()) for name, each in filled for theme in THEMES}
 
 
 def stamp_in(svg: str) -> str:
@@ -99,21 +100,17 @@ def stamp_in(svg: str) -> str:
 def draw(found: Sequence[Record], folder: Path) -> list[Path]:
     """Writes every picture that the records can fill into `folder`, light and dark, and returns the paths."""
     drawn = []
-    for name, make in PICTURES.items():
-        picture = make(found)
-        for theme in THEMES if picture is not None else ():
+    for name, picture in _filled(found).items():
+        for theme in THEMES:
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{name}-{theme}.svg"
-            assert picture is not None
-            path.write_text(svg(picture, theme), encoding="utf-8")
-            drawn.append(path)
+            drawn.append(folder / f"{name}-{theme}.svg")
+            drawn[-1].write_text(svg(picture, theme), encoding="utf-8")
     return drawn
 
 
 def pictures(found: Sequence[Record]) -> list[tuple[str, str]]:
     """The question and the SVG text, for light pages, of each picture that the records can fill but the front one."""
-    made = (make(found) for name, make in PICTURES.items() if name != "front")
-    return [(picture.question, svg(picture, "light")) for picture in made if picture is not None]
+    return [(each.question, svg(each, "light")) for name, each in _filled(found).items() if name != "front"]
 
 
 def svg(picture: Picture, theme: str) -> str:
@@ -171,13 +168,12 @@ def _panel(axes: Any, panel: Panel, look: Theme, width: float, height: float) ->
     axes.grid(axis="x" if panel.pairs else "y", color=look.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(panel.x.title, fontsize=TICK, color=look.faint, labelpad=4)
-    ours = next((line for line in panel.lines if line.label == OURS), None)
     for line in panel.lines:
         colour, marker, style = look.of(line.label)
-        weight = 2.4 if line is ours else 1.6
-        given = {"color": colour, "marker": marker or None, "markersize": 6 if line is ours else 4.5}
+        weight, size, order = (2.4, 6, 3) if line.label == OURS else (1.6, 4.5, 2)
+        given = {"color": colour, "marker": marker or None, "markersize": size, "zorder": order}
         given |= {"linewidth": weight, "linestyle": "none" if panel.pairs else style}
-        axes.plot(*zip(*line.points, strict=True), **given, zorder=3 if line is ours else 2)
+        axes.plot(*zip(*line.points, strict=True), **given)
     if panel.pairs:
         _pairs(axes, panel, look)
     else:
@@ -226,19 +222,15 @@ def _names(axes: Any, panel: Panel, look: Theme, height: float) -> None:
 
 def _pairs(axes: Any, panel: Panel, look: Theme) -> None:
     """A line between the two points of a row, and the names above the first row's."""
-    first, second = ({y: x for x, y in line.points} for line in panel.lines[:2])
-    for y in first:
-        axes.plot(
-            [first[y], second[y]], [y, y], color=look.grid, linewidth=3, zorder=1, solid_capstyle="round"
-        )
-    _above(axes, panel.lines[:2], look)
-
-
-def _above(axes: Any, lines: Sequence[Line], look: Theme) -> None:
-    smaller = min(lines, key=lambda line: line.points[0][0])
-    for line in lines:
-        side = "right" if line is smaller else "left"
-        offset = {"xytext": (0, 9), "textcoords": "offset points", "ha": side}
-        axes.annotate(
-            line.label, line.points[0], **offset, fontsize=NAME, weight="bold", color=look.of(line.label)[0]
-        )
+    for points in zip(*(line.points for line in panel.lines), strict=True):
+        given = {"color": look.grid, "linewidth": 3, "zorder": 1, "solid_capstyle": "round"}
+        axes.plot(*zip(*points, strict=True), **given)
+    smaller = min(panel.lines, key=lambda line: line.points[0])
+    for line in panel.lines:
+        offset = {
+            "xytext": (0, 9),
+            "textcoords": "offset points",
+            "ha": "right" if line is smaller else "left",
+        }
+        style = {"fontsize": NAME, "weight": "bold", "color": look.of(line.label)[0]}
+        axes.annotate(line.label, line.points[0], **offset, **style)

@@ -4,16 +4,18 @@ import hashlib
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import TABLES, Record
+from sparsek.bench.engine.records import case_of
 from sparsek.bench.engine.report import dates, ordered
+from sparsek.bench.engine.tables import peer_ms
 from sparsek.bench.suites.attention import EIGHTH, AttentionCase, length_name
-from sparsek.bench.suites.host import TORCH, HostCase
+from sparsek.bench.suites.host import TORCH
 from sparsek.bench.suites.spmm import A_AT_B, SpmmCase
 
 OURS = "SparseK"
@@ -82,21 +84,48 @@ class Picture:
         return hashlib.sha256(f"{code}\0{text}".encode()).hexdigest()[:16]
 
 
-def rows_of(found: Iterable[Record], op: str) -> list[Record]:
+class Row(NamedTuple):
+    """A record and its case."""
+
+    case: Any
+    record: Record
+
+
+BY_DENSITY, BY_LENGTH = attrgetter("case.density"), attrgetter("case.q_len")
+Number = Callable[[Row], float | None]
+
+
+def rows_of(found: Iterable[Record], op: str) -> list[Row]:
     """The newest record of each case of an operation, of its fastest kernel, on the card that has most."""
-    rows = [record for record in ordered(found, TABLES[op]) if record["op"] == op]
-    if not rows:
-        return []
-    card = statistics.mode(record["env"]["gpu"] for record in rows)
-    best: dict[Any, Record] = {}
-    for record in sorted(rows, key=lambda record: record["ms"]["median"]):
-        if record["env"]["gpu"] == card:
-            best.setdefault(records.case_of(record), record)
-    return [record for record in rows if best.get(records.case_of(record)) is record]
+    every = (Row(case_of(record), record) for record in ordered(found, TABLES[op]) if record["op"] == op)
+    rows = _most(every, lambda row: row.record["env"]["gpu"])
+    best = {row.case: row for row in sorted(rows, key=_ms, reverse=True)}
+    return [row for row in rows if best[row.case] is row]
 
 
-def _note(rows: Sequence[Record], *words: str) -> str:
-    return ", ".join([rows[0]["env"]["gpu"], *words, dates(rows)])
+def _ms(row: Row) -> float:
+    return row.record["ms"]["median"]
+
+
+def _most(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
+    """The rows of the commonest key."""
+    keyed = [(key(row), row) for row in rows]
+    commonest = statistics.mode(each for each, _ in keyed) if keyed else None
+    return [row for each, row in keyed if each == commonest]
+
+
+def _line(label: str, rows: Iterable[Row], x: Callable[[Row], float], y: Number) -> Line:
+    """A point for each row that has a y."""
+    points = ((x(row), y(row)) for row in rows)
+    return Line(label, tuple((x, y) for x, y in points if y is not None))
+
+
+def _filled(*lines: Line) -> tuple[Line, ...]:
+    return tuple(line for line in lines if line.points)
+
+
+def _note(rows: Sequence[Row], *words: str) -> str:
+    return ", ".join([rows[0].record["env"]["gpu"], *words, dates([row.record for row in rows])])
 
 
 def _shares(values: Iterable[float]) -> Axis:
@@ -113,26 +142,21 @@ def _shares(values: Iterable[float]) -> Axis:
 # Speed over density
 
 
-def speedups(found: Iterable[Record]) -> tuple[list[Panel], list[Record]]:
+def speedups(found: Iterable[Record]) -> tuple[list[Panel], list[Row]]:
     """A panel for each block with at least two densities, largest first, of the shape that has most records; and what
     they show.
     """
-    rows = [record for record in rows_of(found, "spmm") if _plain(records.case_of(record))]
-    shapes = [_shape(record) for record in rows]
-    rows = [record for record, shape in zip(rows, shapes, strict=True) if shape == statistics.mode(shapes)]
-    by_block: dict[int, list[tuple[SpmmCase, Record]]] = defaultdict(list)
-    for record in rows:
-        case: SpmmCase = records.case_of(record)
-        if _peer_ms(record, *TABLES["spmm"].dense) is not None:
-            by_block[case.block[0]].append((case, record))
-    several = {block: each for block, each in sorted(by_block.items(), reverse=True) if len(each) > 1}
-    if not several:
+    plain = _most((row for row in rows_of(found, "spmm") if _plain(row.case)), _shape)
+    rows = [row for row in plain if peer_ms(row.record, *TABLES["spmm"].dense) is not None]
+    count = Counter(row.case.block[0] for row in rows)
+    rows = sorted((row for row in rows if count[row.case.block[0]] > 1), key=BY_DENSITY, reverse=True)
+    if not rows:
         return [], []
-    x = _shares(case.density for each in several.values() for case, _ in each)
-    kept = {tick for tick, _ in x.ticks}
-    shown = {block: [pair for pair in each if pair[0].density in kept] for block, each in several.items()}
-    panels = [_speedup(block, each, x) for block, each in shown.items()]
-    return panels, [record for each in shown.values() for _, record in each]
+    x = _shares(map(BY_DENSITY, rows))
+    shown = [row for row in rows if row.case.density in dict(x.ticks)]
+    blocks = sorted({row.case.block[0] for row in shown}, reverse=True)
+    panels = [_speedup(block, [row for row in shown if row.case.block[0] == block], x) for block in blocks]
+    return panels, shown
 
 
 def _plain(case: SpmmCase) -> bool:
@@ -140,25 +164,23 @@ def _plain(case: SpmmCase) -> bool:
     return case.form == A_AT_B and case.pattern == "uniform" and case.block[0] == case.block[1]
 
 
-def _shape(record: Record) -> tuple[str, str]:
-    case: SpmmCase = records.case_of(record)
-    return case.shape_name, case.dtype
+def _shape(row: Row) -> tuple[str, str]:
+    return row.case.shape_name, row.case.dtype
 
 
-def _speedup(block: int, rows: Sequence[tuple[SpmmCase, Record]], x: Axis) -> Panel:
-    def line(label: str, time: Callable[[Record], float | None]) -> Line:
-        points = []
-        for case, record in rows:
-            dense, own = _peer_ms(record, *TABLES["spmm"].dense), time(record)
-            if dense is not None and own is not None:
-                points.append((case.density, dense / own))
-        points.sort(reverse=True)
-        return Line(label, tuple(points), f"{points[-1][1]:.1f}×" if points else "")
+def _speedup(block: int, rows: Sequence[Row], x: Axis) -> Panel:
+    def line(label: str, own: Number) -> Line:
+        def speed(row: Row) -> float | None:
+            dense, time = peer_ms(row.record, *TABLES["spmm"].dense), own(row)
+            return dense and time and dense / time
+
+        made = _line(label, rows, BY_DENSITY, speed)
+        return replace(made, end=f"{made.points[-1][1]:.1f}×" if made.points else "")
 
     ends = x.ticks[0][0], x.ticks[-1][0]
     lines = (
-        line(OURS, lambda record: record["ms"]["median"]),
-        line("torch.sparse", lambda record: _peer_ms(record, "torch_sparse")),
+        line(OURS, _ms),
+        line("torch.sparse", lambda row: peer_ms(row.record, "torch_sparse")),
         Line("1/density", tuple((end, 1 / end) for end in ends)),
         Line("dense", tuple((end, 1.0) for end in ends)),
     )
@@ -175,15 +197,6 @@ def _alike(panels: Sequence[Panel]) -> list[Panel]:
     return [*shown[:-1], replace(shown[-1], labelled=True)]
 
 
-def _peer_ms(record: Record, *names: str) -> float | None:
-    """Milliseconds of the first of these peers that was measured."""
-    return next((record["peers"][name]["ms"]["median"] for name in names if name in record["peers"]), None)
-
-
-def _filled(*lines: Line) -> tuple[Line, ...]:
-    return tuple(line for line in lines if line.points)
-
-
 def density(found: Sequence[Record]) -> Picture | None:
     """Speedup over density, a panel for each block."""
     panels, rows = speedups(found)
@@ -196,77 +209,57 @@ def density(found: Sequence[Record]) -> Picture | None:
 # Attention
 
 
-def _lengths(cases: Iterable[AttentionCase]) -> Axis:
-    ticks = sorted({case.q_len for case in cases})
+def _lengths(values: Iterable[int]) -> Axis:
+    ticks = sorted(set(values))
     texts = tuple((tick, length_name(tick)) for tick in ticks)
     return Axis("tokens", texts, (ticks[0] / 1.3, ticks[-1] * 1.3))
 
 
-def _curve(
-    rows: Iterable[Record], member: Callable[[AttentionCase], bool], line: Callable[[AttentionCase], Any]
-) -> list[tuple[AttentionCase, Record]]:
-    """The largest group of records of `member` cases that are equal in `line`."""
-    groups: dict[Any, list[tuple[AttentionCase, Record]]] = defaultdict(list)
-    for record in rows:
-        case: AttentionCase = records.case_of(record)
-        if case.q_len == case.kv_len and member(case):
-            groups[line(case)].append((case, record))
-    return max(groups.values(), key=len, default=[])
+def _curve(rows: Iterable[Row], member: Callable[[AttentionCase], bool], **varied: Any) -> list[Row]:
+    """The largest group of rows of `member` cases that differ in what is `varied` alone, short and full ones first."""
+    fit = (row for row in rows if row.case.q_len == row.case.kv_len and member(row.case))
+    found = _most(fit, lambda row: replace(row.case, **varied))
+    return sorted(found, key=lambda row: (row.case.q_len, -_stored(row)))
 
 
-def _over_length(
-    rows: Iterable[Record], member: Callable[[AttentionCase], bool]
-) -> list[tuple[AttentionCase, Record]]:
-    found = _curve(rows, member, lambda case: replace(case, q_len=1, kv_len=1))
-    return sorted(found, key=lambda pair: pair[0].q_len)
-
-
-def _stored(case: AttentionCase) -> float:
+def _stored(row: Row) -> float:
     """The share of blocks that a random mask keeps; 0 for other masks."""
-    return case.mask_text.numbers[0] if case.mask.startswith("blocks:") else 0.0
+    return row.case.mask_text.numbers[0] if row.case.mask.startswith("blocks:") else 0.0
 
 
 def _rates(
     title: str,
-    x: Axis,
-    found: Sequence[tuple[AttentionCase, Record]],
-    at: Callable[[AttentionCase], float],
+    rows: Sequence[Row],
+    at: Callable[[Row], Any],
+    axis: Callable[[Iterable[Any]], Axis],
     peers: Mapping[str, str],
-) -> Panel:
-    """Useful TFLOPS of the kernel and of peers that compute the same mask."""
-
-    def line(label: str, rate: Callable[[Record], float | None]) -> Line:
-        points = ((at(case), rate(record)) for case, record in found)
-        return Line(label, tuple((x, y) for x, y in points if y is not None))
-
-    ours = line(OURS, lambda record: record["tflops"]["useful"])
-    others = (
-        line(label, lambda record, name=name: record["peers"].get(name, {}).get("tflops"))
+) -> Panel | None:
+    """Useful TFLOPS of the kernel and of peers that compute the same mask; None without a second row."""
+    if len(rows) < 2:
+        return None
+    rates = {
+        label: _line(label, rows, at, lambda row, name=name: row.record["peers"].get(name, {}).get("tflops"))
         for name, label in peers.items()
-    )
+    }
+    ours = _line(OURS, rows, at, lambda row: row.record["tflops"]["useful"])
     ticks = tuple((tick, str(tick)) for tick in range(0, 801, 200))
     y = Axis("useful TFLOPS", ticks, (0.0, 800.0), log=False)
-    return Panel(title, x, y, _filled(ours, *others), labelled=False)
+    return Panel(title, axis(map(at, rows)), y, _filled(ours, *rates.values()), labelled=False)
+
+
+def _length_panel(rows: Sequence[Row], mask: str, title: str, peers: Mapping[str, str]) -> Panel | None:
+    found = _curve(rows, lambda case: (case.mask, case.block) == (mask, (128, 128)), q_len=1, kv_len=1)
+    return _rates(title, found, BY_LENGTH, _lengths, peers)
+
+
+def _share_panel(rows: Sequence[Row]) -> Panel | None:
+    found = _curve(rows, lambda case: case.mask.startswith("blocks:"), mask=EIGHTH)
+    title = f"{length_name(found[0].case.q_len)} tokens, random blocks" if found else ""
+    return _rates(title, found, _stored, _shares, SPARSE_PEERS)
 
 
 def _about(case: AttentionCase) -> str:
     return f"{case.heads} heads, D {case.dim}, {case.dtype}"
-
-
-def _length_panel(rows: Sequence[Record], mask: str, title: str, peers: Mapping[str, str]) -> Panel | None:
-    found = _over_length(rows, lambda case: case.mask == mask and case.block == (128, 128))
-    if len(found) < 2:
-        return None
-    return _rates(title, _lengths(case for case, _ in found), found, lambda case: case.q_len, peers)
-
-
-def _share_panel(rows: Sequence[Record]) -> Panel | None:
-    found = _curve(rows, lambda case: _stored(case) > 0, lambda case: replace(case, mask=EIGHTH))
-    found.sort(key=lambda pair: -_stored(pair[0]))
-    if len(found) < 2:
-        return None
-    title = f"{length_name(found[0][0].q_len)} tokens, random blocks"
-    return _rates(title, _shares(_stored(case) for case, _ in found), found, _stored, SPARSE_PEERS)
 
 
 def attention(found: Sequence[Record]) -> Picture | None:
@@ -278,37 +271,37 @@ def attention(found: Sequence[Record]) -> Picture | None:
         return None
     panels[-1] = replace(panels[-1], labelled=True)
     question = "How fast is attention over the length and over the share of blocks?"
-    return Picture(question, (1080, 380), tuple(panels), _note(rows, _about(records.case_of(rows[0]))))
+    return Picture(question, (1080, 380), tuple(panels), _note(rows, _about(rows[0].case)))
 
 
 def memory(found: Sequence[Record]) -> Picture | None:
     """Memory of a call under a window over the length."""
-    pairs = _over_length(rows_of(found, "attention"), lambda case: case.mask.startswith("window:"))
-    if len(pairs) < 2:
+    windows = rows_of(found, "attention")
+    rows = _curve(windows, lambda case: case.mask.startswith("window:"), q_len=1, kv_len=1)
+    if len(rows) < 2:
         return None
 
     def extra(label: str, of: Callable[[Record], float | None]) -> Line:
-        sizes = [(case.q_len, (of(record) or 0) * case.operand_bytes / MEGABYTE) for case, record in pairs]
-        return Line(label, tuple(point for point in sizes if point[1] > 0))
+        size = lambda row: (of(row.record) or 0) * row.case.operand_bytes / MEGABYTE or None  # noqa: E731
+        return _line(label, rows, BY_LENGTH, size)
 
-    lines = (
+    lines = _filled(
         extra(OURS, lambda record: record["memory"]),
         extra(FLEX, lambda record: record["peers"].get("flex", {}).get("memory")),
-        Line("q, k, v, output", tuple((c.q_len, c.operand_bytes / MEGABYTE) for c, _ in pairs)),
-        Line("bool mask", tuple((c.q_len, c.q_len * c.kv_len / MEGABYTE) for c, _ in pairs)),
+        _line("q, k, v, output", rows, BY_LENGTH, lambda row: row.case.operand_bytes / MEGABYTE),
+        _line("bool mask", rows, BY_LENGTH, lambda row: row.case.q_len * row.case.kv_len / MEGABYTE),
     )
-    low = min(point[1] for line in lines for point in line.points)
-    ticks = [(10.0**power, _megabytes(10.0**power)) for power in range(-2, 7)]
-    high = 2 * max(point[1] for line in lines for point in line.points)
-    y = Axis("of one call, beyond q, k, v and the output", tuple(ticks), (low / 2, high))
-    panel = Panel("Memory of attention", _lengths(case for case, _ in pairs), y, _filled(*lines))
-    about = (pairs[0][0].mask_text.words, _about(pairs[0][0]), "dashed lines are computed")
+    sizes = [point[1] for line in lines for point in line.points]
+    texts = {10.0**power: f"{10.0**power:g} MB" for power in range(-2, 3)}
+    texts |= {10.0**power: f"{10.0 ** (power - 3):g} GB" for power in range(3, 7)}
+    y = Axis(
+        "of one call, beyond q, k, v and the output", tuple(texts.items()), (min(sizes) / 2, 2 * max(sizes))
+    )
+    panel = Panel("Memory of attention", _lengths(map(BY_LENGTH, rows)), y, lines)
+    first = rows[0].case
+    about = (first.mask_text.words, _about(first), "dashed lines are computed")
     question = "How much memory does attention need over the length?"
-    return Picture(question, (760, 400), (panel,), _note([record for _, record in pairs], *about))
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e3:g} GB" if size >= 1e3 else f"{size:g} MB"
+    return Picture(question, (760, 400), (panel,), _note(rows, *about))
 
 
 # Host time
@@ -316,31 +309,24 @@ def _megabytes(size: float) -> str:
 
 def host(found: Sequence[Record]) -> Picture | None:
     """Host times of cached calls beside torch's."""
-    rows = [record for record in rows_of(found, "host") if TORCH in record["peers"]]
+    rows = [row for row in rows_of(found, "host") if TORCH in row.record["peers"]]
     if not rows:
         return None
-    places = [(float(len(rows) - index), record) for index, record in enumerate(rows)]
+    places = {row.case: float(len(rows) - index) for index, row in enumerate(rows)}
 
-    def line(label: str, ms: Callable[[Record], float]) -> Line:
-        return Line(label, tuple((ms(record) * 1e3, place) for place, record in places))
+    def line(label: str, ms: Callable[[Row], float]) -> Line:
+        return _line(label, rows, lambda row: ms(row) * 1e3, lambda row: places[row.case])
 
-    lines = (
-        line(OURS, lambda record: record["ms"]["median"]),
-        line("torch", lambda record: record["peers"][TORCH]["ms"]["median"]),
-    )
+    lines = line(OURS, _ms), line("torch", lambda row: row.record["peers"][TORCH]["ms"]["median"])
     highest = max(point[0] for line in lines for point in line.points)
     ticks = tuple((float(tick), f"{tick} us") for tick in (10, 20, 50, 100, 200, 500, 1000))
     x = Axis("time of one call", ticks, (8.0, max(300.0, 1.3 * highest)))
-    names = tuple((place, _call_name(records.case_of(record))) for place, record in places)
+    # Without what rows share: "layer, 16 tokens, 4096 to 14336, block 128 25 %".
+    names = tuple((place, case.name.replace(f" {case.dtype}", "")) for case, place in places.items())
     y = Axis("of a cached eager call, outside a CUDA graph", names, (0.3, len(rows) + 1.2), log=False)
     panel = Panel("Host time", x, y, lines, pairs=True)
     size = (860, 150 + 26 * len(rows))
     return Picture("How long does a call take on the host, beside torch?", size, (panel,), _note(rows))
-
-
-def _call_name(case: HostCase) -> str:
-    """The name without what rows share: "layer, 16 tokens, 4096 to 14336, block 128 25 %"."""
-    return case.name.replace(f" {case.dtype}", "")
 
 
 # The front page

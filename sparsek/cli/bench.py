@@ -15,7 +15,7 @@ def loaded(name: str) -> Any:
     """The function of a command, which brings torch with it."""
     if name == "all":
         return import_module("sparsek.cli.bench_all").everything
-    return import_module("sparsek.cli.bench_one").command(BENCHES[name])
+    return import_module("sparsek.cli.bench_run").command(BENCHES[name])
 
 
 app = typer.Typer(

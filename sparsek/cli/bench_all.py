@@ -2,8 +2,9 @@
 
 import gc
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -54,11 +55,12 @@ def everything(
     --json: {card, records (their folder), to_measure (names of rows), measured (records as of `bench spmm --json`),
     failed: [{case, why}], not_measured: [{name, why, cases}], left (names of rows)}, or with --take {taken, records}.
     """
-    home, screen = folder or Path(env.bench_records_dir()), console(stderr=json)
+    home = folder or Path(env.bench_records_dir())
+    say = partial(console(stderr=json).print, soft_wrap=True)
     if take is not None:
         taken = records.read(take)
         _sorted_in(taken, home)
-        screen.print(f"{len(taken)} records put into {home}", soft_wrap=True)
+        say(f"{len(taken)} records put into {home}")
         if json:
             print_json({"taken": len(taken), "records": home})
         return
@@ -72,37 +74,25 @@ def everything(
     places = [path for path in (home / short_name(card), out) if path]
     found = _read(places)
     todo = rows if again else stale_rows(rows, found, where)
-    screen.print(
-        f"{len(todo)} of {len(rows)} rows to measure on {card}, records in {out or home}", soft_wrap=True
-    )
-    document: dict[str, Any] = {
-        "card": card,
-        "records": out or home,
-        "to_measure": [row.name for row in todo],
-    }
+    say(f"{len(todo)} of {len(rows)} rows to measure on {card}, records in {out or home}")
+    document = {"card": card, "records": out or home, "to_measure": [row.name for row in todo]}
     if listing:
         for row in () if json else todo:
-            screen.print(row.name, soft_wrap=True)
+            say(row.name)
         if json:
             print_json(document)
         write_html(html, found, f"sparsek on {card}")
         return
-    failed: list[dict[str, str]] = []
     outcomes: list[Outcome] = []
 
     def measure(row: SuiteRow) -> None:
         # One row may fail in any way; those behind it are measured all the same.
         peers = peers_named(BY_OP[row.case.op].peers, None, where)
-        outcome = measured(row, peers, where, rounds, any_error=True)
-        if isinstance(outcome, str) or not outcome.records:
-            why = outcome if isinstance(outcome, str) else "nothing was measured"
-            failed.append({"case": row.name, "why": why})
-        if not isinstance(outcome, str):
-            outcomes.append(outcome)
-            if out is not None:
-                records.append(out, outcome.records)
-            else:
-                _sorted_in(outcome.records, home)
+        outcomes.append(measured(row, peers, where, rounds, any_error=True))
+        if out is not None:
+            records.append(out, outcomes[-1].records)
+        else:
+            _sorted_in(outcomes[-1].records, home)
         gc.collect()
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # raises where the failure has left no device to go on with
@@ -110,30 +100,31 @@ def everything(
 
     count = 0
     try:
-        for done in walk(todo, measure, limit):
-            count += 1
+        for count, done in enumerate(walk(todo, measure, limit), start=1):
             minutes = f"{done.rows_left} left, about {done.seconds_left / 60:.1f} min"
             left = minutes if done.rows_left else "none left"
-            screen.print(f"{count}/{len(todo)} {done.row.name}: {done.seconds:.1f} s; {left}", soft_wrap=True)
+            say(f"{count}/{len(todo)} {done.row.name}: {done.seconds:.1f} s; {left}")
     finally:
         _, missing = notes_of(outcomes)
         for each in missing:
             cases = each["cases"]
             line = f"{each['name']} not measured: {each['why']} ({len(cases)} rows, {cases[0]} first)"
-            screen.print(line, style="dim", soft_wrap=True)
+            say(line, style="dim")
         rest = [row.name for row in todo[count:]]
         if rest:
-            stopped = (
-                f"stopped with {len(rest)} rows left, {rest[0]} first; run again to go on, --list names them"
-            )
-            screen.print(stopped, soft_wrap=True)
+            say(f"stopped with {len(rest)} rows left, {rest[0]} first; run again to go on, --list names them")
+    failed = [
+        {"case": SuiteRow(each.case).name, "why": each.failed or "nothing was measured"}
+        for each in outcomes
+        if not each.records
+    ]
     if json:
         new = [record for outcome in outcomes for record in outcome.records]
         print_json({**document, "measured": new, "failed": failed, "not_measured": missing, "left": rest})
     write_html(html, _read(places), f"sparsek on {card}")
     if failed:
         names = ", ".join(each["case"] for each in failed)
-        screen.print(f"{len(failed)} rows gave no record: {names}", soft_wrap=True)
+        say(f"{len(failed)} rows gave no record: {names}")
         raise typer.Exit(1)
 
 

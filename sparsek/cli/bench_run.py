@@ -1,7 +1,11 @@
-"""`sparsek bench NAME`, once its cases are known: measures, prints, writes records, charts and a page."""
+"""`sparsek bench NAME`: the options of its cases and those that all benchmarks have; measures, prints, writes records,
+charts and a page.
+"""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,15 +14,17 @@ import typer
 from rich.table import Table as Screen
 
 from sparsek.bench import charts
+from sparsek.bench.benches import HELP
 from sparsek.bench.engine import html, records
 from sparsek.bench.engine.bench import Bench, Column, Table, table_of
 from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.options import Option
 from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome, measure
 from sparsek.bench.engine.tables import CASE, MS, OVER_NOTE, case_name, over
 from sparsek.cli.kernel_names import kernel_named, kernels_of
-from sparsek.cli.output import complain, console, print_json, progress
+from sparsek.cli.output import AsJson, complain, console, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -32,6 +38,61 @@ Html = Annotated[
 ]
 # Parameters that go with a suite too; the others describe cases.
 BESIDE_A_SUITE = ("peers", "rounds", "suite", "device", "out", "html", "json")
+SCHEMA = """
+--json: {benchmark, records: [{op, case, kernel, config, ms: {median, min, max, rounds}, tflops, gbps, roofline, gate,
+peers, ratio, env, source_hash, date}], failed: [{case, why}], not_measured: [{name, why, cases}], notes: [{name, note,
+cases}]}. Exit code 1 if a case failed or nothing was measured.
+"""
+
+
+def command(one: Bench) -> Callable[..., None]:
+    """The function of a benchmark's command."""
+    peers = f"all, none, or some of {', '.join(peer.name for peer in one.peers)}."
+    suites = f"A named suite instead of sizes: {', '.join(one.suites)}."
+    more: dict[str, tuple[Any, Any]] = {
+        name: (each.annotation, each.default)
+        for name, each in inspect.signature(bench).parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    more |= {
+        "kernel": (Annotated[str, typer.Option(help=one.kernels)], "auto"),
+        "peers": (Annotated[str, typer.Option(help=peers)], "all"),
+        "rounds": (Rounds, one.rounds),
+        "suite": (Annotated[str | None, typer.Option(help=suites)], None),
+    }
+    without = {"kernel": not one.kernels, "peers": not one.peers}
+    more = {name: each for name, each in more.items() if not without.get(name)}
+    run = partial(bench, one)
+    run.__doc__ = f"{HELP[one.name]}\n{SCHEMA}"
+    return with_case_options(one.options, run, more)
+
+
+def with_case_options(
+    options: Sequence[Option], run: Callable[..., None], more: Mapping[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """A function of these options of cases, and of `more`: types and defaults by name, as typer reads them. It calls
+    `run(context, cases, **more)` with the values of the options by name.
+    """
+    named = {option.name.replace("-", "_"): option for option in options}
+    parameters = {"context": _parameter("context", typer.Context, inspect.Parameter.empty)}
+    for name, option in named.items():
+        written = f"--{option.name}" + (f"/--{option.off}" if option.off else "")
+        kind = Annotated[type(option.default), typer.Option(written, help=option.help)]
+        parameters[name] = _parameter(name, kind, option.default)
+    parameters |= {name: _parameter(name, *each) for name, each in more.items()}
+
+    def called(**given: Any) -> None:
+        context = given.pop("context")
+        run(context, {option.name: given.pop(name) for name, option in named.items()}, **given)
+
+    called.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    called.__doc__ = run.__doc__
+    vars(called)["__signature__"] = inspect.Signature(list(parameters.values()))
+    return called
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def bench(
@@ -39,34 +100,49 @@ def bench(
     context: typer.Context,
     cases: Mapping[str, str | bool],
     *,
-    rounds: int,
-    suite: str | None,
-    device: str | None,
-    out: Path | None,
-    html: Path | None,
-    json: bool,
     kernel: str = "auto",
     peers: str = "none",
+    rounds: int,
+    suite: str | None,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.")] = None,
+    html: Html = None,
+    json: AsJson = False,
 ) -> None:
     """Measures a suite, or the cases that the options give, prints the results, and writes the wanted files.
 
     Exits 1 if a case failed or none was measured. A CPU is refused where it would take hours.
     """
     given = given_of(context)
-    suite = suite or (one.whole if not set(given) - set(BESIDE_A_SUITE) else "")
-    _refuse_contradictions(given, suite)
+    of_cases = [name for name in given if name not in BESIDE_A_SUITE]
+    if "suite" in given and of_cases:
+        extra = ", ".join(f"--{name.replace('_', '-')}" for name in of_cases)
+        raise InvalidInput(
+            f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
+        )
+    suite = suite or ("" if of_cases else one.whole)
     where = device_of(device)
-    if suite:
-        rows = named(one.suites, suite)
-    else:
-        rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
+    kernels = tuple(listed("kernel", kernel, str))
+    rows = named(one.suites, suite) if suite else [SuiteRow(case, kernels) for case in one.cases(cases)]
+    for name in kernels:
+        if name != "auto" and kernel_named(name) is None:
+            raise unknown("kernel", name, kernels_of(one.name))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
     chosen = peers_named(one.peers, names, where)
-    if where.type == "cpu" and one.small and not set(given).intersection(_sizes(one)):
+    # The dtype of the small sizes makes nothing small.
+    sizes = {part[2:].replace("-", "_") for part in one.small.split() if part.startswith("--")} - {"dtype"}
+    if where.type == "cpu" and one.small and not sizes.intersection(given):
         why = f"suite {suite} needs a GPU" if suite else "sizes by default are a GPU's"
         raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {one.small}")
-    outcomes, failed = _run(rows, chosen, where, rounds, out)
+    outcomes: list[Outcome] = []
+    with progress(len(rows), "start") as (say, advance):
+        for row in rows:
+            outcomes.append(measured(row, chosen, where, rounds, say))
+            if out is not None:
+                records.append(out, outcomes[-1].records)
+            advance()
     found = [record for outcome in outcomes for record in outcome.records]
+    failed = [{"case": each.case.name, "why": each.failed} for each in outcomes if each.failed]
     notes, missing = notes_of(outcomes)
     screen = console(stderr=json)
     if json:
@@ -79,7 +155,10 @@ def bench(
         if any(measured_peers(found, table) for table in tables.values()):
             screen.print(OVER_NOTE, style="dim")
         for note in (*notes, *missing):
-            screen.print(_line(note, len(outcomes)), style="dim")
+            everywhere = len(note["cases"]) == len(outcomes) - len(failed)
+            named_cases = "every case" if everywhere else ", ".join(note["cases"])
+            text = f": {note['note']}" if "note" in note else f" not measured: {note['why']}"
+            screen.print(f"{note['name']}{text} ({named_cases})", style="dim")
     if out is not None:
         screen.print(f"{len(found)} records appended to {out}", soft_wrap=True)
     write_html(html, found, f"sparsek bench {one.name}")
@@ -106,52 +185,10 @@ def device_of(named: str | None) -> torch.device:
     return arguments.device("device", named or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _kernels(one: Bench, text: str) -> tuple[str, ...]:
-    names = tuple(listed("kernel", text, str))
-    for name in names:
-        if name != "auto" and kernel_named(name) is None:
-            raise unknown("kernel", name, kernels_of(one.name))
-    return names
-
-
 def given_of(context: typer.Context) -> list[str]:
     """The parameters that were written on the command line."""
-    names = [parameter.name or "" for parameter in context.command.params]
-    sources = ((name, context.get_parameter_source(name)) for name in names)
-    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
-
-
-def _sizes(one: Bench) -> set[str]:
-    """The options of its small sizes, but for the dtype, which makes nothing small."""
-    return {part[2:] for part in one.small.split() if part.startswith("--")} - {"dtype"}
-
-
-def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
-    """InvalidInput for options that would be ignored next to the others."""
-    extra = ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in BESIDE_A_SUITE)
-    if "suite" in given and extra:
-        raise InvalidInput(
-            f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
-        )
-
-
-def _run(
-    rows: Sequence[SuiteRow], peers: Sequence[Peer], device: torch.device, rounds: int, out: Path | None
-) -> tuple[list[Outcome], list[dict[str, str]]]:
-    """Every row in turn, and those that failed; records are on disk as soon as a case is done."""
-    outcomes: list[Outcome] = []
-    failed: list[dict[str, str]] = []
-    with progress(len(rows), "start") as (say, advance):
-        for row in rows:
-            outcome = measured(row, peers, device, rounds, say)
-            if isinstance(outcome, str):
-                failed.append({"case": row.case.name, "why": outcome})
-            else:
-                outcomes.append(outcome)
-                if out is not None:
-                    records.append(out, outcome.records)
-            advance()
-    return outcomes, failed
+    sources = ((each.name, context.get_parameter_source(each.name or "")) for each in context.command.params)
+    return [name for name, source in sources if name and source and source.name == "COMMANDLINE"]
 
 
 def measured(
@@ -162,9 +199,9 @@ def measured(
     say: Callable[[str], None] = lambda text: None,
     *,
     any_error: bool = False,
-) -> Outcome | str:
-    """The outcome of a row, or why there is none, which is printed too: its result is wrong, memory cannot hold it, or,
-    with `any_error`, whatever it raised.
+) -> Outcome:
+    """The outcome of a row. It has failed, which is printed too, where the result is wrong, memory cannot hold it, or,
+    with `any_error`, for whatever it raised.
     """
     name = row.case.name
     try:
@@ -177,7 +214,7 @@ def measured(
             raise
         why = why or f"{type(error).__name__}: {first_line(error)}"
         complain(f"{name}: {why}")
-        return why
+        return Outcome(row.case, (), {}, {}, why)
 
 
 def _table(of: Table, found: Sequence[records.Record]) -> Screen:
@@ -223,9 +260,3 @@ def _by_text(field: str, found: Iterable[tuple[Outcome, str, str]]) -> list[Note
     for outcome, *key in found:
         cases[key[0], key[1]].append(outcome.case.name)
     return [{"name": name, field: text, "cases": names} for (name, text), names in cases.items()]
-
-
-def _line(note: Note, count: int) -> str:
-    where = "every case" if len(note["cases"]) == count else ", ".join(note["cases"])
-    text = f": {note['note']}" if "note" in note else f" not measured: {note['why']}"
-    return f"{note['name']}{text} ({where})"

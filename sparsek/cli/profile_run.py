@@ -17,7 +17,7 @@ from sparsek.bench.engine.bench import Bench
 from sparsek.bench.engine.peer import rotating
 from sparsek.bench.engine.records import config_of
 from sparsek.bench.engine.run import passed
-from sparsek.cli.bench_one import with_case_options
+from sparsek.cli.bench_run import with_case_options
 from sparsek.cli.kernel_names import OF_BENCH, kernel_named, kernels_of
 from sparsek.cli.output import AsJson, console, duration, print_json
 from sparsek.cli.output import table as new_table

@@ -66,7 +66,7 @@ def test_every_call_is_checked_and_timed_beside_torchs(case: HostCase, few: None
 def test_torchs_call_computes_the_same(case: HostCase) -> None:
     if case.call == "from_dense":
         return
-    pair = CALLS[case.call](case, CPU)
+    pair = CALLS[case.call].make(case, CPU)
     ours, torchs = pair.ours(), pair.torchs()
     for mine, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (ours, torchs)), strict=True):
         if mine.shape != theirs.shape:  # the gradient of a BSR is one of its blocks
@@ -77,7 +77,7 @@ def test_torchs_call_computes_the_same(case: HostCase) -> None:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_a_wrong_result_fails_its_gate(case: HostCase) -> None:
-    pair = CALLS[case.call](case, CPU)
+    pair = CALLS[case.call].make(case, CPU)
     right = pair.ours()
 
     def spoiled(x: Any) -> Any:
@@ -95,7 +95,7 @@ def test_a_wrong_result_fails_its_gate(case: HostCase) -> None:
 
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch, few: None) -> None:
     wrong = Pair(lambda: None, lambda: None, lambda out: Gate(1.0, 0.5, False))
-    monkeypatch.setitem(host.CALLS, "A @ B", lambda case, device: wrong)
+    monkeypatch.setitem(host.CALLS, "A @ B", CALLS["A @ B"]._replace(make=lambda case, device: wrong))
     with pytest.raises(GateError, match="A @ B"):
         SMALL[0].run(device=CPU, rounds=1)
 
@@ -203,6 +203,10 @@ def test_the_table_shows_times_limits_and_verdicts(make_record: Callable[..., re
     assert lines[3] == (
         "| first call, empty caches: from_dense, 4096×4096 block 128 25 % | 0.7 s |  |  | 0.5 s, missed |"
     )
+    on_cpu = [each | {"env": each["env"] | {"gpu": CPU_CARD.name}} for each in (first, missed)]
+    lines = report.markdown(on_cpu, "host").splitlines()
+    assert lines[2].endswith(" | 32.0 us | 20.0 us | 1.60 |  |")
+    assert lines[3].endswith(" | 0.7 s |  |  |  |")
 
 
 def test_one_figure_says_what_an_eager_call_costs(

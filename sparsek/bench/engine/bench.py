@@ -14,9 +14,6 @@ from sparsek.bench.engine.peer import Peer
 
 Record = dict[str, Any]
 Value = TypeVar("Value")
-# Where benchmarks are listed; loaded at the first look-up.
-LIST = "sparsek.bench.benches"
-KERNELS = "Kernels by name; auto is the planner's choice."
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Bench:
     peers: tuple[Peer, ...] = ()
     measures: Mapping[str, Callable[..., Case]] = field(default_factory=dict)
     small: str = "--m 512 --k 512 --n 64"
-    kernels: str = KERNELS
+    kernels: str = "Kernels by name; auto is the planner's choice."
     whole: str = ""
     rounds: int = 7
     slowest: float = 20.0
@@ -130,7 +127,9 @@ class Listed(UserDict[str, Value]):
 
     @cached_property
     def data(self) -> dict[str, Value]:
-        every = (self._held(bench).items() for bench in import_module(LIST).BENCHES.values())
+        every = (
+            self._held(bench).items() for bench in import_module("sparsek.bench.benches").BENCHES.values()
+        )
         return dict(chain.from_iterable(every))
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from sparsek.bench.engine.data import Draw, bytes_of, set_count, spoil
+from sparsek.bench.engine.data import Draw, set_count, spoil, tensors
 from sparsek.bench.engine.several import Timed
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -20,8 +20,6 @@ from sparsek.testing.budget import Gate
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Made = TypeVar("Made")
-MOST_LISTED = 16  # names
 SEEDS = 100  # of a set
 
 
@@ -161,7 +159,8 @@ class Case:
             return one(Draw(device, self.drawn, seed + SEEDS * (index + 1)))
 
         first = at(0)
-        count = set_count(card_of(device), bytes_of(vars(first).values()))
+        footprint = sum(each.nbytes for each in tensors(list(vars(first).values())))
+        count = set_count(card_of(device), footprint)
         return [first, *(at(index) for index in range(1, count))]
 
     def run(self, **given: Any) -> Any:

@@ -1,7 +1,6 @@
 """The data of cases: random matrices, and as many sets of them as exceed the cache."""
 
 import math
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +27,6 @@ def set_count(card: Card, footprint: int) -> int:
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in a value, those inside matrices too."""
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def bytes_of(values: Iterable[Any]) -> int:
-    return sum(each.nbytes for each in tensors(list(values)))
 
 
 def spoil(results: Any) -> None:

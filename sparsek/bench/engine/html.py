@@ -38,7 +38,7 @@ def page(found: Sequence[Record], pictures: Iterable[tuple[str, str]], title: st
         for name, svg in pictures
     ]
     parts += ["<h2>Pictures</h2>", *figures] if figures else []
-    for op in report.measured(found) if found else []:
+    for op in report.measured(found):
         parts += [f"<h2>{escape(TABLES[op].title)}</h2>", from_markdown(report.markdown(found, op))]
     body = "\n".join(parts)
     return (
@@ -56,9 +56,7 @@ def _environment(found: Sequence[Record]) -> str:
     for field, name in FACTS.items():
         values = dict.fromkeys(f"{each['env'][field]}" for each in found if each["env"][field] is not None)
         rows.append((name, ", ".join(values) or "none"))
-    dates = sorted(each["date"][:10] for each in found)
-    rows.append(("measured", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"))
-    return _table([], rows)
+    return _table([], [*rows, ("measured", report.dates(found))])
 
 
 def from_markdown(text: str) -> str:
@@ -75,13 +73,11 @@ def from_markdown(text: str) -> str:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
     """`numbers`: the columns that stand on the right."""
-    head = "".join(_cell("th", cell, number) for cell, number in zip_longest(heads, numbers))
-    body = "".join(
-        f"<tr>{''.join(_cell('td', cell, number) for cell, number in zip_longest(row, numbers))}</tr>\n"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
+    def line(tag: str, cells: Sequence[str]) -> str:
+        classes = (" class=n" if number else "" for _, number in zip_longest(cells, numbers))
+        parts = (f"<{tag}{each}>{escape(cell)}</{tag}>" for cell, each in zip(cells, classes, strict=True))
+        return f"<tr>{''.join(parts)}</tr>"
 
-def _cell(tag: str, text: str, number: bool | None) -> str:
-    return f"<{tag}{' class=n' if number else ''}>{escape(text)}</{tag}>"
+    body = "".join(f"{line('td', row)}\n" for row in rows)
+    return f'<div class="wide"><table><thead>{line("th", heads)}</thead><tbody>\n{body}</tbody></table></div>'

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, replace
 from typing import Any, TypeVar
@@ -30,13 +31,11 @@ class Option:
     fields: tuple[str, ...] = ()
     off: str = ""
 
-    def filled(self, value: Any) -> dict[str, Any]:
-        """The fields of a case that a value of this option fills."""
-        return dict(zip(self.fields, value if len(self.fields) > 1 else (value,), strict=True))
-
-    def values(self, given: str | bool) -> list[Any]:
-        """The given values, parsed. Raises InvalidInput that names the option."""
-        return [given] if isinstance(given, bool) else listed(self.name, given, self.parse)
+    def filled(self, given: str | bool) -> list[dict[str, Any]]:
+        """The fields of a case that each of the given values fills. Raises InvalidInput that names the option."""
+        values: list[Any] = [given] if isinstance(given, bool) else listed(self.name, given, self.parse)
+        several = len(self.fields) > 1
+        return [dict(zip(self.fields, each if several else (each,), strict=True)) for each in values]
 
 
 def field(
@@ -124,11 +123,5 @@ def combined(
 
     `given` may leave out options, which then have their defaults.
     """
-    lists = [option.values(given.get(option.name, option.default)) for option in options]
-    found: list[Made] = []
-    for values in itertools.product(*lists):
-        fields: dict[str, Any] = {}
-        for option, value in zip(options, values, strict=True):
-            fields |= option.filled(value)
-        found.append(make(**fields))
-    return tuple(dict.fromkeys(found))
+    lists = [option.filled(given.get(option.name, option.default)) for option in options]
+    return tuple(dict.fromkeys(make(**ChainMap(*parts)) for parts in itertools.product(*lists)))

@@ -33,7 +33,7 @@ class Ready:
 
 
 class UnavailableError(SparseKError):
-    """A peer found out only while it was set up that it cannot run this case."""
+    """A peer cannot run this case; its arguments are the reasons, some found only while it was set up."""
 
 
 @dataclass(frozen=True)

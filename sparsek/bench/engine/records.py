@@ -46,9 +46,9 @@ FIELDS = (
     *("env", "source_hash", "date"),
 )
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
-
-
 TIMES = ("median", "min", "max", "rounds")
+# Shapes of values, by what a value of another shape is called.
+ANY, NUMBER, OR_NULL, TEXT = "", "not a number", "neither a number nor null", "not a non-empty string"
 
 
 def fields_of(op: str) -> tuple[str, ...]:
@@ -63,86 +63,68 @@ def faults(record: Any) -> list[str]:
     op = record.get("op", "spmm")
     if not isinstance(op, str) or op not in OPS:
         return [f"op {op!r} is not one of {', '.join(OPS)}"]
-    kind, wanted = OPS[op], fields_of(op)
+    wanted = fields_of(op)
     found = [f"field {name} is missing" for name in wanted if name not in record]
     found += [f"field {name} is not part of a record" for name in record if name not in wanted]
     objects = ("case", "ms", "gate", "peers", "ratio", "env")
     found = found or [f"{name} is not an object" for name in objects if not isinstance(record[name], dict)]
-    return found or list(_faults(record, kind))
+    return found or list(_faults(record, OPS[op]))
 
 
 def _faults(record: Record, kind: type[Case]) -> Iterator[str]:
     """The faults of a record that has every field, and objects where it should."""
-    of_case = tuple(field.name for field in fields(kind))  # pyright: ignore[reportArgumentType]
-    wrong = _object("case", record["case"], of_case, may_lack=kind.later)
+    of_case = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
+    wrong = list(_wrong("case", record["case"], dict.fromkeys(of_case, ANY), may_lack=kind.later))
     try:
         if not wrong:
             case_of(record)
     except (SparseKError, TypeError, ValueError, IndexError) as error:
         wrong = [f"case: {error}"]
     yield from wrong
-    yield from _times_faults("ms", record["ms"])
-    for name, keys in (("tflops", ("useful", "dense_equivalent")), ("roofline", ("bound_ms", "fraction"))):
-        if kind.rated or record[name] is not None:
-            yield from _object(name, record[name], keys, numbers=keys)
-    yield from _not_numbers("", record, ("gbps",), or_null=not kind.rated)
-    yield from _not_numbers("", record, kind.extra, or_null=True)
-    yield from _object("gate", record["gate"], ("error", "budget", "passed"))
+    times = dict.fromkeys(TIMES, NUMBER)
+    peer = {"ms": times, "tflops": ANY, **dict.fromkeys(kind.peer_extra, OR_NULL)}
+    shapes: dict[str, Any] = {
+        "ms": times,
+        "tflops": {"useful": NUMBER, "dense_equivalent": NUMBER},
+        "roofline": {"bound_ms": NUMBER, "fraction": NUMBER},
+        "gbps": NUMBER if kind.rated else OR_NULL,
+        **dict.fromkeys(kind.extra, OR_NULL),
+        "gate": dict.fromkeys(("error", "budget", "passed"), ANY),
+        "peers": dict.fromkeys(record["peers"], peer),
+        "ratio": dict.fromkeys(record["peers"], NUMBER),
+        "env": dict.fromkeys(ENV_FIELDS, ANY) | dict.fromkeys(sensors.FIELDS, OR_NULL),
+        **dict.fromkeys(("kernel", "source_hash", "date"), TEXT),
+    }
+    for name, shape in shapes.items():
+        if kind.rated or record[name] is not None or name not in ("tflops", "roofline"):
+            yield from _wrong(name, record[name], shape, may_lack=sensors.FIELDS)
     if record["gate"].get("passed") is not True:
         yield "gate.passed is not true: a time without a passed gate is not a record"
-    for name, peer in record["peers"].items():
-        extra = kind.peer_extra
-        yield from _object(f"peers.{name}", peer, ("ms", "tflops", *extra), numbers=extra, or_null=True)
-        yield from _times_faults(f"peers.{name}.ms", peer.get("ms") if isinstance(peer, dict) else None)
-    peers = tuple(record["peers"])
-    yield from _object("ratio", record["ratio"], peers, numbers=peers)
-    yield from _object(
-        "env", record["env"], ENV_FIELDS, numbers=sensors.FIELDS, may_lack=sensors.FIELDS, or_null=True
-    )
-    for name in ("kernel", "source_hash", "date"):
-        if not (record[name] and isinstance(record[name], str)):
-            yield f"{name} is not a non-empty string"
     try:
         datetime.datetime.fromisoformat(str(record["date"]))
     except ValueError:
         yield f"date {record['date']!r} is not an ISO date"
 
 
-def _object(
-    where: str,
-    value: Any,
-    keys: tuple[str, ...],
-    *,
-    numbers: Iterable[str] = (),
-    may_lack: Iterable[str] = (),
-    or_null: bool = False,
-) -> list[str]:
-    """What keeps a value from being an object of these keys; those in `numbers` have numbers."""
-    if not isinstance(value, dict):
-        return [f"{where} is not an object"]
-    if not set(keys).difference(may_lack) <= set(value) <= set(keys):
-        return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
-    return _not_numbers(f"{where}.", value, numbers, or_null=or_null)
-
-
-def _times_faults(where: str, value: Any) -> list[str]:
-    wrong = _object(where, value, TIMES, numbers=TIMES)
-    if wrong:
-        return wrong
-    if not 0 < value["min"] <= value["median"] <= value["max"]:
-        return [f"{where} does not hold 0 < min <= median <= max"]
-    return [] if value["rounds"] >= 1 else [f"{where}.rounds is not positive"]
-
-
-def _not_numbers(
-    where: str, value: Mapping[str, Any], names: Iterable[str], *, or_null: bool = False
-) -> list[str]:
-    def right(each: Any) -> bool:
-        number = isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each)
-        return number or (or_null and each is None)
-
-    wrong = "neither a number nor null" if or_null else "not a number"
-    return [f"{where}{name} is {wrong}" for name in names if not right(value.get(name))]
+def _wrong(where: str, value: Any, shape: Any, may_lack: Iterable[str] = ()) -> Iterator[str]:
+    """What keeps a value from its shape: one of ANY, NUMBER, OR_NULL and TEXT, or the shapes of an object's fields."""
+    if isinstance(shape, str):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        text = isinstance(value, str) and value != ""
+        if not {ANY: True, NUMBER: number, OR_NULL: number or value is None, TEXT: text}[shape]:
+            yield f"{where} is {shape}"
+    elif not isinstance(value, dict):
+        yield f"{where} is not an object"
+    elif not set(shape).difference(may_lack) <= set(value) <= set(shape):
+        yield f"{where} has the fields {sorted(value)}, expected {sorted(shape)}"
+    else:
+        wrong = [each for name in value for each in _wrong(f"{where}.{name}", value[name], shape[name])]
+        yield from wrong
+        if tuple(shape) == TIMES and not wrong:
+            if not 0 < value["min"] <= value["median"] <= value["max"]:
+                yield f"{where} does not hold 0 < min <= median <= max"
+            elif value["rounds"] < 1:
+                yield f"{where}.rounds is not positive"
 
 
 def case_of(record: Mapping[str, Any]) -> Any:

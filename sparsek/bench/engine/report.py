@@ -5,21 +5,17 @@ from typing import Any
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import OPS, TABLES, Column, Record, Table, table_of
-from sparsek.bench.engine.case import Case
 from sparsek.bench.engine.sensors import FIELDS
 from sparsek.bench.engine.tables import over
 
 
 def ordered(found: Iterable[Record], table: Table) -> list[Record]:
     """Newest record per (case, kernel) of one operation: its suite's cases in their order, then the others by size."""
-    place: dict[Case, int] = {}
-    for index, entry in enumerate(table.suite):
-        place.setdefault(entry.case, index)
+    place = {row.case: index for index, row in enumerate(table.suite)}
 
     def key(record: Record) -> tuple[Any, ...]:
-        case = records.case_of(record)
-        where = place.get(case, len(place))
-        return record["op"], where, case.order, record["env"]["gpu"], record["kernel"]
+        case, card = records.case_of(record), record["env"]["gpu"]
+        return record["op"], place.get(case, len(place)), case.order, card, record["kernel"]
 
     return sorted(records.newest(record for record in found if table_of(record) is table), key=key)
 
@@ -94,10 +90,6 @@ def _sensed(rows: Sequence[Record]) -> str:
 
 def _setting(record: Record) -> str:
     env = record["env"]
-    parts = [env["gpu"]]
-    if env["power_limit_w"]:
-        parts.append(f"{env['power_limit_w']:.0f} W")
-    if env["driver"]:
-        parts.append(f"driver {env['driver']}")
-    parts += [f"{name} {env[name]}" for name in ("torch", "triton") if env[name]]
-    return ", ".join(parts)
+    watts = [f"{env['power_limit_w']:.0f} W"] if env["power_limit_w"] else []
+    versions = (f"{name} {env[name]}" for name in ("driver", "torch", "triton") if env[name])
+    return ", ".join([env["gpu"], *watts, *versions])

@@ -24,12 +24,15 @@ class GateError(SparseKError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case gave: a record per kernel, and why the others and which peers gave nothing."""
+    """What one case gave: a record per kernel, and why the others and which peers gave nothing. `failed`: why the case
+    gave nothing at all.
+    """
 
     case: Case
     records: tuple[records.Record, ...]
     unavailable: dict[str, list[str]]
     notes: dict[str, str]
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,10 @@ def run_case(
         turns[f"kernel {name}"] = turn
     ready: dict[str, Ready] = {}
     for peer in peers:
-        found = _set_up(case, peer, sets, device, report)
-        if isinstance(found, list):
-            unavailable[peer.name] = found
-        else:
-            ready[peer.name], turns[f"peer {peer.name}"] = found
+        try:
+            ready[peer.name], turns[f"peer {peer.name}"] = _set_up(case, peer, sets, device, report)
+        except (UnavailableError, torch.OutOfMemoryError) as error:
+            unavailable[peer.name] = [str(why).splitlines()[0] for why in error.args]
     seen = Sensors(device)
     timed = time_rounds(
         {name: turn.call for name, turn in turns.items()},
@@ -189,20 +191,17 @@ def planned(
 
 def _set_up(
     case: Case, peer: Peer, sets: Sequence[Operands], device: torch.device, report: Callable[[str], None]
-) -> tuple[Ready, Turn] | list[str]:
-    """A peer and its turn, or why it has none."""
+) -> tuple[Ready, Turn]:
+    """A peer and its turn. Raises UnavailableError with every reason why it has none, or OutOfMemoryError."""
     why_not = peer.why_not(case, device)
     if why_not:
-        return why_not
+        raise UnavailableError(*why_not)
     report(f"{peer.title}: set up")
-    try:
-        ready = peer.ready(case, sets, report)
-    except (UnavailableError, torch.OutOfMemoryError) as error:
-        return [str(error).splitlines()[0]]
+    ready = peer.ready(case, sets, report)
     try:
         return ready, Turn.of(case, ready.calls, device)
     except RuntimeError as error:
-        return [f"cannot be captured in a CUDA graph: {first_line(error)}"]
+        raise UnavailableError(f"cannot be captured in a CUDA graph: {first_line(error)}") from None
 
 
 def _heater(ready: Mapping[str, Ready]) -> str | None:
@@ -251,35 +250,27 @@ def rates(
     """
     seconds = times.median / 1e3
     useful, moved = one.useful_flops / seconds / 1e12, plan.problem.compulsory_bytes
-    rated = case.rated
     equivalent = _digits(case.dense_flops / seconds / 1e12)
     return {
-        "tflops": {"useful": _digits(useful), "dense_equivalent": equivalent} if rated else None,
+        "tflops": {"useful": _digits(useful), "dense_equivalent": equivalent} if case.rated else None,
         "gbps": round(moved / seconds / 1e9, 2),
         "roofline": {
             "bound_ms": round(plan.bound_seconds * 1e3, 6),
             "fraction": round(plan.bound_seconds / seconds, 4),
         },
-        "peers": {
-            name: {
-                "ms": records.times_of(peer.times),
-                "tflops": _digits(peer.rate) if rated else None,
-                **peer.extra,
-            }
-            for name, peer in peers.items()
-        },
-        "ratio": {name: round(useful / peer.rate, 4) for name, peer in peers.items()},
+        **beside(useful, peers, rated=case.rated),
     }
 
 
-def beside(times: Times, peers: Mapping[str, Times], flops: float | None = None) -> dict[str, Any]:
-    """Fields of a record: peers that are compared by their times. `flops`: of a call, where rates are recorded."""
+def beside(rate: float, peers: Mapping[str, PeerResult], *, rated: bool) -> dict[str, Any]:
+    """Fields of a record: its peers, and the ratios of a rate to theirs, which are recorded where they are `rated`."""
+    tflops = {name: _digits(peer.rate) if rated else None for name, peer in peers.items()}
     return {
         "peers": {
-            name: {"ms": records.times_of(took), "tflops": flops and flops / took.median / 1e9}
-            for name, took in peers.items()
+            name: {"ms": records.times_of(peer.times), "tflops": tflops[name], **peer.extra}
+            for name, peer in peers.items()
         },
-        "ratio": {name: round(took.median / times.median, 4) for name, took in peers.items()},
+        "ratio": {name: round(rate / peer.rate, 4) for name, peer in peers.items()},
     }
 
 

@@ -21,12 +21,17 @@ class Sensors:
 
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = library() if device.type == "cuda" else None
-        self._handle = _handle(self._nvml, device) if self._nvml else None
+        self._handle = ctypes.c_void_p()
         self._samples: list[tuple[float, float]] = []
+        if self._nvml:
+            # NVML's handle of torch's device, by its UUID: torch counts visible devices alone.
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+            if self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._handle)):
+                self._nvml = None
 
     def sample(self) -> None:
         """Adds watts and MHz, if they can be read."""
-        if self._handle is None:
+        if self._nvml is None:
             return
         milliwatts, megahertz = ctypes.c_uint(), ctypes.c_uint()
         failed = self._nvml.nvmlDeviceGetPowerUsage(self._handle, ctypes.byref(milliwatts))
@@ -49,10 +54,3 @@ def library() -> Any:
         return None if nvml.nvmlInit_v2() else nvml
     except (OSError, AttributeError):
         return None
-
-
-def _handle(nvml: Any, device: torch.device) -> ctypes.c_void_p | None:
-    """NVML's handle of torch's device, by its UUID: torch counts visible devices alone."""
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    handle = ctypes.c_void_p()
-    return None if nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) else handle

@@ -6,14 +6,13 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Column, Record, Table, table_of
 from sparsek.bench.engine.case import Bar, Case
 
-EARLIER = "earlier version"
 OVER_NOTE = "Over a peer: its time over SparseK's."
 USEFUL_NOTE = "Useful TFLOPS count stored blocks only."
 
 
 def mark(record: Record) -> str:
     """A mark if the kernel has changed since."""
-    return "" if records.is_fresh(record) else f" ({EARLIER})"
+    return "" if records.is_fresh(record) else " (earlier version)"
 
 
 def case_name(record: Record) -> str:
@@ -51,12 +50,17 @@ def roof(record: Record) -> str:
     return f"{record['roofline']['fraction'] * 100:.0f} %"
 
 
+def peer_ms(record: Record, *names: str) -> float | None:
+    """Milliseconds of the first of these peers that was measured, from the rounds of the kernel."""
+    return next((record["peers"][name]["ms"]["median"] for name in names if name in record["peers"]), None)
+
+
 def faster_than(*peers: str) -> Callable[[Record], str]:
-    """Time of the first of these peers that was measured over the kernel's, from the same rounds: "7.67x"."""
+    """Time of the first of these peers that was measured over the kernel's: "7.67x"."""
 
     def cell(record: Record) -> str:
-        times = (record["peers"][name]["ms"]["median"] for name in peers if name in record["peers"])
-        return next((f"{time / record['ms']['median']:.2f}x" for time in times), "")
+        ms = peer_ms(record, *peers)
+        return "" if ms is None else f"{ms / record['ms']['median']:.2f}x"
 
     return cell
 
@@ -65,11 +69,6 @@ def over(peer: str, table: Table) -> Column:
     """The time of a peer over the kernel's, from the same rounds: "1.30"."""
     cell = faster_than(peer)
     return Column(f"over {table.peers[peer]}", lambda record: cell(record)[:-1])
-
-
-def speedup(record: Record) -> str:
-    """Time of the dense peer over the kernel's, from the same rounds: "7.67x"."""
-    return faster_than(*table_of(record).dense)(record)
 
 
 def judged(bar: Bar, ratio: float) -> tuple[str, str]:
@@ -97,7 +96,7 @@ def target(bars: Mapping[Case, Sequence[Bar]], kernels: str = "hopper.") -> Colu
 
 CASE = Column("case", _row_name, text=True)
 MS = Column("ms", _time)
-SPEEDUP = Column("speedup over dense", speedup)
+SPEEDUP = Column("speedup over dense", lambda record: faster_than(*table_of(record).dense)(record))
 USEFUL = Column("useful TFLOPS", useful)
 GBPS = Column("GB/s", lambda record: f"{record['gbps']:.0f}")
 ROOF = Column("of the roofline", roof)

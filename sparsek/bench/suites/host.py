@@ -1,17 +1,15 @@
 """What calls cost the host, beside torch's, as cases: cached calls, layers in eager mode, first calls of a process."""
 
-import atexit
 import gc
 import json
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -19,13 +17,14 @@ import torch
 from sparsek.bench.engine import options, records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Bar, Case, block_name, rows, shape_name, stored_name
-from sparsek.bench.engine.run import GateError, Outcome, beside, passed, record_of
+from sparsek.bench.engine.run import GateError, Outcome, PeerResult, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
-from sparsek.bench.engine.tables import CASE, case_name, judged
-from sparsek.bench.suites.host_calls import CALLS, STORAGES
+from sparsek.bench.engine.tables import CASE, case_name, judged, peer_ms
+from sparsek.bench.suites.host_calls import CALLS, HEADED, LAYERS, PRODUCT, STORAGES, WHOLE
 from sparsek.core import env
 from sparsek.core.clock import Times
+from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.wall import wall_rounds
 from sparsek.testing.budget import Gate
@@ -35,22 +34,12 @@ LAYER = "layer"
 # What a first call finds on disk: no compiled kernel, or those of a process before.
 CACHES = ("empty", "filled")
 STORED = {"bsr": "", "semi24": "2:4", "bsr24": "2:4 in", "fp8": "FP8"}
-PRODUCT, LAYERS, HEADED, WHOLE = SIDES = (
-    "m x k x n",
-    "tokens x features in x features out",
-    "heads x length x head size",
-    "rows x columns",
-)
-# By call, what is called, as a module of sparsek, and what its sides are. The module is the kernel of its records.
-KINDS = {
-    "A @ B": ("ops.spmm", PRODUCT),
-    "plan of A @ B": ("ops.spmm", PRODUCT),
-    "linear": ("ops.linear", LAYERS),
-    "linear + backward": ("ops.linear", LAYERS),
-    "layer": ("nn.linear", LAYERS),
-    "attention": ("ops.attention", HEADED),
-    "attention + backward": ("ops.attention", HEADED),
-    "from_dense": ("matrix.bsr", WHOLE),
+# How names of cases say what is measured.
+SIDES: Mapping[str, Callable[..., str]] = {
+    PRODUCT: shape_name,
+    LAYERS: lambda tokens, k, n: f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},",
+    HEADED: lambda heads, length, dim: f"{length} causal, {heads} heads, D {dim},",
+    WHOLE: "{}×{}".format,
 }
 # Every file of these rooms is part of host time.
 ROOMS = ("core", "kernels/lang", "matrix", "mask", "nn", "ops", "plan")
@@ -99,7 +88,7 @@ class HostCase(Case):
     @property
     def measured(self) -> str:
         """What the sides are, one of SIDES."""
-        return KINDS[self.call][1]
+        return CALLS[self.call].sides
 
     @property
     def is_first(self) -> bool:
@@ -107,36 +96,19 @@ class HostCase(Case):
         return self.caches != ""
 
     @property
-    def trains(self) -> bool:
-        """Whether gradients are computed."""
-        return self.call.endswith("backward")
-
-    @property
     def module(self) -> str:
-        """What is called, as a module of sparsek."""
-        return KINDS["linear" if self.call == LAYER and self.storage != "bsr" else self.call][0]
+        """What is called, as a module of sparsek: the kernel of its records."""
+        return CALLS["linear" if self.call == LAYER and self.storage != "bsr" else self.call].module
 
     @property
     def name(self) -> str:
         """One short line: "linear + bias + gelu, 64 tokens, 1024 to 1024, block 128 25 % bf16"."""
         what = {"linear": "linear + bias + gelu"}.get(self.call, self.call)
         first = f"first call, {self.caches} caches: " if self.is_first else ""
-        return f"{first}{what}, {self._measures}"
-
-    @property
-    def _measures(self) -> str:
-        if self.measured == HEADED:
-            heads, length, dim = self.sides
-            return f"{length} causal, {heads} heads, D {dim}, block {block_name(self.block)} {self.dtype}"
-        if self.measured == WHOLE:
-            size = "×".join(map(str, self.sides))
-        elif self.measured == PRODUCT:
-            size = shape_name(*self.sides)
-        else:
-            tokens, k, n = self.sides
-            size = f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},"
-        blocks = "" if self.storage == "semi24" else stored_name(block_name(self.block), self.density)
-        return " ".join(filter(None, (size, STORED[self.storage], blocks, self.dtype)))
+        size, block = SIDES[self.measured](*self.sides), block_name(self.block)
+        blocks = f"block {block}" if self.measured == HEADED else stored_name(block, self.density)
+        stored = (STORED[self.storage], "" if self.storage == "semi24" else blocks)
+        return " ".join(filter(None, (f"{first}{what},", size, *stored, self.dtype)))
 
     def run(
         self,
@@ -151,9 +123,9 @@ class HostCase(Case):
             return _first_calls(self, device, min(rounds, FIRST_ROUNDS), report)
         report("operands")
         # Of layers and of first calls, times are from an idle GPU to an idle GPU.
-        until_idle = self.call == LAYER
-        made = CALLS[self.call](self, device)
-        with torch.set_grad_enabled(self.trains):
+        until_idle, trains = self.call == LAYER, self.call.endswith("backward")
+        made = CALLS[self.call].make(self, device)
+        with torch.set_grad_enabled(trains):
             try:
                 gate = passed(self, self.module, made.judge(made.ours()))
             except Unsupported as error:
@@ -165,7 +137,7 @@ class HostCase(Case):
                 {"ours": made.ours, TORCH: made.torchs},
                 device,
                 rounds * SAMPLES,
-                count=None if until_idle else (CALLS_BACKWARD if self.trains else CALLS_EACH),
+                count=None if until_idle else (CALLS_BACKWARD if trains else CALLS_EACH),
                 until_idle=until_idle,
                 on_sample=seen.sample,
             )
@@ -177,6 +149,16 @@ class HostCase(Case):
         return BARS.get((self.call, self.caches or self.storage))
 
 
+FIRST: tuple[HostCase, ...] = tuple(
+    HostCase(call, sides, caches=caches)
+    for caches in CACHES
+    for call, sides in (
+        ("from_dense", (4096, 4096)),
+        ("A @ B", (4096, 4096, 4096)),
+        ("linear + backward", (4096, 4096, 4096)),
+        ("attention + backward", (8, 4096, 128)),
+    )
+)
 BARS: Mapping[tuple[str, str], Bar] = {
     ("A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
     ("plan of A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
@@ -186,9 +168,8 @@ BARS: Mapping[tuple[str, str], Bar] = {
     (LAYER, "bsr"): Bar(TORCH, 0.75, 0.45),
     (LAYER, "semi24"): Bar(TORCH, 0.75, 0.6),
     **{
-        (call, caches): Bar("", *limits)
-        for call in ("from_dense", "A @ B", "linear + backward", "attention + backward")
-        for caches, limits in zip(CACHES, ((0.5, 0.2), (0.2, 0.05)), strict=True)
+        (each.call, each.caches): Bar("", 0.5, 0.2) if each.caches == "empty" else Bar("", 0.2, 0.05)
+        for each in FIRST
     },
 }
 # Calls of a sample, so few that the launch queue of CUDA, about a thousand, never makes the host wait; a call with its
@@ -208,34 +189,34 @@ for _, name, *_ in kernels.KERNELS:
     kernels.load(name)
 """
 # By call, the folder of caches that its last process left behind.
-_FILLED: dict[HostCase, Path] = {}
+_FILLED: dict[HostCase, TemporaryDirectory[str]] = {}
 
 
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = record_of(case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
-    return Outcome(case, (record,), {}, {})
+    per_ms = {name: PeerResult(times, 1 / times.median, {}) for name, times in peers.items()}
+    more = beside(1 / took.median, per_ms, rated=False)
+    return Outcome(case, (record_of(case, Timed(case.module), took, gate, device, seen, **more),), {}, {})
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
     """Each sample is a process of its own: with empty caches in a new folder each, else after one that filled them,
     which may be a sample of the same call with empty ones. Python's bytecode is there, as after an installation.
     """
-    call = replace(case, caches="")
-    samples: list[dict[str, Any]] = []
+    call, empty, samples = replace(case, caches=""), case.caches == "empty", []
     seen = Sensors(device)
     while len(samples) < rounds:
         report(f"process {len(samples) + 1} of {rounds}")
-        fills = case.caches == "empty" or call not in _FILLED
+        fills = empty or call not in _FILLED
         if fills:
             _drop_caches(call)
-            _FILLED[call] = _folder()
-        sample = _in_a_process(case, device, _FILLED[call])
-        if not fills or case.caches == "empty":
+            _FILLED[call] = TemporaryDirectory(ignore_cleanup_errors=True)
+        sample = _in_a_process(case, device, Path(_FILLED[call].name))
+        if empty or not fills:
             samples.append(sample)
             seen.sample()
-    if case.caches == "filled":
+    if not empty:
         _drop_caches(call)
     worst = max(samples, key=lambda each: each["error"])
     right = all(each["passed"] for each in samples)
@@ -246,81 +227,47 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
 
 def _drop_caches(call: HostCase) -> None:
     if call in _FILLED:
-        shutil.rmtree(_FILLED.pop(call), ignore_errors=True)
-
-
-def _folder() -> Path:
-    """A new one, gone when this process ends."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+        _FILLED.pop(call).cleanup()
 
 
 @cache
-def _bytecode() -> Path:
+def _bytecode() -> TemporaryDirectory[str]:
     """Where a process has left the bytecode of what first calls import."""
-    folder = _folder()
-    where = env.with_caches_in(folder, folder)
-    _child(["-c", IMPORTS], where)
-    return folder
+    made = TemporaryDirectory(ignore_cleanup_errors=True)
+    _child(["-c", IMPORTS], env.with_caches_in(Path(made.name), Path(made.name)))
+    return made
 
 
 def _child(given: Sequence[str], where: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *given]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False, env=where
-    )
+    command, most = [sys.executable, *given], CHILD_SECONDS
+    return subprocess.run(command, capture_output=True, text=True, timeout=most, check=False, env=where)
 
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
     """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
     given = ["-m", CHILD, json.dumps(case.as_record()), str(device)]
-    ran = _child(given, env.with_caches_in(folder, _bytecode()))
+    ran = _child(given, env.with_caches_in(folder, Path(_bytecode().name)))
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
         raise GateError(f"{case.name}: the process failed: {last[:300]}")
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _spelt(record: Record, ms: float | None) -> str:
-    """A time in seconds for first calls, else in microseconds; nothing for None."""
-    if ms is None:
-        return ""
-    return f"{ms / 1e3:.3g} s" if records.case_of(record).is_first else f"{ms * 1e3:.1f} us"
-
-
-def _torch_ms(record: Record) -> float | None:
-    return record["peers"][TORCH]["ms"]["median"] if TORCH in record["peers"] else None
-
-
-def _over_torch(record: Record) -> str:
-    case, torchs = records.case_of(record), _torch_ms(record)
-    if torchs is None or case.is_first:
-        return ""
-    ratio = record["ms"]["median"] / torchs
-    return f"{ratio:.2f}" if case.bar is None else judged(case.bar, ratio)[1]
-
-
-def _at_most(record: Record) -> str:
-    """The limit of the time over torch's, or, of a first call, of the seconds, and whether it is met."""
-    case, ms = records.case_of(record), record["ms"]["median"]
-    unit = 1e3 if case.is_first else _torch_ms(record)
-    if case.bar is None or unit is None:
-        return ""
-    return f"{case.bar.must:g}{' s' if case.is_first else ''}, {case.bar.verdict(ms / unit)}"
+def _cells(record: Record) -> tuple[str, str, str, str]:
+    """The time, torch's, the one over the other, and its limit and whether it is met; of first calls, which have no
+    torch beside, seconds and their limit. The limits are a GPU's: none on a CPU.
+    """
+    case, ms, torchs = records.case_of(record), record["ms"]["median"], peer_ms(record, TORCH)
+    bar = None if record["env"]["gpu"] == CPU.name else case.bar
+    if case.is_first:
+        return f"{ms / 1e3:.3g} s", "", "", f"{bar.must:g} s, {bar.verdict(ms / 1e3)}" if bar else ""
+    if torchs is None:
+        return f"{ms * 1e3:.1f} us", "", "", ""
+    verdict, ratio = judged(bar, ms / torchs) if bar else ("", f"{ms / torchs:.2f}")
+    return f"{ms * 1e3:.1f} us", f"{torchs * 1e3:.1f} us", ratio, f"{bar.must:g}, {verdict}" if bar else ""
 
 
 SMALL = (1024, 1024, 1024)
-FIRST: tuple[HostCase, ...] = tuple(
-    HostCase(call, sides, caches=caches)
-    for caches in CACHES
-    for call, sides in (
-        ("from_dense", (4096, 4096)),
-        ("A @ B", (4096, 4096, 4096)),
-        ("linear + backward", (4096, 4096, 4096)),
-        ("attention + backward", (8, 4096, 128)),
-    )
-)
 HOST = rows(
     "auto",
     HostCase("A @ B", SMALL, block=(64, 64)),
@@ -360,10 +307,10 @@ TABLE = Table(
     dense=(TORCH,),
     columns=(
         CASE,
-        Column("time", lambda record: _spelt(record, record["ms"]["median"])),
-        Column("torch's time", lambda record: _spelt(record, _torch_ms(record))),
-        Column("over torch's", _over_torch),
-        Column("target, at most", _at_most),
+        *(
+            Column(heading, lambda record, at=at: _cells(record)[at])
+            for at, heading in enumerate(("time", "torch's time", "over torch's", "target, at most"))
+        ),
     ),
     note=(
         "Wall time of cached eager calls: how long one call keeps the host busy, or, for `layer`, one of twenty calls "

@@ -8,7 +8,7 @@ imports nothing but torch and the public face of the library: what the first cal
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sparsek.testing.budget import Gate
 
 STORAGES = ("bsr", "semi24", "bsr24", "fp8")
+PRODUCT, LAYERS = "m x k x n", "tokens x features in x features out"
+HEADED, WHOLE = "heads x length x head size", "rows x columns"
 
 
 class Pair(NamedTuple):
@@ -127,19 +129,11 @@ def attention(call: Any, device: torch.device, *, trains: bool = False) -> Pair:
             return check_attention(q, k, v, mask, found)
         return check_attention_backward(q.detach(), k.detach(), v.detach(), mask, dy, found)
 
-    def ours() -> Tensor:
-        return sk.attention(q, k, v, mask)
+    def called(forward: Callable[[], Tensor]) -> Callable[[], Any]:
+        return (lambda: torch.autograd.grad(forward(), wanted, dy)) if trains else forward
 
-    def torchs() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    if not trains:
-        return Pair(ours, torchs, judge)
-    return Pair(
-        lambda: torch.autograd.grad(ours(), wanted, dy),
-        lambda: torch.autograd.grad(torchs(), wanted, dy),
-        judge,
-    )
+    ours = called(lambda: sk.attention(q, k, v, mask))
+    return Pair(ours, called(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)), judge)
 
 
 def from_dense(call: Any, device: torch.device) -> Pair:
@@ -155,16 +149,23 @@ def from_dense(call: Any, device: torch.device) -> Pair:
     return Pair(lambda: sk.BSR.from_dense(w, call.block, keep=call.density), w.clone, judge)
 
 
-# By name. A call has the fields of `HostCase`.
-CALLS: Mapping[str, Callable[[Any, torch.device], Pair]] = {
-    "A @ B": product,
-    "plan of A @ B": partial(product, planned=True),
-    "linear": linear,
-    "attention": attention,
-    "linear + backward": linear_backward,
-    "attention + backward": partial(attention, trains=True),
-    "layer": partial(linear, layer=True),
-    "from_dense": from_dense,
+class Kind(NamedTuple):
+    """How a call is made, of the fields of a `HostCase`; what is called, as a module of sparsek; what its sides are."""
+
+    make: Callable[[Any, torch.device], Pair]
+    module: str
+    sides: str
+
+
+CALLS: dict[str, Kind] = {
+    "A @ B": Kind(product, "ops.spmm", PRODUCT),
+    "plan of A @ B": Kind(partial(product, planned=True), "ops.spmm", PRODUCT),
+    "linear": Kind(linear, "ops.linear", LAYERS),
+    "attention": Kind(attention, "ops.attention", HEADED),
+    "linear + backward": Kind(linear_backward, "ops.linear", LAYERS),
+    "attention + backward": Kind(partial(attention, trains=True), "ops.attention", HEADED),
+    "layer": Kind(partial(linear, layer=True), "nn.linear", LAYERS),
+    "from_dense": Kind(from_dense, "matrix.bsr", WHOLE),
 }
 
 
@@ -191,7 +192,7 @@ def main(fields: str, device_name: str) -> None:
     """Makes the call once and prints its seconds, from an idle device to an idle one, and its gate."""
     call, device = SimpleNamespace(**json.loads(fields)), torch.device(device_name)
     call.block = tuple(call.block)
-    pair = CALLS[call.call](call, device)
+    pair = CALLS[call.call].make(call, device)
     # What torch loads for its own first gradient (sympy, 2 s) is not this library's.
     x = torch.ones(1, dtype=torch.float32, device=device).requires_grad_()
     torch.autograd.grad(x * x, x, x.detach())

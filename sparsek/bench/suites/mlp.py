@@ -115,8 +115,7 @@ class MlpOperands(Operands):
         """The call on dense random weights that keep the scale of x, by `dense_forward` or its compiled form."""
         draw = Draw(self.x.device, self.x.dtype, 2 * seed)
         weights = (draw.weight(*w.shape).requires_grad_(self.dy is not None) for w in (self.w1, self.w2))
-        given = (self.x, *weights)
-        return self._call(forward or self.dense_forward, given)
+        return self._call(forward or self.dense_forward, (self.x, *weights))
 
 
 def _forward(activation: Activation) -> Callable[..., Tensor]:
@@ -165,15 +164,10 @@ class MlpCase(Case):
         )
 
         def one(draw: Draw) -> MlpOperands:
-            return self.one_set(
-                draw, draw.normal(self.tokens, self.width), draw.revalued(w1), draw.revalued(w2)
-            )
+            x = draw.normal(self.tokens, self.width)
+            return MlpOperands(x, draw.revalued(w1), draw.revalued(w2), self.activation)
 
         return one
-
-    def one_set(self, draw: Draw, x: Tensor, w1: BSR, w2: BSR) -> MlpOperands:
-        """The operands of these tensors."""
-        return MlpOperands(x, w1, w2, self.activation)
 
 
 @dataclass(frozen=True)
@@ -201,10 +195,15 @@ class MlpTrainCase(MlpCase):
     def dense_flops(self) -> float:
         return 3.0 * super().dense_flops
 
-    def one_set(self, draw: Draw, x: Tensor, w1: BSR, w2: BSR) -> MlpOperands:
-        w1, w2 = (BSR.unchecked(w.pattern, w.values.requires_grad_()) for w in (w1, w2))
-        dy = draw.normal(*x.shape)
-        return MlpOperands(x.requires_grad_(), w1, w2, self.activation, dy, self.mode)
+    def sets(self, draw: Draw) -> Callable[[Draw], Any]:
+        one = super().sets(draw)
+
+        def trained(draw: Draw) -> MlpOperands:
+            x, *weights = one(draw).given
+            w1, w2 = (BSR.unchecked(w.pattern, w.values.requires_grad_()) for w in weights)
+            return MlpOperands(x.requires_grad_(), w1, w2, self.activation, draw.normal(*x.shape), self.mode)
+
+        return trained
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Case, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.run import Outcome, beside, passed, record_of
+from sparsek.bench.engine.run import Outcome, PeerResult, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS
@@ -29,9 +29,8 @@ from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import Expected, worst
 
-# Hashed for the records of the planner: how W is stored and predicted, and the model of the dense product.
+# Hashed for the records of the planner, with the model of the dense product: how W is stored and predicted.
 PLANNER = "ops.weight_formats"
-BESIDE = ("plan.dense",)
 # A choice within this of the best counts as good.
 NEAR = 1.05
 GATE_TOKENS = 64
@@ -88,7 +87,7 @@ class PlannerCase(Case):
     op: ClassVar[str] = "planner"
     rated: ClassVar[bool] = False
     extra: ClassVar[tuple[str, ...]] = ("near", "near_measured", "count", "worst")
-    sources: ClassVar[tuple[str, ...]] = BESIDE
+    sources: ClassVar[tuple[str, ...]] = ("plan.dense",)
 
     layers: str = options.field(
         "models",
@@ -124,7 +123,8 @@ class PlannerCase(Case):
             report(f"layer {number} of {len(layers)}: {layer.name}")
             judged.append(_judge(layer, self, device, rounds))
             seen.sample()
-        return Outcome(self, (_record(self, judged, device, seen),), {}, {"planner": _missed(judged)})
+        record = _record(self, judged, device, seen)
+        return Outcome(self, (record,), {}, {"planner": _missed(record, judged)})
 
 
 class Judged(NamedTuple):
@@ -186,18 +186,19 @@ def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gat
 
 
 def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, seen: Sensors) -> Record:
-    def total(name: Callable[[Judged], str]) -> Times:
-        """All layers one after another, each with the option of that name."""
-        times = [each.times[name(each)] for each in judged]
+    def total(names: Sequence[str]) -> PeerResult:
+        """All layers one after another, each with the option of its name."""
+        times = [each.times[name] for each, name in zip(judged, names, strict=True)]
         median, least, most = (sum(getattr(one, of) for one in times) for of in ("median", "min", "max"))
-        return Times(median, least, most, min(one.rounds for one in times))
+        took = Times(median, least, most, min(one.rounds for one in times))
+        return PeerResult(took, case.dense_flops / median / 1e9, {})
 
-    peers = {"best": total(lambda each: each.best), "measured": total(lambda each: each.measured)}
+    chosen = total([each.choice for each in judged])
+    peers = {name: total([getattr(each, name) for each in judged]) for name in ("best", "measured")}
     for name in ("dense", "2:4"):
         if all(name in each.times for each in judged):
-            peers[name] = total(lambda each, name=name: name)
-    took = total(lambda each: each.choice)
-    more: dict[str, Any] = beside(took, peers, case.dense_flops) | {
+            peers[name] = total([name] * len(judged))
+    more: dict[str, Any] = beside(chosen.rate, peers, rated=True) | {
         "config": {"layers": [each.as_config() for each in judged]},
         "near": sum(each.of_best(each.choice) <= NEAR for each in judged),
         "near_measured": sum(each.of_best(each.measured) <= NEAR for each in judged),
@@ -205,20 +206,20 @@ def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, s
         "worst": round(max(each.of_best(each.choice) for each in judged), 4),
     }
     gate = worst([each.gate for each in judged])
-    return record_of(case, Timed(PLANNER), took, gate, device, seen, **more)
+    return record_of(case, Timed(PLANNER), chosen.times, gate, device, seen, **more)
 
 
-def _missed(judged: Sequence[Judged]) -> str:
+def _missed(record: Record, judged: Sequence[Judged]) -> str:
     """In words: how many choices are good, and which are not, the worst first."""
-    ratios = sorted(((each.of_best(each.choice), each) for each in judged), key=lambda pair: -pair[0])
-    bad = [(ratio, each) for ratio, each in ratios if ratio > NEAR]
-    own = sum(each.of_best(each.measured) <= NEAR for each in judged)
     head = (
-        f"{len(judged) - len(bad)} of {len(judged)} choices within {(NEAR - 1) * 100:.0f} % of the best by prediction, "
-        f"{own} by the planner's own rounds"
+        f"{record['near']} of {record['count']} choices within {(NEAR - 1) * 100:.0f} % of the best by prediction, "
+        f"{record['near_measured']} by the planner's own rounds"
     )
-    lines = (f"{each.layer.name}: {each.choice} takes {ratio:.2f}x {each.best}" for ratio, each in bad)
-    return "; ".join([head, *lines])
+    bad = [(each.of_best(each.choice), each) for each in judged if each.of_best(each.choice) > NEAR]
+    bad.sort(key=lambda pair: -pair[0])
+    return "; ".join(
+        [head, *(f"{one.layer.name}: {one.choice} takes {ratio:.2f}x {one.best}" for ratio, one in bad)]
+    )
 
 
 TABLE = Table(
