@@ -2,6 +2,7 @@
 
   gpu.py run            every part, one after the other
   gpu.py run 2/3        one part; its evidence goes to benchmarks/evidence/<card>/2-of-3.json
+  gpu.py run --changed  the test files that changed since their part was run, if sparsek/ but bench and cli did not
   gpu.py run PATHS...   these test files; arguments after `--` go to pytest; evidence only with --out
   gpu.py status         each part: fresh, stale, red or missing; exit status 0 if all are fresh
   gpu.py page           writes docs/gpu-test-log.md from the evidence
@@ -43,6 +44,7 @@ def main() -> int:
     run.add_argument("--workers", type=int, default=WORKERS, help=f"processes, {WORKERS} here by default")
     run.add_argument("--out", help="folder for evidence, benchmarks/evidence by default")
     run.add_argument("--recut", action="store_true", help="cut anew, by the seconds of the evidence there is")
+    run.add_argument("--changed", action="store_true", help="only test files that changed since their part")
     commands.add_parser("status", help="what the evidence is worth")
     commands.add_parser("page", help="write docs/gpu-test-log.md")
     given = parser.parse_args(arguments)
@@ -50,7 +52,7 @@ def main() -> int:
         if given.command == "status":
             return status()
         if given.command == "page":
-            (ROOT / page.PAGE).write_text(page.page(record.read(EVIDENCE / CARD)), encoding="utf-8")
+            (ROOT / page.PAGE).write_text(page.page(*_evidence()), encoding="utf-8")
             return 0
         return Run(given, rest).all()
     except ValueError as error:
@@ -66,11 +68,16 @@ def _split(arguments: "list[str]") -> "tuple[list[str], list[str]]":
 def status() -> int:
     from tests.evidence import status  # needs sparsek, and so torch
 
-    found = status.statuses(ROOT, record.read(EVIDENCE / CARD), PARTS)
+    found, changed = _evidence()
+    found = status.statuses(ROOT, found, PARTS, changed)
     for each in found:
         print("\n".join(each.lines()))
     print(status.closing(found))
     return 0 if all(each.word == "fresh" for each in found) else 1
+
+
+def _evidence() -> "tuple[dict[str, record.Evidence], record.Evidence | None]":
+    return record.read(EVIDENCE / CARD), record.read_changed(EVIDENCE / CARD)
 
 
 class Run:
@@ -87,6 +94,8 @@ class Run:
         if shutil.which("nvidia-smi"):  # shipped kernels are tested, if this Triton can launch them
             path = os.environ | {"PYTHONPATH": str(ROOT)}
             subprocess.run([self.given.python, "scripts/cubins.py"], check=False, cwd=ROOT, env=path)
+        if self.given.changed:
+            return self.again()
         if not what:
             count = record.number_of_parts(self.known) or PARTS
             cuts = self.cuts(count)
@@ -103,17 +112,32 @@ class Run:
         out = ["--evidence", str(Path(self.out).resolve())] if self.out else []
         return self.pytest([*out, *what])
 
+    def again(self) -> int:
+        from tests.evidence import status  # needs sparsek, and so torch
+
+        if self.given.what or self.rest:
+            raise ValueError("--changed names the test files itself")
+        files = status.changed_files(ROOT, self.known)
+        if not files:
+            print("no test file has changed since its part was run")
+            return 0
+        print(f"{len(files)} files: {files[0]} to {files[-1]}", flush=True)
+        return self.with_evidence(record.CHANGED, [], files)
+
     def part(self, number: int, count: int, cuts: "list[str]") -> int:
         files = parts.files_of(number, cuts, parts.test_files(ROOT))
+        if self.rest:
+            raise ValueError(f"a part runs whole, so its evidence can hold: leave {' '.join(self.rest)} away")
+        print(f"part {number}/{count}: {files[0]} to {files[-1]}", flush=True)
+        return self.with_evidence(f"{number}/{count}", cuts, files)
+
+    def with_evidence(self, part: str, cuts: "list[str]", files: "list[str]") -> int:
         if not self.out and shutil.which("nvidia-smi") is None:
             raise ValueError(
                 "no NVIDIA GPU here, so every test would be skipped; --out FOLDER does that all the same"
             )
-        if self.rest:
-            raise ValueError(f"a part runs whole, so its evidence can hold: leave {' '.join(self.rest)} away")
-        print(f"part {number}/{count}: {files[0]} to {files[-1]}", flush=True)
         out = Path(self.out or EVIDENCE).resolve()
-        of_part = ["--evidence", str(out), "--part", f"{number}/{count}", "--cuts", ",".join(cuts)]
+        of_part = ["--evidence", str(out), "--part", part, "--cuts", ",".join(cuts)]
         # A file that cannot be collected is a failure in addition to the others' results, not in their place.
         return self.pytest([*of_part, "--continue-on-collection-errors", *files])
 

@@ -11,6 +11,8 @@ cut leaves evidence that says so.
 
 The hash of a test file is also of what it needs of tests/ and of sparsek/bench. `sources` has every folder of sparsek/
 but bench and cli.
+
+changed.json is of the part "changed": the files of all parts that had changed while the sources had not, run again.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ FIELDS = (
 )
 
 
+# Test files of any part that were run again because they, or what they need, had changed.
+CHANGED = "changed"
+
+
 class NotEvidence(ValueError):
     """A file among the evidence that is none."""
 
@@ -61,21 +67,30 @@ def write(path: Path, evidence: Evidence) -> None:
 
 def read(folder: Path) -> dict[str, Evidence]:
     """The evidence in a card's folder by part, "1/3". Raises NotEvidence for another file there."""
-    found: dict[str, Evidence] = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            evidence = json.loads(path.read_text(encoding="utf-8"))
-            part, lacking = evidence["part"], [name for name in FIELDS if name not in evidence]
-        except (ValueError, KeyError, TypeError) as error:
-            raise NotEvidence(
-                f"{path}: not evidence of a part: {error!r}; delete it and run the part again"
-            ) from None
-        if lacking or path.name != name_of(part) or not PART.fullmatch(part):
-            raise NotEvidence(
-                f"{path}: is of part {part!r} and lacks {lacking}; delete it and run the part again"
-            )
-        found[part] = evidence
-    return found
+    paths = [path for path in sorted(folder.glob("*.json")) if path.name != name_of(CHANGED)]
+    return {evidence["part"]: evidence for evidence in map(_read, paths)}
+
+
+def read_changed(folder: Path) -> Evidence | None:
+    """The evidence of the files that were run again, if there is any."""
+    path = folder / name_of(CHANGED)
+    return _read(path) if path.exists() else None
+
+
+def _read(path: Path) -> Evidence:
+    try:
+        evidence = json.loads(path.read_text(encoding="utf-8"))
+        part, lacking = evidence["part"], [name for name in FIELDS if name not in evidence]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotEvidence(
+            f"{path}: not evidence of a part: {error!r}; delete it and run the part again"
+        ) from None
+    known = part == CHANGED or PART.fullmatch(part)
+    if lacking or path.name != name_of(part) or not known:
+        raise NotEvidence(
+            f"{path}: is of part {part!r} and lacks {lacking}; delete it and run the part again"
+        )
+    return evidence
 
 
 def cuts_for(parts: int, found: dict[str, Evidence]) -> list[str] | None:

@@ -3,7 +3,7 @@
 missing  the part has no evidence
 red      a test failed or saw no GPU, none passed, or the run was cut before its last test
 stale    the sources or the tests have changed since, or the parts were cut elsewhere
-fresh    neither
+fresh    neither, but for test files that have been run again since (`gpu.py run --changed`)
 """
 
 from __future__ import annotations
@@ -35,12 +35,18 @@ class Status:
         ]
 
 
-def statuses(root: Path, found: dict[str, Evidence], expected: int) -> list[Status]:
-    """The status of every part, of `expected` parts if there is no evidence, and of evidence of another cut."""
+def statuses(
+    root: Path, found: dict[str, Evidence], expected: int, changed: Evidence | None = None
+) -> list[Status]:
+    """The status of every part, of `expected` parts if there is no evidence, and of evidence of another cut.
+
+    `changed`: the evidence of files that were run again.
+    """
     count = record.number_of_parts(found) or expected
     cuts = record.cuts_for(count, found) or []
     wanted = [f"{number}/{count}" for number in range(1, count + 1)]
-    result = [_status(part, found.get(part), cuts, root) for part in wanted]
+    again = hashes_again(changed, root)
+    result = [_status(part, found.get(part), cuts, root, again) for part in wanted]
     others = sorted(set(found) - set(wanted))
     return [
         *result,
@@ -48,10 +54,12 @@ def statuses(root: Path, found: dict[str, Evidence], expected: int) -> list[Stat
     ]
 
 
-def _status(part: str, evidence: Evidence | None, cuts: list[str], root: Path) -> Status:
+def _status(
+    part: str, evidence: Evidence | None, cuts: list[str], root: Path, again: dict[str, str]
+) -> Status:
     if evidence is None:
         return Status(part, "missing", "", (f"run `make gpu PART={part}` on the GPU",))
-    red, stale = failures(evidence), changes(evidence, cuts, root)
+    red, stale = failures(evidence), changes(evidence, cuts, root, again)
     word = "red" if red else "stale" if stale else "fresh"
     return Status(part, word, facts(evidence), (*red, *stale))
 
@@ -81,13 +89,46 @@ def failures(evidence: Evidence) -> list[str]:
     return lines
 
 
-def changes(evidence: Evidence, cuts: list[str], root: Path) -> list[str]:
-    """What has changed since a run, one line each; [] for a fresh one. `cuts`: those of the newest evidence."""
-    lines = []
+def hashes_again(changed: Evidence | None, root: Path) -> dict[str, str]:
+    """The hashes of the files that were run again and were green, if the sources are still those of that run."""
+    if changed is None or failures(changed) or changed["sources"] != hashes.source_hashes(root):
+        return {}
+    return {path: facts["hash"] for path, facts in changed["files"].items()}
+
+
+def changed_files(root: Path, found: dict[str, Evidence]) -> list[str]:
+    """The test files that have changed since their part was run. ValueError if the parts must be run instead."""
+    files: list[str] = []
+    for part, evidence in found.items():
+        sources, moved, differing = _changes(evidence, evidence["cuts"], root, {})
+        if sources or moved or failures(evidence):
+            raise ValueError(f"part {part} must be run: {', '.join((*sources, *moved, *failures(evidence)))}")
+        files += [path for path in differing if (root / path).exists()]
+    return files
+
+
+def changes(evidence: Evidence, cuts: list[str], root: Path, again: dict[str, str]) -> list[str]:
+    """What has changed since a run, one line each; [] for a fresh one. `cuts`: those of the newest evidence.
+
+    `again`: the hashes of files that were run again.
+    """
+    sources, moved, differing = _changes(evidence, cuts, root, again)
+    lines = [*moved, *sources]
+    lines += [f"{path} has changed, or what it needs" for path in differing[:SHOWN]]
+    if len(differing) > SHOWN:
+        lines.append(f"and {len(differing) - SHOWN} more test files")
+    return lines
+
+
+def _changes(
+    evidence: Evidence, cuts: list[str], root: Path, again: dict[str, str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Lines about sources, lines about cuts, and the test files that differ."""
+    moved = []
     if evidence["cuts"] != cuts:
-        lines.append("the parts were cut elsewhere then")
+        moved.append("the parts were cut elsewhere then")
     today = hashes.source_hashes(root)
-    lines += [f"sparsek/{name} has changed" for name in _differing(evidence["sources"], today)]
+    sources = [f"sparsek/{name} has changed" for name in _differing(evidence["sources"], today)]
     held = {path: facts["hash"] for path, facts in evidence["files"].items() if facts["tests"]}
     number = parts.numbers(evidence["part"])[0]
     there = parts.files_of(number, cuts, parts.test_files(root))
@@ -95,11 +136,8 @@ def changes(evidence: Evidence, cuts: list[str], root: Path) -> list[str]:
     unmarked = {path for path in there if path not in held and not hashes.may_hold_gpu_tests(path, root)}
     ran = {path: facts["hash"] for path, facts in evidence["files"].items() if path not in unmarked}
     now = {path: hashes.test_hash(path, root) for path in there if path not in unmarked}
-    differing = _differing(ran, now)
-    lines += [f"{path} has changed, or what it needs" for path in differing[:SHOWN]]
-    if len(differing) > SHOWN:
-        lines.append(f"and {len(differing) - SHOWN} more test files")
-    return lines
+    differing = [path for path in _differing(ran, now) if path not in now or again.get(path) != now[path]]
+    return sources, moved, differing
 
 
 def _differing(then: dict[str, str], now: dict[str, str]) -> list[str]:

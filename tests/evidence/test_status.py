@@ -178,6 +178,52 @@ def test_parts_of_another_cut_are_stale(tree: Path) -> None:
     assert words(tree, found) == ["fresh", "stale", "stale"]
 
 
+def again(tree: Path, files: list[str]) -> Evidence:
+    """Evidence of a green run of these files of today's tree."""
+    of_all = {path: facts for part in both(tree).values() for path, facts in part["files"].items()}
+    held = {path: of_all[path] for path in files}
+    return evidence(tree, "2/2") | {"part": record.CHANGED, "cuts": [], "files": held}
+
+
+def test_changed_files_can_be_run_again_alone(tree: Path) -> None:
+    found = both(tree)
+    (tree / "tests/ops/cases.py").write_text("CASES = [2]\n")
+    (tree / "sparsek/bench/spmm.py").write_text("X = 2\n")
+    changed = ["tests/bench/test_peers.py", "tests/ops/test_spmm.py"]
+    assert sorted(status.changed_files(tree, found)) == changed
+
+    def words_with(run: Evidence) -> list[str]:
+        return [each.word for each in status.statuses(tree, found, 3, run)]
+
+    assert words_with(again(tree, changed)) == ["fresh", "fresh"]
+    assert words_with(again(tree, changed[:1])) == ["fresh", "stale"]
+    red = again(tree, changed) | {"failed": [{"test": "tests/ops/test_spmm.py::test_b", "when": "call"}]}
+    assert words_with(red) == ["stale", "stale"]
+    cut = again(tree, changed) | {"finished": False}
+    assert words_with(cut) == ["stale", "stale"]
+    before = again(tree, changed)
+    (tree / "tests/ops/cases.py").write_text("CASES = [3]\n")
+    assert words_with(before) == ["fresh", "stale"]
+
+
+def test_a_run_of_changed_files_stands_for_no_change_of_the_sources(tree: Path) -> None:
+    found = both(tree)
+    before = again(tree, ["tests/bench/test_peers.py", "tests/ops/test_spmm.py"])
+    (tree / "sparsek/core/__init__.py").write_text("X = 2\n")
+    with pytest.raises(ValueError, match="part 1/2 must be run: sparsek/core has changed"):
+        status.changed_files(tree, found)
+    assert [each.word for each in status.statuses(tree, found, 3, before)] == ["stale", "stale"]
+
+
+def test_a_new_test_file_is_among_the_changed_ones(tree: Path) -> None:
+    found = both(tree)
+    (tree / "tests/ops/test_z.py").write_text("@pytest.mark.gpu\ndef test_e(): pass\n")
+    assert status.changed_files(tree, found) == ["tests/ops/test_z.py"]
+    (tree / "tests/ops/test_spmm.py").unlink()
+    assert status.changed_files(tree, found) == ["tests/ops/test_z.py"]
+    assert words(tree, found) == ["fresh", "stale"]
+
+
 def test_the_hash_of_the_tree_follows_kernels_and_not_the_command_line(tmp_path: Path) -> None:
     """The same in this tree, whose kernels have device code and CUDA C++."""
     shutil.copytree(ROOT / "sparsek", tmp_path / "sparsek", ignore=shutil.ignore_patterns("__pycache__"))
@@ -214,6 +260,11 @@ def test_evidence_is_read_as_it_was_written(tree: Path) -> None:
     assert record.cuts_for(3, found) is None
     assert record.number_of_parts(found) == 2
     assert record.number_of_parts({}) is None
+    assert record.read_changed(tree / "evidence") is None
+    some = again(tree, ["tests/ops/test_spmm.py"])
+    record.write(tree / "evidence" / record.name_of(record.CHANGED), some)
+    assert record.read_changed(tree / "evidence") == some
+    assert record.read(tree / "evidence") == found
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"part": "1/2"}', '{"part": "selected"}'])
@@ -235,16 +286,22 @@ def test_the_page_shows_counts_skips_and_failures(tree: Path) -> None:
     assert "| `tests/ops/test_spmm.py::test_b[x\\|y]` | setup | 2/2 |" in lines
     assert "| `tests/ops/test_spmm.py` | 3 | 8 | 2/2 |" in lines
     assert "No evidence yet" in page.page({})
+    with_changed = page.page(found, again(tree, ["tests/ops/test_spmm.py"])).splitlines()
+    assert any(line.startswith("| changed | 2026-11-23") for line in with_changed)
+    assert "| `tests/ops/test_spmm.py` | 3 | 8 | changed |" in with_changed
 
 
 def test_the_page_is_what_the_evidence_gives() -> None:
-    found = record.read(ROOT / "benchmarks" / "evidence" / "h200")
-    assert (ROOT / page.PAGE).read_text(encoding="utf-8") == page.page(found), "run `make readme`"
+    folder = ROOT / "benchmarks" / "evidence" / "h200"
+    wanted = page.page(record.read(folder), record.read_changed(folder))
+    assert (ROOT / page.PAGE).read_text(encoding="utf-8") == wanted, "run `make readme`"
 
 
 def test_no_evidence_holds_a_failure() -> None:
     """Of evidence in the tree. That sources have changed since fails nothing here: `make gpu-status` shows it."""
-    found = record.read(ROOT / "benchmarks" / "evidence" / "h200")
+    folder = ROOT / "benchmarks" / "evidence" / "h200"
+    found, changed = record.read(folder), record.read_changed(folder)
+    found |= {record.CHANGED: changed} if changed else {}
     assert {part: lines for part, each in found.items() if (lines := status.failures(each))} == {}
 
 
@@ -257,6 +314,10 @@ def test_the_command_line_says_what_is_wrong() -> None:
     some = run(sys.executable, script, "run", "1/1", "--out", "nowhere", "--", "-k", "gradient")
     assert "a part runs whole" in some.stderr
     assert "one part at a time" in run(sys.executable, script, "run", "1/2", "2/2", "--out", "nowhere").stderr
+    assert (
+        "--changed names the test files itself"
+        in run(sys.executable, script, "run", "1/2", "--changed").stderr
+    )
     without = run(sys.executable, script, "run", "1/1", env={"PATH": ""})
     assert without.returncode == 2
     assert "no NVIDIA GPU here" in without.stderr
