@@ -119,6 +119,19 @@ def test_a_child_that_hangs_is_ended() -> None:
     assert why == "ended after 2 s"
 
 
+def test_a_child_ends_itself_when_a_way_gives_no_answer() -> None:
+    text = """
+import time
+from sparsek.bench.peers import cusparselt
+cusparselt.SILENT = 1.0
+cusparselt.attempts = lambda *given: (time.sleep(60) if place else (place, None) for place in range(2))
+cusparselt.main('[1, 1, 1, "bf16"]', "cpu", "0")
+"""
+    answers, why = listen([sys.executable, "-c", text], 50)
+    assert answers == {0: None}
+    assert why == "no answer in 20 s"
+
+
 def test_a_fatal_algorithm_is_left_alone_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
 

@@ -8,6 +8,7 @@ The child is this module: `python -m sparsek.bench.peers.cusparselt '[8192, 8192
 of JSON before and after each way.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -46,6 +47,8 @@ WRONG = 1e-2
 LOOSE = 1e-2
 DEATHS = 8  # children
 SECONDS = 120.0
+# After so many without an answer a child ends itself: some algorithms never return.
+SILENT = 20.0
 # Of the ways that a child process found right, so many are timed once more, interleaved and on a warm card.
 BEST = 12
 
@@ -111,7 +114,8 @@ def listen(command: Sequence[str], seconds: float) -> tuple[dict[int, Answer], s
     """A child's answer at each place that it began, None where it died there; and the last line of its errors."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
-        printed, errors, last = done.stdout, done.stderr, f"exit status {done.returncode}"
+        printed, errors = done.stdout, done.stderr
+        last = f"no answer in {SILENT:g} s" if done.returncode == 1 else f"exit status {done.returncode}"
     except subprocess.TimeoutExpired as late:
         printed, errors, last = late.stdout or b"", late.stderr or b"", f"ended after {seconds:g} s"
     # The last line may be cut where the child died.
@@ -171,10 +175,12 @@ def measured(packed: Tensor, b: Tensor, way: Way, right: Tensor) -> dict[str, An
 
 def main(task: str, device: str, start: str) -> None:
     """Tries, and writes a line of JSON before and after each way."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
     try:
         for line in attempts(Task(*json.loads(task)), torch.device(device), int(start)):
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
+            faulthandler.dump_traceback_later(SILENT, exit=True, file=quiet)
     except RuntimeError as error:
         sys.stderr.write(first_line(error) + "\n")
         sys.stderr.flush()
