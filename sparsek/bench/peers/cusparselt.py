@@ -47,7 +47,7 @@ WRONG = 1e-2
 LOOSE = 1e-2
 DEATHS = 8  # children
 SECONDS = 120.0
-# After so many without an answer a child ends itself: some algorithms never return.
+# After so many without an answer a child ends itself: an algorithm may not return.
 SILENT = 20.0
 # Of the ways that a child process found right, so many are timed once more, interleaved and on a warm card.
 BEST = 12
