@@ -168,10 +168,11 @@ class WrittenFault:
 
     def look(self) -> int:
         """1 + the fault, as far as it is written; 0 for none."""
-        if self.found == 0 and self.place is None:
+        place = self.place
+        if self.found == 0 and place is None:
             self.found = int(self.word)
-        elif self.found == 0:
-            ring, place = words.ring(), self.place
+        elif self.found == 0 and place is not None:
+            ring = words.ring()
             owner = ring.owners[place]
             if owner is not None and owner[1] is self:
                 self.found = int(ring.values[place])
