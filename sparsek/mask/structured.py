@@ -1,7 +1,12 @@
-"""Masks in closed form: causal, strided, dilated, BigBird. Windows and documents are made by `documents`."""
+"""Masks in closed form: causal, strided, dilated, BigBird. Windows and documents are made by `documents`.
+
+On a GPU a kernel writes them (mask/closed.py, kernels/mask). What follows here in numpy makes them on the CPU, where
+no kernel is, and is the specification.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +16,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble
 from sparsek.matrix.pattern import INT32_MAX
@@ -54,8 +60,7 @@ def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame
         >>> sk.BlockMask.full(q_len=100, kv_len=300)
         BlockMask(full, 100 x 300, block 128x128, batch 1, heads 1, 3 of 3 blocks, 100 %, 1 partial, cpu)
     """
-    place = Place.of(seq_len, **frame)
-    return _of_blocks(cls, place, _all_blocks(place), False, "full")
+    return _all_blocks(cls, Place.of(seq_len, **frame), False, "full")
 
 
 @not_traced("a block mask")
@@ -84,8 +89,7 @@ def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Fra
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    place = Place.of(seq_len, **frame)
-    return _of_blocks(cls, place, _all_blocks(place), True, "causal")
+    return _all_blocks(cls, Place.of(seq_len, **frame), True, "causal")
 
 
 @not_traced("a block mask")
@@ -133,6 +137,11 @@ def sliding_window(
     causal = arguments.flag("causal", causal)
     label = f"sliding_window({window}{f', sinks={sinks}' if sinks else ''}{_both_ways(causal)})"
     near = Window(window, 1 if causal else window, sinks, sinks_ahead=not causal)
+    band = Band.of(place, *near)
+    count, pure = partial(counted_band, place, band), not band.splits(place)
+    made = on_gpu(cls, place, "mask_of_band", (band,), count, pure=pure, label=label)
+    if made is not None:
+        return made
     return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
 
 
@@ -177,6 +186,10 @@ def strided(
     if stride % bk:
         raise InvalidInput(f"stride is {stride}; it must be a multiple of the block's {bk} keys")
     step, near = min(stride // bk, place.reach), place.blocks(window)
+    label = f"strided({stride}, {window}{_both_ways(causal)})"
+    made = _stepped_on_gpu(cls, place, Steps.strided(place, step, near, not causal), causal, label)
+    if made is not None:
+        return made
     top, bottom = place.first // bk, place.last // bk
     gap = -(-near // step) * step  # blocks to the first one of the stride that the window does not hold
     left = top % step
@@ -184,7 +197,7 @@ def strided(
     runs = runs.then(Runs.between(top - near + 1, bottom + near))
     if not causal:
         runs = runs.then(Runs.progression(bottom + gap, np.full_like(bottom, place.reach), step))
-    return _of_blocks(cls, place, runs, causal, f"strided({stride}, {window}{_both_ways(causal)})")
+    return _of_blocks(cls, place, runs, causal, label)
 
 
 @not_traced("a block mask")
@@ -225,13 +238,17 @@ def dilated(
     place = Place.of(seq_len, **frame)
     window, dilation = arguments.integer("window", window, 1), arguments.integer("dilation", dilation, 1)
     causal = arguments.flag("causal", causal)
-    bk, step = place.block[1], min(dilation, place.reach)
+    bk, step, near = place.block[1], min(dilation, place.reach), place.blocks(window)
+    label = f"dilated({window}, {dilation}{_both_ways(causal)})"
+    made = _stepped_on_gpu(cls, place, Steps.dilated(place, step, near, not causal), causal, label)
+    if made is not None:
+        return made
     top, bottom = place.first // bk, place.last // bk
-    more = np.full_like(top, place.blocks(window) - 1)
+    more = np.full_like(top, near - 1)
     runs = Runs.progression(top - more * step, more, step).then(Runs.between(top, bottom + 1))
     if not causal:
         runs = runs.then(Runs.progression(bottom + step, more, step))
-    return _of_blocks(cls, place, runs, causal, f"dilated({window}, {dilation}{_both_ways(causal)})")
+    return _of_blocks(cls, place, runs, causal, label)
 
 
 def _both_ways(causal: bool) -> str:
@@ -318,8 +335,22 @@ def _draw(rng: np.random.Generator, n: np.ndarray, each: int) -> tuple[np.ndarra
     return np.sort(np.where(drawn, rank, INT32_MAX), 0) + at, drawn
 
 
-def _all_blocks(place: Place) -> Runs:
-    return Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
+def _all_blocks(cls: type[BlockMask], place: Place, causal: bool, label: str) -> BlockMask:
+    band = Band.of(place, None, 1 if causal else None)
+    given, count = (band, None, causal), partial(counted_band, place, band)
+    made = on_gpu(cls, place, "mask_of_blocks", given, count, label=label)
+    if made is not None:
+        return made
+    runs = Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
+    return _of_blocks(cls, place, runs, causal, label)
+
+
+def _stepped_on_gpu(
+    cls: type[BlockMask], place: Place, steps: Steps, causal: bool, label: str
+) -> BlockMask | None:
+    band = Band.of(place, None, 1 if causal else None)
+    given, count = (band, steps, causal), partial(counted_steps, place, band, steps)
+    return on_gpu(cls, place, "mask_of_blocks", given, count, label=label)
 
 
 def _of_blocks(
@@ -329,8 +360,8 @@ def _of_blocks(
     edge, end = (np.tile(each, heads) for each in visible(place, causal))
     stored = stored.behind(np.zeros_like(edge)).before(end)
     interval = up_to_itself(place) if causal else every_key(place)
-    full, partial = stored.before(edge), stored.behind(edge)
-    return assemble(cls, place, full, partial, interval, pure=True, label=label, heads=heads)
+    full, cut = stored.before(edge), stored.behind(edge)
+    return assemble(cls, place, full, cut, interval, pure=True, label=label, heads=heads)
 
 
 def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
