@@ -225,6 +225,12 @@ def counted_steps(place: Place, band: Band, steps: Steps) -> Counted:
     return _summed_rows(*steps.row_counts(np.arange(place.grid[0]), place, band))
 
 
+def bounded_band(place: Place, band: Band) -> Counted:
+    """Bounds of the sizes of a mask in which queries see some of the keys of a window."""
+    stored, _, longest, _ = counted_band(place, band).sizes
+    return Counted(Sizes(stored, stored, longest, exact=False), stored)
+
+
 def counted_documents(place: Place, edges: np.ndarray, band: Band, batch: int) -> Counted:
     """The sizes of a mask of documents that adjoin: `edges` int64, of batch items one behind the other."""
     (bq, bk), length = place.block, place.q_len
