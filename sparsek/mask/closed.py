@@ -180,7 +180,7 @@ class Steps(NamedTuple):
         if self.kind == 1:
             left, most = np.maximum(top, 0) % self.step, np.maximum((top - self.gap) // self.step + 1, 0)
             before = (left, most, self.step), (np.maximum(top - self.near + 1, 0), bottom + self.near)
-            after = bottom + self.gap, place.grid[1]
+            after = bottom + self.gap, place.grid[1] + np.maximum(-bottom, 0)
         else:
             count = np.minimum(np.maximum(top, 0) // self.step, self.more)
             before = (top - count * self.step, count, self.step), (np.maximum(top, 0), bottom + 1)
@@ -222,7 +222,43 @@ def counted_band(place: Place, band: Band) -> Counted:
 @lru_cache(maxsize=256)
 def counted_steps(place: Place, band: Band, steps: Steps) -> Counted:
     """The sizes of a mask of blocks with a step, from the count of every row."""
-    whole, cut = steps.row_counts(np.arange(place.grid[0]), place, band)
+    return _summed_rows(*steps.row_counts(np.arange(place.grid[0]), place, band))
+
+
+def bounded_band(place: Place, band: Band) -> Counted:
+    """Bounds of the sizes of a mask in which queries see some of the keys of a window."""
+    stored, _, longest, _ = counted_band(place, band).sizes
+    return Counted(Sizes(stored, stored, longest, exact=False), stored)
+
+
+def counted_documents(place: Place, edges: np.ndarray, band: Band, batch: int) -> Counted:
+    """The sizes of a mask of documents that adjoin: `edges` int64, of batch items one behind the other."""
+    (bq, bk), length = place.block, place.q_len
+    first = np.arange(place.grid[0]) * bq
+    last = np.minimum(first + (bq - 1), length - 1)
+    if batch > 1:
+        bases = (np.arange(batch) * length)[:, None]
+        first, last = (first + bases).ravel(), (last + bases).ravel()
+    document, other = edges.searchsorted(first, "right"), edges.searchsorted(last, "right")
+    alone = document == other
+    start, end = edges[document - 1], edges[document]
+    first_lo, first_hi = np.maximum(first + band.low, start), np.minimum(first + band.high, end)
+    last_hi = np.minimum(last + band.high, edges[other])
+    last_lo = np.maximum(last + band.low, edges[other - 1])
+    if batch > 1:
+        base = first // length * length
+        first_lo, first_hi, last_lo, last_hi = (
+            each - base for each in (first_lo, first_hi, last_lo, last_hi)
+        )
+    # A query sees itself, so no tile is without blocks.
+    begin, end = first_lo // bk, -(-last_hi // bk)
+    left = np.minimum(-(-last_lo // bk), end)
+    whole = np.maximum(first_hi // bk - left, 0) * alone
+    return _summed_rows(whole, end - begin - whole)
+
+
+def _summed_rows(whole: np.ndarray, cut: np.ndarray) -> Counted:
+    """From the full and the partial blocks of every row."""
     both = whole + cut
     stored = int(both.sum())
     check_stored(stored)

@@ -16,9 +16,10 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask import closed
 from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble
+from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble, read_edges
 from sparsek.matrix.pattern import INT32_MAX
 
 if TYPE_CHECKING:
@@ -420,4 +421,71 @@ def block_diagonal(
         Window(None, 1 if causal else None),
         f"block_diagonal({of_all.size} documents{_both_ways(causal)})",
     )
+    return documents_mask(cls, layout, near, place.block, place.device, label)
+
+
+@not_traced("a block mask")
+def documents(
+    cls: type[BlockMask],
+    cu_seqlens: Tensor,
+    seq_len: int | None = None,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    max_seqlen: int | None = None,
+    block: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """Return the mask of packed documents from `cu_seqlens`, in which a query sees the keys of its own document.
+
+    On a GPU with `seq_len` given nothing is read back, so a CUDA graph may capture it, and a replay makes the mask of
+    the documents of that moment. `sizes` are bounds there; `max_seqlen` or a window makes them tight.
+
+    Args:
+        cu_seqlens: int32 or int64 [documents + 1]: 0, then the end of each document in tokens. The mask is made on its
+            device. On a GPU with `seq_len` it is not checked: a wrong one makes a wrong mask, but no access out of
+            bounds.
+        seq_len: Queries and keys in tokens, at least the end of the last document; queries after it see nothing. That
+            end by default, for which the host waits for a GPU.
+        window: A query sees keys less than so many tokens before it, and after it if not causal. None: all.
+        causal: Whether a query sees no keys after its own.
+        max_seqlen: The longest document, in tokens. Keys so far from a query are not seen.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+
+    Returns:
+        A mask of one batch item, shared by all heads.
+
+    Raises:
+        InvalidInput: For cu_seqlens of another shape or dtype, and where they are read for those that do not ascend
+            from 0 to at most `seq_len`, and for a document longer than `max_seqlen`; for blocks that no mask has.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> sk.BlockMask.documents(torch.tensor([0, 300, 317, 512]), 640).summary
+        '8 of 25 blocks, 32 %, 7 partial'
+    """
+    arguments.tensor("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), ndim=1)
+    causal = arguments.flag("causal", causal)
+    reach = [arguments.integer("window", window, 1)] if window is not None else []
+    count = max(cu_seqlens.numel() - 1, 0)
+    label = f"documents({count}{f', window={window}' if reach else ''}{_both_ways(causal)})"
+    if max_seqlen is not None:
+        reach.append(arguments.integer("max_seqlen", max_seqlen, 1))
+    back = min(reach, default=None)
+    near = Window(back, 1 if causal else back)
+    if seq_len is not None and closed.has_kernels(cu_seqlens.device) and count:
+        place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
+        band, edges = Band.of(place, *near), cu_seqlens.detach().contiguous()
+        bound = partial(closed.bounded_band, place, band)
+        made = on_gpu(cls, place, "mask_of_documents", (edges, band, 1), bound, label=label)
+        if made is not None:
+            return made
+    edges = read_edges(cu_seqlens, "cu_seqlens")
+    total = int(edges[-1]) if seq_len is None else arguments.integer("seq_len", seq_len)
+    longest = int(np.diff(edges).max(initial=0))
+    if edges[-1] > total:
+        raise InvalidInput(f"cu_seqlens ends at {edges[-1]}; there are {total} tokens")
+    if max_seqlen is not None and longest > max_seqlen:
+        raise InvalidInput(f"max_seqlen is {max_seqlen}; a document has {longest} tokens")
+    place = Place.of(total, block=block, device=cu_seqlens.device, q_offset=0)
+    layout = PackedLayout(Documents.packed(edges, edges), total, total)
     return documents_mask(cls, layout, near, place.block, place.device, label)

@@ -25,4 +25,8 @@ def _registered(module: str, function: str) -> Callable[..., Any]:
     return make
 
 
-KERNELS.update(mask_of_blocks=_registered("forms", "blocks"), mask_of_band=_registered("forms", "band"))
+KERNELS.update(
+    mask_of_blocks=_registered("forms", "blocks"),
+    mask_of_band=_registered("forms", "band"),
+    mask_of_documents=_registered("documents", "documents"),
+)

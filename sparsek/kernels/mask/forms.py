@@ -50,7 +50,7 @@ def _steps(
     BQ: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """STEPS: 0 for every block, 1 for strided, 2 for dilated. Both lists share entries: a row's full blocks are first."""
+    """STEPS: 0 for every block, 1 strided, 2 dilated. Both lists share entries: a row's full blocks are first."""
     pid, row_programs = tl.program_id(0), tl.cdiv(rows, ROWS)
     column_programs = 0
     if STEPS == 0:
@@ -70,7 +70,7 @@ def _steps(
                 first_a = tl.maximum(top, 0) % step
                 count_a = tl.where(top < gap, 0, (top - gap - first_a) // step + 1)
                 first_b, count_b = top - near + 1, bottom - top + 2 * near - 1
-                first_c, count_c = bottom + gap, tl.zeros_like(top) + columns
+                first_c, count_c = bottom + gap, columns + tl.maximum(-bottom, 0)
             else:
                 count_a = tl.minimum(tl.maximum(top, 0) // step, more)
                 first_a = top - count_a * step
