@@ -1,21 +1,32 @@
-"""Where policies take their estimates from: fused kernels on a CUDA GPU, plain torch elsewhere."""
+"""Scores of blocks for policies: by kernels on a GPU, else by reference/estimates.py."""
 
 from __future__ import annotations
-
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsek.core.errors import InvalidInput
+from sparsek.policies.maps import kernels
+from sparsek.policies.policy import Given
+from sparsek.reference import estimates as reference
 
-def estimates(name: str, q: Tensor) -> Any:
-    """The module of this name with the estimates for q: of kernels/estimate on a GPU from sm_80 with Triton, of
-    `reference` for other devices and float64.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def block_scores(given: Given, parts: tuple[int, int] = (1, 1), causal: bool = False) -> Tensor:
+    """float32 [B, Hq, Mb, Nb]: see reference/estimates.py. With `causal`, blocks that no query of a tile sees may have
+    any score.
     """
-    if q.is_cuda and q.dtype != torch.float64 and torch.cuda.get_device_capability(q.device) >= (8, 0):
-        try:
-            return import_module(f"sparsek.kernels.estimate.{name}")
-        except ImportError:
-            pass
-    return import_module(f"sparsek.reference.{name}")
+    q, k, place, lengths = given
+    found = kernels("scores", q, k) if q.dtype in KERNEL_DTYPES else None
+    if found is None:
+        return reference.block_scores(q, k, place.block, parts, given.scale, lengths)
+    start = place.q_offset if causal else None
+    return found.block_scores(q, k, place.block, parts, given.scale, lengths, start)
+
+
+def check_parts(parts: tuple[int, int], block: tuple[int, int]) -> None:
+    """InvalidInput unless parts are powers of two, of 8 rows or more."""
+    for name, split, side in zip(("parts[0]", "parts[1]"), parts, block, strict=True):
+        if split & (split - 1) or split * 8 > side:
+            raise InvalidInput(f"{name} is {split}; a block of {side} has 1, 2, 4, ... or {side // 8} parts")

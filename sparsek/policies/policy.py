@@ -15,6 +15,8 @@ from sparsek.mask.lists import Frame, Place, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import MaskRule
+from sparsek.mask.scored import Fault
+from sparsek.policies.maps import joined
 
 
 class Given(NamedTuple):
@@ -43,6 +45,23 @@ class Given(NamedTuple):
         place = self.place
         return Frame(q_len=place.q_len, kv_len=place.kv_len, block=place.block, q_offset=place.q_offset)
 
+    def topk(
+        self, scores: Tensor, k: int, causal: bool, always: tuple[int, int] | Tensor | None = None
+    ) -> BlockMask:
+        """BlockMask.topk at this place."""
+        return BlockMask.topk(scores, k, causal, always, kv_lengths=self.kv_lengths, **self.frame)
+
+    def from_map(self, chosen: Tensor, causal: bool, of: tuple[BlockMask, ...] = ()) -> BlockMask:
+        """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose faults it has."""
+        made = BlockMask.from_block_map(chosen, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
+        found = [made, *of]
+        faults = [
+            each for mask in found for each in mask._memo.get("readbacks", ()) if isinstance(each, Fault)
+        ]
+        if faults:
+            made._memo["readbacks"] = tuple(faults)
+        return made
+
 
 @dataclass(frozen=True)
 class Policy(MaskRule):
@@ -59,6 +78,11 @@ class Policy(MaskRule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", mask_block(self.block))
         arguments.flag("causal", self.causal)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The block in tokens, (queries, keys)."""
+        return mask_block(self.block)
 
     def mask(
         self, q: Tensor, k: Tensor, *, q_offset: int | None = None, kv_lengths: Tensor | None = None
@@ -90,6 +114,14 @@ class Policy(MaskRule):
         """
         return self.mask(q, k)
 
+    def __or__(self, other: Policy) -> Composed:
+        """The blocks that either policy chooses."""
+        return Composed(self, other, True) if isinstance(other, Policy) else NotImplemented
+
+    def __and__(self, other: Policy) -> Composed:
+        """The blocks that both policies choose."""
+        return Composed(self, other, False) if isinstance(other, Policy) else NotImplemented
+
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments. On a GPU launches, allocations and views only. What a policy implements."""
         raise NotImplementedError
@@ -109,12 +141,74 @@ class Policy(MaskRule):
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
+@dataclass(frozen=True)
+class Composed(Policy):
+    """`a | b`: the blocks that either policy chooses; `a & b`: those that both choose.
+
+    Args:
+        first: A policy.
+        second: A policy of the same block and causality.
+        union: Whether blocks of either are kept, or blocks of both.
+
+    Raises:
+        InvalidInput: For policies that do not go together.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k = torch.randn(2, 1, 4, 2048, 64).unbind()
+        >>> policy = sk.policies.MeanTopK(topk=4) | sk.policies.Streaming(window=512, sinks=128)
+        >>> policy.mask(q, k).heads, policy.label
+        (4, 'MeanTopK(topk=4) | Streaming(window=512)')
+    """
+
+    first: Policy
+    second: Policy
+    union: bool
+
+    def __post_init__(self) -> None:
+        sign = "|" if self.union else "&"
+        for name in ("sides", "causal"):
+            a, b = getattr(self.first, name), getattr(self.second, name)
+            if a != b:
+                shown = "block" if name == "sides" else name
+                raise InvalidInput(
+                    f"{self.first.label} {sign} {self.second.label}: {shown} is {a} and {b}; it must be the same"
+                )
+
+    @property
+    def block(self) -> tuple[int, int]:  # type: ignore[override]
+        """The block in tokens."""
+        return self.first.sides
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        """Whether a query sees no keys after its own."""
+        return self.first.causal
+
+    def choose(self, given: Given) -> BlockMask:
+        """The mask, of checked arguments."""
+        a, b = self.first.choose(given), self.second.choose(given)
+        return given.from_map(joined(a, b, self.union), self.causal, of=(a, b))
+
+    @property
+    def label(self) -> str:
+        """Both labels."""
+        parts = [
+            f"({each.label})" if isinstance(each, Composed) else each.label
+            for each in (self.first, self.second)
+        ]
+        return f" {'|' if self.union else '&'} ".join(parts)
+
+
 @not_traced("a policy's mask")
 @torch.no_grad()
 def _chosen(
     policy: Policy, q: Tensor, k: Tensor, q_offset: int | None, kv_lengths: Tensor | None
 ) -> BlockMask:
-    return policy.choose(given(policy.block, q, k, q_offset, kv_lengths))
+    found = given(policy.block, q, k, q_offset, kv_lengths)
+    if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
+        return BlockMask.full(**found.frame, device=q.device)
+    return policy.choose(found)
 
 
 def given(

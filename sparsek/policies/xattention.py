@@ -9,8 +9,10 @@ import torch
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
-from sparsek.policies.estimates import estimates
+from sparsek.policies.estimates import KERNEL_DTYPES
+from sparsek.policies.maps import kernels
 from sparsek.policies.policy import Given, Policy
+from sparsek.reference import antidiagonals as reference
 
 STRIDES = (8, 16)
 
@@ -62,11 +64,13 @@ class XAttention(Policy):
         arguments.one_of("precision", self.precision, ("fp8", "full"))
 
     def choose(self, given: Given) -> BlockMask:
+        """The mask, of checked arguments."""
         q, place = given.q, given.place
         fp8 = self.precision == "fp8"
         if q.is_cuda:
             fp8 &= torch.cuda.get_device_capability(q.device) >= (8, 9)
-        mass = estimates("antidiagonals", q).block_mass(
+        found = kernels("antidiagonals", q, given.k) if q.dtype in KERNEL_DTYPES else None
+        mass = (found or reference).block_mass(
             q, given.k, stride=self.stride, block=place.block, causal=self.causal, q_offset=place.q_offset,
             kv_lengths=given.kv_lengths, fp8=fp8,
         )  # fmt: skip
