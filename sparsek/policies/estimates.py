@@ -30,3 +30,14 @@ def check_parts(parts: tuple[int, int], block: tuple[int, int]) -> None:
     for name, split, side in zip(("parts[0]", "parts[1]"), parts, block, strict=True):
         if split & (split - 1) or split * 8 > side:
             raise InvalidInput(f"{name} is {split}; a block of {side} has 1, 2, 4, ... or {side // 8} parts")
+
+
+def block_mass(given: Given, scores: Tensor, causal: bool = False) -> Tensor:
+    """The softmax of each row of scores, float32 [B, H, Mb, Nb]; it may be written to `scores`. With `causal`, blocks
+    after the last query of a tile have mass 0.
+    """
+    place, start = given.place, given.place.q_offset if causal else None
+    found = kernels("mass", scores)
+    if found is None:
+        return reference.block_mass(scores, place.block, place.q_len, start)
+    return found.to_mass(scores, place.block, place.q_len, start)

@@ -51,6 +51,14 @@ class Given(NamedTuple):
         """BlockMask.topk at this place."""
         return BlockMask.topk(scores, k, causal, always, kv_lengths=self.kv_lengths, **self.frame)
 
+    def cumulative(
+        self, mass: Tensor, threshold: float | Tensor, causal: bool, always: Any = None, **bounds: Any
+    ) -> BlockMask:
+        """BlockMask.cumulative at this place; `bounds` are its `least` and `most`."""
+        return BlockMask.cumulative(
+            mass, threshold, causal, always, kv_lengths=self.kv_lengths, **bounds, **self.frame
+        )
+
     def from_map(self, chosen: Tensor, causal: bool, of: tuple[BlockMask, ...] = ()) -> BlockMask:
         """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose faults it has."""
         made = BlockMask.from_block_map(chosen, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
@@ -176,12 +184,12 @@ class Composed(Policy):
                 )
 
     @property
-    def block(self) -> tuple[int, int]:  # type: ignore[override]
+    def block(self) -> tuple[int, int]:
         """The block in tokens."""
         return self.first.sides
 
     @property
-    def causal(self) -> bool:  # type: ignore[override]
+    def causal(self) -> bool:
         """Whether a query sees no keys after its own."""
         return self.first.causal
 
@@ -207,7 +215,7 @@ def _chosen(
 ) -> BlockMask:
     found = given(policy.block, q, k, q_offset, kv_lengths)
     if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
-        return BlockMask.full(**found.frame, device=q.device)
+        return BlockMask.full(**{**found.frame, "device": q.device})
     return policy.choose(found)
 
 

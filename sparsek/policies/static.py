@@ -58,8 +58,8 @@ class Streaming(Static):
 
     `MaskPolicy(window=..., sinks=...)` counts single tokens instead.
 
-    Source: StreamingLLM, Xiao et al., arXiv:2309.17453; block_streaming_attn_func of mit-han-lab/Block-Sparse-Attention;
-    MInference's stream_llm pattern.
+    Source: StreamingLLM, Xiao et al., arXiv:2309.17453; block_streaming_attn_func of
+    mit-han-lab/Block-Sparse-Attention; MInference's stream_llm pattern.
 
     Example:
         >>> import torch, sparsek as sk

@@ -6,9 +6,9 @@ of its stride^2 scores, those on the antidiagonal, and the softmax of a query gr
     s[i, j] = scale / stride * sum over a of q[i stride + stride - 1 - a] . k[j stride + a]
     mass of a block = sum over its query groups i and key groups j of softmax over j of s[i, :]
 
-Lengths that are no multiple of `stride`: absent queries and keys count as zeros. A key group is visible if it has a key;
-with `causal`, to those query groups whose last query stands at its first key or later. So the group at the diagonal is
-visible whole. A query group that sees nothing has no mass. Rows of the result sum up to the query groups of the block.
+Lengths that are no multiple of `stride`: absent queries and keys count as zeros. A key group is visible if it has a
+key; with `causal`, to those query groups whose last query stands at its first key or later. So the group at the
+diagonal is visible whole. A query group that sees nothing has no mass. A row of blocks sums up to its query groups.
 
 Source: XAttention, Xu et al., arXiv:2503.16428.
 """

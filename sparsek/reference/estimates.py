@@ -66,3 +66,16 @@ def block_scores(
     room[..., : products.shape[2], : products.shape[3]] = products
     cells = room.unflatten(3, (columns, across)).unflatten(2, (rows, down)).transpose(3, 4)
     return cells.flatten(4).logsumexp(-1)
+
+
+def block_mass(scores: Tensor, block: tuple[int, int], q_len: int, causal_from: int | None = None) -> Tensor:
+    """The softmax of each row of scores [B, H, Mb, Nb], float32. A row of -inf has mass 0.
+
+    With `causal_from`, where the first query stands at that key, blocks after the last query of a tile have mass 0.
+    """
+    if causal_from is not None:
+        tile = torch.arange(1, scores.shape[2] + 1, device=scores.device) * block[0]
+        first = torch.arange(scores.shape[3], device=scores.device) * block[1]
+        scores = scores.masked_fill(first >= tile.clamp(max=q_len)[:, None] + causal_from, -torch.inf)
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return torch.where(nothing, 0, scores.softmax(-1))

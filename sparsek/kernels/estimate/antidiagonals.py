@@ -1,5 +1,5 @@
-"""XAttention's estimate of the softmax mass of every block, in plain Triton: any CUDA GPU from sm_80 (FP8 from sm_89), and
-Triton's interpreter. `reference/antidiagonals.py` is the specification.
+"""XAttention's estimate of the softmax mass of every block, in plain Triton: any CUDA GPU from sm_80, in FP8 from
+sm_89, and Triton's interpreter. `reference/antidiagonals.py` is the specification.
 
     S = Q' K'^T over groups of `stride` tokens (groups.py);   mass[block] = sum of softmax(S) over its groups
 
@@ -12,21 +12,21 @@ Triton's interpreter. `reference/antidiagonals.py` is the specification.
         v
     end of the row tile: mass = sum over a block's rows of part * 2^(top then - top now) / total
 
-The softmax needs the row's total before rows may be added, so the sums over columns wait in memory: float32 [tile_m, Nb]
-for each program, of which there are as many as SMs, and one row tile at a time. On 132 SMs that is 17 MB for 32K keys
-and 69 MB for 128K in blocks of 128, whatever the batch and the heads. S is never in memory, and Q' K'^T is
+The softmax needs the row's total before rows may be added, so the sums over columns wait in memory: float32 [tile_m,
+Nb] for each program, of which there are as many as SMs, and one row tile at a time. On 132 SMs that is 17 MB for 32K
+keys and 69 MB for 128K in blocks of 128, for any batch and any number of heads. S is never in memory, and Q' K'^T is
 computed once. Every sum has one order: same inputs, same bits.
 
-With a causal mask key tiles after the diagonal are skipped. Row tiles are then taken in pairs, first and last, second
-and last but one, so that every program has the same work.
+With a causal mask key tiles after the diagonal are skipped. Row tiles are then taken in pairs, last and first, last but
+one and second, so that every program has the same work.
 
-Bottleneck: tensor cores; 2 S T D / stride operations for each head. Registers: an accumulator of 128 x 256 takes 128 for
+Bottleneck: tensor cores; 2 S T D / stride operations for each head. An accumulator of 128 x 256 takes 128 registers of
 each of 256 threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparsek.core import env
 from sparsek.core.device import card_of
 from sparsek.kernels.estimate.groups import Groups, group
+from sparsek.kernels.estimate.hopper_antidiagonals import SOURCE, estimate
+from sparsek.kernels.estimate.hopper_antidiagonals import Config as Hopper
+from sparsek.kernels.lang.gluon import describe, launch_on
 from sparsek.kernels.lang.launch import launch
 
 LOG2E = 1.4426950408889634
@@ -56,23 +59,25 @@ class Config:
     tma: bool = True
 
 
-FP8 = Config()
-FULL = Config(tile_n=128, depth=128, num_stages=4)
 SMALL = Config(tile_m=64, tile_n=64, num_warps=4, num_stages=3, tma=False)  # other cards, and the interpreter
 
 _NUMBERS = (
-    "factor", "q_rows", "k_rows", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units",
-    "width", "tile_slots",
+    "factor", "q_rows", "k_rows", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
+    "heads", "shared_by",
 )  # fmt: skip
 
 
 @triton.jit
-def _operand(x, first, start, at, DEPTH: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr):
+def _operand(
+    x, first, start, at, DEPTH: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr
+):
     """ROWS rows from row `first + start` on, DEPTH columns from column `at` on."""
     if TMA:
-        return x.load([first + start, at])
-    row = (first + start).to(tl.int64) + tl.arange(0, ROWS)
-    return tl.load(x + row[:, None] * K + (at + tl.arange(0, DEPTH))[None, :])
+        tile = x.load([first + start, at])
+    else:
+        row = (first + start).to(tl.int64) + tl.arange(0, ROWS)
+        tile = tl.load(x + row[:, None] * K + (at + tl.arange(0, DEPTH))[None, :])
+    return tile
 
 
 @triton.jit
@@ -88,21 +93,22 @@ def _limits(row, q_len, q_offset, k_groups, STRIDE: tl.constexpr, CAUSAL: tl.con
 @triton.jit(do_not_specialize=_NUMBERS)
 def _estimate(
     q, k, q_scale, k_scale, k_bias, parts, tops, out,
-    factor, q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, width, tile_slots,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    factor, q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots, heads,
+    shared_by, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
     K: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, DEPTH: tl.constexpr,
     RQ: tl.constexpr, RK: tl.constexpr, FOLDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """RQ and RK are the groups of a block's queries and keys; `width` and `tile_slots` the sizes of `parts` and `tops`
-    along keys; `units` row tiles, or pairs of them, of all heads.
+    """RQ and RK: groups of a block's queries and keys. `slots`: key tiles of all keys. `units`: row tiles, or pairs of
+    them, of all heads.
     """
     PER: tl.constexpr = TN // RK
+    width = slots * PER
     TURNS: tl.constexpr = 2 if CAUSAL else 1
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     inner = tl.arange(0, TM)
     parts += pid.to(tl.int64) * TM * width
-    tops += pid.to(tl.int64) * TM * tile_slots
+    tops += pid.to(tl.int64) * TM * slots
     per_head = (q_tiles + TURNS - 1) // TURNS
     turns = (units - pid + programs - 1) // programs * TURNS
     for turn in range(turns):
@@ -114,7 +120,7 @@ def _estimate(
             other = q_tiles - 1 - tile
             live = (turn % 2 == 0) | (other != tile)  # the middle one of an odd number has no partner
             tile = tl.where(turn % 2 == 0, other, tile)
-        kv_head = head // HEADS * (HEADS // GROUP) + head % HEADS // GROUP
+        kv_head = head // heads * (heads // shared_by) + head % heads // shared_by
         q_first = head * q_rows + tile * TM
         k_first = kv_head * k_rows
         row = tile * TM + inner
@@ -165,11 +171,10 @@ def _estimate(
         tl.debug_barrier()
 
 
-def default(q: Tensor, fp8: bool) -> Config:
+def default(q: Tensor) -> Config | Hopper:
     """The config for the card of q."""
-    if not q.is_cuda or card_of(q.device).capability[0] != 9:
-        return SMALL
-    return FP8 if fp8 else FULL
+    hopper = q.is_cuda and card_of(q.device).capability == (9, 0) and q.dtype != torch.float32
+    return Hopper() if hopper else SMALL
 
 
 def block_mass(
@@ -182,33 +187,56 @@ def block_mass(
     q_offset: int,
     kv_lengths: Tensor | None = None,
     fp8: bool = False,
-    config: Config | None = None,
+    config: Config | Hopper | None = None,
 ) -> Tensor:
     """As the function of this name in `reference/antidiagonals.py`, for bf16, fp16 and fp32. Two launches."""
-    c = config or default(q, fp8)
+    c = config or default(q)
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     tiles_m, blocks_n = -(-q_len // block[0]), -(-kv_len // block[1])
     out = torch.empty(batch, heads, tiles_m, blocks_n, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
-    g = group(q, k, stride, block[1], kv_lengths, fp8, (c.tile_m, c.tile_n))
-    q_tiles = g.q_rows // c.tile_m
+    tile_m, tile_n = (128, c.cols) if isinstance(c, Hopper) else (c.tile_m, c.tile_n)
+    g = group(q, k, stride, block[1], kv_lengths, fp8, (tile_m, tile_n))
+    q_tiles = g.q_rows // tile_m
     units = batch * heads * (-(-q_tiles // 2) if causal else q_tiles)
     programs = min(units, card_of(q.device).sm_count if q.is_cuda else 2)
-    slots = g.k_rows // c.tile_n
-    width = slots * (c.tile_n // (block[1] // stride))
-    parts = torch.empty(programs * c.tile_m * width, dtype=torch.float32, device=q.device)
-    tops = torch.empty(programs * c.tile_m * slots, dtype=torch.float32, device=q.device)
-    depth = c.depth // g.q.element_size()
+    slots = g.k_rows // tile_n
+    RQ, RK = block[0] // stride, block[1] // stride
+    parts = torch.empty(programs * tile_m * slots * (tile_n // RK), dtype=torch.float32, device=q.device)
+    tops = torch.empty(programs * tile_m * slots, dtype=torch.float32, device=q.device)
     factor = q.shape[3] ** -0.5 / stride * LOG2E
+    numbers = (
+        factor, g.q_rows, g.k_rows, q_len, -(-kv_len // stride), q_offset, q_tiles, tiles_m, blocks_n, units, slots,
+        heads, heads // kv_heads,
+    )  # fmt: skip
+    itemsize = g.q.element_size()
+    if isinstance(c, Hopper):
+        width = 128 // itemsize
+        c = replace(
+            c, width=width, steps=g.q.shape[1] // width, stride=stride, groups=(RQ, RK),
+            causal=causal, scaled=fp8, biased=kv_lengths is not None, itemsize=itemsize,
+        )  # fmt: skip
+        given = [tops if each is None else each for each in (g.q_scale, g.k_scale, g.k_bias)]
+        args = (
+            describe(g.q, (tile_m, width)),
+            describe(g.k, (tile_n, width)),
+            *given,
+            parts,
+            tops,
+            out,
+            *numbers,
+        )
+        launch_on(q.device, estimate, programs, (*args, c, SOURCE))
+        return out
+    depth = c.depth // itemsize
     with torch.cuda.device_of(q):
         launch(
             _estimate, (programs,), *_operands(g, c, depth), g.q_scale, g.k_scale, g.k_bias, parts, tops, out,
-            factor, g.q_rows, g.k_rows, q_len, -(-kv_len // stride), q_offset, q_tiles, tiles_m, blocks_n, units,
-            width, slots,
-            HEADS=heads, GROUP=heads // kv_heads, STRIDE=stride, CAUSAL=causal, TMA=c.tma, K=g.q.shape[1],
-            TM=c.tile_m, TN=c.tile_n, DEPTH=depth, RQ=block[0] // stride, RK=block[1] // stride, FOLDED=FOLDED,
+            *numbers,
+            STRIDE=stride, CAUSAL=causal, TMA=c.tma, K=g.q.shape[1],
+            TM=tile_m, TN=tile_n, DEPTH=depth, RQ=RQ, RK=RK, FOLDED=FOLDED,
             STAGES=c.num_stages, num_warps=c.num_warps,
         )  # fmt: skip
     return out

@@ -1,5 +1,5 @@
-"""Groups of `stride` queries or keys as rows of a matrix, in FP8 with a scale per row or in the dtype of q: the operands
-of XAttention's estimate. One launch for q and k.
+"""Groups of `stride` queries or keys as rows of a matrix, in FP8 with a scale per row or in the dtype of q: the
+operands of XAttention's estimate. One launch for q and k.
 
     q [B, H, S, D] -> [B H rows, stride D']   a row holds its queries last to first, so that a product of a row of q
     k [B, H, T, D] -> [B H rows, stride D']   with a row of k is the sum of an antidiagonal
@@ -22,7 +22,9 @@ from sparsek.core import env
 from sparsek.kernels.lang.launch import launch
 
 E4M3 = torch.float8_e4m3fn
-FEWEST = 16  # columns of D' are a multiple of this, so that rows of 8 or 16 of them are whole tiles of a product
+FEWEST = (
+    16  # columns of D' are a multiple of this, so that rows of 8 or 16 of them are whole tiles of a product
+)
 # Rows of a program, warps.
 ROWS, WARPS = 4, 8
 
@@ -112,14 +114,22 @@ def _group(
 
 
 def group(
-    q: Tensor, k: Tensor, stride: int, block: int, kv_lengths: Tensor | None, fp8: bool, tiles: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    stride: int,
+    block: int,
+    kv_lengths: Tensor | None,
+    fp8: bool,
+    tiles: tuple[int, int],
 ) -> Groups:
     """The rows of q and k, as many of a head as whole `tiles` need. `block`: keys of a block that has a length.
 
     `kv_lengths` int32 [1 or B, Nb]. Launches and allocations only.
     """
     (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
-    q_rows, k_rows = (-(-length // (stride * tile)) * tile for length, tile in zip((q_len, kv_len), tiles, strict=True))
+    q_rows, k_rows = (
+        -(-length // (stride * tile)) * tile for length, tile in zip((q_len, kv_len), tiles, strict=True)
+    )
     width = -(-dim // FEWEST) * FEWEST
     # The interpreter's own conversion to FP8 does not round to nearest (Triton 3.6): there torch rounds.
     kind = q.dtype if not fp8 else torch.float32 if env.interpreting() else E4M3

@@ -45,7 +45,7 @@ def _map(
 
 
 def mark(mask: BlockMask, made: Tensor, within: Tensor | None = None) -> None:
-    """made[b, h, i, j] = 1 for every block that the mask stores; with `within`, a map of the same shape, its value there.
+    """made[b, h, i, j] = 1 for every block that the mask stores; with `within`, a map of the same shape, its value.
 
     made: int8 [B, H, Mb, Nb], contiguous; the mask has B or 1 batch items, and H heads or a divisor. No sync.
     """

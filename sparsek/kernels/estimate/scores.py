@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.kernels.estimate.means import rows_there, split_means
+from sparsek.kernels.estimate.means import split_means
 from sparsek.kernels.lang.launch import launch
 
 # Parts of q and of k in a tile, warps, stages; tiles of k that a program visits. A guess until it is measured.
@@ -109,8 +109,8 @@ def block_scores(
 ) -> Tensor:
     """As reference/estimates.py, in two launches: float32 [B, Hq, Mb, Nb]. q and k bf16, fp16 or fp32, any strides.
 
-    Parts are powers of two. With `causal_from` the first query stands at that key, and blocks beyond the last query of a
-    tile may be -inf. No sync.
+    Parts are powers of two. With `causal_from` the first query stands at that key, and blocks beyond the last query of
+    a tile may be -inf. No sync.
     """
     (tile, keys), (batch, heads, q_len, dim), (k_heads, kv_len) = block, q.shape, k.shape[1:3]
     rows, columns = -(-q_len // tile), -(-kv_len // keys)
