@@ -63,7 +63,7 @@ def block_sparse_attn_func(
         head_mask_type: int32 [Hq], on the device of q. It is not read on the host, except for exact_streaming, where it
             is read once, like streaming_info. On a GPU a head whose number has no mask sees nothing and gets out = 0.
         streaming_info: int32 [2 * Hq]: sink and local of each head; None if no head streams.
-        base_blockmask: bool [B, masks, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)]; None without sparse heads.
+        base_blockmask: bool [B, masks, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)]; None if none is sparse.
         max_seqlen_q_: The longest item of q.
         max_seqlen_k_: The longest item of k.
         p_dropout: Must be 0.

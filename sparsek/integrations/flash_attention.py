@@ -19,7 +19,6 @@ from sparsek.core.errors import InvalidInput
 from sparsek.integrations.refused import (
     check_operands,
     check_shape,
-    cut_map,
     cut_side,
     ints_on,
     require_neutral,
@@ -267,8 +266,8 @@ def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
         def everywhere() -> BlockMask:
             return BlockMask.from_mask_mod(mask_mod, q.shape[0], q.shape[1], *lengths, device=q.device)
 
-        read = (torch.empty(0, device=q.device), *q.shape, lengths[1], *read_by(mask_mod))
-        return kept_conversion(mask_mod, read[1:], "a mask_mod", everywhere)
+        read = (*q.shape[:2], *lengths, *read_by(mask_mod))
+        return kept_conversion(mask_mod, read, q.device, "a mask_mod", everywhere)
     lists, block = _lists(given, q)
 
     def build() -> BlockMask:
@@ -279,4 +278,4 @@ def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
         )
 
     read = (*lists[:4], *q.shape[:2], *lengths, *read_by(mask_mod))
-    return kept_conversion(lists.mask_block_idx, read, "lists with a mask_mod", build)
+    return kept_conversion(lists.mask_block_idx, read, q.device, "lists with a mask_mod", build)

@@ -56,11 +56,8 @@ class Setting(NamedTuple):
     def check(self, q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
         """InvalidInput unless these are the tensors that `plan` was for."""
         (q_heads, kv_heads, dim), (q_type, kv_type, _) = self.heads, self.dtypes
-        for name, x, heads, kind in (
-            ("q", q, q_heads, q_type),
-            ("k", k, kv_heads, kv_type),
-            ("v", v, kv_heads, kv_type),
-        ):
+        of_q, of_k = (q_heads, q_type), (kv_heads, kv_type)
+        for name, x, (heads, kind) in (("q", q, of_q), ("k", k, of_k), ("v", v, of_k)):
             if x.shape[heads_at] != heads or x.shape[2] != dim or x.dtype != kind:
                 raise InvalidInput(
                     f"{name} is {x.dtype} {list(x.shape)}; plan was for {heads} heads of {dim} in {kind}: "
