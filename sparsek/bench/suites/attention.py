@@ -297,7 +297,7 @@ class NewMaskCase(AttentionCase):
 
     op, table = "attention_new_mask", AttentionCase.op
     extra = peer_extra = ()
-    sources = ("lang.launch", "mask.scored", "mask.lists")
+    sources = ("lang.launch", "mask.scored", "mask.chosen", "mask.lists")
 
     def run(
         self,
