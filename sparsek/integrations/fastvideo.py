@@ -81,8 +81,9 @@ def video_sparse_attn(
     side = _tokens(block_size)
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
     queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side)
+    wide = torch.promote_types(q.dtype, torch.float32)
     q_mean, k_mean, v_mean = (
-        x.unflatten(2, (-1, side)).sum(3, dtype=torch.float32) / sizes.clamp(min=1)[:, None]
+        x.unflatten(2, (-1, side)).sum(3, dtype=wide) / sizes.clamp(min=1)[:, None]
         for x, sizes in ((q, queries), (k, keys), (v, keys))
     )
     group = q.shape[1] // max(k.shape[1], 1)

@@ -16,7 +16,7 @@ from tests.integrations.dense import coin, dense, expanded, of_mask_mod, operand
 def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Counts and indices of a block map [B, H, Mb, Nb]; entries beyond the counts point outside."""
     counts = blocks.sum(-1, dtype=torch.int32)
-    order = blocks.int().sort(-1, descending=True, stable=True).indices
+    order = torch.sort(blocks.int(), dim=-1, descending=True, stable=True).indices
     places = torch.arange(blocks.shape[-1])
     return counts, torch.where(places < counts[..., None], order, 999).int()
 

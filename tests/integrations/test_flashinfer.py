@@ -157,7 +157,7 @@ def test_what_is_refused() -> None:
         ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction"),
         ({"packed_mask": torch.zeros(4, dtype=torch.uint8)}, "packed_mask"),
         ({"q_scale": torch.ones(2)}, "q_scale"),
-        ({"q_data_type": "int3"}, "q_data_type"),
+        ({"q_data_type": "int33"}, "q_data_type"),
         ({"block_mask": coin(2, 1, 1)}, "one of indptr"),
         ({"mask": coin(2, 64, 64)}, "mask is"),
         ({"kv_block_lens": torch.tensor([1, 2])}, "kv_block_lens is"),
