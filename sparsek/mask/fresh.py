@@ -62,7 +62,8 @@ class Kind(Home):
         fields.update(self.plain)
         fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
         fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
-        memo = fields["_memo"] = {"fresh": Fresh(self, base)}
+        memo: dict[str, Any] = {"fresh": Fresh(self, base)}
+        fields["_memo"] = memo
         if fault is not None:
             memo["readbacks"] = (fault,)
             fault.keep(self)
