@@ -64,6 +64,8 @@ class Kind(Home):
         fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
         memo: dict[str, Any] = {"fresh": Fresh(self, base)}
         fields["_memo"] = memo
+        if self.heavy is not None:
+            memo["heavy"] = self.heavy
         if fault is not None:
             memo["readbacks"] = (fault,)
             fault.keep(self)
@@ -116,12 +118,13 @@ def kind_of(mask: BlockMask, base: Tensor) -> Kind | None:
             piece = number[(x.data_ptr() - first) // 4] if x.numel() else empty
             parts.append(Part(piece, None if x.dim() == 1 else tuple(x.shape)))
     plain = tuple(getattr(mask, name) for name in PLAIN)
-    facts = plain, tuple(sizes), tuple(parts), base.device
+    heavy = mask._memo.get("heavy")
+    facts = plain, heavy, tuple(sizes), tuple(parts), base.device
     kind = _KINDS.get(facts)
     if kind is None:
         while len(_KINDS) >= KINDS:
             drop_oldest(_KINDS)
-        kind = _KINDS[facts] = Kind(plain, tuple(sizes), tuple(parts))
+        kind = _KINDS[facts] = Kind(plain, heavy, tuple(sizes), tuple(parts))
     return kind
 
 
