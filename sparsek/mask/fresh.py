@@ -39,14 +39,19 @@ class Kind(Home):
     """What masks of one form have in common: all but the contents of their base. See `kind_of`.
 
     `plain`: the fields that are no tensors. `sizes`: the pieces of the base. `parts`: the place of every tensor.
+    `heavy`: as `BlockMask.heavy_blocks`, by which plans allocate; None if it is not known.
     """
 
     def __init__(
-        self, plain: tuple[Any, ...], sizes: tuple[int, ...], parts: tuple[Part | None, ...]
+        self,
+        plain: tuple[Any, ...],
+        heavy: int | None,
+        sizes: tuple[int, ...],
+        parts: tuple[Part | None, ...],
     ) -> None:
         super().__init__()
         self.plain = dict(zip(PLAIN, plain, strict=True))
-        self.sizes, self.parts = sizes, parts
+        self.heavy, self.sizes, self.parts = heavy, sizes, parts
 
     def mask(self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None) -> BlockMask:
         """The mask whose tensors are in `base`. No check, no sync."""
