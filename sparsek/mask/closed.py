@@ -1,6 +1,6 @@
 """Masks of closed form as a few numbers: what a kernel needs to write them, and their sizes without making them.
 
-On a GPU the lists of such a mask are written by one kernel (kernels/mask), and the host has its sizes from arithmetic:
+On a GPU the lists of these masks are written by one kernel (kernels/mask), and the host has its sizes from arithmetic:
 away from the ends of the sequences, of the sinks and of the window, the blocks of a row grow by the same number from
 one period of rows to the next. A period is the rows after which tiles begin at the same place of a block.
 """

@@ -193,7 +193,7 @@ def _band(
         lo_q, hi_q = bounds(tl.minimum(query, q_len - 1), low, high, sink_end, kv_len, SINKS)
         lo_q, hi_q = tl.where(slot == 0, kv_len, lo_q), tl.where(slot == 0, kv_len, hi_q)
         word = tl.zeros((BQ * WORDS,), tl.int32)
-        for bit in tl.static_range(32):
+        for bit in range(32):
             key = column * BK + cell % WORDS * WORD + bit
             seen = (key < hi_q) & ((key < sink_end) | (lo_q <= key))
             word |= seen.to(tl.int32) << bit
