@@ -57,6 +57,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         for heads, size in ((8, 128), (8, 64)):
             yield f"attention {size} {dtype}", lambda d=dtype, h=heads, s=size: attention(d, h, s)
     yield "FP8", fp8
+    yield "policies", policies
 
 
 def from_dense(dtype: torch.dtype, block: int) -> None:
@@ -110,6 +111,13 @@ def attention(dtype: torch.dtype, heads: int, size: int) -> None:
         for mask in masks:
             sk.attention(q.detach(), k.detach(), v.detach(), mask)
             sk.attention(q, k, v, mask).backward(normal(1, heads, length, size, dtype=dtype))
+
+
+def policies() -> None:
+    """Estimates for prefill, of heads of 128."""
+    q, k = normal(1, 4, 512, 128), normal(1, 2, 512, 128)
+    for causal in (True, False):
+        sk.policies.XAttention(causal=causal).mask(q, k)
 
 
 class Walk:

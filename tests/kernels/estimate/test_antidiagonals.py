@@ -92,7 +92,7 @@ def test_portable_kernels_copy_asynchronously(card: str):
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_grouping_reads_and_writes_16_bytes_at_once(fp8: bool):
-    types = dict.fromkeys(("q", "k"), "*bf16") | dict.fromkeys(
+    types: dict[str, str] = dict.fromkeys(("q", "k"), "*bf16") | dict.fromkeys(
         ("q_out", "k_out"), "*fp8e4nv" if fp8 else "*bf16"
     )
     types |= dict.fromkeys(("q_scale", "k_scale"), "*fp32")
