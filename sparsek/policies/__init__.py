@@ -9,6 +9,7 @@ from sparsek.policies.vsa import VSA
 from sparsek.policies.xattention import XAttention
 
 __all__ = [
+    "VSA",
     "MeanTopK",
     "Nabla",
     "Policy",
@@ -16,6 +17,5 @@ __all__ = [
     "SlidingTile",
     "Streaming",
     "SubBlock",
-    "VSA",
     "XAttention",
 ]

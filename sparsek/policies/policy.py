@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from sparsek.core.tracing import not_traced
 from sparsek.mask.lists import Frame, Place, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
+from sparsek.mask.readback import Fault
 from sparsek.mask.rule import MaskRule
-from sparsek.mask.scored import Fault
 from sparsek.policies.maps import joined
 
 
@@ -71,7 +71,6 @@ class Given(NamedTuple):
         return made
 
 
-@dataclass(frozen=True)
 class Policy(MaskRule):
     """Chooses which blocks attention visits. `sk.attention(q, k, v, policy)` chooses anew in every call.
 
@@ -79,9 +78,8 @@ class Policy(MaskRule):
     that both choose.
     """
 
-    # Fields of every policy; in classes without the field, the only value.
-    block: ClassVar[Any]
-    causal: ClassVar[Any] = False
+    block: Any  # a field of every policy
+    causal: Any = False  # of classes without such a field
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", mask_block(self.block))
@@ -138,14 +136,14 @@ class Policy(MaskRule):
     def label(self) -> str:
         """The class and the options that are not default: "MeanTopK(topk=16)"."""
         changed = []
-        for each in fields(self):
+        for each in fields(self):  # type: ignore[arg-type]
             value, default = getattr(self, each.name), each.default
             if each.name == "block":
                 value, default = (
                     side if side[0] != side[1] else side[0] for side in map(mask_block, (value, default))
                 )
             if value != default:
-                changed.append(f"{each.name}={value!r}")
+                changed.append(f"{each.name}={value.label if isinstance(value, Policy) else repr(value)}")
         return f"{type(self).__name__}({', '.join(changed)})"
 
 

@@ -15,7 +15,6 @@ from sparsek.policies.maps import block_map
 from sparsek.policies.policy import Given, Policy
 
 
-@dataclass(frozen=True)
 class Static(Policy):
     """A policy that reads only the shapes of q and k. Its mask is made once for each pair of lengths and kept."""
 

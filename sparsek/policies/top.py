@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from sparsek.policies.estimates import block_scores, check_parts
 from sparsek.policies.policy import Given, Policy
 
 
-def budget(
-    topk: int | None, density: float, columns: int, always: tuple[int, int] = (0, 0), causal: bool = False
-) -> int:
+def budget(policy: Any, place: Place) -> int:
     """The blocks that each tile keeps: `topk`, or a share of all rounded up; as many as `always` needs at least."""
+    columns, topk = place.grid[1], policy.topk
+    wanted = math.ceil(policy.density * columns - 1e-9) if topk is None else topk
+    return max(min(wanted, columns), min(_always_held(place, policy.always, policy.causal), columns), 1)
+
+
+@lru_cache(maxsize=64)
+def _always_held(place: Place, always: tuple[int, int], causal: bool) -> int:
+    """Blocks that `always` may keep in a tile: the sinks, and those near the tile, which may straddle blocks."""
     sinks, local = always
-    least = sinks + (local if causal else max(2 * local - 1, 0))
-    wanted = math.ceil(density * columns - 1e-9) if topk is None else topk
-    return max(min(wanted, columns), min(least, columns), 1)
+    if not local or not place.grid[0]:
+        return sinks
+    own = int((place.last // place.block[1] - place.first // place.block[1]).max()) + 1
+    return sinks + own + (local - 1) * (1 if causal else 2)
 
 
 def check_share(policy: Any) -> None:
@@ -76,9 +85,9 @@ class MeanTopK(Policy):
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments."""
         scores = block_scores(given, causal=self.causal)
-        k = budget(self.topk, self.density, given.place.grid[1], self.always, self.causal)
-        always = self.always if any(self.always) else None
-        return given.topk(scores, k, self.causal, always)
+        return given.topk(
+            scores, budget(self, given.place), self.causal, self.always if any(self.always) else None
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,6 @@ class SubBlock(Policy):
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments."""
         scores = block_scores(given, self.parts, self.causal)
-        k = budget(self.topk, self.density, given.place.grid[1], self.always, self.causal)
-        always = self.always if any(self.always) else None
-        return given.topk(scores, k, self.causal, always)
+        return given.topk(
+            scores, budget(self, given.place), self.causal, self.always if any(self.always) else None
+        )

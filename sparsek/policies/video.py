@@ -194,6 +194,7 @@ class Radial(Static):
     def _add_band(self, seen: np.ndarray, block: tuple[int, int], row: int, column: int, wide: float) -> None:
         """Adds the blocks of one pair of frames, whose tokens start at `row` and `column`."""
         size, (bq, bk) = self.frame_tokens, block
+        wide = min(wide, size)
         tiles = np.arange(row // bq, -(-(row + size) // bq))
         keys = np.arange(column // bk * bk, -(-(column + size) // bk) * bk)
         start, end = ((tiles + each) * bq - row for each in (0, 1))

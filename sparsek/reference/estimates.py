@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def block_means(x: Tensor, side: int, lengths: Tensor | None = None) -> Tensor:
-    """float32 [B, H, ceil(L / side), D]: the mean of each `side` rows of x [B, H, L, D]. Differentiable.
+    """The mean of each `side` rows of x [B, H, L, D], [B, H, ceil(L / side), D], float32 or float64. Differentiable.
 
     The last mean is of the remaining rows. With `lengths` int32 [1 or B, blocks] a mean is of the first lengths[j] rows
     of its block, and 0 if there are none; other rows are not read.
     """
     batch, heads, rows, dim = x.shape
     blocks = -(-rows // side)
-    whole = x.new_zeros((batch, heads, blocks * side, dim), dtype=torch.float32)
+    whole = x.new_zeros((batch, heads, blocks * side, dim), dtype=torch.promote_types(x.dtype, torch.float32))
     whole[:, :, :rows] = x
     counts = rows_of_blocks(rows, side, lengths, x.device)
     there = torch.arange(side, device=x.device) < counts[..., None]

@@ -28,10 +28,7 @@ FEWEST = (
 # Rows of a program, warps.
 ROWS, WARPS = 4, 8
 
-_NUMBERS = (
-    "q_len", "kv_len", "q_rows", "k_rows", "q_tiles", "k_tiles", "q_programs", "length_step", "sq_b", "sq_h", "sk_b",
-    "sk_h",
-)  # fmt: skip
+_NUMBERS = ("q_len", "kv_len", "q_rows", "k_rows", "q_tiles", "k_tiles", "q_programs", "length_step")
 
 
 class Groups(NamedTuple):

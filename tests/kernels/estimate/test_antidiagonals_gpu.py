@@ -38,7 +38,13 @@ def operands(sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> lis
 
 
 def options_for(q: torch.Tensor, k: torch.Tensor, **changed: Any) -> dict[str, Any]:
-    usual = {"stride": 16, "block": (128, 128), "causal": True, "q_offset": k.shape[2] - q.shape[2], "fp8": True}
+    usual = {
+        "stride": 16,
+        "block": (128, 128),
+        "causal": True,
+        "q_offset": k.shape[2] - q.shape[2],
+        "fp8": True,
+    }
     return usual | changed
 
 
