@@ -59,6 +59,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"attention {size} {dtype}", lambda d=dtype, h=heads, s=size: attention(d, h, s)
     yield "FP8", fp8
     yield "masks", masks
+    yield "policies", policies
 
 
 def from_dense(dtype: torch.dtype, block: int) -> None:
@@ -133,6 +134,13 @@ def masks() -> None:
             for dtype in (torch.int32, torch.int64):
                 edges = torch.tensor([0, 1000, 4096], dtype=dtype)
                 sk.BlockMask.documents(edges, 4096, block=block)
+
+
+def policies() -> None:
+    """Estimates for prefill, of heads of 128."""
+    q, k = normal(1, 4, 512, 128), normal(1, 2, 512, 128)
+    for causal in (True, False):
+        sk.policies.XAttention(causal=causal).mask(q, k)
 
 
 class Walk:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import operations
+from sparsek.mask.fresh import freshened
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
 
 if TYPE_CHECKING:
@@ -344,5 +345,5 @@ def of_parts(
         full=made.full, partial=made.partial, lo=made.lo, hi=made.hi, rules=made.rules, bits=made.bits,
         sizes=counted.sizes, pure=pure, label=label,
     )  # fmt: skip
-    mask._memo.update(heavy=counted.heavy, base=made.base)
-    return mask
+    mask._memo["heavy"] = counted.heavy
+    return freshened(mask, made.base, None)

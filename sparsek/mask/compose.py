@@ -13,7 +13,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
-from sparsek.mask.scored import Fault
+from sparsek.mask.readback import Fault
 from sparsek.mask.view import CHUNK, element_mask, find, stored_cells
 
 if TYPE_CHECKING:

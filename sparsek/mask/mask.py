@@ -4,8 +4,9 @@ Two lists per query tile, in compressed rows: *full* blocks are visited without 
 rule. Memory and time do not grow with the blocks that are absent; rows that visit the same run of blocks share its
 entries.
 
-The methods come from modules that this one imports: `structured`, `documents` and `scored` build masks, `compose`
-combines them, `view` reads their elements, `check` has the checks of the constructor, `interop` and `flex` convert.
+The methods come from modules that this one imports: `structured`, `documents`, `scored` and `listed` build masks,
+`compose` combines them, `view` reads their elements, `check` has the checks of the constructor, `interop` and `flex`
+convert.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sparsek.core import arguments
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
-from sparsek.mask import bigbird, check, compose, flex, interop, lists, scored, structured, view
+from sparsek.mask import bigbird, check, compose, flex, interop, listed, lists, scored, structured, view
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
 
@@ -77,9 +78,9 @@ class BlockMask(Home, Record):
     """Which keys each query sees, as the key blocks that each query tile visits.
 
     Builders make masks of known form (`causal`, `sliding_window`, `strided`, `dilated`, `bigbird`, `block_diagonal`,
-    `documents`), of scores (`topk`), of lists (`from_blocks`, `from_pattern`), and of other forms (`from_dense`,
-    `from_mask_mod`, `from_flex`, `from_transformers`). `a & b` and `a | b` combine masks; `per_head` and `per_batch`
-    join them.
+    `documents`), of scores (`topk`, `cumulative`), of lists (`from_block_map`, `from_indices`, `from_blocks`,
+    `from_pattern`), and of other forms (`from_dense`, `from_mask_mod`, `from_flex`, `from_transformers`). `a & b` and
+    `a | b` combine masks; `per_head` and `per_batch` join them.
 
     The constructor takes the lists themselves. Row r = (b * heads + h) * Mb + i describes query tile i of head h of
     batch item b, with i < Mb = ceil(q_len / bq). A query sees every key of a full block, and of a partial block the
@@ -223,9 +224,9 @@ class BlockMask(Home, Record):
     def verify(self, wait: bool = False) -> None:
         """Raise InvalidInput if the device found a fault in what the mask was made from, such as a NaN score.
 
-        On a GPU `topk` and `from_blocks` check there. Every call with the mask verifies it, so this is for CUDA graphs
-        and compiled functions, which do not. A mask with a fault causes no access out of bounds, but its result means
-        nothing. Lists that `from_blocks` counted on the device have exact `sizes` from then on.
+        On a GPU builders of scores and lists check there. Every call with the mask verifies it, so this is for CUDA
+        graphs and compiled functions, which do not. A mask with a fault causes no access out of bounds, but its result
+        means nothing. Lists that `from_blocks` counted on the device have exact `sizes` from then on.
 
         Args:
             wait: Whether to wait for the device. Without it nothing is raised until the result has arrived.
@@ -272,7 +273,10 @@ class BlockMask(Home, Record):
     block_diagonal = classmethod(structured.block_diagonal)
     documents = classmethod(structured.documents)
     topk = classmethod(scored.topk)
-    from_blocks = classmethod(scored.from_blocks)
+    cumulative = classmethod(scored.cumulative)
+    from_block_map = classmethod(listed.from_block_map)
+    from_indices = classmethod(listed.from_indices)
+    from_blocks = classmethod(listed.from_blocks)
 
     # Combinations. These wait for the device.
     __and__ = compose.both

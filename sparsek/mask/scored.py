@@ -1,10 +1,11 @@
-"""Masks of blocks that the caller chooses: by scores or by lists. Values on a GPU are checked there, without a sync."""
+"""Masks of the blocks with the highest scores: a number of them, or as many as hold a share of the mass.
+
+Values on a GPU are checked there, without a sync.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,160 +13,62 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Ready, wait_for
 from sparsek.core.tracing import not_traced
-from sparsek.mask.lists import (
-    BY_INTERVAL,
-    BlockLists,
-    Frame,
-    Place,
-    Sizes,
-    check_stored,
-    exact_sizes,
-    refuse_capture,
-    upload,
-)
-from sparsek.mask.structured import every_key, up_to_itself, visible
+from sparsek.mask.chosen import INTS, Visible, highest, joined_batch, mask_of, rows_of, visible_blocks
+from sparsek.mask.lists import BY_INTERVAL, Frame, Place
+from sparsek.mask.readback import Fault, faults, index
+from sparsek.mask.structured import visible
 from sparsek.mask.view import NOT_STORED, WHOLE, table_of
-from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from sparsek.mask.mask import BlockMask
 
-
-class Readback:
-    """An asynchronous device-to-host copy of a few int64 values."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self.numbers, self.arrived = numbers, None
-        if numbers.device.type == "cuda":
-            self.numbers = torch.empty(numbers.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-            self.numbers.copy_(numbers, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record(torch.cuda.current_stream(numbers.device))
-
-    def read(self, wait: bool) -> Any:
-        """The values as an int or a list; None while they have not arrived, unless `wait`."""
-        if self.arrived is not None:
-            if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
-                return None
-            if wait:
-                self.arrived.synchronize()
-            elif not self.arrived.query():
-                return None
-            self.arrived = None
-        return self.numbers.tolist()
-
-
-class Fault(Readback):
-    """The position of a fault in what a mask was made from; negative if there is none."""
-
-    def __init__(self, at: Tensor, explain: Callable[[int], str]) -> None:
-        super().__init__(at)
-        self.explain = explain
-
-    def apply(self, mask: BlockMask, wait: bool) -> None:
-        """Raise InvalidInput if there is a fault. Does nothing while that is unknown."""
-        at = self.read(wait)
-        if at is not None and at >= 0:
-            raise InvalidInput(self.explain(at))
-
-
-class TrueSizes(Readback):
-    """The sizes of lists on a device. They replace the bounds in a mask's `sizes`, and later plans use them."""
-
-    def __init__(self, full: Tensor, partial: Tensor) -> None:
-        both = (full + partial).long()  # a longest row times the rows is more than int32 holds
-        heavy = torch.where(both * both.numel() > 2 * both.sum(), both, 0).sum()
-        longest = both.max() if both.numel() else both.sum()
-        super().__init__(torch.stack((both.sum(), partial.sum(), longest, heavy)))
-
-    def apply(self, mask: BlockMask, wait: bool) -> None:
-        """Set the sizes of the mask, once they have arrived."""
-        numbers = self.read(wait)
-        if numbers is not None and not mask.sizes.exact:
-            *sizes, heavy = numbers
-            object.__setattr__(mask, "sizes", Sizes(*sizes, exact=True))
-            mask._memo["heavy"] = heavy
-
-
-def _faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
-    """A readback of whether any element is True. None in a captured CUDA graph, whose replays have no host code."""
-    if found.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return []
-    return [Fault(_first(found), explain)]
-
-
-@lru_cache(maxsize=64)
-def _sent(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> tuple[Any, ...]:
-    """Numbers of each row, int32 [Mb, 1] on the device, and when they arrive. Cached: one upload serves every step."""
-    parts = upload([each[:, None] for each in rows_of(place, *args)], place.device)
-    return parts, Ready.here(place.device)
-
-
-def _on_device(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> list[Tensor]:
-    """rows_of(place, *args) for each row, on the device, for the current stream.
-
-    A CUDA graph cannot upload, but it may capture what was sent before: torch.cuda.graph waits for the device first.
-    """
-    parts, ready = _sent(rows_of, place, *args)
-    if ready is not None and not torch.cuda.is_current_stream_capturing():
-        wait_for(ready, parts)
-    return parts
-
-
-def _first(found: Tensor) -> Tensor:
-    """The flat position of the first True, int64; -1 if there is none."""
-    if not found.numel():
-        return found.new_full((), -1, dtype=torch.int64)
-    flat = found.flatten()
-    return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
-
-
-def _with_readbacks(mask: BlockMask, readbacks: Sequence[Fault | TrueSizes]) -> BlockMask:
-    """The mask, whose `verify` applies these readbacks. On the CPU they are applied here."""
-    if mask.device.type == "cpu":
-        for each in readbacks:
-            each.apply(mask, wait=True)
-    else:
-        mask._memo["readbacks"] = tuple(readbacks)
-    return mask
+MASS_BITS = 30  # the highest mass of a row is an integer of so many bits
 
 
 @not_traced("a block mask")
 def topk(
     cls: type[BlockMask],
     scores: Tensor,
-    k: int,
+    k: int | Tensor,
     causal: bool = False,
     always: Tensor | tuple[int, int] | None = None,
     seq_len: int | None = None,
+    *,
+    most: int | None = None,
+    kv_lengths: Tensor | None = None,
     **frame: Unpack[Frame],
 ) -> BlockMask:
     """Return the mask of the `k` key blocks with the highest scores for each query tile, on the scores' device.
 
-    Neither the mask nor its plan waits for a GPU, and a CUDA graph may capture both. Equal scores are ranked the same
-    way every time. The choice has no gradient.
+    Neither the mask nor its plan waits for a GPU, and a CUDA graph may capture both. Of equal scores the block with the
+    lower column is kept. The choice has no gradient.
 
     Args:
         scores: Floating point [1 or B, 1 or H, Mb, Nb] or [Mb, Nb], for Mb tiles of queries and Nb blocks of keys. -inf
             excludes a block.
-        k: Blocks of each tile. A tile with fewer blocks to choose from keeps all of them.
+        k: Blocks of each tile: an int, or a budget per head as int32 or int64 [H] or [B, H] on the scores' device. A
+            tile with fewer blocks to choose from keeps all of them.
         causal: Whether a query sees no keys after its own. Blocks after the tile are then not chosen.
         always: Blocks that are kept whatever their score, and count among the k: bool [Mb, Nb] or [H, Mb, Nb], or a
             pair (sinks, local) in blocks: the first `sinks` blocks, and `local` blocks up to the tile's own, if not
             causal also from there on.
         seq_len: Queries and keys, in tokens, where there are as many of both.
+        most: The most blocks that a tile keeps, whatever its budget; all by default. With a tensor k the lists have
+            room for so many.
+        kv_lengths: How many keys each block has, its first ones: int32 or int64 [Nb] or [1 or B, Nb], from 0 to bk.
+            Blocks without keys are not chosen. None: all of them, up to kv_len.
         **frame: `q_len` and `kv_len` where they differ, `block` and `q_offset`: see `Frame`.
 
     Returns:
         A mask of the batch items and heads of the scores.
 
     Raises:
-        InvalidInput: For scores or `always` of another shape, dtype or device, and for a NaN score or more than k
-            `always` blocks in a tile: here on the CPU; on a GPU when the mask is next used, or in `verify`.
+        InvalidInput: For arguments of another shape, dtype or device. For a NaN score, a budget below 1, more than k
+            `always` blocks in a tile, and wrong `kv_lengths`: here on the CPU; on a GPU when the mask is next used, or
+            in `verify`.
 
     Example:
         >>> import torch, sparsek as sk
@@ -174,74 +77,192 @@ def topk(
         >>> mask = sk.BlockMask.topk(q_mean @ k_mean.mT, k=4, causal=True, always=(1, 2), seq_len=1024)
         >>> mask.summary
         '104 of 256 blocks, 40.6 %, 32 partial'
+        >>> budgets = torch.tensor([1, 2, 4, 8])
+        >>> sk.BlockMask.topk(q_mean @ k_mean.mT, budgets, seq_len=1024).stored_blocks
+        120
     """
     scores, place = _as_scores(scores, seq_len, dict(frame))
-    causal = arguments.flag("causal", causal)
-    (batch, heads), columns = scores.shape[:2], place.grid[1]
-    k = min(arguments.integer("k", k, 1), columns)
-    edge, end = visible(place, causal)
-    edges, ends = _on_device(visible, place, causal)
-    column = torch.arange(columns, dtype=torch.int32, device=place.device)
-    there = column < ends
-    nan, shape = scores.isnan() & there, tuple(scores.shape)
-    faults = _faults(nan, lambda at: f"scores{_index(at, shape)} is NaN; -inf means never")
-    ranked = scores.masked_fill(nan | ~there, -torch.inf)
-    kept = _as_always(always, place, causal, shape, k)
-    if kept is not None:
-        kept = kept & there
-        rows_kept = tuple(kept.shape[:-1])
-        faults += _faults(
-            kept.sum(-1) > k,
-            lambda at: (
-                f"always{_index(at, rows_kept)} keeps more than k = {k} blocks; they count among the k"
-            ),
-        )
-        ranked = ranked.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(kept, torch.inf)
-    best = _best(ranked, k, k, lambda chosen: chosen < edges)
-    lo, hi = (up_to_itself(place) if causal else every_key(place)) or (None, None)
-    most, most_partial, groups = np.minimum(k, end), np.minimum(k, end - edge), batch * heads
-    bounds = groups * int(most.sum()), groups * int(most_partial.sum()), int(most.max(initial=0))
-    mask = cls.unchecked(
-        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
-        full=best.full, partial=best.partial, lo=lo, hi=hi, sizes=best.sizes(bounds), pure=True,
-        label=f"topk({k}{', causal' if causal else ''})",
-    )  # fmt: skip
-    return _with_readbacks(mask, faults)
+    columns = place.grid[1]
+    capacity = columns if most is None else min(arguments.integer("most", most, 1), columns)
+    seen = visible_blocks(place, causal, kv_lengths)
+    found: list[Fault] = []
+    if isinstance(k, Tensor):
+        budgets = _of_heads("k", k, INTS, scores)
+        given = tuple(k.shape)
+        found += faults(k < 1, lambda at: f"k{index(at, given)} is below 1; a tile keeps at least 1 block")
+        limit, named = budgets.clamp(1, capacity), "k" if most is None else "k or most"
+    else:
+        capacity = min(arguments.integer("k", k, 1), capacity)
+        limit, named = capacity, f"k = {capacity}"
+    scores = _of_all_heads(scores, seen, limit)
+    ranked, first, more = _ranked(scores, always, seen, limit, capacity, named)
+    kept = highest(ranked, first) < limit
+    kept = kept & (ranked != -torch.inf) if first is None else kept & ((ranked != -torch.inf) | first)
+    label = f"topk({k if isinstance(k, int) else 'per head'}{', causal' if causal else ''})"
+    return mask_of(cls, kept, seen, capacity, label, [*found, *more])
 
 
-class Best(NamedTuple):
-    """The chosen blocks, int32 [batch, heads, Mb, k]: full ones, then partial ones, then unused entries."""
+@not_traced("a block mask")
+def cumulative(
+    cls: type[BlockMask],
+    scores: Tensor,
+    threshold: float | Tensor,
+    causal: bool = False,
+    always: Tensor | tuple[int, int] | None = None,
+    seq_len: int | None = None,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    kv_lengths: Tensor | None = None,
+    **frame: Unpack[Frame],
+) -> BlockMask:
+    """Return the mask of the fewest key blocks that hold a share of each query tile's mass, the highest first.
 
-    chosen: Tensor
-    full: BlockLists
-    partial: BlockLists
+    A tile keeps its `always` blocks, then the block with the highest mass of the rest, and so on, until the sum reaches
+    `threshold` times the sum of all blocks that the tile may see. Of equal masses the block with the lower column comes
+    first. Neither the mask nor its plan waits for a GPU, and a CUDA graph may capture both.
 
-    def sizes(self, bounds: tuple[int, int, int]) -> Sizes:
-        """The sizes of the lists; on a GPU, where counting would need a sync, these bounds."""
-        if self.chosen.device.type != "cpu":
-            return Sizes(*bounds, exact=False)
-        return exact_sizes(self.full.counts.numpy(), self.partial.counts.numpy())
+    Sums are exact, so they depend on no order: each mass counts as a multiple of 2^-30 of the least power of two above
+    the row's highest mass, rounded down. The sum that is to be reached is the product in float64, rounded up.
 
+    Args:
+        scores: Mass of each block, from 0, such as a softmax: floating point [1 or B, 1 or H, Mb, Nb] or [Mb, Nb].
+        threshold: The share, over 0 and at most 1: a float, or a share per head as float32 [H] or [B, H] on the scores'
+            device.
+        causal: Whether a query sees no keys after its own. Blocks after the tile then neither count nor are chosen.
+        always: Blocks that are kept whatever their mass, as in `topk`.
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        least: Blocks that a tile keeps at least, if it has so many.
+        most: Blocks that a tile keeps at most; all by default.
+        kv_lengths: How many keys each block has, its first ones: int32 or int64 [Nb] or [1 or B, Nb], from 0 to bk.
+            Blocks without keys neither count nor are chosen. None: all of them, up to kv_len.
+        **frame: `q_len` and `kv_len` where they differ, `block` and `q_offset`: see `Frame`.
 
-def _best(ranked: Tensor, k: int, most: int, is_whole: Callable[[Tensor], Tensor]) -> Best:
-    """For each row of scores [batch, heads, Mb, Nb] the k highest, and up to `most` that are inf; never -inf.
+    Returns:
+        A mask of the batch items and heads of the scores.
 
-    `is_whole` marks which blocks of [batch, heads, Mb, most] are full. Rows have room for `most` entries; partial
-    blocks follow the full ones, so both lists share the entries.
+    Raises:
+        InvalidInput: For arguments of another shape, dtype or device. For a mass that is negative, infinite or NaN, a
+            share outside of 0 to 1, more than `most` `always` blocks in a tile, and wrong `kv_lengths`: here on the
+            CPU; on a GPU when the mask is next used, or in `verify`.
+
+    Sources: FlexPrefill, Lai et al., arXiv:2502.20766; XAttention, Xu et al., arXiv:2503.16428.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> mass = torch.tensor([[0.6, 0.3, 0.1, 0.0]])
+        >>> mask = sk.BlockMask.cumulative(mass, 0.8, q_len=128, kv_len=512)
+        >>> mask.host.full.indices[:2].tolist(), mask.stored_blocks
+        ([0, 1], 2)
     """
-    columns = ranked.shape[-1]
-    score, chosen = torch.topk(ranked, most, dim=-1, sorted=most > k)
-    kept = score != -torch.inf
-    if most > k:
-        kept &= (torch.arange(most, device=score.device) < k) | (score == torch.inf)
-    whole = kept & is_whole(chosen)
-    key = torch.where(kept, torch.where(whole, chosen, chosen + columns), 2 * columns)
-    chosen = key.to(torch.int32).sort(-1).values % max(columns, 1)
-    full, cut = (each.sum(-1, dtype=torch.int32).flatten() for each in (whole, kept & ~whole))
-    check_stored(full.numel() * most)
-    starts = torch.arange(full.numel(), dtype=torch.int32, device=score.device) * most
-    indices = chosen.flatten()
-    return Best(chosen, BlockLists(starts, full, indices), BlockLists(starts + full, cut, indices))
+    scores, place = _as_scores(scores, seq_len, dict(frame))
+    columns = place.grid[1]
+    least = arguments.integer("least", least)
+    capacity = columns if most is None else min(arguments.integer("most", most, 1), columns)
+    if most is not None and least > most:
+        raise InvalidInput(
+            f"least is {least} and most is {most}; a tile keeps at least `least` and at most `most`"
+        )
+    seen = visible_blocks(place, causal, kv_lengths)
+    shape, found = tuple(scores.shape), []
+    share: Any = threshold
+    if isinstance(threshold, Tensor):
+        share = _of_heads("threshold", threshold, (torch.float32,), scores).double()
+        given = tuple(threshold.shape)
+        found += faults(
+            ~((threshold > 0) & (threshold <= 1)),
+            lambda at: f"threshold{index(at, given)} is out of range; it must be over 0 and at most 1",
+        )
+        share = torch.where((share > 0) & (share <= 1), share, 1.0)
+    elif arguments.number("threshold", threshold, 0, 1) == 0:
+        raise InvalidInput("threshold is 0; it must be over 0 and at most 1")
+    scores = _of_all_heads(scores, seen, share)
+    bad = seen.there & ~((scores >= 0) & (scores < torch.inf))
+    shape = tuple(scores.shape)
+    found += faults(
+        bad, lambda at: f"scores{index(at, shape)} is negative, infinite or NaN; they are masses from 0"
+    )
+    named = "all" if most is None else f"most = {capacity}"
+    ranked, first, more = _ranked(
+        scores.masked_fill(bad, -torch.inf), always, seen, capacity, capacity, named
+    )
+    kept = _reaching(ranked, first, share, min(least, capacity), capacity)
+    each = "per head" if isinstance(threshold, Tensor) else f"{threshold:g}"
+    label = f"cumulative({each}{', causal' if causal else ''})"
+    return mask_of(cls, kept, seen, capacity, label, [*found, *more])
+
+
+def _reaching(ranked: Tensor, first: Tensor | None, share: Any, least: int, most: int) -> Tensor:
+    """The blocks that hold the share of a row's mass, bool like `ranked`; a block of -inf has none and is not kept."""
+    there = ranked != -torch.inf
+    mass = masses(ranked.masked_fill(~there, 0))
+    there = there if first is None else there | first
+    rank = highest(ranked.masked_fill(~there, -torch.inf), first)
+    sums = torch.zeros_like(mass).scatter_(-1, rank, mass).cumsum(-1)
+    goal = (mass.sum(-1, keepdim=True).double() * share).ceil().long()
+    count = (sums < goal).sum(-1, keepdim=True) + (goal > 0)
+    if first is not None:
+        count = torch.maximum(count, first.sum(-1, keepdim=True))
+    return there & (rank < count.clamp(min=least, max=most))
+
+
+def masses(scores: Tensor) -> Tensor:
+    """The masses of each row as int64 of at most MASS_BITS bits: multiples, rounded down, of a power of two.
+
+    The scores are finite and not negative. The power is chosen by the highest one of a row, of which MASS_BITS bits
+    stay; below 2^-900 it is that of 2^-900.
+    """
+    scores = scores.double()
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
+    exponent = ((top.view(torch.int64) >> 52) - 1022).clamp(min=-900)  # top < 2^exponent
+    power = (MASS_BITS - exponent + 1023) << 52
+    return (scores * power.view(torch.float64)).long()
+
+
+def _ranked(
+    scores: Tensor, always: Any, seen: Visible, limit: int | Tensor, capacity: int, named: str
+) -> tuple[Tensor, Tensor | None, list[Fault]]:
+    """Scores that are -inf where a block must not be chosen, the blocks that come first, and readbacks of faults."""
+    place, shape = seen.place, tuple(scores.shape)
+    there = seen.there
+    nan = scores.isnan() & there
+    found = faults(nan, lambda at: f"scores{index(at, shape)} is NaN; -inf means never")
+    ranked = scores.masked_fill(nan | ~there, -torch.inf)
+    if always is None:
+        return ranked, None, found
+    known = limit if isinstance(limit, int) else capacity
+    kept = _as_always(always, place, seen.causal, shape, known) & there
+    held = kept.sum(-1, keepdim=True)
+    many = held > limit
+    rows = tuple(many.shape[:-1])
+    found += faults(
+        many, lambda at: f"always{index(at, rows)} keeps more than {named} blocks; they count among the k"
+    )
+    return ranked, kept, found
+
+
+def _of_heads(name: str, given: Tensor, choices: tuple[torch.dtype, ...], scores: Tensor) -> Tensor:
+    """[1 or B, H, 1, 1] of a number per head, [H] or [B, H]."""
+    arguments.tensor(name, given, choices)
+    arguments.one_device(f"{name} is", given.device, "the scores are", scores.device)
+    batch, heads = scores.shape[:2]
+    wide = given.detach() if given.ndim == 2 else given.detach()[None]
+    if given.ndim not in (1, 2) or any(
+        a == 0 or (a != b and 1 not in (a, b)) for a, b in zip(wide.shape, (batch, heads), strict=True)
+    ):
+        raise InvalidInput(
+            f"{name} is {list(given.shape)}; scores of {batch} batch items and {heads} heads need [{heads}] or "
+            f"[{batch}, {heads}]"
+        )
+    return wide[:, :, None, None]
+
+
+def _of_all_heads(scores: Tensor, seen: Visible, each: Any) -> Tensor:
+    """The scores of every batch item and head that scores, numbers per head and kv_lengths have."""
+    batch, heads = scores.shape[:2]
+    if isinstance(each, Tensor):
+        batch, heads = max(batch, each.shape[0]), max(heads, each.shape[1])
+    return scores.expand(joined_batch(seen, batch), heads, -1, -1)
 
 
 def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
@@ -265,10 +286,8 @@ def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple
     return scores, place
 
 
-def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], k: int) -> Tensor | None:
+def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], k: int) -> Tensor:
     """The blocks that are always kept, bool, of a shape that broadcasts to that of the scores."""
-    if always is None:
-        return None
     if isinstance(always, (tuple, list)):
         return _near_blocks(always, place, causal, k)
     if arguments.tensor("always", always, (torch.bool,)).device != place.device:
@@ -297,9 +316,12 @@ def _near_blocks(always: Any, place: Place, causal: bool, k: int) -> Tensor:
     if (held > k).any():
         at = int(held.argmax())
         raise InvalidInput(f"always keeps {held[at]} blocks in query tile {at}; they count among the k = {k}")
-    lefts, rights = _on_device(_near, place, causal, local)
-    column = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
-    return (column < sinks) | ((lefts <= column) & (column < rights))
+    tile = torch.arange(place.grid[0], dtype=torch.int64, device=place.device)[:, None]
+    column = torch.arange(place.grid[1], dtype=torch.int64, device=place.device)
+    first, bk = tile * place.block[0] + place.q_offset, place.block[1]
+    last = (first + place.block[0]).clamp(max=place.q_len + place.q_offset) - 1
+    near = (column > first // bk - local) & (column < last // bk + (1 if causal else local))
+    return (column < sinks) | (near if local else torch.zeros_like(near))
 
 
 def _near(place: Place, causal: bool, local: int) -> tuple[np.ndarray, np.ndarray]:
@@ -308,147 +330,6 @@ def _near(place: Place, causal: bool, local: int) -> tuple[np.ndarray, np.ndarra
     left = np.clip(place.first // bk - local + 1, 0, end)
     right = np.clip(place.last // bk + (1 if causal else local), left, end) if local else left
     return left, right
-
-
-def _index(at: int, shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(str(each) for each in np.unravel_index(at, shape))}]"
-
-
-@not_traced("a block mask")
-def from_blocks(
-    cls: type[BlockMask],
-    indptr: Any,
-    indices: Any,
-    q_len: int,
-    kv_len: int,
-    block: int | tuple[int, int] = 128,
-    batch: int = 1,
-    heads: int = 1,
-    device: str | torch.device | None = None,
-) -> BlockMask:
-    """Return the mask in which a query sees every key of the listed blocks.
-
-    Lists on the host are checked here. Lists on a GPU are checked and counted there, without a sync: `sizes` are bounds
-    until the counts have arrived.
-
-    Args:
-        indptr: Ints [batch * heads * Mb + 1], as in `BlockPattern`: row r = (b * heads + h) * Mb + i, which is query
-            tile i, has the entries indptr[r] to indptr[r + 1] of `indices`. A sequence, an array or an int tensor.
-        indices: Ints [stored blocks]: key blocks, ascending and unique in each row.
-        q_len: Queries, in tokens.
-        kv_len: Keys, in tokens.
-        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
-        batch: Batch items with lists of their own; 1 if all share them.
-        heads: Heads with lists of their own; 1 if all share them.
-        device: Where the mask is made; that of lists on a GPU, else torch's default device.
-
-    Raises:
-        InvalidInput: For lists of another length, and for a fault in them: on the host here; on a GPU when the mask is
-            next used, or in `verify`.
-
-    Example:
-        >>> import sparsek as sk
-        >>> mask = sk.BlockMask.from_blocks([0, 1, 3], [0, 0, 1], q_len=256, kv_len=256)
-        >>> mask & sk.BlockMask.causal(256)
-        BlockMask(blocks & causal, 256 x 256, block 128x128, batch 1, heads 1, 3 of 4 blocks, 75 %, 2 partial, cpu)
-    """
-    # A block that reaches beyond kv_len ends its row, so both lists share the entries.
-    indptr, indices = _as_list(indptr, "indptr"), _as_list(indices, "indices")
-    here = indptr.device
-    if indices.device != here:
-        raise InvalidInput(f"indptr is on {here} and indices on {indices.device}; use one device")
-    on_gpu = here.type == "cuda"
-    if on_gpu and device is not None and arguments.device("device", device) != here:
-        raise InvalidInput(f"indptr is on {here} and device is {device}; lists on a GPU make masks there")
-    place = Place.of(q_len=q_len, kv_len=kv_len, block=block, device=here if on_gpu else device)
-    batch, heads = arguments.integer("batch", batch, 1), arguments.integer("heads", heads, 1)
-    (tiles, columns), rows = place.grid, batch * heads * place.grid[0]
-    if indptr.numel() != rows + 1:
-        raise InvalidInput(
-            f"indptr has {indptr.numel()} entries; batch {batch} x heads {heads} x {tiles} query tiles are {rows} rows "
-            f"and need {rows + 1}"
-        )
-    if indices.numel() > rows * columns:
-        raise InvalidInput(
-            f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
-        )
-    check_stored(indices.numel())
-    readbacks: list[Fault | TrueSizes] = []
-    if on_gpu:
-        refuse_capture()
-        wrong = _wrong(indptr, indices, columns)
-        readbacks = [
-            Fault(torch.where(wrong, 0, -1), lambda _: _explained(indptr.cpu(), indices.cpu(), place, rows))
-        ]
-        parts = list(_split(torch.where(wrong, 0, indptr), torch.where(wrong, 0, indices), place))
-        most = indices.numel()
-        sizes = Sizes(
-            most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
-        )
-        readbacks.append(TrueSizes(parts[1], parts[3]))
-    else:
-        _check_lists(indptr, indices, place, rows)
-        arrays = [part.numpy() for part in _split(indptr, indices, place)]
-        sizes = exact_sizes(arrays[1], arrays[3])
-        parts = upload(arrays, place.device)
-    starts, whole, cut_starts, cut, columns_of = parts
-    lo, hi = every_key(place) or (None, None)
-    mask = cls.unchecked(
-        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
-        full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
-        lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
-    )  # fmt: skip
-    return _with_readbacks(mask, readbacks)
-
-
-def _as_list(values: Any, name: str) -> Tensor:
-    """A 1-D tensor of ints, where it is."""
-    made = values
-    try:
-        if not isinstance(values, Tensor):  # numpy sees no ints in an empty list
-            made = torch.from_numpy(np.array(values, dtype=None if np.size(values) else np.int64))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInput(f"{name} is no row of ints: {error}") from error
-    return arguments.tensor(name, made, (torch.int32, torch.int64), ndim=1).detach().contiguous()
-
-
-def _split(indptr: Tensor, indices: Tensor, place: Place) -> tuple[Tensor, ...]:
-    """int32: starts and counts of the full blocks, of the partial ones (at most one in a row), and the indices."""
-    indptr, indices = indptr.to(torch.int32), indices.to(torch.int32)
-    starts, ends = indptr[:-1].contiguous(), indptr[1:]
-    cut = torch.zeros_like(starts)
-    if place.kv_len % place.block[1] and indices.numel():
-        last = indices[(ends - 1).clamp(min=0)]
-        cut = ((ends > starts) & (last == place.grid[1] - 1)).to(torch.int32)
-    return starts, ends - starts - cut, ends - cut, cut, indices
-
-
-def _wrong(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Whether lists on the device have a fault. No sync; nothing is read out of bounds."""
-    stored = indices.numel()
-    wrong = (indptr[0] != 0) | (indptr[-1] != stored) | (indptr.diff() < 0).any()
-    row_starts = torch.zeros(stored + 1, dtype=torch.bool, device=indptr.device)
-    row_starts.index_fill_(0, indptr.clamp(0, stored).long(), True)  # an assignment would wait for the device
-    stuck = (indices.diff() <= 0) & ~row_starts[1:-1]
-    return wrong | ((indices < 0) | (indices >= columns)).any() | stuck.any()
-
-
-def _check_lists(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> None:
-    """The checks of BlockPattern, for lists on the host."""
-    for name, part in (("indptr", indptr), ("indices", indices)):
-        far = torch.nonzero(part.abs() > INT32_MAX)
-        if far.numel():
-            raise InvalidInput(f"{name}[{int(far[0])}] is {int(part[far[0]])}; it must fit int32")
-    shape = (rows * place.block[0], place.kv_len)
-    BlockPattern(shape, place.block, indptr.to(torch.int32), indices.to(torch.int32))
-
-
-def _explained(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> str:
-    try:
-        _check_lists(indptr, indices, place, rows)
-    except InvalidInput as error:
-        return str(error)
-    return "the lists were wrong when the mask was made, and have been written to since"
 
 
 @not_traced("a block mask")
@@ -466,13 +347,15 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     codes = table_of(within)
     there = codes != NOT_STORED
     ranked = scores.detach().masked_fill(~there, -torch.inf)
-    most = k
+    most, first = k, None
     if always is not None:
-        ranked = ranked.masked_fill(there & (table_of(always) != NOT_STORED), torch.inf)
+        first = (there & (table_of(always) != NOT_STORED)).expand(ranked.shape)
         most = max(k, always.sizes.longest)
     most, (batch, heads) = min(most, columns), scores.shape[:2]
+    kept = (highest(ranked, first) < k) & (ranked != -torch.inf)
+    kept = kept if first is None else kept | first
     codes = codes.expand(batch, heads, tiles, columns)
-    best = _best(ranked, k, most, lambda chosen: codes.gather(-1, chosen) == WHOLE)
+    best = rows_of(kept & (codes == WHOLE), kept & (codes != WHOLE), most)
     rules = None
     if within.rules is not None:
         rules = codes.gather(-1, best.chosen.long()).clamp(min=BY_INTERVAL).flatten()

@@ -28,6 +28,7 @@ KERNELS = {
     "pack": "matrix.convert",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
+    "fresh": "cpu.attention",
     "planner": "ops.weight_formats",
     "host": "ops.spmm",
 }
@@ -38,7 +39,7 @@ def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records
     """A record of the given case and kernel whose source is today's, with fields replaced by `changes`."""
     kernel = kernel or KERNELS[case.op]
     kind = records.OPS[case.op]
-    dense = TABLES[case.op].dense[0]
+    dense = TABLES[case.table or case.op].dense[0]
     extra = dict.fromkeys(kind.extra, 0.01)
     peer = {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 687.0}
     record: records.Record = {

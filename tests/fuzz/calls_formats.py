@@ -192,10 +192,35 @@ def _flex(random: Random) -> Any:
 
 
 def _topk(random: Random) -> Any:
-    places = {"seq_len": 300, "block": 64}
     always = random.choice((None, (1, 1), torch.eye(5, dtype=torch.bool)))
     scores = random.choice((dense(5, 5), dense(20, 5).view(2, 2, 5, 5)))
-    return sk.BlockMask.topk, {"scores": scores, "k": 3, "causal": True, "always": always, **places}
+    k = random.choice((3, torch.tensor([3])))
+    return sk.BlockMask.topk, {"scores": scores, "k": k, "most": 4, "always": always, **_kept(random)}
+
+
+def _kept(random: Random) -> dict[str, Any]:
+    """The options that masks of chosen blocks share."""
+    lengths = random.choice((None, torch.tensor([64, 10, 0, 64, 64])))
+    return {"seq_len": 300, "block": 64, "causal": True, "kv_lengths": lengths}
+
+
+def _cumulative(random: Random) -> Any:
+    always = random.choice((None, (1, 1), torch.eye(5, dtype=torch.bool)))
+    mass = random.choice((dense(5, 5), dense(20, 5).view(2, 2, 5, 5))).abs()
+    share = random.choice((0.9, torch.tensor([0.5])))
+    numbers = {"threshold": share, "least": 1, "most": 4, "always": always}
+    return sk.BlockMask.cumulative, {"scores": mass, **numbers, **_kept(random)}
+
+
+def _map(random: Random) -> Any:
+    given = random.choice((dense(5, 5), dense(20, 5).view(2, 2, 5, 5))) > 0
+    return sk.BlockMask.from_block_map, {"block_map": given, **_kept(random)}
+
+
+def _indices(random: Random) -> Any:
+    lists = torch.stack([torch.randperm(5) for _ in range(5)])[:, :3]
+    counts = random.choice((None, torch.tensor([0, 1, 2, 3, 3])))
+    return sk.BlockMask.from_indices, {"indices": lists, "counts": counts, **_kept(random)}
 
 
 def _blocks(random: Random) -> Any:
@@ -261,6 +286,7 @@ FRAME = {**PLACE, **BLOCK, "q_len": "none", "kv_len": "none", "q_offset": "none"
 RULE = {**BLOCK, "mask": "none", "threshold": "none int float", "keep": "none int float"}
 PATH = {"path": "none text", "title": "none text"}
 HEADS = {"q_heads": "none"}
+KEPT = {"kv_lengths": "none tensor", "seq_len": "none", "block": "sequence"}
 
 CALLS: dict[str, Call] = {
     "BlockPattern": Call(_pattern_parts, BLOCK),
@@ -375,9 +401,12 @@ CALLS: dict[str, Call] = {
         ),
         {**BLOCK, "seq_len": "none", "window": "none", "max_seqlen": "none"},
     ),
-    "BlockMask.topk": Call(
-        _topk, {"always": "none sequence tensor", "seq_len": "none", "block": "sequence", "k": "int"}
+    "BlockMask.topk": Call(_topk, {**KEPT, "always": "none sequence tensor", "k": "int tensor"}),
+    "BlockMask.cumulative": Call(
+        _cumulative, {**KEPT, "always": "none sequence tensor", "threshold": "float tensor"}
     ),
+    "BlockMask.from_block_map": Call(_map, KEPT),
+    "BlockMask.from_indices": Call(_indices, {**KEPT, "counts": "none tensor"}),
     "BlockMask.from_blocks": Call(
         _blocks, {**FRAME, "indptr": "sequence array tensor", "indices": "sequence array tensor"}
     ),

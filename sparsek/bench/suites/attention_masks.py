@@ -71,6 +71,15 @@ def _topk(case: Any, draw: Draw, count: float) -> Maker:
     return partial(BlockMask.topk, scores, int(count), **case.frame)
 
 
+def _documents(case: Any, draw: Draw, length: float) -> Maker:
+    """Documents of that many tokens; the first one is shorter, by a random number."""
+    generator = torch.Generator("cpu").manual_seed(draw.seed)
+    first = int(torch.randint(1, int(length) + 1, (), generator=generator, device="cpu"))
+    lengths = [first, *[int(length)] * ((case.q_len - first) // int(length))]
+    lengths.append(case.q_len - sum(lengths))
+    return partial(BlockMask.block_diagonal, lengths, causal=True, block=case.block, device=draw.device)
+
+
 def _blocks(case: Any, draw: Draw, share: float) -> Maker:
     rows, columns = case.heads * case.grid[0], case.grid[1]
     kept = max(1, min(columns, round(share * columns)))
@@ -123,6 +132,7 @@ MASK_FORMS: tuple[MaskForm, ...] = (
     MaskForm("window:W+sinks:S", "window {:g} + sinks {:g}".format, _window, causal=True, rule=_sees_window),
     MaskForm("blocks:F", lambda share: f"random {100 * share:g} %", _blocks, uniform=True),
     MaskForm("topk:K", "top {:g}".format, _topk, uniform=True),
+    MaskForm("documents:L", "documents of {:g}".format, _documents, causal=True),
     MaskForm("bigbird:W:G:R", "bigbird {:g} / {:g} / {:g}".format, _bigbird),
     MaskForm("uniform-like-bigbird:W:G:R", "uniform as bigbird {:g} / {:g} / {:g}".format, _like_bigbird),
 )

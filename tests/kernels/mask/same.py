@@ -36,7 +36,7 @@ def by_kernels(build: Callable[[], BlockMask]) -> BlockMask:
     """The mask that kernels make on the CPU, in Triton's interpreter."""
     with mock.patch.object(closed, "has_kernels", return_value=True):
         made = build()
-    assert "base" in made._memo
+    assert "fresh" in made._memo
     return made
 
 

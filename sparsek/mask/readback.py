@@ -1,0 +1,102 @@
+"""What a device finds while it makes a mask: faults and sizes, copied to the host without a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.lists import Sizes
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
+
+
+class Readback:
+    """An asynchronous device-to-host copy of a few int64 values."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.arrived = numbers, None
+        if numbers.device.type == "cuda":
+            self.numbers = torch.empty(numbers.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(numbers.device))
+
+    def read(self, wait: bool) -> Any:
+        """The values as an int or a list; None while they have not arrived, unless `wait`."""
+        if self.arrived is not None:
+            if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
+                return None
+            if wait:
+                self.arrived.synchronize()
+            elif not self.arrived.query():
+                return None
+            self.arrived = None
+        return self.numbers.tolist()
+
+
+class Fault(Readback):
+    """The position of a fault in what a mask was made from; negative if there is none."""
+
+    def __init__(self, at: Tensor, explain: Callable[[int], str]) -> None:
+        super().__init__(at)
+        self.explain = explain
+
+    def apply(self, mask: BlockMask, wait: bool) -> None:
+        """Raise InvalidInput if there is a fault. Does nothing while that is unknown."""
+        at = self.read(wait)
+        if at is not None and at >= 0:
+            raise InvalidInput(self.explain(at))
+
+
+class TrueSizes(Readback):
+    """The sizes of lists on a device. They replace the bounds in a mask's `sizes`, and later plans use them."""
+
+    def __init__(self, full: Tensor, partial: Tensor) -> None:
+        both = (full + partial).long()  # a longest row times the rows is more than int32 holds
+        heavy = torch.where(both * both.numel() > 2 * both.sum(), both, 0).sum()
+        longest = both.max() if both.numel() else both.sum()
+        super().__init__(torch.stack((both.sum(), partial.sum(), longest, heavy)))
+
+    def apply(self, mask: BlockMask, wait: bool) -> None:
+        """Set the sizes of the mask, once they have arrived."""
+        numbers = self.read(wait)
+        if numbers is not None and not mask.sizes.exact:
+            *sizes, heavy = numbers
+            object.__setattr__(mask, "sizes", Sizes(*sizes, exact=True))
+            mask._memo["heavy"] = heavy
+
+
+def faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
+    """A readback of whether any element is True. None in a captured CUDA graph, whose replays have no host code."""
+    if found.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return []
+    return [Fault(_first(found), explain)]
+
+
+def _first(found: Tensor) -> Tensor:
+    """The flat position of the first True, int64; -1 if there is none."""
+    if not found.numel():
+        return found.new_full((), -1, dtype=torch.int64)
+    flat = found.flatten()
+    return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
+
+
+def with_readbacks(mask: BlockMask, readbacks: Sequence[Fault | TrueSizes]) -> BlockMask:
+    """The mask, whose `verify` applies these readbacks. On the CPU they are applied here."""
+    if mask.device.type == "cpu":
+        for each in readbacks:
+            each.apply(mask, wait=True)
+    else:
+        mask._memo["readbacks"] = tuple(readbacks)
+    return mask
+
+
+def index(at: int, shape: Sequence[int]) -> str:
+    """A flat position in a tensor of this shape, as messages show it: "[0, 1, 2]"."""
+    return f"[{', '.join(str(each) for each in np.unravel_index(at, tuple(shape)))}]"
