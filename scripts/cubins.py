@@ -126,6 +126,8 @@ def masks() -> None:
                 sk.BlockMask.strided(4096, 512, 256, causal, **frame)
                 sk.BlockMask.dilated(4096, 512, 2, causal, **frame)
                 sk.BlockMask.block_diagonal([1000, 3096], causal, **frame)
+                for random in (1, 2, 3):
+                    sk.BlockMask.bigbird(4096, 256, 128, random, causal=causal, **frame)
             sk.BlockMask.causal(4096, **frame)
             sk.BlockMask.full(4096, **frame)
             sk.BlockMask.full(4000, **frame)

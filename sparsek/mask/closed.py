@@ -223,7 +223,7 @@ def counted_band(place: Place, band: Band) -> Counted:
 @lru_cache(maxsize=256)
 def counted_steps(place: Place, band: Band, steps: Steps) -> Counted:
     """The sizes of a mask of blocks with a step, from the count of every row."""
-    return _summed_rows(*steps.row_counts(np.arange(place.grid[0]), place, band))
+    return summed_rows(*steps.row_counts(np.arange(place.grid[0]), place, band))
 
 
 def bounded_band(place: Place, band: Band) -> Counted:
@@ -255,17 +255,17 @@ def counted_documents(place: Place, edges: np.ndarray, band: Band, batch: int) -
     begin, end = first_lo // bk, -(-last_hi // bk)
     left = np.minimum(-(-last_lo // bk), end)
     whole = np.maximum(first_hi // bk - left, 0) * alone
-    return _summed_rows(whole, end - begin - whole)
+    return summed_rows(whole, end - begin - whole)
 
 
-def _summed_rows(whole: np.ndarray, cut: np.ndarray) -> Counted:
-    """From the full and the partial blocks of every row."""
+def summed_rows(whole: np.ndarray, cut: np.ndarray, times: int = 1) -> Counted:
+    """From the full and the partial blocks of every row, of all heads or `times` the same rows."""
     both = whole + cut
     stored = int(both.sum())
-    check_stored(stored)
+    check_stored(stored * times)
     longest = int(both.max(initial=0))
     heavy = int(both[both * both.size > 2 * stored].sum()) if longest * both.size > 2 * stored else 0
-    return Counted(Sizes(stored, int(cut.sum()), longest, exact=True), heavy)
+    return Counted(Sizes(stored * times, int(cut.sum()) * times, longest, exact=True), heavy * times)
 
 
 def _stretches(

@@ -23,7 +23,7 @@ from sparsek.core import arguments
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
-from sparsek.mask import check, compose, flex, interop, listed, lists, scored, structured, view
+from sparsek.mask import bigbird, check, compose, flex, interop, listed, lists, scored, structured, view
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
 
@@ -269,7 +269,7 @@ class BlockMask(Home, Record):
     sliding_window = classmethod(structured.sliding_window)
     strided = classmethod(structured.strided)
     dilated = classmethod(structured.dilated)
-    bigbird = classmethod(structured.bigbird)
+    bigbird = classmethod(bigbird.bigbird)
     block_diagonal = classmethod(structured.block_diagonal)
     documents = classmethod(structured.documents)
     topk = classmethod(scored.topk)

@@ -1,4 +1,4 @@
-"""Masks in closed form: causal, strided, dilated, BigBird. Windows and documents are made by `documents`.
+"""Masks in closed form: causal, strided, dilated. Windows and documents are made by `documents`.
 
 On a GPU a kernel writes them (mask/closed.py, kernels/mask). What follows here in numpy makes them on the CPU, where
 no kernel is, and is the specification.
@@ -20,7 +20,6 @@ from sparsek.mask import closed
 from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble, read_edges
-from sparsek.matrix.pattern import INT32_MAX
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -198,7 +197,7 @@ def strided(
     runs = runs.then(Runs.between(top - near + 1, bottom + near))
     if not causal:
         runs = runs.then(Runs.progression(bottom + gap, np.full_like(bottom, place.reach), step))
-    return _of_blocks(cls, place, runs, causal, label)
+    return of_blocks(cls, place, runs, causal, label)
 
 
 @not_traced("a block mask")
@@ -249,91 +248,11 @@ def dilated(
     runs = Runs.progression(top - more * step, more, step).then(Runs.between(top, bottom + 1))
     if not causal:
         runs = runs.then(Runs.progression(bottom + step, more, step))
-    return _of_blocks(cls, place, runs, causal, label)
+    return of_blocks(cls, place, runs, causal, label)
 
 
 def _both_ways(causal: bool) -> str:
     return "" if causal else ", causal=False"
-
-
-@not_traced("a block mask")
-def bigbird(
-    cls: type[BlockMask],
-    seq_len: int | None = None,
-    window: int | None = None,
-    globals: int = 0,
-    random: int = 0,
-    seed: int = 0,
-    causal: bool = False,
-    heads: int = 1,
-    **frame: Unpack[Frame],
-) -> BlockMask:
-    """Return the mask of window, global and random blocks of BigBird.
-
-    All queries see the first `globals` keys, rounded up to blocks. Tiles with a query among the first `globals`
-    positions see all keys. Every other tile sees the window of `strided` and `random` further blocks, distinct and
-    nearly uniform, or fewer where fewer are left. The draw depends on `seed` and the shape, not on the device.
-
-    Args:
-        seq_len: Queries and keys, in tokens, where there are as many of both.
-        window: Keys near the query, in tokens; counted in blocks, as in `strided`.
-        globals: First keys that all queries see, in tokens.
-        random: Random blocks of each tile.
-        seed: The seed of the draw, 0 or greater.
-        causal: Whether a query sees no keys after its own.
-        heads: Heads with a draw of their own; they share one list where nothing is drawn.
-        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
-
-    Returns:
-        A mask shared by all batch items. Made without a host sync.
-
-    Raises:
-        InvalidInput: For numbers out of range, and lengths, blocks or devices that no mask has.
-
-    Source: Big Bird, Zaheer et al., arXiv:2007.14062.
-
-    Example:
-        >>> import sparsek as sk
-        >>> sk.BlockMask.bigbird(4096, window=256, globals=128, random=3, heads=8).heads
-        8
-    """
-    place = Place.of(seq_len, **frame)
-    window, seed = arguments.integer("window", window, 1), arguments.integer("seed", seed)
-    globals, random = arguments.integer("globals", globals), arguments.integer("random", random)
-    heads = arguments.integer("heads", heads, 1, INT32_MAX // max(place.grid[0], 1))
-    causal = arguments.flag("causal", causal)
-    label = f"bigbird({window}, {globals}, {random}, seed={seed}{', causal' if causal else ''})"
-    bk, near, wide = place.block[1], place.blocks(window), place.blocks(globals)
-    # Every tile sees the blocks before `first` and those from `left` to `right`.
-    end = visible(place, causal)[1]
-    first = np.where(place.first < globals, end, np.minimum(wide, end))
-    left = np.clip(place.first // bk - near + 1, first, end)
-    right = np.clip(place.last // bk + (1 if causal else near), left, end)
-    others = left - first + end - right
-    heads = heads if random and others.any() else 1
-    rank, drawn = _draw(np.random.default_rng(seed), np.tile(others, heads), random)
-    first, left, right = (np.tile(each, heads) for each in (first, left, right))
-    column = first + rank
-    before = column < left
-    column = np.where(before, column, column + right - left)
-    stored = Runs.between(np.zeros_like(first), first).then(Runs.single(column, drawn & before))
-    stored = stored.then(Runs.between(left, right)).then(Runs.single(column, drawn & ~before))
-    return _of_blocks(cls, place, stored, causal, label, heads)
-
-
-def _draw(rng: np.random.Generator, n: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct ranks for each row.
-
-    Of row r `each` ranks below n[r], ascending, or all of them, and which of them count: int64 and bool [each, rows].
-    Draws `each` numbers up to n - each, sorts them and adds i to the i-th. Every set can be drawn, each rank about
-    equally likely.
-    """
-    most = min(each, int(n.max(initial=0)))
-    at = np.arange(most)[:, None]
-    drawn = at < n
-    room = n - np.minimum(most, n) + 1
-    rank = np.floor(rng.random((most, n.size)) * room).astype(np.int64)
-    return np.sort(np.where(drawn, rank, INT32_MAX), 0) + at, drawn
 
 
 def _all_blocks(cls: type[BlockMask], place: Place, causal: bool, label: str) -> BlockMask:
@@ -343,7 +262,7 @@ def _all_blocks(cls: type[BlockMask], place: Place, causal: bool, label: str) ->
     if made is not None:
         return made
     runs = Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
-    return _of_blocks(cls, place, runs, causal, label)
+    return of_blocks(cls, place, runs, causal, label)
 
 
 def _stepped_on_gpu(
@@ -354,7 +273,7 @@ def _stepped_on_gpu(
     return on_gpu(cls, place, "mask_of_blocks", given, count, label=label)
 
 
-def _of_blocks(
+def of_blocks(
     cls: type[BlockMask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1
 ) -> BlockMask:
     """The mask of these blocks, as far as they exist; if causal, of their keys up to the query."""

@@ -28,5 +28,6 @@ def _registered(module: str, function: str) -> Callable[..., Any]:
 KERNELS.update(
     mask_of_blocks=_registered("forms", "blocks"),
     mask_of_band=_registered("forms", "band"),
+    mask_of_bigbird=_registered("bigbird", "bigbird"),
     mask_of_documents=_registered("documents", "documents"),
 )

@@ -47,3 +47,17 @@ def test_dilated(place: Place, window: int, dilation: int, causal: bool):
         return BlockMask.dilated(window=window, dilation=dilation, causal=causal, **frame(place))
 
     assert_same(by_kernels(build), build())
+
+
+@given(places(), TOKENS, st.integers(0, 300), st.integers(0, 5), st.integers(0, 2**64), st.booleans())
+@FEW
+def test_bigbird(place: Place, window: int, globals: int, random: int, seed: int, causal: bool):
+    def build() -> BlockMask:
+        return BlockMask.bigbird(
+            window=window, globals=globals, random=random, seed=seed, causal=causal, heads=2, **frame(place)
+        )
+
+    made, wanted = by_kernels(build), build()
+    assert_same(made, wanted, sizes=made.sizes.exact)
+    assert all(true <= said for true, said in zip(wanted.sizes[:3], made.sizes[:3], strict=True))
+    assert made.sizes.exact or place.kv_len % place.block[1]

@@ -59,7 +59,10 @@ def assert_same(made: BlockMask, wanted: BlockMask, *, sizes: bool = True) -> No
         assert mine is None or torch.equal(mine.cpu(), theirs.cpu())
     assert (made.rules is None) == (wanted.rules is None)
     if made.rules is not None:
-        assert torch.equal(made.to_dense().cpu(), wanted.to_dense().cpu())
+        for first in {0, max(made.q_len // 2 - 400, 0), max(made.q_len - 800, 0)}:
+            last = min(first + 800, made.q_len)
+            mine, theirs = (each.dense_rows(first, last) for each in (made, wanted))
+            assert torch.equal(mine.cpu(), theirs.cpu())
         kinds = [sorted_rules(each) for each in (made, wanted)]
         assert kinds[0] == kinds[1]
 
