@@ -6,13 +6,15 @@ import pytest
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.estimate import means, scores
+from sparsek.kernels.estimate import maps, mass, means, scores
 from tests.kernels.lang.portable_code import Code, compiled
 from tests.problems import CARDS
 
 
 def code_of_means(card: str, dtype: str, dim: int, side: int, parts: int) -> Code:
-    types = dict.fromkeys(("x", "y"), f"*{dtype}") | dict.fromkeys(("x_means", "y_means"), "*bf16")
+    types: dict[str, str] = dict.fromkeys(("x", "y"), f"*{dtype}") | dict.fromkeys(
+        ("x_means", "y_means"), "*bf16"
+    )
     wide = means.ELEMENTS // side if means.ELEMENTS // side < dim else dim
     constants: dict[str, Any] = {
         "X_SIDE": side, "X_PARTS": parts, "Y_SIDE": side, "Y_PARTS": parts, "D": dim, "X_WIDE": wide, "Y_WIDE": wide,
@@ -57,3 +59,22 @@ def test_scores_use_tensor_cores_and_pipelined_loads(
     assert code.copies
     assert ("wgmma.mma_async" in code.ptx) == (card == "sm_90")
     assert code.shared <= CARDS[card].smem_bytes // 2  # two programs on an SM
+
+
+UNUSED: dict[bool, dict[str, Any]] = {True: {"within": None}, False: {}}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_maps_and_masses_compile(within: bool, causal: bool) -> None:
+    names = ("full", "part")
+    types = {f"{name}_{part}": "*i32" for name in names for part in ("starts", "counts", "indices")} | {
+        "made": "*i8"
+    }
+    constants: dict[str, Any] = {"CHUNK": maps.CHUNK}
+    code = compiled(
+        maps._map, types | {"within": "*i8"}, constants | UNUSED[not within], CARDS["sm_90"], 1, 3
+    )
+    assert code.stack == 0
+    constants = {"BM": 64, "BK": 64, "CAUSAL": causal, "CHUNK": mass.CHUNK}
+    assert compiled(mass._mass, {"scores": "*fp32"}, constants, CARDS["sm_90"], mass.WARPS, 3).stack == 0
