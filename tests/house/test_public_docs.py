@@ -1,4 +1,4 @@
-"""Every public name of `sparsek` has its own docstring: a summary, every argument, and examples that run."""
+"""Every public name of `sparsek` and of the calls that stand in for others has its own docstring: a summary, every argument, and examples that run."""
 
 import doctest
 import inspect
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import sparsek as sk
+from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer, flex
 
 LONGEST = 120  # characters of a summary
+STAND_INS = (block_sparse_attention, fastvideo, flash_attention, flashinfer, flex)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
 
@@ -31,6 +33,9 @@ def public() -> dict[str, Any]:
     """Every public function, class, method and property."""
     tops = {f"sk.{name}": getattr(sk, name) for name in sk.__all__ if name != "nn"}
     tops |= {f"sk.nn.{name}": getattr(sk.nn, name) for name in sk.nn.__all__}
+    for module in STAND_INS:
+        own = {name: each for name, each in vars(module).items() if name[0] != "_" and callable(each)}
+        tops |= {name: each for name, each in own.items() if each.__module__ == module.__name__}
     found = dict(tops)
     for name, each in tops.items():
         if inspect.isclass(each):
