@@ -137,7 +137,7 @@ def block_sparse_attn(
     """
     check_operands(q, k, v, DIMS)
     arguments.tensor("block_map", block_map, (torch.bool,))
-    if block_map.ndim not in (3, 4):
+    if block_map.ndim not in (3, 4) or not block_map.numel():
         raise InvalidInput(
             f"block_map is {list(block_map.shape)}; it must be [B, H, query blocks, key blocks]"
         )
@@ -230,11 +230,12 @@ def sliding_tile_attention(
     arguments.flag("has_text", has_text)
     sides = _video(seq_shape)
     tiles = tuple(side // tile for side, tile in zip(sides, TILE, strict=True))
-    windows = tuple(tuple(arguments.integer("window_size", n, 1) for n in each) for each in window_size)
-    if len(windows) != q.shape[1] or any(len(each) != 3 for each in windows):
+    given = window_size if isinstance(window_size, Sequence) else ()
+    if len(given) != q.shape[1] or any(not isinstance(x, Sequence) or len(x) != 3 for x in given):
         raise InvalidInput(
             f"window_size is {arguments.shown(window_size)}; it must be (t, h, w) for each head of q"
         )
+    windows = tuple(tuple(arguments.integer("window_size", n, 1) for n in each) for each in given)
     video, tokens = math.prod(sides), q.shape[2]
     text = arguments.integer("text_length", text_length, 0, max(tokens - video, 0)) if has_text else 0
     if tokens < video or (not has_text and tokens != video) or k.shape[2] != tokens:
@@ -270,7 +271,7 @@ def _video(seq_shape: Any) -> tuple[int, ...]:
     sides = tuple(int(each) for each in arguments.text("seq_shape", seq_shape).split("x") if each.isdecimal())
     if len(sides) != 3 or any(side % tile or not side for side, tile in zip(sides, TILE, strict=True)):
         raise InvalidInput(
-            f'seq_shape is "{seq_shape}"; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
+            f'seq_shape is {arguments.shown(seq_shape)}; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
         )
     return sides
 

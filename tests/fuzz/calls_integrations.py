@@ -70,7 +70,7 @@ def function(called: Any, **arguments: Any) -> Any:
     return lambda random: (called, dict(arguments))
 
 
-NAMES = {"q_data_type": "dtype text", "logits_soft_cap": "none", "sm_scale": "none"}
+NAMES = {"q_data_type": "dtype text", "logits_soft_cap": "none int", "sm_scale": "none int"}
 CALLS: dict[str, Call] = {
     "block_sparse_attn_func": Call(
         function(
@@ -118,14 +118,14 @@ CALLS: dict[str, Call] = {
             flash_attention.flash_attn_func, **operands(1, 128, 2, 16), softmax_scale=0.2, causal=True,
             window_size=(None, None), softcap=0.0, block_sparse_tensors=LISTS, return_lse=True,
         ),
-        {"softmax_scale": "none", "softcap": "none", "block_sparse_tensors": "none"},
+        {"softmax_scale": "none int", "softcap": "none", "block_sparse_tensors": "none"},
     ),
     "flex_attention": Call(
         function(
             flex_attention, query=dense(1, 2, 100, 16), key=dense(1, 2, 100, 16, seed=1),
             value=dense(1, 2, 100, 16, seed=2), score_mod=None, scale=0.2, enable_gqa=False, return_lse=True,
         ),
-        {"scale": "none"},
+        {"scale": "none int"},
     ),
     "BlockSparseAttentionWrapper.plan": Call(_rows, NAMES),
     "BlockSparseAttentionWrapper.run": Call(_run_rows),

@@ -1,4 +1,4 @@
-"""Every public name of `sparsek` and of the calls that stand in for others has its own docstring: a summary, every argument, and examples that run."""
+"""Every public name of `sparsek` and of its stand-ins has a docstring: summary, every argument, running examples."""
 
 import doctest
 import inspect
