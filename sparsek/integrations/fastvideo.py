@@ -27,6 +27,7 @@ from sparsek.integrations.refused import (
 )
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
 
 TILE = (6, 8, 8)  # of sliding_tile_attention: 384 tokens
@@ -78,7 +79,9 @@ def video_sparse_attn(
         torch.Size([1, 2, 256, 64])
     """
     check_operands(q, k, v, DIMS)
+    check_tensors(q, k, v)
     side = _tokens(block_size)
+    gate = _gate(compress_attn_weight, q)
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
     queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -87,8 +90,6 @@ def video_sparse_attn(
         for x, sizes in ((q, queries), (k, keys), (v, keys))
     )
     group = q.shape[1] // max(k.shape[1], 1)
-    if k.shape[1] * group != q.shape[1]:
-        raise InvalidInput(f"q has {q.shape[1]} heads and k {k.shape[1]}; q must have a multiple of them")
     if group > 1:
         k_mean, v_mean = (x.repeat_interleave(group, 1) for x in (k_mean, v_mean))
     scores = (q_mean @ k_mean.mT * q.shape[3] ** -0.5).masked_fill(keys == 0, -torch.inf)
@@ -104,7 +105,7 @@ def video_sparse_attn(
             kv_lengths=cut_lengths(keys, block, parts),
         )  # fmt: skip
     fine = attention(q, k, v, mask)
-    return fine + (coarse if compress_attn_weight is None else coarse * compress_attn_weight)
+    return fine + (coarse if gate is None else coarse * gate)
 
 
 def block_sparse_attn(
@@ -274,6 +275,20 @@ def _video(seq_shape: Any) -> tuple[int, ...]:
             f'seq_shape is {arguments.shown(seq_shape)}; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
         )
     return sides
+
+
+def _gate(gate: Any, q: Tensor) -> Tensor | None:
+    """A factor of the coarse branch that broadcasts to q, or None."""
+    if gate is None:
+        return None
+    arguments.tensor("compress_attn_weight", gate, dtypes.FLOATS)
+    arguments.one_device("compress_attn_weight is", gate.device, "q is", q.device)
+    wide = (1,) * (4 - gate.ndim) + tuple(gate.shape)
+    if len(wide) > 4 or any(n not in (1, m) for n, m in zip(wide, q.shape, strict=True)):
+        raise InvalidInput(
+            f"compress_attn_weight is {list(gate.shape)}; it must broadcast to q, {list(q.shape)}"
+        )
+    return gate
 
 
 def _tokens(block_size: Any) -> int:

@@ -28,6 +28,8 @@ def ints(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+# Their sums are exact, whatever the order.
+WHOLE = {name: x.round() for name, x in operands(1, 2, 128, 16).items()}
 ENDS, TYPES, INFO = ints([0, 200]), ints([0, 1]), ints([1, 1, 1, 1])
 SIZES, MAP = ints([64, 5]), torch.tensor([[True, False], [True, True]])[None, None]
 COUNTS, INDICES = ints([[[1, 2]]]), ints([[[[1, 0], [0, 1]]]])
@@ -91,10 +93,10 @@ CALLS: dict[str, Call] = {
     ),
     "video_sparse_attn": Call(
         function(
-            fastvideo.video_sparse_attn, **operands(1, 2, 128, 16), variable_block_sizes=SIZES,
-            q_variable_block_sizes=SIZES, topk=1, block_size=(4, 4, 4), compress_attn_weight=None,
+            fastvideo.video_sparse_attn, **WHOLE, variable_block_sizes=SIZES,
+            q_variable_block_sizes=SIZES, topk=1, block_size=(4, 4, 4), compress_attn_weight=dense(1, 2, 128, 1),
         ),
-        {"block_size": "int sequence"},
+        {"block_size": "int sequence", "compress_attn_weight": "none"},
     ),
     "block_sparse_attn": Call(
         function(
@@ -116,7 +118,7 @@ CALLS: dict[str, Call] = {
     "flash_attn_func": Call(
         function(
             flash_attention.flash_attn_func, **operands(1, 128, 2, 16), softmax_scale=0.2, causal=True,
-            window_size=(None, None), softcap=0.0, block_sparse_tensors=LISTS, return_lse=True,
+            softcap=0.0, block_sparse_tensors=LISTS, return_lse=True,
         ),
         {"softmax_scale": "none int", "softcap": "none", "block_sparse_tensors": "none"},
     ),
