@@ -27,6 +27,7 @@ from sparsek.integrations.refused import (
 )
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
 
 TILE = (6, 8, 8)  # of sliding_tile_attention: 384 tokens
@@ -78,7 +79,9 @@ def video_sparse_attn(
         torch.Size([1, 2, 256, 64])
     """
     check_operands(q, k, v, DIMS)
+    check_tensors(q, k, v)
     side = _tokens(block_size)
+    gate = _gate(compress_attn_weight, q)
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
     queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -87,8 +90,6 @@ def video_sparse_attn(
         for x, sizes in ((q, queries), (k, keys), (v, keys))
     )
     group = q.shape[1] // max(k.shape[1], 1)
-    if k.shape[1] * group != q.shape[1]:
-        raise InvalidInput(f"q has {q.shape[1]} heads and k {k.shape[1]}; q must have a multiple of them")
     if group > 1:
         k_mean, v_mean = (x.repeat_interleave(group, 1) for x in (k_mean, v_mean))
     scores = (q_mean @ k_mean.mT * q.shape[3] ** -0.5).masked_fill(keys == 0, -torch.inf)
@@ -104,7 +105,7 @@ def video_sparse_attn(
             kv_lengths=cut_lengths(keys, block, parts),
         )  # fmt: skip
     fine = attention(q, k, v, mask)
-    return fine + (coarse if compress_attn_weight is None else coarse * compress_attn_weight)
+    return fine + (coarse if gate is None else coarse * gate)
 
 
 def block_sparse_attn(
@@ -137,7 +138,7 @@ def block_sparse_attn(
     """
     check_operands(q, k, v, DIMS)
     arguments.tensor("block_map", block_map, (torch.bool,))
-    if block_map.ndim not in (3, 4):
+    if block_map.ndim not in (3, 4) or not block_map.numel():
         raise InvalidInput(
             f"block_map is {list(block_map.shape)}; it must be [B, H, query blocks, key blocks]"
         )
@@ -230,11 +231,12 @@ def sliding_tile_attention(
     arguments.flag("has_text", has_text)
     sides = _video(seq_shape)
     tiles = tuple(side // tile for side, tile in zip(sides, TILE, strict=True))
-    windows = tuple(tuple(arguments.integer("window_size", n, 1) for n in each) for each in window_size)
-    if len(windows) != q.shape[1] or any(len(each) != 3 for each in windows):
+    given = window_size if isinstance(window_size, Sequence) else ()
+    if len(given) != q.shape[1] or any(not isinstance(x, Sequence) or len(x) != 3 for x in given):
         raise InvalidInput(
             f"window_size is {arguments.shown(window_size)}; it must be (t, h, w) for each head of q"
         )
+    windows = tuple(tuple(arguments.integer("window_size", n, 1) for n in each) for each in given)
     video, tokens = math.prod(sides), q.shape[2]
     text = arguments.integer("text_length", text_length, 0, max(tokens - video, 0)) if has_text else 0
     if tokens < video or (not has_text and tokens != video) or k.shape[2] != tokens:
@@ -270,9 +272,23 @@ def _video(seq_shape: Any) -> tuple[int, ...]:
     sides = tuple(int(each) for each in arguments.text("seq_shape", seq_shape).split("x") if each.isdecimal())
     if len(sides) != 3 or any(side % tile or not side for side, tile in zip(sides, TILE, strict=True)):
         raise InvalidInput(
-            f'seq_shape is "{seq_shape}"; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
+            f'seq_shape is {arguments.shown(seq_shape)}; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
         )
     return sides
+
+
+def _gate(gate: Any, q: Tensor) -> Tensor | None:
+    """A factor of the coarse branch that broadcasts to q, or None."""
+    if gate is None:
+        return None
+    arguments.tensor("compress_attn_weight", gate, dtypes.FLOATS)
+    arguments.one_device("compress_attn_weight is", gate.device, "q is", q.device)
+    wide = (1,) * (4 - gate.ndim) + tuple(gate.shape)
+    if len(wide) > 4 or any(n not in (1, m) for n, m in zip(wide, q.shape, strict=True)):
+        raise InvalidInput(
+            f"compress_attn_weight is {list(gate.shape)}; it must broadcast to q, {list(q.shape)}"
+        )
+    return gate
 
 
 def _tokens(block_size: Any) -> int:

@@ -82,7 +82,10 @@ def cut(mass: Tensor, share: float, least: int = 0) -> Tensor:
     ranked, order = code.sort(dim=-1, descending=True, stable=True)
     counted = torch.where(code > 0, mass.float() * 2.0**30, 0.0).long()
     held = counted.gather(-1, order).cumsum(-1)
-    need = counted.sum(-1, keepdim=True).double() * torch.tensor(share, dtype=torch.float32, device=mass.device).double()
+    need = (
+        counted.sum(-1, keepdim=True).double()
+        * torch.tensor(share, dtype=torch.float32, device=mass.device).double()
+    )
     count = torch.arange(1, mass.shape[-1] + 1, dtype=torch.int64, device=mass.device)
     enough = (held >= need) & (count >= least)
     if not mass.shape[-1]:

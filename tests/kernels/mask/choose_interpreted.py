@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.mask.choose import choose_blocks
 from sparsek.mask import chosen
-from sparsek.mask.choice import Choice, Report, mask_in
+from sparsek.mask.choice import Choice, mask_in
 from sparsek.mask.mask import BlockMask
 from tests.mask.drawn_choices import KINDS, PLACES, drawn, same
 
@@ -55,7 +55,7 @@ def test_it_makes_the_tensors_of_the_specification(kind: str, hostile: bool) -> 
         mask = mask_in(BlockMask, c, parts)
         if fault and c.rows:
             with pytest.raises(InvalidInput) as caught:
-                Report(c, parts).apply(mask, wait=True)
+                mask.verify(wait=True)
             assert str(caught.value).split("[")[0] == fault.split("[")[0]
         else:
-            Report(c, parts).apply(mask, wait=True)
+            mask.verify(wait=True)
