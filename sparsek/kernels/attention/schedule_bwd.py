@@ -135,7 +135,8 @@ def _section(tile, n, total, key_tiles, columns, sections, heads):
 def _line_up(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, totals, n, room, listed, whose, rank,
     first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections, heads,
-    programs, SINGLE: tl.constexpr, TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr, ROWS: tl.constexpr,
+    programs,
+    SINGLE: tl.constexpr, TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr, ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < programs:
