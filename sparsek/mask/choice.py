@@ -49,7 +49,7 @@ class Near(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a mask is made of.
+    """The arguments of a mask of chosen blocks.
 
     Attributes:
         kind: "topk" and "mass" choose by scores, "map" and "indices" are the choice itself.

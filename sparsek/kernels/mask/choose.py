@@ -129,7 +129,7 @@ def _highest(key, count, nothing):
 
 @triton.jit
 def _prefix(keys, WORDS: tl.constexpr):
-    """Words [n, WORDS] of which the first `keys` bits are set."""
+    """Words [n, WORDS] whose first `keys` bits are set."""
     ahead = keys[:, None] - 32 * tl.arange(0, WORDS)[None, :]
     ahead = tl.minimum(tl.maximum(ahead, 0), 32)
     return ((tl.full(ahead.shape, 1, tl.int64) << ahead.to(tl.int64)) - 1).to(tl.int32)
