@@ -176,7 +176,7 @@ def _choose(
     KIND: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, EVERY: tl.constexpr, WIDE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, COLS: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One row of lists. EVERY: `always` blocks are kept even where they are more than the limit."""
+    """One row of lists. EVERY: as `Choice.every`."""
     if UNIT > 1:  # rows of `given` are whole 16-byte words
         sg_n = 1
         sg_b, sg_h, sg_m, columns = (
@@ -251,7 +251,8 @@ def _choose(
             right = (x >= 0) & (x < float("inf"))
         else:
             right = x == x
-        word = tl.minimum(word, _first(there & ~right, column, _VALUE))
+        if not EVERY:
+            word = tl.minimum(word, _first(there & ~right, column, _VALUE))
         able = there & right
         if KIND == "topk":
             able = able & (x != float("-inf"))
