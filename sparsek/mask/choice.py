@@ -6,6 +6,7 @@ A kernel (`kernels/mask`) makes the mask on a GPU from a `Choice`; `chosen.py` i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Near(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a mask is made of.
+    """The arguments of a mask of chosen blocks.
 
     Attributes:
         kind: "topk" and "mass" choose by scores, "map" and "indices" are the choice itself.
@@ -54,7 +55,8 @@ class Choice(NamedTuple):
         least: Of mass, the blocks that a row keeps at least.
         always: Blocks that come first: bool that broadcasts to the scores, or near ones; None: none.
         counts: Of indices, ints that broadcast to [batch, heads, Mb]; None: entries of -1 are absent.
-        every: Of topk, whether a row keeps all `always` blocks even if they are more than the limit.
+        every: Of topk, whether a row keeps all `always` blocks even if they are more than the limit. A NaN score
+            then excludes a block, without a fault.
         names: The shapes of arguments as the caller gave them, and words for messages.
         label: The mask in words.
     """
@@ -86,8 +88,7 @@ class Choice(NamedTuple):
     @property
     def deep(self) -> int:
         """The most blocks that a tile sees in part because a query sees no keys after its own."""
-        edge, end = visible(self.place, self.causal)
-        return int((end - edge).max(initial=0)) if self.causal else 0
+        return _deep(self.place) if self.causal else 0
 
     @property
     def has_interval(self) -> bool:
@@ -96,10 +97,8 @@ class Choice(NamedTuple):
 
     def bounds(self) -> tuple[int, int, int]:
         """The most stored blocks, partial ones, and blocks of the longest row."""
-        edge, end = visible(self.place, self.causal)
-        most = np.minimum(self.capacity, end)
-        cut = most if self.lengths is not None else np.minimum(self.capacity, end - edge)
-        return self.groups * int(most.sum()), self.groups * int(cut.sum()), int(most.max(initial=0))
+        most, cut, longest = _bounds(self.place, self.causal, self.capacity)
+        return self.groups * most, self.groups * (cut if self.lengths is None else most), longest
 
     def explain(self, fault: int) -> str:
         """The fault that a kernel writes, in words."""
@@ -139,6 +138,32 @@ class Choice(NamedTuple):
         if self.kind == "indices":
             return f"indices of tile {index((b, h, i))} hold key block {x} more than once"
         return f"always{index((b, h, i))} keeps more than {names['room']} blocks; they count among the k"
+
+
+@lru_cache(maxsize=256)
+def _bounds(place: Place, causal: bool, capacity: int) -> tuple[int, int, int]:
+    """The most stored blocks of a head, partial ones, and blocks of a row."""
+    edge, end = visible(place, causal)
+    most = np.minimum(capacity, end)
+    return int(most.sum()), int(np.minimum(capacity, end - edge).sum()), int(most.max(initial=0))
+
+
+@lru_cache(maxsize=256)
+def _deep(place: Place) -> int:
+    edge, end = visible(place, True)
+    return int((end - edge).max(initial=0))
+
+
+@lru_cache(maxsize=256)
+def held(place: Place, causal: bool, near: Near) -> np.ndarray:
+    """How many blocks of each tile are near, int64 [Mb]."""
+    (_, end), bk = visible(place, causal), place.block[1]
+    sinks = np.minimum(near.sinks, end)
+    if near.back is None:
+        return sinks
+    left = np.clip((place.first - near.back) // bk, 0, end)
+    right = np.clip((place.last + near.fore) // bk + 1, left, end)
+    return sinks + np.maximum(right - np.maximum(left, sinks), 0)
 
 
 def _within(at: Sequence[int], shape: Sequence[int]) -> str:
@@ -208,7 +233,7 @@ def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
     told = c._replace(
         given=torch.empty(c.given.shape, dtype=c.given.dtype, device="meta"), lengths=None, always=None
     )
-    fault = WrittenFault(parts.word, told._replace(counts=None).explain, c.place.device)
+    fault = None if c.every else WrittenFault(parts.word, told._replace(counts=None).explain, c.place.device)
     sized = c.kind != "topk" or isinstance(c.limit, Tensor)
     return freshened(mask, parts.base, fault, LateSizes() if sized else None)
 

@@ -130,7 +130,7 @@ def _highest(key, count, nothing):
 
 @triton.jit
 def _prefix(keys, WORDS: tl.constexpr):
-    """Words [n, WORDS] of which the first `keys` bits are set."""
+    """Words [n, WORDS] whose first `keys` bits are set."""
     ahead = keys[:, None] - 32 * tl.arange(0, WORDS)[None, :]
     ahead = tl.minimum(tl.maximum(ahead, 0), 32)
     return ((tl.full(ahead.shape, 1, tl.int64) << ahead.to(tl.int64)) - 1).to(tl.int32)
@@ -177,7 +177,7 @@ def _choose(
     KIND: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, EVERY: tl.constexpr, WIDE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, COLS: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One row of lists. EVERY: `always` blocks are kept even where they are more than the limit."""
+    """One row of lists. EVERY: as `Choice.every`."""
     if UNIT > 1:  # rows of `given` are whole 16-byte words
         sg_n = 1
         sg_b, sg_h, sg_m, columns = (
@@ -252,7 +252,8 @@ def _choose(
             right = (x >= 0) & (x < float("inf"))
         else:
             right = x == x
-        word = tl.minimum(word, _first(there & ~right, column, _VALUE))
+        if not EVERY:
+            word = tl.minimum(word, _first(there & ~right, column, _VALUE))
         able = there & right
         if KIND == "topk":
             able = able & (x != float("-inf"))
