@@ -12,7 +12,7 @@ from tests.problems import CARDS
 
 
 def code_of_means(card: str, dtype: str, dim: int, side: int, parts: int) -> Code:
-    types: dict[str, str] = dict.fromkeys(("x", "y"), f"*{dtype}") | dict.fromkeys(
+    types = {name: f"*{dtype}" for name in ("x", "y")} | dict.fromkeys(
         ("x_means", "y_means"), "*bf16"
     )
     wide = means.ELEMENTS // side if means.ELEMENTS // side < dim else dim
