@@ -17,7 +17,9 @@ from sparsek.kernels.lang.launch import launch
 from sparsek.reference.lines import CODES, DROPPED, LEAST
 
 CHUNK, WARPS = 4096, 16
-FORCED = tl.constexpr(2.0**20)  # the mass of what is kept before all others; masses of softmaxes are at most 128
+FORCED = tl.constexpr(
+    2.0**20
+)  # the mass of what is kept before all others; masses of softmaxes are at most 128
 DROPPED_BITS, LEAST_CODE, TOP_CODE = (tl.constexpr(each) for each in (DROPPED, LEAST, CODES - 1))
 HALF_BITS = (CODES.bit_length() - 1) // 2
 PASSES, FIRST_UNIT = tl.constexpr(HALF_BITS), tl.constexpr(4 ** (HALF_BITS - 1))

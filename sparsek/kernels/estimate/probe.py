@@ -157,7 +157,9 @@ def _sums(
             for first in range(0, LAST, 8):
                 r = first + few
                 c = lane[None, :] - (LAST - 1) + r[:, None]
-                found += tl.sum(tl.load(mine + r[:, None] * TN + c, mask=(c >= 0) & (c < TN), other=0.0), axis=0)
+                found += tl.sum(
+                    tl.load(mine + r[:, None] * TN + c, mask=(c >= 0) & (c < TN), other=0.0), axis=0
+                )
             tl.store(askew + tile * (2 * TN) + lane, found)
 
 
@@ -226,7 +228,14 @@ def token_lines(q: Tensor, k: Tensor, last: int, q_offset: int) -> tuple[Tensor,
             ROW_BLOCKS=ROW_BLOCKS,
         )  # fmt: skip
         launch(
-            _distances, (batch * heads, -(-distances // 1024)), askew, slash, tiles, distances, TN=TILE, CHUNK=1024
+            _distances,
+            (batch * heads, -(-distances // 1024)),
+            askew,
+            slash,
+            tiles,
+            distances,
+            TN=TILE,
+            CHUNK=1024,
         )
     return vertical, slash
 
