@@ -230,10 +230,9 @@ def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
         pure=parts.rules is None, label=c.label,
     )  # fmt: skip
     # Without its tensors, because it stays with the mask.
-    told = c._replace(
-        given=torch.empty(c.given.shape, dtype=c.given.dtype, device="meta"), lengths=None, always=None
-    )
-    fault = None if c.every else WrittenFault(parts.word, told._replace(counts=None).explain, c.place.device)
+    shape = torch.empty(c.given.shape, dtype=c.given.dtype, device="meta")
+    told = c._replace(given=shape, lengths=None, limit=0, always=None, counts=None)
+    fault = None if c.every else WrittenFault(parts.word, told.explain, c.place.device)
     sized = c.kind != "topk" or isinstance(c.limit, Tensor)
     return freshened(mask, parts.base, fault, LateSizes() if sized else None)
 
