@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsek import nn
+    from sparsek import nn, policies
     from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
     from sparsek.files.io import load, save
     from sparsek.mask.mask import BlockMask
@@ -64,6 +64,7 @@ __all__ = [
     "plan_sddmm",
     "plan_spgemm",
     "plan_spmm",
+    "policies",
     "quantize",
     "random_bsr",
     "save",
@@ -94,6 +95,7 @@ _HOMES = {
     "load": "sparsek.files.io",
     "merge_attention": "sparsek.reference.attention",
     "nn": "sparsek.nn",
+    "policies": "sparsek.policies",
     "plan_attention": "sparsek.ops.attention",
     "plan_attention_backward": "sparsek.ops.attention",
     "choose_format": "sparsek.ops.choose",
@@ -110,6 +112,9 @@ _HOMES = {
 }
 
 
+ROOMS = ("nn", "policies")
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name not in _HOMES:
@@ -117,7 +122,7 @@ def __getattr__(name: str) -> Any:
     if _HOMES[name] != "sparsek.core.errors":
         import_module("sparsek.ops")  # matrices call the operations, and these each other in backward passes
     home = import_module(_HOMES[name])
-    globals()[name] = found = home if name == "nn" else getattr(home, name)
+    globals()[name] = found = home if name in ROOMS else getattr(home, name)
     return found
 
 

@@ -22,13 +22,15 @@ from sparsek.mask.cache import ByTensor, KeptMask, kept_mask, values_of
 from sparsek.mask.lists import Frame
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors, swapped
-from sparsek.mask.rule import MaskPolicy
+from sparsek.mask.rule import MaskPolicy, MaskRule
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-MaskLike: TypeAlias = Union[BlockMask, MaskPolicy, Tensor, "FlexMask"]
-"""What `mask` may be: a BlockMask, a MaskPolicy, a bool tensor, or a FlexAttention BlockMask."""
+MaskLike: TypeAlias = Union[BlockMask, MaskRule, Tensor, "FlexMask"]
+"""What `mask` may be: a BlockMask, a MaskPolicy, a policy of sk.policies, a bool tensor, or a FlexAttention
+BlockMask.
+"""
 
 NUMBERS = (int, float)
 FLEX = "torch.nn.attention.flex_attention"
@@ -62,7 +64,11 @@ def block_mask(
         return top_left(q.shape[2], k.shape[2], q.device)
     if mask is None or isinstance(mask, BlockMask):
         return mask
-    if isinstance(mask, MaskPolicy) and not predicted:
+    if isinstance(mask, MaskRule) and not (predicted and isinstance(mask, MaskPolicy)):
+        if predicted and isinstance(q, Tensor) and q.is_meta:
+            raise InvalidInput(
+                f"mask is {mask.label}, which chooses blocks by q and k, and q is on the meta device; pass a BlockMask"
+            )
         return mask.mask_for(q, k)
     if type(mask) is Tensor and type(q) is type(k) is Tensor and q.ndim == k.ndim == 4 and not _compiling():
         kept = _OF_TENSORS.find(mask, (q.shape[2], k.shape[2]))
@@ -148,7 +154,7 @@ def _converted(mask: Any, q: Tensor, k: Tensor) -> BlockMask:
         )
     raise InvalidInput(
         f"mask is a {kind.__module__}.{kind.__name__}; it must be a sparsek BlockMask, a MaskPolicy, a bool tensor, a "
-        "FlexAttention BlockMask or None"
+        "FlexAttention BlockMask, a policy of sk.policies or None"
     )
 
 

@@ -1,4 +1,6 @@
-"""MaskPolicy: a mask rule that applies to any sequence length, to packed documents, and to given q and k."""
+"""MaskRule: anything that makes a mask for given q and k. MaskPolicy: a rule that applies to any sequence length and to
+packed documents.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,23 @@ class ResolvedRule(NamedTuple):
         )
 
 
+class MaskRule:
+    """Makes a mask for given q and k. `attention` takes a rule in place of a mask: `MaskPolicy`, or one of
+    `sk.policies`.
+    """
+
+    def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
+        """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """The rule in words."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class MaskPolicy:
+class MaskPolicy(MaskRule):
     """A mask rule that applies to any sequence length. Frozen and hashable; it makes one mask for each pair of lengths.
 
     The last query stands at the last key. By default a query sees every key up to its own.

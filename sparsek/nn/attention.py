@@ -10,7 +10,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference
 from sparsek.mask.accepted import MaskLike
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.rule import MaskPolicy
+from sparsek.mask.rule import MaskPolicy, MaskRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_varlen import attention_varlen
@@ -25,7 +25,8 @@ class SparseAttention(nn.Module):
     Args:
         dim: Features of x and of the output.
         heads: Heads of q.
-        mask: A `MaskPolicy`, which has a mask for every length; `MaskPolicy()`, causal, by default.
+        mask: A `MaskPolicy` or a policy of `sk.policies`, which have a mask for every length; `MaskPolicy()`, causal,
+            by default.
         kv_heads: Heads of k and v, a divisor of `heads`; as many by default.
         head_dim: Features of a head; dim // heads by default.
         bias: Whether both projections have a bias.
@@ -40,7 +41,7 @@ class SparseAttention(nn.Module):
         InvalidInput: For sizes that do not fit together, and for a mask of one length.
 
     The mask of each length is made once and kept. Under torch.compile the length is a constant of the graph, and a
-    top-k policy, whose masks depend on q and k, breaks the graph.
+    policy whose masks depend on q and k breaks the graph.
 
     Example:
         >>> import torch, sparsek as sk
@@ -54,7 +55,7 @@ class SparseAttention(nn.Module):
         self,
         dim: int,
         heads: int,
-        mask: MaskPolicy | None = None,
+        mask: MaskRule | None = None,
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -81,12 +82,12 @@ class SparseAttention(nn.Module):
                 "mask is a BlockMask, which is for one length: pass it to each call, layer(x, mask), and here a "
                 "MaskPolicy, which has a mask for every length"
             )
-        if not isinstance(mask, MaskPolicy | None):
+        if not isinstance(mask, MaskRule | None):
             raise InvalidInput(
-                f"mask is a {type(mask).__module__}.{type(mask).__name__}; it must be a MaskPolicy; masks of one "
-                "length go to each call, layer(x, mask)"
+                f"mask is a {type(mask).__module__}.{type(mask).__name__}; it must be a MaskPolicy or a "
+                "policy of sk.policies; masks of one length go to each call, layer(x, mask)"
             )
-        self.mask = MaskPolicy() if mask is None else mask
+        self.mask: MaskRule = MaskPolicy() if mask is None else mask
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         arguments.integer("(heads + 2 * kv_heads) * head_dim", rows, 1, INT32_MAX)
         self.qkv = nn.Linear(self.dim, rows, bias=bias, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.rule import MaskPolicy, packed_layout
+from sparsek.mask.rule import MaskPolicy, MaskRule, packed_layout
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_refused import REFUSED_PACKED, refuse
 from sparsek.ops.autocast import autocasts, follow_autocast
@@ -117,6 +117,11 @@ def attention_varlen(
     q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
     if isinstance(mask, MaskPolicy | None):
         found = _packed(q, k, cu_seqlens_q, cu_seqlens_k, mask or EVERY_KEY)
+    elif isinstance(mask, MaskRule):
+        raise InvalidInput(
+            f"mask is {mask.label}, which chooses blocks of one sequence and keeps no documents apart; call attention "
+            "for each document, or pass a MaskPolicy"
+        )
     else:
         found = block_mask(mask, q, k)
     if return_lse:

@@ -124,7 +124,7 @@ WRONG = {
         "heads": 4,
         "mask": sk.BlockMask.causal(5),
     },
-    "mask is a builtins.str; it must be a MaskPolicy; masks of one length": {
+    "mask is a builtins.str; it must be a MaskPolicy or a policy of": {
         "dim": 32,
         "heads": 4,
         "mask": "causal",

@@ -1,0 +1,23 @@
+"""Policies: which blocks of attention are kept, chosen from q and k on their device."""
+
+from sparsek.policies.mass import recall
+from sparsek.policies.nabla import Nabla
+from sparsek.policies.pictures import plot
+from sparsek.policies.policy import Policy
+from sparsek.policies.static import Streaming
+from sparsek.policies.top import MeanTopK, SubBlock
+from sparsek.policies.video import Radial, SlidingTile
+from sparsek.policies.vsa import VSA
+
+__all__ = [
+    "VSA",
+    "MeanTopK",
+    "Nabla",
+    "Policy",
+    "Radial",
+    "SlidingTile",
+    "Streaming",
+    "SubBlock",
+    "plot",
+    "recall",
+]

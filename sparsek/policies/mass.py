@@ -1,0 +1,223 @@
+"""How much softmax mass a mask keeps, and how much any mask of as many blocks could."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
+from sparsek.mask.lists import WORD
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
+from sparsek.mask.rule import MaskRule
+from sparsek.mask.view import stored_entries
+from sparsek.policies.policy import Policy, block_lengths
+
+ELEMENTS = 2**25  # scores that are in memory at once, float32
+
+
+class Dense(NamedTuple):
+    """The attention that a mask leaves parts of: q, k, the factor of q @ k.T, and which keys exist.
+
+    first: the position of the first query if a query sees no keys after its own, else None. ends: int64 [1 or B, Nb]
+    or None: where the keys of each block of `side` end.
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float
+    first: int | None
+    ends: Tensor | None
+    side: int
+
+    def weights(self, batch: int, head: int, rows: Tensor) -> Tensor:
+        """float32 [n, T]: the softmax of these queries of one head; 0 for a query without a key."""
+        q, k = (
+            self.q[batch, head, rows].float(),
+            self.k[batch, head * self.k.shape[1] // self.q.shape[1]].float(),
+        )
+        scores = self.scale * (q @ k.mT)
+        key = torch.arange(k.shape[0], device=k.device)
+        if self.first is not None:
+            scores = scores.masked_fill(key > (rows + self.first)[:, None], -torch.inf)
+        if self.ends is not None:
+            ends = self.ends[batch if self.ends.shape[0] > 1 else 0]
+            scores = scores.masked_fill(key >= ends[key // self.side], -torch.inf)
+        nothing = (scores == -torch.inf).all(-1, keepdim=True)
+        return torch.where(nothing, 0, scores.masked_fill(nothing, 0).softmax(-1))
+
+    def chunks(self, rows: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Batch item, head and some of the rows, so few that their scores fit into ELEMENTS."""
+        step = max(ELEMENTS // max(self.k.shape[2], 1), 1)
+        for batch in range(self.q.shape[0]):
+            for head in range(self.q.shape[1]):
+                for some in rows.split(step):
+                    yield batch, head, some
+
+
+@not_traced("a recall")
+@torch.no_grad()
+def recall(
+    mask: BlockMask | MaskRule,
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    samples: int = 64,
+    seed: int = 0,
+    causal: bool | None = None,
+    kv_lengths: Tensor | None = None,
+) -> Tensor:
+    """Return the share of the softmax mass that a mask keeps, float32 [B, Hq]: a mean over sampled queries. Syncs.
+
+    1 means that attention with the mask equals dense attention. Memory is bounded; time grows with samples * T.
+
+    Args:
+        mask: A BlockMask, or a policy, whose mask for q and k is made.
+        q: Queries [B, Hq, S, D].
+        k: Keys [B, Hkv, T, D].
+        scale: The factor of q @ k.T; D**-0.5 by default.
+        samples: Queries, drawn without replacement, the same for all heads; all S if there are fewer.
+        seed: Of the draw.
+        causal: Whether the dense attention is causal, with the last query at the last key. None: as the policy is; for
+            a BlockMask, whether none of 64 queries sees a key after its own.
+        kv_lengths: int32 [Nb] or [1 or B, Nb]: the keys that exist of each block, as for `Policy.mask`.
+
+    Raises:
+        InvalidInput: For operands that do not fit together.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k = torch.randn(2, 1, 4, 1024, 64).unbind()
+        >>> sk.policies.recall(sk.BlockMask.full(1024), q, k)
+        tensor([[1., 1., 1., 1.]])
+        >>> bool((sk.policies.recall(sk.policies.MeanTopK(density=0.5, causal=False), q, k) > 0.45).all())
+        True
+    """
+    found, causal = mask_and_causal(mask, q, k, causal, kv_lengths)
+    samples, seed = arguments.integer("samples", samples, 1), arguments.integer("seed", seed)
+    rows = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:samples].sort().values
+    rows = rows.to(q.device)
+    dense = dense_of(q, k, found.block[1], scale, causal, kv_lengths)
+    kept = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+    for batch, head, some in dense.chunks(rows):
+        weights = dense.weights(batch, head, some)
+        group = batch * found.batch // q.shape[0] * found.heads + head * found.heads // q.shape[1]
+        share = (weights * seen_by(found, group, some)).sum(1)
+        kept[batch, head] += torch.where(weights.any(1), share, 1).sum()
+    return kept / max(rows.numel(), 1) if rows.numel() else torch.ones_like(kept)
+
+
+def mask_and_causal(
+    mask: BlockMask | MaskRule, q: Tensor, k: Tensor, causal: bool | None, kv_lengths: Tensor | None
+) -> tuple[BlockMask, bool]:
+    """The mask for q and k, checked, and whether the dense attention that it leaves parts of is causal."""
+    check_tensors(q, k, k)
+    found = mask
+    if isinstance(mask, Policy):
+        found = mask.mask(q, k, kv_lengths=kv_lengths)
+    elif isinstance(mask, MaskRule):
+        found = mask.mask_for(q, k)
+    if not isinstance(found, BlockMask):
+        raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be a BlockMask or a policy")
+    _check_fits(found, q, k)
+    found.verify(wait=True)
+    if causal is None:
+        causal = _is_causal(found) if isinstance(mask, BlockMask) else bool(getattr(mask, "causal", False))
+    return found, arguments.flag("causal", causal)
+
+
+def dense_of(
+    q: Tensor, k: Tensor, side: int, scale: float | None, causal: bool, kv_lengths: Tensor | None
+) -> Dense:
+    """The dense attention of q and k, with blocks of `side` keys."""
+    factor = q.shape[3] ** -0.5 if scale is None else arguments.number("scale", scale)
+    ends, blocks = None, -(-k.shape[2] // side)
+    if kv_lengths is not None:
+        lengths = block_lengths("kv_lengths", kv_lengths, q.shape[0], blocks, q.device).long()
+        ends = lengths.clamp(0, side) + torch.arange(blocks, device=q.device) * side
+    first = k.shape[2] - q.shape[2] if causal else None
+    return Dense(q.detach(), k.detach(), factor, first, ends, side)
+
+
+def seen_by(mask: BlockMask, group: int, queries: Tensor) -> Tensor:
+    """bool [n, kv_len]: the keys that each query of one batch item and head of the mask sees. Syncs."""
+    (bq, bk), (tiles, columns), device = mask.block, mask.grid, mask.device
+    rows = group * tiles + queries // bq
+    seen = torch.zeros((queries.numel(), columns, bk), dtype=torch.bool, device=device)
+    at, entries = stored_entries(mask.full, rows)
+    seen[at, mask.full.indices[entries].long()] = True
+    at, entries = stored_entries(mask.partial, rows)
+    block, inner = mask.partial.indices[entries].long(), torch.arange(bk, device=device)
+    keys, query = block[:, None] * bk + inner, queries[at]
+    if mask.lo is None or mask.hi is None:
+        admitted = keys < mask.kv_len
+    else:
+        lo, hi = (each[group if each.shape[0] > 1 else 0, query][:, None] for each in (mask.lo, mask.hi))
+        admitted = (lo <= keys) & (keys < hi)
+    if mask.rules is not None and mask.bits is not None and mask.bits.shape[0]:
+        rules = mask.rules[entries].long()
+        words = mask.bits[rules.clamp(min=0), query % bq][:, inner // WORD]
+        by_bits = ((words >> (inner % WORD).to(torch.int32)) & 1).bool()
+        admitted = torch.where((rules < 0)[:, None], admitted, by_bits)
+    seen[at, block] = admitted
+    return seen.flatten(1)[:, : mask.kv_len]
+
+
+def _is_causal(mask: BlockMask) -> bool:
+    """Whether none of 64 queries sees a key after its own."""
+    count = min(64, mask.q_len)
+    rows = torch.arange(count, device=mask.device) * mask.q_len // max(count, 1)
+    after = torch.arange(mask.kv_len, device=mask.device) > rows[:, None] + mask.kv_len - mask.q_len
+    return not any(
+        bool((seen_by(mask, group, rows) & after).any()) for group in range(mask.batch * mask.heads)
+    )
+
+
+def _check_fits(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """InvalidInput unless a mask is for q and k."""
+    arguments.one_device("mask is", mask.device, "q", q.device)
+    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+        raise InvalidInput(
+            f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q and k have {q.shape[2]} and {k.shape[2]}"
+        )
+    if mask.batch not in (1, q.shape[0]) or q.shape[1] % mask.heads:
+        raise InvalidInput(
+            f"mask has {mask.batch} batch items and {mask.heads} heads; q has {q.shape[0]} and {q.shape[1]}"
+        )
+
+
+@torch.no_grad()
+def true_mass(
+    q: Tensor,
+    k: Tensor,
+    block: tuple[int, int],
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    kv_lengths: Tensor | None = None,
+    queries: int | None = None,
+) -> Tensor:
+    """float32 [B, Hq, Mb, Nb]: the softmax mass of each block, a mean over the queries of its tile. Memory is bounded.
+
+    queries: how many of each tile are looked at, evenly spaced; None: all.
+    """
+    (side, keys), (batch, heads, length), kv_len = block, q.shape[:3], k.shape[2]
+    dense = dense_of(q, k, keys, scale, causal, kv_lengths)
+    tiles, columns = -(-length // side), -(-kv_len // keys)
+    inner = torch.arange(side, device=q.device)
+    if queries is not None and queries < side:
+        inner = torch.arange(queries, device=q.device) * side // queries
+    rows = (torch.arange(tiles, device=q.device)[:, None] * side + inner).flatten()
+    rows = rows[rows < length]
+    count = torch.bincount(rows // side, minlength=tiles)
+    mass = torch.zeros((batch, heads, tiles, columns), dtype=torch.float32, device=q.device)
+    for b, h, some in dense.chunks(rows):
+        weights = torch.nn.functional.pad(dense.weights(b, h, some), (0, columns * keys - kv_len))
+        mass[b, h].index_add_(0, some // side, weights.unflatten(1, (columns, keys)).sum(2))
+    return mass / count[:, None]

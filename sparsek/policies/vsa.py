@@ -1,0 +1,133 @@
+"""VSA: top blocks by means, and attention between the means as a second branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.mask import BlockMask
+from sparsek.ops.attention import attention
+from sparsek.policies.estimates import block_scores
+from sparsek.policies.policy import Given, Policy, block_lengths, given
+from sparsek.reference.estimates import block_means, rows_of_blocks
+
+
+@dataclass(frozen=True)
+class VSA(Policy):
+    """Keeps the key blocks whose mean key has the largest product with the mean query of a tile.
+
+    Tokens are in the order of cubes of the video, each padded to a block: `kv_lengths` are the tokens of each cube.
+    `attention` adds the coarse branch, in which the means attend to each other.
+
+    Args:
+        topk: Blocks that each tile keeps.
+        block: The block in tokens, a cube: 64, 128 or 256, or a pair (queries, keys) of them.
+
+    Raises:
+        InvalidInput: For options that are out of range.
+
+    Source: VSA, Zhang et al., arXiv:2505.13389; FastVideo's video_sparse_attn.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k = torch.randn(2, 1, 4, 1024, 64).unbind()
+        >>> sk.policies.VSA(topk=4).mask(q, k).density
+        0.25
+    """
+
+    topk: int = 64
+    block: int | tuple[int, int] = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "topk", arguments.integer("topk", self.topk, 1))
+
+    def choose(self, given: Given) -> BlockMask:
+        """The mask, of checked arguments."""
+        return given.topk(block_scores(given), self.topk, False)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None = None,
+        *,
+        kv_lengths: Tensor | None = None,
+        q_lengths: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return gate * coarse + sparse, [B, Hq, S, Dv]. Differentiable in all four tensors.
+
+        sparse = attention(q, k, v, self); coarse = softmax(scale * mean(q) @ mean(k).T) @ mean(v) for the blocks, the
+        same for all queries of a tile, in float32.
+
+        Args:
+            q: Queries [B, Hq, S, D].
+            k: Keys [B, Hkv, T, D].
+            v: Values [B, Hkv, T, Dv].
+            gate: The weight of the coarse branch, of the dtype of q, of a shape that broadcasts to [B, Hq, S, Dv]; None
+                for 1.
+            kv_lengths: int32 [Nb] or [1 or B, Nb]: the tokens of each block of keys. None: all.
+            q_lengths: int32 [Mb] or [1 or B, Mb]: the tokens of each tile of queries, for its mean. Rows after them
+                mean nothing. None: all.
+            scale: The factor of q @ k.T; D**-0.5 by default.
+
+        Raises:
+            InvalidInput: For operands that do not fit together.
+
+        Example:
+            >>> import torch, sparsek as sk
+            >>> q, k, v, gate = torch.randn(4, 1, 4, 1024, 64).unbind()
+            >>> sk.policies.VSA(topk=4).attention(q, k, v, gate).shape
+            torch.Size([1, 4, 1024, 64])
+        """
+        mask = self.mask(q, k, kv_lengths=kv_lengths)
+        sparse = attention(q, k, v, mask, scale=scale)
+        found = given(self.block, q, k, kv_lengths=kv_lengths)
+        batch, tiles = q.shape[0], found.place.grid[0]
+        if q_lengths is not None:
+            q_lengths = block_lengths("q_lengths", q_lengths, batch, tiles, q.device)
+        factor = found.scale if scale is None else scale
+        means = coarse(q, k, v, self.sides, factor, q_lengths, found.kv_lengths).to(sparse.dtype)
+        spread = means.repeat_interleave(self.sides[0], 2)[:, :, : q.shape[2]]
+        return sparse + (spread if gate is None else checked_gate(gate, sparse) * spread)
+
+
+def coarse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: tuple[int, int],
+    scale: float,
+    q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+) -> Tensor:
+    """float32 [B, Hq, Mb, Dv]: attention between the means of blocks. Blocks without a key are not seen."""
+    group = q.shape[1] // k.shape[1]
+    q_means = block_means(q, block[0], q_lengths)
+    k_means, v_means = (block_means(x, block[1], kv_lengths).repeat_interleave(group, 1) for x in (k, v))
+    empty = rows_of_blocks(k.shape[2], block[1], kv_lengths, k.device) == 0
+    scores = (scale * (q_means @ k_means.mT)).masked_fill(empty[:, None, None, :], -torch.inf)
+    nothing = empty.all(-1)[:, None, None, None]
+    return torch.where(nothing, 0, scores.masked_fill(nothing, 0).softmax(-1)) @ v_means
+
+
+def checked_gate(gate: Tensor, out: Tensor) -> Tensor:
+    """A gate that multiplies the coarse branch."""
+    arguments.tensor("gate", gate)
+    arguments.one_device("gate is", gate.device, "q", out.device)
+    wide = (1,) * (4 - gate.ndim) + tuple(gate.shape)
+    if (
+        gate.dtype != out.dtype
+        or len(wide) > 4
+        or any(side not in (1, size) for side, size in zip(wide, out.shape, strict=True))
+    ):
+        raise InvalidInput(
+            f"gate is {gate.dtype} {list(gate.shape)}; it must be {out.dtype} and broadcast to {list(out.shape)}"
+        )
+    return gate

@@ -1,0 +1,80 @@
+"""kernels/estimate, compiled for cards that are not there."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.estimate import maps, mass, means, scores
+from tests.kernels.lang.portable_code import Code, compiled
+from tests.problems import CARDS
+
+
+def code_of_means(card: str, dtype: str, dim: int, side: int, parts: int) -> Code:
+    types = {name: f"*{dtype}" for name in ("x", "y")} | dict.fromkeys(
+        ("x_means", "y_means"), "*bf16"
+    )
+    wide = means.ELEMENTS // side if means.ELEMENTS // side < dim else dim
+    constants: dict[str, Any] = {
+        "X_SIDE": side, "X_PARTS": parts, "Y_SIDE": side, "Y_PARTS": parts, "D": dim, "X_WIDE": wide, "Y_WIDE": wide,
+        "sx_d": 1, "sy_d": 1, "x_lengths": None, "y_lengths": None,
+    }  # fmt: skip
+    warps = max(1, min(8, side * wide // (32 * means.PER_THREAD)))
+    return compiled(means._means, types, constants, CARDS[card], warps, 3)
+
+
+def code_of_scores(card: str, dim: int, block: int, parts: int, causal: bool) -> Code:
+    types = {"q": "*bf16", "k": "*bf16", "scores": "*fp32", "scale": "fp32"}
+    constants: dict[str, Any] = {
+        "kv_lengths": None, "BM": block, "BK": block, "DOWN": parts, "ACROSS": parts, "CAUSAL": causal, "D": dim,
+        "TM": scores.TILE_M, "TN": scores.TILE_N, "VISITS": scores.VISITS,
+    }  # fmt: skip
+    return compiled(scores._scores, types, constants, CARDS[card], scores.WARPS, scores.STAGES)
+
+
+@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "side", "parts"),
+    [("bf16", 128, 128, 1), ("bf16", 128, 64, 4), ("fp32", 64, 64, 4), ("fp16", 128, 256, 1)],
+)
+def test_means_read_16_bytes_at_once_and_keep_all_in_registers(
+    card: str, dtype: str, dim: int, side: int, parts: int
+) -> None:
+    code = code_of_means(card, dtype, dim, side, parts)
+    assert code.stack == 0
+    assert "ld.global.v4.b32" in code.ptx
+    assert code.registers <= 168
+
+
+@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(
+    ("dim", "block", "parts", "causal"), [(128, 64, 4, False), (128, 128, 1, True), (64, 64, 4, True)]
+)
+def test_scores_use_tensor_cores_and_pipelined_loads(
+    card: str, dim: int, block: int, parts: int, causal: bool
+) -> None:
+    code = code_of_scores(card, dim, block, parts, causal)
+    assert code.stack == 0 or card == "sm_80"  # whose tensor cores read both operands from registers
+    assert code.copies
+    assert ("wgmma.mma_async" in code.ptx) == (card == "sm_90")
+    assert code.shared <= CARDS[card].smem_bytes // 2  # two programs on an SM
+
+
+UNUSED: dict[bool, dict[str, Any]] = {True: {"within": None}, False: {}}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_maps_and_masses_compile(within: bool, causal: bool) -> None:
+    names = ("full", "part")
+    types = {f"{name}_{part}": "*i32" for name in names for part in ("starts", "counts", "indices")} | {
+        "made": "*i8"
+    }
+    constants: dict[str, Any] = {"CHUNK": maps.CHUNK}
+    code = compiled(
+        maps._map, types | {"within": "*i8"}, constants | UNUSED[not within], CARDS["sm_90"], 1, 3
+    )
+    assert code.stack == 0
+    constants = {"BM": 64, "BK": 64, "CAUSAL": causal, "CHUNK": mass.CHUNK}
+    assert compiled(mass._mass, {"scores": "*fp32"}, constants, CARDS["sm_90"], mass.WARPS, 3).stack == 0
