@@ -26,9 +26,12 @@ from sparsek.integrations.refused import (
     ints_on,
 )
 from sparsek.mask.cache import kept_mask
+from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
+from sparsek.policies.vsa import VSA, coarse
+from sparsek.reference.estimates import block_means
 
 TILE = (6, 8, 8)  # of sliding_tile_attention: 384 tokens
 DIMS = "[B, H, S, D]"
@@ -46,10 +49,10 @@ def video_sparse_attn(
 ) -> Tensor:
     """Return video sparse attention: a coarse branch over the means of blocks, plus attention in the best blocks.
 
-    The mean of a block is the sum of all its rows over its valid size, so padded rows must be 0. The coarse branch is
-    softmax(mean q . mean k / sqrt(D)) times the means of v, the same for all queries of a block. The sparse branch
-    visits the `topk` blocks of keys with the highest coarse scores, of equal ones the first. Means and scores are in
-    float32; the original rounds them to the dtype of q. No block of size 0 has a weight.
+    The mean of a block is that of its valid rows. The coarse branch is softmax(mean q . mean k / sqrt(D)) times the
+    means of v, the same for all queries of a block. The sparse branch visits the `topk` blocks of keys with the highest
+    coarse scores, of equal ones the first. The original sums padded rows too, which must be 0 there, and rounds means
+    and scores to the dtype of q; here they are in float32. Blocks of size 0 are not seen.
 
     Args:
         q: [B, Hq, S, D]; S is a multiple of the block.
@@ -82,30 +85,23 @@ def video_sparse_attn(
     check_tensors(q, k, v)
     side = _tokens(block_size)
     gate = _gate(compress_attn_weight, q)
-    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
-    queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_mean, k_mean, v_mean = (
-        x.unflatten(2, (-1, side)).sum(3, dtype=wide) / sizes.clamp(min=1)[:, None]
-        for x, sizes in ((q, queries), (k, keys), (v, keys))
-    )
-    group = q.shape[1] // max(k.shape[1], 1)
-    if group > 1:
-        k_mean, v_mean = (x.repeat_interleave(group, 1) for x in (k_mean, v_mean))
-    scores = (q_mean @ k_mean.mT * q.shape[3] ** -0.5).masked_fill(keys == 0, -torch.inf)
-    coarse = (scores.softmax(-1) @ v_mean).to(q.dtype).repeat_interleave(side, 2)
-    best = min(arguments.integer("topk", topk, 1), keys.numel())
+    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side).to(torch.int32)
+    queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side).to(torch.int32)
+    best = arguments.integer("topk", topk, 1)
+    if side in BLOCK_SIZES:
+        policy = VSA(best, side)
+        return policy.attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
     block, parts = _cut(side)
-    if parts == 1:
-        mask = BlockMask.topk(scores, best, q_len=q.shape[2], kv_len=k.shape[2], block=block, kv_lengths=keys)
-    else:
-        chosen = scores.detach().topk(best).indices
-        mask = BlockMask.from_indices(
-            _cut_indices(chosen, None, parts), q_len=q.shape[2], kv_len=k.shape[2], block=block,
-            kv_lengths=cut_lengths(keys, block, parts),
-        )  # fmt: skip
-    fine = attention(q, k, v, mask)
-    return fine + (coarse if gate is None else coarse * gate)
+    q_mean, k_mean = block_means(q.detach(), side, queries[None]), block_means(k.detach(), side, keys[None])
+    scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
+    mask = BlockMask.from_indices(
+        _cut_indices(chosen, None, parts), q_len=q.shape[2], kv_len=k.shape[2], block=block,
+        kv_lengths=cut_lengths(keys, block, parts),
+    )  # fmt: skip
+    means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
+    spread = means.to(q.dtype).repeat_interleave(side, 2)
+    return attention(q, k, v, mask) + (spread if gate is None else gate * spread)
 
 
 def block_sparse_attn(
