@@ -29,6 +29,8 @@ KERNELS = {
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
     "fresh": "cpu.attention",
+    "policy": "policies.xattention",
+    "policy_estimate": "policies.xattention",
     "planner": "ops.weight_formats",
     "host": "ops.spmm",
 }

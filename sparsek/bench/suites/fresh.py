@@ -59,6 +59,10 @@ class FreshOperands(StepOperands):
         attend: Attend = lambda q, k, v: attention(q, k, v, mask())  # noqa: E731
         return step(attend, given, self.grad) if self.trains else partial(attend, *given)
 
+    def kept(self) -> Callable[[], Any]:
+        """The same over the kept mask."""
+        return self.called(lambda: self.mask)
+
     def plan(self, kernel: str | None) -> Timed:
         """What runs is the planner's choice; a name is refused."""
         if kernel is not None:
@@ -181,8 +185,8 @@ class Kept(Peer):
         return Ready(tuple(map(self._call, sets)))
 
     def _call(self, one: Any) -> Callable[[], Any]:
-        if isinstance(one, FreshOperands):
-            return one.called(lambda: one.mask)
+        if not isinstance(one, Call):
+            return one.kept()
         q, make = one.given
         return lambda: (make(), wait(q.device))
 

@@ -1,0 +1,294 @@
+"""Policies as a benchmark: what choosing blocks takes, attention with the choice in it, and how much mass is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.engine import options
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import Bar, rows
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.several import Timed
+from sparsek.bench.engine.tables import CASE, MS, target
+from sparsek.bench.peers.attention import PEERS
+from sparsek.bench.suites.attention import SMALL, AttentionCase, AttentionOperands, sampled
+from sparsek.bench.suites.attention_masks import MaskForm, parse_mask
+from sparsek.bench.suites.fresh import Kept
+from sparsek.integrations.fastvideo import video_sparse_attn
+from sparsek.mask.mask import BlockMask
+from sparsek.ops.attention import attention
+from sparsek.policies import VSA, MeanTopK, SubBlock, XAttention
+from sparsek.policies.policy import Policy
+from sparsek.policies.recall import recall
+from sparsek.policies.vsa import coarse
+from sparsek.testing.budget import Gate
+from sparsek.testing.compare import worst
+
+ATTENTION = "attention"
+ROOMS = ("kernels/attention", "kernels/estimate", "kernels/mask", "mask", "policies")
+# Of the blocks that the specification on the CPU chooses in some tiles, this share may differ: scores are rounded.
+MOVED = 0.05
+# Above, a gate looks at every fourth of the sampled tiles.
+LONGEST_GATE = 2**16
+
+
+def white(case: PolicyCase, draw: Draw) -> tuple[Tensor, Tensor]:
+    """N(0, 1) values: no block has more mass than another."""
+    return draw.normal(*case.shapes[0]), draw.normal(*case.shapes[1])
+
+
+def topics(case: PolicyCase, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Segments of 1024 tokens, each of one of 24 topics, of which keys hold a direction and queries look for it, other
+    directions for each head of k; the first 64 keys are seen by all. The rest is N(0, 1).
+    """
+    (batch, heads, length, dim), (_, kv_heads, keys, _) = case.shapes[:2]
+    generator = torch.Generator("cpu").manual_seed(draw.seed)
+    of_segment = torch.randint(24, (-(-keys // 1024),), generator=generator, device="cpu").to(draw.device)
+    topic = of_segment.repeat_interleave(1024)[:keys]
+    direction = torch.nn.functional.normalize(draw.normal(kv_heads, 25, dim).float(), dim=-1) * 8.5
+    k = draw.normal(batch, kv_heads, keys, dim) + direction[:, topic].to(draw.dtype)
+    k[:, :, :64] += direction[:, 24:].to(draw.dtype)
+    looked = (direction[:, topic] + direction[:, 24:])[:, keys - length :].to(draw.dtype)
+    q = draw.normal(batch, heads, length, dim) + looked.repeat_interleave(heads // kv_heads, 0)
+    return q, k
+
+
+DATA: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {"white": white, "topics": topics}
+
+
+def _form(form: str, words: str, make: Callable[..., Policy], **more: Any) -> MaskForm:
+    """A text of a policy, `make(number, block=)`, which `prepare` gives in the place of a mask's builder."""
+    prepare: Any = lambda case, draw, number: make(number, block=case.block)  # noqa: E731
+    return MaskForm(form, words.format, prepare, **more)
+
+
+POLICIES = (
+    _form("xattention:T", "XAttention {:g}", partial(XAttention, causal=False)),
+    _form("causal-xattention:T", "causal XAttention {:g}", XAttention, causal=True),
+    _form("subblock:F", "SubBlock {:g}", SubBlock),
+    _form("mean-topk:F", "MeanTopK {:g}", lambda share, block: MeanTopK(None, share, block, False, (0, 0))),
+    _form("vsa:K", "video_sparse_attn {:g}", lambda topk, block: VSA(int(topk), block), uniform=True),
+)
+
+
+@dataclass(frozen=True)
+class PolicyOperands(AttentionOperands):
+    """A set whose mask a policy chooses; `mask` is that choice, kept. `run` is the timed call."""
+
+    case: PolicyCase
+    policy: Any
+    run: Callable[[], Any]
+
+    def plan(self, kernel: str | None) -> Timed:
+        return Timed(type(self.policy).__module__.removeprefix("sparsek."), self.run)
+
+    def kept(self) -> Callable[[], Tensor]:
+        """Attention over the kept mask."""
+        return partial(attention, self.q, self.k, self.v, self.mask)
+
+    def gate(self, plan: Any) -> Gate:
+        """Of the choice, and of what is computed with it."""
+        return worst([self.choice(), *([] if self.case.alone else [self.result()])])
+
+    def choice(self) -> Gate:
+        """The first, the middle and the last tile of a head beside the specification on the CPU: the error is the share
+        of blocks that are chosen by one of both only.
+        """
+        mask, side, either, wrong = self.mask, self.mask.block[0], 0, 0
+        q, k = (x[:1, :1].detach().cpu() for x in (self.q, self.k))
+        for tile in {0, mask.grid[0] // 2, mask.grid[0] - 1}:
+            first, last = tile * side, min((tile + 1) * side, mask.q_len)
+            right = self.policy.mask(q[:, :, first:last], k, q_offset=first + mask.kv_len - mask.q_len)
+            mine, theirs = mask.dense_rows(first, last)[0, 0].cpu(), right.to_dense()[0, 0]
+            either, wrong = either + int((mine | theirs).sum()), wrong + int((mine ^ theirs).sum())
+        error = wrong / max(1, either)
+        return Gate(error, MOVED, error <= MOVED)
+
+    def result(self) -> Gate:
+        """The call's result as attention over the chosen mask; of `video_sparse_attn` without the coarse branch, which
+        is checked by itself.
+        """
+        out = self.run()
+        if not isinstance(self.policy, VSA):
+            return self.judge(out)
+        fine = video(self, self.q.new_zeros(()))
+        means = coarse(
+            self.q.double(), self.k.double(), self.v.double(), self.mask.block, self.q.shape[3] ** -0.5
+        )
+        both = fine.double() + means.repeat_interleave(self.mask.block[0], 2)
+        error = float((out - both).norm() / both.norm())
+        return worst([self.judge(fine), Gate(error, 2**-7, error <= 2**-7)])
+
+    def sample(self) -> list[int] | None:
+        tiles = sampled(self.mask.grid[0])
+        return tiles and (tiles[::4] if self.mask.kv_len > LONGEST_GATE else tiles)
+
+    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
+        return {}
+
+    def kernel_extra(self, kernel: str) -> dict[str, Any]:
+        """The share of the visible blocks that is kept, and the recall."""
+        mask, visible = self.mask, BlockMask.causal if self.case.mask_text.causal else BlockMask.full
+        whole = visible(**self.case.frame, device="cpu").stored_blocks * mask.batch * mask.heads
+        found = recall(mask, self.q, self.k, causal=self.case.mask_text.causal)
+        return {"kept": round(mask.stored_blocks / whole, 6), "recall": round(float(found.mean()), 6)}
+
+
+def video(one: PolicyOperands, weight: Tensor | None = None) -> Tensor:
+    """FastVideo's call with whole cubes."""
+    side = one.mask.block[0]
+    sizes = torch.full((one.q.shape[2] // side,), side, dtype=torch.int32, device=one.q.device)
+    return video_sparse_attn(one.q, one.k, one.v, sizes, sizes, one.policy.topk, side, weight)
+
+
+@dataclass(frozen=True)
+class PolicyCase(AttentionCase):
+    """Attention with a policy in the place of a mask, which chooses anew in every call: wall-clock time.
+
+    `mask` is a text of POLICIES, `data` how q and k are drawn. `alone`: the choice of the blocks is timed, without the
+    attention.
+    """
+
+    op: ClassVar[str] = "policy"
+    wall: ClassVar[bool] = True
+    alone: ClassVar[bool] = False
+    rated: ClassVar[bool] = False
+    extra: ClassVar[tuple[str, ...]] = ("kept", "recall")
+    peer_extra: ClassVar[tuple[str, ...]] = ()
+    rooms: ClassVar[tuple[str, ...]] = ROOMS
+
+    mask: str = options.field(
+        "causal-xattention:0.9",
+        f"Policies, with numbers for the letters: {', '.join(each.form for each in POLICIES)}.",
+        check=lambda name, mask: parse_mask(mask, POLICIES),
+        name="policy",
+    )
+    data: str = options.choice("How q and k are drawn", DATA, usual="white")
+
+    @property
+    def mask_text(self) -> MaskForm:
+        return parse_mask(self.mask, POLICIES)
+
+    @property
+    def name(self) -> str:
+        """As of attention, with the data where they are not white noise."""
+        return super().name + ("" if self.data == "white" else f", {self.data}")
+
+    def sets(self, draw: Draw) -> Callable[[Draw], PolicyOperands]:
+        form = self.mask_text
+        policy: Any = form.prepare(self, draw, *form.numbers)
+
+        def one(draw: Draw) -> PolicyOperands:
+            q, k = DATA[self.data](self, draw)
+            v, mask = draw.normal(*self.shapes[2]), policy.mask(q, k)
+            mask.verify(wait=True)
+            made = PolicyOperands(
+                q, k, v, mask, partial(policy.mask, q, k), self.flops_per_pair, self, policy, lambda: None
+            )
+            if self.alone:
+                return replace(made, run=made.make)
+            of_video = isinstance(policy, VSA)
+            return replace(
+                made, run=partial(video, made) if of_video else partial(attention, q, k, v, policy)
+            )
+
+        return one
+
+
+class EstimateCase(PolicyCase):
+    """The choice of the blocks alone, on the device; attention over the chosen mask is its peer."""
+
+    op = "policy_estimate"
+    wall, alone = False, True
+
+
+def _share(record: Record) -> str:
+    ratio = record["ratio"].get(ATTENTION)
+    return "" if ratio is None else f"{100 / ratio:.1f} %"
+
+
+def _percent(heading: str, field: str) -> Column:
+    return Column(heading, lambda record: f"{record[field] * 100:.1f} %")
+
+
+KEPT, RECALL = _percent("blocks kept", "kept"), _percent("mass kept", "recall")
+_case, _alone = PolicyCase.square, EstimateCase.square
+# The share of the attention that an estimate may take.
+LIMITS = {
+    "xattention:0.125": (128, 0.25, 0.1),
+    "subblock:0.125": (64, 0.12, 0.06),
+    "mean-topk:0.125": (128, 0.08, 0.03),
+}
+ESTIMATES: Mapping[Any, tuple[Bar, ...]] = {
+    _alone(policy, kilo, block): (Bar(ATTENTION, must, aim),)
+    for policy, (block, must, aim) in LIMITS.items()
+    for kilo in (32, 128)
+}
+PREFILL = _case("causal-xattention:0.9", 128, heads=(32, 8), data="topics")
+VIDEO = _case("vsa:64", 32, 64)
+CALLS: Mapping[Any, tuple[Bar, ...]] = {
+    PREFILL: (Bar("cudnn", 4.0, 6.0),),
+    VIDEO: (Bar("cudnn_bsa", 0.95, 1.1),),
+}
+USUAL = ("16 heads", "D 128", "bf16")
+NOTE = (
+    "Blocks kept: of those that a mask may have, the visible ones if it is causal. Mass kept: the share of the softmax "
+    "mass of dense attention, a mean over sampled queries and all heads."
+)
+BENCH = Bench(
+    "policies",
+    suites={
+        "estimates": rows("auto", *ESTIMATES),
+        "prefill": rows("auto", PREFILL),
+        "video": rows("auto", VIDEO),
+    },
+    kinds=(PolicyCase, EstimateCase),
+    measures={"attention": PolicyCase, "estimate": EstimateCase},
+    peers=(
+        Kept(
+            ATTENTION, "attention", unless=lambda case: [] if case.alone else ["is measured beside estimates"]
+        ),
+        *(
+            replace(
+                peer,
+                unless=lambda case: ["computes attention, the case chooses blocks"] if case.alone else [],
+            )
+            for peer in PEERS
+            if peer.name in ("cudnn", "cudnn_bsa")
+        ),
+    ),
+    tables=(
+        Table(
+            op="policy_estimate",
+            title="choosing blocks",
+            dense=(ATTENTION,),
+            columns=(CASE, MS, Column("of the attention", _share), KEPT, RECALL, target(ESTIMATES, "")),
+            note=f"Device time of `policy.mask(q, k)`, and its share of attention over that mask. {NOTE}",
+            usual=("block 128", *USUAL),
+        ),
+        Table(
+            op="policy",
+            title="attention with policies",
+            dense=("cudnn",),
+            columns=(CASE, MS, KEPT, RECALL, target(CALLS, "")),
+            note=(
+                "Wall time of a call that chooses its blocks, back to back until the GPU is idle. q and k of `topics`: "
+                "segments of 1024 tokens, each of one of 24 topics that its keys hold and its queries look for, and "
+                "64 first keys that all look for; the rest is N(0, 1). video_sparse_attn has its coarse branch, and "
+                "cuDNN's block-sparse attention is given the same blocks. Over a peer: its time over SparseK's. "
+                f"{NOTE}"
+            ),
+            beside=("cudnn_bsa",),
+            usual=USUAL,
+        ),
+    ),
+    small=SMALL,
+    kernels="",
+    slowest=60.0,
+)
