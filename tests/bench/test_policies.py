@@ -11,7 +11,7 @@ from sparsek.bench.engine import data, records, report, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.suites import policies
-from sparsek.bench.suites.policies import BENCH, EstimateCase, PolicyCase
+from sparsek.bench.suites.policies import BENCH, EstimateCase, PolicyCase, RecallCase
 from sparsek.core import wall
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
@@ -88,10 +88,44 @@ def test_topics_have_few_blocks_with_most_of_the_mass() -> None:
     assert float(policies.recall(mask, q, k, causal=True).min()) > 0.8
 
 
+@pytest.mark.parametrize("policy", policies.RECALLED)
+def test_recall_stands_beside_the_best_mask_of_as_many_blocks(policy: str) -> None:
+    (record,) = outcome_of(RecallCase(policy, "smooth", 1024, 1, "fp32")).records
+    assert records.faults(record) == []
+    for share in policies.SHARES:
+        assert share / 100 < record[f"mass_{share}"] <= record[f"best_{share}"] + 1e-5 <= 1 + 1e-4
+    assert record["mass_50"] > record["mass_25"] > record["mass_10"]
+    shown = report.markdown([record], "policy_recall").splitlines()[2]
+    assert f"| {record['mass_50'] * 100:.1f} % ({record['best_50'] * 100:.1f} %) |" in shown
+
+
+def test_a_threshold_is_searched_that_keeps_a_share() -> None:
+    case = RecallCase("xattention", "white", 1024, 2, "fp32")
+    assert case.keeping(0.25, CPU).mask.density == pytest.approx(0.25, abs=0.04)
+    assert RecallCase("mean-topk", "white", 1024, 2, "fp32").keeping(0.25, CPU).mask.density == 0.25
+
+
+def test_needles_have_most_of_the_mass() -> None:
+    case = PolicyCase(1, 2, 2, 1024, 1024, 128, 128, "vsa:1", (64, 64), "fp32")
+    q, k = policies.DATA["needle"](case, Draw(CPU, torch.float32, 1))
+    assert float(policies.true_mass(q, k, (64, 64)).amax(3).mean()) > 0.8
+
+
+def test_smooth_data_are_a_video() -> None:
+    case = PolicyCase(1, 4, 2, 4096, 4096, 128, 128, "vsa:1", (64, 64), "fp32")
+    q, k = policies.DATA["smooth"](case, Draw(CPU, torch.float32, 1))
+    assert (q.shape, k.shape) == (torch.Size(case.shapes[0]), torch.Size(case.shapes[1]))
+    mass = policies.true_mass(q[:, :1, :64], k[:, :1], (64, 64))
+    assert int(mass.argmax()) == 0  # the cube of the queries themselves
+    assert float(mass.topk(8).values.sum()) > 0.5
+    with pytest.raises(InvalidInput, match="64 times a power of two tokens, got 192"):
+        policies.DATA["smooth"](replace(case, q_len=192, kv_len=192), Draw(CPU, torch.float32, 1))
+
+
 def test_a_policy_that_is_not_known_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"no mask is written 'causal'; known, .*: xattention:T"):
         PolicyCase(*FIELDS, "causal")
-    with pytest.raises(InvalidInput, match="data is one of white, topics"):
+    with pytest.raises(InvalidInput, match="data is one of white, smooth, needle, topics"):
         PolicyCase(*FIELDS, "vsa:2", data="grey")
 
 
