@@ -29,6 +29,7 @@ CASES = (
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wall, "CALLS", 1)
+    monkeypatch.setattr(PolicyCase, "wall", 1)
     monkeypatch.setattr(wall, "WARMUP", 0)
     monkeypatch.setattr(data, "MAX_SETS", 2)
 

@@ -89,7 +89,7 @@ class FreshCase(AttentionCase):
     """Attention with a mask that is new in every call. `trains`: with the gradients of q, k and v."""
 
     op: ClassVar[str] = "fresh"
-    wall: ClassVar[bool] = True
+    wall: ClassVar[int] = 20
     rated: ClassVar[bool] = False
     least_sets: ClassVar[int] = 4
     extra: ClassVar[tuple[str, ...]] = ()
@@ -128,7 +128,7 @@ class PlannedMaskCase(AttentionCase):
     """
 
     op, table = "mask_plan", FreshCase.op
-    wall = True
+    wall = 20
     rated = False
     extra = peer_extra = ()
     rooms = ROOMS

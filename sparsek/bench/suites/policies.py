@@ -48,8 +48,8 @@ def white(case: PolicyCase, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def topics(case: PolicyCase, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Segments of 1024 tokens, each of one of 24 topics, of which keys hold a direction and queries look for it, other
-    directions for each head of k; the first 64 keys are seen by all. The rest is N(0, 1).
+    """Segments of 1024 tokens, each of one of 24 topics: keys hold the topic's direction and queries look for it, other
+    directions for each head of k; all queries look for the first 64 keys. The rest is N(0, 1).
     """
     (batch, heads, length, dim), (_, kv_heads, keys, _) = case.shapes[:2]
     generator = torch.Generator("cpu").manual_seed(draw.seed)
@@ -205,7 +205,7 @@ class PolicyCase(AttentionCase):
     """
 
     op: ClassVar[str] = "policy"
-    wall: ClassVar[bool] = True
+    wall: ClassVar[int] = 8
     alone: ClassVar[bool] = False
     rated: ClassVar[bool] = False
     extra: ClassVar[tuple[str, ...]] = ("kept", "recall")
@@ -254,7 +254,7 @@ class EstimateCase(PolicyCase):
     """The choice of the blocks alone, on the device; attention over the chosen mask is its peer."""
 
     op = "policy_estimate"
-    wall, alone = False, True
+    wall, alone = 0, True
 
 
 @dataclass(frozen=True)
