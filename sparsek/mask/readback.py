@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,6 +96,6 @@ def with_readbacks(mask: BlockMask, readbacks: Sequence[Fault | TrueSizes]) -> B
     return mask
 
 
-def index(at: int, shape: Sequence[int]) -> str:
-    """A flat position in a tensor of this shape, as messages show it: "[0, 1, 2]"."""
-    return f"[{', '.join(str(each) for each in np.unravel_index(at, tuple(shape)))}]"
+def index(at: Sequence[int]) -> str:
+    """Coordinates as messages show them: "[0, 1, 2]"."""
+    return f"[{', '.join(str(each) for each in at)}]"
