@@ -239,12 +239,12 @@ def _run(
     _check(heads, q, batch, longest)
     outs, lses = [], []
     for some in items:
-        operands = (
-            _batched(q, some.q_start, some.count, some.q_len),
-            *(_batched(x, some.k_start, some.count, some.k_len) for x in (k, v)),
+        queries = _batched(q, some.q_start, some.count, some.q_len)
+        keys, values = (_batched(x, some.k_start, some.count, some.k_len) for x in (k, v))
+        mask = (_token_mask if heads.exact else _block_mask)(heads, some, q.device)
+        out, lse = attention(
+            queries, keys, values, mask, scale=scale, return_lse=True, deterministic=deterministic
         )
-        mask = _token_mask(heads, some, q.device) if heads.exact else _block_mask(heads, some, q.device)
-        out, lse = attention(*operands, mask, scale=scale, return_lse=True, deterministic=deterministic)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(functional.pad(lse, (0, longest[0] - some.q_len), value=-torch.inf))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -353,11 +353,11 @@ def _block_mask(heads: _Heads, some: _Items, device: torch.device) -> BlockMask:
 def _token_mask(heads: _Heads, some: _Items, device: torch.device) -> BlockMask:
     """The causal mask of these items with sinks and windows in tokens, which are read on the host once."""
     types = _read("head_mask_type", heads.types)
-    info = () if heads.streaming is None else _read("streaming_info", heads.streaming)
+    info = (0,) * 2 * len(types) if heads.streaming is None else _read("streaming_info", heads.streaming)
     frame = {"q_len": some.q_len, "kv_len": some.k_len, "block": BLOCK, "device": device}
     masks = []
     for head, (kind, number) in enumerate(zip(types, _numbers(types).tolist(), strict=True)):
-        sink, local = info[2 * head : 2 * head + 2]
+        sink, local = info[2 * head], info[2 * head + 1]
         if number > 0:
             if heads.blocks is None or number > heads.blocks.shape[1]:
                 raise InvalidInput(

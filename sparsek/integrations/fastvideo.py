@@ -179,10 +179,9 @@ def block_sparse_attn_from_indices(
     side = _side_of(q.shape[2], q2k_idx.shape[2], "query blocks of q2k_idx")
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
     block, parts = _cut(side)
-    if parts > 1:
-        q2k_idx, q2k_num = _cut_indices(q2k_idx, q2k_num, parts), None
+    indices, counts = (q2k_idx, q2k_num) if parts == 1 else (_cut_indices(q2k_idx, q2k_num, parts), None)
     mask = BlockMask.from_indices(
-        q2k_idx, q2k_num, q_len=q.shape[2], kv_len=k.shape[2], block=block,
+        indices, counts, q_len=q.shape[2], kv_len=k.shape[2], block=block,
         kv_lengths=cut_lengths(keys, block, parts),
     )  # fmt: skip
     return attention(q, k, v, mask, return_lse=True)

@@ -39,7 +39,7 @@ class BlockSparseTensorsTorch(NamedTuple):
         mask_block_cnt: int32 [1 or B, 1 or H, Mb]: how many entries of mask_block_idx count.
         mask_block_idx: int32 [1 or B, 1 or H, Mb, n]: key blocks that `mask_mod` decides, in any order, none twice.
         full_block_cnt: int32 [1 or B, 1 or H, Mb] or None: the same of full_block_idx.
-        full_block_idx: int32 [1 or B, 1 or H, Mb, n] or None: key blocks of which every key is seen.
+        full_block_idx: int32 [1 or B, 1 or H, Mb, n] or None: key blocks whose keys are all seen.
         cu_total_m_blocks: Must be None: it is for packed sequences.
         cu_block_idx_offsets: Must be None.
         block_size: (queries, keys) of a block, multiples of 64; (128, 128) for None.
@@ -208,7 +208,8 @@ def _lists(lists: Any, q: Tensor) -> tuple[BlockSparseTensorsTorch, tuple[int, i
         raise InvalidInput(
             f"block_sparse_tensors is {arguments.shown(lists)}; it must be a BlockSparseTensorsTorch"
         )
-    lists = BlockSparseTensorsTorch(*(getattr(lists, name, None) for name in wanted))
+    parts: dict[str, Any] = {name: getattr(lists, name, None) for name in wanted}
+    lists = BlockSparseTensorsTorch(**parts)
     for name in ("cu_total_m_blocks", "cu_block_idx_offsets"):
         require_neutral("flash_attn_func", name, getattr(lists, name), None, "it is for packed sequences")
     if (lists.full_block_cnt is None) != (lists.full_block_idx is None):
@@ -237,11 +238,11 @@ def _packed(counts: Tensor, indices: Tensor) -> Tensor:
 def _listed(q: Tensor, k: Tensor, given: Any, causal: bool) -> BlockMask:
     """The mask of every key of the listed blocks."""
     lists, block = _lists(given, q)
-    sides = [cut_side(side) for side in block]
-    if sides[0] is None or sides[1] is None:
+    of_q, of_k = (cut_side(side) for side in block)
+    if of_q is None or of_k is None:
         raise InvalidInput(f"block_size is {block}; without mask_mod its sides must be multiples of 64")
-    (bq, q_parts), (bk, k_parts) = sides
-    frame = {"q_len": q.shape[2], "kv_len": k.shape[2], "block": (bq, bk), "causal": causal}
+    (bq, q_parts), (bk, k_parts) = of_q, of_k
+    frame: Any = {"q_len": q.shape[2], "kv_len": k.shape[2], "block": (bq, bk), "causal": causal}
     if lists.full_block_idx is None and (q_parts, k_parts) == (1, 1):
         return BlockMask.from_indices(lists.mask_block_idx, lists.mask_block_cnt, **frame)
     parts = [_packed(lists.mask_block_cnt, lists.mask_block_idx)]
@@ -272,7 +273,9 @@ def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
 
     def build() -> BlockMask:
         batch, heads = q.shape[:2]
-        grown = [None if x is None else x.expand(batch, heads, *x.shape[2:]).contiguous() for x in lists[:4]]
+        grown: list[Any] = [
+            None if x is None else x.expand(batch, heads, *x.shape[2:]).contiguous() for x in lists[:4]
+        ]
         return BlockMask.from_flex(
             FlexMask.from_kv_blocks(*grown, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
         )

@@ -214,12 +214,8 @@ class BlockSparseAttentionWrapper:
             raise InvalidInput(f"{call} before plan; call plan first")
         check_operands(q, k, v, "[tokens, H, D]")
         self._setting.check(q, k, v, 1)
-        found, sums = attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),
-            self._mask,
-            scale=self._setting.scale,
-            return_lse=True,
-        )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        found, sums = attention(q, k, v, self._mask, scale=self._setting.scale, return_lse=True)
         return self._setting.results(found[0].transpose(0, 1), sums[0].T, out, lse, return_lse)
 
 

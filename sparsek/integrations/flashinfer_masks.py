@@ -170,10 +170,10 @@ class Grid:
 
     def by_blocks(self, table: Tensor, causal: bool, lens: Tensor | None) -> BlockMask:
         """The mask of whole blocks: by tiles where 64 divides R and C, else by elements."""
-        sides = cut_side(self.R), cut_side(self.C)
-        if sides[0] is None or sides[1] is None:
+        of_q, of_k = cut_side(self.R), cut_side(self.C)
+        if of_q is None or of_k is None:
             return self.by_elements(table, causal, lens, None)
-        (bq, q_parts), (bk, k_parts) = sides
+        (bq, q_parts), (bk, k_parts) = of_q, of_k
         seen = cut_map(table >= 0, (q_parts, k_parts))[None, :, : -(-self.M // bq)]
         return BlockMask.from_block_map(
             seen, q_len=self.M, kv_len=self.N, block=(bq, bk), device=self.device, causal=causal,
@@ -285,4 +285,5 @@ class Padded(NamedTuple):
         tiles = gathered(q.unflatten(0, (heads, -1)), self.q.source)
         k, v = (gathered(x[:, None], self.k.source) for x in (k, v))
         found, sums = attention(tiles, k, v, self.mask, scale=scale, return_lse=True)
-        return tuple(gathered(x, self.q.target).flatten(0, 1) for x in (found, sums))  # type: ignore[return-value]
+        found, sums = (gathered(x, self.q.target).flatten(0, 1) for x in (found, sums))
+        return found, sums

@@ -44,7 +44,7 @@ def flex_attention(
         enable_gqa: Whether Hq may be a multiple of Hkv.
         return_lse: Whether to return (out, lse), lse float32 [B, Hq, S], the natural logarithm.
         kernel_options: Not read: it is for torch's kernels.
-        return_aux: An AuxRequest, for (out, AuxOutput) with lse. max_scores must not be asked for.
+        return_aux: An AuxRequest, for (out, AuxOutput) with lse. max_scores must not be requested.
 
     Returns:
         out [B, Hq, S, Dv], 0 where a query sees no key, with gradients for query, key and value.

@@ -31,7 +31,7 @@ def ints_on(name: str, value: Any, device: torch.device, ndim: int) -> Tensor:
 
 
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...], of: str) -> None:
-    """InvalidInput unless a tensor has this shape; `of` says what it follows from."""
+    """InvalidInput unless a tensor has this shape; `of` describes it."""
     if tuple(x.shape) != shape:
         raise InvalidInput(f"{name} is {list(x.shape)}; it must be {list(shape)}, {of}")
 

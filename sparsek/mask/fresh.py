@@ -39,14 +39,19 @@ class Kind(Home):
     """What masks of one form have in common: all but the contents of their base. See `kind_of`.
 
     `plain`: the fields that are no tensors. `sizes`: the pieces of the base. `parts`: the place of every tensor.
+    `heavy`: as `BlockMask.heavy_blocks`, by which plans allocate; None if it is not known.
     """
 
     def __init__(
-        self, plain: tuple[Any, ...], sizes: tuple[int, ...], parts: tuple[Part | None, ...]
+        self,
+        plain: tuple[Any, ...],
+        heavy: int | None,
+        sizes: tuple[int, ...],
+        parts: tuple[Part | None, ...],
     ) -> None:
         super().__init__()
         self.plain = dict(zip(PLAIN, plain, strict=True))
-        self.sizes, self.parts = sizes, parts
+        self.heavy, self.sizes, self.parts = heavy, sizes, parts
 
     def mask(self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None) -> BlockMask:
         """The mask whose tensors are in `base`. No check, no sync."""
@@ -64,6 +69,8 @@ class Kind(Home):
         fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
         memo: dict[str, Any] = {"fresh": Fresh(self, base)}
         fields["_memo"] = memo
+        if self.heavy is not None:
+            memo["heavy"] = self.heavy
         if fault is not None:
             memo["readbacks"] = (fault,)
             fault.keep(self)
@@ -116,12 +123,13 @@ def kind_of(mask: BlockMask, base: Tensor) -> Kind | None:
             piece = number[(x.data_ptr() - first) // 4] if x.numel() else empty
             parts.append(Part(piece, None if x.dim() == 1 else tuple(x.shape)))
     plain = tuple(getattr(mask, name) for name in PLAIN)
-    facts = plain, tuple(sizes), tuple(parts), base.device
+    heavy = mask._memo.get("heavy")
+    facts = plain, heavy, tuple(sizes), tuple(parts), base.device
     kind = _KINDS.get(facts)
     if kind is None:
         while len(_KINDS) >= KINDS:
             drop_oldest(_KINDS)
-        kind = _KINDS[facts] = Kind(plain, tuple(sizes), tuple(parts))
+        kind = _KINDS[facts] = Kind(plain, heavy, tuple(sizes), tuple(parts))
     return kind
 
 

@@ -82,7 +82,7 @@ def _results(mask: BlockMask) -> tuple[Tensor, ...]:
     """The base and, if there is one, the word of the fault: what a recorded call gives back."""
     fresh, fault = mask._memo.get("fresh"), _fault(mask)
     if fresh is None:
-        return (torch.empty(0),)  # on the CPU, which no recorded call can return
+        return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # on the CPU, which no recorded call can return
     return (fresh.base,) if fault is None else (fresh.base, fault.word)
 
 

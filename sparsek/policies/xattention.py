@@ -74,6 +74,4 @@ class XAttention(Policy):
             q, given.k, stride=self.stride, block=place.block, causal=self.causal, q_offset=place.q_offset,
             kv_lengths=given.kv_lengths, fp8=fp8,
         )  # fmt: skip
-        return BlockMask.cumulative(
-            mass, self.threshold, self.causal, (1, 1), kv_lengths=given.kv_lengths, **given.frame
-        )
+        return given.cumulative(mass, self.threshold, self.causal, (1, 1))

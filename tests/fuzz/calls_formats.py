@@ -389,6 +389,18 @@ CALLS: dict[str, Call] = {
         ),
         {**FRAME, "lengths": "sequence array tensor", "seq_len": "none"},
     ),
+    "BlockMask.documents": Call(
+        function(
+            sk.BlockMask.documents,
+            cu_seqlens=torch.tensor([0, 100, 300]),
+            seq_len=320,
+            window=50,
+            causal=True,
+            max_seqlen=200,
+            block=64,
+        ),
+        {**BLOCK, "seq_len": "none", "window": "none", "max_seqlen": "none"},
+    ),
     "BlockMask.topk": Call(_topk, {**KEPT, "always": "none sequence tensor", "k": "int tensor"}),
     "BlockMask.cumulative": Call(
         _cumulative, {**KEPT, "always": "none sequence tensor", "threshold": "float tensor"}

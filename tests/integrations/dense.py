@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def operands(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    """N(0, 1) leaves that require a gradient."""
-    return [randn(*shape, seed=seed + at).requires_grad_() for at, shape in enumerate(shapes)]
+def operands(
+    q: tuple[int, ...], k: tuple[int, ...] | None = None, v: tuple[int, ...] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """N(0, 1) leaves q, k and v of these shapes, by default that of q, which require a gradient."""
+    made = [randn(*shape, seed=at).requires_grad_() for at, shape in enumerate((q, k or q, v or k or q))]
+    return made[0], made[1], made[2]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -35,11 +38,11 @@ def same(found: Any, right: Tensor) -> None:
     torch.testing.assert_close(found, right.to(found.dtype), rtol=1e-6, atol=1e-6)
 
 
-def same_gradients(found: Tensor, right: Tensor, leaves: list[Tensor]) -> None:
+def same_gradients(found: Tensor, right: Tensor, leaves: Sequence[Tensor]) -> None:
     """Equal gradients of a random weighting of both."""
     weight = randn(*right.shape, seed=99)
-    ours = torch.autograd.grad((found * weight).sum(), leaves)
-    theirs = torch.autograd.grad((right * weight).sum(), leaves)
+    ours = torch.autograd.grad((found * weight).sum(), list(leaves))
+    theirs = torch.autograd.grad((right * weight).sum(), list(leaves))
     for one, other in zip(ours, theirs, strict=True):
         same(one, other)
 

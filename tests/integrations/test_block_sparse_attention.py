@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -74,7 +75,8 @@ def right(
     outs, lses = [], []
     for at, seen in enumerate(masks):
         rows, columns = slice(*edges[0][at : at + 2]), slice(*edges[1][at : at + 2])
-        out, lse = dense(*(x[None].transpose(1, 2) for x in (q[rows], k[columns], v[columns])), seen)
+        of_q, of_k, of_v = (x[None].transpose(1, 2) for x in (q[rows], k[columns], v[columns]))
+        out, lse = dense(of_q, of_k, of_v, seen)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     return torch.cat(outs), lses
@@ -92,7 +94,7 @@ def right(
     ],
 )
 def test_heads_of_all_kinds(q_lens: list[int], k_lens: list[int], causal: bool) -> None:
-    edges = tuple([0, *torch.tensor(lens).cumsum(0).tolist()] for lens in (q_lens, k_lens))
+    edges = [0, *accumulate(q_lens)], [0, *accumulate(k_lens)]
     leaves = operands((edges[0][-1], 4, 16), (edges[1][-1], 2, 16), (edges[1][-1], 2, 16))
     most = max(q_lens), max(k_lens)
     blocks = coin(len(q_lens), 2, tiles(most[0]), tiles(most[1]))

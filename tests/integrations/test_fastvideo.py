@@ -44,14 +44,14 @@ def test_block_map(side: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("side", [64, 128, 256])
 def test_indices_in_any_order(side: int) -> None:
-    leaves = operands(*[(1, 2, 3 * side, 16)] * 3)
+    leaves = operands((1, 2, 3 * side, 16))
     counts = torch.tensor([[[0, 2, 3], [1, 3, 2]]], dtype=torch.int32)
     indices = torch.stack([torch.randperm(3) for _ in range(6)]).view(1, 2, 3, 3).to(torch.int32)
     sizes = torch.tensor([side - 1, 0, side], dtype=torch.int32)
     blocks = torch.zeros(1, 2, 3, 3, dtype=torch.bool)
     blocks.scatter_(3, indices.long(), torch.arange(3) < counts[..., None])
     out, lse = block_sparse_attn_from_indices(*leaves, indices, counts, sizes)
-    wanted, right = dense(*leaves, expanded(blocks, (side, side), (3 * side,) * 2) & valid(sizes, side))
+    wanted, right = dense(*leaves, expanded(blocks, (side, side), (3 * side, 3 * side)) & valid(sizes, side))
     same(out, wanted)
     same(lse, right)
 
@@ -90,7 +90,7 @@ def test_video_sparse_attention(block_size: int | tuple[int, ...], side: int, wi
 
 
 def test_more_blocks_than_there_are_is_all_of_them() -> None:
-    q, k, v = operands(*[(1, 1, 128, 16)] * 3)
+    q, k, v = operands((1, 1, 128, 16))
     sizes = torch.tensor([64, 64])
     same(video_sparse_attn(q, k, v, sizes, sizes, 9), video_right(q, k, v, sizes, sizes, 9, 64, None))
 
@@ -121,7 +121,7 @@ def sliding_tiles(shape: Sequence[int], window: Sequence[int], tokens: int, text
 def test_sliding_tiles(
     shape: tuple[int, ...], windows: list[tuple[int, ...]], tokens: int, text: int
 ) -> None:
-    leaves = operands(*[(1, 2, tokens, 8)] * 3)
+    leaves = operands((1, 2, tokens, 8))
     name = "x".join(map(str, shape))
     out = sliding_tile_attention(*leaves, windows, text, tokens > math.prod(shape), name)
     seen = torch.stack([sliding_tiles(shape, window, tokens, text) for window in windows])
@@ -131,7 +131,7 @@ def test_sliding_tiles(
 
 
 def test_what_is_refused() -> None:
-    q, k, v = operands(*[(1, 2, 256, 16)] * 3)
+    q, k, v = operands((1, 2, 256, 16))
     sizes, four = torch.full((4,), 64), coin(1, 2, 4, 4)
     with pytest.raises(InvalidInput, match="block_size is 5"):
         video_sparse_attn(q, k, v, sizes, sizes, 1, 5)

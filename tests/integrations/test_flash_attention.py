@@ -22,7 +22,8 @@ def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def right(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = dense(*(x.transpose(1, 2) for x in (q, k, v)), seen)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = dense(q, k, v, seen)
     return out.transpose(1, 2), lse
 
 
@@ -50,7 +51,7 @@ def test_lists(shared: tuple[int, int], block: tuple[int, int] | None, causal: b
 
 
 def test_lists_without_full_ones() -> None:
-    leaves = operands(*[(1, 256, 2, 16)] * 3)
+    leaves = operands((1, 256, 2, 16))
     blocks = coin(1, 2, 2, 2, seed=4)
     out, lse = flash_attn_func(*leaves, block_sparse_tensors=BlockSparseTensorsTorch(*listed(blocks)))
     same(out, right(*leaves, expanded(blocks, (128, 128), (256, 256)))[0])
@@ -64,10 +65,10 @@ def test_mask_mod_decides_partial_blocks_only(with_full: bool) -> None:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q + k + shift[h]) % 7 < 3 + b
 
-    leaves = operands(*[(2, 200, 2, 16)] * 3)
+    leaves = operands((2, 200, 2, 16))
     partial, full = coin(1, 1, 2, 2, seed=2), coin(2, 2, 2, 2, seed=3)
     full &= ~partial
-    lists = BlockSparseTensorsTorch(*listed(partial), *(listed(full) if with_full else ()))
+    lists = BlockSparseTensorsTorch(*listed(partial), *(listed(full) if with_full else (None, None)))
     for _ in range(2):
         out, _ = flash_attn_func(*leaves, mask_mod=mask_mod, causal=True, block_sparse_tensors=lists)
         seen = expanded(partial, (128, 128), (200, 200)) & of_mask_mod(mask_mod, (2, 2, 200, 200))
@@ -79,7 +80,7 @@ def test_mask_mod_decides_partial_blocks_only(with_full: bool) -> None:
 
 
 def test_mask_mod_without_lists() -> None:
-    leaves = operands(*[(1, 150, 2, 16)] * 3)
+    leaves = operands((1, 150, 2, 16))
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) | (h == 1)
@@ -103,7 +104,7 @@ def test_windows(window: tuple[Any, Any], causal: bool) -> None:
 
 
 def test_what_is_refused() -> None:
-    q, k, v = operands(*[(1, 256, 2, 16)] * 3)
+    q, k, v = operands((1, 256, 2, 16))
     lists = BlockSparseTensorsTorch(*listed(coin(1, 2, 2, 2)))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"softcap": 1.0}, "softcap"),

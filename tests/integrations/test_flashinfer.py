@@ -13,7 +13,7 @@ from sparsek import InvalidInput
 from sparsek.integrations.flashinfer import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from tests.integrations.dense import coin, dense, expanded, operands, same, same_gradients
 
-F64 = {"q_data_type": "float64", "o_data_type": "float64"}
+F64: dict[str, Any] = {"q_data_type": "float64", "o_data_type": "float64"}
 LOG2_E = math.log2(math.e)
 
 
@@ -27,7 +27,8 @@ def by_tokens(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of tensors [tokens, H, D], with lse [tokens, H] to base 2."""
-    out, lse = dense(*(x.transpose(0, 1)[None] for x in (q, k, v)), seen, scale)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = dense(q, k, v, seen, scale)
     return out[0].transpose(0, 1), lse[0].T * LOG2_E
 
 
@@ -135,7 +136,8 @@ def test_blocks_of_several_sizes(sides: tuple[tuple[int, int], ...], seed: int, 
     seen = variable(blocks, rows, columns)
     if causal:
         seen = seen & (torch.arange(N) <= torch.arange(M)[:, None] + N - M)
-    wanted, right = dense(*(x[None] for x in leaves), seen.repeat_interleave(2, 0))
+    q, k, v = (x[None] for x in leaves)
+    wanted, right = dense(q, k, v, seen.repeat_interleave(2, 0))
     out, lse = wrapper.run(*leaves, return_lse=True)
     same(out, wanted[0])
     same(lse, right[0] * LOG2_E)

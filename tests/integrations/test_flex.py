@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,11 +33,12 @@ def test_a_block_mask(lengths: tuple[int, int], kv_batch: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_as_torch_itself() -> None:
-    q, k, v = (x.detach().float() for x in operands(*[(1, 2, 256, 16)] * 3))
+    q, k, v = (x.detach().float() for x in operands((1, 2, 256, 16)))
     mask = torch_flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
     request = torch_flex.AuxRequest(lse=True)
-    for options in ({"block_mask": mask}, {}, {"return_lse": True}, {"return_aux": request}):
-        found, wanted = flex_attention(q, k, v, **options), torch_flex.flex_attention(q, k, v, **options)
+    options: list[dict[str, Any]] = [{"block_mask": mask}, {}, {"return_lse": True}, {"return_aux": request}]
+    for each in options:
+        found, wanted = flex_attention(q, k, v, **each), torch_flex.flex_attention(q, k, v, **each)
         torch.testing.assert_close(found, wanted)
 
 

@@ -13,7 +13,7 @@ sm_89, and Triton's interpreter. `reference/antidiagonals.py` is the specificati
     end of the row tile: mass = sum over a block's rows of part * 2^(top then - top now) / total
 
 The softmax needs the row's total before rows may be added, so the sums over columns wait in memory: float32 [tile_m,
-Nb] for each program, of which there are as many as SMs, and one row tile at a time. On 132 SMs that is 17 MB for 32K
+Nb] for each program, one per SM, and one row tile at a time. On 132 SMs that is 17 MB for 32K
 keys and 69 MB for 128K in blocks of 128, for any batch and any number of heads. S is never in memory, and Q' K'^T is
 computed once. Every sum has one order: same inputs, same bits.
 
@@ -246,4 +246,4 @@ def _operands(g: Groups, c: Config, depth: int) -> tuple[Any, Any]:
     if not c.tma or env.interpreting():
         return g.q, g.k
     boxes = ((g.q, c.tile_m), (g.k, c.tile_n))
-    return tuple(TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, depth]) for x, rows in boxes)  # type: ignore[return-value]
+    return tuple(TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, depth]) for x, rows in boxes)

@@ -6,7 +6,7 @@
 
 Softmax and sums need no tensor core. So warpgroup 1 begins a key tile when warpgroup 0 has done `lag` steps of it: one
 multiplies while the other is at the end of its tile. A warpgroup keeps its own 64 rows throughout, so the two share
-nothing but the ring: the column sums of a row tile wait in memory as in `antidiagonals.py`, whose text says the rest.
+nothing but the ring: the column sums of a row tile wait in memory as in `antidiagonals.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """XAttention's estimate: kernels in Triton's interpreter against plain torch."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ TINY = antidiagonals.Config(tile_m=16, tile_n=16, num_warps=4, num_stages=2, tma
 
 
 def both(
-    q: torch.Tensor, k: torch.Tensor, config: antidiagonals.Config | None = None, **options: object
+    q: torch.Tensor, k: torch.Tensor, config: antidiagonals.Config | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     said = {"stride": 16, "block": (128, 128), "causal": True, "q_offset": k.shape[2] - q.shape[2], **options}
     return antidiagonals.block_mass(q, k, config=config, **said), reference.block_mass(q, k, **said)
@@ -34,9 +36,10 @@ def operands(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim
         ((1, 1, 1, 200, 90, 16), {"q_offset": 5, "fp8": True}),
     ],
 )
-def test_mass_is_that_of_the_specification(sizes: tuple[int, ...], options: dict[str, object]):
+def test_mass_is_that_of_the_specification(sizes: tuple[int, ...], options: dict[str, Any]):
     torch.manual_seed(1)
-    ours, right = both(*operands(*sizes), **options)
+    q, k = operands(*sizes)
+    ours, right = both(q, k, **options)
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
     assert right.sum() > 0
 
