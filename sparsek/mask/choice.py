@@ -241,17 +241,8 @@ def by_a_kernel(cls: type[BlockMask], c: Choice) -> BlockMask | None:
     """The mask made on a GPU by one launch; None where no kernel makes it."""
     if c.place.device.type != "cuda":
         return None
-
-    def build() -> BlockMask | None:
-        parts = by_kernel("choose_blocks", c)
-        return None if parts is None else mask_in(cls, c, parts)
-
-    given = c.given, c.lengths, c.limit, c.always, c.counts
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    there = tuple(isinstance(x, Tensor) for x in given)
-    numbers = None if there[2] else c.limit, None if there[3] else c.always
-    options = c.kind, c.place, c.causal, c.capacity, c.label, c.least, c.every, numbers, there
-    return by_kernel("mask_again", cls, "blocks", tensors, options, build)
+    parts = by_kernel("choose_blocks", c)
+    return None if parts is None else mask_in(cls, c, parts)
 
 
 def as_kv_lengths(kv_lengths: Any, place: Place) -> Tensor:

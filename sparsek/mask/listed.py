@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.again import repeated
 from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
 from sparsek.mask.chosen import chosen_mask
 from sparsek.mask.lists import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 
+@repeated
 @not_traced("a block mask")
 def from_block_map(
     cls: type[BlockMask],
@@ -76,6 +78,7 @@ def from_block_map(
     return _listed(cls, "map", place, causal, kept, kv_lengths, place.grid[1])
 
 
+@repeated
 @not_traced("a block mask")
 def from_indices(
     cls: type[BlockMask],

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.again import repeated
 from sparsek.mask.choice import INTS, Choice, Near, as_kv_lengths, held, joined_batch
 from sparsek.mask.chosen import chosen_mask, highest, rows_of
 from sparsek.mask.lists import BY_INTERVAL, Frame, Place
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 
+@repeated
 @not_traced("a block mask")
 def topk(
     cls: type[BlockMask],
@@ -98,6 +100,7 @@ def topk(
     )
 
 
+@repeated
 @not_traced("a block mask")
 def cumulative(
     cls: type[BlockMask],

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.tensors import carved
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import (
@@ -488,18 +489,19 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     items = mask.heads * columns if mask.batch > 1 else 0
     long = ordered and p.longest > VISITS
 
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
     counted = torch.zeros(2 * lists + 3, dtype=torch.int32, device=device)
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
-    n, partial, rank, first, ticks, taker, began, turn = room(8, key_tiles).unbind()
-    nth, listed, whose = room(3, max(1, capacity)).unbind()
-    base, bases = room(mask.rows), room(2 * lists)
     lanes = triton.next_power_of_2(ctas)
-    starts, has = room(ctas + 1), room(lanes)
-    made, visits = room(key_tiles, TILE_FIELDS), room(p.visited + (key_tiles if single else 0), VISIT_FIELDS)
-    clocks = room(2 * p.visited) if long else has
+    room = max(1, capacity)
+    _, of_tiles, nth, listed, whose, base, bases, has, clocks = carved(
+        device, 8 * key_tiles, room, room, room, mask.rows, 2 * lists, lanes, 2 * p.visited if long else 0
+    )
+    n, partial, rank, first, ticks, taker, began, turn = of_tiles.view(8, key_tiles).unbind()
+    clocks = clocks if long else has
+    # What the plan keeps is apart from what is only needed here.
+    records = p.visited + (key_tiles if single else 0)
+    _, starts, made, visits = carved(device, ctas + 1, key_tiles * TILE_FIELDS, records * VISIT_FIELDS)
+    made, visits = made.view(-1, TILE_FIELDS), visits.view(-1, VISIT_FIELDS)
     entries = (*mask.partial, *mask.full)
     p_size, f_size = len(mask.partial.indices), len(mask.full.indices)
     of_mask = (grid_rows, columns, lists, p_size, f_size, p.longest, capacity)
