@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,6 +35,9 @@ from sparsek.bench.suites.host import FIRST
 from sparsek.bench.suites.host_calls import CALLS
 from sparsek.core import device as devices
 from sparsek.kernels.lang import driver, launch, nvrtc, shipped
+from sparsek.kernels.mask.choose import choose_blocks
+from sparsek.mask import chosen
+from sparsek.mask.choice import Choice, mask_in
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_BYTES = 12 << 20  # of the archive
@@ -57,6 +61,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         for heads, size in ((8, 128), (8, 64)):
             yield f"attention {size} {dtype}", lambda d=dtype, h=heads, s=size: attention(d, h, s)
     yield "FP8", fp8
+    yield "masks", masks
 
 
 def from_dense(dtype: torch.dtype, block: int) -> None:
@@ -110,6 +115,28 @@ def attention(dtype: torch.dtype, heads: int, size: int) -> None:
         for mask in masks:
             sk.attention(q.detach(), k.detach(), v.detach(), mask)
             sk.attention(q, k, v, mask).backward(normal(1, heads, length, size, dtype=dtype))
+
+
+def masks() -> None:
+    """The kernel of masks of chosen blocks, to which no call with CPU tensors comes."""
+
+    def made(cls: type[sk.BlockMask], c: Choice) -> sk.BlockMask:
+        parts = choose_blocks(c)
+        assert parts is not None
+        return mask_in(cls, c, parts)
+
+    with mock.patch.object(chosen, "by_a_kernel", new=made):
+        for block, blocks, causal in itertools.product((128, 64), (64, 128, 256, 512), (True, False)):
+            length = block * blocks
+            frame = {"seq_len": length, "block": block, "causal": causal}
+            scores = torch.zeros(1, 1, blocks, blocks)
+            sk.BlockMask.topk(scores, 4, **frame)
+            sk.BlockMask.topk(scores, 4, always=(1, 2), **frame)
+            sk.BlockMask.cumulative(scores, 0.9, **frame)
+            sk.BlockMask.from_block_map(scores > 0, **frame)
+            sk.BlockMask.from_indices(torch.zeros(blocks, blocks // 8, dtype=torch.int32), **frame)
+            q = torch.empty(1, 1, length, 64)
+            sk.MaskPolicy(topk=4, block=block, causal=causal).mask_for(q, q)
 
 
 class Walk:

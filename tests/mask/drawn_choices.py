@@ -11,10 +11,10 @@ from sparsek.mask.mask import BlockMask
 
 KINDS = ("topk", "mass", "map", "indices")
 PLACES: tuple[dict[str, Any], ...] = (
-    {"q_len": 256, "kv_len": 320, "block": 64},
-    {"q_len": 300, "kv_len": 1300, "block": (128, 64)},
-    {"q_len": 200, "kv_len": 500, "block": (64, 128), "q_offset": 250},
-    {"q_len": 290, "kv_len": 200, "block": 64, "q_offset": -70},
+    {"q_len": 128, "kv_len": 320, "block": 64},
+    {"q_len": 200, "kv_len": 1300, "block": (128, 64)},
+    {"q_len": 120, "kv_len": 500, "block": (64, 128), "q_offset": 250},
+    {"q_len": 190, "kv_len": 130, "block": 64, "q_offset": -70},
     {"q_len": 130, "kv_len": 2600, "block": 128, "q_offset": 40},
     {"q_len": 0, "kv_len": 100, "block": 64},
     {"q_len": 100, "kv_len": 0, "block": 64},
@@ -37,7 +37,7 @@ def drawn(
     """A choice; `hostile`: with NaN, numbers out of range and repeated entries."""
     draw = torch.Generator().manual_seed(seed)
     place = Place.of(**PLACES[frame], device=device)
-    (tiles, columns), batch, heads, bk = place.grid, 2, 3, place.block[1]
+    (tiles, columns), batch, heads, bk = place.grid, 2, 2, place.block[1]
 
     def ints(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=draw)

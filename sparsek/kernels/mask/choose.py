@@ -356,7 +356,10 @@ def choose_blocks(c: Choice) -> Parts | None:
     )
     always = c.always if isinstance(c.always, Tensor) else None
     full, cut = parts.counts
-    options: dict[str, Any] = {"num_warps": min(max(cols // 256, 1), 32)}
+    warps = min(max(cols // 256, 1), 32)
+    # A histogram counts an entry once for each thread that has it, so every thread has entries of its own.
+    listed = max(32 * warps, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1
+    options: dict[str, Any] = {"num_warps": warps}
     with torch.cuda.device_of(parts.base):
         launch(
             _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.faults, full, cut,
@@ -367,7 +370,7 @@ def choose_blocks(c: Choice) -> Parts | None:
             1 if c.lengths is None else c.lengths.shape[0],
             KIND=c.kind, CAUSAL=c.causal, NEAR=near_kind, EVERY=c.every,
             WIDE=c.given.dtype == torch.float64, BQ=place.block[0], BK=place.block[1], COLS=cols,
-            LISTED=max(16, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1,
+            LISTED=listed,
             UNIT=_unit(c.given, columns), **options,
         )  # fmt: skip
     return parts
