@@ -18,6 +18,7 @@ from sparsek.core.tracing import not_traced
 from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
 from sparsek.mask.chosen import chosen_mask
 from sparsek.mask.lists import (
+    CHOSEN_SIZES,
     BlockLists,
     Frame,
     Place,
@@ -152,7 +153,7 @@ def _place_of(name: str, given: Tensor, seq_len: int | None, frame: dict[str, An
         raise InvalidInput(
             f"{name} is on {given.device} and device is {device}; masks are made where the choice is"
         )
-    return Place.of(seq_len, **{**frame, "device": given.device})
+    return Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": given.device})
 
 
 def _four_dims(name: str, given: Tensor, right: Sequence[int], names: Sequence[str]) -> Tensor:

@@ -33,7 +33,7 @@ def code(kind: str, columns: int, given: str = "fp32", short: bool = False, **mo
     )
     constants = dict.fromkeys(absent) | {
         "KIND": kind, "CAUSAL": True, "NEAR": "", "EVERY": False, "WIDE": given == "fp64", "BQ": 128, "BK": 128,
-        "COLS": columns, "LISTED": 32 if kind == "indices" else 1, "UNIT": 1,
+        "COLS": columns, "LISTED": 32 if kind == "indices" else 1, "UNIT": 1, "FQ": 1, "FK": 1,
     }  # fmt: skip
     return compiled(_choose, types, constants | more, H200, min(max(columns // 256, 1), 32), 3)
 
