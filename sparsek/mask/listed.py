@@ -19,6 +19,7 @@ from sparsek.mask.again import repeated
 from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
 from sparsek.mask.chosen import chosen_mask
 from sparsek.mask.lists import (
+    CHOSEN_SIZES,
     BlockLists,
     Frame,
     Place,
@@ -155,7 +156,7 @@ def _place_of(name: str, given: Tensor, seq_len: int | None, frame: dict[str, An
         raise InvalidInput(
             f"{name} is on {given.device} and device is {device}; masks are made where the choice is"
         )
-    return Place.of(seq_len, **{**frame, "device": given.device})
+    return Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": given.device})
 
 
 def _four_dims(name: str, given: Tensor, right: Sequence[int], names: Sequence[str]) -> Tensor:
