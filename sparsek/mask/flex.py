@@ -111,7 +111,7 @@ def from_mask_mod(
     on_cpu = place.device.type == "cpu"
     survey = Survey(place, batch, heads, CHUNK if on_cpu and not compiled else BIG_CHUNK)
     lengths = place.q_len, place.kv_len
-    if compiled and all(lengths):  # what is wrong with a function is said here, in the usual words
+    if compiled and all(lengths):  # a wrong function is refused here, in the usual words
         zero = survey.number[0]
         _values(mask_mod, Window(zero, zero, zero, zero), (1, 1), lengths)
     by = _compiled() if compiled else _Steps(_seen_on_cpu if on_cpu else _seen, classified, _values_at)
@@ -141,7 +141,7 @@ def _compiled() -> _Steps:
 
 
 def _compiled_for_any(step: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A compiled step. Each mask_mod compiles it once; torch gives up after a few, unless told."""
+    """A compiled step. Each mask_mod compiles it once; torch compiles only a few by default."""
     import torch._dynamo
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
