@@ -31,7 +31,8 @@ def planned(mask: str = WINDOW, **lengths: int) -> PlannedMaskCase:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall, "CALLS", 1)
+    for kind in (FreshCase, PlannedMaskCase):
+        monkeypatch.setattr(kind, "wall", 1)
     monkeypatch.setattr(wall, "WARMUP", 0)
     monkeypatch.setattr(data, "MAX_SETS", 2)
 

@@ -174,7 +174,7 @@ def test_stride_and_top_k_follow_the_model_too():
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_compiled_model_gives_the_same(cached: bool):
-    """With a cache in one graph. Without one transformers looks for packed documents in position_ids, which are values."""
+    """With a cache in one graph. Without one transformers reads position_ids, to find packed documents."""
     torch._dynamo.reset()
     own = pair("llama", sparsek=POLICY)[1].model
     own.layers = own.layers[:1]

@@ -100,7 +100,8 @@ class Case:
 
     `op`: what is measured, which is also the `op` of its records. `table`: where these stand, if not in that of `op`.
     `in_graph`: whether the calls of all sets, peers' too, are captured in one CUDA graph, whose replays are timed.
-    `wall`: whether the host's clock times them, back to back until the device is idle. `least_sets`: of operands.
+    `wall`: calls of a sample by the host's clock, back to back until the device is idle; 0: device times. `least_sets`:
+    of operands.
     `rated`: records have rates. `extra` and `peer_extra`: their own fields and those of each peer, numbers or null.
     `later`: fields of the case that older records lack; they mean the default. `sources`: what is timed beside the
     kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed.
@@ -110,7 +111,7 @@ class Case:
     op: ClassVar[str]
     table: ClassVar[str] = ""
     in_graph: ClassVar[bool] = False
-    wall: ClassVar[bool] = False
+    wall: ClassVar[int] = 0
     least_sets: ClassVar[int] = 2
     rated: ClassVar[bool] = True
     extra: ClassVar[tuple[str, ...]] = ()

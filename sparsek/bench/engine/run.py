@@ -141,7 +141,7 @@ def run_case(
     seen = Sensors(device)
     calls = {name: turn.call for name, turn in turns.items()}
     timed = (
-        wall_rounds(calls, device, rounds, on_sample=seen.sample)
+        wall_rounds(calls, device, rounds, count=case.wall, on_sample=seen.sample)
         if case.wall
         else time_rounds(
             calls,

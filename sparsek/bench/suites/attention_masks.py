@@ -1,7 +1,7 @@
 """Masks of a benchmark, each written as one short text, "window:4096+sinks:128". MASK_FORMS is the grammar."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,14 +46,15 @@ class MaskForm:
         return None if self.rule is None else self.rule(q[:, None], k[None, :], *self.numbers)
 
 
-def parse_mask(text: str) -> MaskForm:
-    """The kind of a text, with its numbers. Raises InvalidInput that lists the forms."""
-    for kind in MASK_FORMS:
+def parse_mask(text: str, forms: Sequence[MaskForm] = ()) -> MaskForm:
+    """The kind of a text, with its numbers; `forms`: unless MASK_FORMS. Raises InvalidInput that lists the forms."""
+    forms = forms or MASK_FORMS
+    for kind in forms:
         found = re.fullmatch(re.sub(r"[A-Z]", NUMBER, re.escape(kind.form)), text.strip())
         if found:
             return replace(kind, numbers=tuple(map(float, found.groups())))
-    forms = ", ".join(kind.form for kind in MASK_FORMS)
-    raise InvalidInput(f"no mask is written {text!r}; known, with numbers for the letters: {forms}")
+    known = ", ".join(kind.form for kind in forms)
+    raise InvalidInput(f"no mask is written {text!r}; known, with numbers for the letters: {known}")
 
 
 def _window(case: Any, draw: Draw, window: float, sinks: float = 0) -> Maker:

@@ -59,6 +59,10 @@ class FreshOperands(StepOperands):
         attend: Attend = lambda q, k, v: attention(q, k, v, mask())  # noqa: E731
         return step(attend, given, self.grad) if self.trains else partial(attend, *given)
 
+    def kept(self) -> Callable[[], Any]:
+        """The same over the kept mask."""
+        return self.called(lambda: self.mask)
+
     def plan(self, kernel: str | None) -> Timed:
         """What runs is the planner's choice; a name is refused."""
         if kernel is not None:
@@ -85,7 +89,7 @@ class FreshCase(AttentionCase):
     """Attention with a mask that is new in every call. `trains`: with the gradients of q, k and v."""
 
     op: ClassVar[str] = "fresh"
-    wall: ClassVar[bool] = True
+    wall: ClassVar[int] = 20
     rated: ClassVar[bool] = False
     least_sets: ClassVar[int] = 4
     extra: ClassVar[tuple[str, ...]] = ()
@@ -124,7 +128,7 @@ class PlannedMaskCase(AttentionCase):
     """
 
     op, table = "mask_plan", FreshCase.op
-    wall = True
+    wall = 20
     rated = False
     extra = peer_extra = ()
     rooms = ROOMS
@@ -181,8 +185,8 @@ class Kept(Peer):
         return Ready(tuple(map(self._call, sets)))
 
     def _call(self, one: Any) -> Callable[[], Any]:
-        if isinstance(one, FreshOperands):
-            return one.called(lambda: one.mask)
+        if not isinstance(one, Call):
+            return one.kept()
         q, make = one.given
         return lambda: (make(), wait(q.device))
 

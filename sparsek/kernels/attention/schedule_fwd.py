@@ -23,8 +23,8 @@ from sparsek.plan import attention_schedule as plan
 from sparsek.plan.attention_schedule import FIELDS, MERGE_FIELDS, Schedule, Shape
 from sparsek.plan.problem import AttentionProblem
 
-LENGTHS = 32  # of the table, by a program of _count
-ROWS = 128  # of the mask, read together
+LENGTHS = 16  # of the table, by a program of _count
+ROWS = 256  # of the mask, read together
 GROUPS = 16  # of the table, read together
 TILES = 32  # by a program of _place; tiles that may be cut: CUT_TILES, with PARTS of their parts together
 CUT_TILES, PARTS = 8, 16

@@ -12,7 +12,7 @@ from sparsek.kernels.attention import schedule_bwd as made
 from sparsek.plan import attention_grad_schedule as plan
 from tests.kernels.lang.portable_code import compiled
 
-TYPES: dict[str, str] = dict.fromkeys((*made._MASK, *made._SCRATCH), "*i32")
+TYPES: dict[str, str] = dict.fromkeys((*made._MASK, *made._SCRATCH, "lo", "hi", "out"), "*i32")
 OF_MASK = {"ROWS": made.ROWS, "ENTRIES": made.ENTRIES}
 VISIT: dict[str, Any] = {
     "BLOCK_K": 128, "TURNED": True, "TILES": made.TILES, "GOLDEN": plan.GOLDEN, "BITS": plan.GOLDEN_BITS,
@@ -28,6 +28,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
         made.WARPS,
     ),
     "deal": (made._deal, {"LANES": 256, "LISTED": made.LISTED}, 1),
+    "pad": (made._pad, {"BOUNDS": made.BOUNDS}, made.WARPS),
     "visit": (
         made._visit,
         VISIT | {"BLOCK_Q": 64, "ORDERED": True, "SHARED": False, "LONG": False, "VISITS": made.VISITS},
@@ -47,4 +48,3 @@ def test_it_fits_in_registers(name: str) -> None:
     code = compiled(kernel, TYPES, constants, H200, warps, 1)
     assert code.stack == 0
     assert code.registers <= 168
-    print(name, code.registers, code.shared)

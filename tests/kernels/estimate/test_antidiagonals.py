@@ -92,10 +92,8 @@ def test_portable_kernels_copy_asynchronously(card: str):
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_grouping_reads_and_writes_16_bytes_at_once(fp8: bool):
-    types: dict[str, str] = dict.fromkeys(("q", "k"), "*bf16") | dict.fromkeys(
-        ("q_out", "k_out"), "*fp8e4nv" if fp8 else "*bf16"
-    )
-    types |= dict.fromkeys(("q_scale", "k_scale"), "*fp32")
+    made = "*fp8e4nv" if fp8 else "*bf16"
+    types = {"q": "*bf16", "k": "*bf16", "q_out": made, "k_out": made, "q_scale": "*fp32", "k_scale": "*fp32"}
     constants: dict[str, Any] = {
         "k_bias": None, "lengths": None, "STRIDE": 16, "BLOCK": 128, "D": 128, "WIDTH": 128, "ROWS": groups.ROWS,
         "sq_d": 1, "sk_d": 1,
