@@ -139,7 +139,8 @@ def _by_scores(c: Choice, there: Tensor, found: list[Fault]) -> Tensor:
             right = (limit > 0) & (limit <= 1)
             _note(found, c, choice.NUMBER, ~right)
             limit = torch.where(right, limit.double(), 1.0)
-    _note(found, c, choice.VALUE, wrong & there)
+    if not c.every:
+        _note(found, c, choice.VALUE, wrong & there)
     ranked = c.given.masked_fill(wrong | ~there, -torch.inf)
     first = None if c.always is None else _always(c) & there
     if first is not None and not c.every:
@@ -264,8 +265,8 @@ def _reaching(ranked: Tensor, first: Tensor | None, share: Any, least: int, most
 def masses(scores: Tensor) -> Tensor:
     """The masses of each row as int64 of at most MASS_BITS bits: multiples, rounded down, of a power of two.
 
-    The scores are finite and not negative. The power is chosen by the highest one of a row, of which MASS_BITS bits
-    stay; below 2^-900 it is that of 2^-900.
+    The scores are finite and not negative. The power is chosen by the highest one of a row, MASS_BITS bits of
+    which stay; below 2^-900 it is that of 2^-900.
     """
     scores = scores.double()
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)

@@ -27,7 +27,7 @@ from sparsek.mask.lists import (
     refuse_capture,
     upload,
 )
-from sparsek.mask.readback import Fault, TrueSizes, with_readbacks
+from sparsek.mask.readback import Fault, LateSizes, with_readbacks
 from sparsek.mask.structured import every_key
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
@@ -242,7 +242,7 @@ def from_blocks(
             f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
         )
     check_stored(indices.numel())
-    readbacks: list[Fault | TrueSizes] = []
+    readbacks: list[Fault | LateSizes] = []
     if on_gpu:
         refuse_capture()
         wrong = _wrong(indptr, indices, columns)
@@ -254,7 +254,7 @@ def from_blocks(
         sizes = Sizes(
             most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
         )
-        readbacks.append(TrueSizes(parts[1], parts[3]))
+        readbacks.append(LateSizes())
     else:
         _check_lists(indptr, indices, place, rows)
         arrays = [part.numpy() for part in _split(indptr, indices, place)]
@@ -267,6 +267,9 @@ def from_blocks(
         full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
         lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
     )  # fmt: skip
+    for each in readbacks:
+        if isinstance(each, LateSizes):
+            each.begin(mask)
     return with_readbacks(mask, readbacks)
 
 

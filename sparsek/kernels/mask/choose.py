@@ -8,7 +8,7 @@ Triton's interpreter.
 A program makes one row and has all its columns in registers. Bisection ends as soon as a bound has the right count over
 it: about 12 steps of some 15 instructions for 256 random scores, 32 at most. Blocks of the score at the bound are kept
 by column, lower ones first. One prefix sum gives every kept block its entry. The same launch writes the intervals,
-rules and bits of the mask, and a word of each row for the first fault.
+rules and bits of the mask, and the first fault of a row to a word of the host.
 
 Nothing is read or written out of bounds, whatever the values: columns come from positions, never from memory.
 
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.kernels.lang.launch import launch
+from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import times
 from sparsek.mask import choice
 from sparsek.mask.choice import Choice, Near, Parts
@@ -129,7 +130,7 @@ def _highest(key, count, nothing):
 
 @triton.jit
 def _prefix(keys, WORDS: tl.constexpr):
-    """Words [n, WORDS] of which the first `keys` bits are set."""
+    """Words [n, WORDS] whose first `keys` bits are set."""
     ahead = keys[:, None] - 32 * tl.arange(0, WORDS)[None, :]
     ahead = tl.minimum(tl.maximum(ahead, 0), 32)
     return ((tl.full(ahead.shape, 1, tl.int64) << ahead.to(tl.int64)) - 1).to(tl.int32)
@@ -169,14 +170,14 @@ def _write_bits(
 
 @triton.jit(do_not_specialize=_VARY)
 def _choose(
-    given, lengths, numbers, always, held, faults, full_counts, cut_counts, starts, cut_starts, indices, lo, hi, rules,
+    given, lengths, numbers, always, held, fault, full_counts, cut_counts, starts, cut_starts, indices, lo, hi, rules,
     bits, sg_b, sg_h, sg_m, sg_n, sl_b, sl_n, sk_b, sk_h, sa_b, sa_h, sa_m, sa_n, sc_b, sc_h, sc_m,
     limit, least, sinks, back, fore, heads, tiles, columns, listed, capacity, q_len, kv_len, q_offset, deep,
     length_items,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, EVERY: tl.constexpr, WIDE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, COLS: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One row of lists. EVERY: `always` blocks are kept even where they are more than the limit."""
+    """One row of lists. EVERY: as `Choice.every`."""
     if UNIT > 1:  # rows of `given` are whole 16-byte words
         sg_n = 1
         sg_b, sg_h, sg_m, columns = (
@@ -251,7 +252,8 @@ def _choose(
             right = (x >= 0) & (x < float("inf"))
         else:
             right = x == x
-        word = tl.minimum(word, _first(there & ~right, column, _VALUE))
+        if not EVERY:
+            word = tl.minimum(word, _first(there & ~right, column, _VALUE))
         able = there & right
         if KIND == "topk":
             able = able & (x != float("-inf"))
@@ -313,7 +315,8 @@ def _choose(
     tl.store(cut_starts + row, (start + n_full).to(tl.int32))
     tl.store(full_counts + row, n_full)
     tl.store(cut_counts + row, n_cut)
-    tl.store(faults + row, tl.where(word == _NONE, -1, word))
+    if word != _NONE:
+        tl.store(fault, (row << 32 | word) + 1)
 
     if lengths is not None:
         item = tl.where(length_items > 1, b, 0)
@@ -343,7 +346,7 @@ def choose_blocks(c: Choice) -> Parts | None:
     """The tensors of the mask, in one allocation and one launch, without a sync; None for rows that are too long."""
     if max(c.place.grid[1], c.given.shape[-1]) > MOST_COLUMNS:
         return None
-    parts = choice.parts_of(c)
+    parts = choice.parts_of(c, fault_word(c.place.device))
     (tiles, columns), place = c.place.grid, c.place
     cols = max(16, triton.next_power_of_2(columns))
     numbers, limit = (c.limit, 0) if isinstance(c.limit, Tensor) else (None, c.limit)
@@ -354,11 +357,11 @@ def choose_blocks(c: Choice) -> Parts | None:
         "" if c.always is None or isinstance(c.always, Tensor) else "sinks" if near.back is None else "window"
     )
     always = c.always if isinstance(c.always, Tensor) else None
-    full, cut = parts.counts
+    full, cut = parts.full_counts, parts.cut_counts
     options: dict[str, Any] = {"num_warps": min(max(cols // 256, 1), 32)}
     with torch.cuda.device_of(parts.base):
         launch(
-            _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.faults, full, cut,
+            _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.word, full, cut,
             parts.starts, parts.cut_starts, parts.indices, parts.lo, parts.hi, parts.rules, parts.bits,
             *_steps(c.given, 4), *_steps(c.lengths, 2), *_steps(numbers, 4)[:2], *_steps(always, 4),
             *_steps(c.counts, 3), limit, c.least, near.sinks, near.back or 0, near.fore, c.given.shape[1],
