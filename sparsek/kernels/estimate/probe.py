@@ -23,7 +23,8 @@ from torch import Tensor
 from sparsek.core.device import card_of
 from sparsek.kernels.lang.launch import launch
 
-TILE, WARPS, STAGES = 128, 4, 3
+TILE = 128
+WARPS, STAGES = {64: 4, 128: 8}, {64: 3, 128: 2}  # by rows
 ROW_BLOCKS = 4  # most blocks of positions that 128 queries are in, rounded up
 LOG2E = 1.4426950408889634
 
@@ -200,7 +201,8 @@ def _call(q: Tensor, k: Tensor, last: int, q_offset: int, side: int) -> _Call:
         dim**-0.5 * LOG2E, q_len, kv_len, end, q_offset, min(last, q_len), heads, kv_heads, splits, per_split,
         max(1, -(-kv_len // tile)),
     )  # fmt: skip
-    constants = {"LAST": rows, "D": dim, "TN": tile, "STAGES": STAGES, "num_warps": WARPS}
+    size = 64 if rows <= 64 else 128
+    constants = {"LAST": rows, "D": dim, "TN": tile, "STAGES": STAGES[size], "num_warps": WARPS[size]}
     return _Call(numbers, (*q.stride(), *k.stride()), constants, batch * heads * splits, (splits, rows))
 
 
