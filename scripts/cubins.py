@@ -34,6 +34,7 @@ from sparsek.bench.suites.host import FIRST
 from sparsek.bench.suites.host_calls import CALLS
 from sparsek.core import device as devices
 from sparsek.kernels.lang import driver, launch, nvrtc, shipped
+from sparsek.mask import closed
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_BYTES = 12 << 20  # of the archive
@@ -57,6 +58,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         for heads, size in ((8, 128), (8, 64)):
             yield f"attention {size} {dtype}", lambda d=dtype, h=heads, s=size: attention(d, h, s)
     yield "FP8", fp8
+    yield "masks", masks
     yield "policies", policies
 
 
@@ -111,6 +113,27 @@ def attention(dtype: torch.dtype, heads: int, size: int) -> None:
         for mask in masks:
             sk.attention(q.detach(), k.detach(), v.detach(), mask)
             sk.attention(q, k, v, mask).backward(normal(1, heads, length, size, dtype=dtype))
+
+
+def masks() -> None:
+    """Masks of closed form."""
+    with mock.patch.object(closed, "has_kernels", return_value=True):
+        for block in (64, 128):
+            frame: Any = {"block": block, "device": "cpu"}
+            for causal in (True, False):
+                for sinks in (0, 128, 100):
+                    sk.BlockMask.sliding_window(4096, 512, sinks, causal, **frame)
+                sk.BlockMask.strided(4096, 512, 256, causal, **frame)
+                sk.BlockMask.dilated(4096, 512, 2, causal, **frame)
+                sk.BlockMask.block_diagonal([1000, 3096], causal, **frame)
+                for random in (1, 2, 3):
+                    sk.BlockMask.bigbird(4096, 256, 128, random, causal=causal, **frame)
+            sk.BlockMask.causal(4096, **frame)
+            sk.BlockMask.full(4096, **frame)
+            sk.BlockMask.full(4000, **frame)
+            for dtype in (torch.int32, torch.int64):
+                edges = torch.tensor([0, 1000, 4096], dtype=dtype)
+                sk.BlockMask.documents(edges, 4096, block=block)
 
 
 def policies() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -37,7 +38,7 @@ FLEX = "torch.nn.attention.flex_attention"
 _compiling = torch.compiler.is_compiling
 
 _OF_TENSORS: ByTensor[KeptMask] = ByTensor()
-# Of each FlexAttention mask: the objects that its rule reads, their versions, and the mask.
+# Of each FlexAttention mask or other owner: the objects that its rule reads, their versions, and the mask.
 _OF_FLEX: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -171,16 +172,24 @@ def _of_tensor(dense: Tensor, lengths: tuple[int, int]) -> KeptMask:
 def _of_flex(mask: FlexMask) -> BlockMask:
     """As BlockMask.from_flex; made anew where its lists, its `mask_mod` or a tensor that this reads has changed."""
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    read = (*lists, *mask.seq_lengths, *_read_by(mask.mask_mod))
+    read = (*lists, *mask.seq_lengths, *read_by(mask.mask_mod))
+    build = partial(BlockMask.from_flex, mask)
+    return kept_conversion(mask, read, mask.kv_num_blocks.device, "a FlexAttention mask", build)
+
+
+def kept_conversion(
+    owner: Any, read: Sequence[Any], device: torch.device, what: str, build: Callable[[], BlockMask]
+) -> BlockMask:
+    """The mask that `build()` makes of `owner`; made anew where another object was read, or a tensor has changed."""
     tensors = [each for each in read if isinstance(each, Tensor)]
     if any(each.is_inference() for each in tensors):
-        return BlockMask.from_flex(mask)
+        return build()
     versions = [each._version for each in tensors]
-    known = _OF_FLEX.get(mask)
+    known = _OF_FLEX.get(owner)
     if known is None or known[1] != versions or not _same(known[0], read):
-        _refuse_capture(mask.kv_num_blocks.device, "a FlexAttention mask")
-        known = [*map(_reference, read)], versions, KeptMask.of(BlockMask.from_flex(mask))
-        _OF_FLEX[mask] = known
+        _refuse_capture(device, what)
+        known = [*map(_reference, read)], versions, KeptMask.of(build())
+        _OF_FLEX[owner] = known
     return known[2].here()
 
 
@@ -210,7 +219,7 @@ def _same(references: Sequence[Any], read: Sequence[Any]) -> bool:
     )
 
 
-def _read_by(function: Any) -> Iterator[Any]:
+def read_by(function: Any) -> Iterator[Any]:
     """A function and the objects that it reads: closure, globals, defaults, parts of a partial or a method, and those
     of functions among them; of other objects their tensors and numbers.
     """

@@ -1,4 +1,4 @@
-"""Masks of chosen blocks: from which blocks are kept, bool [batch, heads, Mb, Nb], to lists, rules and bits.
+"""Masks of chosen blocks in plain torch, which is the specification: from a `Choice` to lists, rules and bits.
 
 Rows have a fixed capacity: row r has the entries r * capacity to (r + 1) * capacity of one list that full and partial
 blocks share. Full blocks come first, then partial ones, each ascending; entries that no block uses are 0.
@@ -6,135 +6,170 @@ blocks share. Full blocks come first, then partial ones, each ascending; entries
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments
-from sparsek.core.errors import InvalidInput
+from sparsek.mask import choice
+from sparsek.mask.choice import MASS_BITS, Choice, Near, by_a_kernel
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, Place, Sizes, check_stored, exact_sizes
-from sparsek.mask.readback import Fault, TrueSizes, faults, index, with_readbacks
-from sparsek.mask.structured import every_key, up_to_itself, visible
+from sparsek.mask.readback import Fault, faults, with_readbacks
+from sparsek.mask.structured import every_key, up_to_itself
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
-
-INTS = (torch.int32, torch.int64)
 
 
 class Visible(NamedTuple):
     """The blocks that a tile may keep, and what its queries see of them.
 
     Attributes:
-        place: Lengths, block, device and offset.
-        causal: Whether a query sees no keys after its own.
         there: bool [1 or B, 1, Mb, Nb]: some query of the tile sees a key of the block.
         whole: bool like `there`: every query sees all keys of the block.
-        lengths: int32 [1 or B, Nb]: how many keys of each block exist; None where only kv_len cuts the last one.
-        faults: The readbacks of wrong `kv_lengths`.
+        lengths: int64 [1 or B, Nb]: how many keys of each block exist; None where only kv_len cuts the last one.
     """
 
-    place: Place
-    causal: bool
     there: Tensor
     whole: Tensor
     lengths: Tensor | None
-    faults: list[Fault]
-
-    @property
-    def batch(self) -> int:
-        """Batch items with blocks of their own."""
-        return self.there.shape[0]
 
 
-def visible_blocks(place: Place, causal: bool, kv_lengths: Any) -> Visible:
-    """The blocks that exist; `kv_lengths` is an unchecked argument, or None."""
-    causal = arguments.flag("causal", causal)
-    edge, end = edges(place, causal)
+def chosen_mask(cls: type[BlockMask], c: Choice) -> BlockMask:
+    """The mask of a choice: by a kernel on a GPU, where there is one; else in torch."""
+    made = by_a_kernel(cls, c)
+    return specified(cls, c) if made is None else made
+
+
+def specified(cls: type[BlockMask], c: Choice) -> BlockMask:
+    """The mask of a choice, in torch on any device. On a GPU without a sync."""
+    found: list[Fault] = []
+    seen = _visible(c, found)
+    by_scores = c.kind in ("topk", "mass")
+    kept = _by_scores(c, seen.there, found) if by_scores else _as_listed(c, found)
+    batch, heads = c.given.shape[:2]
+    kept = (kept & seen.there).expand(batch, heads, *c.place.grid)
+    rows = rows_of(kept & seen.whole, kept & ~seen.whole, c.capacity)
+    rules = bits = None
+    if seen.lengths is not None:
+        codes, bits = _rules_and_bits(c, seen.lengths)
+        rules = codes.expand(batch, heads, *c.place.grid).gather(-1, rows.chosen.long()).flatten()
+    lo, hi = (up_to_itself(c.place) if c.causal else every_key(c.place)) or (None, None)
+    mask = cls.unchecked(
+        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.place.block, batch=batch, heads=heads,
+        full=rows.full, partial=rows.partial, lo=lo, hi=hi, rules=rules, bits=bits,
+        sizes=rows.sizes(c.bounds()), pure=rules is None, label=c.label,
+    )  # fmt: skip
+    return with_readbacks(mask, found)
+
+
+def _note(found: list[Fault], c: Choice, kind: int, wrong: Tensor) -> None:
+    """Notes a fault where `wrong` [batch, heads, tiles, columns], each of which may be 1, is True."""
+    shape = tuple(wrong.shape)
+    found += faults(wrong, lambda at: c.fault(kind, [int(each) for each in np.unravel_index(at, shape)]))
+
+
+def _visible(c: Choice, found: list[Fault]) -> Visible:
+    """The blocks that exist."""
+    place, (_, bk) = c.place, c.place.block
+    edge, end = edges(place, c.causal)
     column = torch.arange(place.grid[1], dtype=torch.int64, device=place.device)
     there, whole = (column < end)[None, None], (column < edge)[None, None]
-    if kv_lengths is None:
-        return Visible(place, causal, there, whole, None, [])
-    given, bk = _as_kv_lengths(kv_lengths, place), place.block[1]
-    shape = tuple(kv_lengths.shape)
-    found = faults(
-        (given < 0) | (given > bk),
-        lambda at: f"kv_lengths{index(at, shape)} is out of range; a block has 0 to {bk} keys",
-    )
-    natural = (place.kv_len - column * bk).clamp(max=bk)
-    lengths = torch.minimum(given.clamp(0, bk), natural).to(torch.int32)
+    if c.lengths is None:
+        return Visible(there, whole, None)
+    _note(found, c, choice.LENGTH, ((c.lengths < 0) | (c.lengths > bk))[:, None, None])
+    lengths = torch.minimum(c.lengths.long().clamp(0, bk), (place.kv_len - column * bk).clamp(max=bk))
     there = there & (lengths > 0)[:, None, None]
-    return Visible(place, causal, there, whole & there & (lengths == bk)[:, None, None], lengths, found)
+    return Visible(there, whole & (lengths == bk)[:, None, None], lengths)
 
 
 def edges(place: Place, causal: bool) -> tuple[Tensor, Tensor]:
     """`structured.visible` on the device, int64 [Mb, 1]: the leading blocks seen whole, and those seen at all."""
-    (bq, bk), device = place.block, place.device
+    bk, device = place.block[1], place.device
     if not causal:
         keys = torch.full((place.grid[0], 1), place.kv_len, dtype=torch.int64, device=device)
         return keys // bk, (keys + bk - 1) // bk
-    first = torch.arange(place.grid[0], dtype=torch.int64, device=device)[:, None] * bq + place.q_offset
-    last = (first + bq).clamp(max=place.q_len + place.q_offset)
-    first, last = ((each).clamp(0, place.kv_len) for each in (first + 1, last))
+    first, last = tile_ends(place)
+    first, last = (each.clamp(0, place.kv_len) for each in (first + 1, last + 1))
     return first // bk, (last + bk - 1) // bk
 
 
-def _as_kv_lengths(kv_lengths: Any, place: Place) -> Tensor:
-    """int64 [1 or B, Nb], not checked for its values."""
-    given = arguments.tensor("kv_lengths", kv_lengths, INTS)
-    arguments.one_device("kv_lengths is", given.device, "the mask is made", place.device)
-    if given.ndim not in (1, 2) or given.shape[-1] != place.grid[1] or 0 in given.shape[:-1]:
-        raise InvalidInput(
-            f"kv_lengths is {list(given.shape)}; {place.kv_len} keys in blocks of {place.block[1]} need "
-            f"[{place.grid[1]}] or [batch, {place.grid[1]}]"
-        )
-    return (given if given.ndim == 2 else given[None]).detach().long()
+def tile_ends(place: Place) -> tuple[Tensor, Tensor]:
+    """The positions of each tile's first and last query, int64 [Mb, 1]."""
+    tile = torch.arange(place.grid[0], dtype=torch.int64, device=place.device)[:, None]
+    first = tile * place.block[0] + place.q_offset
+    return first, (first + place.block[0]).clamp(max=place.q_len + place.q_offset) - 1
 
 
-def joined_batch(seen: Visible, batch: int) -> int:
-    """The batch items of a mask whose blocks are chosen for `batch` items. InvalidInput if kv_lengths has others."""
-    if 1 not in (seen.batch, batch) and seen.batch != batch:
-        raise InvalidInput(
-            f"kv_lengths has {seen.batch} batch items and the blocks have {batch}; give 1 or {batch}"
-        )
-    return max(seen.batch, batch)
+def _as_listed(c: Choice, found: list[Fault]) -> Tensor:
+    """The blocks of a map or of indices, bool [batch, heads, Mb, Nb]."""
+    if c.kind == "map":
+        return c.given
+    columns, each = c.place.grid[1], c.given.shape[-1]
+    used = c.given != -1
+    if c.counts is not None:
+        counts = c.counts[..., None]
+        _note(found, c, choice.NUMBER, (counts < 0) | (counts > each))
+        entry = torch.arange(each, dtype=torch.int64, device=c.place.device)
+        used = (entry < counts).expand(c.given.shape)
+    outside = used & ((c.given < 0) | (c.given >= columns))
+    _note(found, c, choice.VALUE, outside)
+    # Entries that do not count go to one more column, which is cut off.
+    at = torch.where(used & ~outside, c.given, columns).long()
+    marks = torch.zeros((*at.shape[:3], columns + 1), dtype=torch.int32, device=c.place.device)
+    marks.scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
+    often = marks[..., :columns]
+    _note(found, c, choice.CROWDED, often > 1)
+    return often > 0
 
 
-def mask_of(
-    cls: type[BlockMask],
-    kept: Tensor,
-    seen: Visible,
-    capacity: int,
-    label: str,
-    readbacks: Sequence[Fault | TrueSizes] = (),
-) -> BlockMask:
-    """The mask of the blocks that are kept and exist: bool [batch, heads, Mb, Nb], at most `capacity` in a row."""
-    place = seen.place
-    batch, heads = joined_batch(seen, kept.shape[0]), kept.shape[1]
-    kept = (kept & seen.there).expand(batch, heads, *place.grid)
-    rows = rows_of(kept & seen.whole, kept & ~seen.whole, capacity)
-    rules = bits = None
-    if seen.lengths is not None:
-        codes, bits = _rules_and_bits(seen, seen.lengths)
-        rules = codes.expand(batch, heads, *place.grid).gather(-1, rows.chosen.long()).flatten()
-    lo, hi = (up_to_itself(place) if seen.causal else every_key(place)) or (None, None)
-    mask = cls.unchecked(
-        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
-        full=rows.full, partial=rows.partial, lo=lo, hi=hi, rules=rules, bits=bits,
-        sizes=rows.sizes(bounds(seen, batch * heads, capacity)), pure=rules is None, label=label,
-    )  # fmt: skip
-    return with_readbacks(mask, [*seen.faults, *readbacks])
+def _by_scores(c: Choice, there: Tensor, found: list[Fault]) -> Tensor:
+    """The blocks with the highest scores, bool [batch, heads, Mb, Nb]."""
+    numbers = isinstance(c.limit, Tensor)
+    limit: Any = c.limit
+    if c.kind == "topk":
+        wrong = c.given.isnan()
+        if numbers:
+            _note(found, c, choice.NUMBER, limit < 1)
+            limit = limit.clamp(1, c.capacity)
+    else:
+        wrong = ~((c.given >= 0) & (c.given < torch.inf))
+        if numbers:
+            right = (limit > 0) & (limit <= 1)
+            _note(found, c, choice.NUMBER, ~right)
+            limit = torch.where(right, limit.double(), 1.0)
+    if not c.every:
+        _note(found, c, choice.VALUE, wrong & there)
+    ranked = c.given.masked_fill(wrong | ~there, -torch.inf)
+    first = None if c.always is None else _always(c) & there
+    if first is not None and not c.every:
+        most = limit if c.kind == "topk" else c.capacity
+        _note(found, c, choice.CROWDED, first.sum(-1, keepdim=True) > most)
+    if c.kind == "mass":
+        return _reaching(ranked, first, limit, c.least, c.capacity)
+    rank, able = highest(ranked, first), ranked != -torch.inf
+    kept = (rank < limit) & (able if first is None else able | first)
+    return kept | first if c.every and first is not None else kept
 
 
-def bounds(seen: Visible, groups: int, capacity: int) -> tuple[int, int, int]:
-    """The most stored and partial blocks of `groups` heads, and of the longest row."""
-    edge, end = visible(seen.place, seen.causal)
-    most = np.minimum(capacity, end)
-    cut = most if seen.lengths is not None else np.minimum(capacity, end - edge)
-    return groups * int(most.sum()), groups * int(cut.sum()), int(most.max(initial=0))
+def _always(c: Choice) -> Tensor:
+    """The blocks that come first, bool that broadcasts to the scores."""
+    if isinstance(c.always, Tensor):
+        return c.always
+    near: Any = c.always
+    return near_blocks(c.place, near)
+
+
+def near_blocks(place: Place, near: Near) -> Tensor:
+    """The blocks of `Near`, bool [Mb, Nb]."""
+    column = torch.arange(place.grid[1], dtype=torch.int64, device=place.device)
+    early = (column < near.sinks).expand(place.grid)
+    if near.back is None:
+        return early
+    first, last = tile_ends(place)
+    bk = place.block[1]
+    return early | ((column >= (first - near.back) // bk) & (column <= (last + near.fore) // bk))
 
 
 class Rows(NamedTuple):
@@ -164,34 +199,32 @@ def rows_of(whole: Tensor, cut: Tensor, capacity: int) -> Rows:
     return Rows(chosen, BlockLists(starts, full, indices), BlockLists(starts + full, partial, indices))
 
 
-def _rules_and_bits(seen: Visible, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _rules_and_bits(c: Choice, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The rule of each block, int32 [1 or B, 1, Mb, Nb], and the bits, int32 [n, bq, bk / 32].
 
     Blocks that lack keys have bits: entry b * Nb + j is key block j of batch item b, for all tiles that see every key
     it has. If causal, tiles that see block `edge` + d only in part have the entry B * Nb + (b * Mb + i) * D + d.
     """
-    place, (batch, columns) = seen.place, lengths.shape
+    place, (batch, columns) = c.place, lengths.shape
     (bq, bk), tiles, device = place.block, place.grid[0], place.device
     words = torch.arange(bk // WORD, dtype=torch.int64, device=device) * WORD
     column = torch.arange(columns, dtype=torch.int64, device=device)
     item = torch.arange(batch, dtype=torch.int64, device=device)[:, None, None]
     codes = (item * columns + column).expand(batch, tiles, columns)
-    bits = [_words(lengths.long()[:, :, None, None] - words).expand(batch, columns, bq, -1).flatten(0, 1)]
-    if seen.causal:
-        edge, end = visible(place, True)
-        deep = int((end - edge).max(initial=0))
-        first = edges(place, True)[0]
+    bits = [_words(lengths[:, :, None, None] - words).expand(batch, columns, bq, -1).flatten(0, 1)]
+    if c.causal:
+        deep, first = c.deep, edges(place, True)[0]
         tile = torch.arange(tiles, dtype=torch.int64, device=device)[:, None]
         own = batch * columns + (item * tiles + tile) * deep + column - first
         codes = torch.where(column < first, codes, own)
         block = (first + torch.arange(deep, dtype=torch.int64, device=device)).clamp(max=max(columns - 1, 0))
         queries = torch.arange(tiles * bq, dtype=torch.int64, device=device).view(tiles, 1, bq)
         ahead = queries + place.q_offset + 1 - block[:, :, None] * bk  # keys of the block up to the query
-        keys = torch.minimum(lengths.long()[:, block][..., None], ahead)
+        keys = torch.minimum(lengths[:, block][..., None], ahead)
         bits.append(_words(keys[..., None] - words).flatten(0, 2))
     natural = (place.kv_len - column * bk).clamp(max=bk)
     codes = torch.where((lengths < natural)[:, None], codes, BY_INTERVAL)
-    return codes[:, None].to(torch.int32), torch.cat(bits).contiguous()
+    return codes[:, None].to(torch.int32), torch.cat(bits)[: None if tiles else 0]
 
 
 def _words(keys: Tensor) -> Tensor:
@@ -203,11 +236,40 @@ def _words(keys: Tensor) -> Tensor:
 def highest(scores: Tensor, first: Tensor | None) -> Tensor:
     """The rank of every block in its row, int64: 0 for the highest score, and those of `first` before all others.
 
-    Equal scores rank by column, the lower one first. No score is NaN.
+    Equal scores rank by column, the lower one first, and so do those of `first`. No other score is NaN.
     """
+    if first is not None:
+        scores = scores.masked_fill(first, torch.inf)
     order = scores.sort(stable=True, dim=-1, descending=True).indices
     if first is not None:
         ahead = first.expand(scores.shape).gather(-1, order).to(torch.uint8)
         order = order.gather(-1, ahead.sort(stable=True, dim=-1, descending=True).indices)
     rank = torch.arange(scores.shape[-1], dtype=torch.int64, device=scores.device).expand(scores.shape)
     return torch.empty_like(order).scatter_(-1, order, rank)
+
+
+def _reaching(ranked: Tensor, first: Tensor | None, share: Any, least: int, most: int) -> Tensor:
+    """The blocks that hold the share of a row's mass, bool like `ranked`; a block of -inf has none and is not kept."""
+    there = ranked != -torch.inf
+    mass = masses(ranked.masked_fill(~there, 0))
+    there = there if first is None else there | first
+    rank = highest(ranked.masked_fill(~there, -torch.inf), first)
+    sums = torch.zeros_like(mass).scatter_(-1, rank, mass).cumsum(-1)
+    goal = (mass.sum(-1, keepdim=True).double() * share).ceil().long()
+    count = (sums < goal).sum(-1, keepdim=True) + (goal > 0)
+    if first is not None:
+        count = torch.maximum(count, first.sum(-1, keepdim=True))
+    return there & (rank < count.clamp(min=least, max=most))
+
+
+def masses(scores: Tensor) -> Tensor:
+    """The masses of each row as int64 of at most MASS_BITS bits: multiples, rounded down, of a power of two.
+
+    The scores are finite and not negative. The power is chosen by the highest one of a row, MASS_BITS bits of
+    which stay; below 2^-900 it is that of 2^-900.
+    """
+    scores = scores.double()
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
+    exponent = ((top.view(torch.int64) >> 52) - 1022).clamp(min=-900)  # top < 2^exponent
+    power = (MASS_BITS - exponent + 1023) << 52
+    return (scores * power.view(torch.float64)).long()

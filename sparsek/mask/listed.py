@@ -5,6 +5,7 @@ Values on a GPU are checked there, without a sync.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.chosen import INTS, mask_of, visible_blocks
+from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
+from sparsek.mask.chosen import chosen_mask
 from sparsek.mask.lists import (
     BlockLists,
     Frame,
@@ -25,7 +27,7 @@ from sparsek.mask.lists import (
     refuse_capture,
     upload,
 )
-from sparsek.mask.readback import Fault, TrueSizes, faults, index, with_readbacks
+from sparsek.mask.readback import Fault, LateSizes, with_readbacks
 from sparsek.mask.structured import every_key
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
@@ -70,9 +72,8 @@ def from_block_map(
     """
     arguments.tensor("block_map", block_map, (torch.bool,))
     place = _place_of("block_map", block_map, seq_len, dict(frame))
-    kept = _four_dims("block_map", block_map.detach(), (*place.grid,), ["Mb", "Nb"])
-    seen = visible_blocks(place, causal, kv_lengths)
-    return mask_of(cls, kept, seen, place.grid[1], "block map" + (", causal" if causal else ""))
+    kept = _four_dims("block_map", block_map.detach(), place.grid, ("Mb", "Nb"))
+    return _listed(cls, "map", place, causal, kept, kv_lengths, place.grid[1])
 
 
 @not_traced("a block mask")
@@ -114,37 +115,34 @@ def from_indices(
     """
     arguments.tensor("indices", indices, INTS)
     place = _place_of("indices", indices, seq_len, dict(frame))
-    tiles, columns = place.grid
-    given = _four_dims("indices", indices.detach(), (tiles,), ["Mb", "K"])
-    each, shape = given.shape[-1], tuple(indices.shape)
-    used = given != -1
-    found: list[Fault] = []
+    given = _four_dims("indices", indices.detach(), place.grid[:1], ("Mb", "K"))
+    held, names = None, {"indices": tuple(indices.shape)}
     if counts is not None:
-        held = _as_counts(counts, place, given)
-        rows = tuple(counts.shape)
-        found += faults(
-            (held < 0) | (held > each),
-            lambda at: f"counts{index(at, rows)} is out of range; indices has room for 0 to {each} blocks",
-        )
-        used = torch.arange(each, dtype=torch.int64, device=place.device) < held[..., None]
-    outside = used & ((given < 0) | (given >= columns))
-    found += faults(
-        outside, lambda at: f"indices{index(at, shape)} is out of range; key blocks are 0 to {columns - 1}"
+        held, names["counts"] = _as_counts(counts, place, given), tuple(counts.shape)
+    capacity = min(given.shape[-1], place.grid[1])
+    return _listed(cls, "indices", place, causal, given, kv_lengths, capacity, held, names)
+
+
+def _listed(
+    cls: type[BlockMask],
+    kind: str,
+    place: Place,
+    causal: bool,
+    given: Tensor,
+    kv_lengths: Any,
+    capacity: int,
+    counts: Tensor | None = None,
+    names: dict[str, Any] | None = None,
+) -> BlockMask:
+    """The mask of a map or of indices [1 or B, 1 or H, Mb, n], checked but for kv_lengths and `causal`."""
+    causal = arguments.flag("causal", causal)
+    lengths = None if kv_lengths is None else as_kv_lengths(kv_lengths, place)
+    names = {**(names or {}), "kv_lengths": () if kv_lengths is None else tuple(kv_lengths.shape)}
+    given = given.expand(joined_batch(lengths, given.shape[0]), -1, -1, -1)
+    label = ("block map" if kind == "map" else "indices") + (", causal" if causal else "")
+    return chosen_mask(
+        cls, Choice(kind, place, causal, given, lengths, capacity, label, counts=counts, names=names)
     )
-    # Entries that do not count go to one more column, which is cut off.
-    at = torch.where(used & ~outside, given, columns).long()
-    marks = torch.zeros((*at.shape[:3], columns + 1), dtype=torch.int32, device=place.device)
-    marks.scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
-    often = marks[..., :columns]
-    found += faults(
-        often > 1,
-        lambda at: (
-            f"indices of tile {index(at // columns, often.shape[:3])} hold key block {at % columns} more than once"
-        ),
-    )
-    seen = visible_blocks(place, causal, kv_lengths)
-    capacity = min(each, columns)
-    return mask_of(cls, often > 0, seen, capacity, "indices" + (", causal" if causal else ""), found)
 
 
 def _place_of(name: str, given: Tensor, seq_len: int | None, frame: dict[str, Any]) -> Place:
@@ -157,10 +155,10 @@ def _place_of(name: str, given: Tensor, seq_len: int | None, frame: dict[str, An
     return Place.of(seq_len, **{**frame, "device": given.device})
 
 
-def _four_dims(name: str, given: Tensor, right: tuple[int, ...], names: list[str]) -> Tensor:
+def _four_dims(name: str, given: Tensor, right: Sequence[int], names: Sequence[str]) -> Tensor:
     """[1 or B, 1 or H, Mb, n] of [Mb, n] or of itself; `right` are the sizes after batch and heads that must be."""
     wide = given[None, None] if given.ndim == 2 else given
-    if wide.ndim != 4 or tuple(wide.shape[2 : 2 + len(right)]) != right or 0 in wide.shape[:2]:
+    if wide.ndim != 4 or tuple(wide.shape[2 : 2 + len(right)]) != tuple(right) or 0 in wide.shape[:2]:
         need = ", ".join(map(str, [*right, *names[len(right) :]]))
         raise InvalidInput(
             f"{name} is {list(given.shape)}; these lengths need [{need}] or [batch, heads, {need}]"
@@ -182,7 +180,7 @@ def _as_counts(counts: Any, place: Place, given: Tensor) -> Tensor:
         raise InvalidInput(
             f"counts is {list(counts.shape)}; indices of {list(given.shape)} need [{tiles}] or {[batch, heads, tiles]}"
         )
-    return wide.long()
+    return wide
 
 
 @not_traced("a block mask")
@@ -244,7 +242,7 @@ def from_blocks(
             f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
         )
     check_stored(indices.numel())
-    readbacks: list[Fault | TrueSizes] = []
+    readbacks: list[Fault | LateSizes] = []
     if on_gpu:
         refuse_capture()
         wrong = _wrong(indptr, indices, columns)
@@ -256,7 +254,7 @@ def from_blocks(
         sizes = Sizes(
             most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
         )
-        readbacks.append(TrueSizes(parts[1], parts[3]))
+        readbacks.append(LateSizes())
     else:
         _check_lists(indptr, indices, place, rows)
         arrays = [part.numpy() for part in _split(indptr, indices, place)]
@@ -269,6 +267,9 @@ def from_blocks(
         full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
         lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
     )  # fmt: skip
+    for each in readbacks:
+        if isinstance(each, LateSizes):
+            each.begin(mask)
     return with_readbacks(mask, readbacks)
 
 

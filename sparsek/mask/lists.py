@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import untransformed
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
 from sparsek.pictures.masks import Rows
 
@@ -221,6 +222,27 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
                 f"lengths of batch item {at} hold {far}; a document has 0 to {INT32_MAX} tokens"
             )
     return [row.astype(np.int64) for row in rows]
+
+
+def read_edges(cu_seqlens: Any, name: str) -> np.ndarray:
+    """Where each document starts and the last one ends, int64 [n + 1]. Waits for a tensor on a GPU."""
+    arguments.tensor(name, cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
+        raise InvalidInput(
+            f"{name} is {list(cu_seqlens.shape)}; it must be [documents + 1]: each start, then the last end"
+        )
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise InvalidInput(
+            f"{name} is read while a CUDA graph is captured; call once with this tensor before, or pass a BlockMask"
+        )
+    at = untransformed(lambda: cu_seqlens.detach().cpu().numpy().astype(np.int64))
+    if at[0] != 0:
+        raise InvalidInput(f"{name} starts with {at[0]}; it must start with 0")
+    falls = np.flatnonzero(np.diff(at) < 0)
+    if falls.size:
+        i = int(falls[0])
+        raise InvalidInput(f"{name} falls from {at[i]} to {at[i + 1]} at document {i}; it must not decrease")
+    return at
 
 
 class Runs(NamedTuple):

@@ -17,11 +17,12 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced, untransformed
 from sparsek.mask.cache import edges_of, kept_mask, values_of
+from sparsek.mask.choice import Near
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.lists import Frame, as_device, mask_block
+from sparsek.mask.lists import Frame, Place, as_device, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.scored import best_blocks
+from sparsek.mask.scored import best_blocks, best_near
 
 
 class ResolvedRule(NamedTuple):
@@ -344,7 +345,18 @@ def _constant_mask(
 @not_traced("a top-k mask")
 def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
     """A top-k mask, made outside of inference mode, as by builders."""
-    within, always = (
-        each._mask(q.shape[2], k.shape[2], q.device) for each in policy._parts if each is not None
+    within, _ = policy._parts
+    if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
+        return within._mask(q.shape[2], k.shape[2], q.device)
+    place = Place.of(q_len=q.shape[2], kv_len=k.shape[2], block=policy.block, device=q.device)
+    back, sinks = (policy.window or 1) - 1, -(-policy.sinks // place.block[1])
+    near = Near(
+        min(sinks, place.grid[1]), min(back, place.reach), 0 if policy.causal else min(back, place.reach)
     )
-    return ResolvedRule(within, always, policy.topk or 0).mask_for(q, k)
+    q, k = values_of(q, "q"), values_of(k, "k")
+    label = "causal" if policy.causal else "full"
+    return untransformed(
+        lambda: best_near(
+            BlockMask, block_scores(q, k, place.block), place, policy.causal, policy.topk or 0, near, label
+        )
+    )

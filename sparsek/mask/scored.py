@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.chosen import INTS, Visible, highest, joined_batch, mask_of, rows_of, visible_blocks
+from sparsek.mask.choice import INTS, Choice, Near, as_kv_lengths, held, joined_batch
+from sparsek.mask.chosen import chosen_mask, highest, rows_of
 from sparsek.mask.lists import BY_INTERVAL, Frame, Place
-from sparsek.mask.readback import Fault, faults, index
-from sparsek.mask.structured import visible
 from sparsek.mask.view import NOT_STORED, WHOLE, table_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from sparsek.mask.mask import BlockMask
-
-MASS_BITS = 30  # the highest mass of a row is an integer of so many bits
 
 
 @not_traced("a block mask")
@@ -82,24 +78,24 @@ def topk(
         120
     """
     scores, place = _as_scores(scores, seq_len, dict(frame))
-    columns = place.grid[1]
+    causal, columns = arguments.flag("causal", causal), place.grid[1]
     capacity = columns if most is None else min(arguments.integer("most", most, 1), columns)
-    seen = visible_blocks(place, causal, kv_lengths)
-    found: list[Fault] = []
+    names: dict[str, Any] = {"room": "k" if most is None else "k or most"}
+    limit: Any = k
     if isinstance(k, Tensor):
-        budgets = _of_heads("k", k, INTS, scores)
-        given = tuple(k.shape)
-        found += faults(k < 1, lambda at: f"k{index(at, given)} is below 1; a tile keeps at least 1 block")
-        limit, named = budgets.clamp(1, capacity), "k" if most is None else "k or most"
+        limit, each = _of_heads("k", k, INTS, scores), "per head"
+        names["limit"] = tuple(k.shape)
     else:
-        capacity = min(arguments.integer("k", k, 1), capacity)
-        limit, named = capacity, f"k = {capacity}"
-    scores = _of_all_heads(scores, seen, limit)
-    ranked, first, more = _ranked(scores, always, seen, limit, capacity, named)
-    kept = highest(ranked, first) < limit
-    kept = kept & (ranked != -torch.inf) if first is None else kept & ((ranked != -torch.inf) | first)
-    label = f"topk({k if isinstance(k, int) else 'per head'}{', causal' if causal else ''})"
-    return mask_of(cls, kept, seen, capacity, label, [*found, *more])
+        each = arguments.integer("k", k, 1)
+        limit = capacity = min(each, capacity)
+        names["room"] = f"k = {capacity}"
+    first = _as_always(always, place, causal, tuple(scores.shape), capacity)
+    scores, lengths = _joined(scores, limit, kv_lengths, place, names)
+    label = f"topk({each}{', causal' if causal else ''})"
+    return chosen_mask(
+        cls,
+        Choice("topk", place, causal, scores, lengths, capacity, label, limit, always=first, names=names),
+    )
 
 
 @not_traced("a block mask")
@@ -156,89 +152,30 @@ def cumulative(
         ([0, 1], 2)
     """
     scores, place = _as_scores(scores, seq_len, dict(frame))
-    columns = place.grid[1]
+    causal, columns = arguments.flag("causal", causal), place.grid[1]
     least = arguments.integer("least", least)
     capacity = columns if most is None else min(arguments.integer("most", most, 1), columns)
     if most is not None and least > most:
         raise InvalidInput(
             f"least is {least} and most is {most}; a tile keeps at least `least` and at most `most`"
         )
-    seen = visible_blocks(place, causal, kv_lengths)
-    shape, found = tuple(scores.shape), []
+    names: dict[str, Any] = {"room": f"most = {capacity}"}
     share: Any = threshold
     if isinstance(threshold, Tensor):
-        share = _of_heads("threshold", threshold, (torch.float32,), scores).double()
-        given = tuple(threshold.shape)
-        found += faults(
-            ~((threshold > 0) & (threshold <= 1)),
-            lambda at: f"threshold{index(at, given)} is out of range; it must be over 0 and at most 1",
-        )
-        share = torch.where((share > 0) & (share <= 1), share, 1.0)
-    elif arguments.number("threshold", threshold, 0, 1) == 0:
-        raise InvalidInput("threshold is 0; it must be over 0 and at most 1")
-    scores = _of_all_heads(scores, seen, share)
-    bad = seen.there & ~((scores >= 0) & (scores < torch.inf))
-    shape = tuple(scores.shape)
-    found += faults(
-        bad, lambda at: f"scores{index(at, shape)} is negative, infinite or NaN; they are masses from 0"
+        share, each = _of_heads("threshold", threshold, (torch.float32,), scores), "per head"
+        names["limit"] = tuple(threshold.shape)
+    else:
+        share = arguments.number("threshold", threshold, 0, 1)
+        each = f"{share:g}"
+        if share == 0:
+            raise InvalidInput("threshold is 0; it must be over 0 and at most 1")
+    first = _as_always(always, place, causal, tuple(scores.shape), capacity)
+    scores, lengths = _joined(scores, share, kv_lengths, place, names)
+    label, least = f"cumulative({each}{', causal' if causal else ''})", min(least, capacity)
+    return chosen_mask(
+        cls,
+        Choice("mass", place, causal, scores, lengths, capacity, label, share, least, first, names=names),
     )
-    named = "all" if most is None else f"most = {capacity}"
-    ranked, first, more = _ranked(
-        scores.masked_fill(bad, -torch.inf), always, seen, capacity, capacity, named
-    )
-    kept = _reaching(ranked, first, share, min(least, capacity), capacity)
-    each = "per head" if isinstance(threshold, Tensor) else f"{threshold:g}"
-    label = f"cumulative({each}{', causal' if causal else ''})"
-    return mask_of(cls, kept, seen, capacity, label, [*found, *more])
-
-
-def _reaching(ranked: Tensor, first: Tensor | None, share: Any, least: int, most: int) -> Tensor:
-    """The blocks that hold the share of a row's mass, bool like `ranked`; a block of -inf has none and is not kept."""
-    there = ranked != -torch.inf
-    mass = masses(ranked.masked_fill(~there, 0))
-    there = there if first is None else there | first
-    rank = highest(ranked.masked_fill(~there, -torch.inf), first)
-    sums = torch.zeros_like(mass).scatter_(-1, rank, mass).cumsum(-1)
-    goal = (mass.sum(-1, keepdim=True).double() * share).ceil().long()
-    count = (sums < goal).sum(-1, keepdim=True) + (goal > 0)
-    if first is not None:
-        count = torch.maximum(count, first.sum(-1, keepdim=True))
-    return there & (rank < count.clamp(min=least, max=most))
-
-
-def masses(scores: Tensor) -> Tensor:
-    """The masses of each row as int64 of at most MASS_BITS bits: multiples, rounded down, of a power of two.
-
-    The scores are finite and not negative. The power is chosen by the highest one of a row, of which MASS_BITS bits
-    stay; below 2^-900 it is that of 2^-900.
-    """
-    scores = scores.double()
-    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
-    exponent = ((top.view(torch.int64) >> 52) - 1022).clamp(min=-900)  # top < 2^exponent
-    power = (MASS_BITS - exponent + 1023) << 52
-    return (scores * power.view(torch.float64)).long()
-
-
-def _ranked(
-    scores: Tensor, always: Any, seen: Visible, limit: int | Tensor, capacity: int, named: str
-) -> tuple[Tensor, Tensor | None, list[Fault]]:
-    """Scores that are -inf where a block must not be chosen, the blocks that come first, and readbacks of faults."""
-    place, shape = seen.place, tuple(scores.shape)
-    there = seen.there
-    nan = scores.isnan() & there
-    found = faults(nan, lambda at: f"scores{index(at, shape)} is NaN; -inf means never")
-    ranked = scores.masked_fill(nan | ~there, -torch.inf)
-    if always is None:
-        return ranked, None, found
-    known = limit if isinstance(limit, int) else capacity
-    kept = _as_always(always, place, seen.causal, shape, known) & there
-    held = kept.sum(-1, keepdim=True)
-    many = held > limit
-    rows = tuple(many.shape[:-1])
-    found += faults(
-        many, lambda at: f"always{index(at, rows)} keeps more than {named} blocks; they count among the k"
-    )
-    return ranked, kept, found
 
 
 def _of_heads(name: str, given: Tensor, choices: tuple[torch.dtype, ...], scores: Tensor) -> Tensor:
@@ -257,12 +194,16 @@ def _of_heads(name: str, given: Tensor, choices: tuple[torch.dtype, ...], scores
     return wide[:, :, None, None]
 
 
-def _of_all_heads(scores: Tensor, seen: Visible, each: Any) -> Tensor:
-    """The scores of every batch item and head that scores, numbers per head and kv_lengths have."""
+def _joined(
+    scores: Tensor, each: Any, kv_lengths: Any, place: Place, names: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """The scores of every batch item and head that scores, numbers per head and kv_lengths have; and the lengths."""
+    lengths = None if kv_lengths is None else as_kv_lengths(kv_lengths, place)
+    names["kv_lengths"] = () if kv_lengths is None else tuple(kv_lengths.shape)
     batch, heads = scores.shape[:2]
     if isinstance(each, Tensor):
         batch, heads = max(batch, each.shape[0]), max(heads, each.shape[1])
-    return scores.expand(joined_batch(seen, batch), heads, -1, -1)
+    return scores.expand(joined_batch(lengths, batch), heads, -1, -1), lengths
 
 
 def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
@@ -286,10 +227,12 @@ def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple
     return scores, place
 
 
-def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], k: int) -> Tensor:
-    """The blocks that are always kept, bool, of a shape that broadcasts to that of the scores."""
+def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], k: int) -> Any:
+    """The blocks that are always kept: bool, of a shape that broadcasts to that of the scores, or near ones."""
+    if always is None:
+        return None
     if isinstance(always, (tuple, list)):
-        return _near_blocks(always, place, causal, k)
+        return _as_near(always, place, causal, k)
     if arguments.tensor("always", always, (torch.bool,)).device != place.device:
         raise InvalidInput(
             f"always is on {always.device} and the scores are on {place.device}; use one device"
@@ -307,29 +250,33 @@ def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], 
     return always.view(wide)
 
 
-def _near_blocks(always: Any, place: Place, causal: bool, k: int) -> Tensor:
-    """The first `sinks` blocks and `local` ones up to the tile's own, if not causal also after it: bool [Mb, Nb]."""
+def _as_near(always: Any, place: Place, causal: bool, k: int) -> Near:
+    """The first `sinks` blocks and `local` ones up to the tile's own, if not causal also after it."""
     sinks, local = (min(each, place.reach) for each in arguments.pair("always", always))
-    end = visible(place, causal)[1]
-    left, right = _near(place, causal, local)
-    held = np.minimum(sinks, end) + np.maximum(right - np.maximum(left, np.minimum(sinks, end)), 0)
-    if (held > k).any():
-        at = int(held.argmax())
-        raise InvalidInput(f"always keeps {held[at]} blocks in query tile {at}; they count among the k = {k}")
-    tile = torch.arange(place.grid[0], dtype=torch.int64, device=place.device)[:, None]
-    column = torch.arange(place.grid[1], dtype=torch.int64, device=place.device)
-    first, bk = tile * place.block[0] + place.q_offset, place.block[1]
-    last = (first + place.block[0]).clamp(max=place.q_len + place.q_offset) - 1
-    near = (column > first // bk - local) & (column < last // bk + (1 if causal else local))
-    return (column < sinks) | (near if local else torch.zeros_like(near))
+    keys = (min(local, place.blocks(place.reach)) - 1) * place.block[1]
+    near = Near(min(sinks, place.grid[1]), keys if local else None, 0 if causal else keys)
+    kept = held(place, causal, near)
+    if (kept > k).any():
+        at = int(kept.argmax())
+        raise InvalidInput(f"always keeps {kept[at]} blocks in query tile {at}; they count among the k = {k}")
+    return near
 
 
-def _near(place: Place, causal: bool, local: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last + 1 of the blocks near each tile's own."""
-    end, bk = visible(place, causal)[1], place.block[1]
-    left = np.clip(place.first // bk - local + 1, 0, end)
-    right = np.clip(place.last // bk + (1 if causal else local), left, end) if local else left
-    return left, right
+@not_traced("a block mask")
+def best_near(
+    cls: type[BlockMask], scores: Tensor, place: Place, causal: bool, k: int, near: Near, label: str
+) -> BlockMask:
+    """The mask of the `k` blocks with the highest scores in each tile, and of all near ones, which count among the k.
+
+    scores: floating point [B, H, Mb, Nb] on the place's device; -inf and NaN exclude a block. As `best_blocks` of a
+    causal or full mask. No sync.
+    """
+    scores = scores.detach()
+    capacity = min(max(k, int(held(place, causal, near).max(initial=0))), place.grid[1])
+    made = f"{capacity} best of {label}"
+    return chosen_mask(
+        cls, Choice("topk", place, causal, scores, None, capacity, made, k, always=near, every=True)
+    )
 
 
 @not_traced("a block mask")
@@ -337,8 +284,8 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     """For each query tile the `k` blocks of `within` with the highest scores, with the rules of `within`.
 
     scores: floating point [B, H, Mb, Nb] on the mask's device. within, always: one head, and 1 or B batch items. Blocks
-    that `always` stores come first and count among the k; a tile that has more of them keeps all. -inf excludes other
-    blocks. Equal scores are ranked the same way every time.
+    that `always` stores come first and count among the k; a tile that has more of them keeps all. -inf and NaN
+    exclude other blocks. Equal scores are ranked the same way every time.
 
     No sync where the sizes of `within` and `always` are exact. O(B * H * Mb * Nb), as the scores are.
     """
@@ -346,7 +293,7 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     _check(within, scores, always)
     codes = table_of(within)
     there = codes != NOT_STORED
-    ranked = scores.detach().masked_fill(~there, -torch.inf)
+    ranked = scores.detach().masked_fill(~there | scores.isnan(), -torch.inf)
     most, first = k, None
     if always is not None:
         first = (there & (table_of(always) != NOT_STORED)).expand(ranked.shape)

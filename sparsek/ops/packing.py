@@ -1,4 +1,7 @@
-"""Registers the GPU kernels that pack to blocks and to 2:4 and round to FP8. The first CUDA tensor loads them."""
+"""Registers the GPU kernels that pack to blocks and to 2:4, round to FP8, and make masks.
+
+The first CUDA tensor loads them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,20 @@ import torch
 from torch import Tensor
 
 from sparsek.core.operations import KERNELS
+from sparsek.mask.choice import Choice, Parts
 from sparsek.matrix import convert
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import library_args
 
 
-def _kernel(name: str, function: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
-    """A function of kernels/pack; None, for a fallback to torch, without Triton or if calls are traced op by op."""
+def _kernel(
+    name: str, function: str, *tensors: Tensor | None, room: str = "pack"
+) -> Callable[..., Any] | None:
+    """A function of a folder of kernels; None, for a fallback to torch, without Triton or if calls are traced."""
     if library_args.traced() or not library_args.are_plain(*tensors):
         return None
     try:
-        return getattr(import_module(f"sparsek.kernels.pack.{name}"), function)
+        return getattr(import_module(f"sparsek.kernels.{room}.{name}"), function)
     except ImportError:
         return None
 
@@ -45,4 +51,17 @@ def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     return None if kernel is None else kernel(x, dtype)
 
 
-KERNELS.update(pack_bsr=_pack_bsr, pack24=_pack24, unpack24=_unpack24, round_rows=_round_rows)
+def _choose_blocks(c: Choice) -> Parts | None:
+    tensors = (c.given, c.lengths, c.limit, c.always, c.counts)
+    plain = [each for each in tensors if isinstance(each, Tensor)]
+    kernel = _kernel("choose", "choose_blocks", *plain, room="mask")
+    return None if kernel is None else kernel(c)
+
+
+KERNELS.update(
+    pack_bsr=_pack_bsr,
+    pack24=_pack24,
+    unpack24=_unpack24,
+    round_rows=_round_rows,
+    choose_blocks=_choose_blocks,
+)

@@ -1,7 +1,9 @@
 """Policies: which blocks of attention are kept, chosen from q and k on their device."""
 
 from sparsek.policies.flexprefill import FlexPrefill
+from sparsek.policies.mass import recall
 from sparsek.policies.nabla import Nabla
+from sparsek.policies.pictures import plot
 from sparsek.policies.policy import Policy
 from sparsek.policies.static import Streaming
 from sparsek.policies.top import MeanTopK, SubBlock
@@ -22,4 +24,6 @@ __all__ = [
     "SubBlock",
     "VerticalSlash",
     "XAttention",
+    "plot",
+    "recall",
 ]

@@ -79,7 +79,7 @@ class Policy(MaskRule):
     """
 
     block: Any  # a field of every policy
-    causal: Any = False  # of classes without such a field
+    causal: Any = False  # of classes without this field
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", mask_block(self.block))

@@ -64,7 +64,7 @@ class Streaming(Static):
         >>> import torch, sparsek as sk
         >>> q, k = torch.randn(2, 1, 4, 2048, 64).unbind()
         >>> print(sk.policies.Streaming(window=512, sinks=128).mask(q, k).summary)
-        65 of 256 blocks, 25.4 %, 16 partial
+        70 of 256 blocks, 27.3 %, 16 partial
     """
 
     window: int = 1024

@@ -140,8 +140,8 @@ class Radial(Static):
     Example:
         >>> import torch, sparsek as sk
         >>> q, k = torch.randn(2, 1, 2, 16 * 512, 64).unbind()
-        >>> sk.policies.Radial(frames=16, frame_tokens=512).mask(q, k).summary
-        '1460 of 8192 blocks, 17.8 %, 0 partial'
+        >>> sk.policies.Radial(frames=16, frame_tokens=512, decay=0.2).mask(q, k).summary
+        '2240 of 4096 blocks, 54.7 %, 0 partial'
     """
 
     frames: int

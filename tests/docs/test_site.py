@@ -1,5 +1,6 @@
 """The pages of docs/ belong together: navigation, links with anchors, an API page for every public name."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -68,11 +69,11 @@ def test_the_api_has_every_public_name_and_only_members_that_exist() -> None:
         for page in (DOCS / "api").glob("*.md")
         for path, members in OBJECT.findall(page.read_text(encoding="utf-8"))
     }
-    assert {f"sparsek.{name}" for name in sparsek.__all__} - {"sparsek.nn"} <= listed.keys()
-    objects = dict.fromkeys(listed, sparsek)
-    for path in listed:
-        for name in path.split(".")[1:]:
-            objects[path] = getattr(objects[path], name)
+    assert {f"sparsek.{name}" for name in sparsek.__all__} - {
+        "sparsek.nn",
+        "sparsek.policies",
+    } <= listed.keys()
+    objects = {path: pkgutil.resolve_name(path) for path in listed}
     assert [
         (path, name) for path in listed for name in listed[path] if not hasattr(objects[path], name)
     ] == []

@@ -1,4 +1,4 @@
-"""Every public name of `sparsek` has its own docstring: a summary, every argument, and examples that run."""
+"""Every public name of `sparsek` and of its stand-ins has a docstring: summary, every argument, running examples."""
 
 import doctest
 import inspect
@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import sparsek as sk
+from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer, flex
 
 LONGEST = 120  # characters of a summary
+ROOMS = ("nn", "policies")
+STAND_INS = (block_sparse_attention, fastvideo, flash_attention, flashinfer, flex)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
 
@@ -29,8 +32,12 @@ def members(name: str, cls: type) -> Iterator[tuple[str, Any]]:
 
 def public() -> dict[str, Any]:
     """Every public function, class, method and property."""
-    tops = {f"sk.{name}": getattr(sk, name) for name in sk.__all__ if name != "nn"}
-    tops |= {f"sk.nn.{name}": getattr(sk.nn, name) for name in sk.nn.__all__}
+    tops = {f"sk.{name}": getattr(sk, name) for name in sk.__all__ if name not in ROOMS}
+    for room in ROOMS:
+        tops |= {f"sk.{room}.{name}": getattr(getattr(sk, room), name) for name in getattr(sk, room).__all__}
+    for module in STAND_INS:
+        own = {name: each for name, each in vars(module).items() if name[0] != "_" and callable(each)}
+        tops |= {name: each for name, each in own.items() if each.__module__ == module.__name__}
     found = dict(tops)
     for name, each in tops.items():
         if inspect.isclass(each):
@@ -78,7 +85,7 @@ def test_args_are_the_arguments(name: str) -> None:
     named = re.findall(r"^    (\w+): \S", body, re.M)
     parameters = inspect.signature(PUBLIC[name]).parameters.values()
     plain = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    is_member = name.removeprefix("sk.nn.").removeprefix("sk.").count(".") == 1
+    is_member = name.removeprefix("sk.nn.").removeprefix("sk.policies.").removeprefix("sk.").count(".") == 1
     assert named == plain[1 if is_member else 0 :]
 
 

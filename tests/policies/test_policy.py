@@ -86,11 +86,11 @@ def test_either_and_both(lengths: int | None, causal: bool) -> None:
 
 def test_policies_of_other_blocks_do_not_combine() -> None:
     with pytest.raises(InvalidInput, match=r"block is \(64, 64\) and \(128, 128\); it must be the same"):
-        policies.VSA() | policies.MeanTopK(causal=False)
+        _ = policies.VSA() | policies.MeanTopK(causal=False)
     with pytest.raises(InvalidInput, match="causal is False and True"):
-        policies.VSA() & policies.MeanTopK(block=64)
+        _ = policies.VSA() & policies.MeanTopK(block=64)
     with pytest.raises(TypeError):
-        policies.VSA() | 3  # type: ignore[operator]
+        _ = policies.VSA() | 3  # type: ignore[operator]
 
 
 def test_a_layer_takes_a_policy() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.estimate import means, scores
+from sparsek.kernels.estimate import coarse, maps, mass, means, scores
 from tests.kernels.lang.portable_code import Code, compiled
 from tests.problems import CARDS
 
@@ -57,3 +57,30 @@ def test_scores_use_tensor_cores_and_pipelined_loads(
     assert code.copies
     assert ("wgmma.mma_async" in code.ptx) == (card == "sm_90")
     assert code.shared <= CARDS[card].smem_bytes // 2  # two programs on an SM
+
+
+UNUSED: dict[bool, dict[str, Any]] = {True: {"within": None}, False: {}}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_maps_and_masses_compile(within: bool, causal: bool) -> None:
+    names = ("full", "part")
+    types = {f"{name}_{part}": "*i32" for name in names for part in ("starts", "counts", "indices")} | {
+        "made": "*i8"
+    }
+    constants: dict[str, Any] = {"CHUNK": maps.CHUNK}
+    code = compiled(
+        maps._map, types | {"within": "*i8"}, constants | UNUSED[not within], CARDS["sm_90"], 1, 3
+    )
+    assert code.stack == 0
+    constants = {"BM": 64, "BK": 64, "CAUSAL": causal, "CHUNK": mass.CHUNK}
+    assert compiled(mass._mass, {"scores": "*fp32"}, constants, CARDS["sm_90"], mass.WARPS, 3).stack == 0
+
+
+def test_vsa_moves_16_bytes_at_once() -> None:
+    types = {"out": "*bf16", "gate": "*bf16", "means": "*fp32"}
+    constants: dict[str, Any] = {"so_d": 1, "sg_d": 1, "SIDE": 64, "DV": 128, "ROWS": coarse.ROWS}
+    code = compiled(coarse._add, types, constants, CARDS["sm_90"], coarse.WARPS, 3)
+    assert code.stack == 0
+    assert "v4.b32" in code.stores

@@ -85,7 +85,7 @@ def recall(
         samples: Queries, drawn without replacement, the same for all heads; all S if there are fewer.
         seed: Of the draw.
         causal: Whether the dense attention is causal, with the last query at the last key. None: as the policy is; for
-            a BlockMask, whether no sampled query sees a key after its own.
+            a BlockMask, whether none of 64 queries sees a key after its own.
         kv_lengths: int32 [Nb] or [1 or B, Nb]: the keys that exist of each block, as for `Policy.mask`.
 
     Raises:
@@ -99,22 +99,11 @@ def recall(
         >>> bool((sk.policies.recall(sk.policies.MeanTopK(density=0.5, causal=False), q, k) > 0.45).all())
         True
     """
-    check_tensors(q, k, k)
+    found, causal = mask_and_causal(mask, q, k, causal, kv_lengths)
     samples, seed = arguments.integer("samples", samples, 1), arguments.integer("seed", seed)
-    found = mask
-    if isinstance(mask, MaskRule):
-        if causal is None:
-            causal = getattr(mask, "causal", False)
-        found = mask.mask(q, k, kv_lengths=kv_lengths) if isinstance(mask, Policy) else mask.mask_for(q, k)
-    if not isinstance(found, BlockMask):
-        raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be a BlockMask or a policy")
-    _check_fits(found, q, k)
-    found.verify(wait=True)
     rows = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:samples].sort().values
     rows = rows.to(q.device)
-    if causal is None:
-        causal = _is_causal(found, rows)
-    dense = dense_of(q, k, found.block[1], scale, arguments.flag("causal", causal), kv_lengths)
+    dense = dense_of(q, k, found.block[1], scale, causal, kv_lengths)
     kept = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     for batch, head, some in dense.chunks(rows):
         weights = dense.weights(batch, head, some)
@@ -122,6 +111,25 @@ def recall(
         share = (weights * seen_by(found, group, some)).sum(1)
         kept[batch, head] += torch.where(weights.any(1), share, 1).sum()
     return kept / max(rows.numel(), 1) if rows.numel() else torch.ones_like(kept)
+
+
+def mask_and_causal(
+    mask: BlockMask | MaskRule, q: Tensor, k: Tensor, causal: bool | None, kv_lengths: Tensor | None
+) -> tuple[BlockMask, bool]:
+    """The mask for q and k, checked, and whether the dense attention that it leaves parts of is causal."""
+    check_tensors(q, k, k)
+    found = mask
+    if isinstance(mask, Policy):
+        found = mask.mask(q, k, kv_lengths=kv_lengths)
+    elif isinstance(mask, MaskRule):
+        found = mask.mask_for(q, k)
+    if not isinstance(found, BlockMask):
+        raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be a BlockMask or a policy")
+    _check_fits(found, q, k)
+    found.verify(wait=True)
+    if causal is None:
+        causal = _is_causal(found) if isinstance(mask, BlockMask) else bool(getattr(mask, "causal", False))
+    return found, arguments.flag("causal", causal)
 
 
 def dense_of(
@@ -161,15 +169,13 @@ def seen_by(mask: BlockMask, group: int, queries: Tensor) -> Tensor:
     return seen.flatten(1)[:, : mask.kv_len]
 
 
-def _is_causal(mask: BlockMask, rows: Tensor) -> bool:
-    """Whether no query of the rows sees a key after its own."""
-    last = rows + mask.kv_len - mask.q_len
-    key = torch.arange(mask.kv_len, device=rows.device)
-    step = max(ELEMENTS // max(mask.kv_len, 1), 1)
+def _is_causal(mask: BlockMask) -> bool:
+    """Whether none of 64 queries sees a key after its own."""
+    count = min(64, mask.q_len)
+    rows = torch.arange(count, device=mask.device) * mask.q_len // max(count, 1)
+    after = torch.arange(mask.kv_len, device=mask.device) > rows[:, None] + mask.kv_len - mask.q_len
     return not any(
-        bool((seen_by(mask, group, some) & (key > at[:, None])).any())
-        for group in range(mask.batch * mask.heads)
-        for some, at in zip(rows.split(step), last.split(step), strict=True)
+        bool((seen_by(mask, group, rows) & after).any()) for group in range(mask.batch * mask.heads)
     )
 
 

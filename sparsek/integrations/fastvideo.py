@@ -1,0 +1,337 @@
+"""The attention calls of FastVideo's fastvideo_kernel, on SparseK's kernels.
+
+    from sparsek.integrations.fastvideo import video_sparse_attn    # was: from fastvideo_kernel
+
+Tokens are in the order of tiles: a block is a cube of a video, padded to its full size at its end. GQA works too: k and
+v may have fewer heads than q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments, dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.integrations.refused import (
+    check_operands,
+    check_shape,
+    cut_lengths,
+    cut_map,
+    cut_side,
+    ints_on,
+)
+from sparsek.mask.cache import kept_mask
+from sparsek.mask.lists import BLOCK_SIZES
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
+from sparsek.ops.attention import attention
+from sparsek.policies.vsa import VSA, coarse
+from sparsek.reference.estimates import block_means
+
+TILE = (6, 8, 8)  # of sliding_tile_attention: 384 tokens
+DIMS = "[B, H, S, D]"
+
+
+def video_sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variable_block_sizes: Tensor,
+    q_variable_block_sizes: Tensor,
+    topk: int,
+    block_size: int | Sequence[int] = 64,
+    compress_attn_weight: Tensor | None = None,
+) -> Tensor:
+    """Return video sparse attention: a coarse branch over the means of blocks, plus attention in the best blocks.
+
+    The mean of a block is that of its valid rows. The coarse branch is softmax(mean q . mean k / sqrt(D)) times the
+    means of v, the same for all queries of a block. The sparse branch visits the `topk` blocks of keys with the highest
+    coarse scores, of equal ones the first. The original sums padded rows too, which must be 0 there, and rounds means
+    and scores to the dtype of q; here they are in float32. Blocks of size 0 are not seen.
+
+    Args:
+        q: [B, Hq, S, D]; S is a multiple of the block.
+        k: [B, Hkv, T, D]; Hq is a multiple of Hkv.
+        v: [B, Hkv, T, D].
+        variable_block_sizes: int32 [T / block]: the valid keys of each block, its first ones.
+        q_variable_block_sizes: int32 [S / block]: the valid queries of each block.
+        topk: Key blocks of each query block; all of them where there are fewer.
+        block_size: The cube (frames, height, width), or its side; 64, 128 or 256 tokens in all. An int from 64 on is
+            the number of tokens, because a cube of that side has no kernel.
+        compress_attn_weight: A factor of the coarse branch that broadcasts to [B, Hq, S, D]; 1 for None.
+
+    Returns:
+        [B, Hq, S, D], with gradients for q, k, v and compress_attn_weight. The choice of blocks has none.
+
+    Raises:
+        InvalidInput: For tensors that do not fit together, and for other blocks.
+
+    Source: VSA, Zhang et al., arXiv:2505.13389.
+
+    Example:
+        >>> import torch
+        >>> from sparsek.integrations.fastvideo import video_sparse_attn
+        >>> q, k, v = torch.randn(3, 1, 2, 256, 64).unbind()
+        >>> sizes = torch.full((4,), 64, dtype=torch.int32)
+        >>> video_sparse_attn(q, k, v, sizes, sizes, topk=2, block_size=(4, 4, 4)).shape
+        torch.Size([1, 2, 256, 64])
+    """
+    check_operands(q, k, v, DIMS)
+    check_tensors(q, k, v)
+    side = _tokens(block_size)
+    gate = _gate(compress_attn_weight, q)
+    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side).to(torch.int32)
+    queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side).to(torch.int32)
+    best = arguments.integer("topk", topk, 1)
+    if side in BLOCK_SIZES:
+        policy = VSA(best, side)
+        return policy.attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
+    block, parts = _cut(side)
+    q_mean, k_mean = block_means(q.detach(), side, queries[None]), block_means(k.detach(), side, keys[None])
+    scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
+    mask = BlockMask.from_indices(
+        _cut_indices(chosen, None, parts), q_len=q.shape[2], kv_len=k.shape[2], block=block,
+        kv_lengths=cut_lengths(keys, block, parts),
+    )  # fmt: skip
+    means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
+    spread = means.to(q.dtype).repeat_interleave(side, 2)
+    return attention(q, k, v, mask) + (spread if gate is None else gate * spread)
+
+
+def block_sparse_attn(
+    q: Tensor, k: Tensor, v: Tensor, block_map: Tensor, variable_block_sizes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return attention in the blocks of a map, and its lse. A query with no key gets 0 and -inf.
+
+    Args:
+        q: [B, Hq, S, D]; S is a multiple of the block.
+        k: [B, Hkv, T, D].
+        v: [B, Hkv, T, D].
+        block_map: bool [B, Hq, S / block, T / block] or [Hq, S / block, T / block], for blocks of 64, 128 or 256: true
+            where a block is visited.
+        variable_block_sizes: int32 [T / block]: the valid keys of each block, its first ones.
+
+    Returns:
+        (out, lse): out [B, Hq, S, D], with gradients for q, k and v; lse float32 [B, Hq, S], natural logarithm. The
+        lse of the original has another base in each of its kernels.
+
+    Raises:
+        InvalidInput: For tensors that do not fit together.
+
+    Example:
+        >>> import torch
+        >>> from sparsek.integrations.fastvideo import block_sparse_attn
+        >>> q, k, v = torch.randn(3, 1, 2, 256, 64).unbind()
+        >>> out, lse = block_sparse_attn(q, k, v, torch.eye(4).bool().expand(1, 2, 4, 4), torch.full((4,), 64))
+        >>> out.shape, lse.shape
+        (torch.Size([1, 2, 256, 64]), torch.Size([1, 2, 256]))
+    """
+    check_operands(q, k, v, DIMS)
+    arguments.tensor("block_map", block_map, (torch.bool,))
+    if block_map.ndim not in (3, 4) or not block_map.numel():
+        raise InvalidInput(
+            f"block_map is {list(block_map.shape)}; it must be [B, H, query blocks, key blocks]"
+        )
+    block_map = block_map[None] if block_map.ndim == 3 else block_map
+    side = _side_of(q.shape[2], block_map.shape[2], "query blocks of block_map")
+    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
+    check_shape("block_map", block_map[0, 0], (block_map.shape[2], keys.numel()), "in its last two dims")
+    block, parts = _cut(side)
+    mask = BlockMask.from_block_map(
+        cut_map(block_map, (parts, parts)), q_len=q.shape[2], kv_len=k.shape[2], block=block,
+        kv_lengths=cut_lengths(keys, block, parts),
+    )  # fmt: skip
+    return attention(q, k, v, mask, return_lse=True)
+
+
+def block_sparse_attn_from_indices(
+    q: Tensor, k: Tensor, v: Tensor, q2k_idx: Tensor, q2k_num: Tensor, variable_block_sizes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return attention in listed blocks, and its lse, as block_sparse_attn.
+
+    Args:
+        q: [B, Hq, S, D]; S is a multiple of the block.
+        k: [B, Hkv, T, D].
+        v: [B, Hkv, T, D].
+        q2k_idx: int32 [B, Hq, S / block, n]: key blocks, for blocks of 64, 128 or 256. Any order; none twice.
+        q2k_num: int32 [B, Hq, S / block]: how many of them count. Lists on a GPU are checked there; `verify` reports.
+        variable_block_sizes: int32 [T / block]: the valid keys of each block, its first ones.
+
+    Returns:
+        (out, lse), as block_sparse_attn.
+
+    Raises:
+        InvalidInput: For tensors that do not fit together, and for entries that repeat or point outside.
+    """
+    check_operands(q, k, v, DIMS)
+    ints_on("q2k_idx", q2k_idx, q.device, 4)
+    ints_on("q2k_num", q2k_num, q.device, 3)
+    check_shape("q2k_num", q2k_num, tuple(q2k_idx.shape[:3]), "as q2k_idx")
+    side = _side_of(q.shape[2], q2k_idx.shape[2], "query blocks of q2k_idx")
+    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
+    block, parts = _cut(side)
+    indices, counts = (q2k_idx, q2k_num) if parts == 1 else (_cut_indices(q2k_idx, q2k_num, parts), None)
+    mask = BlockMask.from_indices(
+        indices, counts, q_len=q.shape[2], kv_len=k.shape[2], block=block,
+        kv_lengths=cut_lengths(keys, block, parts),
+    )  # fmt: skip
+    return attention(q, k, v, mask, return_lse=True)
+
+
+def sliding_tile_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: Sequence[Sequence[int]],
+    text_length: int,
+    has_text: bool = True,
+    seq_shape: str = "30x48x80",
+) -> Tensor:
+    """Return attention of a video in tiles of 6 x 8 x 8 tokens, each of which sees a window of tiles, and of a text.
+
+    The window of a tile is centred on it, and shifted to lie inside the video. Queries of the video also see the first
+    `text_length` tokens after the video; queries there see all of the video and these tokens.
+
+    Args:
+        q: [B, Hq, S, D]: the video in the order of its tiles, then text, with padding at its end.
+        k: [B, Hkv, S, D].
+        v: [B, Hkv, S, D].
+        window_size: (frames, height, width) in tiles, for each head of q. The window has size // 2 tiles to each side.
+        text_length: Tokens of the text.
+        has_text: Whether there are tokens after the video.
+        seq_shape: "TxHxW" of the video in tokens, multiples of 6, 8 and 8. The original has "30x48x80", "36x48x48" and
+            "18x48x80" only.
+
+    Returns:
+        [B, Hq, S, D], with gradients, which the original lacks. The mask is made once for all calls like this one.
+
+    Raises:
+        InvalidInput: For shapes that do not fit together.
+
+    Source: sliding tile attention, Zhang et al., arXiv:2502.04507.
+
+    Example:
+        >>> import torch
+        >>> from sparsek.integrations.fastvideo import sliding_tile_attention
+        >>> q, k, v = torch.randn(3, 1, 2, 2 * 384, 64).unbind()
+        >>> sliding_tile_attention(q, k, v, [(1, 1, 1), (1, 3, 3)], 0, False, "6x8x16").shape
+        torch.Size([1, 2, 768, 64])
+    """
+    check_operands(q, k, v, DIMS)
+    arguments.flag("has_text", has_text)
+    sides = _video(seq_shape)
+    tiles = tuple(side // tile for side, tile in zip(sides, TILE, strict=True))
+    given = window_size if isinstance(window_size, Sequence) else ()
+    if len(given) != q.shape[1] or any(not isinstance(x, Sequence) or len(x) != 3 for x in given):
+        raise InvalidInput(
+            f"window_size is {arguments.shown(window_size)}; it must be (t, h, w) for each head of q"
+        )
+    windows = tuple(tuple(arguments.integer("window_size", n, 1) for n in each) for each in given)
+    video, tokens = math.prod(sides), q.shape[2]
+    text = arguments.integer("text_length", text_length, 0, max(tokens - video, 0)) if has_text else 0
+    if tokens < video or (not has_text and tokens != video) or k.shape[2] != tokens:
+        raise InvalidInput(
+            f"q has {tokens} tokens and k {k.shape[2]}; a video of {seq_shape} has {video}, and only a text follows it"
+        )
+
+    def build() -> BlockMask:
+        block_map = _tile_map(tiles, windows, tokens, text)
+        return BlockMask.from_block_map(block_map.to(q.device), q_len=tokens, kv_len=video + text, block=128)
+
+    mask = kept_mask(("sliding tiles", tiles, windows, tokens, text, q.device), build)
+    return attention(q, k[:, :, : video + text], v[:, :, : video + text], mask)
+
+
+def _tile_map(tiles: Sequence[int], windows: Sequence[Sequence[int]], tokens: int, text: int) -> Tensor:
+    """The key blocks of 128 that each query block of 128 sees, bool [1, H, Mb, Nb], on the CPU."""
+    of_heads = []
+    for window in windows:
+        near = torch.ones(1, 1, dtype=torch.bool, device="cpu")
+        for count, size in zip(tiles, window, strict=True):
+            tile, half = torch.arange(count, device="cpu"), size // 2
+            centre = tile.clamp(max=count - 1 - half).clamp(min=half)
+            axis = (tile - centre[:, None]).abs() <= half
+            near = (near[:, None, :, None] & axis[None, :, None, :]).flatten(2).flatten(0, 1)
+        of_heads.append(cut_map(near, (3, 3)))
+    seen = torch.stack(of_heads)
+    rows, columns = -(-tokens // 128) - seen.shape[1], -(-text // 128)
+    return torch.nn.functional.pad(seen, (0, columns, 0, rows), value=True)[None]
+
+
+def _video(seq_shape: Any) -> tuple[int, ...]:
+    sides = tuple(int(each) for each in arguments.text("seq_shape", seq_shape).split("x") if each.isdecimal())
+    if len(sides) != 3 or any(side % tile or not side for side, tile in zip(sides, TILE, strict=True)):
+        raise InvalidInput(
+            f'seq_shape is {arguments.shown(seq_shape)}; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
+        )
+    return sides
+
+
+def _gate(gate: Any, q: Tensor) -> Tensor | None:
+    """A factor of the coarse branch that broadcasts to q, or None."""
+    if gate is None:
+        return None
+    arguments.tensor("compress_attn_weight", gate, dtypes.FLOATS)
+    arguments.one_device("compress_attn_weight is", gate.device, "q is", q.device)
+    wide = (1,) * (4 - gate.ndim) + tuple(gate.shape)
+    if len(wide) > 4 or any(n not in (1, m) for n, m in zip(wide, q.shape, strict=True)):
+        raise InvalidInput(
+            f"compress_attn_weight is {list(gate.shape)}; it must broadcast to q, {list(q.shape)}"
+        )
+    return gate
+
+
+def _tokens(block_size: Any) -> int:
+    """The tokens of a cube."""
+    if isinstance(block_size, int) and not isinstance(block_size, bool):
+        side = block_size if block_size >= 64 else block_size**3
+    else:
+        sides = tuple(block_size) if isinstance(block_size, Sequence) else ()
+        side = math.prod(arguments.integer("block_size", each, 1) for each in sides) if len(sides) == 3 else 0
+    if side not in (64, 128, 256):
+        raise InvalidInput(
+            f"block_size is {arguments.shown(block_size)}; a block has 64, 128 or 256 tokens, as (4, 4, 4) has"
+        )
+    return side
+
+
+def _side_of(length: int, blocks: int, what: str) -> int:
+    """The tokens of a block, from the length and the number of blocks."""
+    side = length // blocks if blocks else 0
+    if side not in (64, 128, 256) or side * blocks != length:
+        raise InvalidInput(f"q has {length} tokens for {blocks} {what}; a block has 64, 128 or 256 tokens")
+    return side
+
+
+def _sizes(name: str, sizes: Tensor, x: Tensor, side: int) -> Tensor:
+    """The valid tokens of each block of x."""
+    arguments.tensor(name, sizes, (torch.int32, torch.int64))
+    arguments.one_device(f"{name} is", sizes.device, "q is", x.device)
+    length = x.shape[2]
+    if length % side or sizes.numel() != length // side:
+        raise InvalidInput(
+            f"{name} has {sizes.numel()} sizes; {length} tokens in blocks of {side} need {length / side:g}"
+        )
+    arguments.dtype("the dtype of q, k and v", x.dtype, dtypes.FLOATS)
+    return sizes.flatten()
+
+
+def _cut(side: int) -> tuple[int, int]:
+    block, parts = cut_side(side) or (0, 0)
+    return block, parts
+
+
+def _cut_indices(indices: Tensor, counts: Tensor | None, parts: int) -> Tensor:
+    """Listed blocks as `parts` smaller ones each, in query blocks that are cut too; -1 beyond the counts."""
+    if counts is not None:
+        place = torch.arange(indices.shape[-1], dtype=indices.dtype, device=indices.device)
+        indices = torch.where(place < counts[..., None], indices, -1)
+    part = torch.arange(parts, dtype=indices.dtype, device=indices.device)
+    smaller = torch.where(indices[..., None] < 0, -1, indices[..., None] * parts + part).flatten(-2)
+    return smaller.repeat_interleave(parts, -2)

@@ -1,0 +1,284 @@
+"""FlashAttention-4's `flash_attn_func` with block-sparse lists, on SparseK's kernels.
+
+    from sparsek.integrations.flash_attention import BlockSparseTensorsTorch, flash_attn_func
+    # was: from flash_attn.cute.interface, flash_attn.cute.block_sparsity
+
+A `mask_mod` is a torch function (b, h, q_idx, kv_idx), as FlexAttention has it, and not one of the CuTe DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.integrations.refused import (
+    check_operands,
+    check_shape,
+    cut_side,
+    ints_on,
+    require_neutral,
+)
+from sparsek.mask.accepted import kept_conversion, read_by
+from sparsek.mask.cache import kept_mask
+from sparsek.mask.mask import BlockMask
+from sparsek.ops.attention import attention
+
+BLOCK = (128, 128)
+NO_SCORES = "attention does not change scores"
+
+
+class BlockSparseTensorsTorch(NamedTuple):
+    """Lists of key blocks for each query tile, as FlashAttention-4 takes them.
+
+    Attributes:
+        mask_block_cnt: int32 [1 or B, 1 or H, Mb]: how many entries of mask_block_idx count.
+        mask_block_idx: int32 [1 or B, 1 or H, Mb, n]: key blocks that `mask_mod` decides, in any order, none twice.
+        full_block_cnt: int32 [1 or B, 1 or H, Mb] or None: the same of full_block_idx.
+        full_block_idx: int32 [1 or B, 1 or H, Mb, n] or None: key blocks whose keys are all seen.
+        cu_total_m_blocks: Must be None: it is for packed sequences.
+        cu_block_idx_offsets: Must be None.
+        block_size: (queries, keys) of a block, multiples of 64; (128, 128) for None.
+        dq_write_order: Not read: gradients have a fixed order without it.
+        dq_write_order_full: Not read.
+        spt: Not read.
+    """
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    cu_total_m_blocks: Tensor | None = None
+    cu_block_idx_offsets: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    spt: bool | None = None
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: list[Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    block_sparse_tensors: BlockSparseTensorsTorch | None = None,
+    block_sparse_tensors_bwd: BlockSparseTensorsTorch | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return attention over the listed blocks, or over all keys, in the layout [B, S, H, D].
+
+    Without `mask_mod` the lists of partial blocks count as full ones, and neither the mask nor its plan waits for a
+    GPU. With it, `mask_mod` is evaluated at the elements of partial blocks, or of all blocks without lists. That waits
+    for the device, and the mask is kept as long as mask_block_idx lives and nothing that was read has changed.
+
+    Args:
+        q: [B, S, Hq, D].
+        k: [B, T, Hkv, D]. Hq is a multiple of Hkv.
+        v: [B, T, Hkv, Dv].
+        qv: Must be None.
+        gather_kv_indices: Must be None.
+        softmax_scale: The factor of the scores; D**-0.5 for None.
+        causal: Whether query i sees no key after i + T - S. Ignored with mask_mod, as in the original.
+        window_size: (left, right) keys around a query's position; None or -1 is no bound. Ignored with mask_mod.
+        learnable_sink: Must be None.
+        softcap: Must be 0.
+        num_splits: Not read: the plan cuts long rows.
+        pack_gqa: Not read.
+        deterministic: As in `sparsek.attention`.
+        score_mod: Must be None.
+        score_mod_bwd: Must be None.
+        mask_mod: A torch function (b, h, q_idx, kv_idx) of tensors without dims that returns one bool tensor.
+        aux_tensors: Must be None: `mask_mod` reads tensors by its closure.
+        aux_scalars: Must be None.
+        block_sparse_tensors: The lists; every block for None. An lse or a gradient needs no others.
+        block_sparse_tensors_bwd: Not read: the backward pass visits the blocks of block_sparse_tensors.
+        return_lse: Whether to return the lse, float32 [B, Hq, S], in place of None.
+
+    Returns:
+        (out, lse): out [B, S, Hq, Dv], 0 where a query sees no key, with gradients for q, k and v.
+
+    Raises:
+        InvalidInput: For options that SparseK does not have, lists that do not fit, and a mask_mod of the CuTe DSL.
+
+    Example:
+        >>> import torch
+        >>> from sparsek.integrations.flash_attention import BlockSparseTensorsTorch, flash_attn_func
+        >>> q, k, v = torch.randn(3, 1, 256, 2, 64).unbind()
+        >>> counts = torch.ones(1, 1, 2, dtype=torch.int32)
+        >>> lists = BlockSparseTensorsTorch(counts, torch.tensor([[[[0], [1]]]], dtype=torch.int32))
+        >>> flash_attn_func(q, k, v, block_sparse_tensors=lists)[0].shape
+        torch.Size([1, 256, 2, 64])
+    """
+    call = "flash_attn_func"
+    refused = {"qv": qv, "gather_kv_indices": gather_kv_indices, "learnable_sink": learnable_sink}
+    for name, value in refused.items():
+        require_neutral(call, name, value)
+    for name, value in (("score_mod", score_mod), ("score_mod_bwd", score_mod_bwd)):
+        require_neutral(call, name, value, None, NO_SCORES)
+    require_neutral(call, "softcap", softcap, 0.0, NO_SCORES)
+    for name, value in (("aux_tensors", aux_tensors or None), ("aux_scalars", aux_scalars or None)):
+        require_neutral(call, name, value, None, "mask_mod reads tensors and numbers by its closure")
+    check_operands(q, k, v, "[B, S, H, D]")
+    arguments.flag("causal", causal)
+    arguments.flag("return_lse", return_lse)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if mask_mod is not None:
+        _check_torch(mask_mod)
+        mask = _evaluated(q, k, mask_mod, block_sparse_tensors)
+    else:
+        window = _window(window_size, causal)
+        if block_sparse_tensors is None:
+            mask = _near(q, k, window)
+        elif window in (ALL, CAUSAL):
+            mask = _listed(q, k, block_sparse_tensors, window == CAUSAL)
+        else:
+            raise InvalidInput(
+                "flash_attn_func takes window_size or block_sparse_tensors, as the original; give one"
+            )
+    both = attention(q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    return both[0].transpose(1, 2), both[1] if return_lse else None
+
+
+ALL, CAUSAL = (None, None), (None, 0)
+
+
+def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
+    """(left, right) keys that a query sees beside that at its position; None for no bound."""
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise InvalidInput(f"window_size is {arguments.shown(window_size)}; it must be (left, right)")
+    left, right = (None if n in (None, -1) else arguments.integer("window_size", n) for n in window_size)
+    return left, 0 if causal else right
+
+
+def _near(q: Tensor, k: Tensor, window: tuple[int | None, int | None]) -> BlockMask | None:
+    """The mask of a window, aligned to the last query and key; None for all keys. The same object each time."""
+    if window == ALL:
+        return None
+    q_len, kv_len = q.shape[2], k.shape[2]
+    (left, right), frame = window, {"q_len": q_len, "kv_len": kv_len, "device": q.device}
+
+    def build() -> BlockMask:
+        if right == 0:
+            return (
+                BlockMask.causal(**frame)
+                if left is None
+                else BlockMask.sliding_window(window=left + 1, **frame)
+            )
+        if left is not None and left == right:
+            return BlockMask.sliding_window(window=left + 1, causal=False, **frame)
+        raise InvalidInput(
+            f"window_size is {window}; the right side must be 0, or as long as the left one: make another window by "
+            "mask_mod"
+        )
+
+    return kept_mask(("flash attention", window, *frame.values()), build)
+
+
+def _check_torch(mask_mod: Any) -> None:
+    """InvalidInput for a function of the CuTe DSL, which torch cannot evaluate."""
+    if not callable(mask_mod) or type(mask_mod).__module__.split(".")[0] in ("cutlass", "flash_attn"):
+        raise InvalidInput(
+            f"mask_mod is {arguments.shown(mask_mod)}; it must be a torch function (b, h, q_idx, kv_idx), as for "
+            "FlexAttention"
+        )
+
+
+def _lists(lists: Any, q: Tensor) -> tuple[BlockSparseTensorsTorch, tuple[int, int]]:
+    """Checked lists and their block."""
+    wanted = BlockSparseTensorsTorch._fields
+    if not isinstance(lists, tuple) or not all(hasattr(lists, name) for name in wanted[:4]):
+        raise InvalidInput(
+            f"block_sparse_tensors is {arguments.shown(lists)}; it must be a BlockSparseTensorsTorch"
+        )
+    parts: dict[str, Any] = {name: getattr(lists, name, None) for name in wanted}
+    lists = BlockSparseTensorsTorch(**parts)
+    for name in ("cu_total_m_blocks", "cu_block_idx_offsets"):
+        require_neutral("flash_attn_func", name, getattr(lists, name), None, "it is for packed sequences")
+    if (lists.full_block_cnt is None) != (lists.full_block_idx is None):
+        raise InvalidInput("full_block_cnt and full_block_idx must both be given, or both be None")
+    block = BLOCK if lists.block_size is None else arguments.pair("block_size", tuple(lists.block_size), 1)
+    tiles = -(-q.shape[2] // block[0])
+    for kind in ("mask", "full"):
+        counts, indices = (getattr(lists, f"{kind}_block_{part}") for part in ("cnt", "idx"))
+        if counts is None:
+            continue
+        ints_on(f"{kind}_block_cnt", counts, q.device, 3)
+        ints_on(f"{kind}_block_idx", indices, q.device, 4)
+        for part, x, right in (("cnt", counts, (tiles,)), ("idx", indices, (tiles, indices.shape[3]))):
+            batch, heads = (1 if n == 1 else m for n, m in zip(x.shape[:2], q.shape[:2], strict=True))
+            name = f"{kind}_block_{part}"
+            check_shape(name, x, (batch, heads, *right), "[1 or B, 1 or H, query tiles] and the entries")
+    return lists, block
+
+
+def _packed(counts: Tensor, indices: Tensor) -> Tensor:
+    """The entries that count, and -1: int [.., Mb, n]."""
+    place = torch.arange(indices.shape[3], dtype=indices.dtype, device=indices.device)
+    return torch.where(place < counts[..., None], indices, -1)
+
+
+def _listed(q: Tensor, k: Tensor, given: Any, causal: bool) -> BlockMask:
+    """The mask of every key of the listed blocks."""
+    lists, block = _lists(given, q)
+    of_q, of_k = (cut_side(side) for side in block)
+    if of_q is None or of_k is None:
+        raise InvalidInput(f"block_size is {block}; without mask_mod its sides must be multiples of 64")
+    (bq, q_parts), (bk, k_parts) = of_q, of_k
+    frame: Any = {"q_len": q.shape[2], "kv_len": k.shape[2], "block": (bq, bk), "causal": causal}
+    if lists.full_block_idx is None and (q_parts, k_parts) == (1, 1):
+        return BlockMask.from_indices(lists.mask_block_idx, lists.mask_block_cnt, **frame)
+    parts = [_packed(lists.mask_block_cnt, lists.mask_block_idx)]
+    if lists.full_block_cnt is not None and lists.full_block_idx is not None:
+        parts.append(_packed(lists.full_block_cnt, lists.full_block_idx))
+    batch, heads = (max(x.shape[dim] for x in parts) for dim in (0, 1))
+    entries = torch.cat([x.expand(batch, heads, -1, -1) for x in parts], -1)
+    if k_parts > 1:
+        part = torch.arange(k_parts, dtype=entries.dtype, device=entries.device)
+        entries = torch.where(entries[..., None] < 0, -1, entries[..., None] * k_parts + part).flatten(-2)
+    entries = entries.repeat_interleave(q_parts, 2)[:, :, : -(-q.shape[2] // bq)]
+    return BlockMask.from_indices(entries, **frame)
+
+
+def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
+    """The mask of `mask_mod` in the listed blocks, or everywhere."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    lengths = q.shape[2], k.shape[2]
+    if given is None:
+
+        def everywhere() -> BlockMask:
+            return BlockMask.from_mask_mod(mask_mod, q.shape[0], q.shape[1], *lengths, device=q.device)
+
+        read = (*q.shape[:2], *lengths, *read_by(mask_mod))
+        return kept_conversion(mask_mod, read, q.device, "a mask_mod", everywhere)
+    lists, block = _lists(given, q)
+
+    def build() -> BlockMask:
+        batch, heads = q.shape[:2]
+        grown: list[Any] = [
+            None if x is None else x.expand(batch, heads, *x.shape[2:]).contiguous() for x in lists[:4]
+        ]
+        return BlockMask.from_flex(
+            FlexMask.from_kv_blocks(*grown, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
+        )
+
+    read = (*lists[:4], *q.shape[:2], *lengths, *read_by(mask_mod))
+    return kept_conversion(lists.mask_block_idx, read, q.device, "lists with a mask_mod", build)

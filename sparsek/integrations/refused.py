@@ -1,0 +1,67 @@
+"""What the calls that stand in for others share: options that SparseK does not have, tiles of other sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+
+PLAIN = (bool, int, float, str, tuple)  # a tensor has no one truth
+
+
+def require_neutral(call: str, name: str, value: Any, neutral: Any = None, instead: str = "") -> None:
+    """InvalidInput unless an option that `call` does not have is None or has the value that changes nothing."""
+    if value is None or (isinstance(value, PLAIN) and value == neutral):
+        return
+    right = "None" if neutral is None else f"{neutral!r} or None"
+    raise InvalidInput(
+        f"{call} has no {name}, got {arguments.shown(value)}; it must be {right}{instead and f': {instead}'}"
+    )
+
+
+def ints_on(name: str, value: Any, device: torch.device, ndim: int) -> Tensor:
+    """An int32 or int64 tensor [..] of `ndim` dims on this device."""
+    arguments.tensor(name, value, (torch.int32, torch.int64), ndim)
+    arguments.one_device(name + " is", value.device, "q is", device)
+    return value
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...], of: str) -> None:
+    """InvalidInput unless a tensor has this shape; `of` describes it."""
+    if tuple(x.shape) != shape:
+        raise InvalidInput(f"{name} is {list(x.shape)}; it must be {list(shape)}, {of}")
+
+
+def check_operands(q: Any, k: Any, v: Any, dims: str) -> None:
+    """InvalidInput unless q, k and v are dense tensors of as many dims as "[B, H, S, D]" names."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if arguments.dense(name, x).ndim != dims.count(",") + 1:
+            raise InvalidInput(f"{name} is {list(x.shape)}; it must be {dims}")
+
+
+def cut_side(side: int) -> tuple[int, int] | None:
+    """(block, parts) with side = block * parts and block 128 or 64; None where no such block divides it."""
+    for block in (128, 64):
+        if side % block == 0:
+            return block, side // block
+    return None
+
+
+def cut_map(block_map: Tensor, parts: tuple[int, int]) -> Tensor:
+    """A block map [..., Mb, Nb] in which each block is parts[0] x parts[1] smaller ones."""
+    for dim, times in zip((-2, -1), parts, strict=True):
+        if times > 1:
+            block_map = block_map.repeat_interleave(times, dim)
+    return block_map
+
+
+def cut_lengths(lengths: Tensor, block: int, parts: int) -> Tensor:
+    """Valid keys [..., Nb] of blocks of block * parts keys, as those of blocks of `block`."""
+    if parts == 1:
+        return lengths
+    first = torch.arange(parts, dtype=lengths.dtype, device=lengths.device) * block
+    return (lengths[..., None] - first).clamp(0, block).flatten(-2)

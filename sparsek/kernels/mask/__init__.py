@@ -1,0 +1,1 @@
+"""Block masks made on a GPU."""

@@ -1,0 +1,390 @@
+"""A mask of chosen blocks in one launch, in plain Triton: bit for bit the lists of `mask/chosen.py`. Any CUDA GPU, and
+Triton's interpreter.
+
+    topk, mass   a score becomes an integer of the same order; the lowest one that is kept is found by bisection
+    map          bool
+    indices      a histogram of a row's entries, so any order is right, and a repeated entry counts 2
+
+A program makes one row and has all its columns in registers. Bisection ends as soon as a bound has the right count over
+it: about 12 steps of some 15 instructions for 256 random scores, 32 at most. Blocks of the score at the bound are kept
+by column, lower ones first. One prefix sum gives every kept block its entry. The same launch writes the intervals,
+rules and bits of the mask, and the first fault of a row to a word of the host.
+
+Nothing is read or written out of bounds, whatever the values: columns come from positions, never from memory.
+
+`ops/packing.py` registers it with `mask/choice.py`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsek.kernels.lang.launch import launch
+from sparsek.kernels.lang.recorder import fault_word
+from sparsek.kernels.lang.tensors import times
+from sparsek.mask import choice
+from sparsek.mask.choice import Choice, Near, Parts
+
+MOST_COLUMNS = 32768  # [1, 32768] are 32 elements of each thread of 32 warps
+_MASS_BITS, _SHIFT = tl.constexpr(choice.MASS_BITS), tl.constexpr(choice.POSITION_BITS)
+_LENGTH, _NUMBER, _VALUE, _CROWDED = (
+    tl.constexpr(each) for each in (choice.LENGTH, choice.NUMBER, choice.VALUE, choice.CROWDED)
+)
+_NONE = tl.constexpr(2**31 - 1)
+# Triton does not specialize for these: sizes and strides that vary from call to call.
+_VARY = (
+    "sg_b", "sg_h", "sg_m", "sg_n", "sl_b", "sl_n", "sk_b", "sk_h", "sa_b", "sa_h", "sa_m", "sa_n", "sc_b", "sc_h",
+    "sc_m", "limit", "least", "sinks", "back", "fore", "heads", "tiles", "columns", "listed", "capacity", "q_len",
+    "kv_len", "q_offset", "deep", "length_items",
+)  # fmt: skip
+
+
+@triton.jit
+def _first(found, at, kind: tl.constexpr):
+    """The word of a fault: the lowest position where one was found, or _NONE."""
+    return tl.min(tl.where(found, (kind << _SHIFT) | at, _NONE), axis=0)
+
+
+@triton.jit
+def _order(x, WIDE: tl.constexpr):
+    """An integer of the same order as x, int64 if WIDE: of a float64. Both zeros are 0; NaN is arbitrary."""
+    if WIDE:
+        b = x.to(tl.int64, bitcast=True)
+        b = tl.where(b == -0x8000000000000000, 0, b)
+        return b ^ ((b >> 63) & 0x7FFFFFFFFFFFFFFF)
+    else:
+        b = x.to(tl.int32, bitcast=True)
+        b = tl.where(b == -0x80000000, 0, b)
+        return b ^ ((b >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _over(key, bound):
+    """How many keys are over a bound."""
+    return tl.sum((key > bound).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _sum(mass):
+    """The exact sum of masses of 30 bits, int64: two sums of 15 bits in int32, because a warp adds these at once."""
+    return (tl.sum(mass >> 15, axis=0).to(tl.int64) << 15) + tl.sum(mass & 0x7FFF, axis=0)
+
+
+@triton.jit
+def _masses(x, counted):
+    """`chosen.masses` of one row: int32 multiples, rounded down, of a power of two that the highest mass selects."""
+    x = tl.where(counted, x.to(tl.float64), 0.0)
+    top = tl.max(x, axis=0)
+    exponent = tl.maximum((top.to(tl.int64, bitcast=True) >> 52) - 1022, -900)
+    power = ((-exponent + _MASS_BITS + 1023) << 52).to(tl.float64, bitcast=True)
+    return (x * power).to(tl.int64).to(tl.int32)
+
+
+@triton.jit
+def _needed(key, mass, goal, nothing):
+    """How many of the highest keys have a sum of masses of at least `goal`; 0 for 0."""
+    low, high = nothing, tl.max(key, axis=0)
+    over = tl.zeros([], tl.int64)
+    # The sum over `low` reaches the goal, that over `high` does not.
+    middle = (low & high) + ((low ^ high) >> 1)
+    while (goal > 0) & (middle != low):
+        here = _sum(tl.where(key > middle, mass, 0))
+        reached = here >= goal
+        low = tl.where(reached, middle, low)
+        over = tl.where(reached, over, here)
+        high = tl.where(reached, high, middle)
+        middle = (low & high) + ((low ^ high) >> 1)
+    each = tl.maximum(tl.max(tl.where(key == high, mass, 0), axis=0), 1).to(tl.int64)
+    more = ((goal - over + each - 1) // each).to(tl.int32)
+    return tl.where(goal > 0, _over(key, high) + more, 0)
+
+
+@triton.jit
+def _highest(key, count, nothing):
+    """The `count` highest keys over `nothing`; of equal ones those of lower columns."""
+    able = _over(key, nothing)
+    low, high = nothing, tl.max(key, axis=0)
+    high = tl.where(able <= count, low, high)
+    over = tl.where(able <= count, able, 0)
+    # More than `count` keys are over `low`, `over` of them and no more than `count` over `high`.
+    middle = (low & high) + ((low ^ high) >> 1)
+    while middle != low:
+        here = _over(key, middle)
+        many = here > count
+        low = tl.where(many, middle, tl.where(here == count, middle, low))
+        high = tl.where(many, high, middle)
+        over = tl.where(many, over, here)
+        middle = (low & high) + ((low ^ high) >> 1)
+    kept = key > high
+    if over < count:
+        level = (key == high) & (key > nothing)
+        kept = kept | (level & (tl.cumsum(level.to(tl.int32), 0) <= count - over))
+    return kept
+
+
+@triton.jit
+def _prefix(keys, WORDS: tl.constexpr):
+    """Words [n, WORDS] whose first `keys` bits are set."""
+    ahead = keys[:, None] - 32 * tl.arange(0, WORDS)[None, :]
+    ahead = tl.minimum(tl.maximum(ahead, 0), 32)
+    return ((tl.full(ahead.shape, 1, tl.int64) << ahead.to(tl.int64)) - 1).to(tl.int32)
+
+
+@triton.jit
+def _length(lengths, j, kv_len, BK: tl.constexpr, there):
+    """How many keys block j has, from 0 to those up to kv_len."""
+    given = tl.load(lengths, mask=there, other=0).to(tl.int64)
+    given = tl.minimum(tl.maximum(given, 0), BK)
+    return tl.minimum(given, tl.maximum(kv_len - j.to(tl.int64) * BK, 0)).to(tl.int32)
+
+
+@triton.jit
+def _write_bits(
+    bits, lengths, sl_n, item, i, first, edge, tiles, columns, kv_len, q_len, deep, length_items,
+    BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The bits of the key blocks i, i + tiles, ...; if causal, also of those that tile i sees in part."""
+    WORDS: tl.constexpr = BK // 32
+    query = tl.arange(0, BQ)
+    inside = query[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    for step in range((columns - i + tiles - 1) // tiles):
+        j = i + step * tiles
+        keys = _length(lengths + j * sl_n, j, kv_len, BK, True)
+        to = bits + (item.to(tl.int64) * columns + j) * (BQ * WORDS)
+        tl.store(to + inside, _prefix(keys + query * 0, WORDS))
+    if CAUSAL:
+        for d in range(deep):
+            j = tl.minimum(edge + d, columns - 1)
+            keys = _length(lengths + j.to(tl.int64) * sl_n, j, kv_len, BK, columns > 0)
+            ahead = first + query + 1 - j.to(tl.int64) * BK
+            keys = tl.minimum(tl.maximum(ahead, 0), keys).to(tl.int32)
+            at = length_items.to(tl.int64) * columns + (item.to(tl.int64) * tiles + i) * deep + d
+            tl.store(bits + at * (BQ * WORDS) + inside, _prefix(keys, WORDS))
+
+
+@triton.jit(do_not_specialize=_VARY)
+def _choose(
+    given, lengths, numbers, always, held, fault, full_counts, cut_counts, starts, cut_starts, indices, lo, hi, rules,
+    bits, sg_b, sg_h, sg_m, sg_n, sl_b, sl_n, sk_b, sk_h, sa_b, sa_h, sa_m, sa_n, sc_b, sc_h, sc_m,
+    limit, least, sinks, back, fore, heads, tiles, columns, listed, capacity, q_len, kv_len, q_offset, deep,
+    length_items,
+    KIND: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, EVERY: tl.constexpr, WIDE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, COLS: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One row of lists. EVERY: as `Choice.every`."""
+    if UNIT > 1:  # rows of `given` are whole 16-byte words
+        sg_n = 1
+        sg_b, sg_h, sg_m, columns = (
+            times(sg_b, UNIT),
+            times(sg_h, UNIT),
+            times(sg_m, UNIT),
+            times(columns, UNIT),
+        )
+    row = tl.program_id(0).to(tl.int64)
+    i = (row % tiles).to(tl.int32)
+    group = row // tiles
+    b, h = group // heads, group % heads
+    column = tl.arange(0, COLS)
+    inside = column < columns
+    word = tl.full([], _NONE, tl.int32)
+
+    # What exists: leading blocks that all queries of the tile see whole, and those that some see.
+    first = i.to(tl.int64) * BQ + q_offset
+    last = tl.minimum(first + BQ, q_offset.to(tl.int64) + q_len) - 1
+    if CAUSAL:
+        edge = tl.minimum(tl.maximum(first + 1, 0), kv_len) // BK
+        end = (tl.minimum(tl.maximum(last + 1, 0), kv_len) + BK - 1) // BK
+    else:
+        edge = kv_len.to(tl.int64) // BK
+        end = (kv_len.to(tl.int64) + BK - 1) // BK
+    edge, end = edge.to(tl.int32), end.to(tl.int32)
+    there = inside & (column < end)
+    whole = inside & (column < edge)
+    short = inside & False
+    if lengths is not None:
+        lengths += b * sl_b
+        of = tl.load(lengths + column.to(tl.int64) * sl_n, mask=inside, other=0).to(tl.int64)
+        word = tl.minimum(word, _first(inside & ((of < 0) | (of > BK)), column, _LENGTH))
+        natural = tl.minimum(kv_len - column.to(tl.int64) * BK, BK)
+        of = tl.minimum(tl.minimum(tl.maximum(of, 0), BK), natural)
+        short = inside & (of < natural)
+        there = there & (of > 0)
+        whole = whole & (of == BK)
+
+    # What is kept of it.
+    given += b * sg_b + h * sg_h + i.to(tl.int64) * sg_m
+    if KIND == "map":
+        chosen = tl.load(given + column.to(tl.int64) * sg_n, mask=inside, other=0) != 0
+        kept = chosen & there
+    elif KIND == "indices":
+        entry = tl.arange(0, LISTED)
+        room_here = entry < listed
+        at = tl.load(given + entry.to(tl.int64) * sg_n, mask=room_here, other=-1).to(tl.int64)
+        if held is not None:
+            count = tl.load(held + b * sc_b + h * sc_h + i.to(tl.int64) * sc_m).to(tl.int64)
+            if (count < 0) | (count > listed):
+                word = tl.minimum(word, _NUMBER << _SHIFT)
+            used = room_here & (entry < count)
+        else:
+            used = room_here & (at != -1)
+        right = used & (at >= 0) & (at < columns)
+        word = tl.minimum(word, _first(used & ~right, entry, _VALUE))
+        often = tl.histogram(tl.where(right, at, 0).to(tl.int32), COLS, mask=right)
+        word = tl.minimum(word, _first(often > 1, column, _CROWDED))
+        kept = (often > 0) & there
+    else:
+        x = tl.load(given + column.to(tl.int64) * sg_n, mask=inside, other=0.0)
+        x = x.to(tl.float64 if WIDE else tl.float32)
+        if WIDE:
+            nothing, ahead = (
+                tl.full([], -0x8000000000000000, tl.int64),
+                tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64),
+            )
+        else:
+            nothing, ahead = tl.full([], -0x80000000, tl.int32), tl.full([], 0x7FFFFFFF, tl.int32)
+        if KIND == "mass":
+            right = (x >= 0) & (x < float("inf"))
+        else:
+            right = x == x
+        if not EVERY:
+            word = tl.minimum(word, _first(there & ~right, column, _VALUE))
+        able = there & right
+        if KIND == "topk":
+            able = able & (x != float("-inf"))
+        key = tl.where(able, _order(x, WIDE), nothing)
+        early = inside & False
+        if NEAR != "":
+            early = there & (column < sinks)
+        if NEAR == "window":
+            left, to = (first - back) // BK, (last + fore) // BK
+            left = tl.where(first - back < 0, 0, left)
+            to = tl.where(last + fore < 0, -1, to)
+            early = early | (there & (column >= left) & (column <= to))
+        if always is not None:
+            always += b * sa_b + h * sa_h + i.to(tl.int64) * sa_m
+            early = there & (tl.load(always + column.to(tl.int64) * sa_n, mask=inside, other=0) != 0)
+        key = tl.where(early, ahead, key)
+        before = tl.sum(early.to(tl.int32), axis=0)
+        if KIND == "topk":
+            if numbers is not None:
+                budget = tl.load(numbers + b * sk_b + h * sk_h).to(tl.int64)
+                if budget < 1:
+                    word = tl.minimum(word, _NUMBER << _SHIFT)
+                most = tl.minimum(tl.maximum(budget, 1), capacity).to(tl.int32)
+            else:
+                most = tl.minimum(limit, capacity).to(tl.int32)
+            count = most
+            if EVERY:
+                count = tl.minimum(tl.maximum(count, before), capacity)
+        else:
+            most = capacity.to(tl.int32)
+            if numbers is not None:
+                share = tl.load(numbers + b * sk_b + h * sk_h).to(tl.float64)
+                if ~((share > 0.0) & (share <= 1.0)):
+                    word = tl.minimum(word, _NUMBER << _SHIFT)
+                share = tl.where((share > 0.0) & (share <= 1.0), share, 1.0)
+            else:
+                share = limit.to(tl.int64).to(tl.float64, bitcast=True)
+            mass = _masses(x, able)
+            product = _sum(mass).to(tl.float64) * share
+            goal = product.to(tl.int64)
+            goal += (goal.to(tl.float64) < product).to(tl.int64)
+            count = tl.maximum(_needed(key, mass, goal, nothing), before)
+            count = tl.minimum(tl.maximum(count, least), most)
+        if not EVERY:
+            if before > most:
+                word = tl.minimum(word, _CROWDED << _SHIFT)
+        kept = _highest(key, count, nothing)
+
+    # The lists: full blocks, then partial ones, then zeros.
+    kept_whole, kept_cut = kept & whole, kept & ~whole
+    ranks = tl.cumsum(kept_whole.to(tl.int32) | (kept_cut.to(tl.int32) << 16), 0)
+    n_full, n_cut = tl.sum(kept_whole.to(tl.int32), axis=0), tl.sum(kept_cut.to(tl.int32), axis=0)
+    entry = tl.where(kept_whole, ranks & 0xFFFF, n_full + ((ranks >> 16) & 0xFFFF)) - 1
+    start = row * capacity
+    tl.store(indices + start + entry, column, mask=kept & (entry < capacity))
+    spare = (column >= n_full + n_cut) & (column < capacity)
+    tl.store(indices + start + column, 0, mask=spare)
+    tl.store(starts + row, start.to(tl.int32))
+    tl.store(cut_starts + row, (start + n_full).to(tl.int32))
+    tl.store(full_counts + row, n_full)
+    tl.store(cut_counts + row, n_cut)
+    if word != _NONE:
+        tl.store(fault, (row << 32 | word) + 1)
+
+    if lengths is not None:
+        item = tl.where(length_items > 1, b, 0)
+        code = item * columns + column
+        if CAUSAL:
+            own = length_items.to(tl.int64) * columns + (item * tiles + i) * deep + column - edge
+            code = tl.where(column < edge, code, own)
+        code = tl.where(short, code, -1).to(tl.int32)
+        tl.store(rules + start + entry, code, mask=kept & (entry < capacity))
+        tl.store(rules + start + column, tl.sum(tl.where(column == 0, code, 0), axis=0), mask=spare)
+        if (h == 0) & ((b == 0) | (length_items > 1)):
+            _write_bits(
+                bits, lengths, sl_n, item, i, first, edge, tiles, columns, kv_len, q_len, deep, length_items,
+                BQ, BK, CAUSAL,
+            )  # fmt: skip
+    if lo is not None:
+        if group == 0:
+            query = i * BQ + tl.arange(0, BQ)
+            seen = tl.full([BQ], 0, tl.int64) + kv_len
+            if CAUSAL:
+                seen = tl.minimum(tl.maximum(query.to(tl.int64) + q_offset + 1, 0), kv_len)
+            tl.store(lo + query, 0, mask=query < q_len)
+            tl.store(hi + query, seen.to(tl.int32), mask=query < q_len)
+
+
+def choose_blocks(c: Choice) -> Parts | None:
+    """The tensors of the mask, in one allocation and one launch, without a sync; None for rows that are too long."""
+    if max(c.place.grid[1], c.given.shape[-1]) > MOST_COLUMNS:
+        return None
+    parts = choice.parts_of(c, fault_word(c.place.device))
+    (tiles, columns), place = c.place.grid, c.place
+    cols = max(16, triton.next_power_of_2(columns))
+    numbers, limit = (c.limit, 0) if isinstance(c.limit, Tensor) else (None, c.limit)
+    if numbers is None and c.kind == "mass":
+        limit = struct.unpack("<q", struct.pack("<d", c.limit))[0]
+    near = c.always if isinstance(c.always, Near) else Near(0, None, 0)
+    near_kind = (
+        "" if c.always is None or isinstance(c.always, Tensor) else "sinks" if near.back is None else "window"
+    )
+    always = c.always if isinstance(c.always, Tensor) else None
+    full, cut = parts.full_counts, parts.cut_counts
+    options: dict[str, Any] = {"num_warps": min(max(cols // 256, 1), 32)}
+    with torch.cuda.device_of(parts.base):
+        launch(
+            _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.word, full, cut,
+            parts.starts, parts.cut_starts, parts.indices, parts.lo, parts.hi, parts.rules, parts.bits,
+            *_steps(c.given, 4), *_steps(c.lengths, 2), *_steps(numbers, 4)[:2], *_steps(always, 4),
+            *_steps(c.counts, 3), limit, c.least, near.sinks, near.back or 0, near.fore, c.given.shape[1],
+            tiles, columns, c.given.shape[-1], c.capacity, place.q_len, place.kv_len, place.q_offset, c.deep,
+            1 if c.lengths is None else c.lengths.shape[0],
+            KIND=c.kind, CAUSAL=c.causal, NEAR=near_kind, EVERY=c.every,
+            WIDE=c.given.dtype == torch.float64, BQ=place.block[0], BK=place.block[1], COLS=cols,
+            LISTED=max(16, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1,
+            UNIT=_unit(c.given, columns), **options,
+        )  # fmt: skip
+    return parts
+
+
+def _unit(x: Tensor, columns: int) -> int:
+    """The elements in 16 bytes, if every row of x is whole words of these; else 1."""
+    unit = 16 // x.element_size()
+    *outer, step = _steps(x, 4)
+    whole = x.shape[-1] == columns and step == 1 and x.data_ptr() % 16 == 0
+    return unit if whole and not any(each % unit for each in (*outer, columns)) else 1
+
+
+def _steps(x: Tensor | None, dims: int) -> list[int]:
+    """Strides; 0 for a dim of one element, which broadcasts, and for no tensor."""
+    if x is None:
+        return [0] * dims
+    return [step if size > 1 else 0 for step, size in zip(x.stride(), x.shape, strict=True)]

@@ -1,0 +1,274 @@
+"""The checked arguments of a mask of chosen blocks, and its tensors in one allocation.
+
+A kernel (`kernels/mask`) makes the mask on a GPU from a `Choice`; `chosen.py` is the specification, in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import by_kernel
+from sparsek.mask.fresh import WrittenFault, freshened
+from sparsek.mask.lists import ALIGNED, WORD, BlockLists, Place, Sizes, check_stored
+from sparsek.mask.readback import LateSizes, index
+from sparsek.mask.structured import visible
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
+
+INTS = (torch.int32, torch.int64)
+MASS_BITS = 30  # the highest mass of a row is an integer of so many bits
+# What may be wrong in a row, in the order in which it is reported; a fault is kind << POSITION_BITS | position.
+LENGTH, NUMBER, VALUE, CROWDED = range(4)
+POSITION_BITS = 26
+
+
+class Near(NamedTuple):
+    """Blocks that are always kept: the first `sinks`, and those with a key from `back` tokens before a tile's first
+    query to `fore` tokens after its last; none of these if `back` is None.
+    """
+
+    sinks: int
+    back: int | None
+    fore: int
+
+
+class Choice(NamedTuple):
+    """The arguments of a mask of chosen blocks.
+
+    Attributes:
+        kind: "topk" and "mass" choose by scores, "map" and "indices" are the choice itself.
+        place: Lengths, block, device and offset.
+        causal: Whether a query sees no keys after its own.
+        given: [batch, heads, Mb, Nb], scores or bool; of indices [batch, heads, Mb, K]. Any strides.
+        lengths: Ints [1 or batch, Nb] in any strides, how many keys each block has, unchecked; None: all.
+        capacity: Entries of each row.
+        limit: Of topk the budget, of mass the share: a number, or a tensor [1 or batch, 1 or heads, 1, 1].
+        least: Of mass, the blocks that a row keeps at least.
+        always: Blocks that come first: bool that broadcasts to the scores, or near ones; None: none.
+        counts: Of indices, ints that broadcast to [batch, heads, Mb]; None: entries of -1 are absent.
+        every: Of topk, whether a row keeps all `always` blocks even if they are more than the limit. A NaN score
+            then excludes a block, without a fault.
+        names: The shapes of arguments as the caller gave them, and words for messages.
+        label: The mask in words.
+    """
+
+    kind: str
+    place: Place
+    causal: bool
+    given: Tensor
+    lengths: Tensor | None
+    capacity: int
+    label: str
+    limit: Any = 0
+    least: int = 0
+    always: Tensor | Near | None = None
+    counts: Tensor | None = None
+    every: bool = False
+    names: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def groups(self) -> int:
+        """Heads with lists of their own, of all batch items."""
+        return self.given.shape[0] * self.given.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the lists."""
+        return self.groups * self.place.grid[0]
+
+    @property
+    def deep(self) -> int:
+        """The most blocks that a tile sees in part because a query sees no keys after its own."""
+        return _deep(self.place) if self.causal else 0
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the mask has lo and hi."""
+        return self.causal or self.place.kv_len % self.place.block[1] != 0
+
+    def bounds(self) -> tuple[int, int, int]:
+        """The most stored blocks, partial ones, and blocks of the longest row."""
+        most, cut, longest = _bounds(self.place, self.causal, self.capacity)
+        return self.groups * most, self.groups * (cut if self.lengths is None else most), longest
+
+    def explain(self, fault: int) -> str:
+        """The fault that a kernel writes, in words."""
+        row, word = fault >> 32, fault & 0xFFFFFFFF
+        heads, tiles = self.given.shape[1], self.place.grid[0]
+        at = row // tiles // heads, row // tiles % heads, row % tiles, word & ((1 << POSITION_BITS) - 1)
+        return self.fault(word >> POSITION_BITS, at)
+
+    def fault(self, kind: int, at: Sequence[int]) -> str:
+        """What is wrong, at batch item, head, query tile, and column or entry."""
+        names, (b, h, i, x) = self.names, at
+        if kind == LENGTH:
+            return (
+                f"kv_lengths{_within((b, x), names['kv_lengths'])} is out of range; a block has 0 to "
+                f"{self.place.block[1]} keys"
+            )
+        if kind == NUMBER and self.kind == "topk":
+            return f"k{_within((b, h), names['limit'])} is below 1; a tile keeps at least 1 block"
+        if kind == NUMBER and self.kind == "mass":
+            return (
+                f"threshold{_within((b, h), names['limit'])} is out of range; it must be over 0 and at most 1"
+            )
+        if kind == NUMBER:
+            return (
+                f"counts{_within((b, h, i), names['counts'])} is out of range; indices has room for 0 to "
+                f"{self.given.shape[-1]} blocks"
+            )
+        if kind == VALUE and self.kind == "topk":
+            return f"scores{index(at)} is NaN; -inf means never"
+        if kind == VALUE and self.kind == "mass":
+            return f"scores{index(at)} is negative, infinite or NaN; they are masses from 0"
+        if kind == VALUE:
+            return (
+                f"indices{_within(at, names['indices'])} is out of range; key blocks are 0 to "
+                f"{self.place.grid[1] - 1}"
+            )
+        if self.kind == "indices":
+            return f"indices of tile {index((b, h, i))} hold key block {x} more than once"
+        return f"always{index((b, h, i))} keeps more than {names['room']} blocks; they count among the k"
+
+
+@lru_cache(maxsize=256)
+def _bounds(place: Place, causal: bool, capacity: int) -> tuple[int, int, int]:
+    """The most stored blocks of a head, partial ones, and blocks of a row."""
+    edge, end = visible(place, causal)
+    most = np.minimum(capacity, end)
+    return int(most.sum()), int(np.minimum(capacity, end - edge).sum()), int(most.max(initial=0))
+
+
+@lru_cache(maxsize=256)
+def _deep(place: Place) -> int:
+    edge, end = visible(place, True)
+    return int((end - edge).max(initial=0))
+
+
+@lru_cache(maxsize=256)
+def held(place: Place, causal: bool, near: Near) -> np.ndarray:
+    """How many blocks of each tile are near, int64 [Mb]."""
+    (_, end), bk = visible(place, causal), place.block[1]
+    sinks = np.minimum(near.sinks, end)
+    if near.back is None:
+        return sinks
+    left = np.clip((place.first - near.back) // bk, 0, end)
+    right = np.clip((place.last + near.fore) // bk + 1, left, end)
+    return sinks + np.maximum(right - np.maximum(left, sinks), 0)
+
+
+def _within(at: Sequence[int], shape: Sequence[int]) -> str:
+    """The last coordinates, as many as the shape has dims, with 0 for a dim of one element."""
+    some = [0 if size == 1 else x for x, size in zip(at[len(at) - len(shape) :], shape, strict=True)]
+    return index(some)
+
+
+class Parts(NamedTuple):
+    """The tensors of a mask of chosen blocks, int32 views of `base`. A fault is written to `word`."""
+
+    base: Tensor
+    word: Tensor  # int64 [1] of the host: 1 + (row << 32 | kind << POSITION_BITS | position) of a fault, or 0
+    full_counts: Tensor
+    cut_counts: Tensor
+    starts: Tensor
+    cut_starts: Tensor
+    indices: Tensor
+    lo: Tensor | None
+    hi: Tensor | None
+    rules: Tensor | None
+    bits: Tensor | None
+
+
+def parts_of(c: Choice, word: Tensor) -> Parts:
+    """The tensors of the mask in a new allocation, whose elements are arbitrary."""
+    rows, (bq, bk), q_len = c.rows, c.place.block, c.place.q_len
+    listed = rows * c.capacity
+    check_stored(listed)
+    bits = 0
+    if c.lengths is not None and c.place.grid[0]:
+        bits = c.lengths.shape[0] * (c.place.grid[1] + c.place.grid[0] * c.deep)
+    held = (q_len if c.has_interval else None, None if c.lengths is None else listed)
+    shapes: list[tuple[int, ...] | None] = [
+        *[(rows,)] * 4, (listed,),
+        *[None if held[0] is None else (1, q_len)] * 2,
+        None if held[1] is None else (listed,),
+        None if c.lengths is None else (bits, bq, bk // WORD),
+    ]  # fmt: skip
+    base, views = carved(shapes, c.place.device)
+    return Parts(base, word, *views)
+
+
+def carved(shapes: Sequence[tuple[int, ...] | None], device: torch.device) -> tuple[Tensor, list[Any]]:
+    """One int32 allocation, and views of it in these shapes, each aligned to 16 bytes."""
+    sizes = [0 if shape is None else int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
+    base = torch.empty(max(starts[-1], ALIGNED), dtype=torch.int32, device=device)
+    views = [
+        None if shape is None else base[start : start + size].view(shape)
+        for shape, start, size in zip(shapes, starts, sizes, strict=False)
+    ]
+    return base, views
+
+
+def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
+    """The mask whose tensors a kernel writes. Views only: no launch, no allocation and no sync."""
+    full, cut = parts.full_counts, parts.cut_counts
+    mask = cls.unchecked(
+        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.place.block,
+        batch=c.given.shape[0], heads=c.given.shape[1],
+        full=BlockLists(parts.starts, full, parts.indices), partial=BlockLists(parts.cut_starts, cut, parts.indices),
+        lo=parts.lo, hi=parts.hi, rules=parts.rules, bits=parts.bits, sizes=Sizes(*c.bounds(), exact=False),
+        pure=parts.rules is None, label=c.label,
+    )  # fmt: skip
+    # Without its tensors, because it stays with the mask.
+    shape = torch.empty(c.given.shape, dtype=c.given.dtype, device="meta")
+    told = c._replace(given=shape, lengths=None, limit=0, always=None, counts=None)
+    fault = None if c.every else WrittenFault(parts.word, told.explain, c.place.device)
+    sized = c.kind != "topk" or isinstance(c.limit, Tensor)
+    return freshened(mask, parts.base, fault, LateSizes() if sized else None)
+
+
+def by_a_kernel(cls: type[BlockMask], c: Choice) -> BlockMask | None:
+    """The mask made on a GPU by one launch; None where no kernel makes it."""
+    if c.place.device.type != "cuda":
+        return None
+
+    def build() -> BlockMask | None:
+        parts = by_kernel("choose_blocks", c)
+        return None if parts is None else mask_in(cls, c, parts)
+
+    given = c.given, c.lengths, c.limit, c.always, c.counts
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    there = tuple(isinstance(x, Tensor) for x in given)
+    numbers = None if there[2] else c.limit, None if there[3] else c.always
+    options = c.kind, c.place, c.causal, c.capacity, c.label, c.least, c.every, numbers, there
+    return by_kernel("mask_again", cls, "blocks", tensors, options, build)
+
+
+def as_kv_lengths(kv_lengths: Any, place: Place) -> Tensor:
+    """Ints [1 or B, Nb], not checked for their values."""
+    given = arguments.tensor("kv_lengths", kv_lengths, INTS)
+    arguments.one_device("kv_lengths is", given.device, "the mask is made", place.device)
+    if given.ndim not in (1, 2) or given.shape[-1] != place.grid[1] or 0 in given.shape[:-1]:
+        raise InvalidInput(
+            f"kv_lengths is {list(given.shape)}; {place.kv_len} keys in blocks of {place.block[1]} need "
+            f"[{place.grid[1]}] or [batch, {place.grid[1]}]"
+        )
+    return (given if given.ndim == 2 else given[None]).detach()
+
+
+def joined_batch(lengths: Tensor | None, batch: int) -> int:
+    """The batch items of a mask whose blocks are chosen for `batch` items. InvalidInput if kv_lengths has others."""
+    own = 1 if lengths is None else lengths.shape[0]
+    if 1 not in (own, batch) and own != batch:
+        raise InvalidInput(f"kv_lengths has {own} batch items and the blocks have {batch}; give 1 or {batch}")
+    return max(own, batch)

@@ -1,0 +1,152 @@
+"""The calls of FastVideo against its documented semantics in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek import InvalidInput
+from sparsek.integrations.fastvideo import (
+    block_sparse_attn,
+    block_sparse_attn_from_indices,
+    sliding_tile_attention,
+    video_sparse_attn,
+)
+from tests.integrations.dense import coin, dense, expanded, operands, randn, same, same_gradients
+
+
+def valid(sizes: Tensor, side: int) -> Tensor:
+    """Which tokens of padded blocks exist, bool [tokens]."""
+    return (torch.arange(side) < sizes[:, None]).flatten()
+
+
+def padded(x: Tensor, sizes: Tensor, side: int) -> Tensor:
+    return (x.detach() * valid(sizes, side)[:, None]).requires_grad_()
+
+
+@pytest.mark.parametrize("side", [64, 128, 256])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_block_map(side: int, kv_heads: int) -> None:
+    shape = (2, 4, 3 * side, 16)
+    leaves = operands(shape, (2, kv_heads, 2 * side, 16), (2, kv_heads, 2 * side, 16))
+    blocks, sizes = coin(2, 4, 3, 2), torch.tensor([side, side // 3])
+    blocks[0, 0, 0] = False
+    out, lse = block_sparse_attn(*leaves, blocks, sizes)
+    wanted, right = dense(*leaves, expanded(blocks, (side, side), (3 * side, 2 * side)) & valid(sizes, side))
+    same(out, wanted)
+    same(lse, right)
+    same_gradients(out, wanted, leaves)
+
+
+@pytest.mark.parametrize("side", [64, 128, 256])
+def test_indices_in_any_order(side: int) -> None:
+    leaves = operands((1, 2, 3 * side, 16))
+    counts = torch.tensor([[[0, 2, 3], [1, 3, 2]]], dtype=torch.int32)
+    indices = torch.stack([torch.randperm(3) for _ in range(6)]).view(1, 2, 3, 3).to(torch.int32)
+    sizes = torch.tensor([side - 1, 0, side], dtype=torch.int32)
+    blocks = torch.zeros(1, 2, 3, 3, dtype=torch.bool)
+    blocks.scatter_(3, indices.long(), torch.arange(3) < counts[..., None])
+    out, lse = block_sparse_attn_from_indices(*leaves, indices, counts, sizes)
+    wanted, right = dense(*leaves, expanded(blocks, (side, side), (3 * side, 3 * side)) & valid(sizes, side))
+    same(out, wanted)
+    same(lse, right)
+
+
+def video_right(
+    q: Tensor, k: Tensor, v: Tensor, sizes: Tensor, q_sizes: Tensor, topk: int, side: int, gate: Tensor | None
+) -> Tensor:
+    """Video sparse attention row by row."""
+    group = q.shape[1] // k.shape[1]
+    means = [
+        (x * valid(n, side)[:, None]).unflatten(2, (-1, side)).sum(3) / n[:, None]
+        for x, n in ((q, q_sizes), (k, sizes), (v, sizes))
+    ]
+    q_mean, k_mean, v_mean = means[0], *(x.repeat_interleave(group, 1) for x in means[1:])
+    scores = q_mean @ k_mean.mT / math.sqrt(q.shape[3])
+    coarse = (scores.softmax(-1) @ v_mean).repeat_interleave(side, 2)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(3, scores.topk(min(topk, scores.shape[3])).indices, True)
+    seen = expanded(chosen, (side, side), (q.shape[2], k.shape[2])) & valid(sizes, side)
+    return dense(q, k, v, seen)[0] + (coarse if gate is None else coarse * gate)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "side"), [((4, 4, 4), 64), (4, 64), (64, 64), ((2, 8, 8), 128), ((4, 8, 8), 256)]
+)
+@pytest.mark.parametrize("with_gate", [False, True])
+def test_video_sparse_attention(block_size: int | tuple[int, ...], side: int, with_gate: bool) -> None:
+    sizes = torch.tensor([side, side, side // 2, 1], dtype=torch.int32)
+    q_sizes = torch.tensor([side, side // 4, side], dtype=torch.int32)
+    q = padded(randn(1, 4, 3 * side, 16), q_sizes, side)
+    k, v = (padded(randn(1, 2, 4 * side, 16, seed=at), sizes, side) for at in (1, 2))
+    gate = randn(1, 4, 3 * side, 16, seed=3).requires_grad_() if with_gate else None
+    out = video_sparse_attn(q, k, v, sizes, q_sizes, 2, block_size, gate)
+    wanted = video_right(q, k, v, sizes, q_sizes, 2, side, gate)
+    same(out, wanted)
+    same_gradients(out, wanted, [q, k, v, *([gate] if gate is not None else [])])
+
+
+def test_more_blocks_than_there_are_is_all_of_them() -> None:
+    q, k, v = operands((1, 1, 128, 16))
+    sizes = torch.tensor([64, 64])
+    same(video_sparse_attn(q, k, v, sizes, sizes, 9), video_right(q, k, v, sizes, sizes, 9, 64, None))
+
+
+def sliding_tiles(shape: Sequence[int], window: Sequence[int], tokens: int, text: int) -> Tensor:
+    """The mask of one head, from the tile coordinates of every query and key."""
+    tiles = [side // tile for side, tile in zip(shape, (6, 8, 8), strict=True)]
+    video = math.prod(shape)
+    at = torch.arange(tokens)
+    tile = torch.stack(torch.unravel_index((at // 384).clamp(max=math.prod(tiles) - 1), tiles))
+    near = torch.ones(tokens, tokens, dtype=torch.bool)
+    for place, count, size in zip(tile, tiles, window, strict=True):
+        centre = place.clamp(size // 2, count - 1 - size // 2)
+        near &= (centre[:, None] - place).abs() <= size // 2
+    is_text = (at >= video) & (at < video + text)
+    of_video = at < video
+    return (near & of_video[:, None] & of_video) | is_text | ((at >= video)[:, None] & of_video)
+
+
+@pytest.mark.parametrize(
+    ("shape", "windows", "tokens", "text"),
+    [
+        ((6, 8, 24), [(1, 1, 1), (1, 3, 3)], 1152, 0),
+        ((12, 8, 16), [(3, 1, 1), (1, 1, 2)], 1536 + 77, 30),
+        ((6, 16, 8), [(1, 1, 1), (3, 3, 3)], 768 + 5, 5),
+    ],
+)
+def test_sliding_tiles(
+    shape: tuple[int, ...], windows: list[tuple[int, ...]], tokens: int, text: int
+) -> None:
+    leaves = operands((1, 2, tokens, 8))
+    name = "x".join(map(str, shape))
+    out = sliding_tile_attention(*leaves, windows, text, tokens > math.prod(shape), name)
+    seen = torch.stack([sliding_tiles(shape, window, tokens, text) for window in windows])
+    wanted, _ = dense(*leaves, seen)
+    same(out, wanted)
+    same_gradients(out, wanted, leaves)
+
+
+def test_what_is_refused() -> None:
+    q, k, v = operands((1, 2, 256, 16))
+    sizes, four = torch.full((4,), 64), coin(1, 2, 4, 4)
+    with pytest.raises(InvalidInput, match="block_size is 5"):
+        video_sparse_attn(q, k, v, sizes, sizes, 1, 5)
+    with pytest.raises(InvalidInput, match="variable_block_sizes has 3 sizes"):
+        video_sparse_attn(q, k, v, sizes[:3], sizes, 1)
+    with pytest.raises(InvalidInput, match="256 tokens for 3 query blocks"):
+        block_sparse_attn(q, k, v, four[:, :, :3], sizes)
+    with pytest.raises(InvalidInput, match="block_map is"):
+        block_sparse_attn(q, k, v, four[..., :3], sizes)
+    with pytest.raises(InvalidInput, match="q2k_num has shape"):
+        block_sparse_attn_from_indices(q, k, v, four.int(), four.int()[..., 0, 0], sizes)
+    with pytest.raises(InvalidInput, match="seq_shape"):
+        sliding_tile_attention(q, k, v, [(1, 1, 1)] * 2, 0, False, "5x8x8")
+    with pytest.raises(InvalidInput, match="has 256 tokens"):
+        sliding_tile_attention(q, k, v, [(1, 1, 1)] * 2, 0, False, "6x8x8")
+    with pytest.raises(InvalidInput, match="for each head"):
+        sliding_tile_attention(q, k, v, [(1, 1, 1)], 0, False, "6x8x8")

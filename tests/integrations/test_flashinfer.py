@@ -1,0 +1,180 @@
+"""FlashInfer's wrappers against their documented semantics in plain torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek import InvalidInput
+from sparsek.integrations.flashinfer import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
+from tests.integrations.dense import coin, dense, expanded, operands, same, same_gradients
+
+F64: dict[str, Any] = {"q_data_type": "float64", "o_data_type": "float64"}
+LOG2_E = math.log2(math.e)
+
+
+def compressed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """indptr and indices of a block map [Mb, Nb]."""
+    counts = blocks.sum(1).cumsum(0)
+    return torch.cat((counts.new_zeros(1), counts)).int(), blocks.nonzero()[:, 1].int()
+
+
+def by_tokens(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of tensors [tokens, H, D], with lse [tokens, H] to base 2."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = dense(q, k, v, seen, scale)
+    return out[0].transpose(0, 1), lse[0].T * LOG2_E
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "block"),
+    [
+        ((256, 256), (64, 64)), ((300, 256), (128, 64)), ((500, 512), (256, 256)), ((100, 96), (16, 24)),
+        ((3, 3), (1, 1)), ((100, 390), (100, 130)),
+    ],
+)  # fmt: skip
+def test_rows_of_blocks_of_any_size(lengths: tuple[int, int], block: tuple[int, int], causal: bool) -> None:
+    M, N = lengths
+    blocks = coin(-(-M // block[0]), N // block[1], share=0.6, seed=3)
+    blocks[-1] = False
+    leaves = operands((M, 4, 16), (N, 2, 16), (N, 2, 16))
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.plan(*compressed(blocks), M, N, *block, 4, 2, 16, causal=causal, sm_scale=0.3, **F64)
+    seen = expanded(blocks, block, lengths)
+    if causal:
+        seen = seen & (torch.arange(N) <= torch.arange(M)[:, None] + N - M)
+    wanted, right = by_tokens(*leaves, seen, 0.3)
+    out, lse = wrapper.run(*leaves, return_lse=True)
+    same(out, wanted)
+    same(lse, right)
+    same_gradients(out, wanted, leaves)
+
+
+def test_elements_of_blocks() -> None:
+    blocks = coin(3, 4, seed=1)
+    indptr, indices = compressed(blocks)
+    elements = coin(indices.numel(), 32, 16, seed=2)
+    seen = torch.zeros(3, 4, 32, 16, dtype=torch.bool)
+    seen[blocks] = elements
+    leaves = operands((96, 2, 8), (64, 1, 8), (64, 1, 8))
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.plan(indptr, indices, 96, 64, 32, 16, 2, 1, 8, mask=elements, causal=True, **F64)
+    same(wrapper.run(*leaves), by_tokens(*leaves, seen.transpose(1, 2).flatten(2).flatten(0, 1))[0])
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("block", [(64, 64), (40, 32)])
+def test_a_map_for_each_head_and_valid_lengths(heads: int, block: tuple[int, int]) -> None:
+    M, N = 3 * block[0] - 7, 4 * block[1]
+    blocks = coin(heads, 3, 4, seed=5)
+    lens = torch.tensor([block[1], 1, block[1] // 2, block[1]], dtype=torch.int32)
+    leaves = operands((M, 4, 8), (N, 2, 8), (N, 2, 8))
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0), "cake")
+    wrapper.plan(None, None, M, N, *block, 4, 2, 8, block_mask=blocks, kv_block_lens=lens, **F64)
+    seen = expanded(blocks, block, (M, N)) & (torch.arange(block[1]) < lens[:, None]).flatten()
+    same(wrapper.run(*leaves), by_tokens(*leaves, seen.repeat_interleave(4 // heads, 0))[0])
+
+
+def test_lists_for_each_head() -> None:
+    indices = torch.tensor([[[2, 0], [1, 3]], [[3, 1], [0, 1]]], dtype=torch.int32)
+    counts = torch.tensor([[2, 1], [0, 2]], dtype=torch.int32)
+    blocks = torch.zeros(2, 2, 4, dtype=torch.bool)
+    blocks.scatter_(2, indices.long(), torch.arange(2) < counts[..., None])
+    leaves = operands((128, 2, 8), (256, 2, 8), (256, 2, 8))
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.plan(None, None, 128, 256, 64, 64, 2, 2, 8, q2k_indices=indices, q2k_num=counts, **F64)
+    same(wrapper.run(*leaves), by_tokens(*leaves, expanded(blocks, (64, 64), (128, 256)))[0])
+
+
+def test_results_go_where_the_caller_wants_them() -> None:
+    q, k, v = operands((64, 2, 8), (64, 2, 8), (64, 2, 8))
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0))
+    eye = torch.tensor([0, 1]), torch.tensor([0])
+    wrapper.plan(*eye, 64, 64, 64, 64, 2, 2, 8, q_data_type=torch.float64)
+    assert wrapper.run(q, k, v).dtype == torch.float16
+    out, lse = torch.empty(64, 2, 8, dtype=torch.float16), torch.empty(64, 2)
+    found = wrapper.run(q.detach(), k.detach(), v.detach(), out=out, lse=lse, return_lse=True)
+    assert found[0] is out
+    assert found[1] is lse
+    wanted, right = by_tokens(q, k, v, torch.ones(64, 64, dtype=torch.bool))
+    torch.testing.assert_close(out, wanted.half())
+    same(lse, right)
+
+
+def variable(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The elements [H, S, T] of blocks of several sizes."""
+    return torch.stack(
+        [
+            each.repeat_interleave(r, 0).repeat_interleave(c, 1)
+            for each, r, c in zip(blocks, rows, columns, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sides", [((5, 210), (3, 300)), ((1, 700), (2, 90))])
+def test_blocks_of_several_sizes(sides: tuple[tuple[int, int], ...], seed: int, causal: bool) -> None:
+    def sizes(count: int, length: int) -> Tensor:
+        cuts = torch.randint(length + 1, (2, count - 1), generator=random).sort(1).values
+        edges = torch.cat((cuts.new_zeros(2, 1), cuts, cuts.new_full((2, 1), length)), 1)
+        return edges.diff(dim=1).int()
+
+    random = torch.Generator().manual_seed(seed)
+    (MB, M), (NB, N) = sides
+    rows, columns, blocks = sizes(MB, M), sizes(NB, N), coin(2, MB, NB, seed=seed)
+    leaves = operands((4, M, 8), (2, N, 8), (2, N, 8))
+    wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.plan(blocks, rows, columns, 4, 2, 8, causal=causal, q_data_type=torch.float64)
+    seen = variable(blocks, rows, columns)
+    if causal:
+        seen = seen & (torch.arange(N) <= torch.arange(M)[:, None] + N - M)
+    q, k, v = (x[None] for x in leaves)
+    wanted, right = dense(q, k, v, seen.repeat_interleave(2, 0))
+    out, lse = wrapper.run(*leaves, return_lse=True)
+    same(out, wanted[0])
+    same(lse, right[0] * LOG2_E)
+    same_gradients(out, wanted[0], leaves)
+
+
+def test_what_is_refused() -> None:
+    indptr, indices = torch.tensor([0, 1]), torch.tensor([0])
+    wrapper, good = BlockSparseAttentionWrapper(torch.empty(0)), (indptr, indices, 64, 64, 64, 64, 2, 2, 8)
+    q = operands((64, 2, 8))[0]
+    with pytest.raises(InvalidInput, match="before plan"):
+        wrapper.run(q, q, q)
+    wrapper.plan(*good)
+    with pytest.raises(InvalidInput, match=r"q is torch\.float64"):
+        wrapper.run(q, q, q)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
+        ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction"),
+        ({"packed_mask": torch.zeros(4, dtype=torch.uint8)}, "packed_mask"),
+        ({"q_scale": torch.ones(2)}, "q_scale"),
+        ({"q_data_type": "int33"}, "q_data_type"),
+        ({"block_mask": coin(2, 1, 1)}, "one of indptr"),
+        ({"mask": coin(2, 64, 64)}, "mask is"),
+        ({"kv_block_lens": torch.tensor([1, 2])}, "kv_block_lens is"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(InvalidInput, match=message):
+            wrapper.plan(*good, **change)
+    with pytest.raises(InvalidInput, match="outside of the 1 x 1 blocks"):
+        wrapper.plan(indptr, torch.tensor([1]), *good[2:])
+    with pytest.raises(InvalidInput, match="multiple of C"):
+        wrapper.plan(indptr, indices, 64, 65, *good[4:])
+    several = VariableBlockSparseAttentionWrapper(torch.empty(0))
+    several.plan(
+        coin(2, 1, 1), torch.tensor([[60]] * 2), torch.tensor([[64]] * 2), 2, 2, 8, q_data_type="float64"
+    )
+    x = q.transpose(0, 1)
+    with pytest.raises(InvalidInput, match="must sum to 64"):
+        several.run(x, x, x)

@@ -1,0 +1,62 @@
+"""kernels/mask/choose.py in Triton's interpreter: the tensors of the specification, bit for bit."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.kernels.mask.choose import choose_blocks
+from sparsek.mask import chosen
+from sparsek.mask.choice import Choice, mask_in
+from sparsek.mask.mask import BlockMask
+from tests.mask.drawn_choices import KINDS, PLACES, drawn, same
+
+POISON = 0x5EADBEEF
+
+
+def made(c: Choice) -> Any:
+    """The kernel's tensors, in memory that was poisoned, between canaries that stay."""
+    kept: list[Tensor] = []
+
+    def poisoned(size: int, **options: Any) -> Tensor:
+        kept.append(torch.full((size + 64,), POISON, **options))
+        return kept[-1][32:-32]
+
+    with mock.patch.object(torch, "empty", new=poisoned):
+        parts = choose_blocks(c)
+    assert (kept[0][:32] == POISON).all()
+    assert (kept[0][-32:] == POISON).all()
+    return parts
+
+
+def specified(c: Choice) -> tuple[BlockMask, list[str]]:
+    """The specification's mask, and the faults that it finds; the kernel reports one of them."""
+    found: list[Any] = []
+    with mock.patch.object(chosen, "with_readbacks", new=lambda mask, faults: found.extend(faults) or mask):
+        mask = chosen.specified(BlockMask, c)
+    faults = []
+    for each in found:
+        try:
+            each.apply(mask, wait=True)
+        except InvalidInput as error:
+            faults.append(str(error))
+    return mask, faults
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_makes_the_tensors_of_the_specification(kind: str, hostile: bool) -> None:
+    for seed in range(4 if kind == "mass" else 8):
+        c = drawn(kind, seed % len(PLACES), seed % 3 > 0, seed, hostile)
+        parts, (wanted, faults) = made(c), specified(c)
+        same(c, parts, wanted)
+        mask = mask_in(BlockMask, c, parts)
+        if faults and c.rows:
+            with pytest.raises(InvalidInput) as caught:
+                mask.verify(wait=True)
+            assert str(caught.value).split("[")[0] in [each.split("[")[0] for each in faults]
+        else:
+            mask.verify(wait=True)
