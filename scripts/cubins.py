@@ -171,6 +171,10 @@ def policies() -> None:
     q, k = normal(1, 4, 512, 128), normal(1, 2, 512, 128)
     for causal in (True, False):
         sk.policies.XAttention(causal=causal).mask(q, k)
+    for length in (512, 4096, 32768):
+        q, k = normal(1, 4, length, 128), normal(1, 2, length, 128)
+        sk.policies.FlexPrefill().mask(q, k)
+        sk.policies.VerticalSlash().mask(q, k)
 
 
 class Walk:
