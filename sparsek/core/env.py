@@ -84,3 +84,8 @@ def tuning_file() -> str:
         return "" if path == "off" else path
     folder = os.environ.get("SPARSEK_CACHE") or _home_cache()
     return str(Path(folder) / "tuning.json") if folder else ""
+
+
+def vllm_omni_options() -> str:
+    """SPARSEK_VLLM_OMNI: the options of SparseK in vllm-omni, JSON; "" for none."""
+    return os.environ.get("SPARSEK_VLLM_OMNI", "")

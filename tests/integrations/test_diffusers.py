@@ -18,7 +18,11 @@ need("diffusers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from diffusers import HunyuanVideoTransformer3DModel, Kandinsky5Transformer3DModel, WanTransformer3DModel
-    from diffusers.models.transformers import transformer_hunyuan_video, transformer_kandinsky, transformer_wan
+    from diffusers.models.transformers import (
+        transformer_hunyuan_video,
+        transformer_kandinsky,
+        transformer_wan,
+    )
 
 from sparsek.integrations import diffusers
 
@@ -161,7 +165,9 @@ def test_any_mask_rule_and_a_mask() -> None:
     model, given = wan()
     full = sk.BlockMask.full(3 * 10 * 11)
     with diffusers.use(model, full):
-        torch.testing.assert_close(run(model, given), (dense := run_without(model, given)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            run(model, given), (dense := run_without(model, given)), rtol=1e-4, atol=1e-5
+        )
     with diffusers.use(model, sk.MaskPolicy(window=40, causal=False)):
         assert not torch.allclose(run(model, given), dense, atol=1e-4)
 
@@ -176,7 +182,10 @@ def run_without(model: Any, given: dict[str, Any]) -> Tensor:
 def test_which_layers_are_sparse() -> None:
     names = {
         "wan": [f"blocks.{at}.attn1" for at in range(3)],
-        "hunyuan": ["transformer_blocks.0.attn", *(f"single_transformer_blocks.{at}.attn" for at in range(2))],
+        "hunyuan": [
+            "transformer_blocks.0.attn",
+            *(f"single_transformer_blocks.{at}.attn" for at in range(2)),
+        ],
     }
     for name, right in names.items():
         with diffusers.use(MODELS[name][0]()[0], POLICY) as sparse:
