@@ -91,3 +91,8 @@ def _tuning_in(folder: str | None, home: str | None) -> str:
     """The file for these variables: a plan looks it up for every new mask, and paths take 10 us."""
     folder = folder or _home_cache()
     return str(Path(folder) / "tuning.json") if folder else ""
+
+
+def vllm_omni_options() -> str:
+    """SPARSEK_VLLM_OMNI: the options of SparseK in vllm-omni, JSON; "" for none."""
+    return os.environ.get("SPARSEK_VLLM_OMNI", "")
