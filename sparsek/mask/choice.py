@@ -283,21 +283,30 @@ class Report:
 
     def apply(self, mask: BlockMask, wait: bool) -> None:
         """Raise InvalidInput if there is a fault, and set true sizes. Does nothing while they are unknown."""
+        found = self.checked(wait)
+        if found is not None and self.sized and not mask.sizes.exact:
+            object.__setattr__(mask, "sizes", found[0])
+            mask._memo["heavy"] = found[1]
+
+    def checked(self, wait: bool) -> tuple[Sizes, int] | None:
+        """Raise InvalidInput if there is a fault. The sizes and the heavy blocks; None while they are unknown."""
         if self.found is None:
             if self.arrived is not None:
                 if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
-                    return
+                    return None
                 if wait:
                     self.arrived.synchronize()
                 elif not self.arrived.query():
-                    return
+                    return None
             self.found = self._read()
         fault, sizes, heavy = self.found
         if fault is not None:
             raise InvalidInput(fault)
-        if self.sized and not mask.sizes.exact:
-            object.__setattr__(mask, "sizes", sizes)
-            mask._memo["heavy"] = heavy
+        return sizes, heavy
+
+    def faults_only(self) -> Faults:
+        """The readback for another mask, which has other sizes."""
+        return Faults(self)
 
     def _read(self) -> tuple[str | None, Sizes, int]:
         words = self.words.numpy()[:, : self.rows]
@@ -318,6 +327,21 @@ class Report:
             word & ((1 << POSITION_BITS) - 1),
         )
         return self.choice.fault(word >> POSITION_BITS, place), sizes, heavy
+
+
+class Faults:
+    """The readback of the faults of a `Report`, for a mask that contains the reported one."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def apply(self, mask: BlockMask, wait: bool) -> None:
+        """Raise InvalidInput if there is a fault. Does nothing while that is unknown."""
+        self.report.checked(wait)
+
+    def faults_only(self) -> Faults:
+        """This readback."""
+        return self
 
 
 def by_a_kernel(cls: type[BlockMask], c: Choice) -> BlockMask | None:

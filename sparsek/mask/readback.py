@@ -52,6 +52,10 @@ class Fault(Readback):
         if at is not None and at >= 0:
             raise InvalidInput(self.explain(at))
 
+    def faults_only(self) -> Fault:
+        """The readback for another mask that contains this one: this one."""
+        return self
+
 
 class TrueSizes(Readback):
     """The sizes of lists on a device. They replace the bounds in a mask's `sizes`, and later plans use them."""
@@ -69,6 +73,9 @@ class TrueSizes(Readback):
             *sizes, heavy = numbers
             object.__setattr__(mask, "sizes", Sizes(*sizes, exact=True))
             mask._memo["heavy"] = heavy
+
+    def faults_only(self) -> None:
+        """The readback for another mask that contains this one: none, because its sizes are others."""
 
 
 def faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
