@@ -54,7 +54,7 @@ class Kind(Home):
         super().__init__()
         self.plain = dict(zip(PLAIN, plain, strict=True))
         self.heavy, self.sizes, self.parts = heavy, sizes, parts
-        self.last: Fresh | None = None
+        self.last: Uses | None = None
 
     def mask(
         self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
@@ -80,6 +80,15 @@ class Kind(Home):
         return made
 
 
+class Uses:
+    """How often attention was called with a mask."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Fresh:
     """The state of a mask that may be new in every call: its base, its kind, and the calls of attention with it.
 
@@ -90,7 +99,7 @@ class Fresh:
     __slots__ = ("base", "kind", "known", "passing", "uses")
 
     def __init__(self, kind: Kind | None, base: Tensor) -> None:
-        self.base, self.kind, self.uses, self.passing, self.known = base, None, 0, False, False
+        self.base, self.kind, self.uses, self.passing, self.known = base, None, Uses(), False, False
         if kind is not None:
             self.join(kind)
 
@@ -98,8 +107,8 @@ class Fresh:
         """Make this the last mask of its kind; None for a mask that has none."""
         self.known = True
         if kind is not None:
-            last, kind.last, self.kind = kind.last, self, kind
-            self.passing = last is not None and last.uses <= FEW
+            last, kind.last, self.kind = kind.last, self.uses, kind
+            self.passing = last is not None and last.count <= FEW
 
 
 _KINDS: dict[Hashable, Kind] = {}
@@ -181,13 +190,13 @@ def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
     if not state.known:
         state.join(kind_of(mask, state.base))
     if counting:
-        state.uses += 1
-        if state.uses == FEW + 1:
+        state.uses.count += 1
+        if state.uses.count == FEW + 1:
             for each in mask._memo.get("readbacks", ()):
                 if isinstance(each, LateSizes):
                     each.begin(mask)
     # True sizes may have replaced the bounds by which calls of this kind allocate.
-    if not state.passing or state.uses > FEW or mask.sizes.exact != state.kind.plain["sizes"].exact:
+    if not state.passing or state.uses.count > FEW or mask.sizes.exact != state.kind.plain["sizes"].exact:
         return None
     return state
 
@@ -229,6 +238,10 @@ class WrittenFault:
         found = self.look()
         if found > 0:
             self.tell()
+
+    def faults_only(self) -> WrittenFault:
+        """The readback for another mask that contains this one: this one."""
+        return self
 
     def tell(self) -> None:
         """Raise the fault. `raise_earlier` does not raise it again."""
