@@ -81,7 +81,7 @@ class VerticalSlash(Policy):
             block: The block in tokens.
 
         Raises:
-            InvalidInput: For a file or a layer that is not there, missing heads, and unknown patterns.
+            InvalidInput: For a missing file, layer or head, and unknown patterns.
 
         Example:
             >>> import sparsek as sk

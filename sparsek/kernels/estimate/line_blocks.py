@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -174,23 +174,14 @@ def _flex_map(
     tl.store(out + row.to(tl.int64) * blocks_n + block, kept.to(tl.int8), mask=block < blocks_n)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _table(heads: tuple[Head, ...], device: torch.device) -> Tensor:
-    """int32 [5, H]: patterns, both numbers of NEAR, keys and distances to keep; BLOCKS keep their first number."""
+    """int32 [5, H]: patterns, both numbers, keys and distances to keep. Never dropped: captured graphs read it."""
     columns = [
         (h.pattern, h.first, h.second, *((h.first, h.second) if h.pattern == LINES else (1, 1)))
         for h in heads
     ]
     return torch.tensor(columns, dtype=torch.int32, device="cpu").T.contiguous().to(device)
-
-
-@lru_cache(maxsize=64)
-def _tops(heads: tuple[Head, ...], tiles: int, device: torch.device) -> Tensor:
-    """int32 [H * tiles]: the blocks that each tile of each head keeps by BLOCKS."""
-    found = torch.tensor(
-        [h.first if h.pattern == BLOCKS else 1 for h in heads], dtype=torch.int32, device="cpu"
-    )
-    return found.repeat_interleave(tiles).to(device)
 
 
 def _mass(q: Tensor, k: Tensor, grid: Grid) -> Tensor:
@@ -220,7 +211,7 @@ def vertical_slash_blocks(q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head
         _, across = cut(slash, budgets=table[4], forced=FORCED_DISTANCES) if distances else (None, up)
     if any(head.pattern == BLOCKS for head in heads):
         mass = _mass(q, k, grid)
-        cuts, _ = cut(mass, budgets=_tops(heads, tiles_m, q.device), counted=False)
+        cuts, _ = cut(mass, budgets=table[1], counted=False)
     with torch.cuda.device_of(q):
         launch(
             _on_lines, (out.numel() // blocks_n, -(-blocks_n // COLUMNS)), table, up, across, mass, cuts, out,
