@@ -28,8 +28,8 @@ from sparsek.integrations.fastvideo import video_sparse_attn
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
 from sparsek.policies import VSA, MeanTopK, Nabla, SubBlock, XAttention
-from sparsek.policies.policy import Policy
 from sparsek.policies.mass import recall, true_mass
+from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import coarse
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
