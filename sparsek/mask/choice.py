@@ -46,11 +46,11 @@ class Choice(NamedTuple):
 
     Attributes:
         kind: "topk" and "mass" choose by scores, "map" and "indices" are the choice itself.
-        place: Lengths, block, device and offset.
+        place: Lengths, device, offset, and the block in which the choice is made.
         causal: Whether a query sees no keys after its own.
         given: [batch, heads, Mb, Nb], scores or bool; of indices [batch, heads, Mb, K]. Any strides.
         lengths: Ints [1 or batch, Nb] in any strides, how many keys each block has, unchecked; None: all.
-        capacity: Entries of each row.
+        capacity: The most blocks of a row.
         limit: Of topk the budget, of mass the share: a number, or a tensor [1 or batch, 1 or heads, 1, 1].
         least: Of mass, the blocks that a row keeps at least.
         always: Blocks that come first: bool that broadcasts to the scores, or near ones; None: none.
@@ -81,30 +81,45 @@ class Choice(NamedTuple):
         return self.given.shape[0] * self.given.shape[1]
 
     @property
+    def split(self) -> tuple[int, int]:
+        """How many stored tiles and blocks one of the choice is."""
+        return self.place.block[0] // self.stored.block[0], self.place.block[1] // self.stored.block[1]
+
+    @property
+    def stored(self) -> Place:
+        """The place with the blocks of the mask."""
+        return self.place.stored
+
+    @property
+    def room(self) -> int:
+        """Entries of each row."""
+        return min(self.capacity * self.split[1], self.stored.grid[1])
+
+    @property
     def rows(self) -> int:
         """Rows of the lists."""
-        return self.groups * self.place.grid[0]
+        return self.groups * self.stored.grid[0]
 
     @property
     def deep(self) -> int:
         """The most blocks that a tile sees in part because a query sees no keys after its own."""
-        return _deep(self.place) if self.causal else 0
+        return _deep(self.stored) if self.causal else 0
 
     @property
     def has_interval(self) -> bool:
         """Whether the mask has lo and hi."""
-        return self.causal or self.place.kv_len % self.place.block[1] != 0
+        return self.causal or self.place.kv_len % self.stored.block[1] != 0
 
     def bounds(self) -> tuple[int, int, int]:
         """The most stored blocks, partial ones, and blocks of the longest row."""
-        most, cut, longest = _bounds(self.place, self.causal, self.capacity)
+        most, cut, longest = _bounds(self.stored, self.causal, self.room)
         return self.groups * most, self.groups * (cut if self.lengths is None else most), longest
 
     def explain(self, fault: int) -> str:
         """The fault that a kernel writes, in words."""
         row, word = fault >> 32, fault & 0xFFFFFFFF
-        heads, tiles = self.given.shape[1], self.place.grid[0]
-        at = row // tiles // heads, row // tiles % heads, row % tiles, word & ((1 << POSITION_BITS) - 1)
+        heads, tiles, position = self.given.shape[1], self.stored.grid[0], word & ((1 << POSITION_BITS) - 1)
+        at = row // tiles // heads, row // tiles % heads, row % tiles // self.split[0], position
         return self.fault(word >> POSITION_BITS, at)
 
     def fault(self, kind: int, at: Sequence[int]) -> str:
@@ -190,12 +205,13 @@ class Parts(NamedTuple):
 
 def parts_of(c: Choice, word: Tensor) -> Parts:
     """The tensors of the mask in a new allocation, whose elements are arbitrary."""
-    rows, (bq, bk), q_len = c.rows, c.place.block, c.place.q_len
-    listed = rows * c.capacity
+    rows, (bq, bk), q_len = c.rows, c.stored.block, c.place.q_len
+    listed = rows * c.room
     check_stored(listed)
     bits = 0
-    if c.lengths is not None and c.place.grid[0]:
-        bits = c.lengths.shape[0] * (c.place.grid[1] + c.place.grid[0] * c.deep)
+    if c.lengths is not None and rows:
+        tiles, columns = c.stored.grid
+        bits = c.lengths.shape[0] * (columns + tiles * c.deep)
     held = (q_len if c.has_interval else None, None if c.lengths is None else listed)
     shapes: list[tuple[int, ...] | None] = [
         *[(rows,)] * 4, (listed,),
@@ -223,7 +239,7 @@ def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
     """The mask whose tensors a kernel writes. Views only: no launch, no allocation and no sync."""
     full, cut = parts.full_counts, parts.cut_counts
     mask = cls.unchecked(
-        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.place.block,
+        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.stored.block,
         batch=c.given.shape[0], heads=c.given.shape[1],
         full=BlockLists(parts.starts, full, parts.indices), partial=BlockLists(parts.cut_starts, cut, parts.indices),
         lo=parts.lo, hi=parts.hi, rules=parts.rules, bits=parts.bits, sizes=Sizes(*c.bounds(), exact=False),
@@ -241,17 +257,8 @@ def by_a_kernel(cls: type[BlockMask], c: Choice) -> BlockMask | None:
     """The mask made on a GPU by one launch; None where no kernel makes it."""
     if c.place.device.type != "cuda":
         return None
-
-    def build() -> BlockMask | None:
-        parts = by_kernel("choose_blocks", c)
-        return None if parts is None else mask_in(cls, c, parts)
-
-    given = c.given, c.lengths, c.limit, c.always, c.counts
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    there = tuple(isinstance(x, Tensor) for x in given)
-    numbers = None if there[2] else c.limit, None if there[3] else c.always
-    options = c.kind, c.place, c.causal, c.capacity, c.label, c.least, c.every, numbers, there
-    return by_kernel("mask_again", cls, "blocks", tensors, options, build)
+    parts = by_kernel("choose_blocks", c)
+    return None if parts is None else mask_in(cls, c, parts)
 
 
 def as_kv_lengths(kv_lengths: Any, place: Place) -> Tensor:

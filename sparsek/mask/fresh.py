@@ -79,12 +79,15 @@ class Kind(Home):
 
 
 class Fresh:
-    """The state of a mask that is new: its kind, its base, and how often attention was called with it."""
+    """The state of a mask that is new: its base, its kind, and how often attention was called with it.
 
-    __slots__ = ("base", "kind", "uses")
+    `kind` is None until it is asked for: to find it takes 20 us. `known`: whether it was.
+    """
 
-    def __init__(self, kind: Kind, base: Tensor) -> None:
-        self.kind, self.base, self.uses = kind, base, 0
+    __slots__ = ("base", "kind", "known", "uses")
+
+    def __init__(self, kind: Kind | None, base: Tensor) -> None:
+        self.kind, self.base, self.uses, self.known = kind, base, 0, kind is not None
 
 
 _KINDS: dict[Hashable, Kind] = {}
@@ -138,9 +141,9 @@ def freshened(
     mask: BlockMask, base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
 ) -> BlockMask:
     """The mask as one whose tensors are views of `base`. `fault`: where its fault would be; `late`: of its sizes."""
-    kind = kind_of(mask, base)
-    if kind is not None:
-        mask._memo["fresh"] = Fresh(kind, base)
+    # A mask of closed form has neither, and most often it is kept.
+    kind = None if fault is None and late is None else kind_of(mask, base)
+    mask._memo["fresh"] = Fresh(kind, base)
     _note(mask._memo, kind, fault, late)
     return mask
 
@@ -156,10 +159,14 @@ def _note(
 
 
 def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
-    """The state of a mask that had few uses; None for any other. `counting`: this is one more use."""
+    """The state of a mask that had few uses, with its kind; None for any other. `counting`: this is one more use."""
     state = mask._memo.get("fresh")
+    if state is None or state.uses > FEW:
+        return None
+    if not state.known:
+        state.kind, state.known = kind_of(mask, state.base), True
     # True sizes may have replaced the bounds by which calls of this kind allocate.
-    if state is None or state.uses > FEW or mask.sizes.exact != state.kind.plain["sizes"].exact:
+    if state.kind is None or mask.sizes.exact != state.kind.plain["sizes"].exact:
         return None
     if counting:
         state.uses += 1

@@ -15,9 +15,11 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.again import repeated
 from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
 from sparsek.mask.chosen import chosen_mask
 from sparsek.mask.lists import (
+    CHOSEN_SIZES,
     BlockLists,
     Frame,
     Place,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 
+@repeated
 @not_traced("a block mask")
 def from_block_map(
     cls: type[BlockMask],
@@ -76,6 +79,7 @@ def from_block_map(
     return _listed(cls, "map", place, causal, kept, kv_lengths, place.grid[1])
 
 
+@repeated
 @not_traced("a block mask")
 def from_indices(
     cls: type[BlockMask],
@@ -152,7 +156,7 @@ def _place_of(name: str, given: Tensor, seq_len: int | None, frame: dict[str, An
         raise InvalidInput(
             f"{name} is on {given.device} and device is {device}; masks are made where the choice is"
         )
-    return Place.of(seq_len, **{**frame, "device": given.device})
+    return Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": given.device})
 
 
 def _four_dims(name: str, given: Tensor, right: Sequence[int], names: Sequence[str]) -> Tensor:

@@ -175,18 +175,26 @@ class MaskPolicy(MaskRule):
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor | None = None,
         device: str | torch.device | None = None,
+        *,
+        seq_len: int | None = None,
+        max_seqlen: int | None = None,
     ) -> BlockMask:
         """Return the mask of packed documents, each masked by itself: the same object for the same lengths.
+
+        With `seq_len` it is a new mask by `BlockMask.documents`, which reads no cu_seqlens on a GPU back, and which a
+        CUDA graph may capture.
 
         Args:
             cu_seqlens_q: int32 or int64 [documents + 1]: 0, then the end of each document in tokens. On a GPU it is
                 read with one sync, once for a tensor and again after a write to it.
             cu_seqlens_k: The same for the keys, if their lengths differ.
             device: Where the mask is made; that of cu_seqlens_q for None.
+            seq_len: Queries and keys, in tokens. Without sinks, stride and cu_seqlens_k only.
+            max_seqlen: With seq_len, the longest document in tokens, which makes the mask's `sizes` tight.
 
         Raises:
             InvalidInput: For a top-k policy, for a stride whose documents have other numbers of queries than of keys,
-                and for cu_seqlens that are not ascending.
+                for cu_seqlens that are not ascending, and for seq_len with what it does not go with.
 
         Example:
             >>> import torch, sparsek as sk
@@ -194,8 +202,37 @@ class MaskPolicy(MaskRule):
             '8 of 16 blocks, 50 %, 8 partial'
         """
         self._refuse_topk("attention_varlen takes the policy as it is")
+        if seq_len is not None:
+            return self._unread(cu_seqlens_q, cu_seqlens_k, device, seq_len, max_seqlen)
+        if max_seqlen is not None:
+            raise InvalidInput(
+                "max_seqlen goes with seq_len; without it cu_seqlens are read, and it is known"
+            )
         layout = packed_layout(cu_seqlens_q, cu_seqlens_k)
         return self.visible_in(layout, cu_seqlens_q.device if device is None else as_device(device)).within
+
+    def _unread(
+        self, cu_seqlens: Tensor, of_keys: Any, device: Any, seq_len: int, max_seqlen: int | None
+    ) -> BlockMask:
+        """The mask of packed documents without a look at cu_seqlens, if they are on a GPU."""
+        if self.sinks or self.stride is not None or (of_keys is not None and of_keys is not cu_seqlens):
+            raise InvalidInput(
+                "seq_len goes with a policy without sinks and stride, and with one cu_seqlens for queries and keys; "
+                "leave it out, and cu_seqlens are read"
+            )
+        arguments.tensor("cu_seqlens_q", cu_seqlens, (torch.int32, torch.int64))
+        if device is not None and as_device(device) != cu_seqlens.device:
+            raise InvalidInput(
+                f"cu_seqlens_q is on {cu_seqlens.device} and device is {device}; use one device"
+            )
+        return BlockMask.documents(
+            cu_seqlens,
+            seq_len,
+            window=self.window,
+            causal=self.causal,
+            max_seqlen=max_seqlen,
+            block=self.block,
+        )
 
     def visible_in(self, layout: PackedLayout, device: torch.device) -> ResolvedRule:
         """The rule at a layout of documents, for the current stream. Kept for equal layouts."""

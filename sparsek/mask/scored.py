@@ -13,9 +13,10 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.again import repeated
 from sparsek.mask.choice import INTS, Choice, Near, as_kv_lengths, held, joined_batch
 from sparsek.mask.chosen import chosen_mask, highest, rows_of
-from sparsek.mask.lists import BY_INTERVAL, Frame, Place
+from sparsek.mask.lists import BY_INTERVAL, CHOSEN_SIZES, Frame, Place
 from sparsek.mask.view import NOT_STORED, WHOLE, table_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 
+@repeated
 @not_traced("a block mask")
 def topk(
     cls: type[BlockMask],
@@ -98,6 +100,7 @@ def topk(
     )
 
 
+@repeated
 @not_traced("a block mask")
 def cumulative(
     cls: type[BlockMask],
@@ -217,7 +220,7 @@ def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple
         raise InvalidInput(
             f"scores are on {scores.device} and device is {device}; masks are made where the scores are"
         )
-    place = Place.of(seq_len, **{**frame, "device": scores.device})
+    place = Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": scores.device})
     scores = scores.detach().view(1, 1, *scores.shape) if scores.ndim == 2 else scores.detach()
     if tuple(scores.shape[2:]) != place.grid or 0 in scores.shape[:2]:
         raise InvalidInput(

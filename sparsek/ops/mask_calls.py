@@ -1,6 +1,6 @@
 """Builders of masks as recorded calls: from the third call on, one with the same options repeats its launches.
 
-    mask = again(BlockMask, "blocks", (scores,), options, build)
+    mask = again("topk", (scores,), options, build)
 
 `build()` makes a mask whose tensors are views of one buffer, by launches, allocations and views only (mask/fresh.py).
 What it makes on a CPU, or of tensors that something traces, is returned as it is.
@@ -40,19 +40,13 @@ _templates: dict[Hashable, Template] = {}
 
 
 def again(
-    cls: type[BlockMask],
-    name: str,
-    tensors: Sequence[Tensor],
-    options: Hashable,
-    build: Callable[[], BlockMask | None],
-) -> BlockMask | None:
+    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask]
+) -> BlockMask:
     """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one.
 
-    None where `build()` makes none. Raises InvalidInput if an earlier mask of the same kind has a fault that was not
-    raised yet.
+    The tensors are on GPUs. Raises InvalidInput if an earlier mask of the same kind has a fault that was not raised
+    yet.
     """
-    if tensors[0].device.type != "cuda" or torch.compiler.is_compiling() or cls is not BlockMask:
-        return build()
     learns = torch.is_grad_enabled()  # a choice has no gradient, and calls with one are not repeated
     if learns:
         torch._C._set_grad_enabled(False)
@@ -63,15 +57,13 @@ def again(
             torch._C._set_grad_enabled(True)
 
 
-def _again(
-    more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockMask | None]
-) -> BlockMask | None:
+def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockMask]) -> BlockMask:
     key = more, tensors[0].device, *[x.shape for x in tensors]
     template = _templates.get(key)
     if template is not None and template.explain is not None:
         raise_earlier(template.kind)
     slot: Any = bound.repeat(_calls, more, tensors)
-    made: list[BlockMask | None] = []
+    made: list[BlockMask] = []
 
     def run() -> tuple[Tensor, ...]:
         made.append(build())
@@ -89,18 +81,18 @@ def _again(
     return kind.mask(BlockMask, base, fault, LateSizes() if sized else None)
 
 
-def _results(mask: BlockMask | None) -> tuple[Tensor, ...]:
+def _results(mask: BlockMask) -> tuple[Tensor, ...]:
     """The base and, if there is one, the word of the fault: what a recorded call gives back."""
-    fresh = None if mask is None else mask._memo.get("fresh")
-    if mask is None or fresh is None:
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
         return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # which no recorded call can return
     fault = _found(mask, WrittenFault)
     return (fresh.base,) if fault is None else (fresh.base, fault.word)
 
 
-def _note(key: Hashable, mask: BlockMask | None) -> None:
-    fresh = None if mask is None else mask._memo.get("fresh")
-    if mask is None or fresh is None:
+def _note(key: Hashable, mask: BlockMask) -> None:
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
         return
     while len(_templates) >= TEMPLATES and key not in _templates:
         drop_oldest(_templates)

@@ -1,6 +1,6 @@
 """The schedule of attention's backward pass by five kernels: number for number that of plan/attention_grad_schedule.py.
 
-    _tally    every entry of the mask: a count for its key block's list, and a slot of its own
+    tally     every entry of the mask: a count for its key block's list, and a slot of its own
     _measure  visits of every key tile; room for every list
     _line_up  the place of every key tile in the line, longest first; the rows that every list has, in any order
     _deal     the CTA and start of every key tile; the rank of every entry in its list
@@ -25,7 +25,21 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import env
+from sparsek.kernels.attention.transposed import (
+    ENTRIES,
+    LISTED,
+    LISTS,
+    MASK,
+    ROWS,
+    column_of,
+    fill_lists,
+    rank_list,
+    reserve_lists,
+    rows_of,
+    tally,
+)
 from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.tensors import carved
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import (
@@ -40,16 +54,12 @@ from sparsek.plan.attention_grad_schedule import (
 )
 from sparsek.plan.problem import AttentionProblem
 
-ROWS, ENTRIES = 8, 32  # of the mask, by a program, and entries of each read together
 TILES = 32  # of keys, by a program
-LISTS = 256  # by a program of _measure
 STREAM = 128  # key tiles that others are compared with together
-LISTED = 32  # rows of a list, read together
 BOUNDS = 1024  # by a program
 VISITS = 128  # of a query tile, at most, that are held in registers
 WARPS = 4
 
-_MASK = ("p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices")
 _SCRATCH = (
     "base", "nth", "counts", "totals", "n", "partial", "room", "listed", "whose", "rank", "first", "ticks", "taker",
     "began", "turn", "has", "starts", "tiles", "visits", "clocks",
@@ -58,47 +68,6 @@ _SIZES = (
     "rows", "grid_rows", "columns", "lists", "p_size", "f_size", "longest", "capacity", "key_tiles", "kv_heads",
     "group", "share", "item_lists", "shared", "sections", "heads", "programs", "ctas", "q_heads", "absent",
 )  # fmt: skip
-
-
-@triton.jit
-def _rows(p_starts, p_counts, f_starts, f_counts, row, live, p_size, f_size, longest):
-    """Of rows of the mask: first entry and entries of their partial and full lists, as far as `indices` reach."""
-    p_first = tl.minimum(tl.maximum(tl.load(p_starts + row, mask=live, other=0), 0), p_size)
-    f_first = tl.minimum(tl.maximum(tl.load(f_starts + row, mask=live, other=0), 0), f_size)
-    p = tl.minimum(tl.load(p_counts + row, mask=live, other=0), longest)
-    p = tl.maximum(tl.minimum(p, p_size - p_first), 0)
-    f = tl.minimum(tl.load(f_counts + row, mask=live, other=0), longest - p)
-    return p_first, p, f_first, tl.maximum(tl.minimum(f, f_size - f_first), 0)
-
-
-@triton.jit
-def _column(p_indices, f_indices, p_first, p, f_first, m, e):
-    """The column of entry e of a row, partial ones first; negative beyond its m entries."""
-    of_p = tl.load(p_indices + p_first + e, mask=e < p, other=-1)
-    return tl.where(e < p, of_p, tl.load(f_indices + f_first + e - p, mask=(e >= p) & (e < m), other=-1))
-
-
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MASK + _SCRATCH)
-def _tally(
-    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, totals,
-    rows, grid_rows, columns, lists, p_size, f_size, longest, capacity,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < rows
-    p_first, p, f_first, f = _rows(p_starts, p_counts, f_starts, f_counts, row, live, p_size, f_size, longest)
-    m = p + f
-    slot = tl.cumsum(m, 0) - m + tl.atomic_add(totals, tl.sum(m, 0), sem="relaxed")
-    tl.store(base + row, slot, mask=live)
-    for start in range(0, tl.max(m, 0), ENTRIES):
-        e = start + tl.arange(0, ENTRIES)[None, :]
-        own = slot[:, None] + e
-        there = (e < m[:, None]) & (own < capacity)
-        column = _column(p_indices, f_indices, p_first[:, None], p[:, None], f_first[:, None], m[:, None], e)
-        listing = (row // grid_rows * columns)[:, None] + column + tl.where(e < p[:, None], 0, lists)
-        known = there & (column >= 0) & (column < columns)
-        at = tl.atomic_add(counts + listing, tl.full((ROWS, ENTRIES), 1, tl.int32), mask=known, sem="relaxed")
-        tl.store(nth + own, tl.where(known, at, -1), mask=there)
 
 
 @triton.jit
@@ -122,15 +91,6 @@ def _lengths(
     tl.atomic_add(totals + 1, tl.sum(of_p + of_f, 0), sem="relaxed")
 
 
-@triton.jit
-def _reserve(counts, totals, room, lists, programs, LISTS: tl.constexpr):
-    """Where the lists begin."""
-    at = (tl.program_id(0) - programs) * LISTS + tl.arange(0, LISTS)
-    count = tl.load(counts + at, mask=at < 2 * lists, other=0)
-    first = tl.atomic_add(totals + 2, tl.sum(count, 0), sem="relaxed")
-    tl.store(room + at, first + tl.cumsum(count, 0) - count, mask=at < 2 * lists)
-
-
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCRATCH)
 def _measure(
     counts, totals, n, partial, room, columns, lists, key_tiles, kv_heads, group, share, item_lists, programs,
@@ -141,7 +101,7 @@ def _measure(
             counts, totals, n, partial, columns, lists, key_tiles, kv_heads, group, share, item_lists, TILES,
         )  # fmt: skip
     else:
-        _reserve(counts, totals, room, lists, programs, LISTS)
+        reserve_lists(counts, totals, room, lists, tl.program_id(0) - programs, LISTS)
 
 
 @triton.jit
@@ -184,32 +144,7 @@ def _place(
     tl.store(ticks + place, own + TILE_TICKS, mask=live)
 
 
-@triton.jit
-def _fill(
-    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose, rows,
-    grid_rows, columns, lists, p_size, f_size, longest, capacity, programs, ROWS: tl.constexpr,
-    ENTRIES: tl.constexpr
-):  # fmt: skip
-    """The rows that every list has, and the slots of these entries."""
-    row = (tl.program_id(0) - programs) * ROWS + tl.arange(0, ROWS)
-    live = row < rows
-    p_first, p, f_first, f = _rows(p_starts, p_counts, f_starts, f_counts, row, live, p_size, f_size, longest)
-    m = p + f
-    slot = tl.load(base + row, mask=live, other=0)
-    for start in range(0, tl.max(m, 0), ENTRIES):
-        e = start + tl.arange(0, ENTRIES)[None, :]
-        own = slot[:, None] + e
-        there = (e < m[:, None]) & (own < capacity)
-        column = _column(p_indices, f_indices, p_first[:, None], p[:, None], f_first[:, None], m[:, None], e)
-        at = tl.load(nth + own, mask=there, other=-1)
-        there = there & (at >= 0)
-        listing = (row // grid_rows * columns)[:, None] + column + tl.where(e < p[:, None], 0, lists)
-        at += tl.load(room + listing, mask=there, other=0)
-        tl.store(listed + at, (row % grid_rows)[:, None] + e * 0, mask=there)
-        tl.store(whose + at, own, mask=there)
-
-
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MASK + _SCRATCH)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _line_up(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, totals, n, room, listed, whose, rank,
     first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections,
@@ -223,10 +158,10 @@ def _line_up(
             TILES, STREAM,
         )  # fmt: skip
     else:
-        _fill(
-            p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed,
-            whose, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, programs, ROWS,
-            ENTRIES,
+        fill_lists(
+            p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose,
+            rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, tl.program_id(0) - programs, True,
+            ROWS, ENTRIES,
         )  # fmt: skip
 
 
@@ -261,26 +196,6 @@ def _give(ticks, taker, began, turn, has, starts, key_tiles, ctas, LANES: tl.con
     tl.store(starts, 0)
 
 
-@triton.jit
-def _rank(counts, room, listed, whose, nth, LISTED: tl.constexpr):
-    """The rank of every row of one list."""
-    listing = tl.program_id(0) - 1
-    length = tl.load(counts + listing)
-    first = tl.load(room + listing)
-    for start in range(0, length, LISTED):
-        at = start + tl.arange(0, LISTED)
-        row = tl.load(listed + first + at, mask=at < length, other=0)[:, None]
-        slot = tl.load(whose + first + at, mask=at < length, other=0)
-        rank = tl.zeros((LISTED,), dtype=tl.int32)
-        for start_of_others in range(0, length, LISTED):
-            other = start_of_others + tl.arange(0, LISTED)
-            there = other < length
-            smaller = tl.load(listed + first + other, mask=there, other=2147483647)[None, :]
-            earlier = tl.load(whose + first + other, mask=there, other=0)[None, :] < slot[:, None]
-            rank += tl.sum(((smaller < row) | ((smaller == row) & earlier)).to(tl.int32), 1)
-        tl.store(nth + slot, rank, mask=at < length)
-
-
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCRATCH)
 def _deal(
     counts, room, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, ctas,
@@ -290,7 +205,7 @@ def _deal(
     if tl.program_id(0) == 0:
         _give(ticks, taker, began, turn, has, starts, key_tiles, ctas, LANES)
     else:
-        _rank(counts, room, listed, whose, nth, LISTED)
+        rank_list(counts, room, listed, whose, nth, nth, tl.program_id(0) - 1, True, LISTED)
 
 
 @triton.jit
@@ -346,7 +261,9 @@ def _visits_of(
     item = unit // (grid_rows * q_heads)
     own_lists = item * item_lists + head // share * columns
     row = own_lists // columns * grid_rows + query
-    p_first, p, f_first, f = _rows(p_starts, p_counts, f_starts, f_counts, row, True, p_size, f_size, longest)
+    p_first, p, f_first, f = rows_of(
+        p_starts, p_counts, f_starts, f_counts, row, True, p_size, f_size, longest
+    )
     m = p + f
     base_slot = tl.load(base + row)
     own_tiles = (item * kv_heads + head // group) * columns
@@ -356,7 +273,7 @@ def _visits_of(
     m = tl.minimum(m, tl.maximum(capacity - base_slot, 0))
     for start in range(0, m, VISITS):
         e = start + tl.arange(0, VISITS)
-        column = _column(p_indices, f_indices, p_first, p, f_first, m, e)
+        column = column_of(p_indices, f_indices, p_first, p, f_first, m, e)
         known = (e < m) & (column >= 0) & (column < columns)
         kind = tl.where(e < p, 0, lists)
         tile = own_tiles + column
@@ -407,7 +324,7 @@ def _visits_of(
             tl.store(visits + number.to(tl.int64) * VISIT_FIELDS + 3, ticket, mask=number >= 0)
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MASK + _SCRATCH)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _visit(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, n, partial, rank, first,
     taker,
@@ -488,18 +405,19 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     items = mask.heads * columns if mask.batch > 1 else 0
     long = ordered and p.longest > VISITS
 
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
     counted = torch.zeros(2 * lists + 3, dtype=torch.int32, device=device)
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
-    n, partial, rank, first, ticks, taker, began, turn = room(8, key_tiles).unbind()
-    nth, listed, whose = room(3, max(1, capacity)).unbind()
-    base, bases = room(mask.rows), room(2 * lists)
     lanes = triton.next_power_of_2(ctas)
-    starts, has = room(ctas + 1), room(lanes)
-    made, visits = room(key_tiles, TILE_FIELDS), room(p.visited + (key_tiles if single else 0), VISIT_FIELDS)
-    clocks = room(2 * p.visited) if long else has
+    room = max(1, capacity)
+    _, of_tiles, nth, listed, whose, base, bases, has, clocks = carved(
+        device, 8 * key_tiles, room, room, room, mask.rows, 2 * lists, lanes, 2 * p.visited if long else 0
+    )
+    n, partial, rank, first, ticks, taker, began, turn = of_tiles.view(8, key_tiles).unbind()
+    clocks = clocks if long else has
+    # What the plan keeps is apart from what is only needed here.
+    records = p.visited + (key_tiles if single else 0)
+    _, starts, made, visits = carved(device, ctas + 1, key_tiles * TILE_FIELDS, records * VISIT_FIELDS)
+    made, visits = made.view(-1, TILE_FIELDS), visits.view(-1, VISIT_FIELDS)
     entries = (*mask.partial, *mask.full)
     p_size, f_size = len(mask.partial.indices), len(mask.full.indices)
     of_mask = (grid_rows, columns, lists, p_size, f_size, p.longest, capacity)
@@ -511,7 +429,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
         launch_unspecialized(kernel, device, programs, args, constants, warps)
 
     args = (*entries, base, nth, counts, totals, mask.rows, *of_mask)
-    launch(_tally, row_programs, args, (ROWS, ENTRIES), WARPS)
+    launch(tally, row_programs, args, (ROWS, ENTRIES), WARPS)
 
     programs = -(-key_tiles // LISTS)
     args = (

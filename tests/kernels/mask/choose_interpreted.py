@@ -49,7 +49,7 @@ def specified(c: Choice) -> tuple[BlockMask, list[str]]:
 @pytest.mark.parametrize("hostile", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_makes_the_tensors_of_the_specification(kind: str, hostile: bool) -> None:
-    for seed in range(4 if kind == "mass" else 8):
+    for seed in (0, 1, 5) if kind == "mass" else range(len(PLACES)):
         c = drawn(kind, seed % len(PLACES), seed % 3 > 0, seed, hostile)
         parts, (wanted, faults) = made(c), specified(c)
         same(c, parts, wanted)
