@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Mapping
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
