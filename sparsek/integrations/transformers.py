@@ -23,7 +23,15 @@ from transformers.modeling_utils import AttentionInterface
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, dense_mask, model_mask, policy_of
+from sparsek.core.tracing import constant
+from sparsek.integrations.transformers_masks import (
+    MaskRequest,
+    ModelMask,
+    dense_mask,
+    model_mask,
+    policy_of,
+    policy_of_options,
+)
 from sparsek.mask.cache import ByTensor
 from sparsek.mask.operands import check_tensors
 from sparsek.matrix.pattern import INT32_MAX
@@ -40,7 +48,6 @@ REFUSED = {
 }
 
 
-@torch.compiler.disable(reason="masks are made and kept outside of graphs")
 def sparsek_mask(
     batch_size: int,
     q_length: int,
@@ -81,6 +88,59 @@ def sparsek_mask(
     """
     if isinstance(attention_mask, ModelMask):  # generate() has made it
         return attention_mask
+    plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    if torch.compiler.is_compiling() and plain and attention_mask is None and isinstance(q_offset, int):
+        options = getattr(config, "sparsek", None)
+        given = None if options is None else tuple(options.items())
+        causal = mask_function is causal_mask_function
+        return _constant_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, causal, given, str(device)
+        )
+    return _made_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        use_vmap,
+        device,
+        config,
+    )
+
+
+@constant
+def _constant_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    causal: bool,
+    options: tuple[tuple[str, Any], ...] | None,
+    device: str,
+) -> ModelMask:
+    """A mask that depends on lengths alone, which torch.compile takes as a constant of its graph."""
+    request = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, None, torch.device(device))
+    policy = None if options is None else policy_of_options(dict(options))
+    return model_mask(request, causal_mask_function if causal else bidirectional_mask_function, policy)
+
+
+@torch.compiler.disable(reason="masks are made and kept outside of graphs")
+def _made_mask(
+    batch_size: Any,
+    q_length: Any,
+    kv_length: Any,
+    q_offset: Any,
+    kv_offset: Any,
+    mask_function: Any,
+    attention_mask: Any,
+    use_vmap: Any,
+    device: Any,
+    config: Any,
+) -> ModelMask:
+    """The mask of any arguments, checked."""
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     batch_size, q_length, kv_length = (_host_int(name, value, 0) for name, value in sizes.items())
     q_offset, kv_offset = _host_int("q_offset", q_offset), _host_int("kv_offset", kv_offset, 0)
@@ -108,7 +168,6 @@ def _host_int(name: str, value: Any, least: int = -INT32_MAX) -> int:
     return arguments.integer(name, value.item() if is_one else value, least, INT32_MAX)
 
 
-@torch.compiler.disable(reason="plans are made and kept outside of graphs")
 def sparsek_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -166,7 +225,15 @@ def _model_mask(
     module: torch.nn.Module, query: Tensor, key: Tensor, given: Any, is_causal: bool | None, options: Any
 ) -> ModelMask:
     if isinstance(given, ModelMask):
-        return given.to(query.device)
+        return given if given.device == query.device else given.to(query.device)
+    return _mask_of(module, query, key, given, is_causal, options)
+
+
+@torch.compiler.disable(reason="masks are made and kept outside of graphs")
+def _mask_of(
+    module: torch.nn.Module, query: Tensor, key: Tensor, given: Any, is_causal: bool | None, options: Any
+) -> ModelMask:
+    """The mask of a layer that got a tensor or none."""
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     request = MaskRequest(batch, q_len, kv_len, kv_len - q_len, 0, None, query.device)
     policy = policy_of(getattr(module, "config", None))

@@ -43,6 +43,7 @@ class ModelMask:
 
     def __init__(self, visible: ResolvedRule, shape: tuple[int, int, int, int], packed: bool = False) -> None:
         self.visible, self.shape, self.packed = visible, shape, packed
+        self.device = visible.within.device
         self._moved: dict[torch.device, ModelMask] = {}
 
     def contiguous(self) -> ModelMask:
@@ -66,7 +67,11 @@ class ModelMask:
 
 def policy_of(config: Any) -> MaskPolicy | None:
     """The policy of `config.sparsek`, a dict of options of MaskPolicy, without causality, which is the model's."""
-    options = getattr(config, "sparsek", None)
+    return policy_of_options(getattr(config, "sparsek", None))
+
+
+def policy_of_options(options: Any) -> MaskPolicy | None:
+    """The policy of these options; None for None."""
     if options is None:
         return None
     if not isinstance(options, Mapping) or not set(options) <= set(OPTIONS):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import drop_oldest
 from sparsek.core.streams import Ready, wait_for
 from sparsek.core.tracing import concrete, untransformed
+from sparsek.mask.lists import read_edges
 from sparsek.mask.mask import BlockMask
 
 Result = TypeVar("Result")
@@ -125,29 +125,9 @@ def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = values_of(cu_seqlens, name)
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
-        at = _EDGES.get(cu_seqlens, None, lambda: _read(cu_seqlens, name))
+        at = _EDGES.get(cu_seqlens, None, lambda: read_edges(cu_seqlens, name))
     else:
-        at = _read(cu_seqlens, name)
+        at = read_edges(cu_seqlens, name)
     if total is not None and at[-1] != total:
         raise InvalidInput(f"{name} ends at {at[-1]}; there are {total} tokens")
-    return at
-
-
-def _read(cu_seqlens: Any, name: str) -> np.ndarray:
-    arguments.tensor(name, cu_seqlens, (torch.int32, torch.int64))
-    if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
-        raise InvalidInput(
-            f"{name} is {list(cu_seqlens.shape)}; it must be [documents + 1]: each start, then the last end"
-        )
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise InvalidInput(
-            f"{name} is read while a CUDA graph is captured; call once with this tensor before, or pass a BlockMask"
-        )
-    at = untransformed(lambda: cu_seqlens.detach().cpu().numpy().astype(np.int64))
-    if at[0] != 0:
-        raise InvalidInput(f"{name} starts with {at[0]}; it must start with 0")
-    falls = np.flatnonzero(np.diff(at) < 0)
-    if falls.size:
-        i = int(falls[0])
-        raise InvalidInput(f"{name} falls from {at[i]} to {at[i + 1]} at document {i}; it must not decrease")
     return at

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core.tracing import not_traced
+from sparsek.mask import closed
+from sparsek.mask.closed import Band, Counted, counted_documents, on_gpu
 from sparsek.mask.elements import pack_bits
 from sparsek.mask.lists import (
     BY_INTERVAL,
@@ -103,6 +105,20 @@ class PackedLayout(NamedTuple):
         """A key for equal layouts."""
         return tuple(each.tobytes() for each in self.docs), *self[1:]
 
+    @property
+    def edges(self) -> np.ndarray | None:
+        """Where each document begins, and the end of the last, of all batch items one behind the other; None if
+        documents leave gaps, or some have other keys than queries.
+        """
+        docs, base = self.docs, self.docs.item * self.q_len
+        if self.q_len != self.kv_len or docs.shift.any():
+            return None
+        starts, ends = docs.q_start + base, docs.q_end + base
+        edges = np.append(starts, self.batch * self.q_len)
+        same = docs.k_start is docs.q_start or (docs.k_start == docs.q_start).all()
+        same = same and (docs.k_end is docs.q_end or (docs.k_end == docs.q_end).all())
+        return edges if same and edges[0] == 0 and (edges[1:] == ends).all() else None
+
 
 class Span(NamedTuple):
     """The numbers that the bounds of a query depend on, numpy or torch."""
@@ -149,8 +165,26 @@ def documents_mask(
     blocks) on the device.
     """
     place = Place.of(q_len=layout.q_len, kv_len=layout.kv_len, block=block, device=device, q_offset=0)
+    if closed.has_kernels(place.device) and not near.sinks:
+        edges = layout.edges
+        made = None if edges is None else _of_edges(cls, place, edges, near, layout.batch, label)
+        if made is not None:
+            return made
     docs = layout.docs.take(np.flatnonzero(layout.docs.q_start < layout.docs.q_end))
     return _assembled(cls, place, docs, Pieces.of(docs, near, place), near, layout.batch, label)
+
+
+def _of_edges(
+    cls: type[BlockMask], place: Place, edges: np.ndarray, near: Window, batch: int, label: str
+) -> BlockMask | None:
+    """The mask of documents that adjoin, made by a kernel of their edges; None if none makes it."""
+    band = Band.of(place, *near)
+    (there,) = upload([edges], place.device)
+
+    def count() -> Counted:
+        return counted_documents(place, edges, band, batch)
+
+    return on_gpu(cls, place, "mask_of_documents", (there, band, batch), count, batch=batch, label=label)
 
 
 class Pieces(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import untransformed
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
 from sparsek.pictures.masks import Rows
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 BLOCK_SIZES = (64, 128)
+CHOSEN_SIZES = (*BLOCK_SIZES, 256)  # in which blocks are chosen; of 256, a mask stores the halves
 BY_INTERVAL = -1
 WORD = 32  # bits of one int32 of `bits`
 ALIGNED = 4  # int32 words in 16 bytes: Triton compiles anew for pointers that are not aligned to that
@@ -84,7 +86,8 @@ class Frame(TypedDict, total=False):
     Attributes:
         q_len: Queries, in tokens; with `kv_len` in place of `seq_len`.
         kv_len: Keys, in tokens.
-        block: The block in tokens: 64, 128 (the default), or a pair (queries, keys) of them.
+        block: The block in tokens: 64, 128 (the default), or a pair (queries, keys) of them. Builders of chosen
+            blocks (`topk`, `cumulative`, `from_block_map`, `from_indices`) take 256 too, and store halves of 128.
         device: Where the mask is made; torch's default device if left out.
         q_offset: Query q stands at key position q + q_offset. kv_len - q_len if left out: the last query stands at the
             last key.
@@ -117,9 +120,10 @@ class Place:
         block: Any = 128,
         device: Any = None,
         q_offset: int | None = None,
+        sides_of: tuple[int, ...] = BLOCK_SIZES,
         **unknown: Any,
     ) -> Place:
-        """From the arguments of a builder: see `Frame`."""
+        """From the arguments of a builder: see `Frame`; blocks have the sides `sides_of`."""
         if unknown:
             names = ", ".join(unknown)
             raise InvalidInput(
@@ -134,7 +138,7 @@ class Place:
             q_len = kv_len = seq_len
         elif q_len is None or kv_len is None:
             raise InvalidInput("a length is missing; give seq_len, or both q_len and kv_len")
-        sides = mask_block(block)
+        sides = mask_block(block, sides_of)
         names = ("q_len", "kv_len") if seq_len is None else ("seq_len", "seq_len")
         q_len, kv_len = mask_length(q_len, names[0], sides[0]), mask_length(kv_len, names[1], sides[1])
         offset = kv_len - q_len
@@ -143,6 +147,12 @@ class Place:
         if abs(offset) + q_len > INT32_MAX:
             raise InvalidInput(f"q_offset is {offset}; the positions of queries must fit int32")
         return cls(q_len, kv_len, sides, as_device(device), offset)
+
+    @property
+    def stored(self) -> Place:
+        """The place with the blocks that masks store: 128 for 256."""
+        sides = [min(side, max(BLOCK_SIZES)) for side in self.block]
+        return replace(self, block=(sides[0], sides[1]))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -180,14 +190,16 @@ def as_device(device: str | torch.device | None) -> torch.device:
     return arguments.device("device", torch.get_default_device() if device is None else device)
 
 
-def mask_block(block: Any) -> tuple[int, int]:
-    """(bq, bk) from a pair, or from one int for square blocks; each 64 or 128."""
+def mask_block(block: Any, sides_of: tuple[int, ...] = BLOCK_SIZES) -> tuple[int, int]:
+    """(bq, bk) from a pair, or from one int for square blocks; each one of `sides_of`."""
     with suppress(InvalidInput):
         sides = int_or_pair("block", block)
-        if all(side in BLOCK_SIZES for side in sides):
+        if all(side in sides_of for side in sides):
             return sides
+    *some, last = sides_of
     raise InvalidInput(
-        f"block is {arguments.shown(block)}; masks have blocks of 64 or 128, or a pair (bq, bk) of these"
+        f"block is {arguments.shown(block)}; masks have blocks of {', '.join(map(str, some))} or {last}, or a pair "
+        "(bq, bk) of these"
     )
 
 
@@ -221,6 +233,27 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
                 f"lengths of batch item {at} hold {far}; a document has 0 to {INT32_MAX} tokens"
             )
     return [row.astype(np.int64) for row in rows]
+
+
+def read_edges(cu_seqlens: Any, name: str) -> np.ndarray:
+    """Where each document starts and the last one ends, int64 [n + 1]. Waits for a tensor on a GPU."""
+    arguments.tensor(name, cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
+        raise InvalidInput(
+            f"{name} is {list(cu_seqlens.shape)}; it must be [documents + 1]: each start, then the last end"
+        )
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise InvalidInput(
+            f"{name} is read while a CUDA graph is captured; call once with this tensor before, or pass a BlockMask"
+        )
+    at = untransformed(lambda: cu_seqlens.detach().cpu().numpy().astype(np.int64))
+    if at[0] != 0:
+        raise InvalidInput(f"{name} starts with {at[0]}; it must start with 0")
+    falls = np.flatnonzero(np.diff(at) < 0)
+    if falls.size:
+        i = int(falls[0])
+        raise InvalidInput(f"{name} falls from {at[i]} to {at[i + 1]} at document {i}; it must not decrease")
+    return at
 
 
 class Runs(NamedTuple):

@@ -23,7 +23,7 @@ from sparsek.core import arguments
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
-from sparsek.mask import check, compose, flex, interop, listed, lists, scored, structured, view
+from sparsek.mask import bigbird, check, compose, flex, interop, listed, lists, scored, structured, view
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
 
@@ -77,10 +77,10 @@ class FullBlocks:
 class BlockMask(Home, Record):
     """Which keys each query sees, as the key blocks that each query tile visits.
 
-    Builders make masks of known form (`causal`, `sliding_window`, `strided`, `dilated`, `bigbird`, `block_diagonal`),
-    of scores (`topk`, `cumulative`), of lists (`from_block_map`, `from_indices`, `from_blocks`, `from_pattern`), and of
-    other forms (`from_dense`, `from_mask_mod`,
-    `from_flex`, `from_transformers`). `a & b` and `a | b` combine masks; `per_head` and `per_batch` join them.
+    Builders make masks of known form (`causal`, `sliding_window`, `strided`, `dilated`, `bigbird`, `block_diagonal`,
+    `documents`), of scores (`topk`, `cumulative`), of lists (`from_block_map`, `from_indices`, `from_blocks`,
+    `from_pattern`), and of other forms (`from_dense`, `from_mask_mod`, `from_flex`, `from_transformers`). `a & b` and
+    `a | b` combine masks; `per_head` and `per_batch` join them.
 
     The constructor takes the lists themselves. Row r = (b * heads + h) * Mb + i describes query tile i of head h of
     batch item b, with i < Mb = ceil(q_len / bq). A query sees every key of a full block, and of a partial block the
@@ -269,8 +269,9 @@ class BlockMask(Home, Record):
     sliding_window = classmethod(structured.sliding_window)
     strided = classmethod(structured.strided)
     dilated = classmethod(structured.dilated)
-    bigbird = classmethod(structured.bigbird)
+    bigbird = classmethod(bigbird.bigbird)
     block_diagonal = classmethod(structured.block_diagonal)
+    documents = classmethod(structured.documents)
     topk = classmethod(scored.topk)
     cumulative = classmethod(scored.cumulative)
     from_block_map = classmethod(listed.from_block_map)

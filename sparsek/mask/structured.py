@@ -1,7 +1,12 @@
-"""Masks in closed form: causal, strided, dilated, BigBird. Windows and documents are made by `documents`."""
+"""Masks in closed form: causal, strided, dilated. Windows and documents are made by `documents`.
+
+On a GPU a kernel writes them (mask/closed.py, kernels/mask). What follows here in numpy makes them on the CPU, where
+no kernel is, and is the specification.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +16,10 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask import closed
+from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble
-from sparsek.matrix.pattern import INT32_MAX
+from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble, read_edges
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,8 +60,7 @@ def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame
         >>> sk.BlockMask.full(q_len=100, kv_len=300)
         BlockMask(full, 100 x 300, block 128x128, batch 1, heads 1, 3 of 3 blocks, 100 %, 1 partial, cpu)
     """
-    place = Place.of(seq_len, **frame)
-    return _of_blocks(cls, place, _all_blocks(place), False, "full")
+    return _all_blocks(cls, Place.of(seq_len, **frame), False, "full")
 
 
 @not_traced("a block mask")
@@ -84,8 +89,7 @@ def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Fra
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    place = Place.of(seq_len, **frame)
-    return _of_blocks(cls, place, _all_blocks(place), True, "causal")
+    return _all_blocks(cls, Place.of(seq_len, **frame), True, "causal")
 
 
 @not_traced("a block mask")
@@ -133,6 +137,11 @@ def sliding_window(
     causal = arguments.flag("causal", causal)
     label = f"sliding_window({window}{f', sinks={sinks}' if sinks else ''}{_both_ways(causal)})"
     near = Window(window, 1 if causal else window, sinks, sinks_ahead=not causal)
+    band = Band.of(place, *near)
+    count, pure = partial(counted_band, place, band), not band.splits(place)
+    made = on_gpu(cls, place, "mask_of_band", (band,), count, pure=pure, label=label)
+    if made is not None:
+        return made
     return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
 
 
@@ -177,6 +186,10 @@ def strided(
     if stride % bk:
         raise InvalidInput(f"stride is {stride}; it must be a multiple of the block's {bk} keys")
     step, near = min(stride // bk, place.reach), place.blocks(window)
+    label = f"strided({stride}, {window}{_both_ways(causal)})"
+    made = _stepped_on_gpu(cls, place, Steps.strided(place, step, near, not causal), causal, label)
+    if made is not None:
+        return made
     top, bottom = place.first // bk, place.last // bk
     gap = -(-near // step) * step  # blocks to the first one of the stride that the window does not hold
     left = top % step
@@ -184,7 +197,7 @@ def strided(
     runs = runs.then(Runs.between(top - near + 1, bottom + near))
     if not causal:
         runs = runs.then(Runs.progression(bottom + gap, np.full_like(bottom, place.reach), step))
-    return _of_blocks(cls, place, runs, causal, f"strided({stride}, {window}{_both_ways(causal)})")
+    return of_blocks(cls, place, runs, causal, label)
 
 
 @not_traced("a block mask")
@@ -225,112 +238,50 @@ def dilated(
     place = Place.of(seq_len, **frame)
     window, dilation = arguments.integer("window", window, 1), arguments.integer("dilation", dilation, 1)
     causal = arguments.flag("causal", causal)
-    bk, step = place.block[1], min(dilation, place.reach)
+    bk, step, near = place.block[1], min(dilation, place.reach), place.blocks(window)
+    label = f"dilated({window}, {dilation}{_both_ways(causal)})"
+    made = _stepped_on_gpu(cls, place, Steps.dilated(place, step, near, not causal), causal, label)
+    if made is not None:
+        return made
     top, bottom = place.first // bk, place.last // bk
-    more = np.full_like(top, place.blocks(window) - 1)
+    more = np.full_like(top, near - 1)
     runs = Runs.progression(top - more * step, more, step).then(Runs.between(top, bottom + 1))
     if not causal:
         runs = runs.then(Runs.progression(bottom + step, more, step))
-    return _of_blocks(cls, place, runs, causal, f"dilated({window}, {dilation}{_both_ways(causal)})")
+    return of_blocks(cls, place, runs, causal, label)
 
 
 def _both_ways(causal: bool) -> str:
     return "" if causal else ", causal=False"
 
 
-@not_traced("a block mask")
-def bigbird(
-    cls: type[BlockMask],
-    seq_len: int | None = None,
-    window: int | None = None,
-    globals: int = 0,
-    random: int = 0,
-    seed: int = 0,
-    causal: bool = False,
-    heads: int = 1,
-    **frame: Unpack[Frame],
-) -> BlockMask:
-    """Return the mask of window, global and random blocks of BigBird.
-
-    All queries see the first `globals` keys, rounded up to blocks. Tiles with a query among the first `globals`
-    positions see all keys. Every other tile sees the window of `strided` and `random` further blocks, distinct and
-    nearly uniform, or fewer where fewer are left. The draw depends on `seed` and the shape, not on the device.
-
-    Args:
-        seq_len: Queries and keys, in tokens, where there are as many of both.
-        window: Keys near the query, in tokens; counted in blocks, as in `strided`.
-        globals: First keys that all queries see, in tokens.
-        random: Random blocks of each tile.
-        seed: The seed of the draw, 0 or greater.
-        causal: Whether a query sees no keys after its own.
-        heads: Heads with a draw of their own; they share one list where nothing is drawn.
-        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
-
-    Returns:
-        A mask shared by all batch items. Made without a host sync.
-
-    Raises:
-        InvalidInput: For numbers out of range, and lengths, blocks or devices that no mask has.
-
-    Source: Big Bird, Zaheer et al., arXiv:2007.14062.
-
-    Example:
-        >>> import sparsek as sk
-        >>> sk.BlockMask.bigbird(4096, window=256, globals=128, random=3, heads=8).heads
-        8
-    """
-    place = Place.of(seq_len, **frame)
-    window, seed = arguments.integer("window", window, 1), arguments.integer("seed", seed)
-    globals, random = arguments.integer("globals", globals), arguments.integer("random", random)
-    heads = arguments.integer("heads", heads, 1, INT32_MAX // max(place.grid[0], 1))
-    causal = arguments.flag("causal", causal)
-    label = f"bigbird({window}, {globals}, {random}, seed={seed}{', causal' if causal else ''})"
-    bk, near, wide = place.block[1], place.blocks(window), place.blocks(globals)
-    # Every tile sees the blocks before `first` and those from `left` to `right`.
-    end = visible(place, causal)[1]
-    first = np.where(place.first < globals, end, np.minimum(wide, end))
-    left = np.clip(place.first // bk - near + 1, first, end)
-    right = np.clip(place.last // bk + (1 if causal else near), left, end)
-    others = left - first + end - right
-    heads = heads if random and others.any() else 1
-    rank, drawn = _draw(np.random.default_rng(seed), np.tile(others, heads), random)
-    first, left, right = (np.tile(each, heads) for each in (first, left, right))
-    column = first + rank
-    before = column < left
-    column = np.where(before, column, column + right - left)
-    stored = Runs.between(np.zeros_like(first), first).then(Runs.single(column, drawn & before))
-    stored = stored.then(Runs.between(left, right)).then(Runs.single(column, drawn & ~before))
-    return _of_blocks(cls, place, stored, causal, label, heads)
+def _all_blocks(cls: type[BlockMask], place: Place, causal: bool, label: str) -> BlockMask:
+    band = Band.of(place, None, 1 if causal else None)
+    given, count = (band, None, causal), partial(counted_band, place, band)
+    made = on_gpu(cls, place, "mask_of_blocks", given, count, label=label)
+    if made is not None:
+        return made
+    runs = Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
+    return of_blocks(cls, place, runs, causal, label)
 
 
-def _draw(rng: np.random.Generator, n: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct ranks for each row.
-
-    Of row r `each` ranks below n[r], ascending, or all of them, and which of them count: int64 and bool [each, rows].
-    Draws `each` numbers up to n - each, sorts them and adds i to the i-th. Every set can be drawn, each rank about
-    equally likely.
-    """
-    most = min(each, int(n.max(initial=0)))
-    at = np.arange(most)[:, None]
-    drawn = at < n
-    room = n - np.minimum(most, n) + 1
-    rank = np.floor(rng.random((most, n.size)) * room).astype(np.int64)
-    return np.sort(np.where(drawn, rank, INT32_MAX), 0) + at, drawn
+def _stepped_on_gpu(
+    cls: type[BlockMask], place: Place, steps: Steps, causal: bool, label: str
+) -> BlockMask | None:
+    band = Band.of(place, None, 1 if causal else None)
+    given, count = (band, steps, causal), partial(counted_steps, place, band, steps)
+    return on_gpu(cls, place, "mask_of_blocks", given, count, label=label)
 
 
-def _all_blocks(place: Place) -> Runs:
-    return Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
-
-
-def _of_blocks(
+def of_blocks(
     cls: type[BlockMask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1
 ) -> BlockMask:
     """The mask of these blocks, as far as they exist; if causal, of their keys up to the query."""
     edge, end = (np.tile(each, heads) for each in visible(place, causal))
     stored = stored.behind(np.zeros_like(edge)).before(end)
     interval = up_to_itself(place) if causal else every_key(place)
-    full, partial = stored.before(edge), stored.behind(edge)
-    return assemble(cls, place, full, partial, interval, pure=True, label=label, heads=heads)
+    full, cut = stored.before(edge), stored.behind(edge)
+    return assemble(cls, place, full, cut, interval, pure=True, label=label, heads=heads)
 
 
 def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -390,3 +341,75 @@ def block_diagonal(
         f"block_diagonal({of_all.size} documents{_both_ways(causal)})",
     )
     return documents_mask(cls, layout, near, place.block, place.device, label)
+
+
+@not_traced("a block mask")
+def documents(
+    cls: type[BlockMask],
+    cu_seqlens: Tensor,
+    seq_len: int | None = None,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    max_seqlen: int | None = None,
+    block: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """Return the mask of packed documents from `cu_seqlens`, in which a query sees the keys of its own document.
+
+    On a GPU with `seq_len` given nothing is read back, so a CUDA graph may capture it, and a replay makes the mask of
+    the documents of that moment. `sizes` are bounds there; `max_seqlen` or a window makes them tight.
+
+    Args:
+        cu_seqlens: int32 or int64 [documents + 1]: 0, then the end of each document in tokens. The mask is made on its
+            device. On a GPU with `seq_len` it is checked there: a fault is raised when the mask is next used, or in
+            `verify`.
+        seq_len: Queries and keys in tokens, at least the end of the last document; queries after it see nothing. That
+            end by default, for which the host waits for a GPU.
+        window: A query sees keys less than so many tokens before it, and after it if not causal. None: all.
+        causal: Whether a query sees no keys after its own.
+        max_seqlen: The longest document, in tokens. Keys so far from a query are not seen.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+
+    Returns:
+        A mask of one batch item, shared by all heads.
+
+    Raises:
+        InvalidInput: For cu_seqlens of another shape or dtype, or that do not ascend from 0 to at most `seq_len`; where
+            they are read, for a document longer than `max_seqlen`; for blocks that no mask has.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> sk.BlockMask.documents(torch.tensor([0, 300, 317, 512]), 640).summary
+        '8 of 25 blocks, 32 %, 7 partial'
+    """
+    arguments.tensor("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), ndim=1)
+    causal = arguments.flag("causal", causal)
+    reach = [arguments.integer("window", window, 1)] if window is not None else []
+    count = max(cu_seqlens.numel() - 1, 0)
+    label = f"documents({count}{f', window={window}' if reach else ''}{_both_ways(causal)})"
+    if max_seqlen is not None:
+        reach.append(arguments.integer("max_seqlen", max_seqlen, 1))
+    back = min(reach, default=None)
+    near = Window(back, 1 if causal else back)
+    if seq_len is not None and closed.has_kernels(cu_seqlens.device) and count:
+        place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
+        band, edges = Band.of(place, *near), cu_seqlens.detach().contiguous()
+        bound, explain = partial(closed.bounded_band, place, band), partial(_wrong_edges, place.q_len)
+        given = edges, band, 1, True
+        made = on_gpu(cls, place, "mask_of_documents", given, bound, label=label, explain=explain)
+        if made is not None:
+            return made
+    edges = read_edges(cu_seqlens, "cu_seqlens")
+    total = int(edges[-1]) if seq_len is None else arguments.integer("seq_len", seq_len)
+    longest = int(np.diff(edges).max(initial=0))
+    if edges[-1] > total:
+        raise InvalidInput(f"cu_seqlens ends at {edges[-1]}; there are {total} tokens")
+    if max_seqlen is not None and longest > max_seqlen:
+        raise InvalidInput(f"max_seqlen is {max_seqlen}; a document has {longest} tokens")
+    place = Place.of(total, block=block, device=cu_seqlens.device, q_offset=0)
+    layout = PackedLayout(Documents.packed(edges, edges), total, total)
+    return documents_mask(cls, layout, near, place.block, place.device, label)
+
+
+def _wrong_edges(total: int, document: int) -> str:
+    return f"cu_seqlens is wrong at document {document}: it must start with 0, not decrease, and end at most at {total}"

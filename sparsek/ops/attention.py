@@ -21,7 +21,7 @@ from sparsek.ops.attention_autograd import (
     run_forward,
 )
 from sparsek.ops.attention_op import through_op
-from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, calls_of, checked
+from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, checked
 from sparsek.ops.attention_refused import refuse
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
@@ -167,11 +167,12 @@ def attention(
     if refused or is_causal is not False or not (mask is None or isinstance(mask, BlockMask)):
         refuse("attention", refused)
         mask = block_mask(mask, q, k, is_causal)
-    slot = bound.UNBOUND
+    slot, once = bound.UNBOUND, False
     if plan is None and not _compiling() and (scale is None or type(scale) is float):
-        calls = calls_of(mask)
-        if calls is not None:
-            both = slot = bound.repeat(calls, ("attention", scale, return_lse, kernel), (q, k, v))
+        to = bound_to(mask, counting=True)
+        if to is not None:
+            once, settings = to.once, ("attention", scale, return_lse, kernel)
+            both = slot = bound.repeat(to.calls, settings, (q, k, v, *to.operands))
             if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
     if plan is None and _traced():
@@ -194,9 +195,13 @@ def attention(
             raise InvalidInput(
                 "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
             )
-        both = Attention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot))
+        both = Attention.apply(
+            q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot, once=once)
+        )
     else:
-        both = run_forward(q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot), return_lse)
+        both = run_forward(
+            q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot, once=once), return_lse
+        )
     return cast(Any, both if return_lse else both[0])
 
 

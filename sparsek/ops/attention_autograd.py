@@ -21,7 +21,7 @@ from sparsek.ops import bound, gradients
 from sparsek.ops.attention_plans import (
     ATTENTION,
     ATTENTION_BACKWARD,
-    calls_of,
+    bound_to,
     fixed,
 )
 from sparsek.ops.bound import Slot
@@ -35,7 +35,8 @@ from sparsek.plan.operands import wants_gradient
 class Call:
     """The settings of a call. `plan` gives lse; without one the mask's plan is used. `kernel`: a name, or None.
 
-    `wanted`: whether a gradient is. `slot` is that of the forward pass. The class hides the mask, a pytree, from
+    `wanted`: whether a gradient is. `slot` is that of the forward pass, with `once` for a new mask, whose
+    plan is not kept. The class hides the mask, a pytree, from
     torch.func.
     """
 
@@ -46,6 +47,7 @@ class Call:
     deterministic: bool
     wanted: bool = True
     slot: Slot = bound.UNBOUND
+    once: bool = False
 
 
 def check_untransformed(mask: BlockMask) -> None:
@@ -67,7 +69,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool) -> tuple
     given = Attended(q, k, v, call.mask, call.scale, lse)
     if call.plan is not None:
         return call.plan.run(given, captured(q))
-    return call.slot.run(lambda: ATTENTION.run(given, call.kernel), inside=True)
+    return call.slot.run(lambda: ATTENTION.run(given, call.kernel, once=call.once), inside=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -137,16 +139,16 @@ class AttentionBackward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic), grad_lse is None
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
-        calls = calls_of(call.mask)
+        to, once = bound_to(call.mask), False
         slot: Any = bound.UNBOUND
-        if calls is not None and not torch.compiler.is_compiling():
-            slot = bound.repeat(calls, more, tensors)
+        if to is not None and not torch.compiler.is_compiling():
+            once, slot = to.once, bound.repeat(to.calls, more, (*tensors, *to.operands))
         if slot.__class__ is not Slot:
             return slot
         kernel = gradients.same_family(call.kernel, "attention_backward")
         forward = Forward(out, lse, call.scale)
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse)
-        return slot.run(lambda: ATTENTION_BACKWARD.run(given, kernel))
+        return slot.run(lambda: ATTENTION_BACKWARD.run(given, kernel, once=once))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.mask.cache import kept_mask
+from sparsek.mask.fresh import fresh_of
 from sparsek.mask.lists import Frame
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
@@ -46,16 +47,38 @@ def checked(
 _UNMASKED = Calls()
 
 
-def calls_of(mask: Any) -> Calls | None:
-    """The recorded calls of a mask, or of calls without one; None for a subclass of BlockMask. Verifies the mask."""
+class Bound(NamedTuple):
+    """Where calls with a mask are recorded, and the operands that the mask adds to them.
+
+    `once`: the mask is new, so its plan is made in every call: see mask/fresh.py.
+    """
+
+    calls: Calls
+    operands: tuple[Tensor, ...] = ()
+    once: bool = False
+
+
+_ALL = Bound(_UNMASKED)
+
+
+def bound_to(mask: Any, *, counting: bool = False) -> Bound | None:
+    """Where calls with a mask, or without one, are recorded; None for a subclass of BlockMask. Verifies the mask.
+
+    `counting`: this is a use of the mask, which ends being new after a few.
+    """
     if mask is None:
-        return _UNMASKED
+        return _ALL
     if type(mask) is not BlockMask:
         return None
-    if "readbacks" in mask._memo:
+    memo = mask._memo
+    if "readbacks" in memo:
         mask.verify()
+    state = fresh_of(mask, counting=counting)
+    if state is not None:
+        kept = state.kind._memo.get("calls") or state.kind.derived("calls", Calls)
+        return Bound(kept, (state.base,), True)
     key = "calls", mask.sizes.exact
-    return mask._memo.get(key) or mask.derived(key, Calls)
+    return Bound(memo.get(key) or mask.derived(key, Calls))
 
 
 def fixed(deterministic: bool) -> bool:

@@ -9,13 +9,13 @@ matter and no head fits in L2, all CTAs start at the same rows, to share their r
 A query tile's dQ is a sum over visits of many CTAs. For reproducible bits it is added in the order of that clock.
 Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run.
 
-Everything is made on the mask's device, without a host sync.
+This is the specification, and makes the schedules of masks on the CPU; kernels/attention/schedule_bwd.py makes the same
+on a GPU.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,8 @@ FULL = -1  # entry of a full block
 NO_TICKET = -1
 TILE_TICKS = 2  # begin and end of a tile, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
-GOLDEN_SECTION = 0.3819660113  # of a list, between the starts of two CTAs: no two of many come close
-
-Deal = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+GOLDEN_BITS = 16
+GOLDEN = 25033  # 2^16 times the golden section of a list, between the starts of two CTAs: no two of many come close
 
 
 class GradSchedule(NamedTuple):
@@ -81,11 +80,16 @@ def heads_in_section(p: AttentionProblem) -> int:
     return int(SECTION * p.card.l2_bytes / (2 * (3 * p.dim + p.v_dim) * max(1, p.q_len) * p.group))
 
 
-def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
-    """The CTA and start time of every tile, int32: the first CTA to finish takes the next tile.
-
-    On the host; kernels/attention/dealt.py is the GPU version.
+def sections(p: AttentionProblem, ctas: int) -> int:
+    """The number of sections of heads. They are even, with at least nearly two tiles per CTA: a small one at the end
+    leaves CTAs idle.
     """
+    heads, columns = p.batch * p.kv_heads, max(1, p.grid[1])
+    return -(-heads // max(heads_in_section(p), -(-19 * ctas // (10 * columns))))
+
+
+def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
+    """The CTA and start time of every tile, int32: the first CTA to finish takes the next tile. Syncs."""
     free = [(0, cta) for cta in range(ctas)]
     dealt = []
     for each in ticks.tolist():
@@ -96,10 +100,8 @@ def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     return made[:, 0], made[:, 1]
 
 
-def schedule(
-    p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, deal: Deal = deal
-) -> GradSchedule:
-    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. Only `deal` may sync."""
+def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
+    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. Syncs on a GPU."""
     device, (tiles, columns), group = mask.device, mask.grid, p.group
     single = p.block[0] == 64
     listed = by_key_block(mask)
@@ -123,7 +125,7 @@ def schedule(
     length = counts.flatten()[listing]
     there = within < length
     begin = listed.edges[lists.flatten()[listing]]
-    apart = (cta[tile] * GOLDEN_SECTION % 1 * length).long()
+    apart = cta[tile] * GOLDEN % (1 << GOLDEN_BITS) * length >> GOLDEN_BITS
     turned = apart if ordered or heads_in_section(p) else torch.zeros_like(length)
     at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
     query = listed.tile[at]
@@ -198,12 +200,9 @@ def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
 def _lined_up(p: AttentionProblem, n: Tensor, ctas: int) -> Tensor:
     """Tiles section by section, longest first; those far longer than the mean, such as sinks, come before all
     sections.
-
-    Sections are even, with at least nearly two tiles per CTA: a small one at the end leaves CTAs idle.
     """
-    heads, columns = p.batch * p.kv_heads, max(1, p.grid[1])
-    sections = -(-heads // max(heads_in_section(p), -(-19 * ctas // (10 * columns))))
-    section = torch.arange(len(n), device=n.device) // columns * sections // max(1, heads) + 1
+    heads, columns = max(1, p.batch * p.kv_heads), max(1, p.grid[1])
+    section = torch.arange(len(n), device=n.device) // columns * sections(p, ctas) // heads + 1
     section = torch.where(n * len(n) > 4 * n.sum(), 0, section)
     return torch.argsort(section * (1 << 32) - n, stable=True)
 

@@ -3,7 +3,8 @@
 Tiles are assigned to CTAs in rounds, longest first, in alternating directions, so that every CTA has about equal work.
 Where the keys and values of all heads exceed L2, sections of heads follow one another. A tile far longer than the
 others is split into parts, which are merged in a fixed order. Anything that depends on the mask's lists stays on the
-device; the host allocates by upper bounds (`BlockMask.sizes`).
+device; the host allocates by upper bounds (`BlockMask.sizes`). This is the specification, and makes the schedules of
+masks on the CPU; kernels/attention/schedule_fwd.py makes the same on a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sparsek.plan.problem import AttentionProblem
 # Fields of a record: first query, batch item, first head, first partial entry (-1: none) and partial blocks, first
 # full entry and full blocks, slot of the part (-1: the tile is whole).
 FIELDS = 8
+MERGE_FIELDS = 5
 SHORTEST_PART = 8
 NO_SLOT = -1
 SLOT_ROWS = 128  # of a slot; a tile has at most as many
@@ -36,8 +38,8 @@ class Shape(NamedTuple):
 class Schedule(NamedTuple):
     """`tiles` int32 [capacity, FIELDS]; the first count[0] are live; CTA p computes p, p + ctas, ...
 
-    `merges` int32 [capacity, 5]: first slot, slots, batch item, first head, first query of every split tile; 0 slots
-    in unused entries. `slots`: the most slots that parts need.
+    `merges` int32 [capacity, MERGE_FIELDS]: first slot, slots, batch item, first head, first query of every split
+    tile; 0 slots in unused entries. `slots`: the most slots that parts need.
     """
 
     tiles: Tensor
@@ -80,6 +82,12 @@ def extra_tiles(p: AttentionProblem, blocks: int, shape: Shape) -> int:
     """The most records that parts add, if split rows hold `blocks` blocks of the mask. Slots: twice that."""
     lists = (p.batch // p.mask_batch) * (p.q_heads // p.mask_heads)
     return blocks * lists * -(-p.block[0] // shape.positions) // shape.pack // part_blocks(p, shape)
+
+
+def room_for_parts(p: AttentionProblem, mask: BlockMask, shape: Shape) -> int:
+    """The most records that the parts of `mask` add: only tiles longer than a part are split."""
+    mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
+    return extra_tiles(p, mask.heavy_blocks if part_blocks(p, shape) >= 2 * mean else p.stored, shape)
 
 
 def is_cut(p: AttentionProblem, shape: Shape) -> bool:
@@ -159,9 +167,7 @@ def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, sha
     partial, n = lists[:, 1].long(), (lists[:, 1] + lists[:, 3]).long()
     parts = torch.clamp((n + longest - 1) // longest, min=1)
     last = torch.cumsum(parts, 0)
-    mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
-    # Only tiles longer than a part are split.
-    extra = extra_tiles(p, mask.heavy_blocks if longest >= 2 * mean else p.stored, shape)
+    extra = room_for_parts(p, mask, shape)
     capacity = len(n) + extra
     item = torch.arange(capacity, device=n.device)
     tile = torch.searchsorted(last, item, right=True).clamp(max=len(n) - 1)
@@ -180,7 +186,7 @@ def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, sha
     tiles = _dealt(records, torch.where(there, end - begin, -1), shape.ctas)
     cut = parts > 1
     entry = torch.stack((first_slot, parts, where[:, 1], where[:, 2], where[:, 0]), 1).int()
-    merges = entry.new_zeros((extra + 1, entry.shape[1]))
+    merges = entry.new_zeros((extra + 1, MERGE_FIELDS))
     # Whole tiles are all written to the last row, which is dropped.
     row = torch.where(cut, torch.cumsum(cut, 0) - 1, extra)
     merges.index_copy_(0, row, entry)

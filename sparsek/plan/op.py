@@ -78,7 +78,17 @@ class Operation(Generic[C, P]):
         plans: PlanCache[P] = call.home().derived(self.plans, PlanCache)
         return plans.get((kernel, call.key()), lambda: self.plan(call, kernel), capturing)
 
-    def run(self, call: C, kernel: str | None) -> Any:
-        """Runs the call through its cached or a new plan, without checking the operands."""
+    def run(self, call: C, kernel: str | None, *, once: bool = False) -> Any:
+        """Runs the call through its cached or a new plan, without checking the operands.
+
+        `once`: the plan is made for this call alone, and nobody keeps it, because its home is new. If its kernel
+        prepares its work by launches, the call can be recorded together with that.
+        """
+        if once:
+            p = call.problem(devices.card_of(call.like.device))
+            choice = self.choose(p, kernel, None)
+            with torch.cuda.device_of(call.like):
+                work = call.prepare(p, choice)
+            return self.plans(p, choice, work, **call.about()).run(call, True)
         capturing = captured(call.like)
         return self.cached(call, kernel, capturing).run(call, capturing)

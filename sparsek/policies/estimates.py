@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import watched
 from sparsek.policies.maps import kernels
 from sparsek.policies.policy import Given
 from sparsek.reference import estimates as reference
@@ -30,6 +33,36 @@ def check_parts(parts: tuple[int, int], block: tuple[int, int]) -> None:
     for name, split, side in zip(("parts[0]", "parts[1]"), parts, block, strict=True):
         if split & (split - 1) or split * 8 > side:
             raise InvalidInput(f"{name} is {split}; a block of {side} has 1, 2, 4, ... or {side // 8} parts")
+
+
+def block_means(x: Tensor, side: int, lengths: Tensor | None = None) -> Tensor:
+    """The mean of each `side` rows of x [B, H, L, D]: see reference/estimates.py. Differentiable."""
+    if x.dtype not in KERNEL_DTYPES or watched(x) or kernels("means", x) is None:
+        return reference.block_means(x, side, lengths)
+    return _Means.apply(x, side, lengths)
+
+
+class _Means(torch.autograd.Function):
+    """Means by a kernel, one pass over x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, side: int, lengths: Tensor | None) -> Tensor:
+        ctx.side, ctx.rows, ctx.dtype, ctx.lengths = side, x.shape[2], x.dtype, lengths
+        held = None if lengths is None else lengths.contiguous()
+        high, low = kernels("means", x).split_means(x.detach(), None, (side, side), lengths=(held, None))[0]
+        return high.float() + low
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad, side, rows = grads[0], ctx.side, ctx.rows
+        counts = reference.rows_of_blocks(rows, side, ctx.lengths, grad.device)
+        share = (grad / counts.clamp(min=1)[:, None, :, None]).to(ctx.dtype)
+        spread = share.repeat_interleave(side, 2)[:, :, :rows]
+        if ctx.lengths is None:
+            return spread, None, None
+        row = torch.arange(rows, device=grad.device)
+        there = row % side < counts[:, row // side]
+        return torch.where(there[:, None, :, None], spread, 0), None, None
 
 
 def block_mass(given: Given, scores: Tensor, causal: bool = False) -> Tensor:

@@ -11,9 +11,12 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
-from sparsek.policies.estimates import block_scores
+from sparsek.plan.attention_operands import checked_scale
+from sparsek.plan.operands import wants_gradient
+from sparsek.policies.estimates import KERNEL_DTYPES, block_means, block_scores
+from sparsek.policies.maps import kernels
 from sparsek.policies.policy import Given, Policy, block_lengths, given
-from sparsek.reference.estimates import block_means, rows_of_blocks
+from sparsek.reference.estimates import rows_of_blocks
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,25 @@ class VSA(Policy):
         mask = self.mask(q, k, kv_lengths=kv_lengths)
         sparse = attention(q, k, v, mask, scale=scale)
         found = given(self.block, q, k, kv_lengths=kv_lengths)
-        batch, tiles = q.shape[0], found.place.grid[0]
         if q_lengths is not None:
-            q_lengths = block_lengths("q_lengths", q_lengths, batch, tiles, q.device)
-        factor = found.scale if scale is None else scale
-        means = coarse(q, k, v, self.sides, factor, q_lengths, found.kv_lengths).to(sparse.dtype)
-        spread = means.repeat_interleave(self.sides[0], 2)[:, :, : q.shape[2]]
-        return sparse + (spread if gate is None else checked_gate(gate, sparse) * spread)
+            q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], found.place.grid[0], q.device)
+        gate = None if gate is None else checked_gate(gate, sparse)
+        factor = checked_scale(scale, q.shape[3])
+        means = coarse(q, k, v, self.sides, factor, q_lengths, found.kv_lengths)
+        return with_coarse(sparse, means, gate, self.sides[0])
+
+
+def with_coarse(sparse: Tensor, means: Tensor, gate: Tensor | None, side: int) -> Tensor:
+    """gate * means + sparse, where means [B, Hq, Mb, Dv], float32, are for `side` queries each.
+
+    Without gradients on a GPU it is written to `sparse` [B, Hq, S, Dv], whose memory must be its own.
+    """
+    by_kernel = kernels("coarse", sparse) if sparse.dtype in KERNEL_DTYPES else None
+    if by_kernel is None or wants_gradient(sparse, means, gate):
+        spread = means.to(sparse.dtype).repeat_interleave(side, 2)[:, :, : sparse.shape[2]]
+        return sparse + (spread if gate is None else gate * spread)
+    by_kernel.add_means(sparse, means, gate, side)
+    return sparse
 
 
 def coarse(
@@ -110,11 +125,16 @@ def coarse(
     """float32 [B, Hq, Mb, Dv]: attention between the means of blocks. Blocks without a key are not seen."""
     group = q.shape[1] // k.shape[1]
     q_means = block_means(q, block[0], q_lengths)
-    k_means, v_means = (block_means(x, block[1], kv_lengths).repeat_interleave(group, 1) for x in (k, v))
-    empty = rows_of_blocks(k.shape[2], block[1], kv_lengths, k.device) == 0
-    scores = (scale * (q_means @ k_means.mT)).masked_fill(empty[:, None, None, :], -torch.inf)
-    nothing = empty.all(-1)[:, None, None, None]
-    return torch.where(nothing, 0, scores.masked_fill(nothing, 0).softmax(-1)) @ v_means
+    k_means, v_means = (block_means(x, block[1], kv_lengths) for x in (k, v))
+    q_means = q_means.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, group * Mb, D]
+    scores = scale * (q_means @ k_means.mT)
+    if kv_lengths is not None:
+        empty = rows_of_blocks(k.shape[2], block[1], kv_lengths, k.device)[:, None, None] == 0
+        nothing = empty.all(-1, keepdim=True)
+        weights = scores.masked_fill(empty & ~nothing, -torch.inf).softmax(-1) * ~nothing
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v_means).unflatten(2, (group, -1)).flatten(1, 2)
 
 
 def checked_gate(gate: Tensor, out: Tensor) -> Tensor:

@@ -28,6 +28,10 @@ KERNELS = {
     "pack": "matrix.convert",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
+    "fresh": "cpu.attention",
+    "policy": "policies.xattention",
+    "policy_estimate": "policies.xattention",
+    "policy_recall": "policies.xattention",
     "planner": "ops.weight_formats",
     "host": "ops.spmm",
 }
@@ -38,7 +42,7 @@ def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records
     """A record of the given case and kernel whose source is today's, with fields replaced by `changes`."""
     kernel = kernel or KERNELS[case.op]
     kind = records.OPS[case.op]
-    dense = TABLES[case.op].dense[0]
+    (dense,) = TABLES[case.table or case.op].dense[:1] or ("attention",)
     extra = dict.fromkeys(kind.extra, 0.01)
     peer = {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 687.0}
     record: records.Record = {

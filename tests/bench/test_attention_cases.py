@@ -22,6 +22,7 @@ TEXTS = (
     "window:64+sinks:3",
     "blocks:0.5",
     "topk:2",
+    "documents:100",
     "bigbird:64:64:1",
     "uniform-like-bigbird:64:64:1",
 )
@@ -59,7 +60,6 @@ def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     wanted |= {("window", 32, 128, 32, kv, 128, "bf16") for kv in (4, 32)}
     wanted |= {("window", s, 128, 8, 8, 128, "bf16") for s in (128, 256, 512)}
     assert wanted <= there
-    assert {"attention_new_mask", "mask_build"} <= {entry.case.op for entry in BENCH.suites["published"]}
     long = [entry.case for entry in BENCH.suites["published"] if entry.case.q_len >= 2**17]
     assert {case.mask for case in long} == {attention.LONG}
 

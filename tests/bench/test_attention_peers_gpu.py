@@ -1,4 +1,4 @@
-"""Attention's peers on a GPU: each is set up, is right, and is measured in the same rounds; memory and masks' cost."""
+"""Attention's peers on a GPU: each is set up, is right, and is measured in the same rounds, with its memory."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.suites import attention
 from sparsek.bench.suites.attention import PEERS, AttentionCase
 
 pytestmark = pytest.mark.gpu
@@ -50,15 +49,3 @@ def test_all_peers_and_kernels_share_the_rounds_of_a_record(case: AttentionCase)
     assert "cudnn" in record["peers"]
     assert record["memory"] >= 0
     assert record["peers"]["cudnn"]["memory"] >= 0
-
-
-def test_a_mask_and_a_new_mask_every_call_are_timed() -> None:
-    device = torch.device("cuda", 0)
-    for outcome in (
-        attention.MaskBuildCase.from_record(CASES[2].as_record()).run(device=device, rounds=3),
-        attention.NewMaskCase(1, 4, 4, 1024, 1024, 128, 128, "topk:2").run(
-            kernels=("auto",), device=device, rounds=3, report=print
-        ),
-    ):
-        (record,) = outcome.records
-        assert records.faults(record) == []

@@ -75,12 +75,13 @@ def test_every_op_says_what_its_records_hold(attention_record: records.Record) -
     assert records.faults({**attention_record, "op": "spmm"})[0] == "field memory is not part of a record"
     del attention_record["memory"]
     assert records.faults(attention_record) == ["field memory is missing"]
-    assert "peers.cudnn has the fields" in records.faults(attention_record | {"op": "attention_new_mask"})[0]
-    alone = {"op": "attention_new_mask", "peers": {}, "ratio": {}}
-    assert records.faults(attention_record | alone) == []
+    fresh = {"op": "fresh", "case": attention_record["case"] | {"trains": True}}
+    assert "peers.cudnn has the fields" in records.faults(attention_record | fresh)[0]
+    alone = {"peers": {}, "ratio": {}}
+    assert records.faults(attention_record | fresh | alone) == []
     unrated = {"tflops": None, "gbps": None, "roofline": None}
-    assert records.faults(attention_record | alone | unrated)
-    assert records.faults(attention_record | alone | unrated | {"op": "mask_build"}) == []
+    assert records.faults(attention_record | {"op": "attention", "memory": 1.0} | alone | unrated)
+    assert records.faults(attention_record | fresh | alone | unrated) == []
 
 
 @pytest.mark.parametrize(

@@ -159,21 +159,6 @@ def test_gradients_that_are_not_deterministic_have_rows_of_their_own(make_record
     assert names == [f"32K random 12.5 %, {kernel}", f"32K random 12.5 %, not deterministic, {kernel}"]
 
 
-def test_what_a_mask_costs_stands_under_the_table(attention_record: Record) -> None:
-    unrated = {"tflops": None, "gbps": None, "roofline": None, "peers": {}, "ratio": {}}
-    common = {name: value for name, value in attention_record.items() if name != "memory"}
-    alone = {"kernel_alone": {"ms": attention_record["ms"] | {"median": 0.16}, "tflops": 1.0}}
-    build = common | unrated | {"op": "mask_build", "kernel": "mask.structured", "source_hash": "0"}
-    fresh = records.hash_of("attention_new_mask", common["kernel"])
-    new = common | {
-        "op": "attention_new_mask", "peers": alone, "ratio": {"kernel_alone": 0.8}, "source_hash": fresh
-    }  # fmt: skip
-    table = report.markdown([attention_record, build, new], "attention")
-    assert "A mask, built and ready: 0.200 ms (32K window 2048 (earlier version))." in table
-    assert "a new mask every call: 0.200 ms, 1.25 times the kernel alone (32K window 2048)." in table
-    assert table.count(", cpu.attention |") == 1
-
-
 def test_without_records_the_table_says_how_to_make_them() -> None:
     assert "sparsek bench spmm --suite density" in report.markdown([], "spmm")
     assert "sparsek bench attention --suite published" in report.markdown([], "attention")

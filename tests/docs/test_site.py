@@ -73,6 +73,7 @@ def test_the_api_has_every_public_name_and_only_members_that_exist() -> None:
         "sparsek.nn",
         "sparsek.policies",
     } <= listed.keys()
+    assert {f"sparsek.policies.{name}" for name in sparsek.policies.__all__} <= listed.keys()
     objects = {path: pkgutil.resolve_name(path) for path in listed}
     assert [
         (path, name) for path in listed for name in listed[path] if not hasattr(objects[path], name)

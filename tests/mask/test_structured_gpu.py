@@ -14,7 +14,7 @@ from tests.mask.test_structured import LONG, LONG_MASKS, NoReading
 def test_512k_tokens_cost_a_gpu_few_launches_and_little_memory(
     name: str, no_sync: Callable[[], AbstractContextManager[None]]
 ):
-    """What its time depends on. The time itself is a row of `sparsek bench attention`: mask_build."""
+    """What its time depends on. The time itself is a row of `sparsek bench fresh`: mask_plan."""
     build, bytes_per_token = LONG_MASKS[name]
     build(4096, device="cuda")  # the first work of a process makes the context and its handles
     torch.cuda.synchronize()

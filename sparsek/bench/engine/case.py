@@ -100,6 +100,8 @@ class Case:
 
     `op`: what is measured, which is also the `op` of its records. `table`: where these stand, if not in that of `op`.
     `in_graph`: whether the calls of all sets, peers' too, are captured in one CUDA graph, whose replays are timed.
+    `wall`: calls of a sample by the host's clock, back to back until the device is idle; 0: device times. `least_sets`:
+    of operands.
     `rated`: records have rates. `extra` and `peer_extra`: their own fields and those of each peer, numbers or null.
     `later`: fields of the case that older records lack; they mean the default. `sources`: what is timed beside the
     kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed.
@@ -109,6 +111,8 @@ class Case:
     op: ClassVar[str]
     table: ClassVar[str] = ""
     in_graph: ClassVar[bool] = False
+    wall: ClassVar[int] = 0
+    least_sets: ClassVar[int] = 2
     rated: ClassVar[bool] = True
     extra: ClassVar[tuple[str, ...]] = ()
     peer_extra: ClassVar[tuple[str, ...]] = ()
@@ -151,7 +155,7 @@ class Case:
         raise InvalidInput(f"{self.op} is measured in its own way, on operands of its own")
 
     def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
-        """Sets that share their structure and no memory: 2 to 64, together several times the cache."""
+        """Sets that share their structure and no memory, at most 64: together several times the cache."""
         seed *= 10**6
         one = self.sets(Draw(device, self.drawn, seed))
 
@@ -160,7 +164,7 @@ class Case:
 
         first = at(0)
         footprint = sum(each.nbytes for each in tensors(list(vars(first).values())))
-        count = set_count(card_of(device), footprint)
+        count = max(self.least_sets, set_count(card_of(device), footprint))
         return [first, *(at(index) for index in range(1, count))]
 
     def run(self, **given: Any) -> Any:

@@ -8,9 +8,10 @@ A record has the case, the kernel, the times, the peers of the same rounds, the 
 - `watts` and `sm_mhz`: means over the rounds of the power and of the SM clock; null on a CPU and where NVML is missing.
   Records of before 2026-11-23 lack both, and are read as if they were null.
 - `op` is the meaning of `ms`, and OPS has the contents of each op's records. An operation's own name: one call on the
-  device. "attention_new_mask": mask build, plan and kernel of one call, host included. "mask_build": one mask, host
-  included. "host": wall-clock time of a call as users write it: how long the host is busy, or, of layers and of first
-  calls of a process, until the GPU is idle. "pack": a dense matrix packed, ratios those of bytes a second.
+  device. "fresh": mask build, schedule and kernels of one call, host included. "mask_plan": one mask built and
+  planned, host included. "host": wall-clock time of a call as users write it: how long the host is busy, or, of
+  layers and of first calls of a process, until the GPU is idle. "pack": a dense matrix packed, ratios those of bytes
+  a second.
 - Where nothing is rated, tflops (of peers too), gbps and roofline are null; "pack" has the last two.
 - `memory` of attention and of its peers: the largest allocation of one call beyond q, k, v and the output, over the
   bytes of these; of attention_backward beyond dq, dk and dv, over the same bytes. `peak_gb` of attention_train: the

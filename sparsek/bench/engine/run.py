@@ -12,6 +12,7 @@ from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, first_line,
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.errors import SparseKError, Unsupported
+from sparsek.core.wall import wall_rounds
 from sparsek.testing.budget import Gate
 
 # A dense peer with more FLOPs a call, 0.1 s on an H200, heats the card in its own turn and not before the others'.
@@ -138,13 +139,18 @@ def run_case(
         except (UnavailableError, torch.OutOfMemoryError) as error:
             unavailable[peer.name] = [str(why).splitlines()[0] for why in error.args]
     seen = Sensors(device)
-    timed = time_rounds(
-        {name: turn.call for name, turn in turns.items()},
-        device=device,
-        rounds=rounds,
-        heat=_heater(ready) or next(iter(turns)),
-        on_round=lambda index: report(f"round {index + 1} of {rounds}"),
-        on_sample=seen.sample,
+    calls = {name: turn.call for name, turn in turns.items()}
+    timed = (
+        wall_rounds(calls, device, rounds, count=case.wall, on_sample=seen.sample)
+        if case.wall
+        else time_rounds(
+            calls,
+            device=device,
+            rounds=rounds,
+            heat=_heater(ready) or next(iter(turns)),
+            on_round=lambda index: report(f"round {index + 1} of {rounds}"),
+            on_sample=seen.sample,
+        )
     )
     times = {name: turn.per_call(timed[name]) for name, turn in turns.items()}
     results = {}

@@ -188,6 +188,7 @@ class Flash4(Attention):
         small = _by_lists(case) and case.block != (128, 128)
         reasons = {
             f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+            "its arguments describe no documents": case.mask.startswith("documents"),
             "its window has no sinks without a mask_mod of its own language": "sinks" in case.mask,
             f"its lists hold blocks of 128, not {block_name(case.block)}": small,
         }

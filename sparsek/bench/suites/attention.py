@@ -1,11 +1,11 @@
-"""Attention as a benchmark: its cases, their operands, its suites; also what a mask costs, host time included."""
+"""Attention as a benchmark: its cases, their operands, its suites. What a new mask costs is `fresh`'s."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,21 +13,16 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine import options
-from sparsek.bench.engine.bench import Bench, Record, Table
+from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Case, Operands, SuiteRow, block_name, length_name, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.peer import rotating
-from sparsek.bench.engine.run import Outcome, PeerResult, passed, planned, rates, record_of
-from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.engine.several import Timed
-from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
+from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP
 from sparsek.bench.peers.attention import PEERS
 from sparsek.bench.suites.attention_masks import MASK_FORMS, MaskForm, parse_mask
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import peak_bytes
 from sparsek.core.parsing import parse_block
-from sparsek.core.wall import wait, wall_rounds
 from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention
@@ -281,114 +276,6 @@ class AttentionCase(Case):
         return AttentionOperands(*parts)
 
 
-# What a mask costs
-
-ALONE = "kernel_alone"
-# The source of the masks, in the place of a kernel.
-BUILDER = Timed("mask.structured")
-
-
-class NewMaskCase(AttentionCase):
-    """Calls that build a mask, plan and run, back to back on the stream, next to calls of ready plans.
-
-    Every call's mask comes from scores of its own set. Both are wall-clock times, from an idle GPU to an idle GPU, so
-    that they hold whatever the host does not hide. The ready plans are the record's peer "kernel_alone".
-    """
-
-    op, table = "attention_new_mask", AttentionCase.op
-    extra = peer_extra = ()
-    sources = ("lang.launch", "mask.scored", "mask.chosen", "mask.lists")
-
-    def run(
-        self,
-        *,
-        kernels: Sequence[str],
-        device: torch.device,
-        rounds: int,
-        report: Callable[[str], None],
-        **_: Any,
-    ) -> Outcome:
-        report("masks of their own")
-        sets = []
-        for seed, one in enumerate(self.operands(device)):
-            make = self.mask_maker(device, seed)
-            sets.append(replace(one, mask=make(), make=make))
-        plans, gates, unavailable = planned(
-            self, kernels, sets, report, lambda plan: sets[0].judge(sets[0].anew(plan.kernel)())
-        )
-        made: list[Record] = []
-        for name, ready in plans.items():
-            calls = {
-                "new": rotating([one.anew(name) for one in sets]),
-                ALONE: rotating([one.planned(plan) for one, plan in zip(sets, ready, strict=True)]),
-            }
-            seen = Sensors(device)
-            times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
-            alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
-            more = rates(self, sets[0], ready[0], times["new"], {ALONE: alone})
-            made.append(record_of(self, ready[0], times["new"], gates[name], device, seen, **more))
-        return Outcome(self, tuple(made), unavailable, {})
-
-    @classmethod
-    def below(cls, record: Record) -> str:
-        ms, alone = record["ms"]["median"], record["peers"][ALONE]["ms"]["median"]
-        return (
-            f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
-            f"({short_name(record)}{mark(record)})."
-        )
-
-
-class MaskBuildCase(AttentionCase):
-    """Building a mask, each time until the GPU is idle again. Its gate compares query tiles with the rule that the mask
-    is named after: not one pair may be wrong.
-    """
-
-    op, table = "mask_build", AttentionCase.op
-    rated = False
-    extra = peer_extra = ()
-    rooms = ("mask",)
-
-    def run(self, *, device: torch.device, rounds: int, **_: Any) -> Outcome:
-        """Raises InvalidInput for a mask that is drawn at random, GateError for a wrong mask."""
-        make = self.mask_maker(device)
-        gate = passed(self, BUILDER.kernel, check_mask(self, make()))
-
-        def build() -> None:
-            make()
-            wait(device)
-
-        seen = Sensors(device)
-        times = wall_rounds({"": build}, device, rounds, on_sample=seen.sample)[""]
-        return Outcome(self, (record_of(self, BUILDER, times, gate, device, seen),), {}, {})
-
-    @classmethod
-    def below(cls, record: Record) -> str:
-        return (
-            f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
-        )
-
-
-def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
-    """Compares up to 16 query tiles, the first and the last among them, element by element with the rule of positions.
-
-    The error is the fraction of wrong pairs, and the budget 0.
-    """
-    side = mask.block[0]
-    keys = torch.arange(mask.kv_len, device=mask.device)
-    wrong = pairs = 0
-    for tile in sampled(mask.grid[0]) or range(mask.grid[0]):
-        first, last = tile * side, min((tile + 1) * side, mask.q_len)
-        positions = torch.arange(first, last, device=mask.device) + mask.kv_len - mask.q_len
-        right = case.mask_text.sees(positions, keys)
-        if right is None:
-            raise InvalidInput(
-                f"{case.mask!r} is no rule of positions, which a mask's build can be checked by"
-            )
-        wrong += int((mask.dense_rows(first, last) != right).sum())
-        pairs += right.numel()
-    return Gate(wrong / pairs, 0.0, wrong == 0)
-
-
 _case = AttentionCase.square
 HOPPER = ("hopper.attention_fwd",)
 BOTH = (*HOPPER, "portable.attention_fwd")
@@ -410,8 +297,6 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     *rows(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
     *rows(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
     *rows(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
-    *rows(HOPPER, NewMaskCase.square("topk:32", 32)),
-    *rows("auto", MaskBuildCase.square(LONG, 512, heads=(8, 8))),
 )
 # Rates over the length, and memory beside them: of one window up to the lengths of PUBLISHED.
 BY_LENGTH = rows(
@@ -440,7 +325,7 @@ TABLE = Table(
 BENCH = Bench(
     "attention",
     suites={"published": PUBLISHED, "length": BY_LENGTH, "density": BY_DENSITY},
-    kinds=(AttentionCase, NewMaskCase, MaskBuildCase),
+    kinds=(AttentionCase,),
     peers=PEERS,
     tables=(TABLE,),
     small=SMALL,

@@ -1,7 +1,7 @@
 """Masks of a benchmark, each written as one short text, "window:4096+sinks:128". MASK_FORMS is the grammar."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,14 +46,15 @@ class MaskForm:
         return None if self.rule is None else self.rule(q[:, None], k[None, :], *self.numbers)
 
 
-def parse_mask(text: str) -> MaskForm:
-    """The kind of a text, with its numbers. Raises InvalidInput that lists the forms."""
-    for kind in MASK_FORMS:
+def parse_mask(text: str, forms: Sequence[MaskForm] = ()) -> MaskForm:
+    """The kind of a text, with its numbers; `forms`: unless MASK_FORMS. Raises InvalidInput that lists the forms."""
+    forms = forms or MASK_FORMS
+    for kind in forms:
         found = re.fullmatch(re.sub(r"[A-Z]", NUMBER, re.escape(kind.form)), text.strip())
         if found:
             return replace(kind, numbers=tuple(map(float, found.groups())))
-    forms = ", ".join(kind.form for kind in MASK_FORMS)
-    raise InvalidInput(f"no mask is written {text!r}; known, with numbers for the letters: {forms}")
+    known = ", ".join(kind.form for kind in forms)
+    raise InvalidInput(f"no mask is written {text!r}; known, with numbers for the letters: {known}")
 
 
 def _window(case: Any, draw: Draw, window: float, sinks: float = 0) -> Maker:
@@ -69,6 +70,16 @@ def _topk(case: Any, draw: Draw, count: float) -> Maker:
     shape = (1, case.heads, *case.grid)
     scores = random_dense(*shape, dtype=torch.float32, device=draw.device, seed=draw.seed)
     return partial(BlockMask.topk, scores, int(count), **case.frame)
+
+
+def _documents(case: Any, draw: Draw, length: float) -> Maker:
+    """Documents of that many tokens, as many for every seed; what is left over is shared by the first and the last."""
+    longest, generator = int(length), torch.Generator("cpu").manual_seed(draw.seed)
+    left = case.q_len % longest or longest
+    first = int(torch.randint(1, max(2, left), (), generator=generator, device="cpu"))
+    edges = [0, *range(first, case.q_len - left + first + 1, longest), case.q_len]
+    ends = torch.tensor(edges, dtype=torch.int32, device=draw.device)
+    return partial(BlockMask.documents, ends, case.q_len, max_seqlen=longest, block=case.block)
 
 
 def _blocks(case: Any, draw: Draw, share: float) -> Maker:
@@ -123,6 +134,7 @@ MASK_FORMS: tuple[MaskForm, ...] = (
     MaskForm("window:W+sinks:S", "window {:g} + sinks {:g}".format, _window, causal=True, rule=_sees_window),
     MaskForm("blocks:F", lambda share: f"random {100 * share:g} %", _blocks, uniform=True),
     MaskForm("topk:K", "top {:g}".format, _topk, uniform=True),
+    MaskForm("documents:L", "documents of {:g}".format, _documents, causal=True),
     MaskForm("bigbird:W:G:R", "bigbird {:g} / {:g} / {:g}".format, _bigbird),
     MaskForm("uniform-like-bigbird:W:G:R", "uniform as bigbird {:g} / {:g} / {:g}".format, _like_bigbird),
 )

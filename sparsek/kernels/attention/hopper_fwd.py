@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.kernels.attention.merge import merge_parts
+from sparsek.kernels.attention.schedule_fwd import schedule
 from sparsek.kernels.attention.softmax import by_bits, by_interval, prefetch, rescaled, softmax, unpacked
 from sparsek.kernels.lang.gluon import (
     Described,
@@ -425,7 +426,7 @@ def attention_kernel(
 
 
 class Work(NamedTuple):
-    """A schedule on the device, and placeholders for lists that a mask lacks."""
+    """A schedule on the device, and a placeholder for tensors that a mask or call lacks."""
 
     schedule: Schedule
     none: Tensor
@@ -516,13 +517,14 @@ class HopperAttention:
         return found
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
-        return Work(tiling.schedule(p, mask, self._shape(p, c)), mask.full.counts.new_zeros(4))
+        made = schedule(p, mask, self._shape(p, c))
+        return Work(made, made.count)
 
     def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
         q, k, v, mask, scale, out, lse = call
-        schedule, none = work
+        made, none = work
         heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
-        room = (max(1, schedule.slots), tiling.SLOT_ROWS)
+        room = (max(1, made.slots), tiling.SLOT_ROWS)
         o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
         lse_part = out.new_empty(room, dtype=torch.float32) if c.split else none
         # Parts are as wide as a tile; merge_parts reads the width of the output.
@@ -535,8 +537,8 @@ class HopperAttention:
             describe_heads(k, c.keys, c.dim),
             describe_heads(v, c.keys, c.v_dim),
             _rows(whole, c.pack, c.v_dim),
-            schedule.tiles,
-            schedule.count,
+            made.tiles,
+            made.count,
             *(none if x is None or x.numel() == 0 else x for x in lists),
             none if lse is None else lse,
             o_part,
@@ -552,10 +554,10 @@ class HopperAttention:
             c,
             SOURCE,
         )
-        ctas = min(schedule.ctas, len(schedule.tiles))
+        ctas = min(made.ctas, len(made.tiles))
         launch_on(out.device, attention_kernel, ctas, args, {"maxnreg": 128} if c.ctas_per_sm == 2 else None)
-        if c.split and schedule.merges is not None:
-            merge_parts(o_part, lse_part, schedule.merges, whole, lse, c.pack, c.rows)
+        if c.split and made.merges is not None:
+            merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows)
         if whole is not out:
             out.copy_(whole[..., : out.shape[3]])
 

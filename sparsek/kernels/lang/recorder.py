@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparsek.core import words
 from sparsek.kernels.lang import driver
 from sparsek.kernels.lang.driver import COOPERATIVE, LaunchAttribute, LaunchConfig
 
@@ -37,6 +38,7 @@ VIEWS = {  # and operators that only read dtypes, or keep memory alive for a str
     "mT", "numpy_T", "narrow", "contiguous", "to",  # these appear in inference mode only; see `_is_copy`
     "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
     "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
+    "split_with_sizes",
 }  # fmt: skip
 
 ALIGNED = 15  # Triton specializes for addresses that are multiples of 16, and TMA requires them
@@ -62,6 +64,9 @@ class Allocation(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     like: int | None
+
+
+WORD: Any = object()  # in place of an Allocation: a word for faults (core/words.py)
 
 
 class Result(NamedTuple):
@@ -147,7 +152,11 @@ class Recorded:
         if self.runtime is not None and _listens(self.runtime):
             return MISS
         tensors = [*operands]
-        for shape, stride, dtype, device, like in self.allocations:
+        for each in self.allocations:
+            if each is WORD:
+                tensors.append(words.ring().take())
+                continue
+            shape, stride, dtype, device, like = each
             if stride is not None:
                 tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
             elif like is not None:
@@ -221,7 +230,7 @@ class Recorder(TorchDispatchMode):
         self.cells: dict[Address, Any] = {}
         self.fields: list[tuple[Address, Any]] = []  # of structures, each with memory of its own
         self.maps: list[tuple[Any, Address]] = []
-        self.allocations: list[Allocation] = []
+        self.allocations: list[Any] = []  # each an Allocation or WORD
         self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # recorded calls may be kept with these
         self.constants: list[Tensor] = []
         self.roles: list[Tensor] = list(operands)
@@ -259,6 +268,11 @@ class Recorder(TorchDispatchMode):
         stride = None if made.is_contiguous() and made.device == given[0].device else made.stride()
         like = next((role for role, x in enumerate(given) if x.dtype == made.dtype), None)
         self.allocations.append(Allocation(made.shape, stride, made.dtype, made.device, like))
+        self.roles.append(made)
+
+    def word(self, made: Tensor) -> None:
+        """Notes a word for faults, a new one for each call."""
+        self.allocations.append(WORD)
         self.roles.append(made)
 
     def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
@@ -346,6 +360,14 @@ class Recorder(TorchDispatchMode):
 def recorder() -> Recorder | None:
     """The Recorder of this thread's recorded call."""
     return getattr(_threads, "recorder", None)
+
+
+def fault_word(device: torch.device) -> Tensor:
+    """A word for kernels on `device` to write a fault to; in a recorded call a new one each time."""
+    made, recording_ = words.word_for(device), recorder()
+    if recording_ is not None and device.type == "cuda":
+        recording_.word(made)
+    return made
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Kernels that make attention masks."""
+"""Block masks made on a GPU."""

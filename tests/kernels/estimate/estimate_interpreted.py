@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek.kernels.estimate.coarse import add_means
 from sparsek.kernels.estimate.maps import mark
 from sparsek.kernels.estimate.mass import to_mass
 from sparsek.kernels.estimate.means import split_means
 from sparsek.kernels.estimate.scores import block_scores
 from sparsek.mask.mask import BlockMask
+from sparsek.policies import estimates
 from sparsek.reference import estimates as reference
 
 # q_len, kv_len, heads of q and k, head dim, block, parts, causal_from, batch items with lengths of their own
@@ -101,3 +103,23 @@ def _blocks(dense: Tensor) -> Tensor:
     """Whether any pair of a block of 64 x 64 is seen."""
     whole = torch.nn.functional.pad(dense, (0, -dense.shape[-1] % 64, 0, -dense.shape[-2] % 64))
     return whole.unflatten(3, (-1, 64)).unflatten(2, (-1, 64)).any(5).any(3)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([[64, 3, 0]], dtype=torch.int32)])
+def test_means_have_gradients(lengths: Tensor | None) -> None:
+    x = normal(2, 2, 150, 8, seed=1).requires_grad_()
+    found, wanted = estimates.block_means(x, 64, lengths), reference.block_means(x, 64, lengths)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(3))
+    a, b = (torch.autograd.grad((each * weight).sum(), x)[0] for each in (found, wanted))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_vsa_adds_means_in_place(gated: bool) -> None:
+    out = normal(2, 2, 150, 24, seed=2).transpose(1, 2).contiguous().transpose(1, 2)
+    gate = normal(2, 150, 1, seed=3) if gated else None
+    means = torch.randn(2, 2, 3, 24, generator=torch.Generator().manual_seed(4))
+    wanted = out + means.repeat_interleave(64, 2)[:, :, :150] * (1 if gate is None else gate)
+    add_means(out, means, gate, 64)
+    torch.testing.assert_close(out, wanted.half(), rtol=1e-3, atol=1e-3)

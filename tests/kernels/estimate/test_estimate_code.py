@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.estimate import maps, mass, means, scores
+from sparsek.kernels.estimate import coarse, maps, mass, means, scores
 from tests.kernels.lang.portable_code import Code, compiled
 from tests.problems import CARDS
 
@@ -76,3 +76,11 @@ def test_maps_and_masses_compile(within: bool, causal: bool) -> None:
     assert code.stack == 0
     constants = {"BM": 64, "BK": 64, "CAUSAL": causal, "CHUNK": mass.CHUNK}
     assert compiled(mass._mass, {"scores": "*fp32"}, constants, CARDS["sm_90"], mass.WARPS, 3).stack == 0
+
+
+def test_vsa_moves_16_bytes_at_once() -> None:
+    types = {"out": "*bf16", "gate": "*bf16", "means": "*fp32"}
+    constants: dict[str, Any] = {"so_d": 1, "sg_d": 1, "SIDE": 64, "DV": 128, "ROWS": coarse.ROWS}
+    code = compiled(coarse._add, types, constants, CARDS["sm_90"], coarse.WARPS, 3)
+    assert code.stack == 0
+    assert "v4.b32" in code.stores

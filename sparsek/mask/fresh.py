@@ -1,0 +1,237 @@
+"""Masks that are new in every call: what those of one builder have in common, so that calls with them are recorded.
+
+A builder with kernels writes all tensors of a mask into one buffer, the *base*. Masks of one builder, with the same
+options and operands of the same shapes, differ only in the contents of their base. Their `Kind` keeps the calls that
+were recorded with such masks (ops/bound.py), which take the base as an operand; a schedule is made anew in each. A mask
+that is used again and again gets a plan of its own instead, whose schedule is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core import words
+from sparsek.core.errors import InvalidInput
+from sparsek.core.home import Home, drop_oldest
+from sparsek.mask.lists import BlockLists
+from sparsek.mask.readback import LateSizes
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
+
+FEW = 4  # attention calls with one mask; from the next one on it has a plan of its own
+KINDS = 256
+LISTS, TENSORS = ("full", "partial"), ("lo", "hi", "rules", "bits")
+PLAIN = ("q_len", "kv_len", "block", "batch", "heads", "sizes", "pure", "label")
+
+
+class Part(NamedTuple):
+    """A tensor of a mask: piece `at` of its base, seen in `shape` (None: one-dimensional, as the piece is)."""
+
+    at: int
+    shape: tuple[int, ...] | None
+
+
+class Kind(Home):
+    """What masks of one form have in common: all but the contents of their base. See `kind_of`.
+
+    `plain`: the fields that are no tensors. `sizes`: the pieces of the base. `parts`: the place of every tensor.
+    `heavy`: as `BlockMask.heavy_blocks`, by which plans allocate; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        plain: tuple[Any, ...],
+        heavy: int | None,
+        sizes: tuple[int, ...],
+        parts: tuple[Part | None, ...],
+    ) -> None:
+        super().__init__()
+        self.plain = dict(zip(PLAIN, plain, strict=True))
+        self.heavy, self.sizes, self.parts = heavy, sizes, parts
+
+    def mask(
+        self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
+    ) -> BlockMask:
+        """The mask whose tensors are in `base`. No check, no sync."""
+        pieces = base.split_with_sizes(self.sizes)
+        tensors = []
+        for part in self.parts:
+            if part is None:
+                tensors.append(None)
+            else:
+                tensors.append(pieces[part.at] if part.shape is None else pieces[part.at].view(part.shape))
+        made: Any = object.__new__(cls)
+        fields = made.__dict__
+        fields.update(self.plain)
+        fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
+        fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
+        memo: dict[str, Any] = {"fresh": Fresh(self, base)}
+        fields["_memo"] = memo
+        if self.heavy is not None:
+            memo["heavy"] = self.heavy
+        _note(memo, self, fault, late)
+        return made
+
+
+class Fresh:
+    """The state of a mask that is new: its base, its kind, and how often attention was called with it.
+
+    `kind` is None until it is asked for: to find it takes 20 us. `known`: whether it was.
+    """
+
+    __slots__ = ("base", "kind", "known", "uses")
+
+    def __init__(self, kind: Kind | None, base: Tensor) -> None:
+        self.kind, self.base, self.uses, self.known = kind, base, 0, kind is not None
+
+
+_KINDS: dict[Hashable, Kind] = {}
+
+
+def kind_of(mask: BlockMask, base: Tensor) -> Kind | None:
+    """The kind of a mask whose tensors should all be views of `base`, int32 [n]; None if one is not."""
+    leaves = [*mask.full, *mask.partial, *(getattr(mask, name) for name in TENSORS)]
+    first, end = base.data_ptr(), base.data_ptr() + 4 * base.numel()
+    places: dict[int, int] = {}  # offset in the base -> elements
+    for x in leaves:
+        if x is None or not x.numel():
+            continue
+        at = (x.data_ptr() - first) // 4
+        if not (first <= x.data_ptr() and x.data_ptr() + 4 * x.numel() <= end and x.is_contiguous()):
+            return None
+        if places.setdefault(at, x.numel()) != x.numel():
+            return None
+    sizes: list[int] = []
+    number: dict[int, int] = {}
+    reached = 0
+    for at in sorted(places):
+        if at < reached:
+            return None
+        if at > reached:
+            sizes.append(at - reached)
+        number[at] = len(sizes)
+        sizes.append(places[at])
+        reached = at + places[at]
+    empty = len(sizes)
+    sizes += [0, base.numel() - reached]
+    parts = []
+    for x in leaves:
+        if x is None:
+            parts.append(None)
+        else:
+            piece = number[(x.data_ptr() - first) // 4] if x.numel() else empty
+            parts.append(Part(piece, None if x.dim() == 1 else tuple(x.shape)))
+    plain = tuple(getattr(mask, name) for name in PLAIN)
+    heavy = mask._memo.get("heavy")
+    facts = plain, heavy, tuple(sizes), tuple(parts), base.device
+    kind = _KINDS.get(facts)
+    if kind is None:
+        while len(_KINDS) >= KINDS:
+            drop_oldest(_KINDS)
+        kind = _KINDS[facts] = Kind(plain, heavy, tuple(sizes), tuple(parts))
+    return kind
+
+
+def freshened(
+    mask: BlockMask, base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
+) -> BlockMask:
+    """The mask as one whose tensors are views of `base`. `fault`: where its fault would be; `late`: of its sizes."""
+    # A mask of closed form has neither, and most often it is kept.
+    kind = None if fault is None and late is None else kind_of(mask, base)
+    mask._memo["fresh"] = Fresh(kind, base)
+    _note(mask._memo, kind, fault, late)
+    return mask
+
+
+def _note(
+    memo: dict[Any, Any], kind: Kind | None, fault: WrittenFault | None, late: LateSizes | None
+) -> None:
+    """Makes the mask verify these."""
+    if fault is not None or late is not None:
+        memo["readbacks"] = tuple(each for each in (fault, late) if each is not None)
+    if fault is not None and kind is not None:
+        fault.keep(kind)
+
+
+def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
+    """The state of a mask that had few uses, with its kind; None for any other. `counting`: this is one more use."""
+    state = mask._memo.get("fresh")
+    if state is None or state.uses > FEW:
+        return None
+    if not state.known:
+        state.kind, state.known = kind_of(mask, state.base), True
+    # True sizes may have replaced the bounds by which calls of this kind allocate.
+    if state.kind is None or mask.sizes.exact != state.kind.plain["sizes"].exact:
+        return None
+    if counting:
+        state.uses += 1
+        if state.uses > FEW:
+            for each in mask._memo.get("readbacks", ()):
+                if isinstance(each, LateSizes):
+                    each.begin(mask)
+            return None
+    return state
+
+
+class WrittenFault:
+    """A fault that a kernel may write to a word of host memory (core/words.py).
+
+    `explain(fault)` is the fault in words. Reading needs no event: a word is 0 until there is a fault. `place` is the
+    word's place in the ring, whose words are given out again; None for a word that is never given out again.
+    """
+
+    __slots__ = ("device", "explain", "found", "place", "word")
+
+    def __init__(self, word: Tensor, explain: Callable[[int], str], device: torch.device) -> None:
+        self.word, self.explain, self.device, self.found = word, explain, device, 0
+        self.place = words.place_of(word)
+
+    def keep(self, kind: Kind) -> None:
+        """Let `raise_earlier` find the fault, if nothing verifies the mask."""
+        if self.place is not None:
+            words.ring().owners[self.place] = kind, self
+
+    def look(self) -> int:
+        """1 + the fault, as far as it is written; 0 for none."""
+        place = self.place
+        if self.found == 0 and place is None:
+            self.found = int(self.word)
+        elif self.found == 0 and place is not None:
+            ring = words.ring()
+            owner = ring.owners[place]
+            if owner is not None and owner[1] is self:
+                self.found = int(ring.values[place])
+        return self.found
+
+    def apply(self, mask: BlockMask, wait: bool) -> None:
+        """Raise InvalidInput if there is a fault. Without `wait` one that was not yet written is not seen."""
+        if wait and self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
+        found = self.look()
+        if found > 0:
+            self.tell()
+
+    def tell(self) -> None:
+        """Raise the fault. `raise_earlier` does not raise it again."""
+        if self.place is not None:
+            words.ring().values[self.place] = 0
+        raise InvalidInput(self.explain(self.found - 1))
+
+
+def raise_earlier(kind: Kind) -> None:
+    """Raise InvalidInput if an earlier mask of this kind had a fault that was not raised yet."""
+    for place in words.written():
+        owner = words.ring().owners[place]
+        if owner is not None and owner[0] is kind:
+            fault = owner[1]
+            if fault.look() > 0:
+                try:
+                    fault.tell()
+                except InvalidInput as error:
+                    label = kind.plain["label"]
+                    raise InvalidInput(f"an earlier mask, {label}, has a fault: {error}") from error

@@ -1,0 +1,109 @@
+"""Builders of masks as recorded calls: from the third call on, one with the same options repeats its launches.
+
+    mask = again("topk", (scores,), options, build)
+
+`build()` makes a mask whose tensors are views of one buffer, by launches, allocations and views only (mask/fresh.py).
+What it makes on a CPU, or of tensors that something traces, is returned as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core.home import drop_oldest
+from sparsek.core.operations import KERNELS
+from sparsek.mask.fresh import Kind, WrittenFault, raise_earlier
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.readback import LateSizes
+from sparsek.ops import bound
+from sparsek.ops.bound import Calls, Slot
+
+TEMPLATES = 256
+
+
+class Template(NamedTuple):
+    """What a repeated builder's masks have in common. `explain`: a fault in words; None if there can be none. `sized`:
+    their sizes are bounds.
+    """
+
+    kind: Kind
+    explain: Callable[[int], str] | None
+    sized: bool
+
+
+_calls = Calls()
+_templates: dict[Hashable, Template] = {}
+
+
+def again(
+    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask]
+) -> BlockMask:
+    """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one.
+
+    The tensors are on GPUs. Raises InvalidInput if an earlier mask of the same kind has a fault that was not raised
+    yet.
+    """
+    learns = torch.is_grad_enabled()  # a choice has no gradient, and calls with one are not repeated
+    if learns:
+        torch._C._set_grad_enabled(False)
+    try:
+        return _again((name, options, len(tensors)), tensors, build)
+    finally:
+        if learns:
+            torch._C._set_grad_enabled(True)
+
+
+def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockMask]) -> BlockMask:
+    key = more, tensors[0].device, *[x.shape for x in tensors]
+    template = _templates.get(key)
+    if template is not None and template.explain is not None:
+        raise_earlier(template.kind)
+    slot: Any = bound.repeat(_calls, more, tensors)
+    made: list[BlockMask] = []
+
+    def run() -> tuple[Tensor, ...]:
+        made.append(build())
+        return _results(made[0])
+
+    results = slot.run(run) if slot.__class__ is Slot else slot
+    if not made and template is None:  # it was dropped
+        made.append(build())
+    if made or template is None:
+        _note(key, made[0])
+        return made[0]
+    kind, explain, sized = template
+    base, *word = results
+    fault = WrittenFault(word[0], explain, base.device) if explain is not None else None
+    return kind.mask(BlockMask, base, fault, LateSizes() if sized else None)
+
+
+def _results(mask: BlockMask) -> tuple[Tensor, ...]:
+    """The base and, if there is one, the word of the fault: what a recorded call gives back."""
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
+        return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # which no recorded call can return
+    fault = _found(mask, WrittenFault)
+    return (fresh.base,) if fault is None else (fresh.base, fault.word)
+
+
+def _note(key: Hashable, mask: BlockMask) -> None:
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
+        return
+    while len(_templates) >= TEMPLATES and key not in _templates:
+        drop_oldest(_templates)
+    fault = _found(mask, WrittenFault)
+    sized = _found(mask, LateSizes) is not None
+    _templates[key] = Template(fresh.kind, None if fault is None else fault.explain, sized)
+
+
+def _found(mask: BlockMask, kind: type[Any]) -> Any:
+    """The first readback of this class, or None."""
+    return next((each for each in mask._memo.get("readbacks", ()) if isinstance(each, kind)), None)
+
+
+KERNELS.update(mask_again=again)
