@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,7 +35,9 @@ from sparsek.bench.suites.host import FIRST
 from sparsek.bench.suites.host_calls import CALLS
 from sparsek.core import device as devices
 from sparsek.kernels.lang import driver, launch, nvrtc, shipped
-from sparsek.mask import closed
+from sparsek.kernels.mask.choose import choose_blocks
+from sparsek.mask import chosen, closed
+from sparsek.mask.choice import Choice, mask_in
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_BYTES = 12 << 20  # of the archive
@@ -116,7 +119,12 @@ def attention(dtype: torch.dtype, heads: int, size: int) -> None:
 
 
 def masks() -> None:
-    """Masks of closed form."""
+    """Masks of closed form and of chosen blocks."""
+    of_closed_form()
+    of_chosen_blocks()
+
+
+def of_closed_form() -> None:
     with mock.patch.object(closed, "has_kernels", return_value=True):
         for block in (64, 128):
             frame: Any = {"block": block, "device": "cpu"}
@@ -136,11 +144,37 @@ def masks() -> None:
                 sk.BlockMask.documents(edges, 4096, block=block)
 
 
+def of_chosen_blocks() -> None:
+    """The kernel of masks of chosen blocks, to which no call with CPU tensors comes."""
+
+    def made(cls: type[sk.BlockMask], c: Choice) -> sk.BlockMask:
+        parts = choose_blocks(c)
+        assert parts is not None
+        return mask_in(cls, c, parts)
+
+    with mock.patch.object(chosen, "by_a_kernel", new=made):
+        for block, blocks, causal in itertools.product((128, 64), (64, 128, 256, 512), (True, False)):
+            length = block * blocks
+            frame = {"seq_len": length, "block": block, "causal": causal}
+            scores = torch.zeros(1, 1, blocks, blocks)
+            sk.BlockMask.topk(scores, 4, **frame)
+            sk.BlockMask.topk(scores, 4, always=(1, 2), **frame)
+            sk.BlockMask.cumulative(scores, 0.9, **frame)
+            sk.BlockMask.from_block_map(scores > 0, **frame)
+            sk.BlockMask.from_indices(torch.zeros(blocks, blocks // 8, dtype=torch.int32), **frame)
+            q = torch.empty(1, 1, length, 64)
+            sk.MaskPolicy(topk=4, block=block, causal=causal).mask_for(q, q)
+
+
 def policies() -> None:
     """Estimates for prefill, of heads of 128."""
     q, k = normal(1, 4, 512, 128), normal(1, 2, 512, 128)
     for causal in (True, False):
         sk.policies.XAttention(causal=causal).mask(q, k)
+    for length in (512, 4096, 32768):
+        q, k = normal(1, 4, length, 128), normal(1, 2, length, 128)
+        sk.policies.FlexPrefill().mask(q, k)
+        sk.policies.VerticalSlash().mask(q, k)
 
 
 class Walk:

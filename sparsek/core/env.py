@@ -1,6 +1,7 @@
 """Every environment variable of SparseK, each read in one function."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 
@@ -82,5 +83,16 @@ def tuning_file() -> str:
     path = os.environ.get("SPARSEK_TUNING")
     if path:
         return "" if path == "off" else path
-    folder = os.environ.get("SPARSEK_CACHE") or _home_cache()
+    return _tuning_in(os.environ.get("SPARSEK_CACHE"), os.environ.get("HOME"))
+
+
+@cache
+def _tuning_in(folder: str | None, home: str | None) -> str:
+    """The file for these variables: a plan looks it up for every new mask, and paths take 10 us."""
+    folder = folder or _home_cache()
     return str(Path(folder) / "tuning.json") if folder else ""
+
+
+def vllm_omni_options() -> str:
+    """SPARSEK_VLLM_OMNI: the options of SparseK in vllm-omni, JSON; "" for none."""
+    return os.environ.get("SPARSEK_VLLM_OMNI", "")

@@ -21,6 +21,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.integrations.refused import check_operands, check_shape, ints_on, require_neutral
 from sparsek.mask.cache import ByTensor, edges_of, kept_mask
 from sparsek.mask.mask import BlockMask
+from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 
 BLOCK = 128
@@ -95,15 +96,15 @@ def block_sparse_attn_func(
     call = "block_sparse_attn_func"
     require_neutral(call, "p_dropout", p_dropout, 0.0, NO_DROPOUT)
     heads = _Heads(head_mask_type, streaming_info, base_blockmask, exact_streaming, is_causal)
-    lengths = (
-        arguments.integer("max_seqlen_q_", max_seqlen_q_),
-        arguments.integer("max_seqlen_k_", max_seqlen_k_),
+    longest = (
+        arguments.integer("max_seqlen_q_", max_seqlen_q_, 0, INT32_MAX),
+        arguments.integer("max_seqlen_k_", max_seqlen_k_, 0, INT32_MAX),
     )
     return _run(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k),
         heads,
-        lengths,
+        longest,
         softmax_scale,
         deterministic,
         return_attn_probs,
@@ -235,6 +236,7 @@ def _run(
     check_operands(*qkv, "[total, H, D] of packed batch items")
     arguments.flag("return_attn_probs", with_lse)
     q, k, v = qkv
+    check_shape("v", v, (*k.shape[:2], v.shape[2]), "as many tokens and heads as k")
     items, batch = _items(ends, q.shape[0], k.shape[0], longest)
     _check(heads, q, batch, longest)
     outs, lses = [], []
@@ -246,11 +248,11 @@ def _run(
             queries, keys, values, mask, scale=scale, return_lse=True, deterministic=deterministic
         )
         outs.append(out.transpose(1, 2).flatten(0, 1))
-        lses.append(functional.pad(lse, (0, longest[0] - some.q_len), value=-torch.inf))
+        lses.append(lse)
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     if not with_lse:
         return out
-    lse = torch.cat(lses)
+    lse = torch.cat([functional.pad(x, (0, longest[0] - x.shape[2]), value=-torch.inf) for x in lses])
     return out, lse.masked_fill(lse == -torch.inf, torch.inf), None
 
 

@@ -26,8 +26,12 @@ from sparsek.integrations.refused import (
     ints_on,
 )
 from sparsek.mask.cache import kept_mask
+from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
+from sparsek.policies.vsa import VSA, coarse
+from sparsek.reference.estimates import block_means
 
 TILE = (6, 8, 8)  # of sliding_tile_attention: 384 tokens
 DIMS = "[B, H, S, D]"
@@ -45,10 +49,10 @@ def video_sparse_attn(
 ) -> Tensor:
     """Return video sparse attention: a coarse branch over the means of blocks, plus attention in the best blocks.
 
-    The mean of a block is the sum of all its rows over its valid size, so padded rows must be 0. The coarse branch is
-    softmax(mean q . mean k / sqrt(D)) times the means of v, the same for all queries of a block. The sparse branch
-    visits the `topk` blocks of keys with the highest coarse scores, of equal ones the first. Means and scores are in
-    float32; the original rounds them to the dtype of q. No block of size 0 has a weight.
+    The mean of a block is that of its valid rows; padded rows of q must be 0. The coarse branch is softmax(mean q . mean k / sqrt(D)) times the
+    means of v, the same for all queries of a block. The sparse branch visits the `topk` blocks of keys with the highest
+    coarse scores, of equal ones the first. The original rounds means and scores to the dtype of q; here they are in
+    float32. Blocks of size 0 are not seen.
 
     Args:
         q: [B, Hq, S, D]; S is a multiple of the block.
@@ -78,33 +82,26 @@ def video_sparse_attn(
         torch.Size([1, 2, 256, 64])
     """
     check_operands(q, k, v, DIMS)
+    check_tensors(q, k, v)
     side = _tokens(block_size)
-    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
-    queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_mean, k_mean, v_mean = (
-        x.unflatten(2, (-1, side)).sum(3, dtype=wide) / sizes.clamp(min=1)[:, None]
-        for x, sizes in ((q, queries), (k, keys), (v, keys))
-    )
-    group = q.shape[1] // max(k.shape[1], 1)
-    if k.shape[1] * group != q.shape[1]:
-        raise InvalidInput(f"q has {q.shape[1]} heads and k {k.shape[1]}; q must have a multiple of them")
-    if group > 1:
-        k_mean, v_mean = (x.repeat_interleave(group, 1) for x in (k_mean, v_mean))
-    scores = (q_mean @ k_mean.mT * q.shape[3] ** -0.5).masked_fill(keys == 0, -torch.inf)
-    coarse = (scores.softmax(-1) @ v_mean).to(q.dtype).repeat_interleave(side, 2)
-    best = min(arguments.integer("topk", topk, 1), keys.numel())
+    gate = _gate(compress_attn_weight, q)
+    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side).to(torch.int32)
+    queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side).to(torch.int32)
+    best = arguments.integer("topk", topk, 1)
+    if side in BLOCK_SIZES:
+        policy = VSA(best, side)
+        return policy.attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
     block, parts = _cut(side)
-    if parts == 1:
-        mask = BlockMask.topk(scores, best, q_len=q.shape[2], kv_len=k.shape[2], block=block, kv_lengths=keys)
-    else:
-        chosen = scores.detach().topk(best).indices
-        mask = BlockMask.from_indices(
-            _cut_indices(chosen, None, parts), q_len=q.shape[2], kv_len=k.shape[2], block=block,
-            kv_lengths=cut_lengths(keys, block, parts),
-        )  # fmt: skip
-    fine = attention(q, k, v, mask)
-    return fine + (coarse if compress_attn_weight is None else coarse * compress_attn_weight)
+    q_mean, k_mean = block_means(q.detach(), side, queries[None]), block_means(k.detach(), side, keys[None])
+    scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
+    mask = BlockMask.from_indices(
+        _cut_indices(chosen, None, parts), q_len=q.shape[2], kv_len=k.shape[2], block=block,
+        kv_lengths=cut_lengths(keys, block, parts),
+    )  # fmt: skip
+    means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
+    spread = means.to(q.dtype).repeat_interleave(side, 2)
+    return attention(q, k, v, mask) + (spread if gate is None else gate * spread)
 
 
 def block_sparse_attn(
@@ -137,7 +134,7 @@ def block_sparse_attn(
     """
     check_operands(q, k, v, DIMS)
     arguments.tensor("block_map", block_map, (torch.bool,))
-    if block_map.ndim not in (3, 4):
+    if block_map.ndim not in (3, 4) or not block_map.numel():
         raise InvalidInput(
             f"block_map is {list(block_map.shape)}; it must be [B, H, query blocks, key blocks]"
         )
@@ -230,11 +227,12 @@ def sliding_tile_attention(
     arguments.flag("has_text", has_text)
     sides = _video(seq_shape)
     tiles = tuple(side // tile for side, tile in zip(sides, TILE, strict=True))
-    windows = tuple(tuple(arguments.integer("window_size", n, 1) for n in each) for each in window_size)
-    if len(windows) != q.shape[1] or any(len(each) != 3 for each in windows):
+    given = window_size if isinstance(window_size, Sequence) else ()
+    if len(given) != q.shape[1] or any(not isinstance(x, Sequence) or len(x) != 3 for x in given):
         raise InvalidInput(
             f"window_size is {arguments.shown(window_size)}; it must be (t, h, w) for each head of q"
         )
+    windows = tuple(tuple(arguments.integer("window_size", n, 1) for n in each) for each in given)
     video, tokens = math.prod(sides), q.shape[2]
     text = arguments.integer("text_length", text_length, 0, max(tokens - video, 0)) if has_text else 0
     if tokens < video or (not has_text and tokens != video) or k.shape[2] != tokens:
@@ -270,9 +268,23 @@ def _video(seq_shape: Any) -> tuple[int, ...]:
     sides = tuple(int(each) for each in arguments.text("seq_shape", seq_shape).split("x") if each.isdecimal())
     if len(sides) != 3 or any(side % tile or not side for side, tile in zip(sides, TILE, strict=True)):
         raise InvalidInput(
-            f'seq_shape is "{seq_shape}"; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
+            f'seq_shape is {arguments.shown(seq_shape)}; it must be "TxHxW", multiples of 6, 8 and 8, as "18x48x80"'
         )
     return sides
+
+
+def _gate(gate: Any, q: Tensor) -> Tensor | None:
+    """A factor of the coarse branch that broadcasts to q, or None."""
+    if gate is None:
+        return None
+    arguments.tensor("compress_attn_weight", gate, dtypes.FLOATS)
+    arguments.one_device("compress_attn_weight is", gate.device, "q is", q.device)
+    wide = (1,) * (4 - gate.ndim) + tuple(gate.shape)
+    if len(wide) > 4 or any(n not in (1, m) for n, m in zip(wide, q.shape, strict=True)):
+        raise InvalidInput(
+            f"compress_attn_weight is {list(gate.shape)}; it must broadcast to q, {list(q.shape)}"
+        )
+    return gate
 
 
 def _tokens(block_size: Any) -> int:

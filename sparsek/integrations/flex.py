@@ -67,13 +67,13 @@ def flex_attention(
     require_neutral(call, "score_mod", score_mod, None, "attention does not change scores")
     require_neutral(call, "max_scores", getattr(return_aux, "max_scores", None), False)
     check_operands(query, key, value, "[B, H, S, D]")
-    if return_lse and return_aux is not None:
+    if arguments.flag("return_lse", return_lse) and return_aux is not None:
         raise InvalidInput("return_lse and return_aux are both given; give one")
     if not arguments.flag("enable_gqa", enable_gqa) and query.shape[1] != key.shape[1]:
         raise InvalidInput(f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True")
     batch = query.shape[0]
     key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 != batch else x for x in (key, value))
-    with_lse = arguments.flag("return_lse", return_lse) or bool(getattr(return_aux, "lse", False))
+    with_lse = return_lse or bool(getattr(return_aux, "lse", False))
     out, lse = attention(query, key, value, block_mask, scale=scale, return_lse=True)
     if return_aux is None:
         return (out, lse) if with_lse else out

@@ -6,6 +6,7 @@ A kernel (`kernels/mask`) makes the mask on a GPU from a `Choice`; `chosen.py` i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,17 +16,9 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
-from sparsek.mask.lists import (
-    ALIGNED,
-    WORD,
-    BlockLists,
-    Place,
-    Sizes,
-    check_stored,
-    exact_sizes,
-    heavy_blocks,
-)
-from sparsek.mask.readback import index
+from sparsek.mask.fresh import WrittenFault, freshened
+from sparsek.mask.lists import ALIGNED, WORD, BlockLists, Place, Sizes, check_stored
+from sparsek.mask.readback import LateSizes, index
 from sparsek.mask.structured import visible
 
 if TYPE_CHECKING:
@@ -49,20 +42,21 @@ class Near(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a mask is made of.
+    """The arguments of a mask of chosen blocks.
 
     Attributes:
         kind: "topk" and "mass" choose by scores, "map" and "indices" are the choice itself.
-        place: Lengths, block, device and offset.
+        place: Lengths, device, offset, and the block in which the choice is made.
         causal: Whether a query sees no keys after its own.
         given: [batch, heads, Mb, Nb], scores or bool; of indices [batch, heads, Mb, K]. Any strides.
         lengths: Ints [1 or batch, Nb] in any strides, how many keys each block has, unchecked; None: all.
-        capacity: Entries of each row.
+        capacity: The most blocks of a row.
         limit: Of topk the budget, of mass the share: a number, or a tensor [1 or batch, 1 or heads, 1, 1].
         least: Of mass, the blocks that a row keeps at least.
         always: Blocks that come first: bool that broadcasts to the scores, or near ones; None: none.
         counts: Of indices, ints that broadcast to [batch, heads, Mb]; None: entries of -1 are absent.
-        every: Of topk, whether a row keeps all `always` blocks even if they are more than the limit.
+        every: Of topk, whether a row keeps all `always` blocks even if they are more than the limit. A NaN score
+            then excludes a block, without a fault.
         names: The shapes of arguments as the caller gave them, and words for messages.
         label: The mask in words.
     """
@@ -87,27 +81,46 @@ class Choice(NamedTuple):
         return self.given.shape[0] * self.given.shape[1]
 
     @property
+    def split(self) -> tuple[int, int]:
+        """How many stored tiles and blocks one of the choice is."""
+        return self.place.block[0] // self.stored.block[0], self.place.block[1] // self.stored.block[1]
+
+    @property
+    def stored(self) -> Place:
+        """The place with the blocks of the mask."""
+        return self.place.stored
+
+    @property
+    def room(self) -> int:
+        """Entries of each row."""
+        return min(self.capacity * self.split[1], self.stored.grid[1])
+
+    @property
     def rows(self) -> int:
         """Rows of the lists."""
-        return self.groups * self.place.grid[0]
+        return self.groups * self.stored.grid[0]
 
     @property
     def deep(self) -> int:
         """The most blocks that a tile sees in part because a query sees no keys after its own."""
-        edge, end = visible(self.place, self.causal)
-        return int((end - edge).max(initial=0)) if self.causal else 0
+        return _deep(self.stored) if self.causal else 0
 
     @property
     def has_interval(self) -> bool:
         """Whether the mask has lo and hi."""
-        return self.causal or self.place.kv_len % self.place.block[1] != 0
+        return self.causal or self.place.kv_len % self.stored.block[1] != 0
 
     def bounds(self) -> tuple[int, int, int]:
         """The most stored blocks, partial ones, and blocks of the longest row."""
-        edge, end = visible(self.place, self.causal)
-        most = np.minimum(self.capacity, end)
-        cut = most if self.lengths is not None else np.minimum(self.capacity, end - edge)
-        return self.groups * int(most.sum()), self.groups * int(cut.sum()), int(most.max(initial=0))
+        most, cut, longest = _bounds(self.stored, self.causal, self.room)
+        return self.groups * most, self.groups * (cut if self.lengths is None else most), longest
+
+    def explain(self, fault: int) -> str:
+        """The fault that a kernel writes, in words."""
+        row, word = fault >> 32, fault & 0xFFFFFFFF
+        heads, tiles, position = self.given.shape[1], self.stored.grid[0], word & ((1 << POSITION_BITS) - 1)
+        at = row // tiles // heads, row // tiles % heads, row % tiles // self.split[0], position
+        return self.fault(word >> POSITION_BITS, at)
 
     def fault(self, kind: int, at: Sequence[int]) -> str:
         """What is wrong, at batch item, head, query tile, and column or entry."""
@@ -142,6 +155,32 @@ class Choice(NamedTuple):
         return f"always{index((b, h, i))} keeps more than {names['room']} blocks; they count among the k"
 
 
+@lru_cache(maxsize=256)
+def _bounds(place: Place, causal: bool, capacity: int) -> tuple[int, int, int]:
+    """The most stored blocks of a head, partial ones, and blocks of a row."""
+    edge, end = visible(place, causal)
+    most = np.minimum(capacity, end)
+    return int(most.sum()), int(np.minimum(capacity, end - edge).sum()), int(most.max(initial=0))
+
+
+@lru_cache(maxsize=256)
+def _deep(place: Place) -> int:
+    edge, end = visible(place, True)
+    return int((end - edge).max(initial=0))
+
+
+@lru_cache(maxsize=256)
+def held(place: Place, causal: bool, near: Near) -> np.ndarray:
+    """How many blocks of each tile are near, int64 [Mb]."""
+    (_, end), bk = visible(place, causal), place.block[1]
+    sinks = np.minimum(near.sinks, end)
+    if near.back is None:
+        return sinks
+    left = np.clip((place.first - near.back) // bk, 0, end)
+    right = np.clip((place.last + near.fore) // bk + 1, left, end)
+    return sinks + np.maximum(right - np.maximum(left, sinks), 0)
+
+
 def _within(at: Sequence[int], shape: Sequence[int]) -> str:
     """The last coordinates, as many as the shape has dims, with 0 for a dim of one element."""
     some = [0 if size == 1 else x for x, size in zip(at[len(at) - len(shape) :], shape, strict=True)]
@@ -149,10 +188,12 @@ def _within(at: Sequence[int], shape: Sequence[int]) -> str:
 
 
 class Parts(NamedTuple):
-    """The tensors of a mask of chosen blocks, int32 views of `base`. `report` are faults, full and partial counts."""
+    """The tensors of a mask of chosen blocks, int32 views of `base`. A fault is written to `word`."""
 
     base: Tensor
-    report: Tensor  # [3, n]: n is the number of rows, rounded up
+    word: Tensor  # int64 [1] of the host: 1 + (row << 32 | kind << POSITION_BITS | position) of a fault, or 0
+    full_counts: Tensor
+    cut_counts: Tensor
     starts: Tensor
     cut_starts: Tensor
     indices: Tensor
@@ -161,46 +202,32 @@ class Parts(NamedTuple):
     rules: Tensor | None
     bits: Tensor | None
 
-    @property
-    def faults(self) -> Tensor:
-        """Per row: kind << POSITION_BITS | position, or -1."""
-        return self.report[0, : self.starts.numel()]
 
-    @property
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """Full and partial blocks of each row."""
-        rows = self.starts.numel()
-        return self.report[1, :rows], self.report[2, :rows]
-
-
-def parts_of(c: Choice, base: Tensor | None = None) -> Parts:
-    """The tensors of the mask in `base`, or in a new allocation whose elements are arbitrary. Views only."""
-    rows, (bq, bk), q_len = c.rows, c.place.block, c.place.q_len
-    listed = rows * c.capacity
+def parts_of(c: Choice, word: Tensor) -> Parts:
+    """The tensors of the mask in a new allocation, whose elements are arbitrary."""
+    rows, (bq, bk), q_len = c.rows, c.stored.block, c.place.q_len
+    listed = rows * c.room
     check_stored(listed)
     bits = 0
-    if c.lengths is not None and c.place.grid[0]:
-        bits = c.lengths.shape[0] * (c.place.grid[1] + c.place.grid[0] * c.deep)
-    wide = -(-rows // ALIGNED) * ALIGNED
+    if c.lengths is not None and rows:
+        tiles, columns = c.stored.grid
+        bits = c.lengths.shape[0] * (columns + tiles * c.deep)
     held = (q_len if c.has_interval else None, None if c.lengths is None else listed)
     shapes: list[tuple[int, ...] | None] = [
-        (3, wide), (rows,), (rows,), (listed,),
+        *[(rows,)] * 4, (listed,),
         *[None if held[0] is None else (1, q_len)] * 2,
         None if held[1] is None else (listed,),
         None if c.lengths is None else (bits, bq, bk // WORD),
     ]  # fmt: skip
-    base, views = carved(shapes, c.place.device, base)
-    return Parts(base, *views)
+    base, views = carved(shapes, c.place.device)
+    return Parts(base, word, *views)
 
 
-def carved(
-    shapes: Sequence[tuple[int, ...] | None], device: torch.device, base: Tensor | None = None
-) -> tuple[Tensor, list[Any]]:
-    """One int32 allocation, `base` or a new one, and views of it in these shapes, each aligned to 16 bytes."""
+def carved(shapes: Sequence[tuple[int, ...] | None], device: torch.device) -> tuple[Tensor, list[Any]]:
+    """One int32 allocation, and views of it in these shapes, each aligned to 16 bytes."""
     sizes = [0 if shape is None else int(np.prod(shape, dtype=np.int64)) for shape in shapes]
     starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
-    if base is None:
-        base = torch.empty(max(starts[-1], ALIGNED), dtype=torch.int32, device=device)
+    base = torch.empty(max(starts[-1], ALIGNED), dtype=torch.int32, device=device)
     views = [
         None if shape is None else base[start : start + size].view(shape)
         for shape, start, size in zip(shapes, starts, sizes, strict=False)
@@ -209,69 +236,21 @@ def carved(
 
 
 def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
-    """The mask whose tensors a kernel has written. Views only: no launch, no allocation and no sync.
-
-    `_memo["base"]` is the allocation that has all of them.
-    """
-    full, cut = parts.counts
+    """The mask whose tensors a kernel writes. Views only: no launch, no allocation and no sync."""
+    full, cut = parts.full_counts, parts.cut_counts
     mask = cls.unchecked(
-        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.place.block,
+        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.stored.block,
         batch=c.given.shape[0], heads=c.given.shape[1],
         full=BlockLists(parts.starts, full, parts.indices), partial=BlockLists(parts.cut_starts, cut, parts.indices),
         lo=parts.lo, hi=parts.hi, rules=parts.rules, bits=parts.bits, sizes=Sizes(*c.bounds(), exact=False),
         pure=parts.rules is None, label=c.label,
     )  # fmt: skip
-    mask._memo["base"] = parts.base
-    return mask
-
-
-class Report:
-    """Faults and counts of all rows, copied to the host without a sync: a readback like `readback.Fault`."""
-
-    def __init__(self, c: Choice, parts: Parts) -> None:
-        self.choice, self.rows, self.sized = c, c.rows, c.kind != "topk" or isinstance(c.limit, Tensor)
-        self.arrived: Any = None
-        self.words = parts.report if self.sized else parts.report[:1]
-        self.found: tuple[str | None, Sizes, int] | None = None
-        if self.words.device.type == "cuda":
-            there = self.words
-            self.words = torch.empty(there.shape, dtype=torch.int32, device="cpu", pin_memory=True)
-            self.words.copy_(there, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record(torch.cuda.current_stream(there.device))
-
-    def apply(self, mask: BlockMask, wait: bool) -> None:
-        """Raise InvalidInput if there is a fault, and set true sizes. Does nothing while they are unknown."""
-        if self.found is None:
-            if self.arrived is not None:
-                if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
-                    return
-                if wait:
-                    self.arrived.synchronize()
-                elif not self.arrived.query():
-                    return
-            self.found = self._read()
-        fault, sizes, heavy = self.found
-        if fault is not None:
-            raise InvalidInput(fault)
-        if self.sized and not mask.sizes.exact:
-            object.__setattr__(mask, "sizes", sizes)
-            mask._memo["heavy"] = heavy
-
-    def _read(self) -> tuple[str | None, Sizes, int]:
-        words = self.words.numpy()[:, : self.rows]
-        counts = words[1:] if self.sized else np.zeros((2, 0), np.int32)
-        sizes, heavy, wrong = exact_sizes(*counts), heavy_blocks(*counts), np.flatnonzero(words[0] >= 0)
-        if not wrong.size:
-            return None, sizes, heavy
-        kinds = words[0, wrong] >> POSITION_BITS
-        row = int(wrong[np.argmin(kinds)])
-        word, (_, heads, tiles) = (
-            int(words[0, row]),
-            (*self.choice.given.shape[:2], self.choice.place.grid[0]),
-        )
-        place = (row // tiles // heads, row // tiles % heads, row % tiles, word & ((1 << POSITION_BITS) - 1))
-        return self.choice.fault(word >> POSITION_BITS, place), sizes, heavy
+    # Without its tensors, because it stays with the mask.
+    shape = torch.empty(c.given.shape, dtype=c.given.dtype, device="meta")
+    told = c._replace(given=shape, lengths=None, limit=0, always=None, counts=None)
+    fault = None if c.every else WrittenFault(parts.word, told.explain, c.place.device)
+    sized = c.kind != "topk" or isinstance(c.limit, Tensor)
+    return freshened(mask, parts.base, fault, LateSizes() if sized else None)
 
 
 def by_a_kernel(cls: type[BlockMask], c: Choice) -> BlockMask | None:
@@ -279,12 +258,7 @@ def by_a_kernel(cls: type[BlockMask], c: Choice) -> BlockMask | None:
     if c.place.device.type != "cuda":
         return None
     parts = by_kernel("choose_blocks", c)
-    if parts is None:
-        return None
-    mask = mask_in(cls, c, parts)
-    if not torch.cuda.is_current_stream_capturing():
-        mask._memo["readbacks"] = (Report(c, parts),)
-    return mask
+    return None if parts is None else mask_in(cls, c, parts)
 
 
 def as_kv_lengths(kv_lengths: Any, place: Place) -> Tensor:

@@ -45,19 +45,26 @@ def chosen_mask(cls: type[BlockMask], c: Choice) -> BlockMask:
 def specified(cls: type[BlockMask], c: Choice) -> BlockMask:
     """The mask of a choice, in torch on any device. On a GPU without a sync."""
     found: list[Fault] = []
-    seen = _visible(c, found)
+    lengths = None
+    if c.lengths is not None:
+        _note(found, c, choice.LENGTH, ((c.lengths < 0) | (c.lengths > c.place.block[1]))[:, None, None])
+        lengths = c.lengths.long().clamp(0, c.place.block[1])
+    seen = _visible(c.place, c.causal, lengths)
     by_scores = c.kind in ("topk", "mass")
     kept = _by_scores(c, seen.there, found) if by_scores else _as_listed(c, found)
-    batch, heads = c.given.shape[:2]
-    kept = (kept & seen.there).expand(batch, heads, *c.place.grid)
-    rows = rows_of(kept & seen.whole, kept & ~seen.whole, c.capacity)
+    if c.stored != c.place:
+        kept, lengths = _halves(c, kept, lengths)
+        seen = _visible(c.stored, c.causal, lengths)
+    batch, heads, grid = *c.given.shape[:2], c.stored.grid
+    kept = (kept & seen.there).expand(batch, heads, *grid)
+    rows = rows_of(kept & seen.whole, kept & ~seen.whole, c.room)
     rules = bits = None
     if seen.lengths is not None:
         codes, bits = _rules_and_bits(c, seen.lengths)
-        rules = codes.expand(batch, heads, *c.place.grid).gather(-1, rows.chosen.long()).flatten()
-    lo, hi = (up_to_itself(c.place) if c.causal else every_key(c.place)) or (None, None)
+        rules = codes.expand(batch, heads, *grid).gather(-1, rows.chosen.long()).flatten()
+    lo, hi = (up_to_itself(c.stored) if c.causal else every_key(c.stored)) or (None, None)
     mask = cls.unchecked(
-        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.place.block, batch=batch, heads=heads,
+        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.stored.block, batch=batch, heads=heads,
         full=rows.full, partial=rows.partial, lo=lo, hi=hi, rules=rules, bits=bits,
         sizes=rows.sizes(c.bounds()), pure=rules is None, label=c.label,
     )  # fmt: skip
@@ -70,16 +77,25 @@ def _note(found: list[Fault], c: Choice, kind: int, wrong: Tensor) -> None:
     found += faults(wrong, lambda at: c.fault(kind, [int(each) for each in np.unravel_index(at, shape)]))
 
 
-def _visible(c: Choice, found: list[Fault]) -> Visible:
-    """The blocks that exist."""
-    place, (_, bk) = c.place, c.place.block
-    edge, end = edges(place, c.causal)
+def _halves(c: Choice, kept: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The stored blocks that the blocks of the choice consist of, and how many keys each of these has."""
+    (rows, parts), (tiles, columns), side = c.split, c.stored.grid, c.stored.block[1]
+    kept = kept.repeat_interleave(rows, 2)[:, :, :tiles].repeat_interleave(parts, 3)[..., :columns]
+    if lengths is not None:
+        before = torch.arange(columns, dtype=torch.int64, device=kept.device) % parts * side
+        lengths = (lengths.repeat_interleave(parts, 1)[:, :columns] - before).clamp(0, side)
+    return kept, lengths
+
+
+def _visible(place: Place, causal: bool, lengths: Tensor | None) -> Visible:
+    """The blocks that exist; `lengths` int64 [1 or B, Nb], in range."""
+    edge, end = edges(place, causal)
     column = torch.arange(place.grid[1], dtype=torch.int64, device=place.device)
     there, whole = (column < end)[None, None], (column < edge)[None, None]
-    if c.lengths is None:
+    if lengths is None:
         return Visible(there, whole, None)
-    _note(found, c, choice.LENGTH, ((c.lengths < 0) | (c.lengths > bk))[:, None, None])
-    lengths = torch.minimum(c.lengths.long().clamp(0, bk), (place.kv_len - column * bk).clamp(max=bk))
+    bk = place.block[1]
+    lengths = torch.minimum(lengths, (place.kv_len - column * bk).clamp(max=bk))
     there = there & (lengths > 0)[:, None, None]
     return Visible(there, whole & (lengths == bk)[:, None, None], lengths)
 
@@ -139,7 +155,8 @@ def _by_scores(c: Choice, there: Tensor, found: list[Fault]) -> Tensor:
             right = (limit > 0) & (limit <= 1)
             _note(found, c, choice.NUMBER, ~right)
             limit = torch.where(right, limit.double(), 1.0)
-    _note(found, c, choice.VALUE, wrong & there)
+    if not c.every:
+        _note(found, c, choice.VALUE, wrong & there)
     ranked = c.given.masked_fill(wrong | ~there, -torch.inf)
     first = None if c.always is None else _always(c) & there
     if first is not None and not c.every:
@@ -204,7 +221,7 @@ def _rules_and_bits(c: Choice, lengths: Tensor) -> tuple[Tensor, Tensor]:
     Blocks that lack keys have bits: entry b * Nb + j is key block j of batch item b, for all tiles that see every key
     it has. If causal, tiles that see block `edge` + d only in part have the entry B * Nb + (b * Mb + i) * D + d.
     """
-    place, (batch, columns) = c.place, lengths.shape
+    place, (batch, columns) = c.stored, lengths.shape
     (bq, bk), tiles, device = place.block, place.grid[0], place.device
     words = torch.arange(bk // WORD, dtype=torch.int64, device=device) * WORD
     column = torch.arange(columns, dtype=torch.int64, device=device)
@@ -264,8 +281,8 @@ def _reaching(ranked: Tensor, first: Tensor | None, share: Any, least: int, most
 def masses(scores: Tensor) -> Tensor:
     """The masses of each row as int64 of at most MASS_BITS bits: multiples, rounded down, of a power of two.
 
-    The scores are finite and not negative. The power is chosen by the highest one of a row, of which MASS_BITS bits
-    stay; below 2^-900 it is that of 2^-900.
+    The scores are finite and not negative. The power is chosen by the highest one of a row, MASS_BITS bits of
+    which stay; below 2^-900 it is that of 2^-900.
     """
     scores = scores.double()
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import operations
-from sparsek.mask.fresh import freshened
+from sparsek.mask.fresh import WrittenFault, freshened
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ NO_SINKS, SINKS, SINKS_AHEAD = 0, 1, 2
 
 
 class Parts(NamedTuple):
-    """The tensors of a mask that a kernel has written, and the one allocation that holds all of them."""
+    """The tensors of a mask that a kernel has written, the one allocation that holds all of them, and the word of the
+    host to which it writes a fault.
+    """
 
     full: BlockLists
     partial: BlockLists
@@ -35,6 +37,7 @@ class Parts(NamedTuple):
     hi: Tensor | None = None
     rules: Tensor | None = None
     bits: Tensor | None = None
+    word: Tensor | None = None
 
 
 class Counted(NamedTuple):
@@ -337,13 +340,14 @@ def on_gpu(
 
 def of_parts(
     cls: type[BlockMask], place: Place, made: Parts, counted: Counted, *, batch: int = 1, heads: int = 1,
-    pure: bool = True, label: str,
+    pure: bool = True, label: str, explain: Callable[[int], str] = str,
 ) -> BlockMask:  # fmt: skip
-    """The mask of these parts."""
+    """The mask of these parts. `explain`: a fault in words."""
     mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
         full=made.full, partial=made.partial, lo=made.lo, hi=made.hi, rules=made.rules, bits=made.bits,
         sizes=counted.sizes, pure=pure, label=label,
     )  # fmt: skip
     mask._memo["heavy"] = counted.heavy
-    return freshened(mask, made.base, None)
+    fault = None if made.word is None else WrittenFault(made.word, explain, place.device)
+    return freshened(mask, made.base, fault)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask
 from sparsek.mask.lists import BLOCK_SIZES, Place, check_stored, mask_block
+from sparsek.mask.survey import Classes, Seen, Survey, Window, classified, seen_in, seen_on_cpu
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     from sparsek.mask.mask import BlockMask
 
-CHUNK = 1 << 22  # elements that are evaluated in one step
+CHUNK = 1 << 20  # elements that are evaluated in one step: few enough for a CPU's cache
+BIG_CHUNK = 1 << 26  # in one step of a GPU, or of compiled code, which holds no element
+FUNCTIONS = 256  # that may be compiled in one process
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Given = ParamSpec("Given")
@@ -32,7 +37,7 @@ OTHER_NAMES = {
     "q_len": "it is called Q_LEN here, as in create_block_mask",
     "kv_len": "it is called KV_LEN here, as in create_block_mask",
     "BLOCK_SIZE": "it is called block",
-    "_compile": "leave it out",
+    "_compile": "it is called compiled",
 }
 # In the messages of torch.vmap on code that needs one value of a tensor; the second for numpy and tolist.
 NEEDS_A_VALUE = "vmap: ", "Cannot access data pointer of Tensor"
@@ -60,12 +65,13 @@ def from_mask_mod(
     *,
     block: int | tuple[int, int] = 128,
     device: str | torch.device | None = None,
+    compiled: bool = False,
 ) -> BlockMask:
     """Return the mask of a `mask_mod` of FlexAttention, as create_block_mask does.
 
-    The function is evaluated at every query and key under torch.vmap, in chunks of at most 4 M elements, each a few
-    rows of blocks or a part of one. O(B * H * Q_LEN * KV_LEN) time; memory of a chunk and of the blocks that are
-    stored. A MaskPolicy or another builder makes a mask of known form in O(Q_LEN). Waits for the device.
+    The function is evaluated at every query and key under torch.vmap, in chunks, each a few rows of blocks or a part of
+    one. O(B * H * Q_LEN * KV_LEN) time; memory of a chunk, a byte for each block, and the blocks that are stored. A
+    MaskPolicy or another builder makes a mask of known form in O(Q_LEN). Waits for the device, with `compiled` once.
 
     Args:
         mask_mod: A function (b, h, q_idx, kv_idx) of four int64 tensors without dimensions. It returns a bool tensor
@@ -77,6 +83,8 @@ def from_mask_mod(
         KV_LEN: Keys.
         block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
         device: Where the mask is made; torch's default device for None. Tensors that `mask_mod` reads are there too.
+        compiled: Whether torch.compile makes kernels of the function, which keep no element in memory. That takes
+            seconds for each new function, and pays from about 10^9 elements on, or for masks made again and again.
 
     Returns:
         A mask of B batch items and H heads. It does not read `mask_mod` again.
@@ -98,18 +106,69 @@ def from_mask_mod(
     place = Place.of(q_len=Q_LEN, kv_len=KV_LEN, block=block, device=device)
     batch = 1 if B is None else arguments.integer("B", B, 1)
     heads = 1 if H is None else arguments.integer("H", H, 1)
+    compiled = arguments.flag("compiled", compiled)
     check_stored(batch * heads * place.grid[0])
-    made = TileMask((place.q_len, place.kv_len), place.block, batch, heads, place.device)
-    bq, bk = made.block
-    width = min(max(CHUNK // bq // bk, 1), max(made.columns, 1)) * bk
-    height = max(CHUNK // width // bq, 1) * bq
-    for group in range(batch * heads):
-        for q in range(0, made.q_len, height):
-            for k in range(0, made.kv_len, width):
-                lengths = min(height, made.q_len - q), min(width, made.kv_len - k)
-                seen = _evaluated(mask_mod, (group // heads, group % heads, q, k), lengths, made.device)
-                made.add_slab((group * made.tiles + q // bq, k // bk), seen)
-    return made.mask(cls, "from_mask_mod")
+    on_cpu = place.device.type == "cpu"
+    survey = Survey(place, batch, heads, CHUNK if on_cpu and not compiled else BIG_CHUNK)
+    lengths = place.q_len, place.kv_len
+    if compiled and all(lengths):  # a wrong function is refused here, in the usual words
+        zero = survey.number[0]
+        _values(mask_mod, Window(zero, zero, zero, zero), (1, 1), lengths)
+    by = _compiled() if compiled else _Steps(_seen_on_cpu if on_cpu else _seen, classified, _values_at)
+
+    def look(window: Window, queries: int, start: Tensor) -> Seen:
+        return by.seen(mask_mod, window, queries, start, lengths, place.block[1])
+
+    def look_at(batch_items: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return by.values_at(mask_mod, batch_items, heads, queries, keys)
+
+    found = survey.classes(look, by.classify)
+    return survey.mask(cls, found, look_at, "from_mask_mod", share=not compiled)
+
+
+class _Steps(NamedTuple):
+    """The steps of a survey, as they are or compiled."""
+
+    seen: Callable[..., Seen]
+    classify: Callable[..., Classes]
+    values_at: Callable[..., Tensor]
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> _Steps:
+    """Each step as one kernel, by torch.compile, for every function anew."""
+    return _Steps(_compiled_for_any(_seen), _compiled_for_any(classified), _compiled_for_any(_values_at))
+
+
+def _compiled_for_any(step: Callable[Given, Made]) -> Callable[Given, Made]:
+    """A compiled step. Each mask_mod compiles it once; torch compiles only a few by default."""
+    import torch._dynamo
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        with torch._dynamo.config.patch(recompile_limit=FUNCTIONS, accumulated_recompile_limit=8 * FUNCTIONS):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _seen(
+    mask_mod: MaskMod, window: Window, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
+) -> Seen:
+    blocks = len(start)
+    return seen_in(
+        _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start
+    )
+
+
+def _seen_on_cpu(
+    mask_mod: MaskMod, window: Window, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
+) -> Seen:
+    blocks = len(start)
+    return seen_on_cpu(
+        _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start
+    )
 
 
 def _check_mask_mod(mask_mod: Any) -> None:
@@ -130,18 +189,20 @@ def _check_mask_mod(mask_mod: Any) -> None:
         ) from error
 
 
-def _evaluated(
-    mask_mod: MaskMod, first: tuple[int, int, int, int], lengths: tuple[int, int], device: torch.device
-) -> Tensor:
-    """A `mask_mod` at one batch item and head, for `lengths` queries and keys from `first` on: bool [queries, keys]."""
-    from torch.nn.attention.flex_attention import create_mask
+def _values(mask_mod: MaskMod, window: Window, shape: tuple[int, int], lengths: tuple[int, int]) -> Tensor:
+    """A `mask_mod` at one batch item and head, bool [queries, keys]; False for keys beyond the lengths.
 
-    b, h, q, k = torch.tensor(first, dtype=torch.int64, device="cpu").to(device)
-
-    def at(_b: Tensor, _h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return _called(mask_mod, b, h, q + row, k + column)
-
-    return create_mask(at, 1, 1, *lengths, device=device)[0, 0]
+    It is not evaluated beyond them: at the last query and key instead.
+    """
+    b, h, q, k = window
+    query, key = (first + torch.arange(n, device=q.device) for first, n in zip((q, k), shape, strict=True))
+    last_query, last_key = (length - 1 for length in lengths)
+    with _index_mode():
+        rows = torch.vmap(partial(_called, mask_mod), (None, None, None, 0))
+        seen = torch.vmap(rows, (None, None, 0, None))(
+            b, h, query.clamp(max=last_query), key.clamp(max=last_key)
+        )
+    return seen & (key <= last_key)
 
 
 def _called(mask_mod: MaskMod, *position: Tensor) -> Tensor:
@@ -261,19 +322,44 @@ def _refuse_repeats(made: TileMask, cells: Tensor) -> None:
 
 def _values_in(made: TileMask, mask_mod: MaskMod, cells: Tensor) -> Tensor:
     """`mask_mod` at the elements of blocks, bool [n, bq, bk]. It is not evaluated beyond the lengths."""
-    from torch.nn.attention.flex_attention import create_mask
-
     if not cells.numel():
         return torch.empty(0, *made.block, dtype=torch.bool, device=made.device)
     queries, keys = made.positions(cells)
     queries.clamp_(max=made.q_len - 1)
     keys.clamp_(max=made.kv_len - 1)
     groups = cells // (made.columns * made.tiles)
-    batch_items, heads = groups // made.heads, groups % made.heads
+    return _values_at(mask_mod, groups // made.heads, groups % made.heads, queries, keys)
 
-    def at(block: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        at_row, at_column = queries[block, row], keys[block, column]
-        return _called(mask_mod, batch_items[block], heads[block], at_row, at_column)
 
-    # The index of the block takes the place of FlexAttention's batch item, and its own vmap does the rest.
-    return create_mask(at, cells.numel(), 1, *made.block, device=made.device)[:, 0]
+def _values_at(
+    mask_mod: MaskMod, batch_items: Tensor, heads: Tensor, queries: Tensor, keys: Tensor
+) -> Tensor:
+    """`mask_mod` at the queries [n, bq] and keys [n, bk] of blocks, bool [n, bq, bk]."""
+    with _index_mode():
+        rows = torch.vmap(partial(_called, mask_mod), (None, None, None, 0))
+        blocks = torch.vmap(rows, (None, None, 0, None))
+        return torch.vmap(blocks)(batch_items, heads, queries, keys)
+
+
+class _IndexByTensors(TorchFunctionMode):
+    """Lets a function under torch.vmap index a tensor by its positions, as in `document[q_idx]`.
+
+    Tensor.__getitem__ would ask for the values of indices without dimensions. As FlexAttention has it; its own needs
+    torch._dynamo, whose import takes seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(each, Tensor) for each in index):
+                return torch.ops.aten.index(args[0], index)
+        return func(*args, **(kwargs or {}))
+
+
+def _index_mode() -> AbstractContextManager[Any]:
+    """Tensors as indices, for this code and for torch.compile, which knows only torch's own mode."""
+    if not torch.compiler.is_compiling():
+        return _IndexByTensors()
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()

@@ -18,6 +18,7 @@ from sparsek.core import words
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home, drop_oldest
 from sparsek.mask.lists import BlockLists
+from sparsek.mask.readback import LateSizes
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
@@ -53,7 +54,9 @@ class Kind(Home):
         self.plain = dict(zip(PLAIN, plain, strict=True))
         self.heavy, self.sizes, self.parts = heavy, sizes, parts
 
-    def mask(self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None) -> BlockMask:
+    def mask(
+        self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
+    ) -> BlockMask:
         """The mask whose tensors are in `base`. No check, no sync."""
         pieces = base.split_with_sizes(self.sizes)
         tensors = []
@@ -71,19 +74,20 @@ class Kind(Home):
         fields["_memo"] = memo
         if self.heavy is not None:
             memo["heavy"] = self.heavy
-        if fault is not None:
-            memo["readbacks"] = (fault,)
-            fault.keep(self)
+        _note(memo, self, fault, late)
         return made
 
 
 class Fresh:
-    """The state of a mask that is new: its kind, its base, and how often attention was called with it."""
+    """The state of a mask that is new: its base, its kind, and how often attention was called with it.
 
-    __slots__ = ("base", "kind", "uses")
+    `kind` is None until it is asked for: to find it takes 20 us. `known`: whether it was.
+    """
 
-    def __init__(self, kind: Kind, base: Tensor) -> None:
-        self.kind, self.base, self.uses = kind, base, 0
+    __slots__ = ("base", "kind", "known", "uses")
+
+    def __init__(self, kind: Kind | None, base: Tensor) -> None:
+        self.kind, self.base, self.uses, self.known = kind, base, 0, kind is not None
 
 
 _KINDS: dict[Hashable, Kind] = {}
@@ -133,26 +137,43 @@ def kind_of(mask: BlockMask, base: Tensor) -> Kind | None:
     return kind
 
 
-def freshened(mask: BlockMask, base: Tensor, fault: WrittenFault | None) -> BlockMask:
-    """The mask, which knows from now on that its tensors are views of `base`, and where its fault would be."""
-    kind = kind_of(mask, base)
-    if kind is not None:
-        mask._memo["fresh"] = Fresh(kind, base)
-        if fault is not None:
-            fault.keep(kind)
-    if fault is not None:
-        mask._memo["readbacks"] = (fault,)
+def freshened(
+    mask: BlockMask, base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
+) -> BlockMask:
+    """The mask as one whose tensors are views of `base`. `fault`: where its fault would be; `late`: of its sizes."""
+    # A mask of closed form has neither, and most often it is kept.
+    kind = None if fault is None and late is None else kind_of(mask, base)
+    mask._memo["fresh"] = Fresh(kind, base)
+    _note(mask._memo, kind, fault, late)
     return mask
 
 
+def _note(
+    memo: dict[Any, Any], kind: Kind | None, fault: WrittenFault | None, late: LateSizes | None
+) -> None:
+    """Makes the mask verify these."""
+    if fault is not None or late is not None:
+        memo["readbacks"] = tuple(each for each in (fault, late) if each is not None)
+    if fault is not None and kind is not None:
+        fault.keep(kind)
+
+
 def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
-    """The state of a mask that had few uses; None for any other. `counting`: this is one more use."""
+    """The state of a mask that had few uses, with its kind; None for any other. `counting`: this is one more use."""
     state = mask._memo.get("fresh")
     if state is None or state.uses > FEW:
+        return None
+    if not state.known:
+        state.kind, state.known = kind_of(mask, state.base), True
+    # True sizes may have replaced the bounds by which calls of this kind allocate.
+    if state.kind is None or mask.sizes.exact != state.kind.plain["sizes"].exact:
         return None
     if counting:
         state.uses += 1
         if state.uses > FEW:
+            for each in mask._memo.get("readbacks", ()):
+                if isinstance(each, LateSizes):
+                    each.begin(mask)
             return None
     return state
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.again import repeated
 from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
 from sparsek.mask.chosen import chosen_mask
 from sparsek.mask.lists import (
+    CHOSEN_SIZES,
     BlockLists,
     Frame,
     Place,
@@ -27,7 +29,7 @@ from sparsek.mask.lists import (
     refuse_capture,
     upload,
 )
-from sparsek.mask.readback import Fault, TrueSizes, with_readbacks
+from sparsek.mask.readback import Fault, LateSizes, with_readbacks
 from sparsek.mask.structured import every_key
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 
+@repeated
 @not_traced("a block mask")
 def from_block_map(
     cls: type[BlockMask],
@@ -76,6 +79,7 @@ def from_block_map(
     return _listed(cls, "map", place, causal, kept, kv_lengths, place.grid[1])
 
 
+@repeated
 @not_traced("a block mask")
 def from_indices(
     cls: type[BlockMask],
@@ -152,7 +156,7 @@ def _place_of(name: str, given: Tensor, seq_len: int | None, frame: dict[str, An
         raise InvalidInput(
             f"{name} is on {given.device} and device is {device}; masks are made where the choice is"
         )
-    return Place.of(seq_len, **{**frame, "device": given.device})
+    return Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": given.device})
 
 
 def _four_dims(name: str, given: Tensor, right: Sequence[int], names: Sequence[str]) -> Tensor:
@@ -242,7 +246,7 @@ def from_blocks(
             f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
         )
     check_stored(indices.numel())
-    readbacks: list[Fault | TrueSizes] = []
+    readbacks: list[Fault | LateSizes] = []
     if on_gpu:
         refuse_capture()
         wrong = _wrong(indptr, indices, columns)
@@ -254,7 +258,7 @@ def from_blocks(
         sizes = Sizes(
             most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
         )
-        readbacks.append(TrueSizes(parts[1], parts[3]))
+        readbacks.append(LateSizes())
     else:
         _check_lists(indptr, indices, place, rows)
         arrays = [part.numpy() for part in _split(indptr, indices, place)]
@@ -267,6 +271,9 @@ def from_blocks(
         full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
         lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
     )  # fmt: skip
+    for each in readbacks:
+        if isinstance(each, LateSizes):
+            each.begin(mask)
     return with_readbacks(mask, readbacks)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 BLOCK_SIZES = (64, 128)
+CHOSEN_SIZES = (*BLOCK_SIZES, 256)  # in which blocks are chosen; of 256, a mask stores the halves
 BY_INTERVAL = -1
 WORD = 32  # bits of one int32 of `bits`
 ALIGNED = 4  # int32 words in 16 bytes: Triton compiles anew for pointers that are not aligned to that
@@ -85,7 +86,8 @@ class Frame(TypedDict, total=False):
     Attributes:
         q_len: Queries, in tokens; with `kv_len` in place of `seq_len`.
         kv_len: Keys, in tokens.
-        block: The block in tokens: 64, 128 (the default), or a pair (queries, keys) of them.
+        block: The block in tokens: 64, 128 (the default), or a pair (queries, keys) of them. Builders of chosen
+            blocks (`topk`, `cumulative`, `from_block_map`, `from_indices`) take 256 too, and store halves of 128.
         device: Where the mask is made; torch's default device if left out.
         q_offset: Query q stands at key position q + q_offset. kv_len - q_len if left out: the last query stands at the
             last key.
@@ -118,9 +120,10 @@ class Place:
         block: Any = 128,
         device: Any = None,
         q_offset: int | None = None,
+        sides_of: tuple[int, ...] = BLOCK_SIZES,
         **unknown: Any,
     ) -> Place:
-        """From the arguments of a builder: see `Frame`."""
+        """From the arguments of a builder: see `Frame`; blocks have the sides `sides_of`."""
         if unknown:
             names = ", ".join(unknown)
             raise InvalidInput(
@@ -135,7 +138,7 @@ class Place:
             q_len = kv_len = seq_len
         elif q_len is None or kv_len is None:
             raise InvalidInput("a length is missing; give seq_len, or both q_len and kv_len")
-        sides = mask_block(block)
+        sides = mask_block(block, sides_of)
         names = ("q_len", "kv_len") if seq_len is None else ("seq_len", "seq_len")
         q_len, kv_len = mask_length(q_len, names[0], sides[0]), mask_length(kv_len, names[1], sides[1])
         offset = kv_len - q_len
@@ -144,6 +147,12 @@ class Place:
         if abs(offset) + q_len > INT32_MAX:
             raise InvalidInput(f"q_offset is {offset}; the positions of queries must fit int32")
         return cls(q_len, kv_len, sides, as_device(device), offset)
+
+    @property
+    def stored(self) -> Place:
+        """The place with the blocks that masks store: 128 for 256."""
+        sides = [min(side, max(BLOCK_SIZES)) for side in self.block]
+        return replace(self, block=(sides[0], sides[1]))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -181,14 +190,16 @@ def as_device(device: str | torch.device | None) -> torch.device:
     return arguments.device("device", torch.get_default_device() if device is None else device)
 
 
-def mask_block(block: Any) -> tuple[int, int]:
-    """(bq, bk) from a pair, or from one int for square blocks; each 64 or 128."""
+def mask_block(block: Any, sides_of: tuple[int, ...] = BLOCK_SIZES) -> tuple[int, int]:
+    """(bq, bk) from a pair, or from one int for square blocks; each one of `sides_of`."""
     with suppress(InvalidInput):
         sides = int_or_pair("block", block)
-        if all(side in BLOCK_SIZES for side in sides):
+        if all(side in sides_of for side in sides):
             return sides
+    *some, last = sides_of
     raise InvalidInput(
-        f"block is {arguments.shown(block)}; masks have blocks of 64 or 128, or a pair (bq, bk) of these"
+        f"block is {arguments.shown(block)}; masks have blocks of {', '.join(map(str, some))} or {last}, or a pair "
+        "(bq, bk) of these"
     )
 
 

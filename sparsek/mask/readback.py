@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.lists import Sizes
+from sparsek.mask.lists import exact_sizes, heavy_blocks
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
@@ -53,22 +53,45 @@ class Fault(Readback):
             raise InvalidInput(self.explain(at))
 
 
-class TrueSizes(Readback):
-    """The sizes of lists on a device. They replace the bounds in a mask's `sizes`, and later plans use them."""
+class LateSizes:
+    """The sizes of lists on a device, read once a mask has had some uses. They replace the bounds in its `sizes`, and
+    later plans use them.
+    """
 
-    def __init__(self, full: Tensor, partial: Tensor) -> None:
-        both = (full + partial).long()  # a longest row times the rows is more than int32 holds
-        heavy = torch.where(both * both.numel() > 2 * both.sum(), both, 0).sum()
-        longest = both.max() if both.numel() else both.sum()
-        super().__init__(torch.stack((both.sum(), partial.sum(), longest, heavy)))
+    def __init__(self) -> None:
+        self.counts: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+
+    def begin(self, mask: BlockMask) -> None:
+        """Copy the counts of the rows to the host, without a sync. Not while a CUDA graph is captured."""
+        parts = mask.full.counts, mask.partial.counts
+        on_gpu = mask.device.type == "cuda"
+        if self.counts is not None or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return
+        self.counts = torch.empty((2, mask.rows), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        for there, here in zip(parts, self.counts, strict=True):
+            here.copy_(there, non_blocking=True)
+        if on_gpu:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(mask.device))
 
     def apply(self, mask: BlockMask, wait: bool) -> None:
-        """Set the sizes of the mask, once they have arrived."""
-        numbers = self.read(wait)
-        if numbers is not None and not mask.sizes.exact:
-            *sizes, heavy = numbers
-            object.__setattr__(mask, "sizes", Sizes(*sizes, exact=True))
-            mask._memo["heavy"] = heavy
+        """Set the sizes of the mask, once they have arrived. `wait`: read them now, if nothing has asked for them."""
+        if mask.sizes.exact or (self.counts is None and not wait):
+            return
+        self.begin(mask)
+        if self.counts is None:
+            return
+        if self.arrived is not None:
+            if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
+                return
+            if wait:
+                self.arrived.synchronize()
+            elif not self.arrived.query():
+                return
+        counts = self.counts.numpy()
+        object.__setattr__(mask, "sizes", exact_sizes(*counts))
+        mask._memo["heavy"] = heavy_blocks(*counts)
 
 
 def faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
@@ -86,7 +109,7 @@ def _first(found: Tensor) -> Tensor:
     return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
 
 
-def with_readbacks(mask: BlockMask, readbacks: Sequence[Fault | TrueSizes]) -> BlockMask:
+def with_readbacks(mask: BlockMask, readbacks: Sequence[Any]) -> BlockMask:
     """The mask, whose `verify` applies these readbacks. On the CPU they are applied here."""
     if mask.device.type == "cpu":
         for each in readbacks:

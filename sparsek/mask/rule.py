@@ -17,11 +17,12 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced, untransformed
 from sparsek.mask.cache import edges_of, kept_mask, values_of
+from sparsek.mask.choice import Near
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.lists import Frame, as_device, mask_block
+from sparsek.mask.lists import Frame, Place, as_device, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.scored import best_blocks
+from sparsek.mask.scored import best_blocks, best_near
 
 
 class ResolvedRule(NamedTuple):
@@ -174,18 +175,26 @@ class MaskPolicy(MaskRule):
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor | None = None,
         device: str | torch.device | None = None,
+        *,
+        seq_len: int | None = None,
+        max_seqlen: int | None = None,
     ) -> BlockMask:
         """Return the mask of packed documents, each masked by itself: the same object for the same lengths.
+
+        With `seq_len` it is a new mask by `BlockMask.documents`, which reads no cu_seqlens on a GPU back, and which a
+        CUDA graph may capture.
 
         Args:
             cu_seqlens_q: int32 or int64 [documents + 1]: 0, then the end of each document in tokens. On a GPU it is
                 read with one sync, once for a tensor and again after a write to it.
             cu_seqlens_k: The same for the keys, if their lengths differ.
             device: Where the mask is made; that of cu_seqlens_q for None.
+            seq_len: Queries and keys, in tokens. Without sinks, stride and cu_seqlens_k only.
+            max_seqlen: With seq_len, the longest document in tokens, which makes the mask's `sizes` tight.
 
         Raises:
             InvalidInput: For a top-k policy, for a stride whose documents have other numbers of queries than of keys,
-                and for cu_seqlens that are not ascending.
+                for cu_seqlens that are not ascending, and for seq_len with what it does not go with.
 
         Example:
             >>> import torch, sparsek as sk
@@ -193,8 +202,37 @@ class MaskPolicy(MaskRule):
             '8 of 16 blocks, 50 %, 8 partial'
         """
         self._refuse_topk("attention_varlen takes the policy as it is")
+        if seq_len is not None:
+            return self._unread(cu_seqlens_q, cu_seqlens_k, device, seq_len, max_seqlen)
+        if max_seqlen is not None:
+            raise InvalidInput(
+                "max_seqlen goes with seq_len; without it cu_seqlens are read, and it is known"
+            )
         layout = packed_layout(cu_seqlens_q, cu_seqlens_k)
         return self.visible_in(layout, cu_seqlens_q.device if device is None else as_device(device)).within
+
+    def _unread(
+        self, cu_seqlens: Tensor, of_keys: Any, device: Any, seq_len: int, max_seqlen: int | None
+    ) -> BlockMask:
+        """The mask of packed documents without a look at cu_seqlens, if they are on a GPU."""
+        if self.sinks or self.stride is not None or (of_keys is not None and of_keys is not cu_seqlens):
+            raise InvalidInput(
+                "seq_len goes with a policy without sinks and stride, and with one cu_seqlens for queries and keys; "
+                "leave it out, and cu_seqlens are read"
+            )
+        arguments.tensor("cu_seqlens_q", cu_seqlens, (torch.int32, torch.int64))
+        if device is not None and as_device(device) != cu_seqlens.device:
+            raise InvalidInput(
+                f"cu_seqlens_q is on {cu_seqlens.device} and device is {device}; use one device"
+            )
+        return BlockMask.documents(
+            cu_seqlens,
+            seq_len,
+            window=self.window,
+            causal=self.causal,
+            max_seqlen=max_seqlen,
+            block=self.block,
+        )
 
     def visible_in(self, layout: PackedLayout, device: torch.device) -> ResolvedRule:
         """The rule at a layout of documents, for the current stream. Kept for equal layouts."""
@@ -344,7 +382,18 @@ def _constant_mask(
 @not_traced("a top-k mask")
 def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
     """A top-k mask, made outside of inference mode, as by builders."""
-    within, always = (
-        each._mask(q.shape[2], k.shape[2], q.device) for each in policy._parts if each is not None
+    within, _ = policy._parts
+    if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
+        return within._mask(q.shape[2], k.shape[2], q.device)
+    place = Place.of(q_len=q.shape[2], kv_len=k.shape[2], block=policy.block, device=q.device)
+    back, sinks = (policy.window or 1) - 1, -(-policy.sinks // place.block[1])
+    near = Near(
+        min(sinks, place.grid[1]), min(back, place.reach), 0 if policy.causal else min(back, place.reach)
     )
-    return ResolvedRule(within, always, policy.topk or 0).mask_for(q, k)
+    q, k = values_of(q, "q"), values_of(k, "k")
+    label = "causal" if policy.causal else "full"
+    return untransformed(
+        lambda: best_near(
+            BlockMask, block_scores(q, k, place.block), place, policy.causal, policy.topk or 0, near, label
+        )
+    )

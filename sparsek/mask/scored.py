@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.choice import INTS, Choice, Near, as_kv_lengths, joined_batch
+from sparsek.mask.again import repeated
+from sparsek.mask.choice import INTS, Choice, Near, as_kv_lengths, held, joined_batch
 from sparsek.mask.chosen import chosen_mask, highest, rows_of
-from sparsek.mask.lists import BY_INTERVAL, Frame, Place
-from sparsek.mask.structured import visible
+from sparsek.mask.lists import BY_INTERVAL, CHOSEN_SIZES, Frame, Place
 from sparsek.mask.view import NOT_STORED, WHOLE, table_of
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 
+@repeated
 @not_traced("a block mask")
 def topk(
     cls: type[BlockMask],
@@ -100,6 +100,7 @@ def topk(
     )
 
 
+@repeated
 @not_traced("a block mask")
 def cumulative(
     cls: type[BlockMask],
@@ -219,7 +220,7 @@ def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple
         raise InvalidInput(
             f"scores are on {scores.device} and device is {device}; masks are made where the scores are"
         )
-    place = Place.of(seq_len, **{**frame, "device": scores.device})
+    place = Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": scores.device})
     scores = scores.detach().view(1, 1, *scores.shape) if scores.ndim == 2 else scores.detach()
     if tuple(scores.shape[2:]) != place.grid or 0 in scores.shape[:2]:
         raise InvalidInput(
@@ -255,15 +256,30 @@ def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], 
 def _as_near(always: Any, place: Place, causal: bool, k: int) -> Near:
     """The first `sinks` blocks and `local` ones up to the tile's own, if not causal also after it."""
     sinks, local = (min(each, place.reach) for each in arguments.pair("always", always))
-    (_, end), bk = visible(place, causal), place.block[1]
-    left = np.clip(place.first // bk - local + 1, 0, end)
-    right = np.clip(place.last // bk + (1 if causal else local), left, end) if local else left
-    held = np.minimum(sinks, end) + np.maximum(right - np.maximum(left, np.minimum(sinks, end)), 0)
-    if (held > k).any():
-        at = int(held.argmax())
-        raise InvalidInput(f"always keeps {held[at]} blocks in query tile {at}; they count among the k = {k}")
-    sinks, keys = min(sinks, place.grid[1]), (min(local, place.blocks(place.reach)) - 1) * bk
-    return Near(sinks, keys if local else None, 0 if causal else keys)
+    keys = (min(local, place.blocks(place.reach)) - 1) * place.block[1]
+    near = Near(min(sinks, place.grid[1]), keys if local else None, 0 if causal else keys)
+    kept = held(place, causal, near)
+    if (kept > k).any():
+        at = int(kept.argmax())
+        raise InvalidInput(f"always keeps {kept[at]} blocks in query tile {at}; they count among the k = {k}")
+    return near
+
+
+@not_traced("a block mask")
+def best_near(
+    cls: type[BlockMask], scores: Tensor, place: Place, causal: bool, k: int, near: Near, label: str
+) -> BlockMask:
+    """The mask of the `k` blocks with the highest scores in each tile, and of all near ones, which count among the k.
+
+    scores: floating point [B, H, Mb, Nb] on the place's device; -inf and NaN exclude a block. As `best_blocks` of a
+    causal or full mask. No sync.
+    """
+    scores = scores.detach()
+    capacity = min(max(k, int(held(place, causal, near).max(initial=0))), place.grid[1])
+    made = f"{capacity} best of {label}"
+    return chosen_mask(
+        cls, Choice("topk", place, causal, scores, None, capacity, made, k, always=near, every=True)
+    )
 
 
 @not_traced("a block mask")
@@ -271,8 +287,8 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     """For each query tile the `k` blocks of `within` with the highest scores, with the rules of `within`.
 
     scores: floating point [B, H, Mb, Nb] on the mask's device. within, always: one head, and 1 or B batch items. Blocks
-    that `always` stores come first and count among the k; a tile that has more of them keeps all. -inf excludes other
-    blocks. Equal scores are ranked the same way every time.
+    that `always` stores come first and count among the k; a tile that has more of them keeps all. -inf and NaN
+    exclude other blocks. Equal scores are ranked the same way every time.
 
     No sync where the sizes of `within` and `always` are exact. O(B * H * Mb * Nb), as the scores are.
     """
@@ -280,7 +296,7 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     _check(within, scores, always)
     codes = table_of(within)
     there = codes != NOT_STORED
-    ranked = scores.detach().masked_fill(~there, -torch.inf)
+    ranked = scores.detach().masked_fill(~there | scores.isnan(), -torch.inf)
     most, first = k, None
     if always is not None:
         first = (there & (table_of(always) != NOT_STORED)).expand(ranked.shape)

@@ -361,8 +361,8 @@ def documents(
 
     Args:
         cu_seqlens: int32 or int64 [documents + 1]: 0, then the end of each document in tokens. The mask is made on its
-            device. On a GPU with `seq_len` it is not checked: a wrong one makes a wrong mask, but no access out of
-            bounds.
+            device. On a GPU with `seq_len` it is checked there: a fault is raised when the mask is next used, or in
+            `verify`.
         seq_len: Queries and keys in tokens, at least the end of the last document; queries after it see nothing. That
             end by default, for which the host waits for a GPU.
         window: A query sees keys less than so many tokens before it, and after it if not causal. None: all.
@@ -374,8 +374,8 @@ def documents(
         A mask of one batch item, shared by all heads.
 
     Raises:
-        InvalidInput: For cu_seqlens of another shape or dtype, and where they are read for those that do not ascend
-            from 0 to at most `seq_len`, and for a document longer than `max_seqlen`; for blocks that no mask has.
+        InvalidInput: For cu_seqlens of another shape or dtype, or that do not ascend from 0 to at most `seq_len`; where
+            they are read, for a document longer than `max_seqlen`; for blocks that no mask has.
 
     Example:
         >>> import torch, sparsek as sk
@@ -394,8 +394,9 @@ def documents(
     if seq_len is not None and closed.has_kernels(cu_seqlens.device) and count:
         place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
         band, edges = Band.of(place, *near), cu_seqlens.detach().contiguous()
-        bound = partial(closed.bounded_band, place, band)
-        made = on_gpu(cls, place, "mask_of_documents", (edges, band, 1), bound, label=label)
+        bound, explain = partial(closed.bounded_band, place, band), partial(_wrong_edges, place.q_len)
+        given = edges, band, 1, True
+        made = on_gpu(cls, place, "mask_of_documents", given, bound, label=label, explain=explain)
         if made is not None:
             return made
     edges = read_edges(cu_seqlens, "cu_seqlens")
@@ -408,3 +409,7 @@ def documents(
     place = Place.of(total, block=block, device=cu_seqlens.device, q_offset=0)
     layout = PackedLayout(Documents.packed(edges, edges), total, total)
     return documents_mask(cls, layout, near, place.block, place.device, label)
+
+
+def _wrong_edges(total: int, document: int) -> str:
+    return f"cu_seqlens is wrong at document {document}: it must start with 0, not decrease, and end at most at {total}"

@@ -18,6 +18,7 @@ from sparsek.core.home import drop_oldest
 from sparsek.core.operations import KERNELS
 from sparsek.mask.fresh import Kind, WrittenFault, raise_earlier
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.readback import LateSizes
 from sparsek.ops import bound
 from sparsek.ops.bound import Calls, Slot
 
@@ -25,10 +26,13 @@ TEMPLATES = 256
 
 
 class Template(NamedTuple):
-    """What a repeated builder's masks have in common. `explain`: a fault in words; None if there can be none."""
+    """What a repeated builder's masks have in common. `explain`: a fault in words; None if there can be none. `sized`:
+    their sizes are bounds.
+    """
 
     kind: Kind
     explain: Callable[[int], str] | None
+    sized: bool
 
 
 _calls = Calls()
@@ -40,10 +44,9 @@ def again(
 ) -> BlockMask:
     """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one.
 
-    Raises InvalidInput if an earlier mask of the same kind has a fault that was not raised yet.
+    The tensors are on GPUs. Raises InvalidInput if an earlier mask of the same kind has a fault that was not raised
+    yet.
     """
-    if tensors[0].device.type != "cuda" or torch.compiler.is_compiling():
-        return build()
     learns = torch.is_grad_enabled()  # a choice has no gradient, and calls with one are not repeated
     if learns:
         torch._C._set_grad_enabled(False)
@@ -72,34 +75,35 @@ def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockM
     if made or template is None:
         _note(key, made[0])
         return made[0]
-    kind, explain = template
+    kind, explain, sized = template
     base, *word = results
     fault = WrittenFault(word[0], explain, base.device) if explain is not None else None
-    return kind.mask(BlockMask, base, fault)
+    return kind.mask(BlockMask, base, fault, LateSizes() if sized else None)
 
 
 def _results(mask: BlockMask) -> tuple[Tensor, ...]:
     """The base and, if there is one, the word of the fault: what a recorded call gives back."""
-    fresh, fault = mask._memo.get("fresh"), _fault(mask)
-    if fresh is None:
-        return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # on the CPU, which no recorded call can return
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
+        return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # which no recorded call can return
+    fault = _found(mask, WrittenFault)
     return (fresh.base,) if fault is None else (fresh.base, fault.word)
 
 
 def _note(key: Hashable, mask: BlockMask) -> None:
-    fresh, fault = mask._memo.get("fresh"), _fault(mask)
-    if fresh is None:
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
         return
     while len(_templates) >= TEMPLATES and key not in _templates:
         drop_oldest(_templates)
-    _templates[key] = Template(fresh.kind, None if fault is None else fault.explain)
+    fault = _found(mask, WrittenFault)
+    sized = _found(mask, LateSizes) is not None
+    _templates[key] = Template(fresh.kind, None if fault is None else fault.explain, sized)
 
 
-def _fault(mask: BlockMask) -> WrittenFault | None:
-    for each in mask._memo.get("readbacks", ()):
-        if isinstance(each, WrittenFault):
-            return each
-    return None
+def _found(mask: BlockMask, kind: type[Any]) -> Any:
+    """The first readback of this class, or None."""
+    return next((each for each in mask._memo.get("readbacks", ()) if isinstance(each, kind)), None)
 
 
 KERNELS.update(mask_again=again)

@@ -9,13 +9,13 @@ matter and no head fits in L2, all CTAs start at the same rows, to share their r
 A query tile's dQ is a sum over visits of many CTAs. For reproducible bits it is added in the order of that clock.
 Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run.
 
-Everything is made on the mask's device, without a host sync.
+This is the specification, and makes the schedules of masks on the CPU; kernels/attention/schedule_bwd.py makes the same
+on a GPU.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,8 +33,6 @@ TILE_TICKS = 2  # begin and end of a tile, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 GOLDEN_BITS = 16
 GOLDEN = 25033  # 2^16 times the golden section of a list, between the starts of two CTAs: no two of many come close
-
-Deal = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 class GradSchedule(NamedTuple):
@@ -91,10 +89,7 @@ def sections(p: AttentionProblem, ctas: int) -> int:
 
 
 def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
-    """The CTA and start time of every tile, int32: the first CTA to finish takes the next tile.
-
-    On the host; kernels/attention/dealt.py is the GPU version.
-    """
+    """The CTA and start time of every tile, int32: the first CTA to finish takes the next tile. Syncs."""
     free = [(0, cta) for cta in range(ctas)]
     dealt = []
     for each in ticks.tolist():
@@ -105,10 +100,8 @@ def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     return made[:, 0], made[:, 1]
 
 
-def schedule(
-    p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, deal: Deal = deal
-) -> GradSchedule:
-    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. Only `deal` may sync."""
+def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
+    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. Syncs on a GPU."""
     device, (tiles, columns), group = mask.device, mask.grid, p.group
     single = p.block[0] == 64
     listed = by_key_block(mask)

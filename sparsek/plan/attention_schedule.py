@@ -3,7 +3,8 @@
 Tiles are assigned to CTAs in rounds, longest first, in alternating directions, so that every CTA has about equal work.
 Where the keys and values of all heads exceed L2, sections of heads follow one another. A tile far longer than the
 others is split into parts, which are merged in a fixed order. Anything that depends on the mask's lists stays on the
-device; the host allocates by upper bounds (`BlockMask.sizes`).
+device; the host allocates by upper bounds (`BlockMask.sizes`). This is the specification, and makes the schedules of
+masks on the CPU; kernels/attention/schedule_fwd.py makes the same on a GPU.
 """
 
 from __future__ import annotations

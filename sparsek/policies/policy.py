@@ -11,6 +11,8 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.again import repeated
+from sparsek.mask.fresh import WrittenFault
 from sparsek.mask.lists import Frame, Place, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
@@ -60,14 +62,12 @@ class Given(NamedTuple):
         )
 
     def from_map(self, chosen: Tensor, causal: bool, of: tuple[BlockMask, ...] = ()) -> BlockMask:
-        """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose faults it has."""
+        """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose first fault it has."""
         made = BlockMask.from_block_map(chosen, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
-        found = [made, *of]
-        faults = [
-            each for mask in found for each in mask._memo.get("readbacks", ()) if isinstance(each, Fault)
-        ]
-        if faults:
-            made._memo["readbacks"] = tuple(faults)
+        found = (each for mask in of for each in mask._memo.get("readbacks", ()))
+        wrong = [each for each in found if isinstance(each, (Fault, WrittenFault))]
+        if wrong:
+            made._memo["readbacks"] = tuple(wrong[:1])
         return made
 
 
@@ -206,6 +206,7 @@ class Composed(Policy):
         return f" {'|' if self.union else '&'} ".join(parts)
 
 
+@repeated
 @not_traced("a policy's mask")
 @torch.no_grad()
 def _chosen(

@@ -11,6 +11,7 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
+from sparsek.plan.attention_operands import checked_scale
 from sparsek.plan.operands import wants_gradient
 from sparsek.policies.estimates import KERNEL_DTYPES, block_means, block_scores
 from sparsek.policies.maps import kernels
@@ -94,17 +95,25 @@ class VSA(Policy):
         if q_lengths is not None:
             q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], found.place.grid[0], q.device)
         gate = None if gate is None else checked_gate(gate, sparse)
-        factor = found.scale if scale is None else scale
-        coarse = between_means(q, k, v, self.sides, factor, q_lengths, found.kv_lengths)
-        by_kernel = kernels("coarse", sparse) if sparse.dtype in KERNEL_DTYPES else None
-        if by_kernel is None or coarse.requires_grad or wants_gradient(sparse, gate):
-            spread = coarse.to(sparse.dtype).repeat_interleave(self.sides[0], 2)[:, :, : q.shape[2]]
-            return sparse + (spread if gate is None else gate * spread)
-        by_kernel.add_means(sparse, coarse, gate, self.sides[0])
-        return sparse
+        factor = checked_scale(scale, q.shape[3])
+        means = coarse(q, k, v, self.sides, factor, q_lengths, found.kv_lengths)
+        return with_coarse(sparse, means, gate, self.sides[0])
 
 
-def between_means(
+def with_coarse(sparse: Tensor, means: Tensor, gate: Tensor | None, side: int) -> Tensor:
+    """gate * means + sparse, where means [B, Hq, Mb, Dv], float32, are for `side` queries each.
+
+    Without gradients on a GPU it is written to `sparse` [B, Hq, S, Dv], whose memory must be its own.
+    """
+    by_kernel = kernels("coarse", sparse) if sparse.dtype in KERNEL_DTYPES else None
+    if by_kernel is None or wants_gradient(sparse, means, gate):
+        spread = means.to(sparse.dtype).repeat_interleave(side, 2)[:, :, : sparse.shape[2]]
+        return sparse + (spread if gate is None else gate * spread)
+    by_kernel.add_means(sparse, means, gate, side)
+    return sparse
+
+
+def coarse(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -1,5 +1,6 @@
 """The pages of docs/ belong together: navigation, links with anchors, an API page for every public name."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -72,10 +73,7 @@ def test_the_api_has_every_public_name_and_only_members_that_exist() -> None:
     public = {f"sparsek.{name}" for name in sparsek.__all__ if name not in rooms}
     public |= {f"sparsek.{room}.{name}" for room, module in rooms.items() for name in module.__all__}
     assert public <= listed.keys()
-    objects = dict.fromkeys(listed, sparsek)
-    for path in listed:
-        for name in path.split(".")[1:]:
-            objects[path] = getattr(objects[path], name)
+    objects = {path: pkgutil.resolve_name(path) for path in listed}
     assert [
         (path, name) for path in listed for name in listed[path] if not hasattr(objects[path], name)
     ] == []

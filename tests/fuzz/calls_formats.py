@@ -218,7 +218,7 @@ def _map(random: Random) -> Any:
 
 
 def _indices(random: Random) -> Any:
-    lists = torch.stack([torch.randperm(5) for _ in range(5)])[:, :3]
+    lists = torch.tensor([[0, 1, 2], [2, 0, 4], [3, 1, 0], [4, 3, 2], [0, 4, 1]])
     counts = random.choice((None, torch.tensor([0, 1, 2, 3, 3])))
     return sk.BlockMask.from_indices, {"indices": lists, "counts": counts, **_kept(random)}
 
@@ -401,9 +401,11 @@ CALLS: dict[str, Call] = {
         ),
         {**BLOCK, "seq_len": "none", "window": "none", "max_seqlen": "none"},
     ),
-    "BlockMask.topk": Call(_topk, {**KEPT, "always": "none sequence tensor", "k": "int tensor"}),
+    "BlockMask.topk": Call(
+        _topk, {**KEPT, "most": "none", "always": "none sequence tensor", "k": "int tensor"}
+    ),
     "BlockMask.cumulative": Call(
-        _cumulative, {**KEPT, "always": "none sequence tensor", "threshold": "float tensor"}
+        _cumulative, {**KEPT, "most": "none", "always": "none sequence tensor", "threshold": "float tensor"}
     ),
     "BlockMask.from_block_map": Call(_map, KEPT),
     "BlockMask.from_indices": Call(_indices, {**KEPT, "counts": "none tensor"}),

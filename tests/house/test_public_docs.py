@@ -1,4 +1,4 @@
-"""Every public name of `sparsek` has its own docstring: a summary, every argument, and examples that run."""
+"""Every public name of `sparsek` and of its stand-ins has a docstring: summary, every argument, running examples."""
 
 import doctest
 import inspect
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import sparsek as sk
+from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer, flex
 
 LONGEST = 120  # characters of a summary
 ROOMS = ("nn", "policies")
+STAND_INS = (block_sparse_attention, fastvideo, flash_attention, flashinfer, flex)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
 
@@ -33,6 +35,9 @@ def public() -> dict[str, Any]:
     tops = {f"sk.{name}": getattr(sk, name) for name in sk.__all__ if name not in ROOMS}
     for room in ROOMS:
         tops |= {f"sk.{room}.{name}": getattr(getattr(sk, room), name) for name in getattr(sk, room).__all__}
+    for module in STAND_INS:
+        own = {name: each for name, each in vars(module).items() if name[0] != "_" and callable(each)}
+        tops |= {name: each for name, each in own.items() if each.__module__ == module.__name__}
     found = dict(tops)
     for name, each in tops.items():
         if inspect.isclass(each):

@@ -62,7 +62,8 @@ def video_right(
     """Video sparse attention row by row."""
     group = q.shape[1] // k.shape[1]
     means = [
-        x.unflatten(2, (-1, side)).sum(3) / n[:, None] for x, n in ((q, q_sizes), (k, sizes), (v, sizes))
+        (x * valid(n, side)[:, None]).unflatten(2, (-1, side)).sum(3) / n[:, None]
+        for x, n in ((q, q_sizes), (k, sizes), (v, sizes))
     ]
     q_mean, k_mean, v_mean = means[0], *(x.repeat_interleave(group, 1) for x in means[1:])
     scores = q_mean @ k_mean.mT / math.sqrt(q.shape[3])

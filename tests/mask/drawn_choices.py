@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 from sparsek.mask.choice import Choice, Near, Parts, mask_in
-from sparsek.mask.lists import Place
+from sparsek.mask.lists import CHOSEN_SIZES, Place
 from sparsek.mask.mask import BlockMask
 
 KINDS = ("topk", "mass", "map", "indices")
 PLACES: tuple[dict[str, Any], ...] = (
-    {"q_len": 256, "kv_len": 320, "block": 64},
-    {"q_len": 300, "kv_len": 1300, "block": (128, 64)},
-    {"q_len": 200, "kv_len": 500, "block": (64, 128), "q_offset": 250},
-    {"q_len": 290, "kv_len": 200, "block": 64, "q_offset": -70},
+    {"q_len": 128, "kv_len": 320, "block": 64},
+    {"q_len": 200, "kv_len": 1300, "block": (128, 64)},
+    {"q_len": 120, "kv_len": 500, "block": (64, 128), "q_offset": 250},
+    {"q_len": 190, "kv_len": 130, "block": 64, "q_offset": -70},
     {"q_len": 130, "kv_len": 2600, "block": 128, "q_offset": 40},
+    {"q_len": 300, "kv_len": 1500, "block": 256},
+    {"q_len": 190, "kv_len": 700, "block": (64, 256), "q_offset": 300},
+    {"q_len": 300, "kv_len": 300, "block": (256, 64)},
     {"q_len": 0, "kv_len": 100, "block": 64},
     {"q_len": 100, "kv_len": 0, "block": 64},
 )
@@ -36,8 +39,8 @@ def drawn(
 ) -> Choice:
     """A choice; `hostile`: with NaN, numbers out of range and repeated entries."""
     draw = torch.Generator().manual_seed(seed)
-    place = Place.of(**PLACES[frame], device=device)
-    (tiles, columns), batch, heads, bk = place.grid, 2, 3, place.block[1]
+    place = Place.of(**PLACES[frame], device=device, sides_of=CHOSEN_SIZES)
+    (tiles, columns), batch, heads, bk = place.grid, 2, 2, place.block[1]
 
     def ints(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=draw)

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.choice import Near
+from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.scored import best_blocks
+from sparsek.mask.scored import best_blocks, best_near
 from tests.mask.masks import ABSENT, check_mask, kinds
 
 FRAME: dict[str, Any] = {"q_len": 300, "kv_len": 420, "block": 64}
@@ -60,6 +62,29 @@ def test_each_tile_keeps_the_best_blocks_with_their_rules(
         assert torch.equal(mask.to_dense(), want)
     else:
         assert torch.equal(check_mask(mask), want)
+
+
+@settings(max_examples=25)
+@given(
+    st.booleans(),
+    st.integers(1, 8),
+    st.integers(1, 200),
+    st.integers(0, 100),
+    st.sampled_from(((300, 420), (300, 300), (500, 200))),
+    st.integers(0, 99),
+)
+def test_near_blocks_are_those_of_a_window(
+    causal: bool, k: int, window: int, sinks: int, lengths: tuple[int, int], seed: int
+):
+    frame: Any = {"q_len": lengths[0], "kv_len": lengths[1], "block": (128, 64)}
+    place = Place.of(**frame)
+    within = BlockMask.causal(**frame) if causal else BlockMask.full(**frame)
+    always = BlockMask.sliding_window(**frame, window=window, sinks=sinks, causal=causal)
+    scores = torch.randn(2, 3, *place.grid, generator=torch.Generator().manual_seed(seed))
+    scores[scores > 1] = torch.nan
+    near = Near(-(-sinks // 64), window - 1, 0 if causal else window - 1)
+    mask = best_near(BlockMask, scores, place, causal, k, near, "all")
+    assert torch.equal(check_mask(mask), best_blocks(within, scores, k, always).to_dense())
 
 
 def test_scores_that_do_not_fit_are_refused():

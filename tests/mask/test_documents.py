@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsek.core.errors import InvalidInput
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy
@@ -165,3 +166,44 @@ def test_a_window_of_one_that_is_not_causal_sees_later_sinks_in_packed_documents
     packed = policy.packed(torch.tensor([0, 70, 140])).to_dense()[0, 0]
     assert document[0, 2]
     assert torch.equal(packed, torch.block_diag(document, document))
+
+
+def test_a_policy_takes_cu_seqlens_that_it_need_not_read():
+    cu_seqlens = torch.tensor([0, 100, 100, 400, 1000])
+    for policy in (MaskPolicy(), MaskPolicy(window=70), MaskPolicy(window=70, causal=False, block=64)):
+        wanted = policy.packed(cu_seqlens).to_dense()
+        assert torch.equal(policy.packed(cu_seqlens, seq_len=1000, max_seqlen=600).to_dense(), wanted)
+        longer = policy.packed(cu_seqlens, cu_seqlens, seq_len=1010).to_dense()
+        assert torch.equal(longer[..., :1000, :1000], wanted)
+        assert not longer[..., 1000:, :].any()
+        assert not longer[..., 1000:].any()
+
+
+REFUSED = {
+    "sinks": (MaskPolicy(window=9, sinks=1), {"seq_len": 9}, "seq_len goes with a policy without sinks"),
+    "stride": (MaskPolicy(window=9, stride=128), {"seq_len": 9}, "seq_len goes with a policy without sinks"),
+    "keys": (
+        MaskPolicy(),
+        {"seq_len": 9, "cu_seqlens_k": torch.tensor([0, 9])},
+        "seq_len goes with a policy without",
+    ),
+    "long": (MaskPolicy(), {"seq_len": 9, "max_seqlen": 8}, "max_seqlen is 8; a document has 9 tokens"),
+    "short": (MaskPolicy(), {"seq_len": 8}, "cu_seqlens ends at 9; there are 8 tokens"),
+    "alone": (MaskPolicy(), {"max_seqlen": 9}, "max_seqlen goes with seq_len"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_seq_len_is_refused(name: str):
+    policy, more, text = REFUSED[name]
+    with pytest.raises(InvalidInput, match=text):
+        policy.packed(torch.tensor([0, 9]), **more)
+
+
+@given(st.data())
+def test_documents_are_block_diagonal_masks_with_a_window(data: st.DataObject):
+    at = data.draw(edges(data.draw(st.integers(1, 400)), data.draw(st.integers(1, 6))))
+    window, causal = data.draw(st.integers(1, 200)), data.draw(st.booleans())
+    mask = BlockMask.documents(torch.from_numpy(at), window=window, causal=causal, block=64)
+    scene = PackedLayout(Documents.packed(at, at), int(at[-1]), int(at[-1]))
+    assert torch.equal(check_mask(mask), defined(scene, Window(window, 1 if causal else window)))

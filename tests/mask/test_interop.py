@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from sparsek.core.errors import InvalidInput
+from sparsek.mask import flex as converted
 from sparsek.mask import interop
 from sparsek.mask.interop import FlashLists
 from sparsek.mask.mask import BlockMask
@@ -314,15 +315,15 @@ def test_a_shared_flex_mask_stays_shared():
 
 
 def test_a_mask_mod_is_asked_about_partial_blocks_only(monkeypatch: pytest.MonkeyPatch):
-    asked, create_mask = [], flex.create_mask
+    asked, real = [], converted._values_at
 
-    def counting(mod: Any, blocks: int, *rest: Any, **more: Any) -> Tensor:
-        asked.append(blocks)
-        return create_mask(mod, blocks, *rest, **more)
+    def counting(mod: Any, batch_items: Tensor, *rest: Any) -> Tensor:
+        asked.append(len(batch_items))
+        return real(mod, batch_items, *rest)
 
     bm = flex.create_block_mask(MODS["causal"], 1, 1, 1024, 1024, "cpu", 64)
-    monkeypatch.setattr(flex, "create_mask", counting)
-    monkeypatch.setattr("sparsek.mask.flex.CHUNK", 5 * 64 * 64)
+    monkeypatch.setattr(converted, "_values_at", counting)
+    monkeypatch.setattr(converted, "CHUNK", 5 * 64 * 64)
     assert BlockMask.from_flex(bm).elements == 1024 * 1025 // 2
     assert asked == [5, 5, 5, 1]
 

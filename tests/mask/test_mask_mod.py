@@ -1,6 +1,7 @@
 """BlockMask.from_mask_mod: the same pairs as FlexAttention's own create_mask, evaluated in chunks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.nn.attention import flex_attention as flex
 
 from sparsek.core.errors import InvalidInput
 from sparsek.mask import flex as masks
+from sparsek.mask import survey
 from sparsek.mask.mask import BlockMask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -67,19 +69,22 @@ def test_lengths_may_be_0(lengths: tuple[int, int]):
 
 
 def test_it_is_evaluated_in_chunks_that_cover_every_pair_once():
-    asked: list[tuple[int, int]] = []
-    real = flex.create_mask
+    asked: list[tuple[int, int, int, int]] = []
+    real = masks._values
 
-    def counting(mod: Any, batch: int, heads: int, q_len: int, kv_len: int, **more: Any) -> Tensor:
-        asked.append((q_len, kv_len))
-        return real(mod, batch, heads, q_len, kv_len, **more)
+    def counting(mod: Any, window: masks.Window, shape: tuple[int, int], *more: Any) -> Tensor:
+        asked.append((int(window.query), int(window.key), *shape))
+        return real(mod, window, shape, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "create_mask", counting)
+        patch.setattr(masks, "_values", counting)
         patch.setattr(masks, "CHUNK", 1 << 15)
         BlockMask.from_mask_mod(lambda b, h, q, k: q >= k, 1, 2, 500, 1000, block=64, device="cpu")
-    assert max(q * k for q, k in asked) <= 1 << 15
-    assert sum(q * k for q, k in asked) == 2 * 500 * 1000
+    assert max(q * k for _, _, q, k in asked) <= 1 << 15
+    covered = torch.zeros(512, 1024)
+    for query, key, q, k in asked:
+        covered[query : query + q, key : key + k] += 1
+    assert (covered == 2).all()
 
 
 def test_its_positions_are_int64_without_dimensions():
@@ -123,7 +128,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "kv_len": ({"kv_len": 70}, "from_mask_mod has no argument kv_len: it is called KV_LEN here"),
     "BLOCK_SIZE": ({"BLOCK_SIZE": 128}, "from_mask_mod has no argument BLOCK_SIZE: it is called block"),
-    "_compile": ({"_compile": True}, "from_mask_mod has no argument _compile: leave it out"),
+    "_compile": ({"_compile": True}, "from_mask_mod has no argument _compile: it is called compiled"),
     "batch": ({"B": 0}, "B is 0; it must be an int of at least 1"),
     "heads": ({"H": 1.5}, "H is 1.5; it must be an int of at least 1"),
     "length": ({"Q_LEN": -1}, "q_len is -1"),
@@ -178,3 +183,48 @@ def test_its_own_errors_are_raised_as_they_are():
     elsewhere = torch.tensor(3, device="meta")
     with pytest.raises(RuntimeError, match="not on the expected device"):
         BlockMask.from_mask_mod(lambda b, h, q, k: q >= elsewhere, 1, 1, 70, 70, device="cpu")
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile without inductor, which takes seconds for each function."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    masks._compiled.cache_clear()
+    yield
+    masks._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("name", ["causal", "tensors", "nothing"])
+def test_compiled_steps_make_the_same_mask(name: str):
+    mask_mod = MODS[name](torch.Generator().manual_seed(1))
+    for lengths in ((390, 333), (0, 5)):
+        made, wanted = (
+            BlockMask.from_mask_mod(mask_mod, 2, 3, *lengths, block=64, device="cpu", compiled=each)
+            for each in (True, False)
+        )
+        assert torch.equal(made.to_dense(), wanted.to_dense())
+        assert (made.sizes, made.pure, made.heavy_blocks) == (wanted.sizes, wanted.pure, wanted.heavy_blocks)
+
+
+def test_a_wrong_function_is_refused_before_it_is_compiled():
+    with pytest.raises(InvalidInput, match="it must return one bool tensor"):
+        BlockMask.from_mask_mod(lambda b, h, q, k: q - k, 1, 1, 70, 70, device="cpu", compiled=True)
+
+
+@pytest.mark.parametrize("bk", [64, 128])
+def test_a_cpu_counts_words_and_finds_the_same_keys(bk: int):
+    blocks = torch.rand(30, 5, bk) < torch.rand(30, 5, 1) ** 4
+    blocks[3], blocks[4] = True, False
+    start = torch.arange(5, dtype=torch.int32) * bk + 7 * bk
+    for found, wanted in zip(survey.seen_on_cpu(blocks, start), survey.seen_in(blocks, start), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_rows_that_are_classified_apart_make_the_same_mask(monkeypatch: pytest.MonkeyPatch):
+    mask_mod = MODS["tensors"](torch.Generator().manual_seed(2))
+    wanted = BlockMask.from_mask_mod(mask_mod, 2, 3, 390, 333, block=64, device="cpu")
+    monkeypatch.setattr(survey, "CELLS", 1)
+    made = BlockMask.from_mask_mod(mask_mod, 2, 3, 390, 333, block=64, device="cpu")
+    assert torch.equal(made.to_dense(), wanted.to_dense())
+    assert made.sizes == wanted.sizes

@@ -28,6 +28,8 @@ ALL: list[Any] = [
     policies.MeanTopK(topk=1, block=64) | policies.Streaming(window=64, sinks=64, block=64),
     policies.SubBlock() & TILES,
     policies.XAttention(threshold=0.5, block=64),
+    policies.FlexPrefill(gamma=0.4, min_budget=64, block=64),
+    policies.VerticalSlash(30, 50, block=64),
 ]
 
 

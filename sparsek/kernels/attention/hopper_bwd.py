@@ -47,8 +47,8 @@ from sparsek.kernels.attention.bwd_dq import exchanged, staged, wait_for_dq
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
 from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
-from sparsek.kernels.attention.dealt import deal
 from sparsek.kernels.attention.delta import cast_quantized, prepare_rows
+from sparsek.kernels.attention.schedule_bwd import padded_bounds, schedule
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -58,7 +58,7 @@ from sparsek.kernels.lang.gluon import (
     tma_store_wait,
 )
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, schedule
+from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
 from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel, unless_hopper
 from sparsek.plan.problem import AttentionGradProblem
 
@@ -433,7 +433,7 @@ def attention_bwd_kernel(
 
 
 class Work(NamedTuple):
-    """A schedule on the device, the mask's bounds [2, lists, rows] as float32, and placeholders for absent tensors."""
+    """A schedule on the device, the mask's bounds [2, lists, rows] as float32, and a placeholder for absent tensors."""
 
     schedule: GradSchedule
     bounds: Tensor | None
@@ -513,13 +513,10 @@ class HopperAttentionGrad:
         return found
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
-        none = torch.zeros(4, dtype=torch.int32, device=mask.device)
-        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered, deal=deal), None
+        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered), None
         if c.interval and mask.lo is not None and mask.hi is not None:
-            bounds = none.new_zeros(2, *mask.lo.shape[:-1], made.rows)
-            bounds[0, ..., : mask.q_len], bounds[1, ..., : mask.q_len] = mask.lo, mask.hi
-            bounds = bounds.view(torch.float32)
-        return Work(made, bounds, none)
+            bounds = padded_bounds(mask.lo, mask.hi, made.rows)
+        return Work(made, bounds, made.starts)
 
     def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
         q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call

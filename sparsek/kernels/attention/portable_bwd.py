@@ -31,6 +31,7 @@ from sparsek.kernels.attention import portable_tiles as common
 from sparsek.kernels.attention.delta import prepare_rows
 from sparsek.kernels.attention.parts import FIELDS, Walk, add_parts, longest_part, share, turn, walk
 from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
+from sparsek.kernels.attention.transposed import transposed
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.lists import TransposedLists
@@ -451,7 +452,7 @@ class PortableAttentionGrad(common.PortableKernel):
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
         """The order of both kernels' tiles, on the mask's device, without a sync."""
-        (tiles, columns), lists = mask.grid, mask.transposed
+        (tiles, columns), lists = mask.grid, transposed(mask)
         part = longest_part(p.visited, p.block, p.card.sm_count)
         visits = (lists.full.counts + lists.partial.counts).view(mask.batch, mask.heads, columns)
         if mask.heads > p.kv_heads:

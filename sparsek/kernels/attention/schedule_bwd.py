@@ -1,6 +1,6 @@
 """The schedule of attention's backward pass by five kernels: number for number that of plan/attention_grad_schedule.py.
 
-    _tally    every entry of the mask: a count for its key block's list, and a slot of its own
+    tally     every entry of the mask: a count for its key block's list, and a slot of its own
     _measure  visits of every key tile; room for every list
     _line_up  the place of every key tile in the line, longest first; the rows that every list has, in any order
     _deal     the CTA and start of every key tile; the rank of every entry in its list
@@ -22,8 +22,24 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from sparsek.core import env
+from sparsek.kernels.attention.transposed import (
+    ENTRIES,
+    LISTED,
+    LISTS,
+    MASK,
+    ROWS,
+    column_of,
+    fill_lists,
+    rank_list,
+    reserve_lists,
+    rows_of,
+    tally,
+)
 from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.tensors import carved
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import (
@@ -38,15 +54,12 @@ from sparsek.plan.attention_grad_schedule import (
 )
 from sparsek.plan.problem import AttentionProblem
 
-ROWS, ENTRIES = 8, 32  # of the mask, by a program, and entries of each read together
 TILES = 32  # of keys, by a program
-LISTS = 256  # by a program of _measure
-STREAM = 256  # key tiles that others are compared with together
-LISTED = 64  # rows of a list, read together
+STREAM = 128  # key tiles that others are compared with together
+BOUNDS = 1024  # by a program
 VISITS = 128  # of a query tile, at most, that are held in registers
 WARPS = 4
 
-_MASK = ("p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices")
 _SCRATCH = (
     "base", "nth", "counts", "totals", "n", "partial", "room", "listed", "whose", "rank", "first", "ticks", "taker",
     "began", "turn", "has", "starts", "tiles", "visits", "clocks",
@@ -58,44 +71,24 @@ _SIZES = (
 
 
 @triton.jit
-def _rows(p_starts, p_counts, f_starts, f_counts, row, live, p_size, f_size, longest):
-    """Of rows of the mask: first entry and entries of their partial and full lists, within those that there are."""
-    p_first = tl.minimum(tl.maximum(tl.load(p_starts + row, mask=live, other=0), 0), p_size)
-    f_first = tl.minimum(tl.maximum(tl.load(f_starts + row, mask=live, other=0), 0), f_size)
-    p = tl.minimum(tl.load(p_counts + row, mask=live, other=0), longest)
-    p = tl.maximum(tl.minimum(p, p_size - p_first), 0)
-    f = tl.minimum(tl.load(f_counts + row, mask=live, other=0), longest - p)
-    return p_first, p, f_first, tl.maximum(tl.minimum(f, f_size - f_first), 0)
-
-
-@triton.jit
-def _column(p_indices, f_indices, p_first, p, f_first, m, e):
-    """The column of entry e of a row, partial ones first; negative beyond its m entries."""
-    of_p = tl.load(p_indices + p_first + e, mask=e < p, other=-1)
-    return tl.where(e < p, of_p, tl.load(f_indices + f_first + e - p, mask=(e >= p) & (e < m), other=-1))
-
-
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MASK + _SCRATCH)
-def _tally(
-    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, totals,
-    rows, grid_rows, columns, lists, p_size, f_size, longest, capacity,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+def _lengths(
+    counts, totals, n, partial, columns, lists, key_tiles, kv_heads, group, share, item_lists,
+    TILES: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < rows
-    p_first, p, f_first, f = _rows(p_starts, p_counts, f_starts, f_counts, row, live, p_size, f_size, longest)
-    m = p + f
-    slot = tl.cumsum(m, 0) - m + tl.atomic_add(totals, tl.sum(m, 0), sem="relaxed")
-    tl.store(base + row, slot, mask=live)
-    for start in range(0, tl.max(m, 0), ENTRIES):
-        e = start + tl.arange(0, ENTRIES)[None, :]
-        own = slot[:, None] + e
-        there = (e < m[:, None]) & (own < capacity)
-        column = _column(p_indices, f_indices, p_first[:, None], p[:, None], f_first[:, None], m[:, None], e)
-        listing = (row // grid_rows * columns)[:, None] + column + tl.where(e < p[:, None], 0, lists)
-        known = there & (column >= 0) & (column < columns)
-        at = tl.atomic_add(counts + listing, tl.full((ROWS, ENTRIES), 1, tl.int32), mask=known, sem="relaxed")
-        tl.store(nth + own, tl.where(known, at, -1), mask=there)
+    """Visits of key tiles, and those of partial blocks."""
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    live = tile < key_tiles
+    head = tile // columns % kv_heads * group
+    item = tile // (columns * kv_heads) * item_lists + tile % columns
+    of_p = tl.zeros((TILES,), dtype=tl.int32)
+    of_f = tl.zeros((TILES,), dtype=tl.int32)
+    for each in range(group):
+        at = counts + item + (head + each) // share * columns
+        of_p += tl.load(at, mask=live, other=0)
+        of_f += tl.load(at + lists, mask=live, other=0)
+    tl.store(partial + tile, of_p, mask=live)
+    tl.store(n + tile, of_p + of_f, mask=live)
+    tl.atomic_add(totals + 1, tl.sum(of_p + of_f, 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCRATCH)
@@ -104,24 +97,11 @@ def _measure(
     TILES: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < programs:
-        tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-        live = tile < key_tiles
-        head = tile // columns % kv_heads * group
-        item = tile // (columns * kv_heads) * item_lists + tile % columns
-        of_p = tl.zeros((TILES,), dtype=tl.int32)
-        of_f = tl.zeros((TILES,), dtype=tl.int32)
-        for each in range(group):
-            at = counts + item + (head + each) // share * columns
-            of_p += tl.load(at, mask=live, other=0)
-            of_f += tl.load(at + lists, mask=live, other=0)
-        tl.store(partial + tile, of_p, mask=live)
-        tl.store(n + tile, of_p + of_f, mask=live)
-        tl.atomic_add(totals + 1, tl.sum(of_p + of_f, 0), sem="relaxed")
+        _lengths(
+            counts, totals, n, partial, columns, lists, key_tiles, kv_heads, group, share, item_lists, TILES,
+        )  # fmt: skip
     else:
-        at = (tl.program_id(0) - programs) * LISTS + tl.arange(0, LISTS)
-        count = tl.load(counts + at, mask=at < 2 * lists, other=0)
-        first = tl.atomic_add(totals + 2, tl.sum(count, 0), sem="relaxed")
-        tl.store(room + at, first + tl.cumsum(count, 0) - count, mask=at < 2 * lists)
+        reserve_lists(counts, totals, room, lists, tl.program_id(0) - programs, LISTS)
 
 
 @triton.jit
@@ -131,65 +111,89 @@ def _section(tile, n, total, key_tiles, columns, sections, heads):
     return tl.where(n.to(tl.int64) * key_tiles > 4 * total.to(tl.int64), 0, own)
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MASK + _SCRATCH)
+@triton.jit
+def _place(
+    totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE: tl.constexpr,
+    TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr
+):  # fmt: skip
+    """The place of key tiles in the line, and their first visits."""
+    total = tl.load(totals + 1)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    live = tile < key_tiles
+    own = tl.load(n + tile, mask=live, other=0)
+    section = _section(tile, own, total, key_tiles, columns, sections, heads)
+    place = tl.zeros((TILES,), dtype=tl.int32)
+    before = tl.zeros((TILES,), dtype=tl.int32)
+    for start in range(0, key_tiles, STREAM):
+        other = start + tl.arange(0, STREAM)
+        there = other < key_tiles
+        length = tl.load(n + other, mask=there, other=0)
+        of_other = _section(other, length, total, key_tiles, columns, sections, heads)[None, :]
+        lower = other[None, :] < tile[:, None]
+        same = length[None, :] == own[:, None]
+        ahead = (length[None, :] > own[:, None]) | (same & lower)
+        ahead = (of_other < section[:, None]) | ((of_other == section[:, None]) & ahead)
+        place += tl.sum((ahead & there[None, :]).to(tl.int32), 1)
+        if SINGLE:
+            length += length % 2
+        before += tl.sum(tl.where(lower, length[None, :], 0), 1)
+    if SINGLE:
+        own += own % 2
+    tl.store(rank + tile, place, mask=live)
+    tl.store(first + tile, before, mask=live)
+    tl.store(ticks + place, own + TILE_TICKS, mask=live)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _line_up(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, totals, n, room, listed, whose, rank,
-    first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections, heads, programs,
+    first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections,
+    heads, programs,
     SINGLE: tl.constexpr, TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr, ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < programs:
-        total = tl.load(totals + 1)
-        tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-        live = tile < key_tiles
-        own = tl.load(n + tile, mask=live, other=0)
-        section = _section(tile, own, total, key_tiles, columns, sections, heads)
-        place = tl.zeros((TILES,), dtype=tl.int32)
-        before = tl.zeros((TILES,), dtype=tl.int32)
-        for start in range(0, key_tiles, STREAM):
-            other = start + tl.arange(0, STREAM)
-            there = other < key_tiles
-            length = tl.load(n + other, mask=there, other=0)
-            of_other = _section(other, length, total, key_tiles, columns, sections, heads)[None, :]
-            lower = other[None, :] < tile[:, None]
-            same = length[None, :] == own[:, None]
-            ahead = (length[None, :] > own[:, None]) | (same & lower)
-            ahead = (of_other < section[:, None]) | ((of_other == section[:, None]) & ahead)
-            place += tl.sum((ahead & there[None, :]).to(tl.int32), 1)
-            if SINGLE:
-                length += length % 2
-            before += tl.sum(tl.where(lower, length[None, :], 0), 1)
-        if SINGLE:
-            own += own % 2
-        tl.store(rank + tile, place, mask=live)
-        tl.store(first + tile, before, mask=live)
-        tl.store(ticks + place, own + TILE_TICKS, mask=live)
+        _place(
+            totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE, TILE_TICKS,
+            TILES, STREAM,
+        )  # fmt: skip
     else:
-        row = (tl.program_id(0) - programs) * ROWS + tl.arange(0, ROWS)
-        live = row < rows
-        p_first, p, f_first, f = _rows(
-            p_starts, p_counts, f_starts, f_counts, row, live, p_size, f_size, longest
-        )
-        m = p + f
-        slot = tl.load(base + row, mask=live, other=0)
-        for start in range(0, tl.max(m, 0), ENTRIES):
-            e = start + tl.arange(0, ENTRIES)[None, :]
-            own = slot[:, None] + e
-            there = (e < m[:, None]) & (own < capacity)
-            column = _column(
-                p_indices, f_indices, p_first[:, None], p[:, None], f_first[:, None], m[:, None], e
-            )
-            at = tl.load(nth + own, mask=there, other=-1)
-            there = there & (at >= 0)
-            listing = (row // grid_rows * columns)[:, None] + column + tl.where(e < p[:, None], 0, lists)
-            at += tl.load(room + listing, mask=there, other=0)
-            tl.store(listed + at, (row % grid_rows)[:, None] + e * 0, mask=there)
-            tl.store(whose + at, own, mask=there)
+        fill_lists(
+            p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose,
+            rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, tl.program_id(0) - programs, True,
+            ROWS, ENTRIES,
+        )  # fmt: skip
 
 
 @triton.jit
 def _least(a, b):
     return tl.minimum(a, b)
+
+
+@triton.jit
+def _give(ticks, taker, began, turn, has, starts, key_tiles, ctas, LANES: tl.constexpr):
+    """The CTA of every key tile of the line, its start, and how many tiles the CTA had before."""
+    lane = tl.arange(0, LANES)
+    # Of every CTA: the end of its work, its number, and its tiles, in 27, 12 and 24 bits. Absent ones come last.
+    free = tl.where(lane < ctas, lane.to(tl.int64) << 24, 9223372036854775807)
+    done = 0
+    while done < key_tiles:
+        free = tl.sort(free)
+        there = done + lane < key_tiles
+        took = tl.load(ticks + done + lane, mask=there, other=0)
+        again = free + tl.where(lane < ctas, (took.to(tl.int64) << 36) + 1, 0)
+        given = there & (free < tl.associative_scan(again, 0, _least))
+        tl.store(taker + done + lane, (free >> 24 & 4095).to(tl.int32), mask=given)
+        tl.store(began + done + lane, (free >> 36).to(tl.int32), mask=given)
+        tl.store(turn + done + lane, (free & 16777215).to(tl.int32), mask=given)
+        free = tl.where(given, again, free)
+        done += tl.sum(given.to(tl.int32), 0)
+    free = tl.sort(free)
+    tl.store(has + (free >> 24 & 4095).to(tl.int32), (free & 16777215).to(tl.int32), mask=lane < ctas)
+    tl.debug_barrier()
+    count = tl.load(has + lane, mask=lane < ctas, other=0, cache_modifier=".cg")
+    tl.store(starts + lane + 1, tl.cumsum(count, 0), mask=lane < ctas)
+    tl.store(starts, 0)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCRATCH)
@@ -199,52 +203,134 @@ def _deal(
 ):  # fmt: skip
     """The first program deals; each other one ranks the rows of a list."""
     if tl.program_id(0) == 0:
-        lane = tl.arange(0, LANES)
-        # Of every CTA: the end of its work, its number, and its tiles, in 27, 12 and 24 bits. Absent ones come last.
-        free = tl.where(lane < ctas, lane.to(tl.int64) << 24, 9223372036854775807)
-        tl.store(has + lane, lane * 0)
-        done = 0
-        while done < key_tiles:
-            free = tl.sort(free)
-            there = done + lane < key_tiles
-            took = tl.load(ticks + done + lane, mask=there, other=0)
-            again = free + tl.where(lane < ctas, (took.to(tl.int64) << 36) + 1, 0)
-            given = there & (free < tl.associative_scan(again, 0, _least))
-            tl.store(taker + done + lane, (free >> 24 & 4095).to(tl.int32), mask=given)
-            tl.store(began + done + lane, (free >> 36).to(tl.int32), mask=given)
-            tl.store(turn + done + lane, (free & 16777215).to(tl.int32), mask=given)
-            free = tl.where(given, again, free)
-            done += tl.sum(given.to(tl.int32), 0)
-        tl.debug_barrier()
-        free = tl.sort(free)
-        tl.store(has + (free >> 24 & 4095).to(tl.int32), (free & 16777215).to(tl.int32), mask=lane < ctas)
-        tl.debug_barrier()
-        count = tl.load(has + lane, mask=lane < ctas, other=0, cache_modifier=".cg")
-        tl.store(starts + lane + 1, tl.cumsum(count, 0), mask=lane < ctas)
-        tl.store(starts, 0)
+        _give(ticks, taker, began, turn, has, starts, key_tiles, ctas, LANES)
     else:
-        listing = tl.program_id(0) - 1
-        length = tl.load(counts + listing)
-        first = tl.load(room + listing)
-        for start in range(0, length, LISTED):
-            at = start + tl.arange(0, LISTED)
-            row = tl.load(listed + first + at, mask=at < length, other=0)[:, None]
-            slot = tl.load(whose + first + at, mask=at < length, other=0)
-            rank = tl.zeros((LISTED,), dtype=tl.int32)
-            for start_of_others in range(0, length, LISTED):
-                other = start_of_others + tl.arange(0, LISTED)
-                there = other < length
-                smaller = tl.load(listed + first + other, mask=there, other=2147483647)[None, :]
-                earlier = tl.load(whose + first + other, mask=there, other=0)[None, :] < slot[:, None]
-                rank += tl.sum(((smaller < row) | ((smaller == row) & earlier)).to(tl.int32), 1)
-            tl.store(nth + slot, rank, mask=at < length)
+        rank_list(counts, room, listed, whose, nth, nth, tl.program_id(0) - 1, True, LISTED)
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MASK + _SCRATCH)
+@triton.jit
+def _record(
+    n, partial, rank, first, taker, turn, starts, tiles, visits, columns, key_tiles, kv_heads, group, absent,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, TILE_FIELDS: tl.constexpr,
+    VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr
+):  # fmt: skip
+    """The records of key tiles, and the visits that make odd numbers of single steps even."""
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    live = tile < key_tiles
+    place = tl.load(rank + tile, mask=live, other=0)
+    cta = tl.load(taker + place, mask=live, other=0)
+    at = tl.load(starts + cta, mask=live, other=0) + tl.load(turn + place, mask=live, other=0)
+    own = tl.load(n + tile, mask=live, other=0)
+    masked = tl.load(partial + tile, mask=live, other=0)
+    begin = tl.load(first + tile, mask=live, other=0)
+    head = tile // columns % kv_heads
+    pairs = own
+    if BLOCK_Q == 64:
+        v = visits + (begin + own).to(tl.int64) * VISIT_FIELDS
+        odd = live & (own % 2 == 1)
+        tl.store(v, absent + own * 0, mask=odd)
+        tl.store(v + 1, head * group + group - 1, mask=odd)
+        tl.store(v + 2, FULL + own * 0, mask=odd)
+        tl.store(v + 3, NO_TICKET + own * 0, mask=odd)
+        own += own % 2
+        masked = (masked + 1) // 2
+        pairs = own // 2
+    r = tiles + at.to(tl.int64) * TILE_FIELDS
+    tl.store(r, tile // (columns * kv_heads), mask=live)
+    tl.store(r + 1, head, mask=live)
+    tl.store(r + 2, tile % columns * BLOCK_K, mask=live)
+    tl.store(r + 3, begin, mask=live)
+    tl.store(r + 4, masked, mask=live)
+    tl.store(r + 5, pairs, mask=live)
+    tl.store(r + 6, own, mask=live)
+    tl.store(r + 7, own * 0, mask=live)
+
+
+@triton.jit
+def _visits_of(
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial, rank, first,
+    taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size, longest, capacity, kv_heads,
+    group, share, item_lists, shared, programs, q_heads, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
+    TURNED: tl.constexpr, SHARED: tl.constexpr, LONG: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr,
+    BITS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr
+):  # fmt: skip
+    """The visits of one query tile of one head, with their tickets."""
+    unit = tl.program_id(0) - programs
+    query = unit % grid_rows
+    head = unit // grid_rows % q_heads
+    item = unit // (grid_rows * q_heads)
+    own_lists = item * item_lists + head // share * columns
+    row = own_lists // columns * grid_rows + query
+    p_first, p, f_first, f = rows_of(
+        p_starts, p_counts, f_starts, f_counts, row, True, p_size, f_size, longest
+    )
+    m = p + f
+    base_slot = tl.load(base + row)
+    own_tiles = (item * kv_heads + head // group) * columns
+    # As many rows of clocks as heads and items share lists.
+    copy = item * shared * share + head % share
+    line = clocks + (copy.to(tl.int64) * capacity + base_slot) * 2
+    m = tl.minimum(m, tl.maximum(capacity - base_slot, 0))
+    for start in range(0, m, VISITS):
+        e = start + tl.arange(0, VISITS)
+        column = column_of(p_indices, f_indices, p_first, p, f_first, m, e)
+        known = (e < m) & (column >= 0) & (column < columns)
+        kind = tl.where(e < p, 0, lists)
+        tile = own_tiles + column
+        length = tl.load(counts + own_lists + column + kind, mask=known, other=1)
+        within = tl.load(nth + base_slot + e, mask=known, other=0)
+        place = tl.load(rank + tile, mask=known, other=0)
+        if TURNED:
+            cta = tl.load(taker + place, mask=known, other=0)
+            share_of = (cta * GOLDEN & ((1 << BITS) - 1)).to(tl.int64)
+            within -= (share_of * length >> BITS).to(tl.int32)
+            within += tl.where(within < 0, length, 0)
+        within += tl.load(partial + tile, mask=known & (e >= p), other=0)
+        if SHARED:
+            within += head % group * length
+        else:
+            for other in range(head // group * group, head):
+                of_other = item * item_lists + other // share * columns
+                within += tl.load(counts + of_other + column + kind, mask=known, other=0)
+        number = tl.load(first + tile, mask=known, other=0) + within
+        v = visits + number.to(tl.int64) * VISIT_FIELDS
+        tl.store(v, query * BLOCK_Q + e * 0, mask=known)
+        tl.store(v + 1, head + e * 0, mask=known)
+        tl.store(v + 2, tl.where(e < p, p_first + e, FULL), mask=known)
+        if ORDERED:
+            clock = tl.load(began + place, mask=known, other=0) + within
+            if LONG:
+                tl.store(line + 2 * e, tl.where(known, number, -1), mask=e < m)
+                tl.store(line + 2 * e + 1, clock, mask=e < m)
+            else:
+                same = clock[None, :] == clock[:, None]
+                sooner = (clock[None, :] < clock[:, None]) | (same & (number[None, :] < number[:, None]))
+                tl.store(v + 3, tl.sum((sooner & known[None, :]).to(tl.int32), 1), mask=known)
+        else:
+            tl.store(v + 3, NO_TICKET + e * 0, mask=known)
+    if LONG:
+        tl.debug_barrier()
+        for start in range(0, m, VISITS):
+            e = start + tl.arange(0, VISITS)
+            number = tl.load(line + 2 * e, mask=e < m, other=-1, cache_modifier=".cg")
+            clock = tl.load(line + 2 * e + 1, mask=e < m, other=0, cache_modifier=".cg")[:, None]
+            ticket = tl.zeros((VISITS,), dtype=tl.int32)
+            for start_of_others in range(0, m, VISITS // 4):
+                o = start_of_others + tl.arange(0, VISITS // 4)
+                of_o = tl.load(line + 2 * o, mask=o < m, other=-1, cache_modifier=".cg")[None, :]
+                at_o = tl.load(line + 2 * o + 1, mask=o < m, other=0, cache_modifier=".cg")[None, :]
+                sooner = (at_o < clock) | ((at_o == clock) & (of_o < number[:, None]))
+                ticket += tl.sum((sooner & (of_o >= 0)).to(tl.int32), 1)
+            tl.store(visits + number.to(tl.int64) * VISIT_FIELDS + 3, ticket, mask=number >= 0)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _visit(
-    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, n, partial, rank, first, taker,
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, n, partial, rank, first,
+    taker,
     began, turn, starts, tiles, visits, clocks,
-    grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, kv_heads, group, share, item_lists, shared,
+    grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, kv_heads, group, share,
+    item_lists, shared,
     programs, q_heads, absent,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     LONG: tl.constexpr, TILES: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr, BITS: tl.constexpr,
@@ -256,103 +342,47 @@ def _visit(
     their numbers and times in `clocks`.
     """
     if tl.program_id(0) < programs:
-        tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-        live = tile < key_tiles
-        place = tl.load(rank + tile, mask=live, other=0)
-        cta = tl.load(taker + place, mask=live, other=0)
-        at = tl.load(starts + cta, mask=live, other=0) + tl.load(turn + place, mask=live, other=0)
-        own = tl.load(n + tile, mask=live, other=0)
-        masked = tl.load(partial + tile, mask=live, other=0)
-        begin = tl.load(first + tile, mask=live, other=0)
-        head = tile // columns % kv_heads
-        pairs = own
-        if BLOCK_Q == 64:
-            v = visits + (begin + own).to(tl.int64) * VISIT_FIELDS
-            odd = live & (own % 2 == 1)
-            tl.store(v, absent + own * 0, mask=odd)
-            tl.store(v + 1, head * group + group - 1, mask=odd)
-            tl.store(v + 2, FULL + own * 0, mask=odd)
-            tl.store(v + 3, NO_TICKET + own * 0, mask=odd)
-            own += own % 2
-            masked = (masked + 1) // 2
-            pairs = own // 2
-        r = tiles + at.to(tl.int64) * TILE_FIELDS
-        tl.store(r, tile // (columns * kv_heads), mask=live)
-        tl.store(r + 1, head, mask=live)
-        tl.store(r + 2, tile % columns * BLOCK_K, mask=live)
-        tl.store(r + 3, begin, mask=live)
-        tl.store(r + 4, masked, mask=live)
-        tl.store(r + 5, pairs, mask=live)
-        tl.store(r + 6, own, mask=live)
-        tl.store(r + 7, own * 0, mask=live)
+        _record(
+            n, partial, rank, first, taker, turn, starts, tiles, visits, columns, key_tiles, kv_heads,
+            group, absent, BLOCK_Q, BLOCK_K, TILES, TILE_FIELDS, VISIT_FIELDS, FULL, NO_TICKET,
+        )  # fmt: skip
     else:
-        unit = tl.program_id(0) - programs
-        query = unit % grid_rows
-        head = unit // grid_rows % q_heads
-        item = unit // (grid_rows * q_heads)
-        own_lists = item * item_lists + head // share * columns
-        row = own_lists // columns * grid_rows + query
-        p_first, p, f_first, f = _rows(
-            p_starts, p_counts, f_starts, f_counts, row, True, p_size, f_size, longest
-        )
-        m = p + f
-        base_slot = tl.load(base + row)
-        own_tiles = (item * kv_heads + head // group) * columns
-        # As many rows of clocks as heads and items share lists.
-        copy = item * shared * share + head % share
-        line = clocks + (copy.to(tl.int64) * capacity + base_slot) * 2
-        m = tl.minimum(m, tl.maximum(capacity - base_slot, 0))
-        for start in range(0, m, VISITS):
-            e = start + tl.arange(0, VISITS)
-            column = _column(p_indices, f_indices, p_first, p, f_first, m, e)
-            known = (e < m) & (column >= 0) & (column < columns)
-            kind = tl.where(e < p, 0, lists)
-            tile = own_tiles + column
-            length = tl.load(counts + own_lists + column + kind, mask=known, other=1)
-            within = tl.load(nth + base_slot + e, mask=known, other=0)
-            place = tl.load(rank + tile, mask=known, other=0)
-            if TURNED:
-                cta = tl.load(taker + place, mask=known, other=0)
-                share_of = (cta * GOLDEN & ((1 << BITS) - 1)).to(tl.int64)
-                within -= (share_of * length >> BITS).to(tl.int32)
-                within += tl.where(within < 0, length, 0)
-            within += tl.load(partial + tile, mask=known & (e >= p), other=0)
-            if SHARED:
-                within += head % group * length
-            else:
-                for other in range(head // group * group, head):
-                    of_other = item * item_lists + other // share * columns
-                    within += tl.load(counts + of_other + column + kind, mask=known, other=0)
-            number = tl.load(first + tile, mask=known, other=0) + within
-            v = visits + number.to(tl.int64) * VISIT_FIELDS
-            tl.store(v, query * BLOCK_Q + e * 0, mask=known)
-            tl.store(v + 1, head + e * 0, mask=known)
-            tl.store(v + 2, tl.where(e < p, p_first + e, FULL), mask=known)
-            if ORDERED:
-                clock = tl.load(began + place, mask=known, other=0) + within
-                if LONG:
-                    tl.store(line + 2 * e, tl.where(known, number, -1), mask=e < m)
-                    tl.store(line + 2 * e + 1, clock, mask=e < m)
-                else:
-                    same = clock[None, :] == clock[:, None]
-                    sooner = (clock[None, :] < clock[:, None]) | (same & (number[None, :] < number[:, None]))
-                    tl.store(v + 3, tl.sum((sooner & known[None, :]).to(tl.int32), 1), mask=known)
-            else:
-                tl.store(v + 3, NO_TICKET + e * 0, mask=known)
-        if LONG:
-            tl.debug_barrier()
-            for start in range(0, m, VISITS):
-                e = start + tl.arange(0, VISITS)
-                number = tl.load(line + 2 * e, mask=e < m, other=-1, cache_modifier=".cg")
-                clock = tl.load(line + 2 * e + 1, mask=e < m, other=0, cache_modifier=".cg")[:, None]
-                ticket = tl.zeros((VISITS,), dtype=tl.int32)
-                for start_of_others in range(0, m, VISITS):
-                    o = start_of_others + tl.arange(0, VISITS)
-                    of_o = tl.load(line + 2 * o, mask=o < m, other=-1, cache_modifier=".cg")[None, :]
-                    at_o = tl.load(line + 2 * o + 1, mask=o < m, other=0, cache_modifier=".cg")[None, :]
-                    sooner = (at_o < clock) | ((at_o == clock) & (of_o < number[:, None]))
-                    ticket += tl.sum((sooner & (of_o >= 0)).to(tl.int32), 1)
-                tl.store(visits + number.to(tl.int64) * VISIT_FIELDS + 3, ticket, mask=number >= 0)
+        _visits_of(
+            p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial,
+            rank, first, taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size,
+            longest, capacity, kv_heads, group, share, item_lists, shared, programs, q_heads, BLOCK_Q,
+            ORDERED, TURNED, SHARED, LONG, VISITS, GOLDEN, BITS, VISIT_FIELDS, FULL, NO_TICKET,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("q_len", "rows", "lists"), do_not_specialize_on_alignment=("lo", "hi", "out"))
+def _pad(lo, hi, out, q_len, rows, lists, BOUNDS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BOUNDS + tl.arange(0, BOUNDS)
+    query = at % rows
+    listing = at // rows
+    end = listing >= lists
+    own = tl.where(end, listing - lists, listing) * q_len + query
+    there = (query < q_len) & (listing < 2 * lists)
+    found = tl.where(
+        end, tl.load(hi + own, mask=there & end, other=0), tl.load(lo + own, mask=there & ~end, other=0)
+    )
+    tl.store(out + at, found, mask=listing < 2 * lists)
+
+
+def padded_bounds(lo: Tensor, hi: Tensor, rows: int) -> Tensor:
+    """The bounds of a mask with zeros up to `rows` queries: int32 [2, lists, rows], viewed as float32. No sync.
+
+    lo, hi: int32 [lists, q_len], contiguous.
+    """
+    lists, q_len = lo.shape
+    out = torch.empty((2, lists, rows), dtype=torch.int32, device=lo.device)
+    if lo.is_cuda or env.interpreting():
+        args = (lo, hi, out, q_len, rows, lists)
+        launch_unspecialized(_pad, lo.device, -(-out.numel() // BOUNDS), args, (BOUNDS,), WARPS)
+    else:
+        out.zero_()
+        out[0, :, :q_len], out[1, :, :q_len] = lo, hi
+    return out.view(torch.float32)
 
 
 def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
@@ -375,18 +405,19 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     items = mask.heads * columns if mask.batch > 1 else 0
     long = ordered and p.longest > VISITS
 
-    def room(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
     counted = torch.zeros(2 * lists + 3, dtype=torch.int32, device=device)
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
-    n, partial, rank, first, ticks, taker, began, turn = room(8, key_tiles).unbind()
-    nth, listed, whose = room(3, max(1, capacity)).unbind()
-    base, bases = room(mask.rows), room(2 * lists)
     lanes = triton.next_power_of_2(ctas)
-    starts, has = room(ctas + 1), room(lanes)
-    made, visits = room(key_tiles, TILE_FIELDS), room(p.visited + (key_tiles if single else 0), VISIT_FIELDS)
-    clocks = room(2 * p.visited) if long else has
+    room = max(1, capacity)
+    _, of_tiles, nth, listed, whose, base, bases, has, clocks = carved(
+        device, 8 * key_tiles, room, room, room, mask.rows, 2 * lists, lanes, 2 * p.visited if long else 0
+    )
+    n, partial, rank, first, ticks, taker, began, turn = of_tiles.view(8, key_tiles).unbind()
+    clocks = clocks if long else has
+    # What the plan keeps is apart from what is only needed here.
+    records = p.visited + (key_tiles if single else 0)
+    _, starts, made, visits = carved(device, ctas + 1, key_tiles * TILE_FIELDS, records * VISIT_FIELDS)
+    made, visits = made.view(-1, TILE_FIELDS), visits.view(-1, VISIT_FIELDS)
     entries = (*mask.partial, *mask.full)
     p_size, f_size = len(mask.partial.indices), len(mask.full.indices)
     of_mask = (grid_rows, columns, lists, p_size, f_size, p.longest, capacity)
@@ -398,7 +429,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
         launch_unspecialized(kernel, device, programs, args, constants, warps)
 
     args = (*entries, base, nth, counts, totals, mask.rows, *of_mask)
-    launch(_tally, row_programs, args, (ROWS, ENTRIES), WARPS)
+    launch(tally, row_programs, args, (ROWS, ENTRIES), WARPS)
 
     programs = -(-key_tiles // LISTS)
     args = (
@@ -426,7 +457,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     launch(_line_up, programs + row_programs, args, (single, TILE_TICKS, TILES, STREAM, ROWS, ENTRIES), WARPS)
 
     args = (
-        counts, bases, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, ctas
+        counts, bases, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, ctas,
     )  # fmt: skip
     launch(_deal, 1 + 2 * lists, args, (lanes, LISTED), 1)
 

@@ -13,18 +13,18 @@ Counts of a mask with a fault are clamped, so nothing is written out of bounds.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.tensors import carved
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as plan
 from sparsek.plan.attention_schedule import FIELDS, MERGE_FIELDS, Schedule, Shape
 from sparsek.plan.problem import AttentionProblem
 
-LENGTHS = 32  # of the table, by a program of _count
-ROWS = 128  # of the mask, read together
+LENGTHS = 16  # of the table, by a program of _count
+ROWS = 256  # of the mask, read together
 GROUPS = 16  # of the table, read together
 TILES = 32  # by a program of _place; tiles that may be cut: CUT_TILES, with PARTS of their parts together
 CUT_TILES, PARTS = 8, 16
@@ -266,7 +266,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
 
 
 def launched(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
-    """The schedule of at least one tile: two launches and a few allocations. `tiles` beyond `count` hold anything."""
+    """The schedule of at least one tile: two launches and one allocation. `tiles` beyond `count` hold anything."""
     device, tiles = mask.device, plan.tiles_of(p, shape)
     cut = plan.is_cut(p, shape)
     part = plan.part_blocks(p, shape)
@@ -279,10 +279,9 @@ def launched(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
     unit_tiles = tiles // units
     width = longest + 3  # a part may be one block longer than the shortest; nothing is longer than that
     lines = -(-width // LENGTHS)
-    made = torch.empty((tiles + extra, FIELDS), dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
-    merges = torch.empty((extra, MERGE_FIELDS), dtype=torch.int32, device=device) if cut else None
-    table = torch.empty((groups, width + 2), dtype=torch.int32, device=device)
+    sizes = (tiles + extra) * FIELDS, 1, extra * MERGE_FIELDS, groups * (width + 2)
+    _, made, count, merges, table = carved(device, *sizes)
+    made, merges = made.view(-1, FIELDS), merges.view(-1, MERGE_FIELDS) if cut else None
 
     subs = mask.block[0] // shape.positions
     sizes = (grid_rows, unit_tiles, subs, p.longest, part, width)

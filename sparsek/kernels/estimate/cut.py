@@ -17,12 +17,14 @@ from sparsek.kernels.lang.launch import launch
 from sparsek.reference.lines import CODES, DROPPED, LEAST
 
 CHUNK, WARPS = 4096, 16
-FORCED = tl.constexpr(2.0**20)  # the mass of what is kept before all others; masses of softmaxes are at most 128
+FORCED = tl.constexpr(
+    2.0**20
+)  # the mass of what is kept before all others; masses of softmaxes are at most 128
 DROPPED_BITS, LEAST_CODE, TOP_CODE = (tl.constexpr(each) for each in (DROPPED, LEAST, CODES - 1))
 HALF_BITS = (CODES.bit_length() - 1) // 2
 PASSES, FIRST_UNIT = tl.constexpr(HALF_BITS), tl.constexpr(4 ** (HALF_BITS - 1))
 
-_NUMBERS = ("n", "stride", "share", "least", "forced", "heads")
+_NUMBERS = ("n", "stride", "share", "least", "forced", "heads", "rows_each")
 
 
 @triton.jit
@@ -47,11 +49,12 @@ def _row(mass, at, n, forced):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _cut(
-    mass, budgets, counts, cuts, live, n, stride, share, least, forced, heads,
+    mass, budgets, counts, cuts, live, n, stride, share, least, forced, heads, rows_each,
     CHUNK: tl.constexpr, BY_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """mass [rows, stride], of which n count; cuts int32 [rows]; counts int32 [rows, n + 1]: how many before each place
-    are kept. `budgets` int32 [heads] in place of `least`. Rows that are not `live` are left alone.
+    """mass [rows, stride], n of them count; cuts int32 [rows]; counts int32 [rows, n + 1]: how many before each place
+    are kept. `budgets` int32 [heads] in place of `least`: a head has `rows_each` rows. Rows that are not `live` are not
+    written.
     """
     row = tl.program_id(0)
     there = True
@@ -60,7 +63,7 @@ def _cut(
     if there:
         mass += row.to(tl.int64) * stride
         if budgets is not None:
-            least = tl.load(budgets + row % heads)
+            least = tl.load(budgets + row // rows_each % heads)
         lane = tl.arange(0, CHUNK)
         need = tl.zeros((), tl.float64)
         if BY_SHARE:
@@ -119,18 +122,19 @@ def cut(
     """The cut of each row of mass [.., n], contiguous float32: int32 [rows] as a code, and counts [rows, n + 1] of kept
     masses before each place.
 
-    `budgets` int32 [H] for mass [B, H, n] replaces `least`. The first `forced` masses of a row are the highest. Rows
-    where `live`, int32 [rows], is 0 are not written.
+    `budgets` int32 [H] for mass [B, H, .., n] replaces `least`. The first `forced` masses of a row are the highest.
+    Rows where `live`, int32 [rows], is 0 are not written.
     """
     n = mass.shape[-1]
     rows = mass.numel() // max(1, n)
     cuts = torch.empty(rows, dtype=torch.int32, device=mass.device)
     counts = torch.empty(rows, n + 1, dtype=torch.int32, device=mass.device) if counted else None
     chunk = min(CHUNK, max(256, triton.next_power_of_2(n)))
+    heads = 1 if budgets is None else len(budgets)
+    each = max(1, rows // (len(mass) * heads)) if budgets is not None else 1
     with torch.cuda.device_of(mass):
         launch(
-            _cut, (rows,), mass, budgets, counts, cuts, live, n, n, float(share), least, forced,
-            1 if budgets is None else len(budgets), CHUNK=chunk, BY_SHARE=share > 0,
-            num_warps=max(1, min(WARPS, chunk // 256)),
+            _cut, (rows,), mass, budgets, counts, cuts, live, n, n, float(share), least, forced, heads, each,
+            CHUNK=chunk, BY_SHARE=share > 0, num_warps=max(1, min(WARPS, chunk // 256)),
         )  # fmt: skip
     return cuts, counts

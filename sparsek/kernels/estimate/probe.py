@@ -23,7 +23,9 @@ from torch import Tensor
 from sparsek.core.device import card_of
 from sparsek.kernels.lang.launch import launch
 
-TILE, WARPS, STAGES = 128, 4, 3
+TILE = 128
+WARPS, STAGES = {64: 4, 128: 8}, {64: 3, 128: 2}  # by rows
+SPLITS = 64  # most shares of the keys
 ROW_BLOCKS = 4  # most blocks of positions that 128 queries are in, rounded up
 LOG2E = 1.4426950408889634
 
@@ -157,7 +159,9 @@ def _sums(
             for first in range(0, LAST, 8):
                 r = first + few
                 c = lane[None, :] - (LAST - 1) + r[:, None]
-                found += tl.sum(tl.load(mine + r[:, None] * TN + c, mask=(c >= 0) & (c < TN), other=0.0), axis=0)
+                found += tl.sum(
+                    tl.load(mine + r[:, None] * TN + c, mask=(c >= 0) & (c < TN), other=0.0), axis=0
+                )
             tl.store(askew + tile * (2 * TN) + lane, found)
 
 
@@ -192,13 +196,14 @@ def _call(q: Tensor, k: Tensor, last: int, q_offset: int, side: int) -> _Call:
     end = min(kv_len, -(-max(0, q_offset + q_len) // side) * side)
     tiles = -(-end // tile)
     wanted = -(-2 * (card_of(q.device).sm_count if q.is_cuda else 1) // max(1, batch * heads))
-    per_split = max(1, -(-tiles // min(64, wanted)))
+    per_split = max(1, -(-tiles // min(SPLITS, wanted)))
     splits = max(1, -(-tiles // per_split))
     numbers = (
         dim**-0.5 * LOG2E, q_len, kv_len, end, q_offset, min(last, q_len), heads, kv_heads, splits, per_split,
         max(1, -(-kv_len // tile)),
     )  # fmt: skip
-    constants = {"LAST": rows, "D": dim, "TN": tile, "STAGES": STAGES, "num_warps": WARPS}
+    size = 64 if rows <= 64 else 128
+    constants = {"LAST": rows, "D": dim, "TN": tile, "STAGES": STAGES[size], "num_warps": WARPS[size]}
     return _Call(numbers, (*q.stride(), *k.stride()), constants, batch * heads * splits, (splits, rows))
 
 
@@ -222,11 +227,18 @@ def token_lines(q: Tensor, k: Tensor, last: int, q_offset: int) -> tuple[Tensor,
         tops, totals = _first_pass(q, k, call, None)
         launch(
             _sums, (call.programs,), q, k, tops, totals, vertical, askew, scratch, None, *call.numbers, 0,
-            *call.strides, **call.constants, SPLITS=triton.next_power_of_2(call.shape[0]), BLOCK=1,
+            *call.strides, **call.constants, SPLITS=SPLITS, BLOCK=1,
             ROW_BLOCKS=ROW_BLOCKS,
         )  # fmt: skip
         launch(
-            _distances, (batch * heads, -(-distances // 1024)), askew, slash, tiles, distances, TN=TILE, CHUNK=1024
+            _distances,
+            (batch * heads, -(-distances // 1024)),
+            askew,
+            slash,
+            tiles,
+            distances,
+            TN=TILE,
+            CHUNK=1024,
         )
     return vertical, slash
 
@@ -243,7 +255,7 @@ def block_probe(q: Tensor, k: Tensor, last: int, q_offset: int, side: int) -> Pr
         tops, totals = _first_pass(q, k, call, raw)
         launch(
             _sums, (call.programs,), q, k, tops, totals, None, None, None, part, *call.numbers, first_block,
-            *call.strides, **call.constants, SPLITS=triton.next_power_of_2(call.shape[0]), BLOCK=side,
+            *call.strides, **call.constants, SPLITS=SPLITS, BLOCK=side,
             ROW_BLOCKS=ROW_BLOCKS,
         )  # fmt: skip
     return Probe(part, raw, first_block, rows)

@@ -38,6 +38,7 @@ VIEWS = {  # and operators that only read dtypes, or keep memory alive for a str
     "mT", "numpy_T", "narrow", "contiguous", "to",  # these appear in inference mode only; see `_is_copy`
     "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
     "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
+    "split_with_sizes",
 }  # fmt: skip
 
 ALIGNED = 15  # Triton specializes for addresses that are multiples of 16, and TMA requires them

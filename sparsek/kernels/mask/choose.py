@@ -8,7 +8,7 @@ Triton's interpreter.
 A program makes one row and has all its columns in registers. Bisection ends as soon as a bound has the right count over
 it: about 12 steps of some 15 instructions for 256 random scores, 32 at most. Blocks of the score at the bound are kept
 by column, lower ones first. One prefix sum gives every kept block its entry. The same launch writes the intervals,
-rules and bits of the mask, and a word of each row for the first fault.
+rules and bits of the mask, and the first fault of a row to a word of the host.
 
 Nothing is read or written out of bounds, whatever the values: columns come from positions, never from memory.
 
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.kernels.lang.launch import launch
+from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import times
 from sparsek.mask import choice
 from sparsek.mask.choice import Choice, Near, Parts
@@ -40,7 +41,7 @@ _NONE = tl.constexpr(2**31 - 1)
 _VARY = (
     "sg_b", "sg_h", "sg_m", "sg_n", "sl_b", "sl_n", "sk_b", "sk_h", "sa_b", "sa_h", "sa_m", "sa_n", "sc_b", "sc_h",
     "sc_m", "limit", "least", "sinks", "back", "fore", "heads", "tiles", "columns", "listed", "capacity", "q_len",
-    "kv_len", "q_offset", "deep", "length_items",
+    "kv_len", "q_offset", "deep", "length_items", "room",
 )  # fmt: skip
 
 
@@ -129,24 +130,24 @@ def _highest(key, count, nothing):
 
 @triton.jit
 def _prefix(keys, WORDS: tl.constexpr):
-    """Words [n, WORDS] of which the first `keys` bits are set."""
+    """Words [n, WORDS] whose first `keys` bits are set."""
     ahead = keys[:, None] - 32 * tl.arange(0, WORDS)[None, :]
     ahead = tl.minimum(tl.maximum(ahead, 0), 32)
     return ((tl.full(ahead.shape, 1, tl.int64) << ahead.to(tl.int64)) - 1).to(tl.int32)
 
 
 @triton.jit
-def _length(lengths, j, kv_len, BK: tl.constexpr, there):
+def _length(lengths, sl_n, j, kv_len, BK: tl.constexpr, FK: tl.constexpr, there):
     """How many keys block j has, from 0 to those up to kv_len."""
-    given = tl.load(lengths, mask=there, other=0).to(tl.int64)
-    given = tl.minimum(tl.maximum(given, 0), BK)
+    given = tl.load(lengths + (j // FK).to(tl.int64) * sl_n, mask=there, other=0).to(tl.int64)
+    given = tl.minimum(tl.maximum(given - j % FK * BK, 0), BK)
     return tl.minimum(given, tl.maximum(kv_len - j.to(tl.int64) * BK, 0)).to(tl.int32)
 
 
 @triton.jit
 def _write_bits(
     bits, lengths, sl_n, item, i, first, edge, tiles, columns, kv_len, q_len, deep, length_items,
-    BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, FK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The bits of the key blocks i, i + tiles, ...; if causal, also of those that tile i sees in part."""
     WORDS: tl.constexpr = BK // 32
@@ -154,29 +155,44 @@ def _write_bits(
     inside = query[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     for step in range((columns - i + tiles - 1) // tiles):
         j = i + step * tiles
-        keys = _length(lengths + j * sl_n, j, kv_len, BK, True)
+        keys = _length(lengths, sl_n, j, kv_len, BK, FK, True)
         to = bits + (item.to(tl.int64) * columns + j) * (BQ * WORDS)
         tl.store(to + inside, _prefix(keys + query * 0, WORDS))
     if CAUSAL:
         for d in range(deep):
             j = tl.minimum(edge + d, columns - 1)
-            keys = _length(lengths + j.to(tl.int64) * sl_n, j, kv_len, BK, columns > 0)
+            keys = _length(lengths, sl_n, j, kv_len, BK, FK, columns > 0)
             ahead = first + query + 1 - j.to(tl.int64) * BK
             keys = tl.minimum(tl.maximum(ahead, 0), keys).to(tl.int32)
             at = length_items.to(tl.int64) * columns + (item.to(tl.int64) * tiles + i) * deep + d
             tl.store(bits + at * (BQ * WORDS) + inside, _prefix(keys, WORDS))
 
 
+@triton.jit
+def _ends(i, q_len, kv_len, q_offset, BQ: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr):
+    """Positions of the first and last query of tile i, int64; leading blocks seen whole, and seen at all, int32."""
+    first = i.to(tl.int64) * BQ + q_offset
+    last = tl.minimum(first + BQ, q_offset.to(tl.int64) + q_len) - 1
+    if CAUSAL:
+        edge = tl.minimum(tl.maximum(first + 1, 0), kv_len) // BK
+        end = (tl.minimum(tl.maximum(last + 1, 0), kv_len) + BK - 1) // BK
+    else:
+        edge = kv_len.to(tl.int64) // BK
+        end = (kv_len.to(tl.int64) + BK - 1) // BK
+    return first, last, edge.to(tl.int32), end.to(tl.int32)
+
+
 @triton.jit(do_not_specialize=_VARY)
 def _choose(
-    given, lengths, numbers, always, held, faults, full_counts, cut_counts, starts, cut_starts, indices, lo, hi, rules,
+    given, lengths, numbers, always, held, fault, full_counts, cut_counts, starts, cut_starts, indices, lo, hi, rules,
     bits, sg_b, sg_h, sg_m, sg_n, sl_b, sl_n, sk_b, sk_h, sa_b, sa_h, sa_m, sa_n, sc_b, sc_h, sc_m,
     limit, least, sinks, back, fore, heads, tiles, columns, listed, capacity, q_len, kv_len, q_offset, deep,
-    length_items,
+    length_items, room,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, EVERY: tl.constexpr, WIDE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, COLS: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr,
+    FQ: tl.constexpr, FK: tl.constexpr,
 ):  # fmt: skip
-    """One row of lists. EVERY: `always` blocks are kept even where they are more than the limit."""
+    """One row of lists. A block of the choice is FQ x FK blocks of the mask. EVERY: as `Choice.every`."""
     if UNIT > 1:  # rows of `given` are whole 16-byte words
         sg_n = 1
         sg_b, sg_h, sg_m, columns = (
@@ -189,35 +205,22 @@ def _choose(
     i = (row % tiles).to(tl.int32)
     group = row // tiles
     b, h = group // heads, group % heads
+    tile = i // FQ  # of the choice
     column = tl.arange(0, COLS)
     inside = column < columns
     word = tl.full([], _NONE, tl.int32)
-
-    # What exists: leading blocks that all queries of the tile see whole, and those that some see.
-    first = i.to(tl.int64) * BQ + q_offset
-    last = tl.minimum(first + BQ, q_offset.to(tl.int64) + q_len) - 1
-    if CAUSAL:
-        edge = tl.minimum(tl.maximum(first + 1, 0), kv_len) // BK
-        end = (tl.minimum(tl.maximum(last + 1, 0), kv_len) + BK - 1) // BK
-    else:
-        edge = kv_len.to(tl.int64) // BK
-        end = (kv_len.to(tl.int64) + BK - 1) // BK
-    edge, end = edge.to(tl.int32), end.to(tl.int32)
+    first, last, _, end = _ends(tile, q_len, kv_len, q_offset, BQ * FQ, BK * FK, CAUSAL)
     there = inside & (column < end)
-    whole = inside & (column < edge)
-    short = inside & False
+    of = tl.full([COLS], 0, tl.int64)
     if lengths is not None:
         lengths += b * sl_b
         of = tl.load(lengths + column.to(tl.int64) * sl_n, mask=inside, other=0).to(tl.int64)
-        word = tl.minimum(word, _first(inside & ((of < 0) | (of > BK)), column, _LENGTH))
-        natural = tl.minimum(kv_len - column.to(tl.int64) * BK, BK)
-        of = tl.minimum(tl.minimum(tl.maximum(of, 0), BK), natural)
-        short = inside & (of < natural)
+        word = tl.minimum(word, _first(inside & ((of < 0) | (of > BK * FK)), column, _LENGTH))
+        of = tl.minimum(tl.maximum(of, 0), BK * FK)
         there = there & (of > 0)
-        whole = whole & (of == BK)
 
-    # What is kept of it.
-    given += b * sg_b + h * sg_h + i.to(tl.int64) * sg_m
+    # What is kept of the blocks that exist.
+    given += b * sg_b + h * sg_h + tile.to(tl.int64) * sg_m
     if KIND == "map":
         chosen = tl.load(given + column.to(tl.int64) * sg_n, mask=inside, other=0) != 0
         kept = chosen & there
@@ -226,7 +229,7 @@ def _choose(
         room_here = entry < listed
         at = tl.load(given + entry.to(tl.int64) * sg_n, mask=room_here, other=-1).to(tl.int64)
         if held is not None:
-            count = tl.load(held + b * sc_b + h * sc_h + i.to(tl.int64) * sc_m).to(tl.int64)
+            count = tl.load(held + b * sc_b + h * sc_h + tile.to(tl.int64) * sc_m).to(tl.int64)
             if (count < 0) | (count > listed):
                 word = tl.minimum(word, _NUMBER << _SHIFT)
             used = room_here & (entry < count)
@@ -251,7 +254,8 @@ def _choose(
             right = (x >= 0) & (x < float("inf"))
         else:
             right = x == x
-        word = tl.minimum(word, _first(there & ~right, column, _VALUE))
+        if not EVERY:
+            word = tl.minimum(word, _first(there & ~right, column, _VALUE))
         able = there & right
         if KIND == "topk":
             able = able & (x != float("-inf"))
@@ -260,12 +264,12 @@ def _choose(
         if NEAR != "":
             early = there & (column < sinks)
         if NEAR == "window":
-            left, to = (first - back) // BK, (last + fore) // BK
+            left, to = (first - back) // (BK * FK), (last + fore) // (BK * FK)
             left = tl.where(first - back < 0, 0, left)
             to = tl.where(last + fore < 0, -1, to)
             early = early | (there & (column >= left) & (column <= to))
         if always is not None:
-            always += b * sa_b + h * sa_h + i.to(tl.int64) * sa_m
+            always += b * sa_b + h * sa_h + tile.to(tl.int64) * sa_m
             early = there & (tl.load(always + column.to(tl.int64) * sa_n, mask=inside, other=0) != 0)
         key = tl.where(early, ahead, key)
         before = tl.sum(early.to(tl.int32), axis=0)
@@ -300,34 +304,53 @@ def _choose(
                 word = tl.minimum(word, _CROWDED << _SHIFT)
         kept = _highest(key, count, nothing)
 
+    # The blocks of the mask that it consists of, and what the queries of the row's tile see of them.
+    stored = columns
+    if FK == 2:
+        kept = tl.interleave(kept.to(tl.int32), kept.to(tl.int32)) != 0
+        of = tl.interleave(tl.minimum(of, BK), tl.maximum(of - BK, 0))
+        stored = (kv_len + BK - 1) // BK
+        column = tl.arange(0, 2 * COLS)
+    first, last, edge, end = _ends(i, q_len, kv_len, q_offset, BQ, BK, CAUSAL)
+    kept = kept & (column < end)
+    whole = column < edge
+    short = column < 0
+    if lengths is not None:
+        natural = tl.minimum(kv_len - column.to(tl.int64) * BK, BK)
+        of = tl.minimum(of, natural)
+        short = of < natural
+        kept = kept & (of > 0)
+        whole = whole & (of == BK)
+
     # The lists: full blocks, then partial ones, then zeros.
     kept_whole, kept_cut = kept & whole, kept & ~whole
     ranks = tl.cumsum(kept_whole.to(tl.int32) | (kept_cut.to(tl.int32) << 16), 0)
     n_full, n_cut = tl.sum(kept_whole.to(tl.int32), axis=0), tl.sum(kept_cut.to(tl.int32), axis=0)
     entry = tl.where(kept_whole, ranks & 0xFFFF, n_full + ((ranks >> 16) & 0xFFFF)) - 1
-    start = row * capacity
-    tl.store(indices + start + entry, column, mask=kept & (entry < capacity))
-    spare = (column >= n_full + n_cut) & (column < capacity)
+    start = row * room
+    tl.store(indices + start + entry, column, mask=kept & (entry < room))
+    spare = (column >= n_full + n_cut) & (column < room)
     tl.store(indices + start + column, 0, mask=spare)
     tl.store(starts + row, start.to(tl.int32))
     tl.store(cut_starts + row, (start + n_full).to(tl.int32))
     tl.store(full_counts + row, n_full)
     tl.store(cut_counts + row, n_cut)
-    tl.store(faults + row, tl.where(word == _NONE, -1, word))
+    if word != _NONE:
+        tl.store(fault, (row << 32 | word) + 1)
 
     if lengths is not None:
         item = tl.where(length_items > 1, b, 0)
-        code = item * columns + column
+        code = item * stored + column
         if CAUSAL:
-            own = length_items.to(tl.int64) * columns + (item * tiles + i) * deep + column - edge
+            own = length_items.to(tl.int64) * stored + (item * tiles + i) * deep + column - edge
             code = tl.where(column < edge, code, own)
         code = tl.where(short, code, -1).to(tl.int32)
-        tl.store(rules + start + entry, code, mask=kept & (entry < capacity))
+        tl.store(rules + start + entry, code, mask=kept & (entry < room))
         tl.store(rules + start + column, tl.sum(tl.where(column == 0, code, 0), axis=0), mask=spare)
         if (h == 0) & ((b == 0) | (length_items > 1)):
             _write_bits(
-                bits, lengths, sl_n, item, i, first, edge, tiles, columns, kv_len, q_len, deep, length_items,
-                BQ, BK, CAUSAL,
+                bits, lengths, sl_n, item, i, first, edge, tiles, stored, kv_len, q_len, deep, length_items,
+                BQ, BK, FK, CAUSAL,
             )  # fmt: skip
     if lo is not None:
         if group == 0:
@@ -341,10 +364,10 @@ def _choose(
 
 def choose_blocks(c: Choice) -> Parts | None:
     """The tensors of the mask, in one allocation and one launch, without a sync; None for rows that are too long."""
-    if max(c.place.grid[1], c.given.shape[-1]) > MOST_COLUMNS:
+    if max(c.stored.grid[1], c.given.shape[-1]) > MOST_COLUMNS:
         return None
-    parts = choice.parts_of(c)
-    (tiles, columns), place = c.place.grid, c.place
+    parts = choice.parts_of(c, fault_word(c.place.device))
+    tiles, columns, place = c.stored.grid[0], c.place.grid[1], c.place
     cols = max(16, triton.next_power_of_2(columns))
     numbers, limit = (c.limit, 0) if isinstance(c.limit, Tensor) else (None, c.limit)
     if numbers is None and c.kind == "mass":
@@ -354,20 +377,23 @@ def choose_blocks(c: Choice) -> Parts | None:
         "" if c.always is None or isinstance(c.always, Tensor) else "sinks" if near.back is None else "window"
     )
     always = c.always if isinstance(c.always, Tensor) else None
-    full, cut = parts.counts
-    options: dict[str, Any] = {"num_warps": min(max(cols // 256, 1), 32)}
+    full, cut = parts.full_counts, parts.cut_counts
+    warps = min(max(cols * c.split[1] // 256, 1), 32)
+    # A histogram counts an entry once for each thread that has it, so every thread has entries of its own.
+    listed = max(32 * warps, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1
+    options: dict[str, Any] = {"num_warps": warps}
     with torch.cuda.device_of(parts.base):
         launch(
-            _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.faults, full, cut,
+            _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.word, full, cut,
             parts.starts, parts.cut_starts, parts.indices, parts.lo, parts.hi, parts.rules, parts.bits,
             *_steps(c.given, 4), *_steps(c.lengths, 2), *_steps(numbers, 4)[:2], *_steps(always, 4),
             *_steps(c.counts, 3), limit, c.least, near.sinks, near.back or 0, near.fore, c.given.shape[1],
             tiles, columns, c.given.shape[-1], c.capacity, place.q_len, place.kv_len, place.q_offset, c.deep,
-            1 if c.lengths is None else c.lengths.shape[0],
+            1 if c.lengths is None else c.lengths.shape[0], c.room,
             KIND=c.kind, CAUSAL=c.causal, NEAR=near_kind, EVERY=c.every,
-            WIDE=c.given.dtype == torch.float64, BQ=place.block[0], BK=place.block[1], COLS=cols,
-            LISTED=max(16, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1,
-            UNIT=_unit(c.given, columns), **options,
+            WIDE=c.given.dtype == torch.float64, BQ=c.stored.block[0], BK=c.stored.block[1], COLS=cols,
+            LISTED=listed,
+            UNIT=_unit(c.given, columns), FQ=c.split[0], FK=c.split[1], **options,
         )  # fmt: skip
     return parts
 

@@ -9,8 +9,9 @@ ones. A tile of several has one run of partial blocks, from the first key that i
 its last one, because documents adjoin. So do the entries of a row: those of one run are a part of the list of all
 columns, two runs have a fixed room.
 
-Whatever the edges are, no column is outside of the mask, and no query sees keys beyond its window: sizes that the host
-derives from the window hold.
+Edges that only the device knows are checked there: a fault is written to a word of the host. Whatever they are, no
+column is outside of the mask, and no query sees keys beyond its window: sizes that the host derives from the window
+hold.
 
 Bottleneck: the host, with one launch and one allocation. Each query looks up about log2(documents) edges.
 """
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import carved
 from sparsek.kernels.mask.runs import within, write_all_columns, write_runs
 from sparsek.mask.closed import Band, Parts
@@ -28,7 +30,7 @@ from sparsek.mask.lists import BlockLists, Place
 from sparsek.matrix.pattern import INT32_MAX
 
 ROWS, ENTRIES, LANES, WARPS = 32, 16, 512, 4
-_LISTS = ("edges", "full_starts", "full_counts", "starts", "counts", "indices", "lo", "hi")
+_LISTS = ("edges", "fault", "full_starts", "full_counts", "starts", "counts", "indices", "lo", "hi")
 _SIZES = ("documents", "rows", "tiles", "columns", "length", "queries", "low", "high", "capacity")
 
 
@@ -55,13 +57,16 @@ def _of_document(edges, documents, query, base, low, high, length):
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_LISTS)
 def _documents(
-    edges, full_starts, full_counts, starts, counts, indices, lo, hi,
+    edges, fault, full_starts, full_counts, starts, counts, indices, lo, hi,
     documents, rows, tiles, columns, length, queries, low, high, capacity,
     WIDE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """WIDE: whether the edges are int64."""
+    """WIDE: whether the edges are int64. `fault`: a word for 1 + the document of a fault; None if the edges are known
+    to be right.
+    """
     pid, row_programs, column_programs = tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, LANES)
+    query_programs = tl.cdiv(queries, LANES)
     if pid < row_programs:
         row = pid * ROWS + tl.arange(0, ROWS)
         live = row < rows
@@ -96,16 +101,25 @@ def _documents(
         )  # fmt: skip
     elif pid < row_programs + column_programs:
         write_all_columns(indices, columns, pid - row_programs, LANES)
-    else:
+    elif pid < row_programs + column_programs + query_programs:
         query = ((pid - row_programs - column_programs) * LANES + tl.arange(0, LANES)).to(tl.int64)
         base = query // length * length
         at = tl.minimum(query, queries - 1)
         _, from_key, to_key = _of_document(edges, documents, at, base, low, high, length)
         tl.store(lo + query, from_key.to(tl.int32), mask=query < queries)
         tl.store(hi + query, to_key.to(tl.int32), mask=query < queries)
+    elif fault is not None:
+        document = (pid - row_programs - column_programs - query_programs) * LANES + tl.arange(0, LANES)
+        there = document < documents
+        start = tl.load(edges + document, mask=there, other=0)
+        end = tl.load(edges + document + 1, mask=there, other=0)
+        wrong = (end < start) | (end > length) | ((document == 0) & (start != 0))
+        found = tl.min(tl.where(there & wrong, document, documents), 0)
+        if found < documents:
+            tl.store(fault, (found + 1).to(tl.int64))
 
 
-def documents(place: Place, edges: Tensor, band: Band, batch: int) -> Parts | None:
+def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool = False) -> Parts | None:
     """The parts of a mask of packed documents of as many queries as keys.
 
     Args:
@@ -114,6 +128,7 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int) -> Parts | No
             batch items one behind the other.
         band: The window, without sinks.
         batch: Batch items.
+        checked: Whether to look for faults in the edges, which then are those of one batch item.
 
     Returns:
         None if the entries do not fit int32, or there is no document. No sync; it may be captured.
@@ -126,10 +141,15 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int) -> Parts | No
     sizes = edges.numel() - 1, rows, tiles, columns, length, queries, band.low, band.high, capacity
     constants = edges.dtype == torch.int64, bq, bk, ROWS, ENTRIES, LANES
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (queries, LANES)))
+    word = fault_word(place.device) if checked else None
+    if checked:
+        programs += -(-sizes[0] // LANES)
     if programs:
-        launch_unspecialized(_documents, base.device, programs, (edges, *made, *sizes), constants, WARPS)
+        launch_unspecialized(
+            _documents, base.device, programs, (edges, word, *made, *sizes), constants, WARPS
+        )
     full_starts, full_counts, starts, counts, indices, lo, hi = made
     return Parts(
         BlockLists(full_starts, full_counts, indices), BlockLists(starts, counts, indices), base,
-        lo.view(batch, length), hi.view(batch, length),
+        lo.view(batch, length), hi.view(batch, length), word=word,
     )  # fmt: skip

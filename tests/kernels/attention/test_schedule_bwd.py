@@ -1,4 +1,4 @@
-"""attention/schedule_bwd.py, compiled for a card that is not there."""
+"""attention/schedule_bwd.py and transposed.py, compiled for a card that is not there."""
 
 from typing import Any
 
@@ -9,25 +9,32 @@ from sparsek.core.device import H200
 pytest.importorskip("triton")
 
 from sparsek.kernels.attention import schedule_bwd as made
+from sparsek.kernels.attention import transposed as lists
 from sparsek.plan import attention_grad_schedule as plan
 from tests.kernels.lang.portable_code import compiled
 
-TYPES: dict[str, str] = dict.fromkeys((*made._MASK, *made._SCRATCH), "*i32")
-OF_MASK = {"ROWS": made.ROWS, "ENTRIES": made.ENTRIES}
+TYPES: dict[str, str] = dict.fromkeys(
+    (*lists.MASK, *lists._SCRATCH, *made._SCRATCH, "lo", "hi", "out"), "*i32"
+)
+OF_MASK = {"ROWS": lists.ROWS, "ENTRIES": lists.ENTRIES}
 VISIT: dict[str, Any] = {
     "BLOCK_K": 128, "TURNED": True, "TILES": made.TILES, "GOLDEN": plan.GOLDEN, "BITS": plan.GOLDEN_BITS,
     "TILE_FIELDS": plan.TILE_FIELDS, "VISIT_FIELDS": plan.VISIT_FIELDS, "FULL": plan.FULL,
     "NO_TICKET": plan.NO_TICKET,
 }  # fmt: skip
 KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "tally": (made._tally, OF_MASK, made.WARPS),
-    "measure": (made._measure, {"TILES": made.LISTS, "LISTS": made.LISTS}, made.WARPS),
+    "tally": (lists.tally, OF_MASK, made.WARPS),
+    "measure": (made._measure, {"TILES": lists.LISTS, "LISTS": lists.LISTS}, made.WARPS),
     "line up": (
         made._line_up,
         OF_MASK | {"SINGLE": True, "TILE_TICKS": 2, "TILES": made.TILES, "STREAM": made.STREAM},
         made.WARPS,
     ),
-    "deal": (made._deal, {"LANES": 256, "LISTED": made.LISTED}, 1),
+    "deal": (made._deal, {"LANES": 256, "LISTED": lists.LISTED}, 1),
+    "open": (lists._open, {"LISTS": lists.LISTS}, made.WARPS),
+    "fill": (lists._fill, OF_MASK, made.WARPS),
+    "order": (lists._order, {"LISTED": lists.LISTED}, 1),
+    "pad": (made._pad, {"BOUNDS": made.BOUNDS}, made.WARPS),
     "visit": (
         made._visit,
         VISIT | {"BLOCK_Q": 64, "ORDERED": True, "SHARED": False, "LONG": False, "VISITS": made.VISITS},
@@ -47,4 +54,3 @@ def test_it_fits_in_registers(name: str) -> None:
     code = compiled(kernel, TYPES, constants, H200, warps, 1)
     assert code.stack == 0
     assert code.registers <= 168
-    print(name, code.registers, code.shared)

@@ -118,10 +118,12 @@ def test_in_a_cuda_graph_the_schedule_follows_the_lists() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = launched(p, mask, shape)
+    parts = (*mask.full[:2], *mask.partial[:2])
+    before = [part.clone() for part in parts]
     for seed in range(20):
         order = torch.randperm(mask.rows, generator=torch.Generator().manual_seed(seed)).cuda()
-        for part in (*mask.full[:2], *mask.partial[:2]):
-            part.copy_(part[order])
+        for part, rows in zip(parts, before, strict=True):
+            part.copy_(rows[order])
         graph.replay()
         same(found, plan.schedule(p, mask, shape))
 

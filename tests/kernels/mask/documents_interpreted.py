@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import SIDES, assert_same, by_kernels, entries_of
 
@@ -53,11 +54,20 @@ def test_documents_of_edges_that_the_host_does_not_read(
     assert_same(made, wanted, sizes=False)
 
 
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=5), st.integers(1, 300), st.booleans())
+EDGE = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 520), st.just(0))
+
+
+@given(st.lists(EDGE, min_size=2, max_size=5), st.integers(1, 300), st.booleans())
 @FEW
 def test_wrong_edges_give_a_mask_within_its_bounds(edges: list[int], window: int, causal: bool):
     given_edges = torch.tensor(edges, dtype=torch.int32)
     mask = by_kernels(lambda: BlockMask.documents(given_edges, 500, window=window, causal=causal, block=64))
+    right = edges[0] == 0 and edges == sorted(edges) and edges[-1] <= 500
+    (fault,) = mask._memo.pop("readbacks")
+    assert (fault.look() == 0) == right
+    if not right:
+        with pytest.raises(InvalidInput, match="cu_seqlens is wrong at document"):
+            fault.apply(mask, wait=False)
     rows = [full + cut for full, cut in zip(*map(entries_of, (mask.full, mask.partial)), strict=True)]
     assert sum(map(len, rows)) <= mask.sizes.stored
     assert max(map(len, rows)) <= mask.sizes.longest

@@ -27,7 +27,7 @@ def codes(card: str) -> dict[str, Code]:
     for sinks, slots in ((0, 0), (1, 0), (2, 3)):
         found[f"window, sinks {sinks}"] = _code(forms._band, lists, forms, card, SINKS=sinks, SLOTS=slots)
     for wide in (False, True):
-        types = {"edges": "*i64"} if wide else {}
+        types = {"fault": "*i64"} | ({"edges": "*i64"} if wide else {})
         found[f"documents {wide}"] = _code(
             documents._documents, documents._LISTS, documents, card, types, WIDE=wide
         )

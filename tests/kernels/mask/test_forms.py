@@ -1,10 +1,14 @@
 """Kernels of masks, without a GPU: that they compile, and what closed forms of sizes say."""
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.mask.closed import Band, Steps, bounded_band, counted_band, counted_steps
+from sparsek.mask.closed import Band, Steps, bounded_band, counted_band, counted_documents, counted_steps
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import frame, places
@@ -41,3 +45,22 @@ def test_the_sizes_of_steps_are_those_of_their_lists(place: Place, step: int, wi
     dilated = BlockMask.dilated(window=window, dilation=step, causal=causal, **frame(place))
     found = counted_steps(place, band, Steps.dilated(place, step, near, both))
     assert found == (dilated.sizes, dilated.heavy_blocks)
+
+
+@given(
+    st.lists(st.integers(0, 5000), max_size=9),
+    st.integers(1, 5000),
+    st.one_of(st.none(), st.integers(1, 900)),
+    st.booleans(),
+    st.sampled_from((64, 128, (64, 128), (128, 64))),
+)
+def test_the_sizes_of_documents_are_those_of_their_lists(
+    cuts: list[int], total: int, window: int | None, causal: bool, block: Any
+):
+    edges = np.array([0, *sorted(min(each, total) for each in cuts), total])
+    place = Place.of(total, block=block, device="cpu", q_offset=0)
+    mask = BlockMask.documents(torch.from_numpy(edges), window=window, causal=causal, block=block)
+    band = Band.of(place, window, 1 if causal else window)
+    assert counted_documents(place, edges, band, 1) == (mask.sizes, mask.heavy_blocks)
+    bound = bounded_band(place, band).sizes
+    assert all(true <= said for true, said in zip(mask.sizes[:3], bound[:3], strict=True))

@@ -120,6 +120,14 @@ def test_a_replay_makes_the_mask_of_the_documents_of_that_moment():
         assert_same(mask, BlockMask.documents(torch.tensor(now), EDGES[-1]), sizes=False)
 
 
+def test_wrong_edges_are_told_of_when_the_mask_is_used():
+    for edges in ([0, 300, 200, 500], [3, 300, 500], [0, 300, 501]):
+        mask = BlockMask.documents(torch.tensor(edges, dtype=torch.int32, device="cuda"), 500)
+        with pytest.raises(InvalidInput, match="cu_seqlens is wrong at document"):
+            mask.verify(wait=True)
+    BlockMask.documents(torch.tensor([0, 300, 300, 450], device="cuda"), 500).verify(wait=True)
+
+
 def test_lengths_on_the_host_are_not_captured():
     BlockMask.block_diagonal(LENGTHS, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -1,0 +1,400 @@
+"""Sparse attention for the diffusion models of vllm-omni: a plugin function, and a backend class for release 0.30.
+
+Its pull request 4493 dispatches SPARSE_ATTN to one callable of a plugin, which is `sparse_attention`:
+
+    [project.entry-points."vllm_omni.sparse_attn"]
+    sparsek = "sparsek.integrations.vllm_omni:sparse_attention"
+
+Release 0.30 has a closed list of backends, of which a plugin may replace one. With sparsek installed, this environment
+variable makes `register` put SparseK in the place of FASTVIDEO_VSA, which is then selected as before:
+
+    SPARSEK_VLLM_OMNI='{"replaces": "FASTVIDEO_VSA", "policy": "SubBlock", "options": {"density": 0.25},
+                        "skip_first_steps": 10, "skip_layers": [0, 1], "min_tokens": 4096}'
+
+This module needs vllm-omni for `register` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek import policies
+from sparsek.core import arguments, env
+from sparsek.core.errors import InvalidInput
+from sparsek.ops.attention import attention
+from sparsek.policies.policy import Policy
+from sparsek.policies.vsa import VSA
+
+try:
+    from vllm_omni.diffusion.attention.backends.abstract import (
+        AttentionBackend,
+        AttentionImpl,
+        AttentionMetadata,
+    )
+except ImportError:  # the classes below have all that its base classes give
+    AttentionBackend = AttentionImpl = AttentionMetadata = object
+
+STEPS = ("denoising_step", "denoise_step_idx", "step_idx")  # what the drafts of the interface call the step
+GRIDS = ("latent_grid", "vsa_dit_seq_shape")
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, params: Mapping[str, Any], is_causal: bool, softmax_scale: float | None
+) -> Tensor:
+    """Return attention over the blocks that a policy chooses: the one callable that a plugin of vllm-omni exposes.
+
+    Cross-attention, causal attention, and the calls that `params` names are dense, by scaled_dot_product_attention.
+
+    Args:
+        q: [B, S, Hq, D].
+        k: [B, T, Hkv, D].
+        v: [B, T, Hkv, D].
+        params: Static options, and the state of the forward pass. Unknown keys are not read.
+
+            - policy: the name of a class of `sparsek.policies`, or a policy. "SubBlock" by default.
+            - options: the arguments of the class.
+            - skip_first_steps: denoising steps that stay dense. The step is denoising_step, denoise_step_idx or
+              step_idx, and 0 where none is given.
+            - skip_layers: layers that stay dense, by layer_idx.
+            - min_tokens: calls with fewer queries stay dense.
+            - tile: (frames, height, width) of a cube of tokens, of which the policy's block consists. Tokens are then
+              put in the order of cubes, where latent_grid or vsa_dit_seq_shape gives the video's (frames, height,
+              width) in tokens.
+            - gate_compress: the gate of the coarse branch, [B, S, Hq, D], for the policy VSA.
+        is_causal: Whether a query sees no key after its own.
+        softmax_scale: The factor of the scores; D**-0.5 for None.
+
+    Returns:
+        [B, S, Hq, D].
+
+    Raises:
+        InvalidInput: For options that are wrong, and tensors that do not fit together.
+
+    Example:
+        >>> import torch
+        >>> from sparsek.integrations.vllm_omni import sparse_attention
+        >>> q, k, v = torch.randn(3, 1, 512, 4, 64).unbind()
+        >>> sparse_attention(q, k, v, {"policy": "MeanTopK", "options": {"topk": 2}}, False, None).shape
+        torch.Size([1, 512, 4, 64])
+    """
+    if not isinstance(params, Mapping):
+        raise InvalidInput(f"params is {arguments.shown(params)}; it must be a dict")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        arguments.tensor(name, x, None, 4)
+    step = next((params[name] for name in STEPS if params.get(name) is not None), 0)
+    options = _Options.of(params)
+    dense = (
+        arguments.flag("is_causal", is_causal)
+        or q.shape[1] != k.shape[1]
+        or q.shape[1] < options.min_tokens
+        or arguments.integer("the denoising step", step) < options.skip_first_steps
+        or params.get("layer_idx") in options.skip_layers
+    )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if dense:
+        return _dense(q, k, v, None, is_causal, softmax_scale)
+    gate = params.get("gate_compress")
+    grid = next((params[name] for name in GRIDS if params.get(name) is not None), None)
+    if gate is not None:
+        gate = arguments.tensor("gate_compress", gate, None, 4).transpose(1, 2)
+    if options.tile is not None and grid is not None:
+        return _in_cubes(q, k, v, options, tuple(grid), gate, softmax_scale).transpose(1, 2)
+    return _by_policy(q, k, v, options.policy, gate, softmax_scale).transpose(1, 2)
+
+
+class _Options(NamedTuple):
+    """The static options of `params`."""
+
+    policy: Policy
+    skip_first_steps: int
+    skip_layers: frozenset[int]
+    min_tokens: int
+    tile: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> _Options:
+        policy, tile = params.get("policy", "SubBlock"), params.get("tile")
+        if not isinstance(policy, Policy):
+            policy = _policy(
+                arguments.text("policy", policy), json.dumps(params.get("options") or {}, sort_keys=True)
+            )
+        if tile is not None:
+            tile = tuple(arguments.integer("tile", side, 1) for side in tile)
+            if len(tile) != 3 or policy.sides != (math.prod(tile),) * 2:
+                raise InvalidInput(
+                    f"tile is {tile}; it must have three sides, and the tokens of a block of {policy.sides}"
+                )
+        skipped = params.get("skip_layers") or ()
+        return cls(
+            policy,
+            arguments.integer("skip_first_steps", params.get("skip_first_steps", 0)),
+            frozenset(arguments.integer("skip_layers", layer) for layer in skipped),
+            arguments.integer("min_tokens", params.get("min_tokens", 0)),
+            tile,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _policy(name: str, options: str) -> Policy:
+    """A policy by its name and its options in JSON."""
+    names = [each for each in policies.__all__ if isinstance(getattr(policies, each), type)]
+    made = getattr(policies, arguments.one_of("policy", name, names))
+    given = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(options).items()
+    }
+    try:
+        return made(**given)
+    except TypeError as error:
+        raise InvalidInput(f"options of {name}: {error}") from error
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    """[B, S, H, D] of operands [B, H, S, D]."""
+    return functional.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    ).transpose(1, 2)
+
+
+def _by_policy(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: Policy,
+    gate: Tensor | None,
+    scale: float | None,
+    lengths: Any = None,
+) -> Tensor:
+    """Attention by a policy, for operands whose blocks have these lengths."""
+    if isinstance(policy, VSA) and gate is not None:
+        return policy.attention(q, k, v, gate, kv_lengths=lengths, q_lengths=lengths, scale=scale)
+    return attention(q, k, v, policy.mask(q, k, kv_lengths=lengths), scale=scale)
+
+
+class _Cubes(NamedTuple):
+    """The tokens of a video in the order of its cubes, each padded to its full size."""
+
+    source: Tensor  # int64 [places]: the token at each place; 0 where there is none
+    target: Tensor  # int64 [tokens]: the place of each token
+    lengths: Tensor  # int32 [cubes]: the tokens of each cube
+    there: Tensor  # bool [places, 1]: whether there is a token
+
+
+@functools.lru_cache(maxsize=32)
+def _cubes(grid: tuple[int, ...], tile: tuple[int, ...], device: torch.device) -> _Cubes:
+    counts = [-(-side // part) for side, part in zip(grid, tile, strict=True)]
+    at = torch.arange(math.prod(grid), device="cpu").view(grid)
+    padding = [
+        n for side, part, count in zip(grid, tile, counts, strict=True) for n in (count * part - side, 0)
+    ]
+    whole = functional.pad(at, padding[::-1], value=-1)
+    cut = whole.view(counts[0], tile[0], counts[1], tile[1], counts[2], tile[2]).permute(0, 2, 4, 1, 3, 5)
+    cubes = cut.reshape(math.prod(counts), math.prod(tile))
+    there = cubes >= 0
+    # The tokens of a cube come first in it, in their order.
+    order = (~there).to(torch.uint8).argsort(dim=1, stable=True)
+    cubes = cubes.gather(1, order).flatten()
+    places = torch.nonzero(cubes >= 0)[:, 0]
+    target = torch.empty_like(places)
+    target[cubes[places]] = places
+    parts = cubes.clamp(min=0), target, there.sum(1, dtype=torch.int32), (cubes >= 0)[:, None]
+    return _Cubes(*(x.to(device) for x in parts))
+
+
+def _in_cubes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: _Options,
+    grid: tuple[Any, ...],
+    gate: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Attention by a policy that sees the tokens of a video in the order of cubes."""
+    sides = tuple(arguments.integer("latent_grid", side, 1) for side in grid)
+    if len(sides) != 3 or math.prod(sides) != q.shape[2]:
+        raise InvalidInput(
+            f"latent_grid is {sides}; it must be (frames, height, width) of the {q.shape[2]} tokens"
+        )
+    order = _cubes(sides, options.tile or (), q.device)
+    q, k, v = (x.index_select(2, order.source) for x in (q, k, v))
+    q = torch.where(order.there, q, 0)  # policies read all rows of a tile
+    if gate is not None:
+        gate = gate.index_select(2, order.source)
+    out = _by_policy(q, k, v, options.policy, gate, scale, order.lengths)
+    return out.index_select(2, order.target)
+
+
+class SparseKBackend(AttentionBackend):
+    """The backend class of vllm-omni 0.30. `register` puts it in the place of one of its backends."""
+
+    accept_output_buffer = True
+    supports_piecewise_spans = False
+    supports_paged_kv = False
+    supports_prefix_kv_slicing = True
+    supported_platforms = ("cuda",)
+
+    @staticmethod
+    def get_name() -> str:
+        """The name in vllm-omni's messages."""
+        return "SPARSEK"
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseKImpl]:
+        """The class of a layer's attention."""
+        return SparseKImpl
+
+    @staticmethod
+    def get_metadata_cls() -> Any:
+        """vllm-omni's own metadata."""
+        return AttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        """None: there is nothing to build before a forward pass."""
+        return None
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """Every multiple of 8 up to 256."""
+        return list(range(8, 257, 8))
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether heads have a size that kernels take."""
+        return head_size in cls.get_supported_head_sizes()
+
+    @classmethod
+    def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
+        """True: calls with a mask are dense."""
+        return True
+
+    @classmethod
+    def supports_packed_mask_free(cls) -> bool:
+        """True: padding behind the tokens is cut off."""
+        return True
+
+    @classmethod
+    def supports_multi_doc_packed_varlen(cls) -> bool:
+        """False: several packed documents are not kept apart."""
+        return False
+
+    @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool:
+        """False: there is no paged cache."""
+        return False
+
+    @classmethod
+    def validate_available(cls) -> None:
+        """Raise InvalidInput if SPARSEK_VLLM_OMNI is wrong."""
+        configured()
+
+
+class SparseKImpl(AttentionImpl):
+    """The attention of one layer of vllm-omni 0.30, by the options in SPARSEK_VLLM_OMNI."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        qkv_layout: str | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        **extra_impl_args: Any,
+    ) -> None:
+        self.softmax_scale, self.causal = softmax_scale, causal
+        self.params = {**configured(), "layer_idx": _number_in(prefix)}
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None, platform_key: str) -> bool:
+        """Whether keys and values may come in this dtype: only as they are."""
+        return kv_cache_dtype is None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
+        """Return attention [B, S, Hq, D] of query [B, S, Hq, D], key and value [B, T, Hkv, D].
+
+        With a mask it is dense. Padding behind the tokens, as `packed_padding` or `valid_kv_length` tells, is cut off,
+        and rows of padded queries are 0.
+        """
+        extra = dict(getattr(attn_metadata, "extra", None) or {})
+        mask = getattr(attn_metadata, "attn_mask", None)
+        if mask is not None:
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            wide = mask[:, None, None].bool() if mask.ndim == 2 else mask
+            return _dense(q, k, v, wide, self.causal, self.softmax_scale)
+        rows, columns = query.shape[1], key.shape[1]
+        packed = getattr(attn_metadata, "packed_padding", None)
+        if packed is not None:
+            rows, columns = min(rows, packed.q_length), min(columns, packed.kv_length)
+        elif extra.get("valid_kv_length") is not None:
+            is_self, columns = rows == columns, min(columns, extra["valid_kv_length"])
+            rows = columns if is_self else rows
+        layout = getattr(attn_metadata, "video_layout", None)
+        grid = getattr(layout, "latent_grid", None)
+        state = {"denoise_step_idx": _step(), **self.params, **extra}
+        if grid is not None and math.prod(grid) == rows:
+            state["latent_grid"] = grid
+        out = sparse_attention(
+            query[:, :rows], key[:, :columns], value[:, :columns], state, self.causal, self.softmax_scale
+        )
+        return functional.pad(out, (0, 0, 0, 0, 0, query.shape[1] - rows))
+
+    forward_cuda = forward
+
+
+def _number_in(prefix: str) -> int | None:
+    """The number of the block in the name of a layer: 3 of "blocks.3.attn1"."""
+    return next((int(part) for part in prefix.split(".") if part.isdecimal()), None)
+
+
+def _step() -> int | None:
+    """The denoising step of vllm-omni's forward pass."""
+    try:
+        from vllm_omni.diffusion import forward_context
+    except ImportError:
+        return None
+    if not forward_context.is_forward_context_available():
+        return None
+    return forward_context.get_forward_context().denoise_step_idx
+
+
+def configured() -> dict[str, Any]:
+    """The options in the environment variable SPARSEK_VLLM_OMNI, JSON; {} where it is not set."""
+    text = env.vllm_omni_options()
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidInput(
+            f"SPARSEK_VLLM_OMNI is {arguments.shown(text)}; it must be JSON: {error}"
+        ) from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"SPARSEK_VLLM_OMNI is {arguments.shown(text)}; it must be a JSON object")
+    _Options.of(found)
+    return found
+
+
+def register() -> None:
+    """Put SparseK in the place of the backend that SPARSEK_VLLM_OMNI names, if it is set. vllm-omni calls this.
+
+    Raises:
+        InvalidInput: For wrong options.
+    """
+    replaces = configured().get("replaces")
+    if replaces is None:
+        return
+    from vllm_omni.diffusion.attention.backends import registry
+
+    member = registry.DiffusionAttentionBackendEnum[arguments.text("replaces", replaces)]
+    registry.register_diffusion_backend(member, f"{__name__}.{SparseKBackend.__name__}")

@@ -1,0 +1,53 @@
+"""Builders of masks that are called with other numbers at every step: their launches are recorded and repeated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from sparsek.core.operations import by_kernel
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
+
+Given = ParamSpec("Given")
+_TENSORS = (Tensor, torch.nn.Parameter)
+_compiling = torch.compiler.is_compiling
+_inference = torch.is_inference_mode_enabled
+
+
+def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
+    """For builders that read tensors on a GPU. From the third call with the same options, and tensors of the same
+    shapes, strides and dtypes, the launches of `make` are repeated, without its checks: see ops/mask_calls.py.
+
+    All arguments but tensors must be hashable, or the call is not repeated.
+    """
+    name = make.__qualname__
+
+    @functools.wraps(make)
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
+        if _compiling():
+            return make(*args, **kwargs)
+        tensors: list[Any] = []
+        options: list[Any] = [*kwargs]
+        for each in (*args, *kwargs.values()):
+            kind = each.__class__
+            options.append(kind)
+            if kind in _TENSORS:
+                tensors.append(each)
+            else:
+                options.append(each)
+        if not tensors or not tensors[0].is_cuda or _inference():
+            return make(*args, **kwargs)
+        key = tuple(options)
+        try:
+            hash(key)
+        except TypeError:
+            return make(*args, **kwargs)
+        return by_kernel("mask_again", name, tensors, key, lambda: make(*args, **kwargs))
+
+    return made

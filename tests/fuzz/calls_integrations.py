@@ -1,0 +1,136 @@
+"""The calls that stand in for other libraries', with valid arguments for the fuzz. See `engine.Call`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.integrations import block_sparse_attention as bsa
+from sparsek.integrations import fastvideo, flash_attention, flashinfer
+from sparsek.integrations.flex import flex_attention
+from tests.fuzz.engine import Call, Made
+
+
+@lru_cache
+def dense(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def operands(*shape: int) -> dict[str, Tensor]:
+    return {name: dense(*shape, seed=at) for at, name in enumerate("qkv")}
+
+
+def ints(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# Their sums are exact, whatever the order.
+WHOLE = {name: x.round() for name, x in operands(1, 2, 128, 16).items()}
+ENDS, TYPES, INFO = ints([0, 200]), ints([0, 1]), ints([1, 1, 1, 1])
+SIZES, MAP = ints([64, 5]), torch.tensor([[True, False], [True, True]])[None, None]
+COUNTS, INDICES = ints([[[1, 2]]]), ints([[[[1, 0], [0, 1]]]])
+PACKED: dict[str, Any] = {
+    **operands(200, 2, 16), "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q_": 200, "max_seqlen_k_": 200,
+}  # fmt: skip
+LISTS = flash_attention.BlockSparseTensorsTorch(COUNTS, INDICES, block_size=(64, 64))
+SETTING: dict[str, Any] = {
+    "num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 16, "causal": False, "pos_encoding_mode": "NONE",
+    "sm_scale": 0.2, "logits_soft_cap": 0.0, "q_data_type": "float32",
+}  # fmt: skip
+ROWS = {"indptr": ints([0, 1, 3]), "indices": ints([0, 0, 1]), "M": 128, "N": 128, "R": 64, "C": 64}
+SEVERAL = {
+    "block_mask_map": MAP[0].repeat(2, 1, 1), "block_row_sz": ints([[60, 40]] * 2), "block_col_sz": ints([[9, 91]] * 2),
+}  # fmt: skip
+
+
+def _rows(random: Random) -> Made:
+    return flashinfer.BlockSparseAttentionWrapper(torch.empty(0)).plan, {**ROWS, **SETTING, "mask": None}
+
+
+def _several(random: Random) -> Made:
+    return flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(0)).plan, {**SEVERAL, **SETTING}
+
+
+def _run_rows(random: Random) -> Made:
+    wrapper = flashinfer.BlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.plan(**ROWS, **SETTING, o_data_type="float32")
+    return wrapper.run, {**operands(128, 2, 16), "scale_q": None, "out": None, "return_lse": True}
+
+
+def _run_several(random: Random) -> Made:
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.plan(**SEVERAL, **SETTING)
+    return wrapper.run, {**operands(2, 100, 16), "out": None, "return_lse": True}
+
+
+def function(called: Any, **arguments: Any) -> Any:
+    """The same call each time."""
+    return lambda random: (called, dict(arguments))
+
+
+NAMES = {"q_data_type": "dtype text", "logits_soft_cap": "none int", "sm_scale": "none int"}
+CALLS: dict[str, Call] = {
+    "block_sparse_attn_func": Call(
+        function(
+            bsa.block_sparse_attn_func, **PACKED, head_mask_type=TYPES, streaming_info=INFO,
+            base_blockmask=MAP, p_dropout=0.0, is_causal=True, return_attn_probs=True,
+        ),
+        {"streaming_info": "none", "p_dropout": "none"},
+    ),
+    "token_streaming_attn_func": Call(
+        function(bsa.token_streaming_attn_func, **PACKED, head_mask_type=ints([0, -1]), streaming_info=INFO)
+    ),
+    "block_streaming_attn_func": Call(
+        function(
+            bsa.block_streaming_attn_func, **PACKED, head_mask_type=ints([0, -1]), streaming_info=INFO,
+            p_dropout=0.0,
+        ),
+        {"p_dropout": "none"},
+    ),
+    "video_sparse_attn": Call(
+        function(
+            fastvideo.video_sparse_attn, **WHOLE, variable_block_sizes=SIZES,
+            q_variable_block_sizes=SIZES, topk=1, block_size=(4, 4, 4), compress_attn_weight=dense(1, 2, 128, 1),
+        ),
+        {"block_size": "int sequence", "compress_attn_weight": "none"},
+    ),
+    "block_sparse_attn": Call(
+        function(
+            fastvideo.block_sparse_attn, **operands(1, 2, 128, 16), block_map=MAP, variable_block_sizes=SIZES
+        )
+    ),
+    "block_sparse_attn_from_indices": Call(
+        function(
+            fastvideo.block_sparse_attn_from_indices, **operands(1, 1, 128, 16), q2k_idx=INDICES,
+            q2k_num=COUNTS, variable_block_sizes=SIZES,
+        )
+    ),
+    "sliding_tile_attention": Call(
+        function(
+            fastvideo.sliding_tile_attention, **operands(1, 1, 390, 16), window_size=[(1, 1, 1)],
+            text_length=4, has_text=True, seq_shape="6x8x8",
+        )
+    ),
+    "flash_attn_func": Call(
+        function(
+            flash_attention.flash_attn_func, **operands(1, 128, 2, 16), softmax_scale=0.2, causal=True,
+            softcap=0.0, block_sparse_tensors=LISTS, return_lse=True,
+        ),
+        {"softmax_scale": "none int", "softcap": "none", "block_sparse_tensors": "none"},
+    ),
+    "flex_attention": Call(
+        function(
+            flex_attention, query=dense(1, 2, 100, 16), key=dense(1, 2, 100, 16, seed=1),
+            value=dense(1, 2, 100, 16, seed=2), score_mod=None, scale=0.2, enable_gqa=False, return_lse=True,
+        ),
+        {"scale": "none int"},
+    ),
+    "BlockSparseAttentionWrapper.plan": Call(_rows, NAMES),
+    "BlockSparseAttentionWrapper.run": Call(_run_rows),
+    "VariableBlockSparseAttentionWrapper.plan": Call(_several, NAMES),
+    "VariableBlockSparseAttentionWrapper.run": Call(_run_several),
+}  # fmt: skip

@@ -1,0 +1,208 @@
+"""A policy in tiny models of diffusers' own classes, beside dense attention with the same mask."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from tests.house.tools import need
+
+need("diffusers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from diffusers import HunyuanVideoTransformer3DModel, Kandinsky5Transformer3DModel, WanTransformer3DModel
+    from diffusers.models.transformers import (
+        transformer_hunyuan_video,
+        transformer_kandinsky,
+        transformer_wan,
+    )
+
+from sparsek.integrations import diffusers
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+POLICY = sk.policies.MeanTopK(topk=2, block=64)
+TEXT = 7
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=16, ffn_dim=32, num_layers=3, rope_max_seq_len=32,
+    )  # fmt: skip
+    given = {
+        "hidden_states": torch.randn(2, 4, 3, 20, 22),
+        "timestep": torch.tensor([500, 500]),
+        "encoder_hidden_states": torch.randn(2, TEXT, 16),
+    }
+    return model.eval(), given
+
+
+def hunyuan() -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24, num_layers=1, num_single_layers=2,
+        num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=False, text_embed_dim=16,
+        pooled_projection_dim=8, rope_axes_dim=(8, 8, 8),
+    )  # fmt: skip
+    there = torch.ones(2, TEXT, dtype=torch.long)
+    there[1, 4:] = 0
+    given = {
+        "hidden_states": torch.randn(2, 4, 3, 16, 18),
+        "timestep": torch.tensor([500, 500]),
+        "encoder_hidden_states": torch.randn(2, TEXT, 16),
+        "encoder_attention_mask": there,
+        "pooled_projections": torch.randn(2, 8),
+    }
+    return model.eval(), given
+
+
+def kandinsky() -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = Kandinsky5Transformer3DModel(
+        in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=16, out_visual_dim=4, patch_size=(1, 2, 2),
+        model_dim=48, ff_dim=64, num_text_blocks=1, num_visual_blocks=2, axes_dims=(8, 8, 8), visual_cond=False,
+    )  # fmt: skip
+    for each in model.parameters():  # gates start at 0
+        if not each.any():
+            torch.nn.init.normal_(each, std=0.5)
+    given = {
+        "hidden_states": torch.randn(1, 3, 16, 16, 4),
+        "encoder_hidden_states": torch.randn(1, TEXT, 16),
+        "timestep": torch.tensor([500.0]),
+        "pooled_projections": torch.randn(1, 8),
+        "visual_rope_pos": [torch.arange(3), torch.arange(8), torch.arange(8)],
+        "text_rope_pos": torch.arange(TEXT),
+    }
+    return model.eval(), given
+
+
+MODELS = {
+    "wan": (wan, transformer_wan, 0),
+    "hunyuan": (hunyuan, transformer_hunyuan_video, TEXT),
+    "kandinsky": (kandinsky, transformer_kandinsky, 0),
+}
+
+
+def run(model: Any, given: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return model(**given).sample
+
+
+def with_dense_mask(policy: Any, joint: int, log: list[tuple[int, ...]], sparse: Callable[[], bool]) -> Any:
+    """diffusers' dispatch_attention_fn that applies the mask of a policy to all pairs of video tokens."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        is_video = q.shape[2] == k.shape[2] and q.shape[2] > 64
+        if is_video and sparse():
+            log.append(tuple(q.shape))
+            video = q.shape[2] - joint
+            chosen = policy.mask_for(q[:, :, :video], k[:, :, :video]).to_dense()
+            seen = torch.ones(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dtype=torch.bool)
+            seen[:, :, :video, :video] = chosen
+            attn_mask = seen if attn_mask is None else seen & attn_mask
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask).transpose(1, 2)
+
+    return attend
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("skipped", [(), (0,), (0, 1)])
+def test_as_dense_attention_with_the_same_mask(
+    name: str, skipped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, module, joint = MODELS[name]
+    model, given = make()
+    layers, calls = (3, 3, 2)[list(MODELS).index(name)], iter(range(99))
+    before = run(model, given)
+    sparse = diffusers.use(model, POLICY, skip_layers=skipped)
+    found = run(model, given)
+    assert not torch.allclose(found, before, atol=1e-4) or len(skipped) == layers
+    sparse.undo()
+    assert torch.equal(run(model, given), before)
+    log: list[tuple[int, ...]] = []
+    attend = with_dense_mask(POLICY, joint, log, lambda: next(calls) not in skipped)
+    monkeypatch.setattr(module, "dispatch_attention_fn", attend)
+    torch.testing.assert_close(found, run(model, given), rtol=1e-3, atol=1e-4)
+    assert len(log) == layers - len(skipped)
+
+
+def test_first_steps_are_dense_by_calls_and_by_the_scheduler() -> None:
+    model, given = wan()
+    dense = run(model, given)
+    with diffusers.use(model, POLICY, skip_first_steps=2) as sparse:
+        found = [torch.equal(run(model, given), dense) for _ in range(3)]
+        assert found == [True, True, False]
+        sparse.reset()
+        assert torch.equal(run(model, given), dense)
+    pipe = SimpleNamespace(transformer=model, transformer_2=None, scheduler=SimpleNamespace(step_index=None))
+    with diffusers.use(pipe, POLICY, skip_first_steps=2):
+        for step, is_dense in ((None, True), (1, True), (1, True), (2, False)):
+            pipe.scheduler.step_index = step
+            assert torch.equal(run(model, given), dense) is is_dense
+    assert torch.equal(run(model, given), dense)
+
+
+def test_few_tokens_stay_dense() -> None:
+    model, given = wan()
+    dense = run(model, given)
+    tokens = 3 * 10 * 11
+    with diffusers.use(model, POLICY, min_tokens=tokens + 1):
+        assert torch.equal(run(model, given), dense)
+    with diffusers.use(model, POLICY, min_tokens=tokens):
+        assert not torch.equal(run(model, given), dense)
+
+
+def test_any_mask_rule_and_a_mask() -> None:
+    model, given = wan()
+    full = sk.BlockMask.full(3 * 10 * 11)
+    with diffusers.use(model, full):
+        torch.testing.assert_close(
+            run(model, given), (dense := run_without(model, given)), rtol=1e-4, atol=1e-5
+        )
+    with diffusers.use(model, sk.MaskPolicy(window=40, causal=False)):
+        assert not torch.allclose(run(model, given), dense, atol=1e-4)
+
+
+def run_without(model: Any, given: dict[str, Any]) -> Tensor:
+    """The result of a copy of the model that has the processors of its class."""
+    fresh = type(model).from_config(model.config)
+    fresh.load_state_dict(model.state_dict())
+    return run(fresh.eval(), given)
+
+
+def test_which_layers_are_sparse() -> None:
+    names = {
+        "wan": [f"blocks.{at}.attn1" for at in range(3)],
+        "hunyuan": [
+            "transformer_blocks.0.attn",
+            *(f"single_transformer_blocks.{at}.attn" for at in range(2)),
+        ],
+    }
+    for name, right in names.items():
+        with diffusers.use(MODELS[name][0]()[0], POLICY) as sparse:
+            assert sparse.layers == right
+
+
+def test_what_is_refused() -> None:
+    model, _ = wan()
+    wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (model, "nabla", {}, "policy is"),
+        (torch.nn.Linear(1, 1), POLICY, {}, "a transformer of diffusers"),
+        (model, POLICY, {"skip_layers": (3,)}, "skip_layers"),
+        (model, POLICY, {"skip_first_steps": -1}, "skip_first_steps"),
+        (model, POLICY, {"text": "middle"}, "text is"),
+    ]
+    for each, policy, options, message in wrong:
+        with pytest.raises(sk.InvalidInput, match=message):
+            diffusers.use(each, policy, **options)
+    with diffusers.use(model, POLICY), pytest.raises(sk.InvalidInput, match="already has a policy"):
+        diffusers.use(model, POLICY)
