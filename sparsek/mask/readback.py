@@ -100,9 +100,6 @@ class LateSizes:
     def faults_only(self) -> None:
         """The readback for another mask that contains this one: none, because its sizes are others."""
 
-    def faults_only(self) -> None:
-        """The readback for another mask that contains this one: none, because its sizes are others."""
-
 
 def faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
     """A readback of whether any element is True. None in a captured CUDA graph, whose replays have no host code."""
