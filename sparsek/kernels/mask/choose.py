@@ -200,10 +200,9 @@ def _choose(
             times(sg_m, UNIT),
             times(columns, UNIT),
         )
-    row = tl.program_id(0).to(tl.int64)
-    i = (row % tiles).to(tl.int32)
-    group = row // tiles
-    b, h = group // heads, group % heads
+    row = tl.program_id(0)
+    i, group = row % tiles, row // tiles
+    b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
     tile = i // FQ  # of the choice
     column = tl.arange(0, COLS)
     inside = column < columns
@@ -326,7 +325,7 @@ def _choose(
     ranks = tl.cumsum(kept_whole.to(tl.int32) | (kept_cut.to(tl.int32) << 16), 0)
     n_full, n_cut = tl.sum(kept_whole.to(tl.int32), axis=0), tl.sum(kept_cut.to(tl.int32), axis=0)
     entry = tl.where(kept_whole, ranks & 0xFFFF, n_full + ((ranks >> 16) & 0xFFFF)) - 1
-    start = row * room
+    start = row.to(tl.int64) * room
     tl.store(indices + start + entry, column, mask=kept & (entry < room))
     spare = (column >= n_full + n_cut) & (column < room)
     tl.store(indices + start + column, 0, mask=spare)
