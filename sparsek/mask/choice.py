@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.memory import carved
 from sparsek.core.operations import by_kernel
 from sparsek.mask.lists import (
     ALIGNED,
@@ -232,21 +233,6 @@ def parts_of(c: Choice, base: Tensor | None = None) -> Parts:
     ]  # fmt: skip
     base, views = carved(shapes, c.place.device, base)
     return Parts(base, *views)
-
-
-def carved(
-    shapes: Sequence[tuple[int, ...] | None], device: torch.device, base: Tensor | None = None
-) -> tuple[Tensor, list[Any]]:
-    """One int32 allocation, `base` or a new one, and views of it in these shapes, each aligned to 16 bytes."""
-    sizes = [0 if shape is None else int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-    starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
-    if base is None:
-        base = torch.empty(max(starts[-1], ALIGNED), dtype=torch.int32, device=device)
-    views = [
-        None if shape is None else base[start : start + size].view(shape)
-        for shape, start, size in zip(shapes, starts, sizes, strict=False)
-    ]
-    return base, views
 
 
 def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
