@@ -328,7 +328,8 @@ def _choose(
     start = row.to(tl.int64) * room
     tl.store(indices + start + entry, column, mask=kept & (entry < room))
     spare = (column >= n_full + n_cut) & (column < room)
-    tl.store(indices + start + column, 0, mask=spare)
+    if n_full + n_cut < room:
+        tl.store(indices + start + column, 0, mask=spare)
     tl.store(starts + row, start.to(tl.int32))
     tl.store(cut_starts + row, (start + n_full).to(tl.int32))
     tl.store(full_counts + row, n_full)
