@@ -85,8 +85,8 @@ def test_a_wrong_mask_gets_no_time(trains: bool, few: None, monkeypatch: pytest.
 
 
 def test_documents_fill_the_sequence_and_begin_at_other_places(few: None) -> None:
-    lengths = [one.make.args[0] for one in small("documents:100").operands(CPU)]
-    assert all(sum(each) == 256 and each[1] == 100 for each in lengths)
+    lengths = [one.make.args[0].diff().tolist() for one in small("documents:100").operands(CPU)]
+    assert all(sum(each) == 256 and each[1:3] == [100, 100] and min(each) > 0 for each in lengths)
     assert len({each[0] for each in lengths}) == len(lengths)
 
 

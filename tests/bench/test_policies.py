@@ -67,9 +67,13 @@ def test_a_wrong_choice_fails_its_gate(case: PolicyCase) -> None:
 @pytest.mark.parametrize("case", CASES[3:], ids=lambda case: case.name)
 def test_a_wrong_result_fails_its_gate(case: PolicyCase) -> None:
     (one, *_) = case.operands(CPU)
-    right = one.run()
-    assert replace(one, run=lambda: right).result().passed
-    wrong = replace(one, run=lambda: right + 0.1 * right.roll(1, 2))
+    assert one.result().passed
+
+    def other(**weight: Any) -> torch.Tensor:
+        right = one.run(**weight)
+        return right + 0.1 * right.roll(1, 2)
+
+    wrong = replace(one, run=other)
     assert not wrong.result().passed
     with pytest.raises(run.GateError, match="exceeds the budget"):
         run.passed(case, "policy", wrong.gate(None))

@@ -73,12 +73,13 @@ def _topk(case: Any, draw: Draw, count: float) -> Maker:
 
 
 def _documents(case: Any, draw: Draw, length: float) -> Maker:
-    """Documents of that many tokens; the first one is shorter, by a random number."""
-    generator = torch.Generator("cpu").manual_seed(draw.seed)
-    first = int(torch.randint(1, int(length) + 1, (), generator=generator, device="cpu"))
-    lengths = [first, *[int(length)] * ((case.q_len - first) // int(length))]
-    lengths.append(case.q_len - sum(lengths))
-    return partial(BlockMask.block_diagonal, lengths, causal=True, block=case.block, device=draw.device)
+    """Documents of that many tokens, as many for every seed; what is left over is shared by the first and the last."""
+    longest, generator = int(length), torch.Generator("cpu").manual_seed(draw.seed)
+    left = case.q_len % longest or longest
+    first = int(torch.randint(1, max(2, left), (), generator=generator, device="cpu"))
+    edges = [0, *range(first, case.q_len - left + first + 1, longest), case.q_len]
+    ends = torch.tensor(edges, dtype=torch.int32, device=draw.device)
+    return partial(BlockMask.documents, ends, case.q_len, max_seqlen=longest, block=case.block)
 
 
 def _blocks(case: Any, draw: Draw, share: float) -> Maker:

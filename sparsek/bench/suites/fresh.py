@@ -210,7 +210,7 @@ class FreshFlex(Flex):
 
     def timed(self, case: Any, attend: Any, one: Any) -> Callable[[], Any]:
         flex, made = attend
-        lengths = torch.tensor(one.make.args[0], device=one.q.device)
+        lengths = one.make.args[0].diff()
         document = torch.arange(len(lengths), device=one.q.device).repeat_interleave(lengths)
 
         def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from sparsek.ops.attention import attention
 from sparsek.policies import VSA, MeanTopK, Nabla, SubBlock, XAttention
 from sparsek.policies.mass import recall, true_mass
 from sparsek.policies.policy import Policy
-from sparsek.policies.vsa import coarse
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
 
@@ -132,7 +131,7 @@ class PolicyOperands(AttentionOperands):
 
     case: PolicyCase
     policy: Any
-    run: Callable[[], Any]
+    run: Callable[..., Any]
 
     def plan(self, kernel: str | None) -> Timed:
         return Timed(type(self.policy).__module__.removeprefix("sparsek."), self.run)
@@ -166,11 +165,12 @@ class PolicyOperands(AttentionOperands):
         out = self.run()
         if not isinstance(self.policy, VSA):
             return self.judge(out)
-        fine = video(self, self.q.new_zeros(()))
-        means = coarse(
-            self.q.double(), self.k.double(), self.v.double(), self.mask.block, self.q.shape[3] ** -0.5
-        )
-        both = fine.double() + means.repeat_interleave(self.mask.block[0], 2)
+        fine, side = self.run(compress_attn_weight=self.q.new_zeros(())), self.mask.block[0]
+        group = self.q.shape[1] // self.k.shape[1]
+        q, k, v = (x.double().unflatten(2, (-1, side)).mean(3) for x in (self.q, self.k, self.v))
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        means = (self.q.shape[3] ** -0.5 * (q @ k.mT)).softmax(-1) @ v
+        both = fine.double() + means.repeat_interleave(side, 2)
         error = float((out - both).norm() / both.norm())
         return worst([self.judge(fine), Gate(error, 2**-7, error <= 2**-7)])
 
@@ -187,13 +187,6 @@ class PolicyOperands(AttentionOperands):
         whole = visible(**self.case.frame, device="cpu").stored_blocks * mask.batch * mask.heads
         found = recall(mask, self.q, self.k, causal=self.case.mask_text.causal)
         return {"kept": round(mask.stored_blocks / whole, 6), "recall": round(float(found.mean()), 6)}
-
-
-def video(one: PolicyOperands, weight: Tensor | None = None) -> Tensor:
-    """FastVideo's call with whole cubes."""
-    side = one.mask.block[0]
-    sizes = torch.full((one.q.shape[2] // side,), side, dtype=torch.int32, device=one.q.device)
-    return video_sparse_attn(one.q, one.k, one.v, sizes, sizes, one.policy.topk, side, weight)
 
 
 @dataclass(frozen=True)
@@ -242,10 +235,11 @@ class PolicyCase(AttentionCase):
             )
             if self.alone:
                 return replace(made, run=made.make)
-            of_video = isinstance(policy, VSA)
-            return replace(
-                made, run=partial(video, made) if of_video else partial(attention, q, k, v, policy)
-            )
+            if not isinstance(policy, VSA):
+                return replace(made, run=partial(attention, q, k, v, policy))
+            side = self.block[0]
+            sizes = torch.full((self.q_len // side,), side, dtype=torch.int32, device=draw.device)
+            return replace(made, run=partial(video_sparse_attn, q, k, v, sizes, sizes, policy.topk, side))
 
         return one
 
