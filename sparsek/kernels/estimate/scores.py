@@ -124,7 +124,8 @@ def block_scores(
     with torch.cuda.device_of(q):
         launch(
             _scores, (tiles, -(-across // visits)),
-            q_means, k_means, scores, lengths, scale, q_len, kv_len, rows, columns, heads, heads // k_heads, k_heads, q_means.numel() // 2, k_means.numel() // 2,
+            q_means, k_means, scores, lengths, scale, q_len, kv_len, rows, columns,
+            heads, heads // k_heads, k_heads, q_means.numel() // 2, k_means.numel() // 2,
             0 if lengths is None or lengths.shape[0] == 1 else columns, causal_from or 0,
             BM=tile, BK=keys, DOWN=parts[0], ACROSS=parts[1], CAUSAL=causal_from is not None,
             D=dim, TM=TILE_M, TN=TILE_N, VISITS=visits, **options,
