@@ -150,7 +150,7 @@ def test_it_can_be_recorded(kind: str, seed: int):
     assert again is not None
     base, parts = again(*operands), choose(c)
     first = parts.base.data_ptr()
-    moved = [
+    moved: list[Any] = [
         x if x is None else base[(x.data_ptr() - first) // 4 :][: x.numel()].view(x.shape) for x in parts[2:]
     ]
     same(c, Parts(base, parts.word, *moved), specified(c))
