@@ -167,7 +167,7 @@ def of_chosen_blocks() -> None:
 
 
 def policies() -> None:
-    """Estimates for prefill, of heads of 128."""
+    """Estimates, of heads of 128."""
     q, k = normal(1, 4, 512, 128), normal(1, 2, 512, 128)
     for causal in (True, False):
         sk.policies.XAttention(causal=causal).mask(q, k)
@@ -175,6 +175,16 @@ def policies() -> None:
         q, k = normal(1, 4, length, 128), normal(1, 2, length, 128)
         sk.policies.FlexPrefill().mask(q, k)
         sk.policies.VerticalSlash().mask(q, k)
+    q, k, v = normal(1, 4, 4096, 128), normal(1, 2, 4096, 128), normal(1, 2, 4096, 128)
+    for causal, block in itertools.product((True, False), (64, 128)):
+        sk.policies.MeanTopK(causal=causal, block=block).mask(q, k)
+        sk.policies.SubBlock(causal=causal, block=block).mask(q, k)
+    sk.policies.Nabla().mask(q, k)
+    vsa = sk.policies.VSA(topk=8)
+    (vsa | vsa).mask(q, k)
+    (vsa & vsa).mask(q, k)
+    for gate in (q, None):
+        vsa.attention(q, k, v, gate)
 
 
 class Walk:

@@ -285,7 +285,7 @@ def _with(sparse: Sparse, old: Any, name: str, text: str | None) -> Any:
     made = object.__new__(_class_of(type(old)))
     made.__dict__.update(old.__dict__)
     known = [where for start, where in TEXT_AT.items() if type(old).__name__.startswith(start)]
-    own = type(old).__call__
+    own: Any = type(old).__call__
     made._sparse, made._text, made._around = sparse, text or next(iter(known), None), None
     made._dense, made._prefix = own.__globals__[DISPATCH], type(old).__name__.startswith(PREFIX)
     names = {**own.__globals__, DISPATCH: made._attend}

@@ -49,10 +49,10 @@ def video_sparse_attn(
 ) -> Tensor:
     """Return video sparse attention: a coarse branch over the means of blocks, plus attention in the best blocks.
 
-    The mean of a block is that of its valid rows; padded rows of q must be 0. The coarse branch is softmax(mean q . mean k / sqrt(D)) times the
-    means of v, the same for all queries of a block. The sparse branch visits the `topk` blocks of keys with the highest
-    coarse scores, of equal ones the first. The original rounds means and scores to the dtype of q; here they are in
-    float32. Blocks of size 0 are not seen.
+    The mean of a block is that of its valid rows; padded rows of q must be 0. The coarse branch is
+    softmax(mean q . mean k / sqrt(D)) times the means of v, the same for all queries of a block. The sparse branch
+    visits the `topk` blocks of keys with the highest coarse scores, of equal ones the first. The original rounds means
+    and scores to the dtype of q; here they are in float32. Blocks of size 0 are not seen.
 
     Args:
         q: [B, Hq, S, D]; S is a multiple of the block.

@@ -1,12 +1,9 @@
 """Sparse attention for the diffusion models of vllm-omni: a plugin function, and a backend class for release 0.30.
 
-Its pull request 4493 dispatches SPARSE_ATTN to one callable of a plugin, which is `sparse_attention`:
+The plugin interface of its pull request 4493 takes one callable, which is `sparse_attention`.
 
-    [project.entry-points."vllm_omni.sparse_attn"]
-    sparsek = "sparsek.integrations.vllm_omni:sparse_attention"
-
-Release 0.30 has a closed list of backends, of which a plugin may replace one. With sparsek installed, this environment
-variable makes `register` put SparseK in the place of FASTVIDEO_VSA, which is then selected as before:
+Release 0.30 has a closed list of backends, and a plugin may replace one of them. With sparsek installed, this
+environment variable lets `register` put SparseK in the place of FASTVIDEO_VSA, which is then selected as before:
 
     SPARSEK_VLLM_OMNI='{"replaces": "FASTVIDEO_VSA", "policy": "SubBlock", "options": {"density": 0.25},
                         "skip_first_steps": 10, "skip_layers": [0, 1], "min_tokens": 4096}'
@@ -20,6 +17,8 @@ import functools
 import json
 import math
 from collections.abc import Mapping
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +33,9 @@ from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import VSA
 
 try:
-    from vllm_omni.diffusion.attention.backends.abstract import (
-        AttentionBackend,
-        AttentionImpl,
-        AttentionMetadata,
-    )
+    abstract: Any = import_module("vllm_omni.diffusion.attention.backends.abstract")
 except ImportError:  # the classes below have all that its base classes give
-    AttentionBackend = AttentionImpl = AttentionMetadata = object
+    abstract = SimpleNamespace(AttentionBackend=object, AttentionImpl=object, AttentionMetadata=object)
 
 STEPS = ("denoising_step", "denoise_step_idx", "step_idx")  # what the drafts of the interface call the step
 GRIDS = ("latent_grid", "vsa_dit_seq_shape")
@@ -65,9 +60,9 @@ def sparse_attention(
               step_idx, and 0 where none is given.
             - skip_layers: layers that stay dense, by layer_idx.
             - min_tokens: calls with fewer queries stay dense.
-            - tile: (frames, height, width) of a cube of tokens, of which the policy's block consists. Tokens are then
-              put in the order of cubes, where latent_grid or vsa_dit_seq_shape gives the video's (frames, height,
-              width) in tokens.
+            - tile: (frames, height, width) of a cube of as many tokens as the policy's block. Tokens are then put in
+              the order of cubes, where latent_grid or vsa_dit_seq_shape gives the video's (frames, height, width) in
+              tokens.
             - gate_compress: the gate of the coarse branch, [B, S, Hq, D], for the policy VSA.
         is_causal: Whether a query sees no key after its own.
         softmax_scale: The factor of the scores; D**-0.5 for None.
@@ -234,7 +229,7 @@ def _in_cubes(
     return out.index_select(2, order.target)
 
 
-class SparseKBackend(AttentionBackend):
+class SparseKBackend(abstract.AttentionBackend):
     """The backend class of vllm-omni 0.30. `register` puts it in the place of one of its backends."""
 
     accept_output_buffer = True
@@ -256,7 +251,7 @@ class SparseKBackend(AttentionBackend):
     @staticmethod
     def get_metadata_cls() -> Any:
         """vllm-omni's own metadata."""
-        return AttentionMetadata
+        return abstract.AttentionMetadata
 
     @staticmethod
     def get_builder_cls() -> Any:
@@ -299,7 +294,7 @@ class SparseKBackend(AttentionBackend):
         configured()
 
 
-class SparseKImpl(AttentionImpl):
+class SparseKImpl(abstract.AttentionImpl):
     """The attention of one layer of vllm-omni 0.30, by the options in SPARSEK_VLLM_OMNI."""
 
     def __init__(
@@ -325,8 +320,8 @@ class SparseKImpl(AttentionImpl):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
         """Return attention [B, S, Hq, D] of query [B, S, Hq, D], key and value [B, T, Hkv, D].
 
-        With a mask it is dense. Padding behind the tokens, as `packed_padding` or `valid_kv_length` tells, is cut off,
-        and rows of padded queries are 0.
+        With a mask it is dense. Padding behind the tokens, by `packed_padding` or `valid_kv_length`, is cut off, and
+        rows of padded queries are 0.
         """
         extra = dict(getattr(attn_metadata, "extra", None) or {})
         mask = getattr(attn_metadata, "attn_mask", None)
@@ -362,7 +357,7 @@ def _number_in(prefix: str) -> int | None:
 def _step() -> int | None:
     """The denoising step of vllm-omni's forward pass."""
     try:
-        from vllm_omni.diffusion import forward_context
+        forward_context: Any = import_module("vllm_omni.diffusion.forward_context")
     except ImportError:
         return None
     if not forward_context.is_forward_context_available():
@@ -394,7 +389,6 @@ def register() -> None:
     replaces = configured().get("replaces")
     if replaces is None:
         return
-    from vllm_omni.diffusion.attention.backends import registry
-
+    registry: Any = import_module("vllm_omni.diffusion.attention.backends.registry")
     member = registry.DiffusionAttentionBackendEnum[arguments.text("replaces", replaces)]
     registry.register_diffusion_backend(member, f"{__name__}.{SparseKBackend.__name__}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.memory import carved
 from sparsek.core.operations import by_kernel
 from sparsek.mask.fresh import WrittenFault, freshened
 from sparsek.mask.lists import ALIGNED, WORD, BlockLists, Place, Sizes, check_stored
@@ -221,18 +222,6 @@ def parts_of(c: Choice, word: Tensor) -> Parts:
     ]  # fmt: skip
     base, views = carved(shapes, c.place.device)
     return Parts(base, word, *views)
-
-
-def carved(shapes: Sequence[tuple[int, ...] | None], device: torch.device) -> tuple[Tensor, list[Any]]:
-    """One int32 allocation, and views of it in these shapes, each aligned to 16 bytes."""
-    sizes = [0 if shape is None else int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-    starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
-    base = torch.empty(max(starts[-1], ALIGNED), dtype=torch.int32, device=device)
-    views = [
-        None if shape is None else base[start : start + size].view(shape)
-        for shape, start, size in zip(shapes, starts, sizes, strict=False)
-    ]
-    return base, views
 
 
 def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:

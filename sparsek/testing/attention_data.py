@@ -85,7 +85,7 @@ def needle(
 ) -> Data:
     """White noise, and for every head of k some runs of `wide` keys that a random eighth of the queries look for.
 
-    q . k / sqrt(D) of such a query with its run is about `strength`. Queries come in runs of `wide` too.
+    q . k / sqrt(D) of these queries with their runs is about `strength`. Queries come in runs of `wide` too.
     """
     q, k, _ = white(shape, sizes, seed + 1, device)
     draw = torch.Generator(device).manual_seed(seed)

@@ -152,10 +152,9 @@ def test_the_step_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(denoise_step_idx=1)
     module = ModuleType("vllm_omni.diffusion.forward_context")
     module.__dict__.update(is_forward_context_available=lambda: True, get_forward_context=lambda: context)
-    package = ModuleType("vllm_omni.diffusion")
-    package.__dict__["forward_context"] = module
-    monkeypatch.setitem(sys.modules, "vllm_omni", ModuleType("vllm_omni"))
-    monkeypatch.setitem(sys.modules, "vllm_omni.diffusion", package)
+    for name in ("vllm_omni", "vllm_omni.diffusion"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     given, attend = operands(), layer(monkeypatch, skip_first_steps=2)
     same(attend.forward(*given, metadata()), right(*given, None))
     context.denoise_step_idx = 2
@@ -169,11 +168,10 @@ def test_register_replaces_the_named_backend(monkeypatch: pytest.MonkeyPatch) ->
     registry.__dict__.update(
         DiffusionAttentionBackendEnum=members, register_diffusion_backend=made.__setitem__
     )
-    backends = ModuleType("vllm_omni.diffusion.attention.backends")
-    backends.__dict__["registry"] = registry
-    for name in ("vllm_omni", "vllm_omni.diffusion", "vllm_omni.diffusion.attention"):
+    parents = "vllm_omni", "vllm_omni.diffusion", "vllm_omni.diffusion.attention"
+    for name in (*parents, "vllm_omni.diffusion.attention.backends"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, backends.__name__, backends)
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.delenv(VARIABLE, raising=False)
     register()
     assert made == {}

@@ -1,4 +1,4 @@
-"""The lists of key blocks, made of a mask's rows by kernels: which query tiles visit each key block.
+"""The lists of key blocks, built from a mask's rows by kernels: which query tiles visit each key block.
 
     tally     every entry of the mask: a count for its key block's list, and a slot of its own
     reserve   room for every list

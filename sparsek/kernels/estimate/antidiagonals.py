@@ -62,7 +62,7 @@ class Config:
 SMALL = Config(tile_m=64, tile_n=64, num_warps=4, num_stages=3, tma=False)  # other cards, and the interpreter
 
 _NUMBERS = (
-    "factor", "q_rows", "k_rows", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
+    "factor", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
     "heads", "shared_by",
 )  # fmt: skip
 
@@ -93,7 +93,7 @@ def _limits(row, q_len, q_offset, k_groups, STRIDE: tl.constexpr, CAUSAL: tl.con
 @triton.jit(do_not_specialize=_NUMBERS)
 def _estimate(
     q, k, q_scale, k_scale, k_bias, parts, tops, out,
-    factor, q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots, heads,
+    factor, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots, heads,
     shared_by, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
     K: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, DEPTH: tl.constexpr,
     RQ: tl.constexpr, RK: tl.constexpr, FOLDED: tl.constexpr, STAGES: tl.constexpr,
@@ -121,8 +121,8 @@ def _estimate(
             live = (turn % 2 == 0) | (other != tile)  # the middle one of an odd number has no partner
             tile = tl.where(turn % 2 == 0, other, tile)
         kv_head = head // heads * (heads // shared_by) + head % heads // shared_by
-        q_first = head * q_rows + tile * TM
-        k_first = kv_head * k_rows
+        q_first = (head * q_tiles + tile) * TM
+        k_first = kv_head * slots * TN
         row = tile * TM + inner
         limit = _limits(row, q_len, q_offset, k_groups, STRIDE, CAUSAL)
         whole = tl.min(tl.where(row * STRIDE < q_len, limit, k_groups), axis=0)
@@ -208,7 +208,7 @@ def block_mass(
     tops = torch.empty(programs * tile_m * slots, dtype=torch.float32, device=q.device)
     factor = q.shape[3] ** -0.5 / stride * LOG2E
     numbers = (
-        factor, g.q_rows, g.k_rows, q_len, -(-kv_len // stride), q_offset, q_tiles, tiles_m, blocks_n, units, slots,
+        factor, q_len, -(-kv_len // stride), q_offset, q_tiles, tiles_m, blocks_n, units, slots,
         heads, heads // kv_heads,
     )  # fmt: skip
     itemsize = g.q.element_size()

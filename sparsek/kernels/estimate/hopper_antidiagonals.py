@@ -29,7 +29,7 @@ from sparsek.kernels.lang.gluon import tma_load
 
 SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 NUMBERS = (
-    "factor", "q_rows", "k_rows", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
+    "factor", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
     "heads", "shared_by",
 )  # fmt: skip
 
@@ -57,6 +57,14 @@ class Config:
         return (128 + self.cols) * self.width * self.itemsize
 
     @property
+    def stored(self) -> gl.DistributedLinearLayout:
+        """The layout of sums [64, blocks of a tile] where a thread has adjacent blocks, and four threads each row."""
+        blocks = self.cols // self.groups[1]
+        across = [[0, 1 << bit] for bit in range(blocks.bit_length() - 1)]
+        lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout([*across, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, blocks])
+
+    @property
     def waits(self) -> bool:
         """Whether warpgroup 1 lags. Its wait for a tile must come before warpgroup 0 arrives for the next one."""
         return 0 < self.lag < self.steps and self.steps + self.lag > self.stages
@@ -65,7 +73,7 @@ class Config:
 @gluon.jit
 def at_turn(T: gl.constexpr, turn, sizes):
     """Head, row tile, whether there is one, and key tiles of a turn; first rows of Q' and K'."""
-    q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, units, heads, shared_by = sizes
+    q_len, k_groups, q_offset, q_tiles, units, slots, heads, shared_by = sizes
     TURNS: gl.constexpr = 2 if T.causal else 1
     per_head = (q_tiles + TURNS - 1) // TURNS
     unit = gl.program_id(0) + turn // TURNS * gl.num_programs(0)
@@ -82,7 +90,7 @@ def at_turn(T: gl.constexpr, turn, sizes):
         limit = gl.minimum(k_groups, gl.where(last < 0, 0, last // T.stride + 1))
     count = gl.where(live, (limit + T.cols - 1) // T.cols, 0)
     kv_head = head // heads * (heads // shared_by) + head % heads // shared_by
-    return head, tile, live, count, head * q_rows + tile * 128, kv_head * k_rows
+    return head, tile, live, count, (head * q_tiles + tile) * 128, kv_head * slots * T.cols
 
 
 @gluon.jit
@@ -97,7 +105,7 @@ def load(T: gl.constexpr, q_desc, k_desc, sizes, ring):
     a_s, b_s, full, empty, lead = ring
     slot = 0
     phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
-    for turn in range(turns_of(T, sizes[6])):
+    for turn in range(turns_of(T, sizes[4])):
         head, tile, live, count, q_first, k_first = at_turn(T, turn, sizes)
         for step in range(count * T.steps):
             at = step % T.steps * T.width
@@ -117,8 +125,8 @@ def consume(T: gl.constexpr, WG: gl.constexpr, scales, memory, out, factor, shap
     """Warpgroup WG: rows 64 WG to 64 WG + 63 of every row tile."""
     q_scale, k_scale, k_bias = scales
     parts, tops = memory
-    tiles_m, blocks_n, slots = shape
-    q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, units, heads, shared_by = sizes
+    tiles_m, blocks_n = shape
+    q_len, k_groups, q_offset, q_tiles, units, slots, heads, shared_by = sizes
     a_s, b_s, full, empty, lead = ring
     COLS: gl.constexpr = T.cols
     STAGES: gl.constexpr = T.stages
@@ -179,19 +187,24 @@ def consume(T: gl.constexpr, WG: gl.constexpr, scales, memory, out, factor, shap
             if T.scaled:
                 s = s * gl.expand_dims(gl.load(k_scale + k_first + column), 0)
             if T.biased:
-                s = s + gl.expand_dims(gl.load(k_bias + k_first + column), 0)
+                s = s + gl.expand_dims(gl.load(gl.multiple_of(k_bias + k_first + column, 16)), 0)
             if (step + 1) * COLS > whole:
                 s = gl.where(gl.expand_dims(column, 0) < gl.expand_dims(limit, 1), s, float("-inf"))
             now = gl.maximum(top, gl.max(s, axis=1) * scale)
             base = gl.where(now == float("-inf"), 0.0, now)
             p = gl.exp2(s * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
             part = gl.sum(p.reshape((64, PER, RK)), axis=2)
-            PART: gl.constexpr = part.type.layout
             total = total * gl.exp2(top - base) + gl.convert_layout(gl.sum(part, axis=1), ROW)
             top = now
+            if RK >= 8:
+                part = gl.convert_layout(
+                    part, T.stored
+                )  # the same threads: only registers change their order
+            PART: gl.constexpr = part.type.layout
             block = step * PER + gl.arange(0, PER, gl.SliceLayout(0, PART))
             here = gl.arange(0, 64, gl.SliceLayout(1, PART)) * width
-            gl.store(parts + gl.expand_dims(here, 1) + gl.expand_dims(block, 0), part)
+            to = parts + gl.expand_dims(here, 1) + gl.expand_dims(block, 0)
+            gl.store(gl.multiple_of(to, (16, 16)), part)
             gl.store(tops + step * 64 + r, base)
         gl.thread_barrier()  # the warpgroup's stores come before its loads
         top = gl.where(top == float("-inf"), 0.0, top)
@@ -219,7 +232,7 @@ def consume(T: gl.constexpr, WG: gl.constexpr, scales, memory, out, factor, shap
 @gluon.jit(do_not_specialize=NUMBERS)
 def estimate(
     q_desc, k_desc, q_scale, k_scale, k_bias, parts, tops, out,
-    factor, q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots,
+    factor, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots,
     heads, shared_by, T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """The arguments of `_estimate` in `antidiagonals.py`. SOURCE only enters Triton's cache key."""
@@ -235,8 +248,8 @@ def estimate(
     mbarrier.init(lead, count=1)
     fence_async_shared()
     ring = (a_s, b_s, full, empty, lead)
-    sizes = (q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, units, heads, shared_by)
-    rest = ((q_scale, k_scale, k_bias), (parts, tops), out, factor, (tiles_m, blocks_n, slots), sizes, ring)
+    sizes = (q_len, k_groups, q_offset, q_tiles, units, slots, heads, shared_by)
+    rest = ((q_scale, k_scale, k_bias), (parts, tops), out, factor, (tiles_m, blocks_n), sizes, ring)
     gl.warp_specialize(
         [
             (consume, (T, 0) + rest),
@@ -244,5 +257,5 @@ def estimate(
             (load, (T, q_desc, k_desc, sizes, ring)),
         ],
         [4, 1],
-        [232, 40],
+        [240, 24],
     )
