@@ -16,9 +16,7 @@ TORCH_CPU = re.compile(
 WORDS = 4  # int32 in 16 bytes: Triton compiles anew for pointers that are not aligned to that
 
 
-def carved(
-    shapes: Sequence[tuple[int, ...] | None], device: torch.device
-) -> tuple[Tensor, list[Any]]:
+def carved(shapes: Sequence[tuple[int, ...] | None], device: torch.device) -> tuple[Tensor, list[Any]]:
     """One int32 allocation, and contiguous views of it in these shapes, aligned to 16 bytes.
 
     None stays None. Consists of one allocation and views, so a recorded call may contain it.

@@ -18,7 +18,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import carved
 from sparsek.core.operations import by_kernel
 from sparsek.mask.fresh import WrittenFault, freshened
-from sparsek.mask.lists import ALIGNED, WORD, BlockLists, Place, Sizes, check_stored
+from sparsek.mask.lists import WORD, BlockLists, Place, Sizes, check_stored
 from sparsek.mask.readback import LateSizes, index
 from sparsek.mask.structured import visible
 
