@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -81,6 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_masks_before() -> None:
+    """The first mask of a kind in a test is the first of all, so its plan is kept (mask/fresh.py)."""
+    if fresh := sys.modules.get("sparsek.mask.fresh"):
+        fresh._KINDS.clear()
 
 
 @pytest.hookimpl(wrapper=True)

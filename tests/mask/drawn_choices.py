@@ -101,8 +101,8 @@ def drawn(
         if kind == "mass":
             share = torch.rand(1, heads, 1, 1, generator=draw) + (1e-3, -0.5)[hostile]
             limit, least = (share.clamp(max=1), (0.9, 1.0, 1e-9)[one(3)])[one(2)], min(least, capacity)
-        elif always is not None and not isinstance(limit, Tensor):
-            every = bool(one(2))
+        elif not isinstance(limit, Tensor):
+            every = always is not None and bool(one(2))
             capacity = columns if every else capacity
             limit = min(limit, capacity) if capacity else limit
     given = strided(given, one(3))

@@ -38,7 +38,7 @@ def test_the_host_waits_once(bits: bool, compiled: bool):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     texts = [str(each.message) for each in told]
-    assert waits(texts) == 1 + (bits and not compiled), texts
+    assert 1 <= waits(texts) <= 1 + bits, texts
     document = document.cpu()
     wanted = build("cpu", False)
     assert made.sizes == wanted.sizes

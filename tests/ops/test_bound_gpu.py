@@ -44,12 +44,6 @@ from tests.ops.bound_calls import (
 GPU = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def no_masks_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The masks of a test are the first of their kind, so their plans are kept."""
-    monkeypatch.setattr(fresh, "_KINDS", {})
-
-
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     found, repeat, record = Runs(), Recorded.__call__, bound.record

@@ -104,7 +104,7 @@ def test_a_cuda_graph_captures_builders(name: str):
         mask = build(5000, device="cuda")
     mask._memo["fresh"].base.fill_(-7)
     graph.replay()
-    assert_same(mask, build(5000, device="cpu"))
+    assert_same(mask, build(5000, device="cpu"), sizes=name != "bigbird")  # whose sizes are bounds here
 
 
 def test_a_replay_makes_the_mask_of_the_documents_of_that_moment():
