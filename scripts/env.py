@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = (ROOT / ".venv").resolve()
 STAMP = VENV / "sparsek-env.json"  # the tests read what is missing
-EXTRAS = {"demo": "plot,demo", "test": "dev,plot,scipy,demo,transformers"}
+EXTRAS = {"demo": "plot,demo", "test": "dev,plot,scipy,demo,transformers,diffusers"}
 UV, TORCH = "uv==0.13.9", {"cpu": "torch==2.13.0", "gpu": "torch==2.11.0"}  # 2.11 comes with Triton 3.6
 ADD, SELF = "uv pip install --python", f"'{sys.executable}'"
 sh = partial(subprocess.run, shell=True, cwd=ROOT, text=True)

@@ -6,7 +6,7 @@
     sparse.undo()
 
 Each attention layer keeps its own processor: projections, norms and rotary embeddings are the model's. Only its call of
-`dispatch_attention_fn` is replaced. Needs diffusers 0.36 or newer; tested with 0.42.1.
+`dispatch_attention_fn` is replaced. Needs diffusers 0.41 or newer; tested with 0.42.1.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class LateSizes:
             self.arrived.record(torch.cuda.current_stream(mask.device))
 
     def apply(self, mask: BlockMask, wait: bool) -> None:
-        """Set the sizes of the mask, once they have arrived. `wait`: read them now, if nothing has asked for them."""
+        """Set the sizes of the mask, once they have arrived. `wait`: read them now, if nothing has begun to."""
         if mask.sizes.exact or (self.counts is None and not wait):
             return
         self.begin(mask)

@@ -10,10 +10,18 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer, flex
+from sparsek.integrations import (
+    block_sparse_attention,
+    diffusers,
+    fastvideo,
+    flash_attention,
+    flashinfer,
+    flex,
+    vllm_omni,
+)
 
 LONGEST = 120  # characters of a summary
-STAND_INS = (block_sparse_attention, fastvideo, flash_attention, flashinfer, flex)
+STAND_INS = (block_sparse_attention, diffusers, fastvideo, flash_attention, flashinfer, flex, vllm_omni)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
 

@@ -336,7 +336,7 @@ def _choose(
     tl.store(full_counts + row, n_full)
     tl.store(cut_counts + row, n_cut)
     if word != _NONE:
-        tl.store(fault, (row << 32 | word) + 1)
+        tl.store(fault, ((row.to(tl.int64) << 32) | word) + 1)
 
     if lengths is not None:
         item = tl.where(length_items > 1, b, 0)
