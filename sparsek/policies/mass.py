@@ -101,7 +101,8 @@ def recall(
     """
     found, causal = mask_and_causal(mask, q, k, causal, kv_lengths)
     samples, seed = arguments.integer("samples", samples, 1), arguments.integer("seed", seed)
-    rows = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:samples].sort().values
+    draw = torch.Generator("cpu").manual_seed(seed)
+    rows = torch.randperm(q.shape[2], generator=draw, device="cpu")[:samples].sort().values
     rows = rows.to(q.device)
     dense = dense_of(q, k, found.block[1], scale, causal, kv_lengths)
     kept = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)

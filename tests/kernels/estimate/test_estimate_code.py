@@ -12,7 +12,7 @@ from tests.problems import CARDS
 
 
 def code_of_means(card: str, dtype: str, dim: int, side: int, parts: int) -> Code:
-    types = dict.fromkeys(("x", "y"), f"*{dtype}") | dict.fromkeys(("x_means", "y_means"), "*bf16")
+    types = {"x": f"*{dtype}", "y": f"*{dtype}", "x_means": "*bf16", "y_means": "*bf16"}
     wide = means.ELEMENTS // side if means.ELEMENTS // side < dim else dim
     constants: dict[str, Any] = {
         "X_SIDE": side, "X_PARTS": parts, "Y_SIDE": side, "Y_PARTS": parts, "D": dim, "X_WIDE": wide, "Y_WIDE": wide,
