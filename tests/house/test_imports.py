@@ -26,6 +26,7 @@ from sparsek import *
 print(json.dumps({"new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
 """
 HERE = {"PYTHONPATH": str(ROOT)}
+ROOMS = {"nn": "sparsek.nn", "policies": "sparsek.policies"}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_the_names_that_type_checkers_see_are_the_names_that_are_loaded() -> Non
     for block in (node for node in tree.body if isinstance(node, ast.If)):
         for line in block.body:
             assert isinstance(line, ast.ImportFrom)
-            seen |= {each.name: "sparsek.nn" if each.name == "nn" else line.module for each in line.names}
+            seen |= {each.name: ROOMS.get(each.name, line.module) for each in line.names}
     assert seen == sparsek._HOMES
     assert sorted(seen) == sorted(sparsek.__all__)
 
