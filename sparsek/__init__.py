@@ -111,8 +111,7 @@ _HOMES = {
     "swiglu": "sparsek.ops.linear",
 }
 
-
-ROOMS = ("nn", "policies")
+ROOMS = ("nn", "policies")  # public names that are modules
 
 
 def __getattr__(name: str) -> Any:

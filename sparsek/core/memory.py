@@ -1,14 +1,36 @@
-"""How much memory a call takes, and running out of it, for which NumPy and torch have different errors."""
+"""How much memory a call takes, running out of it, for which NumPy and torch have different errors, and sharing it."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 # torch raises a plain RuntimeError when the CPU has no more memory: on Linux, and on Windows or macOS.
 TORCH_CPU = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory).*?(\d+) bytes", re.S
 )
+
+WORDS = 4  # int32 in 16 bytes: Triton compiles anew for pointers that are not aligned to that
+
+
+def carved(shapes: Sequence[tuple[int, ...] | None], device: torch.device) -> tuple[Tensor, list[Any]]:
+    """One int32 allocation, and contiguous views of it in these shapes, aligned to 16 bytes.
+
+    None stays None. Consists of one allocation and views, so a recorded call may contain it.
+    """
+    starts, end = [], 0
+    for shape in shapes:
+        starts.append(end)
+        end += 0 if shape is None else -(-math.prod(shape) // WORDS) * WORDS
+    base = torch.empty(max(end, WORDS), dtype=torch.int32, device=device)
+    views = [
+        None if shape is None else base[start : start + math.prod(shape)].view(shape)
+        for shape, start in zip(shapes, starts, strict=True)
+    ]
+    return base, views
 
 
 def out_of_memory(error: BaseException) -> str | None:

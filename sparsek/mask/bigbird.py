@@ -111,7 +111,8 @@ def bigbird(
     band = Band.of(place, None, 1 if causal else None)
     heads = heads if has_draws(place, band, bird) else 1
     count = partial(counted_bird, place, band, bird, heads)
-    made = on_gpu(cls, place, "mask_of_bigbird", (band, bird, heads), count, heads=heads, label=label)
+    given = band, bird, heads
+    made = on_gpu(cls, place, "mask_of_bigbird", given, count, known=given, heads=heads, label=label)
     if made is not None:
         return made
     first, left, right, end, _ = (np.tile(each, heads) for each in bird.rows(place, band))

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.memory import carved
 from sparsek.core.operations import by_kernel
 from sparsek.mask.fresh import WrittenFault, freshened
-from sparsek.mask.lists import ALIGNED, WORD, BlockLists, Place, Sizes, check_stored
+from sparsek.mask.lists import WORD, BlockLists, Place, Sizes, check_stored
 from sparsek.mask.readback import LateSizes, index
 from sparsek.mask.structured import visible
 
@@ -181,6 +182,12 @@ def held(place: Place, causal: bool, near: Near) -> np.ndarray:
     return sinks + np.maximum(right - np.maximum(left, sinks), 0)
 
 
+class Shaped(NamedTuple):
+    """In place of a tensor, where a message needs its shape only."""
+
+    shape: torch.Size
+
+
 def _within(at: Sequence[int], shape: Sequence[int]) -> str:
     """The last coordinates, as many as the shape has dims, with 0 for a dim of one element."""
     some = [0 if size == 1 else x for x, size in zip(at[len(at) - len(shape) :], shape, strict=True)]
@@ -223,18 +230,6 @@ def parts_of(c: Choice, word: Tensor) -> Parts:
     return Parts(base, word, *views)
 
 
-def carved(shapes: Sequence[tuple[int, ...] | None], device: torch.device) -> tuple[Tensor, list[Any]]:
-    """One int32 allocation, and views of it in these shapes, each aligned to 16 bytes."""
-    sizes = [0 if shape is None else int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-    starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
-    base = torch.empty(max(starts[-1], ALIGNED), dtype=torch.int32, device=device)
-    views = [
-        None if shape is None else base[start : start + size].view(shape)
-        for shape, start, size in zip(shapes, starts, sizes, strict=False)
-    ]
-    return base, views
-
-
 def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
     """The mask whose tensors a kernel writes. Views only: no launch, no allocation and no sync."""
     full, cut = parts.full_counts, parts.cut_counts
@@ -246,8 +241,8 @@ def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
         pure=parts.rules is None, label=c.label,
     )  # fmt: skip
     # Without its tensors, because it stays with the mask.
-    shape = torch.empty(c.given.shape, dtype=c.given.dtype, device="meta")
-    told = c._replace(given=shape, lengths=None, limit=0, always=None, counts=None)
+    shaped: Any = Shaped(c.given.shape)
+    told = c._replace(given=shaped, lengths=None, limit=0, always=None, counts=None)
     fault = None if c.every else WrittenFault(parts.word, told.explain, c.place.device)
     sized = c.kind != "topk" or isinstance(c.limit, Tensor)
     return freshened(mask, parts.base, fault, LateSizes() if sized else None)

@@ -281,8 +281,8 @@ def _reaching(ranked: Tensor, first: Tensor | None, share: Any, least: int, most
 def masses(scores: Tensor) -> Tensor:
     """The masses of each row as int64 of at most MASS_BITS bits: multiples, rounded down, of a power of two.
 
-    The scores are finite and not negative. The power is chosen by the highest one of a row, MASS_BITS bits of
-    which stay; below 2^-900 it is that of 2^-900.
+    The scores are finite and not negative. The power is chosen by the highest one of a row, with
+    MASS_BITS bits left; below 2^-900 it is that of 2^-900.
     """
     scores = scores.double()
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)

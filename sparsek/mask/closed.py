@@ -7,7 +7,7 @@ one period of rows to the next. A period is the rows after which tiles begin at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import operations
-from sparsek.mask.fresh import WrittenFault, freshened
+from sparsek.core.home import drop_oldest
+from sparsek.mask.fresh import KINDS, Kind, WrittenFault, fresh_of, freshened
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
 
 if TYPE_CHECKING:
@@ -323,31 +324,53 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+# By what determines all but the contents of a mask: its kind, from which it is made without being looked at again.
+_KINDS: dict[Hashable, Kind] = {}
+
+
 def on_gpu(
     cls: type[BlockMask],
     place: Place,
     name: str,
     given: tuple[Any, ...],
     count: Callable[[], Counted],
+    *,
+    known: tuple[Hashable, ...] | None = None,
+    explain: Callable[[int], str] = str,
     **fields: Any,
 ) -> BlockMask | None:
-    """The mask that a kernel of kernels/mask makes on a GPU; None if none does. No sync; it may be captured."""
+    """The mask that a kernel of kernels/mask makes on a GPU; None if none does. No sync; it may be captured.
+
+    `known`: what, with the place and the label, determines the sizes; None if the values of a tensor do.
+    """
     if not has_kernels(place.device):
         return None
     made: Parts | None = operations.by_kernel(name, place, *given)
-    return None if made is None else of_parts(cls, place, made, count(), **fields)
+    if made is None:
+        return None
+    fault = None if made.word is None else WrittenFault(made.word, explain, place.device)
+    key = None if known is None else (name, place, known, fields["label"])
+    kind = _KINDS.get(key)
+    if kind is not None:
+        return kind.mask(cls, made.base, fault)
+    mask = of_parts(cls, place, made, count(), fault, **fields)
+    state = fresh_of(mask)
+    if key is not None and state is not None and state.kind is not None:
+        while len(_KINDS) >= KINDS:
+            drop_oldest(_KINDS)
+        _KINDS[key] = state.kind
+    return mask
 
 
 def of_parts(
-    cls: type[BlockMask], place: Place, made: Parts, counted: Counted, *, batch: int = 1, heads: int = 1,
-    pure: bool = True, label: str, explain: Callable[[int], str] = str,
+    cls: type[BlockMask], place: Place, made: Parts, counted: Counted, fault: WrittenFault | None = None,
+    *, batch: int = 1, heads: int = 1, pure: bool = True, label: str,
 ) -> BlockMask:  # fmt: skip
-    """The mask of these parts. `explain`: a fault in words."""
+    """The mask of these parts."""
     mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
         full=made.full, partial=made.partial, lo=made.lo, hi=made.hi, rules=made.rules, bits=made.bits,
         sizes=counted.sizes, pure=pure, label=label,
     )  # fmt: skip
     mask._memo["heavy"] = counted.heavy
-    fault = None if made.word is None else WrittenFault(made.word, explain, place.device)
     return freshened(mask, made.base, fault)

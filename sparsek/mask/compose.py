@@ -13,7 +13,6 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
-from sparsek.mask.readback import Fault
 from sparsek.mask.view import CHUNK, element_mask, find, stored_cells
 
 if TYPE_CHECKING:
@@ -226,10 +225,10 @@ class _Stack:
             pure=all(mask.pure for mask in self.masks), label=f"{self.name} of {len(self.masks)}",
         )  # fmt: skip
         made._memo["readbacks"] = tuple(
-            each
+            faults
             for mask in self.distinct
             for each in mask._memo.get("readbacks", ())
-            if isinstance(each, Fault)
+            if (faults := each.faults_only()) is not None
         )
         return made
 

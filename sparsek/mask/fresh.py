@@ -3,7 +3,8 @@
 A builder with kernels writes all tensors of a mask into one buffer, the *base*. Masks of one builder, with the same
 options and operands of the same shapes, differ only in the contents of their base. Their `Kind` keeps the calls that
 were recorded with such masks (ops/bound.py), which take the base as an operand; a schedule is made anew in each. A mask
-that is used again and again gets a plan of its own instead, whose schedule is kept.
+that is used again and again gets a plan of its own instead, whose schedule is kept. So does one whose predecessor of
+its kind was used so, and the first of a kind.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Kind(Home):
         super().__init__()
         self.plain = dict(zip(PLAIN, plain, strict=True))
         self.heavy, self.sizes, self.parts = heavy, sizes, parts
+        self.last: Uses | None = None
 
     def mask(
         self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
@@ -78,16 +80,35 @@ class Kind(Home):
         return made
 
 
-class Fresh:
-    """The state of a mask that is new: its base, its kind, and how often attention was called with it.
+class Uses:
+    """How often attention was called with a mask."""
 
-    `kind` is None until it is asked for: to find it takes 20 us. `known`: whether it was.
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Fresh:
+    """The state of a mask that may be new in every call: its base, its kind, and the calls of attention with it.
+
+    `passing`: whether such masks are used a few times only, as the one before this was. `kind` is found at the first
+    use, because that takes 20 us; `known`: whether it was.
     """
 
-    __slots__ = ("base", "kind", "known", "uses")
+    __slots__ = ("base", "kind", "known", "passing", "uses")
 
     def __init__(self, kind: Kind | None, base: Tensor) -> None:
-        self.kind, self.base, self.uses, self.known = kind, base, 0, kind is not None
+        self.base, self.kind, self.uses, self.passing, self.known = base, None, Uses(), False, False
+        if kind is not None:
+            self.join(kind)
+
+    def join(self, kind: Kind | None) -> None:
+        """Make this the last mask of its kind; None for a mask that has none."""
+        self.known = True
+        if kind is not None:
+            last, kind.last, self.kind = kind.last, self.uses, kind
+            self.passing = last is not None and last.count <= FEW
 
 
 _KINDS: dict[Hashable, Kind] = {}
@@ -159,22 +180,24 @@ def _note(
 
 
 def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
-    """The state of a mask that had few uses, with its kind; None for any other. `counting`: this is one more use."""
+    """The state of a mask whose plan is not worth keeping, with its kind; None for any other.
+
+    `counting`: this is one more use.
+    """
     state = mask._memo.get("fresh")
-    if state is None or state.uses > FEW:
+    if state is None:
         return None
     if not state.known:
-        state.kind, state.known = kind_of(mask, state.base), True
-    # True sizes may have replaced the bounds by which calls of this kind allocate.
-    if state.kind is None or mask.sizes.exact != state.kind.plain["sizes"].exact:
-        return None
+        state.join(kind_of(mask, state.base))
     if counting:
-        state.uses += 1
-        if state.uses > FEW:
+        state.uses.count += 1
+        if state.uses.count == FEW + 1:
             for each in mask._memo.get("readbacks", ()):
                 if isinstance(each, LateSizes):
                     each.begin(mask)
-            return None
+    # True sizes may have replaced the bounds by which calls of this kind allocate.
+    if not state.passing or state.uses.count > FEW or mask.sizes.exact != state.kind.plain["sizes"].exact:
+        return None
     return state
 
 
@@ -215,6 +238,10 @@ class WrittenFault:
         found = self.look()
         if found > 0:
             self.tell()
+
+    def faults_only(self) -> WrittenFault:
+        """The readback for another mask that contains this one: this one."""
+        return self
 
     def tell(self) -> None:
         """Raise the fault. `raise_earlier` does not raise it again."""

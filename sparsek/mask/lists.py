@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -148,13 +149,13 @@ class Place:
             raise InvalidInput(f"q_offset is {offset}; the positions of queries must fit int32")
         return cls(q_len, kv_len, sides, as_device(device), offset)
 
-    @property
+    @cached_property
     def stored(self) -> Place:
         """The place with the blocks that masks store: 128 for 256."""
-        sides = [min(side, max(BLOCK_SIZES)) for side in self.block]
-        return replace(self, block=(sides[0], sides[1]))
+        bq, bk = (min(side, max(BLOCK_SIZES)) for side in self.block)
+        return self if (bq, bk) == self.block else replace(self, block=(bq, bk))
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, int]:
         """Query tiles and key blocks (Mb, Nb)."""
         return -(-self.q_len // self.block[0]), -(-self.kv_len // self.block[1])

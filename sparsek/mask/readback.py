@@ -52,6 +52,10 @@ class Fault(Readback):
         if at is not None and at >= 0:
             raise InvalidInput(self.explain(at))
 
+    def faults_only(self) -> Fault:
+        """The readback for another mask that contains this one: this one."""
+        return self
+
 
 class LateSizes:
     """The sizes of lists on a device, read once a mask has had some uses. They replace the bounds in its `sizes`, and
@@ -76,7 +80,7 @@ class LateSizes:
             self.arrived.record(torch.cuda.current_stream(mask.device))
 
     def apply(self, mask: BlockMask, wait: bool) -> None:
-        """Set the sizes of the mask, once they have arrived. `wait`: read them now, if nothing has asked for them."""
+        """Set the sizes of the mask, once they have arrived. `wait`: read them now, if nothing has begun to."""
         if mask.sizes.exact or (self.counts is None and not wait):
             return
         self.begin(mask)
@@ -92,6 +96,9 @@ class LateSizes:
         counts = self.counts.numpy()
         object.__setattr__(mask, "sizes", exact_sizes(*counts))
         mask._memo["heavy"] = heavy_blocks(*counts)
+
+    def faults_only(self) -> None:
+        """The readback for another mask that contains this one: none, because its sizes are others."""
 
 
 def faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:

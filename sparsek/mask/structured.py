@@ -139,7 +139,7 @@ def sliding_window(
     near = Window(window, 1 if causal else window, sinks, sinks_ahead=not causal)
     band = Band.of(place, *near)
     count, pure = partial(counted_band, place, band), not band.splits(place)
-    made = on_gpu(cls, place, "mask_of_band", (band,), count, pure=pure, label=label)
+    made = on_gpu(cls, place, "mask_of_band", (band,), count, known=(band,), pure=pure, label=label)
     if made is not None:
         return made
     return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
@@ -258,7 +258,7 @@ def _both_ways(causal: bool) -> str:
 def _all_blocks(cls: type[BlockMask], place: Place, causal: bool, label: str) -> BlockMask:
     band = Band.of(place, None, 1 if causal else None)
     given, count = (band, None, causal), partial(counted_band, place, band)
-    made = on_gpu(cls, place, "mask_of_blocks", given, count, label=label)
+    made = on_gpu(cls, place, "mask_of_blocks", given, count, known=given, label=label)
     if made is not None:
         return made
     runs = Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
@@ -270,7 +270,7 @@ def _stepped_on_gpu(
 ) -> BlockMask | None:
     band = Band.of(place, None, 1 if causal else None)
     given, count = (band, steps, causal), partial(counted_steps, place, band, steps)
-    return on_gpu(cls, place, "mask_of_blocks", given, count, label=label)
+    return on_gpu(cls, place, "mask_of_blocks", given, count, known=given, label=label)
 
 
 def of_blocks(
@@ -395,8 +395,9 @@ def documents(
         place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
         band, edges = Band.of(place, *near), cu_seqlens.detach().contiguous()
         bound, explain = partial(closed.bounded_band, place, band), partial(_wrong_edges, place.q_len)
-        given = edges, band, 1, True
-        made = on_gpu(cls, place, "mask_of_documents", given, bound, label=label, explain=explain)
+        made = on_gpu(
+            cls, place, "mask_of_documents", (edges, band, 1, True), bound, known=(band,), explain=explain, label=label
+        )  # fmt: skip
         if made is not None:
             return made
     edges = read_edges(cu_seqlens, "cu_seqlens")

@@ -221,6 +221,6 @@ def _joined(parts: list[Seen], dim: int) -> Seen:
 
 
 def _places(flags: Tensor, count: int) -> Tensor:
-    """Where `flags`, of which `count` are true, are so: int64 [count], ascending. No sync."""
+    """Where `flags` are true, in `count` places: int64 [count], ascending. No sync."""
     wanted = torch.arange(1, count + 1, device=flags.device)
     return torch.searchsorted(flags.flatten().cumsum(0), wanted)

@@ -3,6 +3,7 @@
 from sparsek.ops import attention_varlen as attention_varlen
 from sparsek.ops import choose as choose
 from sparsek.ops import linear as linear
+from sparsek.ops import mask_calls as mask_calls
 from sparsek.ops import mask_forms as mask_forms
 from sparsek.ops import packing as packing
 from sparsek.ops import sddmm as sddmm

@@ -13,6 +13,7 @@ from sparsek.pictures.masks import FULL, PARTIAL, Drawable, Head, MaskBins
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)  # of the mass of a row: the cells that hold it, darkest first
 LEGEND = "left: the mask, █ full, ▒ partial; right: the cells that hold 50 █, 75 ▓, 90 ▒, 95 ░ % of each row's mass"
+PANELS = "left: the mask, blue full, red partial; right: blocks with 50, 75, 90, 95 % of a row, the largest darkest"
 TEXT_CELLS, GAP = 32, 24  # lines, and cells of each picture in a line; pixels between the panels of a PNG
 
 
@@ -98,6 +99,6 @@ def _png(head: Head, mass: np.ndarray, facts: list[str], path: str | os.PathLike
     for at, cells in enumerate(panels):
         left = page.left + at * (bins.width + GAP)
         figure.figimage(spy.as_image(bins, cells), left, bottom, origin="upper")
-    spy.write_titles(figure, page, [*facts, LEGEND])
+    spy.write_titles(figure, page, [*facts, PANELS])
     with files.blamed_on(where, InvalidInput, "cannot be written"):
         figure.savefig(where, format="png", **spy.LOOK)

@@ -205,14 +205,15 @@ def true_mass(
 ) -> Tensor:
     """float32 [B, Hq, Mb, Nb]: the softmax mass of each block, a mean over the queries of its tile. Memory is bounded.
 
-    queries: how many of each tile are looked at, evenly spaced; None: all.
+    queries: how many of each tile are looked at, spread without a period that a layout of tokens may have; None: all.
     """
     (side, keys), (batch, heads, length), kv_len = block, q.shape[:3], k.shape[2]
     dense = dense_of(q, k, keys, scale, causal, kv_lengths)
     tiles, columns = -(-length // side), -(-kv_len // keys)
     inner = torch.arange(side, device=q.device)
     if queries is not None and queries < side:
-        inner = torch.arange(queries, device=q.device) * side // queries
+        step = int(0.618 * side) | 1  # odd, so that no query comes twice in a power of two
+        inner = torch.arange(queries, device=q.device) * step % side
     rows = (torch.arange(tiles, device=q.device)[:, None] * side + inner).flatten()
     rows = rows[rows < length]
     count = torch.bincount(rows // side, minlength=tiles)

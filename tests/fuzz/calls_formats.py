@@ -421,7 +421,15 @@ CALLS: dict[str, Call] = {
     "BlockMask.from_flex": Call(_flex, every=10),
     "BlockMask.from_mask_mod": Call(
         function(
-            sk.BlockMask.from_mask_mod, mask_mod=ahead, B=1, H=2, Q_LEN=70, KV_LEN=100, block=64, device="cpu"
+            sk.BlockMask.from_mask_mod,
+            mask_mod=ahead,
+            B=1,
+            H=2,
+            Q_LEN=70,
+            KV_LEN=100,
+            block=64,
+            device="cpu",
+            compiled=False,
         ),
         BLOCK | PLACE | {"B": "none", "H": "none"},
         every=10,

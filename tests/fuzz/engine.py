@@ -34,7 +34,6 @@ from sparsek.core.errors import SparseKError
 from tests.sampling import EVERY
 
 CALLS = "SPARSEK_FUZZ_CALLS"  # this environment variable sets how many calls of each function are drawn
-ROOMS = ("nn", "policies")  # modules among the public names
 LONGEST = 600  # characters of an error's text
 
 Made = tuple[Callable[..., Any], dict[str, Any]]
@@ -523,8 +522,8 @@ def public_names(inside: Callable[[str], bool]) -> set[str]:
     not SparseK's.
     """
     found: set[str] = set()
-    named = {name: getattr(sk, name) for name in sk.__all__ if name not in ROOMS}
-    for room in ROOMS:
+    named = {name: getattr(sk, name) for name in sk.__all__ if name not in sk.ROOMS}
+    for room in sk.ROOMS:
         named |= {f"{room}.{name}": getattr(getattr(sk, room), name) for name in getattr(sk, room).__all__}
     for name, each in named.items():
         if not inside(each.__module__):

@@ -21,7 +21,6 @@ from sparsek.integrations import (
 )
 
 LONGEST = 120  # characters of a summary
-ROOMS = ("nn", "policies")
 STAND_INS = (block_sparse_attention, diffusers, fastvideo, flash_attention, flashinfer, flex, vllm_omni)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
@@ -40,8 +39,8 @@ def members(name: str, cls: type) -> Iterator[tuple[str, Any]]:
 
 def public() -> dict[str, Any]:
     """Every public function, class, method and property."""
-    tops = {f"sk.{name}": getattr(sk, name) for name in sk.__all__ if name not in ROOMS}
-    for room in ROOMS:
+    tops = {f"sk.{name}": getattr(sk, name) for name in sk.__all__ if name not in sk.ROOMS}
+    for room in sk.ROOMS:
         tops |= {f"sk.{room}.{name}": getattr(getattr(sk, room), name) for name in getattr(sk, room).__all__}
     for module in STAND_INS:
         own = {name: each for name, each in vars(module).items() if name[0] != "_" and callable(each)}

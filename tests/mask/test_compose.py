@@ -200,4 +200,7 @@ def test_a_gpu_joins_to_the_same_masks():
 
     for there, here in zip(joined("cuda"), joined("cpu"), strict=True):
         assert torch.equal(check_mask(there.to("cpu")), here.to_dense())
-        assert there.sizes == here.sizes
+        assert there.sizes == here.sizes or (
+            not there.sizes.exact
+            and all(a >= b for a, b in zip(there.sizes[:3], here.sizes[:3], strict=True))
+        )

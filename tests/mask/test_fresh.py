@@ -77,14 +77,22 @@ def test_a_mask_with_a_tensor_elsewhere_has_no_kind() -> None:
     assert fresh.kind_of(mask, base) is None
 
 
-def test_a_mask_is_new_for_a_few_uses() -> None:
-    mask, base = in_one_buffer(MASKS["causal"]())
-    fresh.freshened(mask, base, None)
-    for _ in range(fresh.FEW):
-        assert fresh.fresh_of(mask, counting=True) is not None
-    assert fresh.fresh_of(mask) is not None
-    assert fresh.fresh_of(mask, counting=True) is None
-    assert fresh.fresh_of(mask) is None
+def test_masks_are_new_if_the_last_of_their_kind_had_few_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "_KINDS", {})
+
+    def made() -> sk.BlockMask:
+        return fresh.freshened(*in_one_buffer(MASKS["causal"]()), None)
+
+    def uses(mask: sk.BlockMask, times: int) -> list[bool]:
+        return [fresh.fresh_of(mask, counting=True) is not None for _ in range(times)]
+
+    assert uses(made(), 2) == [False] * 2  # the first of its kind
+    assert uses(made(), 6) == [True] * 4 + [False] * 2
+    assert uses(made(), 1) == [False]
+    assert uses(made(), 3) == [True] * 3
+    mask = made()
+    object.__setattr__(mask, "sizes", mask.sizes._replace(exact=False))
+    assert uses(mask, 1) == [False]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import MISS, Recorded
+from sparsek.mask import fresh
 from sparsek.ops import bound
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan
@@ -41,6 +42,12 @@ from tests.ops.bound_calls import (
 )
 
 GPU = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def no_masks_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks of a test are the first of their kind, so their plans are kept."""
+    monkeypatch.setattr(fresh, "_KINDS", {})
 
 
 @pytest.fixture
@@ -113,6 +120,7 @@ def test_a_bound_call_follows_what_changes_between_calls(
 )
 def test_a_call_may_be_captured_before_it_is_bound(name: str, before: int, runs: Runs) -> None:
     SUBJECTS[name]("cuda").turn()
+    fresh._KINDS.clear()  # the next mask is the first of its kind
     subject = SUBJECTS[name]("cuda")
     for _ in range(before):
         subject.turn()

@@ -240,3 +240,26 @@ def test_what_prompts_do_not_have_is_refused(tmp_path: Path):
         VerticalSlash.from_json([{}], 1)
     with pytest.raises(InvalidInput, match="must have heads '0' to 'H - 1'"):
         VerticalSlash.from_json([{"1": ["stream_llm", 1, 2]}], 0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FlexPrefill(0.7, tau=0.0, min_budget=64, block=64), VerticalSlash(64, 128, 64)],
+    ids=["flex", "lines"],
+)
+def test_lines_are_found(policy: Any):
+    """All queries look for keys 640 to 671, and each for the key 300 tokens before it."""
+    length, dim = 2048, 64
+    needle, place = normal(dim, seed=1), 1.1 * normal(1, 1, length, dim, seed=2)
+    needle *= 7.5 / needle.norm()
+    q, k = (place.roll(300, 2) + needle).repeat(1, 2, 1, 1), place.clone()
+    k[:, :, 640:672] += needle
+    mask = policy.mask(q, k)
+    share = mask.stored_blocks / (2 * 32 * 33 / 2)
+    assert share < 0.5
+    random = sk.BlockMask.topk(
+        normal(1, 2, 32, 32, seed=6), round(20 * share), True, seq_len=length, block=64
+    )
+    assert random.stored_blocks >= 0.9 * mask.stored_blocks
+    ours, theirs = (sk.policies.recall(each, q, k, samples=512).mean() for each in (mask, random))
+    assert ours > theirs + 0.2

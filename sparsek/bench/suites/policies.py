@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Bar, Case, length_name, rows
+from sparsek.bench.engine.case import Bar, Case, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.run import Outcome, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
@@ -22,14 +23,16 @@ from sparsek.bench.peers.attention import PEERS
 from sparsek.bench.suites.attention import SMALL, AttentionCase, AttentionOperands, sampled
 from sparsek.bench.suites.attention_masks import MaskForm, parse_mask
 from sparsek.bench.suites.fresh import Kept
-from sparsek.core.errors import InvalidInput
+from sparsek.bench.suites.host import parse_sides
 from sparsek.core.wall import wall_rounds
 from sparsek.integrations.fastvideo import video_sparse_attn
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
-from sparsek.policies import VSA, MeanTopK, Nabla, SubBlock, XAttention
-from sparsek.policies.mass import recall, true_mass
+from sparsek.policies import VSA, FlexPrefill, MeanTopK, SubBlock, VerticalSlash, XAttention
+from sparsek.policies.mass import recall
 from sparsek.policies.policy import Policy
+from sparsek.policies.quality import SPARSITIES, Dial, at_sparsity, dials, recall_table
+from sparsek.testing.attention_data import GENERATORS, Sizes
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
 
@@ -62,45 +65,7 @@ def topics(case: PolicyCase, draw: Draw) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def smooth(case: PolicyCase, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Tokens of a video in the order of cubes of 4 x 4 x 4. q and k of a head are the same 128 waves over the places of
-    tokens, with a wave length of some 25 tokens, and a little noise: near tokens are alike.
-    """
-    _, heads, length, dim = case.shapes[0]
-    bits = max(0, length // 64).bit_length() - 1
-    cubes = [2 ** ((bits + at) // 3) for at in range(3)]
-    if 64 * cubes[0] * cubes[1] * cubes[2] != length or case.q_len != case.kv_len:
-        raise InvalidInput(
-            f"smooth data have 64 times a power of two tokens, got {case.q_len} and {case.kv_len}"
-        )
-    of_cube = torch.cartesian_prod(*(torch.arange(side, device=draw.device) for side in cubes)).view(-1, 1, 3)
-    inside = torch.cartesian_prod(*(torch.arange(4, device=draw.device) for _ in range(3)))
-    place = (4 * of_cube + inside).flatten(0, 1).float()
-    waves, phases = (
-        draw.normal(case.kv_heads, 3, dim).float() / 4,
-        7 * draw.normal(case.kv_heads, 1, dim).float(),
-    )
-    field = (1.3 * (place @ waves + phases).cos()).to(draw.dtype)[None]
-    q = field.repeat_interleave(heads // case.kv_heads, 1) + 0.5 * draw.normal(*case.shapes[0])
-    return q, field + 0.5 * draw.normal(*case.shapes[1])
-
-
-def needle(case: PolicyCase, draw: Draw) -> tuple[Tensor, Tensor]:
-    """N(0, 1) values, and for each tile of queries one key anywhere that has most of their mass."""
-    (q, k), (tiles, side) = white(case, draw), (case.grid[0], case.block[0])
-    generator = torch.Generator("cpu").manual_seed(draw.seed)
-    at = torch.randint(case.kv_len, (tiles,), generator=generator, device="cpu").to(draw.device)
-    direction = torch.nn.functional.normalize(draw.normal(tiles, case.dim).float(), dim=-1) * 12
-    k.index_add_(2, at, direction.to(k.dtype).expand(*k.shape[:2], -1, -1))
-    return q + direction.to(q.dtype).repeat_interleave(side, 0)[: case.q_len], k
-
-
-DATA: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "white": white,
-    "smooth": smooth,
-    "needle": needle,
-    "topics": topics,
-}
+DATA: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {"white": white, "topics": topics}
 
 
 def _form(form: str, words: str, make: Callable[..., Policy], **more: Any) -> MaskForm:
@@ -114,15 +79,8 @@ POLICIES = (
     _form("causal-xattention:T", "causal XAttention {:g}", XAttention, causal=True),
     _form("subblock:F", "SubBlock {:g}", SubBlock),
     _form("mean-topk:F", "MeanTopK {:g}", lambda share, block: MeanTopK(None, share, block, False, (0, 0))),
-    _form("nabla:T", "Nabla {:g}", Nabla),
     _form("vsa:K", "video_sparse_attn {:g}", lambda topk, block: VSA(int(topk), block), uniform=True),
 )
-
-
-# Policies whose recall is measured, and whether their number is a threshold and not the share of blocks.
-RECALLED = {"xattention": True, "nabla": True, "subblock": False, "mean-topk": False}
-# Percent of the blocks, and steps of the search for a threshold.
-SHARES, SEARCH = (50, 25, 10), 8
 
 
 @dataclass(frozen=True)
@@ -251,68 +209,61 @@ class EstimateCase(PolicyCase):
     wall, alone = 0, True
 
 
+def recalled(shape: tuple[int, int, int]) -> dict[str, Dial]:
+    """The policies whose recall is measured, each from a number that sets its sparsity."""
+    tokens = math.prod(shape)
+    return {
+        **dials(shape),
+        "XAttention": lambda number: XAttention(number, block=64, causal=False),
+        "FlexPrefill, causal": lambda number: FlexPrefill(number, min_budget=64, block=64),
+        "VerticalSlash, causal": lambda number: VerticalSlash(
+            max(64, int(number * tokens / 4)), max(64, int(number * tokens)), 64
+        ),
+    }
+
+
 @dataclass(frozen=True)
 class RecallCase(Case):
-    """The mass that a policy keeps with a half, a quarter and a tenth of the blocks of 64, beside the best mask of as
-    many blocks in each head. A threshold is searched that keeps as many. What is timed is the choice of a tenth.
-    """
+    """The mass that a policy keeps of a video's q and k at three sparsities. The choice at the last one is timed."""
 
     op: ClassVar[str] = "policy_recall"
     rated: ClassVar[bool] = False
     extra: ClassVar[tuple[str, ...]] = tuple(
-        f"{what}_{share}" for what in ("mass", "best") for share in SHARES
+        f"{what}_{round(100 * each)}" for each in SPARSITIES for what in ("kept", "mass", "best")
     )
     rooms: ClassVar[tuple[str, ...]] = ROOMS
     dense_flops: ClassVar[float] = 0.0
 
-    policy: str = options.choice("Policies", RECALLED)
-    data: str = options.choice("How q and k are drawn", DATA)
-    length: int = options.size("Tokens", "1024", usual=16384)
+    policy: str = options.choice("Policies", recalled((16, 16, 16)))
+    data: str = options.choice("How q and k are drawn", GENERATORS)
+    shape: tuple[int, int, int] = options.field(
+        "8x8x16", "Frames, rows and columns in tokens.", parse_sides, usual=(16, 32, 32)
+    )
     heads: int = options.size("Heads", "2", usual=4)
     dtype: str = options.dtype()
 
     @property
     def name(self) -> str:
-        """One short line: "SubBlock, smooth, 16K, 4 heads, bf16"."""
-        words, _ = parse_mask(f"{self.policy}:1", POLICIES).words.rsplit(" ", 1)
-        return f"{words}, {self.data}, {length_name(self.length)}, {self.heads} heads, {self.dtype}"
-
-    def at(self, number: float, device: torch.device) -> PolicyOperands:
-        """The operands of the policy with its number."""
-        sizes = (1, self.heads, self.heads, self.length, self.length, 128, 128)
-        case = EstimateCase(*sizes, f"{self.policy}:{number:.6f}", (64, 64), self.dtype, self.data)
-        draw = Draw(device, self.drawn, 0)
-        return case.sets(draw)(draw)
-
-    def keeping(self, share: float, device: torch.device) -> PolicyOperands:
-        """The operands of the policy that keeps this share of the blocks, or nearly."""
-        if not RECALLED[self.policy]:
-            return self.at(share, device)
-        low, high, one = 0.0, 1.0, None
-        for _ in range(SEARCH):
-            one = self.at((low + high) / 2, device)
-            low, high = (low, (low + high) / 2) if one.mask.density > share else ((low + high) / 2, high)
-        return cast("PolicyOperands", one)
+        """One short line: "SubBlock, smooth, 16x32x32, 4 heads, bf16"."""
+        return (
+            f"{self.policy}, {self.data}, {'x'.join(map(str, self.shape))}, {self.heads} heads, {self.dtype}"
+        )
 
     def run(self, *, device: torch.device, rounds: int, report: Callable[[str], None], **_: Any) -> Outcome:
-        """One record. Raises GateError for a wrong choice."""
-        more, gates = {}, []
-        for percent in SHARES:
-            report(f"{percent} % of the blocks")
-            one = self.keeping(percent / 100, device)
-            best = true_mass(one.q, one.k, one.mask.block).flatten(2)
-            blocks = one.mask.stored_blocks // self.heads
-            kept = recall(one.mask, one.q, one.k, samples=self.length, causal=False)
-            more[f"mass_{percent}"] = round(float(kept.mean()), 6)
-            more[f"best_{percent}"] = round(
-                float(best.topk(blocks).values.sum(2).mean()) / one.mask.grid[0], 6
-            )
-            gates.append(one.choice())
-        plan = one.plan(None)
-        gate, seen = passed(self, plan.kernel, worst(gates)), Sensors(device)
-        times = wall_rounds({"": one.run}, device, rounds, on_sample=seen.sample)[""]
-        ordered = {name: more[name] for name in self.extra}
-        return Outcome(self, (record_of(self, plan, times, gate, device, seen, **ordered),), {}, {})
+        """One record. Raises GateError for a policy that keeps more than the best mask."""
+        report("masks of every sparsity")
+        dial, sizes = recalled(self.shape)[self.policy], Sizes(1, self.heads, self.heads, 128)
+        drawn = {"device": str(device), "dtype": self.drawn}
+        found = recall_table(self.shape, sizes, named={self.policy: dial}, generators=[self.data], **drawn)
+        more = [number for each in found for number in (each.kept, each.recall, each.oracle)]
+        over = max(each.recall - each.oracle for each in found)
+        q, k = (x.to(self.drawn) for x in GENERATORS[self.data](self.shape, sizes, 0, str(device))[:2])
+        policy = at_sparsity(dial, q, k, SPARSITIES[-1])[0]
+        plan = Timed(type(policy).__module__.removeprefix("sparsek."), partial(policy.mask, q, k))
+        gate, seen = passed(self, plan.kernel, Gate(max(0.0, over), 1e-4, over <= 1e-4)), Sensors(device)
+        times = wall_rounds({"": plan.call}, device, rounds, on_sample=seen.sample)[""]
+        extra = dict(zip(self.extra, (round(each, 6) for each in more), strict=True))
+        return Outcome(self, (record_of(self, plan, times, gate, device, seen, **extra),), {}, {})
 
 
 def _share(record: Record) -> str:
@@ -320,8 +271,10 @@ def _share(record: Record) -> str:
     return "" if ratio is None else f"{100 / ratio:.1f} %"
 
 
-def _beside_best(share: int) -> Callable[[Record], str]:
-    return lambda record: f"{record[f'mass_{share}'] * 100:.1f} % ({record[f'best_{share}'] * 100:.1f} %)"
+def _beside_best(sparsity: int) -> Column:
+    names = [f"{what}_{sparsity}" for what in ("kept", "mass", "best")]
+    shown = "{:.0f} %: {:.1f} % ({:.1f} %)".format
+    return Column(f"at {sparsity} % sparsity", lambda record: shown(*(100 * record[name] for name in names)))
 
 
 def _percent(heading: str, field: str) -> Column:
@@ -359,7 +312,7 @@ BENCH = Bench(
         "prefill": rows("auto", PREFILL),
         "video": rows("auto", VIDEO),
         "recall": rows(
-            "auto", *(RecallCase(policy, data) for data in DATA for policy in RECALLED if data != "topics")
+            "auto", *(RecallCase(each, data) for data in GENERATORS for each in recalled((16, 16, 16)))
         ),
     },
     kinds=(PolicyCase, EstimateCase, RecallCase),
@@ -405,17 +358,14 @@ BENCH = Bench(
             op="policy_recall",
             dense=(),
             title="mass that policies keep",
-            columns=(
-                CASE,
-                *(Column(f"with {share} % of the blocks", _beside_best(share)) for share in SHARES),
-            ),
+            columns=(CASE, *(_beside_best(round(100 * each)) for each in SPARSITIES)),
             note=(
-                "The share of the softmax mass of dense attention that a policy keeps, in brackets that of the best "
-                "mask of as many blocks in each head. `white`: N(0, 1) values. `smooth`: a video, whose q and k are "
-                "waves of the place of a token. `needle`: one key, anywhere, has most of the mass of a tile. Blocks of "
-                "64, no causal mask."
+                "The blocks that a policy keeps, of those that may be seen: the share of the softmax mass of dense "
+                "attention in them, in brackets the most that as many blocks of each tile could have. q and k are a "
+                "video of 16 frames of 32 x 32 tokens in cubes of 64. `white`: N(0, 1) values; `smooth`: near tokens "
+                "are alike; `needle`: runs of 32 keys that an eighth of the queries look for. Blocks of 64."
             ),
-            usual=("16K", "4 heads", "bf16"),
+            usual=("16x32x32", "4 heads", "bf16"),
         ),
     ),
     small=SMALL,

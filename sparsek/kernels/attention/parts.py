@@ -82,14 +82,26 @@ def longest_part(visited: int, block: tuple[int, int], sm_count: int) -> int:
     return max(least, -(-5 * visited // (4 * sm_count)))
 
 
+def sizes_of(
+    groups: int, tiles: int, most: int, visited: int, part: int, heads: int
+) -> tuple[int, int, int, int, int]:
+    """Heads of a group, entries of all heads that lead, entries that parts add to a group, split tiles, and slots."""
+    replicas = heads // groups
+    bound = visited // replicas // part
+    longest = -(-most // part)
+    extra = min(bound, tiles * (longest - 1))
+    cuts, slots = min(bound, groups * tiles), min(2 * bound, groups * tiles * longest)
+    return replicas, -(-tiles // 32), extra, cuts, slots
+
+
 def walk(costs: Tensor, most: int, visited: int, part: int, section: int, heads: int) -> Walk:
     """`costs` [groups, tiles]: the blocks of every tile, at most `most`; split into parts of `part` blocks. No sync.
 
-    `visited` bounds their sum over all `heads` heads, so that the host knows how much to allocate.
+    `visited` bounds their sum over all `heads` heads, so that the host knows how much to allocate. On a GPU `walked`
+    makes the same.
     """
     groups, tiles = costs.shape
-    replicas = heads // groups
-    lead = -(-tiles // 32)
+    replicas, lead, extra, cuts, slots = sizes_of(groups, tiles, most, visited, part, heads)
     costs = costs.long()
     if most <= part:
         order = torch.argsort(costs, dim=1, descending=True, stable=True)
@@ -98,9 +110,6 @@ def walk(costs: Tensor, most: int, visited: int, part: int, section: int, heads:
             torch.stack((order, whole, costs.gather(1, order), whole - 1), 2).int(), lead, section, replicas
         )
 
-    bound = visited // replicas // part
-    extra = min(bound, tiles * (-(-most // part) - 1))
-    cuts, slots = min(bound, groups * tiles), min(2 * bound, groups * tiles * -(-most // part))
     parts = torch.clamp((costs + part - 1) // part, min=1)
     in_slots = torch.where(parts > 1, parts, 0).flatten()
     first_slot = (in_slots.cumsum(0) - in_slots).view(groups, tiles)

@@ -29,7 +29,8 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
 from sparsek.kernels.attention.delta import prepare_rows
-from sparsek.kernels.attention.parts import FIELDS, Walk, add_parts, longest_part, share, turn, walk
+from sparsek.kernels.attention.lengths import Lengths, walked
+from sparsek.kernels.attention.parts import FIELDS, Walk, add_parts, longest_part, share, turn
 from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
 from sparsek.kernels.attention.transposed import transposed
 from sparsek.kernels.lang.launch import launch
@@ -454,19 +455,19 @@ class PortableAttentionGrad(common.PortableKernel):
         """The order of both kernels' tiles, on the mask's device, without a sync."""
         (tiles, columns), lists = mask.grid, transposed(mask)
         part = longest_part(p.visited, p.block, p.card.sm_count)
-        visits = (lists.full.counts + lists.partial.counts).view(mask.batch, mask.heads, columns)
-        if mask.heads > p.kv_heads:
-            visits = visits.view(mask.batch, p.kv_heads, p.group, columns).sum(2)
-        else:
-            visits = visits * p.group
+        members = p.group if mask.heads > p.kv_heads else 1
+        visits = Lengths(
+            lists.partial.counts, lists.full.counts, mask.batch * mask.heads // members, columns, tiles * p.group,
+            members, p.group // members,
+        )  # fmt: skip
         per_query, per_key = ((p.dim + p.v_dim) * dtypes.itemsize(p.dtype) * n for n in (p.q_len, p.kv_len))
         heads = p.batch * p.kv_heads
         side_by_side = common.section(p, heads, p.group * per_query, 1)
-        keys = walk(visits.flatten(0, 1), tiles * p.group, p.visited, part, side_by_side, heads)
+        keys = walked(visits, p.visited, part, side_by_side, heads)
         heads = p.batch * p.q_heads
         side_by_side = common.section(p, heads, per_key, p.group)
-        visits = (mask.full.counts + mask.partial.counts).view(-1, tiles)
-        return Work(keys, walk(visits, p.longest, p.visited, part, side_by_side, heads), lists)
+        visits = Lengths(mask.partial.counts, mask.full.counts, mask.batch * mask.heads, tiles, p.longest)
+        return Work(keys, walked(visits, p.visited, part, side_by_side, heads), lists)
 
     def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
         """Computes the gradients of attention into `dq`, `dk` and `dv`; all tensors may have any strides. No sync.

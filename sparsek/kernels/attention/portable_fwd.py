@@ -31,6 +31,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
+from sparsek.kernels.attention.lengths import Lengths, longest_first
 from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
@@ -277,12 +278,10 @@ class PortableAttention(common.PortableKernel):
         return p.card.launch_seconds + max(arithmetic, longest, p.compulsory_bytes / (0.8 * p.card.bandwidth))
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
-        """The order of the query tiles, on the mask's device, without a sync. Rows of one length are not sorted."""
-        if p.exact and p.stored == p.longest * mask.rows:
-            order = torch.arange(mask.grid[0], dtype=torch.int32, device=mask.device)[None]
-        else:
-            counts = (mask.partial.counts + mask.full.counts).view(-1, mask.grid[0])
-            order = torch.argsort(counts, dim=1, descending=True, stable=True).int()
+        """The order of query tiles, on the mask's device, without a sync; one for all heads if all rows are as long."""
+        uniform = p.exact and p.stored == p.longest * mask.rows
+        groups, tiles = 1 if uniform else mask.batch * mask.heads, mask.grid[0]
+        order = longest_first(Lengths(mask.partial.counts, mask.full.counts, groups, tiles, p.longest))
         return Work(order, _section(p))
 
     def launch(self, c: Config, work: Work, call: AttentionCall) -> None:

@@ -59,6 +59,7 @@ STREAM = 128  # key tiles that others are compared with together
 BOUNDS = 1024  # by a program
 VISITS = 128  # of a query tile, at most, that are held in registers
 WARPS = 4
+DEAL_WARPS = 8  # a lane for every CTA
 
 _SCRATCH = (
     "base", "nth", "counts", "totals", "n", "partial", "room", "listed", "whose", "rank", "first", "ticks", "taker",
@@ -188,8 +189,8 @@ def _give(ticks, taker, began, turn, has, starts, key_tiles, ctas, LANES: tl.con
         tl.store(turn + done + lane, (free & 16777215).to(tl.int32), mask=given)
         free = tl.where(given, again, free)
         done += tl.sum(given.to(tl.int32), 0)
-    free = tl.sort(free)
-    tl.store(has + (free >> 24 & 4095).to(tl.int32), (free & 16777215).to(tl.int32), mask=lane < ctas)
+    there = free < 9223372036854775807
+    tl.store(has + (free >> 24 & 4095).to(tl.int32), (free & 16777215).to(tl.int32), mask=there)
     tl.debug_barrier()
     count = tl.load(has + lane, mask=lane < ctas, other=0, cache_modifier=".cg")
     tl.store(starts + lane + 1, tl.cumsum(count, 0), mask=lane < ctas)
@@ -459,7 +460,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     args = (
         counts, bases, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, ctas,
     )  # fmt: skip
-    launch(_deal, 1 + 2 * lists, args, (lanes, LISTED), 1)
+    launch(_deal, 1 + 2 * lists, args, (lanes, LISTED), DEAL_WARPS)
 
     rows = plan.padded_rows(p)
     args = (

@@ -1,4 +1,4 @@
-"""The lists of key blocks, made of a mask's rows by kernels: which query tiles visit each key block.
+"""The lists of key blocks, built from a mask's rows by kernels: which query tiles visit each key block.
 
     tally     every entry of the mask: a count for its key block's list, and a slot of its own
     reserve   room for every list
@@ -24,7 +24,7 @@ from sparsek.mask.mask import BlockMask
 
 ROWS, ENTRIES = 8, 32  # of the mask, by a program, and entries of each read together
 LISTS = 256  # by a program that reserves
-LISTED = 32  # rows of a list, read together
+LISTED = 64  # rows of a list, read together
 WARPS = 4
 
 MASK = ("p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices")
@@ -198,7 +198,7 @@ def launched(mask: BlockMask) -> TransposedLists:
     args = (*of_mask, base, nth, room, listed, whose, *numbers)
     launch_unspecialized(_fill, device, programs, args, (ROWS, ENTRIES), WARPS)
     args = (counts, room, listed, whose, entries, tiles)
-    launch_unspecialized(_order, device, 2 * lists, args, (LISTED,), 1)
+    launch_unspecialized(_order, device, 2 * lists, args, (LISTED,), WARPS)
     full = BlockLists(room[lists:], counts[lists:], tiles)
     partial = BlockLists(room[:lists], counts[:lists], tiles)
     return TransposedLists(full, partial, entries, entries)

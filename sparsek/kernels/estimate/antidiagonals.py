@@ -26,7 +26,7 @@ each of 256 threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,9 +38,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparsek.core import env
 from sparsek.core.device import card_of
 from sparsek.kernels.estimate.groups import Groups, group
-from sparsek.kernels.estimate.hopper_antidiagonals import SOURCE, estimate
-from sparsek.kernels.estimate.hopper_antidiagonals import Config as Hopper
-from sparsek.kernels.lang.gluon import describe, launch_on
 from sparsek.kernels.lang.launch import launch
 
 LOG2E = 1.4426950408889634
@@ -59,10 +56,12 @@ class Config:
     tma: bool = True
 
 
+FP8 = Config(num_stages=4)
+HALF = Config(tile_n=128, num_stages=4)
 SMALL = Config(tile_m=64, tile_n=64, num_warps=4, num_stages=3, tma=False)  # other cards, and the interpreter
 
 _NUMBERS = (
-    "factor", "q_rows", "k_rows", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
+    "factor", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
     "heads", "shared_by",
 )  # fmt: skip
 
@@ -93,7 +92,7 @@ def _limits(row, q_len, q_offset, k_groups, STRIDE: tl.constexpr, CAUSAL: tl.con
 @triton.jit(do_not_specialize=_NUMBERS)
 def _estimate(
     q, k, q_scale, k_scale, k_bias, parts, tops, out,
-    factor, q_rows, k_rows, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots, heads,
+    factor, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots, heads,
     shared_by, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
     K: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, DEPTH: tl.constexpr,
     RQ: tl.constexpr, RK: tl.constexpr, FOLDED: tl.constexpr, STAGES: tl.constexpr,
@@ -121,8 +120,8 @@ def _estimate(
             live = (turn % 2 == 0) | (other != tile)  # the middle one of an odd number has no partner
             tile = tl.where(turn % 2 == 0, other, tile)
         kv_head = head // heads * (heads // shared_by) + head % heads // shared_by
-        q_first = head * q_rows + tile * TM
-        k_first = kv_head * k_rows
+        q_first = (head * q_tiles + tile) * TM
+        k_first = kv_head * slots * TN
         row = tile * TM + inner
         limit = _limits(row, q_len, q_offset, k_groups, STRIDE, CAUSAL)
         whole = tl.min(tl.where(row * STRIDE < q_len, limit, k_groups), axis=0)
@@ -162,7 +161,8 @@ def _estimate(
         inside = (to_row < tiles_m) & live
         for first in range(0, blocks_n, FOLDED):
             block = first + tl.arange(0, FOLDED)
-            there = (block < steps * PER)[None, :] & (inner < TM)[:, None]
+            # Rows after the last query count nothing, whatever they hold.
+            there = (block < steps * PER)[None, :] & (row * STRIDE < q_len)[:, None]
             part = tl.load(parts + inner[:, None] * width + block[None, :], mask=there, other=0.0)
             base = tl.load(tops + (block // PER)[None, :] * TM + inner[:, None], mask=there, other=0.0)
             weight = tl.where(there, tl.exp2(base - last[:, None]) * share[:, None], 0.0)
@@ -171,10 +171,11 @@ def _estimate(
         tl.debug_barrier()
 
 
-def default(q: Tensor) -> Config | Hopper:
+def default(q: Tensor, fp8: bool) -> Config:
     """The config for the card of q."""
-    hopper = q.is_cuda and card_of(q.device).capability == (9, 0) and q.dtype != torch.float32
-    return Hopper() if hopper else SMALL
+    if not q.is_cuda or card_of(q.device).capability != (9, 0) or q.dtype == torch.float32:
+        return SMALL
+    return FP8 if fp8 else HALF
 
 
 def block_mass(
@@ -187,17 +188,17 @@ def block_mass(
     q_offset: int,
     kv_lengths: Tensor | None = None,
     fp8: bool = False,
-    config: Config | Hopper | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """As the function of this name in `reference/antidiagonals.py`, for bf16, fp16 and fp32. Two launches."""
-    c = config or default(q)
+    c = config or default(q, fp8)
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     tiles_m, blocks_n = -(-q_len // block[0]), -(-kv_len // block[1])
     out = torch.empty(batch, heads, tiles_m, blocks_n, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
-    tile_m, tile_n = (128, c.cols) if isinstance(c, Hopper) else (c.tile_m, c.tile_n)
+    tile_m, tile_n = c.tile_m, c.tile_n
     g = group(q, k, stride, block[1], kv_lengths, fp8, (tile_m, tile_n))
     q_tiles = g.q_rows // tile_m
     units = batch * heads * (-(-q_tiles // 2) if causal else q_tiles)
@@ -208,29 +209,10 @@ def block_mass(
     tops = torch.empty(programs * tile_m * slots, dtype=torch.float32, device=q.device)
     factor = q.shape[3] ** -0.5 / stride * LOG2E
     numbers = (
-        factor, g.q_rows, g.k_rows, q_len, -(-kv_len // stride), q_offset, q_tiles, tiles_m, blocks_n, units, slots,
+        factor, q_len, -(-kv_len // stride), q_offset, q_tiles, tiles_m, blocks_n, units, slots,
         heads, heads // kv_heads,
     )  # fmt: skip
-    itemsize = g.q.element_size()
-    if isinstance(c, Hopper):
-        width = 128 // itemsize
-        c = replace(
-            c, width=width, steps=g.q.shape[1] // width, stride=stride, groups=(RQ, RK),
-            causal=causal, scaled=fp8, biased=kv_lengths is not None, itemsize=itemsize,
-        )  # fmt: skip
-        given = [tops if each is None else each for each in (g.q_scale, g.k_scale, g.k_bias)]
-        args = (
-            describe(g.q, (tile_m, width)),
-            describe(g.k, (tile_n, width)),
-            *given,
-            parts,
-            tops,
-            out,
-            *numbers,
-        )
-        launch_on(q.device, estimate, programs, (*args, c, SOURCE))
-        return out
-    depth = c.depth // itemsize
+    depth = c.depth // g.q.element_size()
     with torch.cuda.device_of(q):
         launch(
             _estimate, (programs,), *_operands(g, c, depth), g.q_scale, g.k_scale, g.k_bias, parts, tops, out,

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsek.kernels.lang.launch import launch
 from sparsek.reference.lines import CODES, DROPPED, LEAST
 
-CHUNK, WARPS = 4096, 16
+CHUNK, COUNTED, WARPS = 4096, 16384, 16  # masses at a time, with sums and with counts alone
 FORCED = tl.constexpr(
     2.0**20
 )  # the mass of what is kept before all others; masses of softmaxes are at most 128
@@ -74,26 +74,27 @@ def _cut(
         found = tl.zeros((), tl.int32)
         unit = tl.zeros((), tl.int32) + FIRST_UNIT
         for _ in range(PASSES):
-            c1 = tl.zeros((CHUNK,), tl.int32)
-            c2 = tl.zeros((CHUNK,), tl.int32)
-            c3 = tl.zeros((CHUNK,), tl.int32)
+            count = tl.zeros((CHUNK,), tl.int32)  # three counts of ten bits, of at most 1023 chunks
             s1 = tl.zeros((CHUNK,), tl.int64)
             s2 = tl.zeros((CHUNK,), tl.int64)
             s3 = tl.zeros((CHUNK,), tl.int64)
             for start in range(0, n, CHUNK):
                 x = _row(mass, start + lane, n, forced)
-                digit = (codes(x) - found) // unit
-                c1 += (digit >= 1).to(tl.int32)
-                c2 += (digit >= 2).to(tl.int32)
-                c3 += (digit >= 3).to(tl.int32)
+                code = codes(x)
+                first, second, third = (
+                    code >= found + unit,
+                    code >= found + 2 * unit,
+                    code >= found + 3 * unit,
+                )
+                count += tl.where(first, 1, 0) + tl.where(second, 1 << 10, 0) + tl.where(third, 1 << 20, 0)
                 if BY_SHARE:
                     part = quanta(x)
-                    s1 += tl.where(digit >= 1, part, 0)
-                    s2 += tl.where(digit >= 2, part, 0)
-                    s3 += tl.where(digit >= 3, part, 0)
-            enough1 = (tl.sum(c1) >= least) & (tl.sum(s1).to(tl.float64) >= need)
-            enough2 = (tl.sum(c2) >= least) & (tl.sum(s2).to(tl.float64) >= need)
-            enough3 = (tl.sum(c3) >= least) & (tl.sum(s3).to(tl.float64) >= need)
+                    s1 += tl.where(first, part, 0)
+                    s2 += tl.where(second, part, 0)
+                    s3 += tl.where(third, part, 0)
+            enough1 = (tl.sum(count & 1023) >= least) & (tl.sum(s1).to(tl.float64) >= need)
+            enough2 = (tl.sum(count >> 10 & 1023) >= least) & (tl.sum(s2).to(tl.float64) >= need)
+            enough3 = (tl.sum(count >> 20) >= least) & (tl.sum(s3).to(tl.float64) >= need)
             found += unit * tl.where(enough3, 3, tl.where(enough2, 2, tl.where(enough1, 1, 0)))
             unit = unit // 4
         found = tl.maximum(found, 1)
@@ -129,7 +130,8 @@ def cut(
     rows = mass.numel() // max(1, n)
     cuts = torch.empty(rows, dtype=torch.int32, device=mass.device)
     counts = torch.empty(rows, n + 1, dtype=torch.int32, device=mass.device) if counted else None
-    chunk = min(CHUNK, max(256, triton.next_power_of_2(n)))
+    most = max(CHUNK if share else COUNTED, triton.next_power_of_2(-(-n // 1023)))
+    chunk = min(most, max(256, triton.next_power_of_2(n)))
     heads = 1 if budgets is None else len(budgets)
     each = max(1, rows // (len(mass) * heads)) if budgets is not None else 1
     with torch.cuda.device_of(mass):

@@ -19,8 +19,9 @@ from torch import Tensor
 from sparsek.kernels.estimate.means import split_means
 from sparsek.kernels.lang.launch import launch
 
-# Parts of q and of k in a tile, warps, stages; tiles of k that a program visits. A guess until it is measured.
-TILE_M, TILE_N, WARPS, STAGES, VISITS = 64, 64, 4, 2, 8
+# Parts of q and of k in a tile, warps, stages; tiles of k that a program visits: many, or FEW where there would be
+# fewer than PROGRAMS programs. A guess until it is measured.
+TILE_M, TILE_N, WARPS, STAGES, VISITS, FEW, PROGRAMS = 64, 64, 4, 2, 8, 2, 512
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -117,14 +118,16 @@ def block_scores(
     lengths = None if kv_lengths is None else kv_lengths.contiguous()
     q_means, k_means = split_means(q, k, block, parts, (None, lengths))
     scores = torch.empty((batch, heads, rows, columns), dtype=torch.float32, device=q.device)
-    grid = -(-rows * parts[0] // TILE_M) * batch * heads, -(-columns * parts[1] // (TILE_N * VISITS))
+    tiles, across = -(-rows * parts[0] // TILE_M) * batch * heads, -(-columns * parts[1] // TILE_N)
+    visits = VISITS if tiles * -(-across // VISITS) >= PROGRAMS else FEW
     options: dict[str, Any] = {"num_warps": WARPS, "num_stages": STAGES}
     with torch.cuda.device_of(q):
         launch(
-            _scores, grid, q_means, k_means, scores, lengths, scale, q_len, kv_len, rows, columns,
+            _scores, (tiles, -(-across // visits)),
+            q_means, k_means, scores, lengths, scale, q_len, kv_len, rows, columns,
             heads, heads // k_heads, k_heads, q_means.numel() // 2, k_means.numel() // 2,
             0 if lengths is None or lengths.shape[0] == 1 else columns, causal_from or 0,
             BM=tile, BK=keys, DOWN=parts[0], ACROSS=parts[1], CAUSAL=causal_from is not None,
-            D=dim, TM=TILE_M, TN=TILE_N, VISITS=VISITS, **options,
+            D=dim, TM=TILE_M, TN=TILE_N, VISITS=visits, **options,
         )  # fmt: skip
     return scores

@@ -31,7 +31,7 @@ from sparsek.kernels.lang.tensors import times
 from sparsek.mask import choice
 from sparsek.mask.choice import Choice, Near, Parts
 
-MOST_COLUMNS = 32768  # [1, 32768] are 32 elements of each thread of 32 warps
+MOST_COLUMNS = 16384  # a prefix sum over more takes more shared memory than an SM has
 _MASS_BITS, _SHIFT = tl.constexpr(choice.MASS_BITS), tl.constexpr(choice.POSITION_BITS)
 _LENGTH, _NUMBER, _VALUE, _CROWDED = (
     tl.constexpr(each) for each in (choice.LENGTH, choice.NUMBER, choice.VALUE, choice.CROWDED)
@@ -201,10 +201,9 @@ def _choose(
             times(sg_m, UNIT),
             times(columns, UNIT),
         )
-    row = tl.program_id(0).to(tl.int64)
-    i = (row % tiles).to(tl.int32)
-    group = row // tiles
-    b, h = group // heads, group % heads
+    row = tl.program_id(0)
+    i, group = row % tiles, row // tiles
+    b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
     tile = i // FQ  # of the choice
     column = tl.arange(0, COLS)
     inside = column < columns
@@ -327,16 +326,17 @@ def _choose(
     ranks = tl.cumsum(kept_whole.to(tl.int32) | (kept_cut.to(tl.int32) << 16), 0)
     n_full, n_cut = tl.sum(kept_whole.to(tl.int32), axis=0), tl.sum(kept_cut.to(tl.int32), axis=0)
     entry = tl.where(kept_whole, ranks & 0xFFFF, n_full + ((ranks >> 16) & 0xFFFF)) - 1
-    start = row * room
+    start = row.to(tl.int64) * room
     tl.store(indices + start + entry, column, mask=kept & (entry < room))
     spare = (column >= n_full + n_cut) & (column < room)
-    tl.store(indices + start + column, 0, mask=spare)
+    if n_full + n_cut < room:
+        tl.store(indices + start + column, 0, mask=spare)
     tl.store(starts + row, start.to(tl.int32))
     tl.store(cut_starts + row, (start + n_full).to(tl.int32))
     tl.store(full_counts + row, n_full)
     tl.store(cut_counts + row, n_cut)
     if word != _NONE:
-        tl.store(fault, (row << 32 | word) + 1)
+        tl.store(fault, ((row.to(tl.int64) << 32) | word) + 1)
 
     if lengths is not None:
         item = tl.where(length_items > 1, b, 0)

@@ -30,10 +30,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
         OF_MASK | {"SINGLE": True, "TILE_TICKS": 2, "TILES": made.TILES, "STREAM": made.STREAM},
         made.WARPS,
     ),
-    "deal": (made._deal, {"LANES": 256, "LISTED": lists.LISTED}, 1),
+    "deal": (made._deal, {"LANES": 256, "LISTED": lists.LISTED}, made.DEAL_WARPS),
     "open": (lists._open, {"LISTS": lists.LISTS}, made.WARPS),
     "fill": (lists._fill, OF_MASK, made.WARPS),
-    "order": (lists._order, {"LISTED": lists.LISTED}, 1),
+    "order": (lists._order, {"LISTED": lists.LISTED}, made.WARPS),
     "pad": (made._pad, {"BOUNDS": made.BOUNDS}, made.WARPS),
     "visit": (
         made._visit,

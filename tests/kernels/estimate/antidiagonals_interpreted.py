@@ -44,6 +44,13 @@ def test_mass_is_that_of_the_specification(sizes: tuple[int, ...], options: dict
     assert right.sum() > 0
 
 
+@pytest.mark.parametrize(("q_len", "kv_len", "causal"), [(40, 600, False), (200, 500, True)])
+def test_rows_after_the_last_query_count_nothing(q_len: int, kv_len: int, causal: bool):
+    q, k = operands(1, 2, 1, q_len, kv_len, 16)
+    ours, right = both(q, k, TINY, causal=causal, q_offset=kv_len - q_len)
+    torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-4)
+
+
 def test_several_tiles_for_each_program():
     """The running maximum rises and falls over key tiles; a middle tile has no partner."""
     torch.manual_seed(2)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from sparsek.kernels.estimate import antidiagonals, groups
-from sparsek.kernels.estimate.hopper_antidiagonals import Config as Hopper
 from sparsek.reference import antidiagonals as reference
-from tests.kernels.lang import hopper_code, portable_code
+from tests.kernels.lang import portable_code
 from tests.problems import CARDS
 
 
@@ -58,20 +57,6 @@ def test_rounding_keeps_a_relative_error_of_a_sixteenth_at_any_scale():
     assert ((made - x).abs() <= x.abs() / 16)[large].all()
     assert torch.equal(reference.rounded(made), made)
     assert not reference.rounded(torch.zeros(1, 1, 1, 8, 4)).any()
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", ["e4m3", "bf16"])
-def test_on_hopper_nothing_spills_and_a_warpgroup_multiplies_64_x_256(dtype: str, causal: bool):
-    size = 1 if dtype == "e4m3" else 2
-    c = Hopper(
-        width=128 // size, steps=16 * size, causal=causal, scaled=size == 1, biased=False, itemsize=size
-    )
-    code = hopper_code.compiled(c, dtype)
-    assert (code.stack, code.spills, code.unwritten, code.mixed, code.early) == (0, 0, [], [], [])
-    assert [each.split(".")[4] for each in code.wgmma] == ["m64n256k32" if size == 1 else "m64n256k16"]
-    assert code.waits == [0, 1]
-    assert code.shared <= CARDS["sm_90"].smem_bytes
 
 
 @pytest.mark.parametrize("card", ["sm_90", "sm_80"])

@@ -44,7 +44,7 @@ def test_probes_use_tensor_cores_and_copy_asynchronously(
 @pytest.mark.parametrize("by_share", [False, True])
 def test_a_cut_keeps_its_counters_in_registers(by_share: bool) -> None:
     types = {"mass": "*fp32", "budgets": "*i32", "counts": "*i32", "cuts": "*i32", "share": "fp32"}
-    constants = {"live": None, "CHUNK": cut.CHUNK, "BY_SHARE": by_share}
+    constants = {"live": None, "CHUNK": cut.CHUNK if by_share else cut.COUNTED, "BY_SHARE": by_share}
     code = compiled(cut._cut, types, constants, CARDS["sm_90"], cut.WARPS, 3)
     assert code.stack == 0
     assert code.registers <= 128  # of 512 threads

@@ -18,7 +18,6 @@ from triton.runtime.cache import get_cache_manager
 from sparsek.core import dtypes
 from sparsek.kernels.attention import hopper_bwd as attention_bwd
 from sparsek.kernels.attention import hopper_fwd as attention_fwd
-from sparsek.kernels.estimate import hopper_antidiagonals as estimate
 from sparsek.kernels.lang.gluon import describe_heads, shared_layout
 from sparsek.kernels.sddmm import hopper as sddmm
 from sparsek.kernels.spmm import hopper as spmm
@@ -27,14 +26,7 @@ from tests.kernels.lang import sass
 from tests.kernels.lang.sass import Loop
 
 # hopper.spgemm runs the kernel of hopper.spmm.
-Config = (
-    spmm.Config
-    | spmm_fp8.Config
-    | sddmm.Config
-    | attention_fwd.Config
-    | attention_bwd.Config
-    | estimate.Config
-)
+Config = spmm.Config | spmm_fp8.Config | sddmm.Config | attention_fwd.Config | attention_bwd.Config
 # Of TTGIR.
 VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
@@ -80,9 +72,6 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     elif isinstance(c, attention_bwd.Config):
         options = {}
         function, source, types = _attention_bwd(c, dtype)
-    elif isinstance(c, estimate.Config):
-        options = {}
-        function, source, types = _estimate(c, dtype)
     else:
         options = c.options
         if isinstance(c, spmm_fp8.Config):
@@ -190,13 +179,6 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     types |= {"scale": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
-
-
-def _estimate(c: estimate.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
-    rows = {"q_desc": 128, "k_desc": c.cols}
-    types = {name: _descriptor((side, c.width), dtype) for name, side in rows.items()} | {"factor": "fp32"}
-    types |= dict.fromkeys(("q_scale", "k_scale", "k_bias", "parts", "tops", "out"), "*fp32")
-    return estimate.estimate, estimate.SOURCE, types
 
 
 def _descriptor(box: tuple[int, ...], dtype: str) -> str:

@@ -60,3 +60,21 @@ def test_it_makes_the_tensors_of_the_specification(kind: str, hostile: bool) -> 
             assert str(caught.value).split("[")[0] in [each.split("[")[0] for each in faults]
         else:
             mask.verify(wait=True)
+
+
+def test_masks_that_contain_a_faulty_one_report_its_fault_and_keep_their_own_sizes() -> None:
+    for hostile in (False, True):
+        c = drawn("mass", 0, True, 1, hostile)
+        parts = made(c)
+        mask = mask_in(BlockMask, c, parts)
+        both = BlockMask.per_batch([mask, mask])
+        assert both.batch == 2 * mask.batch
+        if not hostile:
+            sizes = both.sizes
+            both.verify(wait=True)
+            assert both.sizes == sizes
+            mask.verify(wait=True)
+            assert mask.sizes == specified(c)[0].sizes
+        else:
+            with pytest.raises(InvalidInput):
+                both.verify(wait=True)

@@ -12,13 +12,13 @@ from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import SIDES, assert_same, by_kernels, entries_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-FEW = settings(max_examples=12)
+FEW = settings(max_examples=5)
 
 
 @st.composite
 def lengths_of_documents(draw: st.DrawFn) -> list[list[int]]:
     """One to three rows of document lengths of one sum."""
-    total = draw(st.integers(1, 800))
+    total = draw(st.integers(1, 500))
     rows = []
     for _ in range(draw(st.integers(1, 3))):
         cuts = sorted(draw(st.lists(st.integers(0, total), max_size=6)))

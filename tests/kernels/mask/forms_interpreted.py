@@ -11,7 +11,7 @@ from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import assert_same, by_kernels, frame, places
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-FEW = settings(max_examples=12)
+FEW = settings(max_examples=7)
 TOKENS = st.integers(1, 500)
 
 

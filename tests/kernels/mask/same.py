@@ -33,8 +33,9 @@ def frame(place: Place, device: str = "cpu") -> Frame:
 
 
 def by_kernels(build: Callable[[], BlockMask]) -> BlockMask:
-    """The mask that kernels make on the CPU, in Triton's interpreter."""
+    """The mask that kernels make on the CPU, in Triton's interpreter: the second of its kind."""
     with mock.patch.object(closed, "has_kernels", return_value=True):
+        build()
         made = build()
     assert "fresh" in made._memo
     return made

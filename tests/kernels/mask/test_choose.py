@@ -8,11 +8,10 @@ from sparsek.core.device import H200
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.mask.choose import _choose
+from sparsek.kernels.mask.choose import MOST_COLUMNS, _choose
 from tests.kernels.lang.portable_code import Code, compiled
 
 INTS = (
-    "faults",
     "full_counts",
     "cut_counts",
     "starts",
@@ -27,7 +26,8 @@ INTS = (
 
 
 def code(kind: str, columns: int, given: str = "fp32", short: bool = False, **more: Any) -> Code:
-    types = {"given": f"*{given}", "limit": "i64" if kind == "mass" else "i32"} | dict.fromkeys(INTS, "*i32")
+    types = {"given": f"*{given}", "limit": "i64" if kind == "mass" else "i32", "fault": "*i64"}
+    types |= dict.fromkeys(INTS, "*i32")
     absent = (
         ("numbers", "always", "held") if short else ("numbers", "always", "held", "lengths", "rules", "bits")
     )
@@ -55,4 +55,6 @@ def test_every_kind_of_choice_compiles(kind: str, columns: int):
 
 
 def test_the_longest_rows_fit():
-    assert code("topk", 32768, "bf16").shared <= 227 << 10
+    for kind in ("topk", "mass", "map", "indices"):
+        given = {"map": "i1", "indices": "i32"}.get(kind, "bf16")
+        assert code(kind, MOST_COLUMNS, given).shared <= 227 << 10

@@ -77,25 +77,17 @@ def test_nothing_outside_of_the_mask_is_written(kind: str, seed: int, monkeypatc
 
     for step in range(20):
         c = drawn(kind, step % len(PLACES), True, seed + step, True, "cuda")
-        before = [None if x is None else x.clone() for x in (c.given, c.lengths, c.counts)]
         monkeypatch.setattr(torch, "empty", guarded)
         choose(c)
         monkeypatch.undo()
         assert (kept[-1][:128] == CANARY).all()
         assert (kept[-1][-128:] == CANARY).all()
-        for x, old in zip((c.given, c.lengths, c.counts), before, strict=True):
-            assert (
-                x is None
-                or old is None
-                or torch.equal(x.view(torch.uint8), old.view(torch.uint8))
-                or x.isnan().any()
-            )
 
 
 BUILD: dict[str, Callable[[Tensor], BlockMask]] = {
     "topk": lambda x: BlockMask.topk(x, 5, True, (1, 2), 4096),
     "topk of heads": lambda x: BlockMask.topk(x, torch.arange(3, 7, device=x.device), seq_len=4000),
-    "cumulative": lambda x: BlockMask.cumulative(x.exp(), 0.8, True, seq_len=4096, least=2),
+    "cumulative": lambda x: BlockMask.cumulative(x.abs(), 0.8, True, seq_len=4096, least=2),
     "map": lambda x: BlockMask.from_block_map(x > 0.5, 4096, causal=True),
     "indices": lambda x: BlockMask.from_indices(x.argsort(-1)[..., :7], seq_len=4096),
     "short": lambda x: BlockMask.topk(
@@ -117,10 +109,9 @@ def test_builders_use_it_without_a_sync_and_the_cpu_agrees(name: str, no_sync: N
     assert "fresh" in mask._memo
     mask.verify(wait=True)
     wanted = build(scores)
-    if name.startswith("topk of") or name not in ("topk", "short"):
+    if name not in ("topk", "short"):  # a budget for all gives bounds, which stay
         assert mask.sizes == wanted.sizes
-    if name != "cumulative":  # exp of a GPU differs in its last bits
-        assert torch.equal(mask.to_dense().cpu(), wanted.to_dense())
+    assert torch.equal(mask.to_dense().cpu(), wanted.to_dense())
     BlockMask(*(getattr(mask, each) for each in BlockMask._fields))
 
 
@@ -150,7 +141,7 @@ def test_it_can_be_recorded(kind: str, seed: int):
     assert again is not None
     base, parts = again(*operands), choose(c)
     first = parts.base.data_ptr()
-    moved = [
+    moved: list[Any] = [
         x if x is None else base[(x.data_ptr() - first) // 4 :][: x.numel()].view(x.shape) for x in parts[2:]
     ]
     same(c, Parts(base, parts.word, *moved), specified(c))
