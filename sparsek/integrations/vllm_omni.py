@@ -28,6 +28,7 @@ from torch.nn import functional
 from sparsek import policies
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
+from sparsek.integrations.cubes import cubes_of
 from sparsek.ops.attention import attention
 from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import VSA
@@ -118,9 +119,12 @@ class _Options(NamedTuple):
     def of(cls, params: Mapping[str, Any]) -> _Options:
         policy, tile = params.get("policy", "SubBlock"), params.get("tile")
         if not isinstance(policy, Policy):
-            policy = _policy(
-                arguments.text("policy", policy), json.dumps(params.get("options") or {}, sort_keys=True)
-            )
+            options = params.get("options", {})
+            if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in params):
+                raise InvalidInput(
+                    f"options is {arguments.shown(options)}; params and options are dicts by name"
+                )
+            policy = _policy(arguments.text("policy", policy), _as_json(options))
         if tile is not None:
             tile = tuple(arguments.integer("tile", side, 1) for side in tile)
             if len(tile) != 3 or policy.sides != (math.prod(tile),) * 2:
@@ -135,6 +139,15 @@ class _Options(NamedTuple):
             arguments.integer("min_tokens", params.get("min_tokens", 0)),
             tile,
         )
+
+
+def _as_json(options: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(options), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"options is {arguments.shown(options)}; it must hold numbers, texts and lists"
+        ) from error
 
 
 @functools.lru_cache(maxsize=64)
@@ -175,36 +188,6 @@ def _by_policy(
     return attention(q, k, v, policy.mask(q, k, kv_lengths=lengths), scale=scale)
 
 
-class _Cubes(NamedTuple):
-    """The tokens of a video in the order of its cubes, each padded to its full size."""
-
-    source: Tensor  # int64 [places]: the token at each place; 0 where there is none
-    target: Tensor  # int64 [tokens]: the place of each token
-    lengths: Tensor  # int32 [cubes]: the tokens of each cube
-    there: Tensor  # bool [places, 1]: whether there is a token
-
-
-@functools.lru_cache(maxsize=32)
-def _cubes(grid: tuple[int, ...], tile: tuple[int, ...], device: torch.device) -> _Cubes:
-    counts = [-(-side // part) for side, part in zip(grid, tile, strict=True)]
-    at = torch.arange(math.prod(grid), device="cpu").view(grid)
-    padding = [
-        n for side, part, count in zip(grid, tile, counts, strict=True) for n in (count * part - side, 0)
-    ]
-    whole = functional.pad(at, padding[::-1], value=-1)
-    cut = whole.view(counts[0], tile[0], counts[1], tile[1], counts[2], tile[2]).permute(0, 2, 4, 1, 3, 5)
-    cubes = cut.reshape(math.prod(counts), math.prod(tile))
-    there = cubes >= 0
-    # The tokens of a cube come first in it, in their order.
-    order = (~there).to(torch.uint8).argsort(dim=1, stable=True)
-    cubes = cubes.gather(1, order).flatten()
-    places = torch.nonzero(cubes >= 0)[:, 0]
-    target = torch.empty_like(places)
-    target[cubes[places]] = places
-    parts = cubes.clamp(min=0), target, there.sum(1, dtype=torch.int32), (cubes >= 0)[:, None]
-    return _Cubes(*(x.to(device) for x in parts))
-
-
 def _in_cubes(
     q: Tensor,
     k: Tensor,
@@ -220,7 +203,7 @@ def _in_cubes(
         raise InvalidInput(
             f"latent_grid is {sides}; it must be (frames, height, width) of the {q.shape[2]} tokens"
         )
-    order = _cubes(sides, options.tile or (), q.device)
+    order = cubes_of(sides, options.tile or (), q.device)
     q, k, v = (x.index_select(2, order.source) for x in (q, k, v))
     q = torch.where(order.there, q, 0)  # policies read all rows of a tile
     if gate is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsek.integrations import block_sparse_attention as bsa
 from sparsek.integrations import fastvideo, flash_attention, flashinfer
 from sparsek.integrations.flex import flex_attention
+from sparsek.integrations.vllm_omni import sparse_attention
 from tests.fuzz.engine import Call, Made
 
 
@@ -128,6 +129,13 @@ CALLS: dict[str, Call] = {
             value=dense(1, 2, 100, 16, seed=2), score_mod=None, scale=0.2, enable_gqa=False, return_lse=True,
         ),
         {"scale": "none int"},
+    ),
+    "sparse_attention": Call(
+        function(
+            sparse_attention, **operands(1, 128, 2, 16), params={"policy": "MeanTopK", "options": {"topk": 1}},
+            is_causal=False, softmax_scale=0.2,
+        ),
+        {"softmax_scale": "none int"},
     ),
     "BlockSparseAttentionWrapper.plan": Call(_rows, NAMES),
     "BlockSparseAttentionWrapper.run": Call(_run_rows),
