@@ -87,8 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_masks_before() -> None:
     """The first mask of a kind in a test is the first of all, so its plan is kept (mask/fresh.py)."""
-    if fresh := sys.modules.get("sparsek.mask.fresh"):
-        fresh._KINDS.clear()
+    for module, kept in (
+        ("mask.fresh", "_KINDS"),
+        ("mask.closed", "_KINDS"),
+        ("ops.mask_calls", "_templates"),
+    ):
+        if found := sys.modules.get(f"sparsek.{module}"):
+            getattr(found, kept).clear()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sparsek.core import operations
 from sparsek.core.home import drop_oldest
-from sparsek.mask.fresh import KINDS, Kind, WrittenFault, fresh_of, freshened
+from sparsek.mask.fresh import KINDS, Kind, WrittenFault, freshened, known_kind
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
+from sparsek.mask.readback import LateSizes
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
@@ -352,14 +353,18 @@ def on_gpu(
     key = None if known is None else (name, place, known, fields["label"])
     kind = _KINDS.get(key)
     if kind is not None:
-        return kind.mask(cls, made.base, fault)
+        return kind.mask(cls, made.base, fault, _late(kind.plain["sizes"]))
     mask = of_parts(cls, place, made, count(), fault, **fields)
-    state = fresh_of(mask)
-    if key is not None and state is not None and state.kind is not None:
+    if key is not None and (kind := known_kind(mask)) is not None:
         while len(_KINDS) >= KINDS:
             drop_oldest(_KINDS)
-        _KINDS[key] = state.kind
+        _KINDS[key] = kind
     return mask
+
+
+def _late(sizes: Sizes) -> LateSizes | None:
+    """What reads true sizes later, if these are bounds."""
+    return None if sizes.exact else LateSizes()
 
 
 def of_parts(
@@ -373,4 +378,4 @@ def of_parts(
         sizes=counted.sizes, pure=pure, label=label,
     )  # fmt: skip
     mask._memo["heavy"] = counted.heavy
-    return freshened(mask, made.base, fault)
+    return freshened(mask, made.base, fault, _late(counted.sizes))

@@ -179,6 +179,14 @@ def _note(
         fault.keep(kind)
 
 
+def known_kind(mask: Any) -> Kind | None:
+    """The kind of a mask that `freshened` has marked; found now if it was not."""
+    state = mask._memo["fresh"]
+    if not state.known:
+        state.join(kind_of(mask, state.base))
+    return state.kind
+
+
 def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
     """The state of a mask whose plan is not worth keeping, with its kind; None for any other.
 
@@ -187,8 +195,7 @@ def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
     state = mask._memo.get("fresh")
     if state is None:
         return None
-    if not state.known:
-        state.join(kind_of(mask, state.base))
+    kind = known_kind(mask)
     if counting:
         state.uses.count += 1
         if state.uses.count == FEW + 1:
@@ -196,7 +203,8 @@ def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
                 if isinstance(each, LateSizes):
                     each.begin(mask)
     # True sizes may have replaced the bounds by which calls of this kind allocate.
-    if not state.passing or state.uses.count > FEW or mask.sizes.exact != state.kind.plain["sizes"].exact:
+    passing = state.passing and state.uses.count <= FEW
+    if kind is None or not passing or mask.sizes.exact != kind.plain["sizes"].exact:
         return None
     return state
 

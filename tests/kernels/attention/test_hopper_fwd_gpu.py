@@ -105,6 +105,7 @@ def test_cut_tiles_are_cut() -> None:
     kernel = load("hopper.attention_fwd")
     for mask, heads in (MANY["heads packed, keys split"], MANY["global rows split"]):
         q, k, v, made = AttentionCase("cut", mask, heads=heads, dims=(128, 128)).make("cuda")
+        made.verify(wait=True)
         assert kernel.default(problem(q, k, v, made)).split
 
 
