@@ -74,7 +74,7 @@ def bound_to(mask: Any, *, counting: bool = False) -> Bound | None:
     if "readbacks" in memo:
         mask.verify()
     state = fresh_of(mask, counting=counting)
-    if state is not None:
+    if state is not None and state.kind is not None:
         kept = state.kind._memo.get("calls") or state.kind.derived("calls", Calls)
         return Bound(kept, (state.base,), True)
     key = "calls", mask.sizes.exact

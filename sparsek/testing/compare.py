@@ -1,5 +1,6 @@
 """Results compared with a product or with dense operands, computed once; the worst of several gates."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,17 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.matrix.quantized import Quantized, quantize
-from sparsek.testing.budget import FACTOR, FLOOR, Bound, Gate, error, judge, product_bound
+from sparsek.testing.budget import (
+    FACTOR,
+    FLOOR,
+    ROUNDED,
+    Bound,
+    Gate,
+    error,
+    judge,
+    product_bound,
+    summing_unit,
+)
 from sparsek.testing.product_budget import check_linear
 
 
@@ -18,9 +29,12 @@ def worst(gates: Sequence[Gate]) -> Gate:
     return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))
 
 
-def near_dense(out: Tensor, exact64: Tensor, dense: Tensor) -> Gate:
-    """Allows twice the error that dense operands in the same dtype give."""
-    return judge(out, exact64, max(FLOOR, FACTOR * error(dense, exact64)))
+def near_dense(out: Tensor, exact64: Tensor, dense: Tensor, terms: int = 0) -> Gate:
+    """Allows twice the error that dense operands in the same dtype give, or that sums of `terms` terms may give which
+    are taken one after another: dense products keep several sums (`testing/budget.py`).
+    """
+    floor = FACTOR * math.sqrt(ROUNDED * terms / 2) * summing_unit(out.dtype)
+    return judge(out, exact64, max(FLOOR, floor, FACTOR * error(dense, exact64)))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,3 @@ def test_views_are_aligned_apart_and_of_one_allocation():
             view.fill_(at + 1)
     assert [int(x.sum()) for x in views if x is not None] == [3, 30, 0, 5, 24]
     assert int(base.sum()) == 62
-
-
-def test_given_memory_is_used_again():
-    base, _ = carved([(3,), (5,)], CPU)
-    again, views = carved([(3,), (5,)], CPU, base)
-    assert again is base
-    assert views[1].data_ptr() == base.data_ptr() + 16

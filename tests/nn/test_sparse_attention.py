@@ -35,6 +35,7 @@ def test_it_is_dense_attention_under_its_mask(kv_heads: "int | None", policy: "s
     torch.manual_seed(0)
     layer = SparseAttention(48, 4, policy, kv_heads=kv_heads, head_dim=16, bias=True, dtype=torch.float64)
     x = torch.randn(2, 150, 48, dtype=torch.float64)
+    assert isinstance(layer.mask, sk.MaskPolicy)
     y = layer(x)
     torch.testing.assert_close(y, dense(layer, x, layer.mask.mask(150).to_dense()))
     assert y.shape == x.shape

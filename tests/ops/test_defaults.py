@@ -216,6 +216,15 @@ def fp8() -> Any:
     return found, x, x.dequantize(), x.error(dense(16, 80)), sk.quantize(matrix(), scale="block")
 
 
+def chosen_by() -> list[Any]:
+    """Policies of every estimate."""
+    return [
+        sk.policies.MeanTopK(topk=2, block=64), sk.policies.SubBlock(density=0.5), sk.policies.Nabla(),
+        sk.policies.XAttention(block=64), sk.policies.FlexPrefill(block=64), sk.policies.VerticalSlash(block=64),
+        sk.policies.VSA(topk=2) | sk.policies.Streaming(window=64, block=64, causal=False),
+    ]  # fmt: skip
+
+
 def attention() -> Any:
     masks = (
         None,
@@ -236,6 +245,7 @@ def attention() -> Any:
         of_every_kernel("attention", call),
         [each.to_dense() for each in masks if each is not None],
         sk.attention(q, k, v, sk.MaskPolicy(topk=2, block=64).mask_for(q, k)),
+        [sk.attention(q, k, v, policy) for policy in chosen_by()],
         sk.merge_attention(*halves[0], *halves[1]),
     )
 

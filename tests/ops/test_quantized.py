@@ -65,7 +65,8 @@ def test_a_bsr_with_a_scale_for_all_or_a_block_stands_on_the_right_too(scale: st
     a = matrix(f"bsr_fp8 {scale}", device=device)
     for x in (torch.randn(24, 128, device=device), torch.randn(2, 3, 128, device=device)):
         assert torch.equal(sk.spmm(sk.quantize(x), a, dtype=F32), x @ a)
-        assert torch.equal(a.T @ x.mT, (x @ a).mT)
+        # Another layout: some processors take its sums in another order.
+        torch.testing.assert_close(a.T @ x.mT, (x @ a).mT, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(192,), (1, 192), (2, 3, 4, 192), (0, 192)], ids=str)

@@ -99,7 +99,8 @@ class MlpOperands(Operands):
         """Whether y, and each gradient, is no further from float64 than twice the dense layer's; the worst of them."""
         exact, rough = (self._dense_results(dtype) for dtype in (torch.float64, self.x.dtype))
         found = [out] if self.dy is None else out
-        return worst([near_dense(*each) for each in zip(found, exact, rough, strict=True)])
+        terms = sum(self.w1.shape)  # of the two products, which follow each other
+        return worst([near_dense(*each, terms) for each in zip(found, exact, rough, strict=True)])
 
     def _dense_results(self, dtype: torch.dtype) -> list[Tensor]:
         """y and the gradients of the same layer in torch, those of the weights as the blocks that are stored."""

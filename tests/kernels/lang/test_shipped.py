@@ -44,7 +44,7 @@ def test_kernels_have_the_same_names_in_every_process() -> None:
 def test_common_calls_are_planned_without_a_gpu_as_on_one() -> None:
     walk = cubins.walked()
     kernels = {kernel.fn.__module__.rpartition(".")[0] for kernel, *_ in walk.kernels.values()}
-    rooms = ("spmm", "sddmm", "attention", "pack", "mask")
+    rooms = ("spmm", "sddmm", "attention", "pack", "mask", "estimate")
     assert kernels == {f"sparsek.kernels.{room}" for room in rooms}
     assert walk.cuda
 
