@@ -39,6 +39,8 @@ def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
             options.append(kind)
             if kind in _TENSORS:
                 tensors.append(each)
+            elif isinstance(each, Tensor):
+                return make(*args, **kwargs)
             else:
                 options.append(each)
         if not tensors or not tensors[0].is_cuda or _inference():

@@ -174,7 +174,8 @@ class BlockMask(Home, Record):
     @property
     def heavy_blocks(self) -> int:
         """Blocks of rows more than twice as long as the mean, or an upper bound. Never waits for the device."""
-        if "heavy" not in self._memo and "host" in self._memo:
+        # By bounds as long as the sizes are bounds: a recorded call allocates by them for other masks too.
+        if "heavy" not in self._memo and "host" in self._memo and self.sizes.exact:
             host = self.host
             self._memo["heavy"] = lists.heavy_blocks(host.full.counts, host.partial.counts)
         return self._memo.get("heavy", self.sizes.stored)

@@ -73,7 +73,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool) -> tuple
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, ctx.call = inputs
+    q, k, v, call = inputs
+    # The slot has q, k and v, which live no longer than what is saved.
+    ctx.call = call if call.slot is bound.UNBOUND else replace(call, slot=bound.UNBOUND)
     save_for_backward(ctx, q, k, v, *output)
     ctx.set_materialize_grads(False)
 

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from sparsek.core.streams import captured
 from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.recorder import recorder
 from sparsek.mask.lists import BlockLists, TransposedLists
 from sparsek.mask.mask import BlockMask
 
@@ -169,6 +170,10 @@ def transposed(mask: BlockMask) -> TransposedLists:
     if not (mask.full.starts.is_cuda and mask.rows and mask.grid[1]):
         return mask.transposed
     if captured(mask.full.starts) and mask.known("transposed") is None:
+        return launched(mask)
+    if (
+        recorder() is not None
+    ):  # the call may be repeated for other masks of this kind: kept lists would be constants
         return launched(mask)
     return mask.derived("transposed", lambda: launched(mask))
 

@@ -348,7 +348,14 @@ class Recorder(TorchDispatchMode):
             if x is made:
                 return Result(place)
         storage = x.untyped_storage().data_ptr() if x.numel() else None
-        shared = [at for at, made in enumerate(self.roles) if made.untyped_storage().data_ptr() == storage]
+        words_ = {
+            self.operands + at for at, each in enumerate(self.allocations) if each is WORD
+        }  # of one storage
+        shared = [
+            at
+            for at, made in enumerate(self.roles)
+            if at not in words_ and made.untyped_storage().data_ptr() == storage
+        ]
         if shared:  # among operands in one storage, a view of the one that it begins with
             place = min(shared, key=lambda at: self.roles[at].data_ptr() != x.data_ptr())
             offset = x.storage_offset() - self.roles[place].storage_offset()

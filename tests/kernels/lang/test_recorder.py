@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek.core import words
 from sparsek.kernels.lang import driver
 from sparsek.kernels.lang.recorder import Address, Recorded, Recorder, Result, recording
 
@@ -69,3 +70,16 @@ def test_a_call_that_was_interrupted_leaves_no_addresses_behind(monkeypatch: pyt
     interrupted = False
     call(*first)
     assert seen == [first[0].data_ptr()] * 2
+
+
+def test_a_word_of_another_call_is_no_view_of_a_word_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(words, "_rings", [ring := words.Ring(pinned=False)])
+    old, x = ring.take(), torch.zeros(4)
+    recorder = Recorder([x])
+    own = ring.take()
+    recorder.word(own)
+    assert recorder._result(own) == Result(1)
+    assert not recorder.reason
+    assert recorder._result(old) is None
+    assert "neither an operand nor allocated" in recorder.reason
