@@ -57,6 +57,12 @@ def test_a_policy_is_checked_and_timed(case: PolicyCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_call_is_rated_as_the_dense_attention_that_it_stands_for(case: PolicyCase) -> None:
+    whole = case.causal_flops if case.mask.startswith("causal") else case.dense_flops
+    assert case.operands(CPU)[0].useful_flops == whole
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_wrong_choice_fails_its_gate(case: PolicyCase) -> None:
     (one, *_) = case.operands(CPU)
     assert one.choice().passed

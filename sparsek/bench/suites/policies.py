@@ -91,6 +91,11 @@ class PolicyOperands(AttentionOperands):
     policy: Any
     run: Callable[..., Any]
 
+    @property
+    def useful_flops(self) -> float:
+        """Those of dense attention, which the call stands for: a ratio to a peer is one of times."""
+        return self.case.causal_flops if self.case.mask_text.causal else self.case.dense_flops
+
     def plan(self, kernel: str | None) -> Timed:
         return Timed(type(self.policy).__module__.removeprefix("sparsek."), self.run)
 

@@ -378,7 +378,7 @@ def choose_blocks(c: Choice) -> Parts | None:
     )
     always = c.always if isinstance(c.always, Tensor) else None
     full, cut = parts.full_counts, parts.cut_counts
-    warps = min(max(cols * c.split[1] // 256, 1), 32)
+    warps = min(max(cols * c.split[1] // 512, 1), 32)
     # A histogram counts an entry once for each thread that has it, so every thread has entries of its own.
     listed = max(32 * warps, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1
     options: dict[str, Any] = {"num_warps": warps}

@@ -10,7 +10,7 @@ from sparsek.kernels.estimate.coarse import add_means
 from sparsek.kernels.estimate.maps import mark
 from sparsek.kernels.estimate.mass import to_mass
 from sparsek.kernels.estimate.means import split_means
-from sparsek.kernels.estimate.scores import block_scores
+from sparsek.kernels.estimate.scores import HOPPER, SMALL, Config, block_scores
 from sparsek.mask.mask import BlockMask
 from sparsek.policies import estimates
 from sparsek.reference import estimates as reference
@@ -23,6 +23,7 @@ CASES = [
     (260, 260, 1, 1, 16, (64, 64), (1, 1), 0, None),
     (3, 600, 1, 1, 40, (128, 128), (4, 4), -5, 2),
 ]
+CONFIGS = [(case, SMALL) for case in CASES] + [(case, HOPPER) for case in CASES if case[6] == (4, 4)]
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -35,13 +36,13 @@ def lengths_of(blocks: int, side: int, batch: int) -> Tensor:
     return found.int()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_scores_are_those_of_the_reference(case: tuple) -> None:
+@pytest.mark.parametrize(("case", "config"), CONFIGS)
+def test_scores_are_those_of_the_reference(case: tuple, config: Config) -> None:
     q_len, kv_len, q_heads, k_heads, dim, block, parts, causal_from, batch = case
     q, k = normal(2, q_heads, q_len, dim, seed=0), normal(2, k_heads, kv_len, dim, seed=1)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # [B, S, H, D] in memory
     lengths = None if batch is None else lengths_of(-(-kv_len // block[1]), block[1], batch)
-    found = block_scores(q, k, block, parts, 0.3, lengths, causal_from)
+    found = block_scores(q, k, block, parts, 0.3, lengths, causal_from, config)
     wanted = reference.block_scores(q, k, block, parts, 0.3, lengths)
     if causal_from is not None:
         last = torch.arange(wanted.shape[2])[:, None] * block[0] + block[0]

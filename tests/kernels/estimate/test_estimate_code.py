@@ -13,22 +13,24 @@ from tests.problems import CARDS
 
 def code_of_means(card: str, dtype: str, dim: int, side: int, parts: int) -> Code:
     types = {"x": f"*{dtype}", "y": f"*{dtype}", "x_means": "*bf16", "y_means": "*bf16"}
-    wide = means.ELEMENTS // side if means.ELEMENTS // side < dim else dim
     constants: dict[str, Any] = {
-        "X_SIDE": side, "X_PARTS": parts, "Y_SIDE": side, "Y_PARTS": parts, "D": dim, "X_WIDE": wide, "Y_WIDE": wide,
-        "sx_d": 1, "sy_d": 1, "x_lengths": None, "y_lengths": None,
+        "X_SIDE": side, "X_PARTS": parts, "Y_SIDE": side, "Y_PARTS": parts, "D": dim, "WIDE": means.WIDE,
+        "sx_d": 1, "sy_d": 1, "x_lengths": None, "y_lengths": None, "X_ORDER": parts // 4, "Y_ORDER": parts // 2,
     }  # fmt: skip
-    warps = max(1, min(8, side * wide // (32 * means.PER_THREAD)))
-    return compiled(means._means, types, constants, CARDS[card], warps, 3)
+    return compiled(means._means, types, constants, CARDS[card], side // means.ROWS, 3)
 
 
-def code_of_scores(card: str, dim: int, block: int, parts: int, causal: bool) -> Code:
-    types = {"q": "*bf16", "k": "*bf16", "scores": "*fp32", "scale": "fp32"}
+def code_of_scores(c: scores.Config, card: str, dim: int, block: int, parts: int, causal: bool) -> Code:
+    boxes = ((c.tile_m, "q"), (c.tile_n, "k"))
+    kinds = {name: f"tensordesc<bf16[{many}, {c.depth}]>" if c.tma else "*bf16" for many, name in boxes}
+    types = kinds | {"scores": "*fp32", "scale": "fp32"}
     constants: dict[str, Any] = {
         "kv_lengths": None, "BM": block, "BK": block, "DOWN": parts, "ACROSS": parts, "CAUSAL": causal, "D": dim,
-        "TM": scores.TILE_M, "TN": scores.TILE_N, "VISITS": scores.VISITS,
+        "TM": c.tile_m, "TN": c.tile_n, "DEPTH": c.depth, "VISITS": scores.VISITS, "STAGES": c.num_stages,
+        "TMA": c.tma, "QUADS": c.quads,
     }  # fmt: skip
-    return compiled(scores._scores, types, constants, CARDS[card], scores.WARPS, scores.STAGES)
+    aligned = () if c.tma else None
+    return compiled(scores._scores, types, constants, CARDS[card], c.num_warps, c.num_stages, aligned=aligned)
 
 
 @pytest.mark.parametrize("card", ["sm_90", "sm_80"])
@@ -52,11 +54,21 @@ def test_means_read_16_bytes_at_once_and_keep_all_in_registers(
 def test_scores_use_tensor_cores_and_pipelined_loads(
     card: str, dim: int, block: int, parts: int, causal: bool
 ) -> None:
-    code = code_of_scores(card, dim, block, parts, causal)
+    code = code_of_scores(scores.SMALL, card, dim, block, parts, causal)
     assert code.stack == 0 or card == "sm_80"  # whose tensor cores read both operands from registers
     assert code.copies
     assert ("wgmma.mma_async" in code.ptx) == (card == "sm_90")
     assert code.shared <= CARDS[card].smem_bytes // 2  # two programs on an SM
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_parts_of_a_block_are_added_within_a_thread(dim: int) -> None:
+    code = code_of_scores(scores.HOPPER, "sm_90", dim, 64, 4, False)
+    assert code.stack == 0
+    assert "wgmma.mma_async" in code.ptx
+    assert "cp.async.bulk.tensor" in code.ptx
+    assert code.ptx.count("shfl.sync") < 20  # of whole tiles; none for each block
+    assert code.shared <= CARDS["sm_90"].smem_bytes // 2
 
 
 UNUSED: dict[bool, dict[str, Any]] = {True: {"within": None}, False: {}}
