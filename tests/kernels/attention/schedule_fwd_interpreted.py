@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from sparsek.core.device import H200
+from sparsek.kernels.attention import schedule_fwd
 from sparsek.kernels.attention.schedule_fwd import launched
 from sparsek.mask.mask import BlockLists, BlockMask
 from sparsek.plan import attention_schedule as plan
@@ -58,6 +59,25 @@ def test_rows_longer_than_a_chunk_and_many_groups() -> None:
     indices = torch.cat([torch.arange(n) for n in counts.tolist()]).int()
     mask = BlockMask.from_blocks(indptr, indices, 9 * 64, 70 * 64, 64, batch=2, heads=10)
     p, shape = problem(mask, 2, (10, 10)), Shape(64, 1, 7)
+    same(launched(p, mask, shape), plan.schedule(p, mask, shape))
+
+
+@pytest.mark.parametrize("heavy", [(), (3, 31, 37, 74)], ids=["whole", "cut"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_are_ranked_among_more_than_are_read_together(
+    heads: int, heavy: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiles a row, and half a row at the end."""
+    monkeypatch.setattr(schedule_fwd, "ROWS", 32)
+    rows, columns = 75, 90
+    counts = torch.randint(20, 30, (heads * rows,), generator=torch.Generator().manual_seed(heads))
+    for row in heavy:
+        counts[row::rows] = columns - row % 2
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
+    indices = torch.cat([torch.arange(n) for n in counts.tolist()]).int()
+    mask = BlockMask.from_blocks(indptr, indices, rows * 128 - 70, columns * 128, 128, heads=heads)
+    p, shape = problem(mask, 2, (2, 2)), Shape(64, 1, 33)
+    assert plan.is_cut(p, shape) == bool(heavy)
     same(launched(p, mask, shape), plan.schedule(p, mask, shape))
 
 
