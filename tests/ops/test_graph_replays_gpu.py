@@ -1,5 +1,5 @@
-"""CUDA graphs that hold a mask's choice, its plan, attention and the gradients: 1,000 replays each, with other inputs in
-every one, against the same calls outside of a graph, bit for bit.
+"""CUDA graphs that hold the choice of a mask, its plan, attention and the gradients: 1,000 replays each, with other
+inputs in every one, against the same calls outside of a graph, bit for bit.
 """
 
 from collections.abc import Callable
