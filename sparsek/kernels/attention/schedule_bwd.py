@@ -7,7 +7,8 @@
     _visit    the records of key tiles, and the visits of every query tile with their tickets
 
 Slots and room are given out by atomic additions, so they vary from run to run, but nothing that leaves these kernels
-depends on them: an entry's rank in its list is the number of smaller query tiles there.
+depends on them: an entry's rank in its list is the number of smaller query tiles there. A key tile's place is counted
+by comparing it with all others; where all heads share lists, with those of one head.
 
 To deal is to give the next tile to the CTA that finishes first. `_deal` gives many at once: with CTAs sorted by the
 end of their work, tile i goes to CTA i as long as none of those before would be free again by then.
@@ -56,6 +57,11 @@ from sparsek.plan.problem import AttentionProblem
 
 TILES = 32  # of keys, by a program
 STREAM = 128  # key tiles that others are compared with together
+ALIKE_TILES, ALIKE_STREAM, HEADS = (
+    8,
+    256,
+    16,
+)  # the same where all heads share lists, and heads written together
 BOUNDS = 1024  # by a program
 VISITS = 128  # of a query tile, at most, that are held in registers
 WARPS = 4
@@ -145,19 +151,82 @@ def _place(
     tl.store(ticks + place, own + TILE_TICKS, mask=live)
 
 
+@triton.jit
+def _place_alike(
+    totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE: tl.constexpr,
+    TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr, HEADS: tl.constexpr
+):  # fmt: skip
+    """The same where all heads have the same lists: of TILES key blocks, the tiles of all heads."""
+    most = 4 * tl.load(totals + 1).to(tl.int64)
+    column = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    live = column < columns
+    own = tl.load(n + column, mask=live, other=0)
+    of_longer = tl.zeros((TILES, STREAM), dtype=tl.int32)
+    of_equal = tl.zeros((TILES, STREAM), dtype=tl.int32)
+    of_lower = tl.zeros((TILES, STREAM), dtype=tl.int32)
+    of_before = tl.zeros((TILES, STREAM), dtype=tl.int32)
+    of_far = tl.zeros((STREAM,), dtype=tl.int32)
+    of_head = tl.zeros((STREAM,), dtype=tl.int32)
+    for start in range(0, columns, STREAM):
+        other = start + tl.arange(0, STREAM)
+        length = tl.load(n + other, mask=other < columns, other=-1)
+        lower = other[None, :] < column[:, None]
+        same = length[None, :] == own[:, None]
+        of_longer += (length[None, :] > own[:, None]).to(tl.int32)
+        of_equal += same.to(tl.int32)
+        of_lower += (same & lower).to(tl.int32)
+        of_far += (length.to(tl.int64) * key_tiles > most).to(tl.int32)
+        visits = tl.maximum(length, 0)
+        if SINGLE:
+            visits += visits % 2
+        of_before += tl.where(lower, visits[None, :], 0)
+        of_head += visits
+    # Of one head: tiles that are longer, as long, and as long and before; tiles far longer than the mean; visits.
+    longer = tl.sum(of_longer, 1)[None, :]
+    equal = tl.sum(of_equal, 1)[None, :]
+    lower = tl.sum(of_lower, 1)[None, :]
+    before = tl.sum(of_before, 1)[None, :]
+    far = tl.sum(of_far, 0)
+    visits = tl.sum(of_head, 0)
+    is_far = (own.to(tl.int64) * key_tiles > most)[None, :]
+    if SINGLE:
+        own += own % 2
+    for start in range(0, heads, HEADS):
+        head = (start + tl.arange(0, HEADS))[:, None]
+        section = head * sections // heads
+        begin = (section * heads + sections - 1) // sections
+        end = ((section + 1) * heads + sections - 1) // sections
+        place = (
+            heads * far + begin * (columns - far) + (end - begin) * (longer - far) + (head - begin) * equal
+        )
+        place = tl.where(is_far, heads * longer + head * equal, place) + lower
+        tile = head * columns + column[None, :]
+        there = (head < heads) & live[None, :]
+        tl.store(rank + tile, place, mask=there)
+        tl.store(first + tile, head * visits + before, mask=there)
+        tl.store(ticks + place, own[None, :] + TILE_TICKS + head * 0, mask=there)
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _line_up(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, totals, n, room, listed, whose, rank,
     first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections,
     heads, programs,
-    SINGLE: tl.constexpr, TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr, ROWS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    SINGLE: tl.constexpr, ALIKE: tl.constexpr, TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
+    """ALIKE: all heads have the same lists."""
     if tl.program_id(0) < programs:
-        _place(
-            totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE, TILE_TICKS,
-            TILES, STREAM,
-        )  # fmt: skip
+        if ALIKE:
+            _place_alike(
+                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE, TILE_TICKS,
+                TILES, STREAM, HEADS,
+            )  # fmt: skip
+        else:
+            _place(
+                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE, TILE_TICKS,
+                TILES, STREAM,
+            )  # fmt: skip
     else:
         fill_lists(
             p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, room, listed, whose,
@@ -450,19 +519,22 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     )
     launch(_measure, programs + -(-2 * lists // LISTS), args, (LISTS, LISTS), WARPS)
 
-    programs = -(-key_tiles // TILES)
+    alike = mask.batch == mask.heads == 1
+    together, stream = (ALIKE_TILES, ALIKE_STREAM) if alike else (TILES, STREAM)
+    line_programs = -(-(columns if alike else key_tiles) // together)
     args = (
         *entries, base, nth, totals, n, bases, listed, whose, rank, first, ticks, mask.rows, *of_mask, key_tiles,
-        plan.sections(p, ctas), p.batch * p.kv_heads, programs,
+        plan.sections(p, ctas), p.batch * p.kv_heads, line_programs,
     )  # fmt: skip
-    launch(_line_up, programs + row_programs, args, (single, TILE_TICKS, TILES, STREAM, ROWS, ENTRIES), WARPS)
+    constants = (single, alike, TILE_TICKS, together, stream, HEADS, ROWS, ENTRIES)
+    launch(_line_up, line_programs + row_programs, args, constants, WARPS)
 
     args = (
         counts, bases, listed, whose, nth, ticks, taker, began, turn, has, starts, lists, key_tiles, ctas,
     )  # fmt: skip
     launch(_deal, 1 + 2 * lists, args, (lanes, LISTED), DEAL_WARPS)
 
-    rows = plan.padded_rows(p)
+    rows, programs = plan.padded_rows(p), -(-key_tiles // TILES)
     args = (
         *entries, base, nth, counts, n, partial, rank, first, taker, began, turn, starts, made, visits, clocks,
         *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), programs, p.q_heads, rows - 64,

@@ -92,6 +92,26 @@ def test_sections_of_heads() -> None:
     check(mask, tiny, 2, ordered=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "l2_bytes"),
+    [
+        ("sinks", (38, 19), 26_000_000),
+        ("causal", (19, 19), 2_000_000),
+        ("empty rows", (18, 18), H200.l2_bytes),
+    ],
+)
+def test_heads_with_the_same_lists(
+    name: str, heads: tuple[int, int], l2_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More heads than are written together, in uneven sections; key tiles far longer than the mean."""
+    monkeypatch.setattr(schedule_bwd, "ALIKE_STREAM", 4)
+    mask = MASKS[name][0]
+    assert mask.grid[1] > 4
+    p = replace(problem(mask, 1, *heads), card=replace(H200, l2_bytes=l2_bytes))
+    assert (p.kv_heads % plan.sections(p, 7) > 0) == (l2_bytes < H200.l2_bytes)
+    check(mask, p, 7)
+
+
 def test_query_tiles_of_more_visits_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_bwd, "VISITS", 8)
     mask = MASKS["causal"][0]

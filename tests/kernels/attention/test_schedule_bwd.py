@@ -17,6 +17,7 @@ TYPES: dict[str, str] = dict.fromkeys(
     (*lists.MASK, *lists._SCRATCH, *made._SCRATCH, "lo", "hi", "out"), "*i32"
 )
 OF_MASK = {"ROWS": lists.ROWS, "ENTRIES": lists.ENTRIES}
+LINE = {"SINGLE": True, "TILE_TICKS": plan.TILE_TICKS, "HEADS": made.HEADS}
 VISIT: dict[str, Any] = {
     "BLOCK_K": 128, "TURNED": True, "TILES": made.TILES, "GOLDEN": plan.GOLDEN, "BITS": plan.GOLDEN_BITS,
     "TILE_FIELDS": plan.TILE_FIELDS, "VISIT_FIELDS": plan.VISIT_FIELDS, "FULL": plan.FULL,
@@ -27,7 +28,12 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "measure": (made._measure, {"TILES": lists.LISTS, "LISTS": lists.LISTS}, made.WARPS),
     "line up": (
         made._line_up,
-        OF_MASK | {"SINGLE": True, "TILE_TICKS": 2, "TILES": made.TILES, "STREAM": made.STREAM},
+        OF_MASK | LINE | {"ALIKE": False, "TILES": made.TILES, "STREAM": made.STREAM},
+        made.WARPS,
+    ),
+    "line up, alike": (
+        made._line_up,
+        OF_MASK | LINE | {"ALIKE": True, "TILES": made.ALIKE_TILES, "STREAM": made.ALIKE_STREAM},
         made.WARPS,
     ),
     "deal": (made._deal, {"LANES": 256, "LISTED": lists.LISTED}, made.DEAL_WARPS),
