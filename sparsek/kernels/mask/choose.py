@@ -88,30 +88,40 @@ def _masses(x, counted):
 
 @triton.jit
 def _needed(key, mass, goal, nothing):
-    """How many of the highest keys have a sum of masses of at least `goal`; 0 for 0."""
+    """How many of the highest keys have a sum of masses of at least `goal`, 0 for 0; and two bounds: the last of them
+    is over the first bound, and not over the second, and no other value is.
+    """
     low, high = nothing, tl.max(key, axis=0)
     over = tl.zeros([], tl.int64)
-    # The sum over `low` reaches the goal, that over `high` does not.
+    inside = _over(key, low)
+    above = tl.zeros([], tl.int32)
+    # The sum over `low` reaches the goal, that over `high` does not. `inside` keys are between, `above` over `high`.
     middle = (low & high) + ((low ^ high) >> 1)
-    while (goal > 0) & (middle != low):
-        here = _sum(tl.where(key > middle, mass, 0))
+    while (goal > 0) & (middle != low) & (inside > 1):
+        most = key > middle
+        here = _sum(tl.where(most, mass, 0))
+        count = tl.sum(most.to(tl.int32), axis=0)
         reached = here >= goal
         low = tl.where(reached, middle, low)
         over = tl.where(reached, over, here)
         high = tl.where(reached, high, middle)
+        inside = tl.where(reached, count - above, inside + above - count)
+        above = tl.where(reached, above, count)
         middle = (low & high) + ((low ^ high) >> 1)
+    high = tl.max(tl.where(key <= high, key, nothing), axis=0)
     each = tl.maximum(tl.max(tl.where(key == high, mass, 0), axis=0), 1).to(tl.int64)
     more = ((goal - over + each - 1) // each).to(tl.int32)
-    return tl.where(goal > 0, _over(key, high) + more, 0)
+    return tl.where(goal > 0, above + more, 0), low, high
 
 
 @triton.jit
-def _highest(key, count, nothing):
-    """The `count` highest keys over `nothing`; of equal ones those of lower columns."""
-    able = _over(key, nothing)
-    low, high = nothing, tl.max(key, axis=0)
+def _highest(key, count, nothing, low, high):
+    """The `count` highest keys over `nothing`; of equal ones those of lower columns. At least `count` keys are over
+    `low`, unless that is `nothing`, and at most `count` over `high`.
+    """
+    able = _over(key, low)
     high = tl.where(able <= count, low, high)
-    over = tl.where(able <= count, able, 0)
+    over = _over(key, high)
     # More than `count` keys are over `low`, `over` of them and no more than `count` over `high`.
     middle = (low & high) + ((low ^ high) >> 1)
     while middle != low:
@@ -260,6 +270,7 @@ def _choose(
             able = able & (x != float("-inf"))
         key = tl.where(able, _order(x, WIDE), nothing)
         early = inside & False
+        low = nothing
         if NEAR != "":
             early = there & (column < sinks)
         if NEAR == "window":
@@ -272,6 +283,7 @@ def _choose(
             early = there & (tl.load(always + column.to(tl.int64) * sa_n, mask=inside, other=0) != 0)
         key = tl.where(early, ahead, key)
         before = tl.sum(early.to(tl.int32), axis=0)
+        high = tl.max(key, axis=0)
         if KIND == "topk":
             if numbers is not None:
                 budget = tl.load(numbers + b * sk_b + h * sk_h).to(tl.int64)
@@ -296,12 +308,14 @@ def _choose(
             product = _sum(mass).to(tl.float64) * share
             goal = product.to(tl.int64)
             goal += (goal.to(tl.float64) < product).to(tl.int64)
-            count = tl.maximum(_needed(key, mass, goal, nothing), before)
-            count = tl.minimum(tl.maximum(count, least), most)
+            enough, under, last_kept = _needed(key, mass, goal, nothing)
+            count = tl.minimum(tl.maximum(tl.maximum(enough, before), least), most)
+            known = (count == enough) & (goal > 0)
+            low, high = tl.where(known, under, nothing), tl.where(known, last_kept, high)
         if not EVERY:
             if before > most:
                 word = tl.minimum(word, _CROWDED << _SHIFT)
-        kept = _highest(key, count, nothing)
+        kept = _highest(key, count, nothing, low, high)
 
     # The blocks of the mask that it consists of, and what the queries of the row's tile see of them.
     stored = columns
