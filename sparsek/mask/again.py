@@ -20,6 +20,11 @@ _compiling = torch.compiler.is_compiling
 _inference = torch.is_inference_mode_enabled
 
 
+def may_repeat(x: Tensor) -> bool:
+    """Whether a call that reads `x` may be recorded now."""
+    return x.__class__ in _TENSORS and x.is_cuda and not _compiling() and not _inference()
+
+
 def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
     """For builders that read tensors on a GPU. From the third call with the same options, and tensors of the same
     shapes, strides and dtypes, the launches of `make` are repeated, without its checks: see ops/mask_calls.py.

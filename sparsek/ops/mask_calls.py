@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsek.core.home import drop_oldest
 from sparsek.core.operations import KERNELS
-from sparsek.mask.fresh import Kind, WrittenFault, raise_earlier
+from sparsek.mask.fresh import Fresh, Kind, WrittenFault, raise_earlier
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.readback import LateSizes
 from sparsek.ops import bound
@@ -40,9 +40,10 @@ _templates: dict[Hashable, Template] = {}
 
 
 def again(
-    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask]
-) -> BlockMask:
-    """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one.
+    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask | None]
+) -> BlockMask | None:
+    """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one; None
+    if `build` returns that.
 
     The tensors are on GPUs. Raises InvalidInput if an earlier mask of the same kind has a fault that was not raised
     yet.
@@ -57,13 +58,15 @@ def again(
             torch._C._set_grad_enabled(True)
 
 
-def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockMask]) -> BlockMask:
+def _again(
+    more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockMask | None]
+) -> BlockMask | None:
     key = more, tensors[0].device, *[x.shape for x in tensors]
     template = _templates.get(key)
     if template is not None and template.explain is not None:
         raise_earlier(template.kind)
     slot: Any = bound.repeat(_calls, more, tensors)
-    made: list[BlockMask] = []
+    made: list[BlockMask | None] = []
 
     def run() -> tuple[Tensor, ...]:
         made.append(build())
@@ -81,18 +84,24 @@ def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockM
     return kind.mask(BlockMask, base, fault, LateSizes() if sized else None)
 
 
-def _results(mask: BlockMask) -> tuple[Tensor, ...]:
+def _fresh(mask: BlockMask | None) -> Fresh | None:
+    """The state of a mask that can be made again; None for any other."""
+    fresh = mask._memo.get("fresh") if type(mask) is BlockMask else None
+    return None if fresh is None or fresh.kind is None else fresh
+
+
+def _results(mask: BlockMask | None) -> tuple[Tensor, ...]:
     """The base and, if there is one, the word of the fault: what a recorded call gives back."""
-    fresh = mask._memo.get("fresh")
-    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
+    fresh = _fresh(mask)
+    if fresh is None:
         return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # which no recorded call can return
     fault = _found(mask, WrittenFault)
     return (fresh.base,) if fault is None else (fresh.base, fault.word)
 
 
-def _note(key: Hashable, mask: BlockMask) -> None:
-    fresh = mask._memo.get("fresh")
-    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
+def _note(key: Hashable, mask: BlockMask | None) -> None:
+    fresh = _fresh(mask)
+    if fresh is None or fresh.kind is None:
         return
     while len(_templates) >= TEMPLATES and key not in _templates:
         drop_oldest(_templates)
@@ -101,9 +110,10 @@ def _note(key: Hashable, mask: BlockMask) -> None:
     _templates[key] = Template(fresh.kind, None if fault is None else fault.explain, sized)
 
 
-def _found(mask: BlockMask, kind: type[Any]) -> Any:
+def _found(mask: BlockMask | None, kind: type[Any]) -> Any:
     """The first readback of this class, or None."""
-    return next((each for each in mask._memo.get("readbacks", ()) if isinstance(each, kind)), None)
+    memo: Any = {} if mask is None else mask._memo
+    return next((each for each in memo.get("readbacks", ()) if isinstance(each, kind)), None)
 
 
 KERNELS.update(mask_again=again)

@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor, Tensor, Tensor], 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replays_have_the_bits_of_calls_outside_of_the_graph(name: str, seed: int) -> None:
+def test_replays_have_the_bits_of_calls_outside_of_the_graph(name: str) -> None:
     draw, choose = CASES[name]
     given = draw()
     shapes = [(1, heads, TOKENS, 64) for heads in (HEADS, 2, 2, HEADS)]

@@ -69,6 +69,35 @@ def test_documents_are_those_of_the_cpu(causal: bool, block: Any):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
+def test_launches_that_are_repeated_make_the_same_masks(
+    name: str, no_sync: Callable[[], AbstractContextManager[None]]
+):
+    for length in (5000, 9000, 5000):
+        wanted = BUILDERS[name](length, device="cpu")
+        for _ in range(3):
+            BUILDERS[name](length, device="cuda")
+        torch.cuda.synchronize()
+        launched = mock.Mock(side_effect=launch.launch_unspecialized)
+        ours = [mock.patch.object(each, "launch_unspecialized", launched) for each in (forms, bigbird)]
+        with no_sync(), ours[0], ours[1]:
+            made = BUILDERS[name](length, device="cuda")
+        assert not launched.called
+        assert_same(made, wanted, sizes=made.sizes.exact)
+
+
+def test_repeated_documents_are_those_of_the_call_and_tell_their_faults():
+    for shift in range(0, 250, 25):
+        now = [0, *(each - shift for each in EDGES[1:-1]), EDGES[-1]]
+        made, wanted = (
+            BlockMask.documents(torch.tensor(now, device=at), EDGES[-1]) for at in ("cuda", "cpu")
+        )
+        assert_same(made, wanted, sizes=False)
+    wrong = BlockMask.documents(torch.tensor([*now[:-2], EDGES[-1] + 9, EDGES[-1]], device="cuda"), EDGES[-1])
+    with pytest.raises(InvalidInput, match=f"cu_seqlens is wrong at document {len(now) - 3}"):
+        wrong.verify(wait=True)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
 def test_512k_tokens_are_one_allocation_and_one_launch(
     name: str, no_sync: Callable[[], AbstractContextManager[None]]
 ):
