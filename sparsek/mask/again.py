@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core.operations import by_kernel
+from sparsek.core.tracing import CONSTANT
+from sparsek.mask.traced import node, register
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
@@ -31,7 +33,7 @@ def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
     @functools.wraps(make)
     def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
         if _compiling():
-            return make(*args, **kwargs)
+            return make(*args, **kwargs) if CONSTANT else node(recipe, args, kwargs)
         tensors: list[Any] = []
         options: list[Any] = [*kwargs]
         for each in (*args, *kwargs.values()):
@@ -52,4 +54,5 @@ def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
             return make(*args, **kwargs)
         return by_kernel("mask_again", name, tensors, key, lambda: make(*args, **kwargs))
 
+    recipe = register(make, made)
     return made
