@@ -239,11 +239,11 @@ def bounded_band(place: Place, band: Band) -> Counted:
     return Counted(Sizes(stored, stored, longest, exact=False), stored)
 
 
-def room_of_documents(place: Place, band: Band) -> Parts:
-    """The tensors of a mask of packed documents of any lengths: on a GPU as kernels/mask/documents.py makes them."""
+def room_of_documents(place: Place, band: Band, by_kernel: bool) -> Parts:
+    """The tensors of a mask of packed documents of any lengths, as kernels/mask/documents.py makes them or torch."""
     (rows, columns), bound = place.grid, bounded_band(place, band).sizes
     queries = (1, place.q_len)
-    if place.device.type == "cuda":
+    if by_kernel:
         entries = columns + rows * band.capacities(place)[1]
         base, made = carved([*[(rows,)] * 4, (entries,), queries, queries], place.device)
         full_starts, full_counts, starts, counts, indices, lo, hi = made

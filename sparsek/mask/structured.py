@@ -431,7 +431,11 @@ def _fake_documents(
     place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
     band = Band.of(place, *near)
     return closed.of_parts(
-        cls, place, closed.room_of_documents(place, band), closed.bounded_band(place, band), label=label
+        cls,
+        place,
+        closed.room_of_documents(place, band, cu_seqlens.is_cuda),
+        closed.bounded_band(place, band),
+        label=label,
     )
 
 

@@ -15,7 +15,7 @@ from sparsek.mask.mask import BlockMask
 
 
 def kernels(name: str, *tensors: Tensor) -> Any:
-    """A module of kernels/estimate for tensors on a GPU; None, for torch, on a CPU, for fake ones and without Triton."""
+    """A module of kernels/estimate for tensors on a GPU; None, for torch, on a CPU, without Triton, of fake tensors."""
     if faking() or not all(x.is_cuda or env.interpreting() for x in tensors):
         return None
     try:
