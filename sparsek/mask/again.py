@@ -45,13 +45,18 @@ def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
                 return make(*args, **kwargs)
             else:
                 options.append(each)
-        if not tensors or not tensors[0].is_cuda or _inference():
+        if not tensors or not tensors[0].is_cuda:
             return make(*args, **kwargs)
         key = tuple(options)
         try:
             hash(key)
         except TypeError:
             return make(*args, **kwargs)
+        if (
+            _inference()
+        ):  # no backward pass could save what is made there, and no later call with a gradient repeat it
+            with torch.inference_mode(False):
+                return by_kernel("mask_again", name, tensors, key, lambda: make(*args, **kwargs))
         return by_kernel("mask_again", name, tensors, key, lambda: make(*args, **kwargs))
 
     recipe = register(make, made)

@@ -371,7 +371,7 @@ def on_gpu(
     key = None if known is None else (name, place, known, fields["label"])
     kind = _KINDS.get(key)
     if kind is not None:
-        return kind.mask(cls, made.base, fault, _late(kind.plain["sizes"]))
+        return kind.mask(cls, made.base, () if fault is None else (fault,), _late(kind.plain["sizes"]))
     mask = of_parts(cls, place, made, count(), fault, **fields)
     if key is not None and (kind := known_kind(mask)) is not None:
         while len(_KINDS) >= KINDS:

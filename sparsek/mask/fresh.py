@@ -9,7 +9,7 @@ its kind was used so, and the first of a kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,9 +58,13 @@ class Kind(Home):
         self.last: Uses | None = None
 
     def mask(
-        self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
+        self,
+        cls: type[BlockMask],
+        base: Tensor,
+        faults: Sequence[WrittenFault] = (),
+        late: LateSizes | None = None,
     ) -> BlockMask:
-        """The mask whose tensors are in `base`. No check, no sync."""
+        """The mask whose tensors are in `base`, where these faults would be. No check, no sync."""
         tensors = self.leaves(base)
         made: Any = object.__new__(cls)
         fields = made.__dict__
@@ -71,7 +75,7 @@ class Kind(Home):
         fields["_memo"], fields["_base"] = memo, None
         if self.heavy is not None:
             memo["heavy"] = self.heavy
-        _note(memo, self, fault, late)
+        _note(memo, self, faults, late)
         return made
 
     def leaves(self, base: Tensor) -> list[Any]:
@@ -186,18 +190,19 @@ def freshened(
     # A mask of closed form has neither, and most often it is kept.
     kind = None if fault is None and late is None else kind_of(mask, base)
     mask._memo["fresh"] = Fresh(kind, base)
-    _note(mask._memo, kind, fault, late)
+    _note(mask._memo, kind, () if fault is None else (fault,), late)
     return mask
 
 
 def _note(
-    memo: dict[Any, Any], kind: Kind | None, fault: WrittenFault | None, late: LateSizes | None
+    memo: dict[Any, Any], kind: Kind | None, faults: Sequence[WrittenFault], late: LateSizes | None
 ) -> None:
     """Makes the mask verify these."""
-    if fault is not None or late is not None:
-        memo["readbacks"] = tuple(each for each in (fault, late) if each is not None)
-    if fault is not None and kind is not None:
-        fault.keep(kind)
+    if faults or late is not None:
+        memo["readbacks"] = (*faults,) if late is None else (*faults, late)
+    if kind is not None:
+        for each in faults:
+            each.keep(kind)
 
 
 def known_kind(mask: Any) -> Kind | None:

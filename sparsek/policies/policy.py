@@ -67,12 +67,12 @@ class Given(NamedTuple):
         return torch.empty(shape, dtype=torch.bool, device=self.q.device)
 
     def from_map(self, chosen: Tensor, causal: bool, of: tuple[BlockMask, ...] = ()) -> BlockMask:
-        """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose first fault it has."""
+        """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose faults it has too."""
         made = BlockMask.from_block_map(chosen, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
         found = (each for mask in of for each in mask._memo.get("readbacks", ()))
         wrong = [each for each in found if isinstance(each, (Fault, WrittenFault))]
         if wrong:
-            made._memo["readbacks"] = tuple(wrong[:1])
+            made._memo["readbacks"] = (*wrong, *made._memo.get("readbacks", ()))
         return made
 
 
