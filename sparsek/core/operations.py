@@ -4,6 +4,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
+
+# Of torch.library ops. Plans are cached across calls, and would outlive the memory pool of a CUDA graph that
+# torch.compile captures itself.
+TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
 # By name, functions that pack or round in one kernel: the same bits as torch's code, or None for unsupported inputs.
 KERNELS: dict[str, Callable[..., Any]] = {}
 

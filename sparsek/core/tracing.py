@@ -56,6 +56,19 @@ def watched(x: torch.Tensor) -> bool:
     )
 
 
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values, as those by which torch.compile traces."""
+    if type(x) is torch.Tensor:
+        return False
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(x, module.FakeTensor)
+
+
+def faking() -> bool:
+    """Whether tensors made now are fake."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def check_aligned(name: str, x: torch.Tensor, alignment: int) -> None:
     """InvalidInput unless `x` begins at a multiple of `alignment` bytes, if it has an accessible address."""
     if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x):
@@ -101,8 +114,10 @@ def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-# Not empty while a function decorated with `constant` runs.
-_CONSTANT: list[None] = []
+# Not empty while a function decorated with `constant` runs: as Python, although torch reports that it compiles. Ask
+# `torch.compiler.is_compiling() and not CONSTANT` in place: a function for it would itself be compiled behind a graph
+# break, and return True.
+CONSTANT: list[None] = []
 
 
 def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
@@ -113,11 +128,11 @@ def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
 
     @functools.wraps(make)
     def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
-        _CONSTANT.append(None)
+        CONSTANT.append(None)
         try:
             return make(*args, **kwargs)
         finally:
-            _CONSTANT.pop()
+            CONSTANT.pop()
 
     # The effect of torch.compiler.assume_constant_result, without importing torch._dynamo, which takes seconds.
     made._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -153,7 +168,7 @@ def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, M
 
         @functools.wraps(make)
         def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
-            if _CONSTANT:
+            if CONSTANT:
                 return make(*args, **kwargs)
             if torch.compiler.is_compiling():
                 raise InvalidInput(

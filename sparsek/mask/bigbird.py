@@ -15,6 +15,7 @@ from sparsek.core.tracing import not_traced
 from sparsek.mask.closed import Band, Counted, on_gpu, summed_rows
 from sparsek.mask.lists import Frame, Place, Runs, Sizes
 from sparsek.mask.structured import of_blocks
+from sparsek.mask.traced import of_options
 from sparsek.matrix.pattern import INT32_MAX
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class BigBird(NamedTuple):
         return max(min(most, columns), 1)
 
 
+@of_options
 @not_traced("a block mask")
 def bigbird(
     cls: type[BlockMask],

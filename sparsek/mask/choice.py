@@ -198,7 +198,9 @@ class Parts(NamedTuple):
     """The tensors of a mask of chosen blocks, int32 views of `base`. A fault is written to `word`."""
 
     base: Tensor
-    word: Tensor  # int64 [1] of the host: 1 + (row << 32 | kind << POSITION_BITS | position) of a fault, or 0
+    word: (
+        Tensor | None
+    )  # int64 [1] of the host: 1 + (row << 32 | kind << POSITION_BITS | position) of a fault, or 0
     full_counts: Tensor
     cut_counts: Tensor
     starts: Tensor
@@ -210,7 +212,7 @@ class Parts(NamedTuple):
     bits: Tensor | None
 
 
-def parts_of(c: Choice, word: Tensor) -> Parts:
+def parts_of(c: Choice, word: Tensor | None = None) -> Parts:
     """The tensors of the mask in a new allocation, whose elements are arbitrary."""
     rows, (bq, bk), q_len = c.rows, c.stored.block, c.place.q_len
     listed = rows * c.room
@@ -243,7 +245,9 @@ def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
     # Without its tensors, because it stays with the mask.
     shaped: Any = Shaped(c.given.shape)
     told = c._replace(given=shaped, lengths=None, limit=0, always=None, counts=None)
-    fault = None if c.every else WrittenFault(parts.word, told.explain, c.place.device)
+    fault = None
+    if parts.word is not None and not c.every:
+        fault = WrittenFault(parts.word, told.explain, c.place.device)
     sized = c.kind != "topk" or isinstance(c.limit, Tensor)
     return freshened(mask, parts.base, fault, LateSizes() if sized else None)
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core.tracing import is_fake
 from sparsek.mask import choice
-from sparsek.mask.choice import MASS_BITS, Choice, Near, by_a_kernel
+from sparsek.mask.choice import MASS_BITS, Choice, Near, by_a_kernel, mask_in, parts_of
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, Place, Sizes, check_stored, exact_sizes
 from sparsek.mask.readback import Fault, faults, with_readbacks
 from sparsek.mask.structured import every_key, up_to_itself
@@ -37,7 +38,9 @@ class Visible(NamedTuple):
 
 
 def chosen_mask(cls: type[BlockMask], c: Choice) -> BlockMask:
-    """The mask of a choice: by a kernel on a GPU, where there is one; else in torch."""
+    """The mask of a choice: by a kernel on a GPU, where there is one; else in torch. Of fake tensors, its layout."""
+    if is_fake(c.given):
+        return mask_in(cls, c, parts_of(c))
     made = by_a_kernel(cls, c)
     return specified(cls, c) if made is None else made
 

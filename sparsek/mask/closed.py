@@ -17,7 +17,9 @@ from torch import Tensor
 
 from sparsek.core import operations
 from sparsek.core.home import drop_oldest
-from sparsek.mask.again import may_repeat
+from sparsek.core.memory import carved
+from sparsek.core.tracing import faking
+from sparsek.mask.again import may_repeat, recorded
 from sparsek.mask.fresh import KINDS, Kind, WrittenFault, freshened, known_kind
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
 from sparsek.mask.readback import LateSizes
@@ -238,6 +240,22 @@ def bounded_band(place: Place, band: Band) -> Counted:
     return Counted(Sizes(stored, stored, longest, exact=False), stored)
 
 
+def room_of_documents(place: Place, band: Band, by_kernel: bool) -> Parts:
+    """The tensors of a mask of packed documents of any lengths, as kernels/mask/documents.py makes them or torch."""
+    (rows, columns), bound = place.grid, bounded_band(place, band).sizes
+    queries = (1, place.q_len)
+    if by_kernel:
+        entries = columns + rows * band.capacities(place)[1]
+        base, made = carved([*[(rows,)] * 4, (entries,), queries, queries], place.device)
+        full_starts, full_counts, starts, counts, indices, lo, hi = made
+        return Parts(
+            BlockLists(full_starts, full_counts, indices), BlockLists(starts, counts, indices), base, lo, hi
+        )
+    room = (max(bound.stored, columns),)
+    base, made = carved([(rows,), (rows,), room] * 2 + [queries] * 2, place.device)
+    return Parts(BlockLists(*made[:3]), BlockLists(*made[3:6]), base, *made[6:])
+
+
 def counted_documents(place: Place, edges: np.ndarray, band: Band, batch: int) -> Counted:
     """The sizes of a mask of documents that adjoin: `edges` int64, of batch items one behind the other."""
     (bq, bk), length = place.block, place.q_len
@@ -323,7 +341,7 @@ def _summed(whole: np.ndarray, cut: np.ndarray, count: np.ndarray, rows: int) ->
 
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels make masks on this device."""
-    return device.type == "cuda"
+    return device.type == "cuda" and not faking()
 
 
 # By what determines all but the contents of a mask: its kind, from which it is made without being looked at again.
@@ -352,7 +370,7 @@ def on_gpu(
     tensors = [x for x in given if isinstance(x, Tensor)] or [_anchor(place.device)]
     if known is None or not all(map(may_repeat, tensors)):
         return build()
-    return operations.by_kernel("mask_again", name, tensors, (cls, place, known, fields["label"]), build)
+    return recorded(name, tensors, (cls, place, known, fields["label"]), build)
 
 
 @lru_cache(maxsize=64)
@@ -379,7 +397,7 @@ def _made(
     key = None if known is None else (name, place, known, fields["label"])
     kind = _KINDS.get(key)
     if kind is not None:
-        return kind.mask(cls, made.base, fault, _late(kind.plain["sizes"]))
+        return kind.mask(cls, made.base, () if fault is None else (fault,), _late(kind.plain["sizes"]))
     mask = of_parts(cls, place, made, count(), fault, **fields)
     if key is not None and (kind := known_kind(mask)) is not None:
         while len(_KINDS) >= KINDS:

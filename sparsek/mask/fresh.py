@@ -9,7 +9,7 @@ its kind was used so, and the first of a kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from sparsek.core import words
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home, drop_oldest
+from sparsek.core.tracing import is_fake
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.readback import LateSizes
 
@@ -57,9 +58,28 @@ class Kind(Home):
         self.last: Uses | None = None
 
     def mask(
-        self, cls: type[BlockMask], base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
+        self,
+        cls: type[BlockMask],
+        base: Tensor,
+        faults: Sequence[WrittenFault] = (),
+        late: LateSizes | None = None,
     ) -> BlockMask:
-        """The mask whose tensors are in `base`. No check, no sync."""
+        """The mask whose tensors are in `base`, where these faults would be. No check, no sync."""
+        tensors = self.leaves(base)
+        made: Any = object.__new__(cls)
+        fields = made.__dict__
+        fields.update(self.plain)
+        fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
+        fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
+        memo: dict[str, Any] = {"fresh": Fresh(self, base)}
+        fields["_memo"], fields["_base"] = memo, None
+        if self.heavy is not None:
+            memo["heavy"] = self.heavy
+        _note(memo, self, faults, late)
+        return made
+
+    def leaves(self, base: Tensor) -> list[Any]:
+        """The tensors of the mask in `base`, in the order of `leaves_of`."""
         pieces = base.split_with_sizes(self.sizes)
         tensors = []
         for part in self.parts:
@@ -67,17 +87,7 @@ class Kind(Home):
                 tensors.append(None)
             else:
                 tensors.append(pieces[part.at] if part.shape is None else pieces[part.at].view(part.shape))
-        made: Any = object.__new__(cls)
-        fields = made.__dict__
-        fields.update(self.plain)
-        fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
-        fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
-        memo: dict[str, Any] = {"fresh": Fresh(self, base)}
-        fields["_memo"] = memo
-        if self.heavy is not None:
-            memo["heavy"] = self.heavy
-        _note(memo, self, fault, late)
-        return made
+        return tensors
 
 
 class Uses:
@@ -114,16 +124,31 @@ class Fresh:
 _KINDS: dict[Hashable, Kind] = {}
 
 
+def leaves_of(mask: BlockMask) -> list[Any]:
+    """The tensors of a mask, and None for those that it lacks: always ten."""
+    return [*mask.full, *mask.partial, *(getattr(mask, name) for name in TENSORS)]
+
+
+def _address(x: Tensor) -> int:
+    """In int32 elements."""
+    return x.data_ptr() // 4
+
+
+def _offset(x: Tensor) -> int:
+    """In place of an address, which a fake tensor lacks."""
+    return int(x.storage_offset())
+
+
 def kind_of(mask: BlockMask, base: Tensor) -> Kind | None:
     """The kind of a mask whose tensors should all be views of `base`, int32 [n]; None if one is not."""
-    leaves = [*mask.full, *mask.partial, *(getattr(mask, name) for name in TENSORS)]
-    first, end = base.data_ptr(), base.data_ptr() + 4 * base.numel()
+    leaves, address = leaves_of(mask), _offset if is_fake(base) else _address
+    first, end = address(base), address(base) + base.numel()
     places: dict[int, int] = {}  # offset in the base -> elements
     for x in leaves:
         if x is None or not x.numel():
             continue
-        at = (x.data_ptr() - first) // 4
-        if not (first <= x.data_ptr() and x.data_ptr() + 4 * x.numel() <= end and x.is_contiguous()):
+        at = address(x) - first
+        if not (first <= address(x) and address(x) + x.numel() <= end and x.is_contiguous()):
             return None
         if places.setdefault(at, x.numel()) != x.numel():
             return None
@@ -145,7 +170,7 @@ def kind_of(mask: BlockMask, base: Tensor) -> Kind | None:
         if x is None:
             parts.append(None)
         else:
-            piece = number[(x.data_ptr() - first) // 4] if x.numel() else empty
+            piece = number[address(x) - first] if x.numel() else empty
             parts.append(Part(piece, None if x.dim() == 1 else tuple(x.shape)))
     plain = tuple(getattr(mask, name) for name in PLAIN)
     heavy = mask._memo.get("heavy")
@@ -165,18 +190,19 @@ def freshened(
     # A mask of closed form has neither, and most often it is kept.
     kind = None if fault is None and late is None else kind_of(mask, base)
     mask._memo["fresh"] = Fresh(kind, base)
-    _note(mask._memo, kind, fault, late)
+    _note(mask._memo, kind, () if fault is None else (fault,), late)
     return mask
 
 
 def _note(
-    memo: dict[Any, Any], kind: Kind | None, fault: WrittenFault | None, late: LateSizes | None
+    memo: dict[Any, Any], kind: Kind | None, faults: Sequence[WrittenFault], late: LateSizes | None
 ) -> None:
     """Makes the mask verify these."""
-    if fault is not None or late is not None:
-        memo["readbacks"] = tuple(each for each in (fault, late) if each is not None)
-    if fault is not None and kind is not None:
-        fault.keep(kind)
+    if faults or late is not None:
+        memo["readbacks"] = (*faults,) if late is None else (*faults, late)
+    if kind is not None:
+        for each in faults:
+            each.keep(kind)
 
 
 def known_kind(mask: Any) -> Kind | None:

@@ -31,6 +31,7 @@ from sparsek.mask.lists import (
 )
 from sparsek.mask.readback import Fault, LateSizes, with_readbacks
 from sparsek.mask.structured import every_key
+from sparsek.mask.traced import of_options
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def _as_counts(counts: Any, place: Place, given: Tensor) -> Tensor:
     return wide
 
 
+@of_options
 @not_traced("a block mask")
 def from_blocks(
     cls: type[BlockMask],

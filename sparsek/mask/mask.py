@@ -139,6 +139,8 @@ class BlockMask(Home, Record):
     pure: bool = False
     label: str = ""
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
+    # Of a mask made inside torch.compile, the tensor that holds all others: see mask/traced.py.
+    _base: Tensor | None = field(default_factory=lambda: None, init=False)
 
     def __post_init__(self) -> None:
         parts = {name: getattr(self, name) for name in LISTS + TENSORS} | check.plain(self)

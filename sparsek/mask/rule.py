@@ -23,6 +23,7 @@ from sparsek.mask.lists import Frame, Place, as_device, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.scored import best_blocks, best_near
+from sparsek.mask.traced import traceable
 
 
 class ResolvedRule(NamedTuple):
@@ -51,7 +52,11 @@ class ResolvedRule(NamedTuple):
 class MaskRule:
     """Makes a mask for given q and k. `attention` takes a rule in place of a mask: `MaskPolicy`, or one of
     `sk.policies`.
+
+    `of_fields`: whether an object is determined by its class and `__match_args__`, as a dataclass is.
     """
+
+    of_fields = False
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device."""
@@ -104,6 +109,7 @@ class MaskPolicy(MaskRule):
     topk: int | None = None
     causal: bool = True
     block: int | tuple[int, int] = 128
+    of_fields = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", mask_block(self.block))
@@ -379,12 +385,13 @@ def _constant_mask(
     return policy._mask(q_len, kv_len, as_device(device))
 
 
+@traceable
 @not_traced("a top-k mask")
 def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
     """A top-k mask, made outside of inference mode, as by builders."""
-    within, _ = policy._parts
     if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
-        return within._mask(q.shape[2], k.shape[2], q.device)
+        frame = Frame(q_len=q.shape[2], kv_len=k.shape[2], block=policy.block, device=q.device)
+        return BlockMask.causal(**frame) if policy.causal else BlockMask.full(**frame)
     place = Place.of(q_len=q.shape[2], kv_len=k.shape[2], block=policy.block, device=q.device)
     back, sinks = (policy.window or 1) - 1, -(-policy.sinks // place.block[1])
     near = Near(

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import not_traced
+from sparsek.core.tracing import is_fake, not_traced
 from sparsek.mask import closed
 from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble, read_edges
+from sparsek.mask.traced import of_options, traceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,6 +42,7 @@ def up_to_itself(place: Place) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(hi), hi
 
 
+@of_options
 @not_traced("a block mask")
 def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
     """Return the mask in which every query sees every key.
@@ -63,6 +65,7 @@ def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame
     return _all_blocks(cls, Place.of(seq_len, **frame), False, "full")
 
 
+@of_options
 @not_traced("a block mask")
 def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
     """Return the mask in which every query sees the keys up to its own position.
@@ -92,6 +95,7 @@ def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Fra
     return _all_blocks(cls, Place.of(seq_len, **frame), True, "causal")
 
 
+@of_options
 @not_traced("a block mask")
 def sliding_window(
     cls: type[BlockMask],
@@ -145,6 +149,7 @@ def sliding_window(
     return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
 
 
+@of_options
 @not_traced("a block mask")
 def strided(
     cls: type[BlockMask],
@@ -200,6 +205,7 @@ def strided(
     return of_blocks(cls, place, runs, causal, label)
 
 
+@of_options
 @not_traced("a block mask")
 def dilated(
     cls: type[BlockMask],
@@ -292,6 +298,7 @@ def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     return first // place.block[1], -(-last // place.block[1])
 
 
+@of_options
 @not_traced("a block mask")
 def block_diagonal(
     cls: type[BlockMask],
@@ -343,6 +350,7 @@ def block_diagonal(
     return documents_mask(cls, layout, near, place.block, place.device, label)
 
 
+@traceable
 @not_traced("a block mask")
 def documents(
     cls: type[BlockMask],
@@ -391,6 +399,8 @@ def documents(
         reach.append(arguments.integer("max_seqlen", max_seqlen, 1))
     back = min(reach, default=None)
     near = Window(back, 1 if causal else back)
+    if is_fake(cu_seqlens):
+        return _fake_documents(cls, cu_seqlens, seq_len, block, near, label)
     if seq_len is not None and closed.has_kernels(cu_seqlens.device) and count:
         place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
         band, edges = Band.of(place, *near), cu_seqlens.detach().contiguous()
@@ -410,6 +420,23 @@ def documents(
     place = Place.of(total, block=block, device=cu_seqlens.device, q_offset=0)
     layout = PackedLayout(Documents.packed(edges, edges), total, total)
     return documents_mask(cls, layout, near, place.block, place.device, label)
+
+
+def _fake_documents(
+    cls: type[BlockMask], cu_seqlens: Tensor, seq_len: int | None, block: Any, near: Window, label: str
+) -> BlockMask:
+    """A mask without values that has room for any documents: for torch.compile, see mask/traced.py."""
+    if seq_len is None:
+        raise InvalidInput("seq_len is missing; inside torch.compile no cu_seqlens are read, so give it")
+    place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
+    band = Band.of(place, *near)
+    return closed.of_parts(
+        cls,
+        place,
+        closed.room_of_documents(place, band, cu_seqlens.is_cuda),
+        closed.bounded_band(place, band),
+        label=label,
+    )
 
 
 def _wrong_edges(total: int, document: int) -> str:

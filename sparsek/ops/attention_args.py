@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsek.mask.fresh import freshened
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 
 # The masks of calls through the ops, with their arguments, so that plans are made once. An entry lives as long as its
 # first tensor: the mask holds another tensor object on the same memory.
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+PARTS = 10  # tensors of a mask; then its base, if it was made inside torch.compile
 
 
 class AttentionArgs(NamedTuple):
@@ -57,7 +61,8 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     # The op takes ints, not bools, where torch.compile has made any of them symbolic.
     exact, pure = 1 if sizes.exact else 0, 1 if mask.pure else 0
     numbers += [sizes.stored, sizes.partial, sizes.longest, exact, pure]
-    return [*lists, mask.lo, mask.hi, mask.rules, mask.bits], numbers
+    more = [] if mask._base is None else [mask._base]
+    return [*lists, mask.lo, mask.hi, mask.rules, mask.bits, *more], numbers
 
 
 def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMask | None:
@@ -67,7 +72,11 @@ def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMa
     facts = tuple(numbers), tuple(None if x is None else (x.data_ptr(), x.shape) for x in tensors)
     known = MASKS.get(tensors[0])
     if known is None or known[1] != facts:
-        known = put_together([None if x is None else x.detach() for x in tensors], numbers), facts
+        own = [None if x is None else x.detach() for x in tensors]
+        made = put_together(own, numbers)
+        for base in own[PARTS:]:
+            made = made if base is None else freshened(made, base, None)
+        known = made, facts
         MASKS[tensors[0]] = known
     return known[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.ops import gradients
+from sparsek.ops import bound, gradients
 from sparsek.ops.attention_args import (
     AttentionArgs,
     AttentionBackwardArgs,
@@ -17,7 +18,8 @@ from sparsek.ops.attention_args import (
     mask_of,
     put_together,
 )
-from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, checked, fixed
+from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, checked, fixed
+from sparsek.ops.bound import Slot
 from sparsek.ops.library_args import TAGS, schema_of
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended
@@ -38,7 +40,9 @@ def attention_op(*given: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         found = checked(q, k, v, mask_of(args.mask, args.numbers))
         factor = operands.checked_scale(args.scale, q.shape[3])
-        out, lse = ATTENTION.run(Attended(q, k, v, found, factor, args.return_lse), args.kernel)
+        call = Attended(q, k, v, found, factor, args.return_lse)
+        more = "attention op", factor, args.return_lse, args.kernel
+        out, lse = _recorded(found, more, (q, k, v), lambda once: ATTENTION.run(call, args.kernel, once=once))
     return out, q.new_empty(0) if lse is None else lse
 
 
@@ -67,8 +71,13 @@ def attention_backward_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         found = checked(q, k, v, mask_of(args.mask, args.numbers))
         operands.check_backward(q, v, out, lse, grad, grad_lse)
         forward = Forward(out, lse, operands.checked_scale(args.scale, q.shape[3]))
-        call = Differentiated(q, k, v, found, fixed(args.deterministic), forward, grad, grad_lse)
-        return ATTENTION_BACKWARD.run(call, args.kernel)
+        in_order = fixed(args.deterministic)
+        call = Differentiated(q, k, v, found, in_order, forward, grad, grad_lse)
+        more = "attention_backward op", forward.scale, args.kernel, in_order, grad_lse is None
+        tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
+        return _recorded(
+            found, more, tensors, lambda once: ATTENTION_BACKWARD.run(call, args.kernel, once=once)
+        )
 
 
 @attention_backward_op.register_fake
@@ -77,6 +86,15 @@ def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_fake(args)
     dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in args[:3])
     return dq, dk, dv
+
+
+def _recorded(mask: BlockMask, more: Any, tensors: tuple[Tensor, ...], run: Callable[[bool], Any]) -> Any:
+    """The result of `run(once)`; of a recorded call, if the mask was made in the same graph: see mask/fresh.py."""
+    to = bound_to(mask, counting=True) if "fresh" in mask._memo else None
+    if to is None:
+        return run(False)
+    slot: Any = bound.repeat(to.calls, more, (*tensors, *to.operands))
+    return slot.run(lambda: run(to.once)) if slot.__class__ is Slot else slot
 
 
 def _check_fake(args: AttentionArgs | AttentionBackwardArgs) -> None:

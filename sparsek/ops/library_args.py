@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsek.core import operations
 from sparsek.kernels.lang.recorder import recorder
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -173,8 +174,7 @@ def schema_of(args: Any, returns: str = "Tensor", without: Sequence[str] = ()) -
 
 FlatPattern = tuple[Tensor, Tensor, list[int]]
 
-# Plans are cached across calls, and would outlive the memory pool of a CUDA graph that torch.compile captures itself.
-TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+TAGS = operations.TAGS
 
 # From indptr to its pattern. A pattern of the caller is weakly referenced; one made here has other tensor objects on
 # the same memory. So an entry lives no longer than its indptr.

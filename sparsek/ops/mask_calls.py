@@ -26,12 +26,12 @@ TEMPLATES = 256
 
 
 class Template(NamedTuple):
-    """What a repeated builder's masks have in common. `explain`: a fault in words; None if there can be none. `sized`:
-    their sizes are bounds.
+    """What a repeated builder's masks have in common. `explain`: for each word of a fault, that fault in words.
+    `sized`: their sizes are bounds.
     """
 
     kind: Kind
-    explain: Callable[[int], str] | None
+    explain: tuple[Callable[[int], str], ...]
     sized: bool
 
 
@@ -63,7 +63,7 @@ def _again(
 ) -> BlockMask | None:
     key = more, tensors[0].device, *[x.shape for x in tensors]
     template = _templates.get(key)
-    if template is not None and template.explain is not None:
+    if template is not None and template.explain:
         raise_earlier(template.kind)
     slot: Any = bound.repeat(_calls, more, tensors)
     made: list[BlockMask | None] = []
@@ -79,9 +79,9 @@ def _again(
         _note(key, made[0])
         return made[0]
     kind, explain, sized = template
-    base, *word = results
-    fault = WrittenFault(word[0], explain, base.device) if explain is not None else None
-    return kind.mask(BlockMask, base, fault, LateSizes() if sized else None)
+    base, *found = results
+    faults = [WrittenFault(word, told, base.device) for word, told in zip(found, explain, strict=True)]
+    return kind.mask(BlockMask, base, faults, LateSizes() if sized else None)
 
 
 def _fresh(mask: BlockMask | None) -> Fresh | None:
@@ -91,12 +91,11 @@ def _fresh(mask: BlockMask | None) -> Fresh | None:
 
 
 def _results(mask: BlockMask | None) -> tuple[Tensor, ...]:
-    """The base and, if there is one, the word of the fault: what a recorded call gives back."""
+    """The base and the words of faults: what a recorded call gives back."""
     fresh = _fresh(mask)
     if fresh is None:
         return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # which no recorded call can return
-    fault = _found(mask, WrittenFault)
-    return (fresh.base,) if fault is None else (fresh.base, fault.word)
+    return (fresh.base, *(each.word for each in _found(mask, WrittenFault)))
 
 
 def _note(key: Hashable, mask: BlockMask | None) -> None:
@@ -105,15 +104,14 @@ def _note(key: Hashable, mask: BlockMask | None) -> None:
         return
     while len(_templates) >= TEMPLATES and key not in _templates:
         drop_oldest(_templates)
-    fault = _found(mask, WrittenFault)
-    sized = _found(mask, LateSizes) is not None
-    _templates[key] = Template(fresh.kind, None if fault is None else fault.explain, sized)
+    explain = tuple(each.explain for each in _found(mask, WrittenFault))
+    _templates[key] = Template(fresh.kind, explain, bool(_found(mask, LateSizes)))
 
 
-def _found(mask: BlockMask | None, kind: type[Any]) -> Any:
-    """The first readback of this class, or None."""
+def _found(mask: BlockMask | None, kind: type[Any]) -> list[Any]:
+    """The readbacks of this class."""
     memo: Any = {} if mask is None else mask._memo
-    return next((each for each in memo.get("readbacks", ()) if isinstance(each, kind)), None)
+    return [each for each in memo.get("readbacks", ()) if isinstance(each, kind)]
 
 
 KERNELS.update(mask_again=again)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_fake
 from sparsek.mask.mask import BlockMask
 from sparsek.policies.estimates import KERNEL_DTYPES
 from sparsek.policies.maps import kernels
@@ -66,6 +67,8 @@ class FlexPrefill(Policy):
             raise InvalidInput(
                 "kv_lengths is given; FlexPrefill is for prompts, whose blocks have no padding"
             )
+        if is_fake(q):
+            return given.from_map(given.blank_map(), True)
         grid = Grid(place.q_len, place.kv_len, place.block, place.q_offset)
         least = min(-(-self.min_budget // place.block[1]), place.grid[1])
         found = kernels("line_blocks", q, k) if q.dtype in KERNEL_DTYPES else None

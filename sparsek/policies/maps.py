@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
+from sparsek.core.tracing import faking
 from sparsek.mask.compose import Placed
 from sparsek.mask.mask import BlockMask
 
 
 def kernels(name: str, *tensors: Tensor) -> Any:
-    """A module of kernels/estimate for tensors on a GPU; None, for torch, on a CPU and without Triton."""
-    if not all(x.is_cuda or env.interpreting() for x in tensors):
+    """A module of kernels/estimate for tensors on a GPU; None, for torch, on a CPU, without Triton, of fake tensors."""
+    if faking() or not all(x.is_cuda or env.interpreting() for x in tensors):
         return None
     try:
         return import_module(f"sparsek.kernels.estimate.{name}")
@@ -34,6 +35,8 @@ def joined(a: BlockMask, b: BlockMask, union: bool) -> Tensor:
     Both have one grid; batch items are as many or 1, and heads of one a divisor of those of the other.
     """
     shape = max(a.batch, b.batch), max(a.heads, b.heads), *a.grid
+    if faking():
+        return torch.zeros(shape, dtype=torch.bool, device=a.device)
     by_kernel = kernels("maps", a.full.starts)
     found = torch.zeros(shape, dtype=torch.int8, device=a.device)
     _mark(by_kernel, a, found, None)

@@ -61,13 +61,18 @@ class Given(NamedTuple):
             mass, threshold, causal, always, kv_lengths=self.kv_lengths, **bounds, **self.frame
         )
 
+    def blank_map(self) -> Tensor:
+        """A map of blocks without values, for fake q and k."""
+        shape = self.q.shape[0], self.q.shape[1], *self.place.grid
+        return torch.empty(shape, dtype=torch.bool, device=self.q.device)
+
     def from_map(self, chosen: Tensor, causal: bool, of: tuple[BlockMask, ...] = ()) -> BlockMask:
-        """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose first fault it has."""
+        """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose faults it has too."""
         made = BlockMask.from_block_map(chosen, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
         found = (each for mask in of for each in mask._memo.get("readbacks", ()))
         wrong = [each for each in found if isinstance(each, (Fault, WrittenFault))]
         if wrong:
-            made._memo["readbacks"] = tuple(wrong[:1])
+            made._memo["readbacks"] = (*wrong, *made._memo.get("readbacks", ()))
         return made
 
 
@@ -80,6 +85,7 @@ class Policy(MaskRule):
 
     block: Any  # a field of every policy
     causal: Any = False  # of classes without this field
+    of_fields = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", mask_block(self.block))

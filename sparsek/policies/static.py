@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.tracing import CONSTANT, constant
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
+from sparsek.mask.traced import decoded, encoded
 from sparsek.policies.maps import block_map
 from sparsek.policies.policy import Given, Policy
 
@@ -21,6 +26,16 @@ class Static(Policy):
     def pairs(self, place: Place) -> np.ndarray:
         """bool [Mb, Nb]: which key blocks each tile of queries visits. What a static policy implements."""
         raise NotImplementedError
+
+    def mask(
+        self, q: Tensor, k: Tensor, *, q_offset: int | None = None, kv_lengths: Tensor | None = None
+    ) -> BlockMask:
+        """Return the mask for q and k: see `Policy.mask`. Inside torch.compile it is a constant of the graph."""
+        if not torch.compiler.is_compiling() or CONSTANT or kv_lengths is not None or not q.shape[0]:
+            return super().mask(q, k, q_offset=q_offset, kv_lengths=kv_lengths)
+        check_tensors(q, k, k)
+        frame = encoded((q.shape[2], k.shape[2], q_offset, q.device), [])
+        return _constant(encoded(self, []), frame)
 
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments."""
@@ -41,6 +56,15 @@ class Static(Policy):
         made = BlockMask.from_indices(lists, causal=self.causal, **given.frame)
         made._memo.pop("readbacks", None)  # these lists have no fault
         return made
+
+
+@constant
+def _constant(policy: tuple[Any, ...], frame: tuple[Any, ...]) -> BlockMask:
+    """The mask of a static policy, made while torch.compile traces."""
+    found, (q_len, kv_len, q_offset, device) = decoded(policy), decoded(frame)
+    place = Place.of(q_len=q_len, kv_len=kv_len, block=found.block, device=device, q_offset=q_offset)
+    nothing: Any = None
+    return found.choose(Given(nothing, nothing, place, None))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_fake
 from sparsek.mask.mask import BlockMask
 from sparsek.policies.estimates import KERNEL_DTYPES
 from sparsek.policies.maps import kernels
@@ -117,6 +118,8 @@ class VerticalSlash(Policy):
             )
         if self.heads is not None and len(self.heads) != q.shape[1]:
             raise InvalidInput(f"heads has {len(self.heads)} patterns, and q has {q.shape[1]} heads")
+        if is_fake(q):
+            return given.from_map(given.blank_map(), True)
         grid = Grid(place.q_len, place.kv_len, place.block, place.q_offset)
         found = kernels("line_blocks", q, k) if q.dtype in KERNEL_DTYPES else None
         chosen = (found or reference).vertical_slash_blocks(q, k, grid, self._patterns(q.shape[1]), LAST)

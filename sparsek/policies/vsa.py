@@ -9,13 +9,14 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import watched
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
 from sparsek.plan.attention_operands import checked_scale
 from sparsek.plan.operands import wants_gradient
 from sparsek.policies.estimates import KERNEL_DTYPES, block_means, block_scores
 from sparsek.policies.maps import kernels
-from sparsek.policies.policy import Given, Policy, block_lengths, given
+from sparsek.policies.policy import Given, Policy, block_lengths
 from sparsek.reference.estimates import rows_of_blocks
 
 
@@ -91,12 +92,14 @@ class VSA(Policy):
         """
         mask = self.mask(q, k, kv_lengths=kv_lengths)
         sparse = attention(q, k, v, mask, scale=scale)
-        found = given(self.block, q, k, kv_lengths=kv_lengths)
+        tiles, blocks = (-(-x.shape[2] // side) for x, side in zip((q, k), self.sides, strict=True))
+        if kv_lengths is not None:
+            kv_lengths = block_lengths("kv_lengths", kv_lengths, q.shape[0], blocks, q.device)
         if q_lengths is not None:
-            q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], found.place.grid[0], q.device)
+            q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], tiles, q.device)
         gate = None if gate is None else checked_gate(gate, sparse)
         factor = checked_scale(scale, q.shape[3])
-        means = coarse(q, k, v, self.sides, factor, q_lengths, found.kv_lengths)
+        means = coarse(q, k, v, self.sides, factor, q_lengths, kv_lengths)
         return with_coarse(sparse, means, gate, self.sides[0])
 
 
@@ -105,7 +108,8 @@ def with_coarse(sparse: Tensor, means: Tensor, gate: Tensor | None, side: int) -
 
     Without gradients on a GPU it is written to `sparse` [B, Hq, S, Dv], whose memory must be its own.
     """
-    by_kernel = kernels("coarse", sparse) if sparse.dtype in KERNEL_DTYPES else None
+    usable = sparse.dtype in KERNEL_DTYPES and not watched(sparse)
+    by_kernel = kernels("coarse", sparse) if usable else None
     if by_kernel is None or wants_gradient(sparse, means, gate):
         spread = means.to(sparse.dtype).repeat_interleave(side, 2)[:, :, : sparse.shape[2]]
         return sparse + (spread if gate is None else gate * spread)

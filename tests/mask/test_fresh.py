@@ -11,6 +11,8 @@ from sparsek.core import words
 from sparsek.core.errors import InvalidInput
 from sparsek.mask import fresh
 from sparsek.mask.lists import BlockLists
+from sparsek.ops import mask_calls
+from sparsek.policies import policy
 
 
 def in_one_buffer(mask: sk.BlockMask, gap: int = 4) -> tuple[sk.BlockMask, Tensor]:
@@ -48,7 +50,7 @@ def test_a_kind_makes_the_mask_of_another_base(name: str) -> None:
     kind = fresh.kind_of(mask, base)
     assert kind is not None
     other = base.clone()
-    again = kind.mask(sk.BlockMask, other, None)
+    again = kind.mask(sk.BlockMask, other)
     assert torch.equal(again.to_dense(), mask.to_dense())
     assert repr(again) == repr(mask)
     assert again.sizes == mask.sizes
@@ -130,6 +132,22 @@ def test_a_fault_that_nobody_saw_is_raised_once_by_a_later_mask_of_its_kind(ring
         fresh.raise_earlier(kind)
     fresh.raise_earlier(kind)
     other.verify(wait=True)
+
+
+def test_a_mask_of_two_has_the_faults_of_both(ring: words.Ring) -> None:
+    (first, a), (second, b) = faulty(ring), faulty(ring)
+    first._memo["readbacks"], second._memo["readbacks"] = (a,), (b,)
+    q = torch.zeros(1, 1, 200, 8)
+    place = policy.given(128, q, q)
+    made = place.from_map(torch.ones(1, 1, 2, 2, dtype=torch.bool), False, of=(first, second))
+    assert made._memo["readbacks"][:2] == (a, b)
+    kind = first._memo["fresh"].kind
+    repeated = kind.mask(sk.BlockMask, first._memo["fresh"].base, (a, b))
+    assert mask_calls._results(repeated)[1:] == (a.word, b.word)
+    b.word.fill_(3)
+    for each in (made, repeated):
+        with pytest.raises(InvalidInput, match="score 2 is NaN"):
+            each.verify()
 
 
 def test_a_word_that_was_given_out_again_is_not_the_old_masks_fault(ring: words.Ring) -> None:

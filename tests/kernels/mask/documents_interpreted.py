@@ -6,8 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.closed import Band, room_of_documents
+from sparsek.mask.fresh import known_kind, leaves_of
+from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import SIDES, assert_same, by_kernels, entries_of
 
@@ -52,6 +56,26 @@ def test_documents_of_edges_that_the_host_does_not_read(
     assert made.heavy_blocks >= wanted.heavy_blocks
     assert all(true <= said for true, said in zip(wanted.sizes[:3], made.sizes[:3], strict=True))
     assert_same(made, wanted, sizes=False)
+
+
+@pytest.mark.parametrize(("window", "block"), [(None, 128), (70, 64)])
+def test_torch_compile_knows_the_layout_without_the_kernel(window: "int | None", block: int):
+    edges = torch.tensor([0, 100, 317, 490])
+    made = by_kernels(lambda: BlockMask.documents(edges, 500, window=window, block=block))
+    with FakeTensorMode():
+        place = Place.of(500, block=block, device="cpu", q_offset=0)
+        room = room_of_documents(place, Band.of(place, window, 1), True)
+    known = known_kind(made)
+    assert known is not None
+    leaves = [*room.full, *room.partial, room.lo, room.hi]
+    assert room.base.numel() == sum(known.sizes)
+    assert [None if x is None else tuple(x.shape) for x in leaves] == [
+        tuple(x.shape) for x in leaves_of(made) if x is not None
+    ]
+    starts = [0, *accumulate(known.sizes)]
+    assert [x.storage_offset() for x in leaves if x is not None] == [
+        starts[part.at] for part in known.parts if part is not None
+    ]
 
 
 EDGE = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 520), st.just(0))
