@@ -1,49 +1,34 @@
-"""Builders of masks that are called with other numbers at every step: their launches are recorded and repeated."""
+"""Builders of masks that are called at every step: their launches are recorded and repeated, and torch.compile traces
+them (traced.py).
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import CONSTANT
-from sparsek.mask.traced import node, register
+from sparsek.mask.traced import constant_of, node, register
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 Given = ParamSpec("Given")
-Made = TypeVar("Made")
 _TENSORS = (Tensor, torch.nn.Parameter)
 _compiling = torch.compiler.is_compiling
 _inference = torch.is_inference_mode_enabled
-
-
-def may_repeat(x: Tensor) -> bool:
-    """Whether a call that reads `x` may be recorded now."""
-    return x.__class__ in _TENSORS and x.is_cuda and not _compiling()
-
-
-def recorded(name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], Made]) -> Made:
-    """What `build()` makes of these tensors on a GPU, and of `options`; from the third such call by the launches of the
-    second one.
-    """
-    if not _inference():
-        return by_kernel("mask_again", name, tensors, options, build)
-    # No backward pass could save what is made in it, and no later call with a gradient repeat that.
-    with torch.inference_mode(False):
-        return by_kernel("mask_again", name, tensors, options, build)
 
 
 def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
     """For builders that read tensors on a GPU. From the third call with the same options, and tensors of the same
     shapes, strides and dtypes, the launches of `make` are repeated, without its checks: see ops/mask_calls.py.
 
-    All arguments but tensors must be hashable, or the call is not repeated.
+    All arguments but tensors must be hashable, or the call is not repeated. Nor is one that reads values on the host.
     """
     name = make.__qualname__
 
@@ -51,25 +36,80 @@ def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
     def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
         if _compiling():
             return make(*args, **kwargs) if CONSTANT else node(recipe, args, kwargs)
-        tensors: list[Any] = []
-        options: list[Any] = [*kwargs]
-        for each in (*args, *kwargs.values()):
-            kind = each.__class__
-            options.append(kind)
-            if kind in _TENSORS:
-                tensors.append(each)
-            elif isinstance(each, Tensor):
-                return make(*args, **kwargs)
-            else:
-                options.append(each)
-        if not tensors or not tensors[0].is_cuda:
+        tensors: list[Tensor] = []
+        key = _key(args, kwargs, tensors)
+        if key is None or not tensors or not tensors[0].is_cuda:
             return make(*args, **kwargs)
-        key = tuple(options)
-        try:
-            hash(key)
-        except TypeError:
-            return make(*args, **kwargs)
-        return recorded(name, tensors, key, lambda: make(*args, **kwargs))
+        return _recorded(name, tensors, key, lambda: make(*args, **kwargs))
 
     recipe = register(make, made)
     return made
+
+
+def of_options(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
+    """For builders that read no tensor, which `repeated` would do the same for. Inside torch.compile their masks are
+    constants.
+    """
+    name = make.__qualname__
+
+    @functools.wraps(make)
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
+        if _compiling():
+            return make(*args, **kwargs) if CONSTANT else constant_of(recipe, args, kwargs)
+        device: Any = kwargs.get("device")
+        on = None if device is None else _no_operand(device)
+        tensors: list[Tensor] = []
+        key = None if on is None else _key(args, kwargs, tensors)
+        if on is None or key is None or tensors:
+            return make(*args, **kwargs)
+        return _recorded(name, [on], key, lambda: make(*args, **kwargs))
+
+    recipe = register(make, made)
+    return made
+
+
+def _key(args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Hashable | None:
+    """The arguments but for tensors, which are added to `tensors`; None for a subclass of them or what has no hash."""
+    options: list[Any] = [*kwargs]
+    for each in (*args, *kwargs.values()):
+        kind = each.__class__
+        options.append(kind)
+        if kind in _TENSORS:
+            tensors.append(each)
+        elif isinstance(each, Tensor):
+            return None
+        else:
+            options.append(each)
+    key = tuple(options)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _recorded(
+    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask]
+) -> BlockMask:
+    if not _inference():
+        return by_kernel("mask_again", name, tensors, options, build)
+    # No backward pass could save what is made in it, and no later call with a gradient repeat that.
+    with torch.inference_mode(False):
+        return by_kernel("mask_again", name, tensors, options, build)
+
+
+def _no_operand(device: Any) -> Tensor | None:
+    """A tensor without elements on a GPU, for recorded calls that read none; None for another device."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        return None
+    if found.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return _empty_on(torch.cuda.current_device() if found.index is None else found.index)
+
+
+@functools.lru_cache(maxsize=64)
+def _empty_on(index: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.int32, device=torch.device("cuda", index))

@@ -8,7 +8,7 @@ one period of rows to the next. A period is the rows after which tiles begin at 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ from sparsek.core import operations
 from sparsek.core.home import drop_oldest
 from sparsek.core.memory import carved
 from sparsek.core.tracing import faking
-from sparsek.mask.again import may_repeat, recorded
 from sparsek.mask.fresh import KINDS, Kind, WrittenFault, freshened, known_kind
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
 from sparsek.mask.readback import LateSizes
@@ -361,35 +360,10 @@ def on_gpu(
 ) -> BlockMask | None:
     """The mask that a kernel of kernels/mask makes on a GPU; None if none does. No sync; it may be captured.
 
-    `known`: what, with the place and the label, determines all but the values of the tensors in `given`; None if the
-    sizes depend on those. From the third call with the same on, launches are repeated: see ops/mask_calls.py.
+    `known`: what, with the place and the label, determines the sizes; None if the values of a tensor do.
     """
     if not has_kernels(place.device):
         return None
-    build = partial(_made, cls, place, name, given, count, known, explain, fields)
-    tensors = [x for x in given if isinstance(x, Tensor)] or [_anchor(place.device)]
-    if known is None or not all(map(may_repeat, tensors)):
-        return build()
-    return recorded(name, tensors, (cls, place, known, fields["label"]), build)
-
-
-@lru_cache(maxsize=64)
-def _anchor(device: torch.device) -> Tensor:
-    """The operand of recorded calls that read none."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.int32, device=device)
-
-
-def _made(
-    cls: type[BlockMask],
-    place: Place,
-    name: str,
-    given: tuple[Any, ...],
-    count: Callable[[], Counted],
-    known: tuple[Hashable, ...] | None,
-    explain: Callable[[int], str],
-    fields: dict[str, Any],
-) -> BlockMask | None:
     made: Parts | None = operations.by_kernel(name, place, *given)
     if made is None:
         return None

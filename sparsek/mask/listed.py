@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.again import repeated
+from sparsek.mask.again import of_options, repeated
 from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
 from sparsek.mask.chosen import chosen_mask
 from sparsek.mask.lists import (
@@ -31,7 +31,6 @@ from sparsek.mask.lists import (
 )
 from sparsek.mask.readback import Fault, LateSizes, with_readbacks
 from sparsek.mask.structured import every_key
-from sparsek.mask.traced import of_options
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import is_fake, not_traced
 from sparsek.mask import closed
+from sparsek.mask.again import of_options, repeated
 from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble, read_edges
-from sparsek.mask.traced import of_options, traceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -350,7 +350,7 @@ def block_diagonal(
     return documents_mask(cls, layout, near, place.block, place.device, label)
 
 
-@traceable
+@repeated
 @not_traced("a block mask")
 def documents(
     cls: type[BlockMask],

@@ -80,27 +80,19 @@ def traceable(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
     return made
 
 
-def of_options(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
-    """For builders that read no tensor: inside torch.compile their masks are constants of the graph."""
-
-    @functools.wraps(make)
-    def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
-        if not _compiling() or CONSTANT:
-            return make(*args, **kwargs)
-        tensors: list[Tensor] = []
-        spec = _spec(args, kwargs, tensors)
-        if tensors:
-            raise InvalidInput(
-                "a block mask is made inside torch.compile of the values of a tensor; give a list or ints, or make it "
-                "outside and pass it to the compiled function"
-            )
-        found = constant_mask(name, spec)
-        if isinstance(found, str):
-            raise InvalidInput(f"{found}")
-        return found
-
-    name = register(make, made)
-    return made
+def constant_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockMask:
+    """The mask of a builder that reads no tensor: a constant of the graph."""
+    tensors: list[Tensor] = []
+    spec = _spec(args, kwargs, tensors)
+    if tensors:
+        raise InvalidInput(
+            "a block mask is made inside torch.compile of the values of a tensor; give a list or ints, or make it "
+            "outside and pass it to the compiled function"
+        )
+    found = constant_mask(name, spec)
+    if isinstance(found, str):
+        raise InvalidInput(f"{found}")
+    return found
 
 
 def node(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockMask:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsek.core.home import drop_oldest
 from sparsek.core.operations import KERNELS
-from sparsek.mask.fresh import Fresh, Kind, WrittenFault, raise_earlier
+from sparsek.mask.fresh import Kind, WrittenFault, raise_earlier
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.readback import LateSizes
 from sparsek.ops import bound
@@ -40,10 +40,9 @@ _templates: dict[Hashable, Template] = {}
 
 
 def again(
-    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask | None]
-) -> BlockMask | None:
-    """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one; None
-    if `build` returns that.
+    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask]
+) -> BlockMask:
+    """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one.
 
     The tensors are on GPUs. Raises InvalidInput if an earlier mask of the same kind has a fault that was not raised
     yet.
@@ -58,15 +57,13 @@ def again(
             torch._C._set_grad_enabled(True)
 
 
-def _again(
-    more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockMask | None]
-) -> BlockMask | None:
+def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockMask]) -> BlockMask:
     key = more, tensors[0].device, *[x.shape for x in tensors]
     template = _templates.get(key)
     if template is not None and template.explain:
         raise_earlier(template.kind)
     slot: Any = bound.repeat(_calls, more, tensors)
-    made: list[BlockMask | None] = []
+    made: list[BlockMask] = []
 
     def run() -> tuple[Tensor, ...]:
         made.append(build())
@@ -84,23 +81,17 @@ def _again(
     return kind.mask(BlockMask, base, faults, LateSizes() if sized else None)
 
 
-def _fresh(mask: BlockMask | None) -> Fresh | None:
-    """The state of a mask that can be made again; None for any other."""
-    fresh = mask._memo.get("fresh") if type(mask) is BlockMask else None
-    return None if fresh is None or fresh.kind is None else fresh
-
-
-def _results(mask: BlockMask | None) -> tuple[Tensor, ...]:
+def _results(mask: BlockMask) -> tuple[Tensor, ...]:
     """The base and the words of faults: what a recorded call gives back."""
-    fresh = _fresh(mask)
-    if fresh is None:
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
         return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # which no recorded call can return
     return (fresh.base, *(each.word for each in _found(mask, WrittenFault)))
 
 
-def _note(key: Hashable, mask: BlockMask | None) -> None:
-    fresh = _fresh(mask)
-    if fresh is None or fresh.kind is None:
+def _note(key: Hashable, mask: BlockMask) -> None:
+    fresh = mask._memo.get("fresh")
+    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
         return
     while len(_templates) >= TEMPLATES and key not in _templates:
         drop_oldest(_templates)
@@ -108,10 +99,9 @@ def _note(key: Hashable, mask: BlockMask | None) -> None:
     _templates[key] = Template(fresh.kind, explain, bool(_found(mask, LateSizes)))
 
 
-def _found(mask: BlockMask | None, kind: type[Any]) -> list[Any]:
+def _found(mask: BlockMask, kind: type[Any]) -> list[Any]:
     """The readbacks of this class."""
-    memo: Any = {} if mask is None else mask._memo
-    return [each for each in memo.get("readbacks", ()) if isinstance(each, kind)]
+    return [each for each in mask._memo.get("readbacks", ()) if isinstance(each, kind)]
 
 
 KERNELS.update(mask_again=again)
