@@ -64,13 +64,12 @@ class Kind(Home):
         faults: Sequence[WrittenFault] = (),
         late: LateSizes | None = None,
     ) -> BlockMask:
-        """The mask whose tensors are in `base`, where these faults would be. No check, no sync."""
-        tensors = self.leaves(base)
+        """The mask whose tensors are in `base`, where these faults would be. No check, no sync. A `Leaf` makes the
+        tensors when one of them is asked for.
+        """
         made: Any = object.__new__(cls)
         fields = made.__dict__
         fields.update(self.plain)
-        fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
-        fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
         memo: dict[str, Any] = {"fresh": Fresh(self, base)}
         fields["_memo"], fields["_base"] = memo, None
         if self.heavy is not None:
@@ -88,6 +87,28 @@ class Kind(Home):
             else:
                 tensors.append(pieces[part.at] if part.shape is None else pieces[part.at].view(part.shape))
         return tensors
+
+
+def fill(mask: Any) -> None:
+    """Make the tensors of a mask that `Kind.mask` has made: views, which take the host longer than all else of it."""
+    state = mask._memo["fresh"]
+    tensors = state.kind.leaves(state.base)
+    fields = mask.__dict__
+    fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
+    fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
+
+
+class Leaf:
+    """A field of tensors of masks. After `fill`, and in other masks, the attribute of the instance takes precedence."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, mask: Any, owner: Any = None) -> Any:
+        if mask is None:
+            return None  # as the default of the field
+        fill(mask)
+        return mask.__dict__[self.name]
 
 
 class Uses:

@@ -24,6 +24,7 @@ from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
 from sparsek.mask import bigbird, check, compose, flex, interop, listed, lists, scored, structured, view
+from sparsek.mask.fresh import Leaf
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
 
@@ -37,7 +38,7 @@ class FullBlocks:
     """The two meanings of `full`: `mask.full` are the full blocks of a mask, `BlockMask.full(seq_len)` makes a mask."""
 
     def __init__(self, owner: type[BlockMask]) -> None:
-        self.owner = owner
+        self.owner, self.lists = owner, Leaf("full")
 
     @overload
     def __get__(self, mask: None, owner: type[BlockMask]) -> FullBlocks: ...
@@ -45,7 +46,7 @@ class FullBlocks:
     def __get__(self, mask: BlockMask, owner: type[BlockMask]) -> BlockLists: ...
     def __get__(self, mask: BlockMask | None, owner: type[BlockMask]) -> Any:
         """The builder, for the class; the instance attribute `full` takes precedence over this descriptor."""
-        return self
+        return self if mask is None else self.lists.__get__(mask)
 
     def __call__(self, seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
         """Return the mask in which every query sees every key.
@@ -345,8 +346,10 @@ class BlockMask(Home, Record):
 KEPT = ("host", "counted", "elements", "readbacks", "heavy")
 LISTS = ("full", "partial")
 TENSORS = ("lo", "hi", "rules", "bits")
-# After the dataclass is made, which would take the descriptor for a default.
+# After the dataclass is made, which would take the descriptors for defaults.
 setattr(BlockMask, "full", FullBlocks(BlockMask))  # noqa: B010
+for _name in ("partial", *TENSORS):
+    setattr(BlockMask, _name, Leaf(_name))
 
 
 def _saveable(part: Any) -> Any:
