@@ -161,7 +161,7 @@ def encoded(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list)):
         return SEQUENCE, tuple([encoded(each, tensors) for each in value])
     kind: Any = type(value)
-    if getattr(kind, "of_fields", False):
+    if getattr(kind, "of_fields", False) and hasattr(kind, "__match_args__"):
         return OBJECT, kind, tuple([encoded(getattr(value, name), tensors) for name in kind.__match_args__])
     return PLAIN, value
 
