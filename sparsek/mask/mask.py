@@ -267,8 +267,8 @@ class BlockMask(Home, Record):
     dense_rows = view.dense_rows
     to_dense = view.to_dense
 
-    # Builders. None waits for a CUDA device, and only `topk` reads blocks that it does not store. torch.compile does
-    # not trace them: they raise under fullgraph=True, and run between two graphs otherwise.
+    # Builders. None waits for a CUDA device, and only `topk` reads blocks that it does not store. Inside torch.compile
+    # they are constants or one node of the graph: see mask/traced.py.
     causal = classmethod(structured.causal)
     sliding_window = classmethod(structured.sliding_window)
     strided = classmethod(structured.strided)
@@ -282,7 +282,8 @@ class BlockMask(Home, Record):
     from_indices = classmethod(listed.from_indices)
     from_blocks = classmethod(listed.from_blocks)
 
-    # Combinations. These wait for the device.
+    # Combinations. These wait for the device. Like conversions, they raise inside torch.compile with fullgraph=True,
+    # and run between two graphs otherwise.
     __and__ = compose.both
     __or__ = compose.either
     __invert__ = compose.inverted

@@ -37,6 +37,7 @@ _compiling = torch.compiler.is_compiling
 # float in hexadecimal, and anything else as it is. torch.compile hands on objects made in a graph without their fields,
 # and floats and ints as symbols.
 TENSOR, SEQUENCE, OBJECT, FLOAT, PLAIN = range(5)
+ABSENT = "-"  # a tensor that a mask lacks
 
 
 class Recipe(NamedTuple):
@@ -102,27 +103,27 @@ def node(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockMask:
     tensors: list[Tensor] = []
     spec = _spec(args, kwargs, tensors)
     metas = tuple((_ints(x.shape), _ints(x.stride()), x.dtype, x.device) for x in tensors)
-    found = _prepared(name, spec, metas)
-    if isinstance(found, str):
-        raise InvalidInput(f"{found}")
+    found = _prepared(name, spec, metas).split("\n", 5)
+    if len(found) == 1:
+        raise InvalidInput(found[0])
     recipe, sizes, parts, numbers, pure, label = found
     base = torch.ops.sparsek.mask([x.detach() for x in tensors], recipe)
-    pieces = base.split_with_sizes(_ints(sizes))
+    pieces = base.split_with_sizes(_numbers(sizes))
     leaves: list[Any] = []
-    for part in parts:
-        if part is None:
+    for part in parts.split(" "):
+        if part == ABSENT:
             leaves.append(None)
         else:
-            piece = pieces[operator.index(part[0])]
-            leaves.append(piece if part[1] is None else piece.view(_ints(part[1])))
+            at, *shape = _numbers(part)
+            leaves.append(pieces[at].view(shape) if shape else pieces[at])
     from sparsek.mask.mask import BlockMask
 
-    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact = _ints(numbers)
+    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact = _numbers(numbers)
     mask = BlockMask.unchecked(
         q_len=q_len, kv_len=kv_len, block=(bq, bk), batch=batch, heads=heads,
         full=BlockLists(leaves[0], leaves[1], leaves[2]), partial=BlockLists(leaves[3], leaves[4], leaves[5]),
         lo=leaves[6], hi=leaves[7], rules=leaves[8], bits=leaves[9],
-        sizes=Sizes(stored, partial, longest, exact == 1), pure=pure, label=label,
+        sizes=Sizes(stored, partial, longest, exact == 1), pure=pure == "True", label=label,
     )  # fmt: skip
     object.__setattr__(mask, "_base", base)  # for the attention op, which recognizes masks of one kind by it
     return mask
@@ -131,6 +132,10 @@ def node(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockMask:
 def _ints(values: Any) -> tuple[int, ...]:
     """Plain ints: torch.compile then has no symbols in their place."""
     return tuple([operator.index(each) for each in values])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def _spec(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, Any]:
@@ -153,7 +158,7 @@ def encoded(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list)):
         return SEQUENCE, tuple([encoded(each, tensors) for each in value])
     kind: Any = type(value)
-    if getattr(kind, "of_fields", False):
+    if getattr(kind, "of_fields", False) and hasattr(kind, "__match_args__"):
         return OBJECT, kind, tuple([encoded(getattr(value, name), tensors) for name in kind.__match_args__])
     return PLAIN, value
 
@@ -182,7 +187,7 @@ def _or_message(make: Callable[Given, Made]) -> Callable[Given, Made | str]:
         try:
             return make(*args, **kwargs)
         except InvalidInput as error:
-            return str(error)
+            return " ".join(str(error).split())
 
     return made
 
@@ -197,8 +202,13 @@ def constant_mask(name: str, spec: tuple[Any, Any]) -> BlockMask:
 
 @constant
 @_or_message
-def _prepared(name: str, spec: tuple[Any, Any], metas: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The recipe of a builder with these options for such tensors, and its layout, as constants; or an error's text."""
+def _prepared(name: str, spec: tuple[Any, Any], metas: tuple[Any, ...]) -> str:
+    """The recipe of a builder with these options for such tensors, and its layout; or an error in one line.
+
+    As text: torch.compile makes symbols of other ints, and torch 2.11 cannot iterate over some constant tuples. The
+    lines are the name of the recipe, the sizes of the pieces of the base, for each tensor the piece and the shape in
+    which it is seen, the numbers of the mask, `pure`, and the label.
+    """
     key = f"{name.rpartition('.')[2]}-{hashlib.sha256(repr((name, spec, metas)).encode()).hexdigest()[:24]}"
     known = _RECIPES.get(key)
     if known is None:
@@ -207,10 +217,21 @@ def _prepared(name: str, spec: tuple[Any, Any], metas: tuple[Any, ...]) -> tuple
         known = _RECIPES[key] = Recipe(_BUILDERS[name], args, named, kind, length)
     plain = known.kind.plain
     sizes: Sizes = plain["sizes"]
-    numbers = (plain["q_len"], plain["kv_len"], *plain["block"], plain["batch"], plain["heads"], *sizes[:3])
-    parts = tuple(None if part is None else (part.at, part.shape) for part in known.kind.parts)
-    exact = 1 if sizes.exact else 0
-    return key, known.kind.sizes, parts, (*numbers, exact), plain["pure"], plain["label"]
+    numbers = (
+        plain["q_len"],
+        plain["kv_len"],
+        *plain["block"],
+        plain["batch"],
+        plain["heads"],
+        *map(int, sizes),
+    )
+    parts = [ABSENT if part is None else _text((part.at, *(part.shape or ()))) for part in known.kind.parts]
+    lines = key, _text(known.kind.sizes), " ".join(parts), _text(numbers), plain["pure"], plain["label"]
+    return "\n".join(map(str, lines))
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _layout(

@@ -138,7 +138,7 @@ def attention(
     then plans again; after `mask.verify(wait=True)` the first plan is final. Same plan, same bits.
 
     Under torch.autocast q, k and v are cast as by scaled_dot_product_attention, except with `plan`. torch.compile
-    traces one node for a BlockMask, a MaskPolicy without top-k, is_causal and no mask. It runs other conversions
+    traces one node, and one more for a policy that reads q and k. It converts bool tensors and FlexAttention masks
     between two graphs; with fullgraph=True make the BlockMask outside.
 
     Sources: online softmax, Milakov and Gimelshein, arXiv:1805.02867; tiling and recomputation of weights in the

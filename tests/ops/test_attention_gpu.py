@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 
 import sparsek as sk
+from sparsek.kernels.lang.recorder import Recorded
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.cache import PlanCache
 from tests.ops.tensors import Qkv, check, qkv
@@ -140,3 +142,54 @@ def test_compiled_by_inductor_new_masks_are_followed(mode: str):
     for _ in range(5):
         mask = mask_of(scores())
         check(tensors, mask, compiled(q, mask).clone())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("made_by", ["scores", "policy", "documents"])
+def test_compiled_by_inductor_masks_are_made_in_the_graph(mode: str, made_by: str, no_sync: NoSync):
+    torch._dynamo.reset()
+    q, k, v = inputs()
+    length = q.shape[2]
+    policy = sk.policies.XAttention(threshold=0.7) | sk.policies.MeanTopK(topk=2)
+
+    def make(q: torch.Tensor, given: torch.Tensor) -> sk.BlockMask:
+        if made_by == "documents":
+            return sk.BlockMask.documents(given, length)
+        return policy.mask(q, k) if made_by == "policy" else mask_of(given)
+
+    def draw() -> torch.Tensor:
+        if made_by != "documents":
+            return scores()
+        return torch.tensor(
+            [0, *torch.randint(1, length, (2,)).sort().values.tolist(), length], device="cuda"
+        )
+
+    compiled = torch.compile(
+        lambda q, given: sk.attention(q + 0, k, v, make(q + 0, given)) + 0,
+        fullgraph=True,
+        mode=None if mode == "default" else mode,
+    )
+    for _ in range(6):
+        x, given = torch.randn_like(q), draw()
+        out = compiled(x, given).clone()
+        check((x, k, v), make(x, given), out)
+    with no_sync():
+        compiled(x, given)
+
+
+def test_builders_are_repeated_in_inference_mode(monkeypatch: pytest.MonkeyPatch):
+    seen, repeat = [], Recorded.__call__
+
+    def repeated(self: Recorded, *operands: torch.Tensor) -> Any:
+        seen.append(self)
+        return repeat(self, *operands)
+
+    monkeypatch.setattr(Recorded, "__call__", repeated)
+    tensors = inputs()
+    with torch.inference_mode():
+        masks = [mask_of(scores()) for _ in range(5)]
+    assert seen
+    assert not any(mask.full.indices.is_inference() for mask in masks)
+    for mask in masks:
+        check(tensors, mask, sk.attention(*tensors, mask))
