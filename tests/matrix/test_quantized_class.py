@@ -286,7 +286,7 @@ def test_it_goes_through_torch_compile_and_is_made_there_without_the_check():
     def checked(a: Semi24) -> Quantized:
         return quantize(a)
 
-    for make, kind in CASES:
+    for make, kind in (CASES[2], CASES[3], CASES[6]):  # each matrix and each scale once; every case compiles anew
         q, a = quantize(make(), scale=kind), semi24()
         doubled, made = run(q, a)
         assert torch.equal(doubled, q.to_dense() * 2)
