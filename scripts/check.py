@@ -21,8 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sparsek.plan.sources import imports  # noqa: E402
-from tests.evidence.hashes import needed  # noqa: E402
+from tests.evidence.hashes import imports, needed  # noqa: E402
 from tests.evidence.parts import test_files  # noqa: E402
 
 SECONDS = 110
@@ -96,13 +95,13 @@ def affected(changed: Iterable[str], root: Path) -> "list[str]":
     }
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
     stems = {Path(path).stem for path in files if path.startswith("sparsek/")}
-    found = []
+    found, known = [], {}
     others = (root / "tests").rglob(f"*{INTERPRETED}")
     for test in (*test_files(root), *sorted(path.relative_to(root).as_posix() for path in others)):
         source = (root / test).read_text(encoding="utf-8")
         named = any(f"_{stem}_" in f"{test[:-3].rpartition('/')[2]}_" for stem in stems)
-        here = {path.relative_to(root).as_posix() for path in needed(root / test, root)}
-        if named or files & here or modules & set(imports(source)):
+        here = {path.relative_to(root).as_posix() for path in needed(root / test, root, known)}
+        if named or files & here or modules.intersection(imports(source)):
             found.append(test)
     return found
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import settings
 
 from sparsek.core import env
-from tests.sampling import SEED
+from tests.sampling import EVERY, SEED
 
-settings.register_profile("sparsek", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("sparsek", deadline=None, max_examples=50 if EVERY else 30, derandomize=True)
 settings.load_profile("sparsek")
 
 # Workers share the cores, and torch's threads wait for each other: on a busy machine they take eight times as long.

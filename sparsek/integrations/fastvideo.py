@@ -20,13 +20,11 @@ from sparsek.core.errors import InvalidInput
 from sparsek.integrations.refused import (
     check_operands,
     check_shape,
-    cut_lengths,
     cut_map,
-    cut_side,
     ints_on,
 )
 from sparsek.mask.cache import kept_mask
-from sparsek.mask.lists import BLOCK_SIZES
+from sparsek.mask.lists import BLOCK_SIZES, CHOSEN_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
@@ -89,16 +87,11 @@ def video_sparse_attn(
     queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side).to(torch.int32)
     best = arguments.integer("topk", topk, 1)
     if side in BLOCK_SIZES:
-        policy = VSA(best, side)
-        return policy.attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
-    block, parts = _cut(side)
+        return VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
     q_mean, k_mean = block_means(q.detach(), side, queries[None]), block_means(k.detach(), side, keys[None])
     scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
-    mask = BlockMask.from_indices(
-        _cut_indices(chosen, None, parts), q_len=q.shape[2], kv_len=k.shape[2], block=block,
-        kv_lengths=cut_lengths(keys, block, parts),
-    )  # fmt: skip
+    mask = BlockMask.from_indices(chosen, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys)
     means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
     spread = means.to(q.dtype).repeat_interleave(side, 2)
     return attention(q, k, v, mask) + (spread if gate is None else gate * spread)
@@ -142,11 +135,9 @@ def block_sparse_attn(
     side = _side_of(q.shape[2], block_map.shape[2], "query blocks of block_map")
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
     check_shape("block_map", block_map[0, 0], (block_map.shape[2], keys.numel()), "in its last two dims")
-    block, parts = _cut(side)
     mask = BlockMask.from_block_map(
-        cut_map(block_map, (parts, parts)), q_len=q.shape[2], kv_len=k.shape[2], block=block,
-        kv_lengths=cut_lengths(keys, block, parts),
-    )  # fmt: skip
+        block_map, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys
+    )
     return attention(q, k, v, mask, return_lse=True)
 
 
@@ -175,12 +166,9 @@ def block_sparse_attn_from_indices(
     check_shape("q2k_num", q2k_num, tuple(q2k_idx.shape[:3]), "as q2k_idx")
     side = _side_of(q.shape[2], q2k_idx.shape[2], "query blocks of q2k_idx")
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
-    block, parts = _cut(side)
-    indices, counts = (q2k_idx, q2k_num) if parts == 1 else (_cut_indices(q2k_idx, q2k_num, parts), None)
     mask = BlockMask.from_indices(
-        indices, counts, q_len=q.shape[2], kv_len=k.shape[2], block=block,
-        kv_lengths=cut_lengths(keys, block, parts),
-    )  # fmt: skip
+        q2k_idx, q2k_num, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys
+    )
     return attention(q, k, v, mask, return_lse=True)
 
 
@@ -294,7 +282,7 @@ def _tokens(block_size: Any) -> int:
     else:
         sides = tuple(block_size) if isinstance(block_size, Sequence) else ()
         side = math.prod(arguments.integer("block_size", each, 1) for each in sides) if len(sides) == 3 else 0
-    if side not in (64, 128, 256):
+    if side not in CHOSEN_SIZES:
         raise InvalidInput(
             f"block_size is {arguments.shown(block_size)}; a block has 64, 128 or 256 tokens, as (4, 4, 4) has"
         )
@@ -304,7 +292,7 @@ def _tokens(block_size: Any) -> int:
 def _side_of(length: int, blocks: int, what: str) -> int:
     """The tokens of a block, from the length and the number of blocks."""
     side = length // blocks if blocks else 0
-    if side not in (64, 128, 256) or side * blocks != length:
+    if side not in CHOSEN_SIZES or side * blocks != length:
         raise InvalidInput(f"q has {length} tokens for {blocks} {what}; a block has 64, 128 or 256 tokens")
     return side
 
@@ -320,18 +308,3 @@ def _sizes(name: str, sizes: Tensor, x: Tensor, side: int) -> Tensor:
         )
     arguments.dtype("the dtype of q, k and v", x.dtype, dtypes.FLOATS)
     return sizes.flatten()
-
-
-def _cut(side: int) -> tuple[int, int]:
-    block, parts = cut_side(side) or (0, 0)
-    return block, parts
-
-
-def _cut_indices(indices: Tensor, counts: Tensor | None, parts: int) -> Tensor:
-    """Listed blocks as `parts` smaller ones each, in query blocks that are cut too; -1 beyond the counts."""
-    if counts is not None:
-        place = torch.arange(indices.shape[-1], dtype=indices.dtype, device=indices.device)
-        indices = torch.where(place < counts[..., None], indices, -1)
-    part = torch.arange(parts, dtype=indices.dtype, device=indices.device)
-    smaller = torch.where(indices[..., None] < 0, -1, indices[..., None] * parts + part).flatten(-2)
-    return smaller.repeat_interleave(parts, -2)

@@ -23,7 +23,23 @@ from sparsek.ops.attention import attention
 NO_FP8 = "attention has no FP8 operands"
 
 
-class BlockSparseAttentionWrapper:
+class _Wrapper:
+    """What both wrappers have: the device of a workspace that is not needed."""
+
+    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
+        self.device = arguments.tensor("float_workspace_buffer", float_workspace_buffer).device
+        arguments.text("backend", backend)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Do nothing: SparseK needs no workspace.
+
+        Args:
+            float_workspace_buffer: Not read.
+            int_workspace_buffer: Not read.
+        """
+
+
+class BlockSparseAttentionWrapper(_Wrapper):
     """Attention with a block-sparse mask in BSR form, as lists, or as a map for each head.
 
     Blocks of R x C with R and C multiples of 64 are planned on the device. Of any other size, and with `mask`, the mask
@@ -47,18 +63,9 @@ class BlockSparseAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
-        self.device = arguments.tensor("float_workspace_buffer", float_workspace_buffer).device
-        arguments.text("backend", backend)
+        super().__init__(float_workspace_buffer, backend)
         self._setting: Setting | None = None
         self._mask: BlockMask | None = None
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Do nothing: SparseK needs no workspace.
-
-        Args:
-            float_workspace_buffer: Not read.
-            int_workspace_buffer: Not read.
-        """
 
     def plan(
         self,
@@ -219,7 +226,7 @@ class BlockSparseAttentionWrapper:
         return self._setting.results(found[0].transpose(0, 1), sums[0].T, out, lse, return_lse)
 
 
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(_Wrapper):
     """Attention with a map of blocks for each head of k, whose rows and columns have sizes of their own.
 
     Each block is padded to a multiple of 64 tokens on the device, and the result is gathered back: nothing waits for a
@@ -244,18 +251,9 @@ class VariableBlockSparseAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
-        self.device = arguments.tensor("float_workspace_buffer", float_workspace_buffer).device
-        arguments.text("backend", backend)
+        super().__init__(float_workspace_buffer, backend)
         self._planned: tuple[Setting, Tensor, Tensor, Tensor, bool] | None = None
         self._made: dict[tuple[int, int], Any] = {}
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Do nothing: SparseK needs no workspace.
-
-        Args:
-            float_workspace_buffer: Not read.
-            int_workspace_buffer: Not read.
-        """
 
     def plan(
         self,

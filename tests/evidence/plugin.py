@@ -4,6 +4,7 @@ and hands units of tests to xdist's workers, longest first. All of it happens in
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import platform
 import re
@@ -16,10 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from sparsek.bench.engine import records
-from sparsek.core.machine import version_of
 from tests.evidence import hashes, parts, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +99,11 @@ def card_of(gpu: str) -> str:
 
 def software(workers: int) -> dict[str, Any]:
     """The `env` object of evidence."""
+    import torch  # which workers of tiny projects need not load
+
+    from sparsek.bench.engine import records
+    from sparsek.core.machine import version_of
+
     facts = records.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     del facts["power_limit_w"]
     others = {name: version_of(name) for name in ("numpy", "transformers")}
@@ -144,7 +147,7 @@ class Recorder:
         self.path = Path(
             str(config.getoption("--evidence")), card_of(self.env["gpu"]), record.name_of(self.part)
         )
-        self.date = records.now()
+        self.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.commit = commit_of(ROOT)
         self.hashes = {path: hashes.test_hash(path, self.root) for path in _files(config.args, self.root)}
         self.sources = hashes.source_hashes(ROOT)

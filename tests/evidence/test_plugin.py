@@ -100,14 +100,26 @@ def written(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "out" / "cpu" / "1-of-2.json").read_text())
 
 
-def test_a_green_run(tmp_path: Path) -> None:
+def test_a_green_run_that_starts_its_longest_tests_first(tmp_path: Path) -> None:
     folder = project(
-        tmp_path, green=GREEN, whole="import pytest\npytest.skip('no library', allow_module_level=True)\n"
+        tmp_path,
+        green=GREEN,
+        order=ORDER,
+        whole="import pytest\npytest.skip('no library', allow_module_level=True)\n",
     )
-    output = start(folder).communicate()[0].decode()
+    known = {"tests/test_order.py::test_one[long]": 50.0, "tests/test_order.py::test_one[c]": 30.0}
+    evidence = dict.fromkeys(record.FIELDS) | {
+        "part": "1/1",
+        "date": "2026-11-22",
+        "files": {"tests/test_order.py": {"tests": 4, "ran": 4, "seconds": 82.0, "hash": ""}},
+        "slow": known,
+    }
+    record.write(folder / "known" / "1-of-1.json", evidence)
+    output = start(folder, "--known", "known").communicate()[0].decode()
     found = written(folder)
     assert found["finished"], output
-    assert found["counts"] == {"tests": 7, "passed": 4, "failed": 0, "skipped": 4, "unrun": 0}
+    assert (folder / "tests" / "ran").read_text().split() == ["long", "c", "a", "b"]
+    assert found["counts"] == {"tests": 11, "passed": 8, "failed": 0, "skipped": 4, "unrun": 0}
     assert found["skipped"] == {"no sanitizer here": 2, "xfail: a known limit": 1, "file: no library": 1}
     assert found["failed"] == found["unfinished"] == []
     assert found["part"] == "1/2"
@@ -162,18 +174,3 @@ def test_a_run_that_is_cut_says_so(tmp_path: Path, how: signal.Signals) -> None:
     assert not found["finished"]
     assert found["unfinished"] == ["tests/test_hangs.py::test_hangs"]
     assert found["counts"] == {"tests": 3, "passed": 1, "failed": 0, "skipped": 0, "unrun": 2}
-
-
-def test_tests_start_longest_first(tmp_path: Path) -> None:
-    folder = project(tmp_path, order=ORDER)
-    known = {"tests/test_order.py::test_one[long]": 50.0, "tests/test_order.py::test_one[c]": 30.0}
-    evidence = dict.fromkeys(record.FIELDS) | {
-        "part": "1/1",
-        "date": "2026-11-22",
-        "files": {"tests/test_order.py": {"tests": 4, "ran": 4, "seconds": 82.0, "hash": ""}},
-        "slow": known,
-    }
-    record.write(folder / "known" / "1-of-1.json", evidence)
-    output = start(folder, "--known", "known").communicate()[0].decode()
-    assert written(folder)["counts"]["passed"] == 4, output
-    assert (folder / "tests" / "ran").read_text().split() == ["long", "c", "a", "b"]

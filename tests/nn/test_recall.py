@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import sparsek as sk
 
-LENGTH, WINDOW, SINKS, PERIOD = 256, 24, 4, 16
+LENGTH, WINDOW, SINKS, PERIOD = 192, 24, 4, 16
 TOKENS, MARKER = 8, 8
-WIDTH, HEADS, KV_HEADS, LAYERS = 32, 4, 2, 2
-BATCH, STEPS = 3, 300
+WIDTH, HEADS, KV_HEADS = 32, 4, 2
+BATCH, STEPS = 4, 250
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -47,11 +47,11 @@ class Transformer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.token, self.place = nn.Embedding(TOKENS + 1, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.Sequential(*(Layer(attend) for _ in range(LAYERS)))
+        self.layer = Layer(attend)
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.token(tokens) + self.place.weight))
+        return self.head(self.layer(self.token(tokens) + self.place.weight))
 
 
 def batch(draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def train(attend: Attend) -> list[float]:
     return losses
 
 
-def test_three_hundred_steps_follow_the_loss_curve_of_dense_attention_with_a_mask(one_thread: None):
+def test_training_follows_the_loss_curve_of_dense_attention_with_a_mask(one_thread: None):
     mask = sk.BlockMask.sliding_window(LENGTH, WINDOW, sinks=SINKS, block=64, device="cpu")
     seen = mask.to_dense()
 
@@ -92,7 +92,7 @@ def test_three_hundred_steps_follow_the_loss_curve_of_dense_attention_with_a_mas
 
     ours = train(lambda q, k, v: sk.attention(q, k, v, mask))
     theirs = train(dense)
-    assert mask.stored_blocks < 3 * 4, "some blocks are not visited"
+    assert mask.stored_blocks < 3 * 3, "some blocks are not visited"
     assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-2
     assert sum(ours[-20:]) == pytest.approx(sum(theirs[-20:]), rel=0.02)

@@ -92,24 +92,22 @@ def test_every_block_is_visited_once_and_every_ticket_comes_up(case: Any) -> Non
     check(mask, q.shape[0], q.shape[1], k.shape[1], 7)
 
 
+@st.composite
+def drawn(draw: st.DrawFn, lists_of_kv: bool = False) -> tuple[BlockMask, int, int, int]:
+    """A random mask, and (batch, q_heads, kv_heads). Its lists are those of queries, or maybe of keys."""
+    lengths = draw(st.integers(1, 600)), draw(st.integers(1, 600))
+    block = draw(st.sampled_from([(64, 64), (128, 128), (64, 128), (128, 64)]))
+    heads = draw(st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]))
+    batch, density, seed = draw(st.integers(1, 2)), draw(st.floats(0, 1)), draw(st.integers(0, 2**31))
+    lists = heads[int(lists_of_kv and draw(st.booleans()))]
+    mask = random_bits("cpu", lengths, block, heads=lists, batch=batch, density=density, seed=seed)
+    return mask, batch, *heads
+
+
 @settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 600), st.integers(1, 600), st.sampled_from([(64, 64), (128, 128), (64, 128), (128, 64)]),
-    st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]), st.integers(1, 2), st.floats(0, 1), st.integers(1, 140),
-    st.integers(0, 2**31),
-)  # fmt: skip
-def test_drawn_masks(
-    q_len: int,
-    kv_len: int,
-    block: tuple[int, int],
-    heads: tuple[int, int],
-    batch: int,
-    density: float,
-    ctas: int,
-    seed: int,
-) -> None:
-    mask = random_bits("cpu", (q_len, kv_len), block, heads=heads[0], batch=batch, density=density, seed=seed)
-    check(mask, batch, *heads, ctas)
+@given(drawn(), st.integers(1, 140))
+def test_drawn_masks(of: tuple[BlockMask, int, int, int], ctas: int) -> None:
+    check(*of, ctas)
 
 
 def test_bounds_that_are_too_large_change_nothing() -> None:

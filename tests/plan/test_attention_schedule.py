@@ -172,7 +172,7 @@ def cases(draw: st.DrawFn, longest: int = 5000) -> Case:
     return Case(mask, problem(mask, batch, (kv_heads * group, kv_heads)), shape)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(cases())
 def test_every_tile_is_there_once_and_visits_its_blocks_once_and_in_order(case: Case):
     plan = schedule(case.p, case.mask, case.shape)
@@ -194,7 +194,7 @@ def test_every_tile_is_there_once_and_visits_its_blocks_once_and_in_order(case: 
             assert found == [Record(*tile, -1, 1, found[0].full_at, 0, NO_SLOT)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(cases())
 def test_the_merges_are_the_tiles_that_were_cut_and_their_slots_fit(case: Case):
     plan = schedule(case.p, case.mask, case.shape)
@@ -219,7 +219,7 @@ def test_the_merges_are_the_tiles_that_were_cut_and_their_slots_fit(case: Case):
     assert len(slots) <= plan.slots
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(cases())
 def test_ctas_take_the_longest_tiles_first_back_and_forth(case: Case):
     plan = schedule(case.p, case.mask, case.shape)
@@ -296,7 +296,7 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return (weight[..., None] * o).sum(0), total
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(cases(2000), st.integers(0, 2**31))
 def test_attention_over_parts_merged_by_the_table_is_the_reference(case: Case, seed: int):
     p, seen = case.p, case.mask.to_dense()

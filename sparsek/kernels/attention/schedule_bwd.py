@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import env
+from sparsek.core.memory import carved
 from sparsek.kernels.attention.transposed import (
     ENTRIES,
     LISTED,
@@ -40,7 +41,6 @@ from sparsek.kernels.attention.transposed import (
     tally,
 )
 from sparsek.kernels.lang.launch import launch_unspecialized
-from sparsek.kernels.lang.tensors import carved
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import (
@@ -479,15 +479,14 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
     lanes = triton.next_power_of_2(ctas)
     room = max(1, capacity)
-    _, of_tiles, nth, listed, whose, base, bases, has, clocks = carved(
-        device, 8 * key_tiles, room, room, room, mask.rows, 2 * lists, lanes, 2 * p.visited if long else 0
-    )
+    sizes = 8 * key_tiles, room, room, room, mask.rows, 2 * lists, lanes, 2 * p.visited if long else 0
+    _, (of_tiles, nth, listed, whose, base, bases, has, clocks) = carved(sizes, device)
     n, partial, rank, first, ticks, taker, began, turn = of_tiles.view(8, key_tiles).unbind()
     clocks = clocks if long else has
     # What the plan keeps is apart from what is only needed here.
     records = p.visited + (key_tiles if single else 0)
-    _, starts, made, visits = carved(device, ctas + 1, key_tiles * TILE_FIELDS, records * VISIT_FIELDS)
-    made, visits = made.view(-1, TILE_FIELDS), visits.view(-1, VISIT_FIELDS)
+    sizes = ctas + 1, (key_tiles, TILE_FIELDS), (records, VISIT_FIELDS)
+    _, (starts, made, visits) = carved(sizes, device)
     entries = (*mask.partial, *mask.full)
     p_size, f_size = len(mask.partial.indices), len(mask.full.indices)
     of_mask = (grid_rows, columns, lists, p_size, f_size, p.longest, capacity)

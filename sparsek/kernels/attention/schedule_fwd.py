@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
-from sparsek.kernels.lang.tensors import carved
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as plan
 from sparsek.plan.attention_schedule import FIELDS, MERGE_FIELDS, Schedule, Shape
@@ -353,9 +353,10 @@ def launched(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
     width = longest + 3  # a part may be one block longer than the shortest; nothing is longer than that
     lines = -(-width // LENGTHS)
     numbers = groups * grid_rows * (4 if cut else 1)
-    sizes = (tiles + extra) * FIELDS, 1, extra * MERGE_FIELDS, groups * (width + 2), numbers
-    _, made, count, merges, table, before = carved(device, *sizes)
-    made, merges = made.view(-1, FIELDS), merges.view(-1, MERGE_FIELDS) if cut else None
+    merged = (extra, MERGE_FIELDS) if cut else None
+    _, (made, count, merges, table, before) = carved(
+        [(tiles + extra, FIELDS), 1, merged, groups * (width + 2), numbers], device
+    )
 
     subs = mask.block[0] // shape.positions
     sizes = (grid_rows, unit_tiles, subs, p.longest, part, width)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -111,16 +110,3 @@ def why_not(p: Any) -> list[str]:
     if p.dtype not in ("bf16", "fp16", "fp32"):
         why.append(f"dtype must be bf16, fp16 or fp32, not {p.dtype}")
     return why
-
-
-def carved(device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
-    """One int32 tensor, then views of it with these numbers of elements, each at a multiple of 16 bytes.
-
-    The memory is not cleared. One allocation and one operator make all of them, which saves the host some
-    microseconds for each tensor.
-    """
-    spans = []
-    for size in sizes:
-        spans += (size, -size % 4)
-    base = torch.empty(sum(spans), dtype=torch.int32, device=device)
-    return base, *base.split_with_sizes(spans)[::2]

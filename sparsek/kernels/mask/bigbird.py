@@ -12,8 +12,8 @@ Bottleneck: the host, with one launch, one allocation and the sizes.
 import triton
 import triton.language as tl
 
+from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
-from sparsek.kernels.lang.tensors import carved
 from sparsek.kernels.mask.runs import bounds, within, write_all_columns, write_bounds
 from sparsek.mask import bigbird as drawn
 from sparsek.mask.bigbird import BigBird
@@ -125,7 +125,7 @@ def bigbird(place: Place, band: Band, bird: BigBird, heads: int) -> Parts | None
         return None
     bounded = bird.causal or place.kv_len % bk != 0
     queries = place.q_len if bounded else 0
-    base, *made = carved(place.device, *(rows,) * 4, columns + rows * capacity, queries, queries)
+    base, made = carved([*(rows,) * 4, columns + rows * capacity, queries, queries], place.device)
     sizes = rows, tiles, columns, place.q_len, place.kv_len, band.low, band.high, place.q_offset
     seed = ((half ^ 1 << 31) - (1 << 31) for half in (bird.seed & drawn.LOW, bird.seed >> 32))  # as int32
     after, most = 1 if bird.causal else bird.near, INT32_MAX

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.lang.recorder import fault_word
-from sparsek.kernels.lang.tensors import carved
 from sparsek.kernels.mask.runs import within, write_all_columns, write_runs
 from sparsek.mask.closed import Band, Parts
 from sparsek.mask.lists import BlockLists, Place
@@ -137,7 +137,7 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool
     rows, capacity, queries = batch * tiles, band.capacities(place)[1], batch * place.q_len
     if columns + rows * capacity > INT32_MAX or edges.numel() < 2 or queries > INT32_MAX:
         return None
-    base, *made = carved(place.device, *(rows,) * 4, columns + rows * capacity, queries, queries)
+    base, made = carved([*(rows,) * 4, columns + rows * capacity, queries, queries], place.device)
     sizes = edges.numel() - 1, rows, tiles, columns, length, queries, band.low, band.high, capacity
     constants = edges.dtype == torch.int64, bq, bk, ROWS, ENTRIES, LANES
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (queries, LANES)))

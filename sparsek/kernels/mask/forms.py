@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
-from sparsek.kernels.lang.tensors import carved
 from sparsek.kernels.mask.runs import (
     bounds,
     cut_off,
@@ -212,7 +212,8 @@ def blocks(place: Place, band: Band, steps: Steps | None, causal: bool) -> Parts
             return None
     bounded = causal or place.kv_len % bk != 0
     queries = place.q_len if bounded else 0
-    base, *made = carved(place.device, *(rows,) * 4, rows * capacity if steps else columns, queries, queries)
+    entries = rows * capacity if steps else columns
+    base, made = carved([*(rows,) * 4, entries, queries, queries], place.device)
     near, step, gap, more, kind, both_ways = steps or (0, 1, 0, 0, 0, False)
     sizes = rows, columns, place.q_len, place.kv_len, band.low, band.high, place.q_offset
     programs = -(-rows // ROWS) + -(-queries // LANES) + (0 if steps else -(-columns // LANES))
@@ -237,10 +238,9 @@ def band(place: Place, band: Band) -> Parts | None:
         return None
     split_row, split_rows, slots = band.split(place)
     entries, bits_size = rows * capacity, (1 + split_rows * slots) * bq * (bk // 32) if slots else 0
-    base, *made = carved(
-        place.device, *(rows,) * 4, columns + rows * full_capacity, entries, place.q_len, place.q_len,
-        entries if slots else 0, bits_size,
-    )  # fmt: skip
+    of_bits = entries if slots else 0, bits_size
+    shapes = *(rows,) * 4, columns + rows * full_capacity, entries, place.q_len, place.q_len, *of_bits
+    base, made = carved(shapes, place.device)
     full_starts, full_counts, starts, counts, full_indices, indices, lo, hi, rules, bits = made
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (place.q_len, LANES)))
     programs += 1 + split_rows * slots if slots else 0

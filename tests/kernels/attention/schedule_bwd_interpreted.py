@@ -15,8 +15,7 @@ from sparsek.mask.mask import BlockLists, BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import NO_TICKET, GradSchedule
 from sparsek.plan.problem import AttentionProblem
-from sparsek.testing.attention_cases import random_bits
-from tests.plan.test_attention_grad_schedule import problem
+from tests.plan.test_attention_grad_schedule import drawn, problem
 from tests.plan.test_attention_schedule import bounded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,26 +36,9 @@ def check(mask: BlockMask, p: AttentionProblem, ctas: int, *, ordered: bool = Tr
 
 
 @settings(max_examples=8)
-@given(
-    st.integers(1, 600), st.integers(1, 600), st.sampled_from([(64, 64), (128, 128), (64, 128), (128, 64)]),
-    st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]), st.booleans(), st.integers(1, 2), st.floats(0, 1),
-    st.sampled_from((1, 2, 7, 33)), st.booleans(), st.integers(0, 2**31),
-)  # fmt: skip
-def test_drawn_masks(
-    q_len: int,
-    kv_len: int,
-    block: tuple[int, int],
-    heads: tuple[int, int],
-    own: bool,
-    batch: int,
-    density: float,
-    ctas: int,
-    ordered: bool,
-    seed: int,
-) -> None:
-    lists = heads[0] if own else heads[1]
-    mask = random_bits("cpu", (q_len, kv_len), block, heads=lists, batch=batch, density=density, seed=seed)
-    check(mask, problem(mask, batch, *heads), ctas, ordered=ordered)
+@given(drawn(lists_of_kv=True), st.sampled_from((1, 2, 7, 33)), st.booleans())
+def test_drawn_masks(of: tuple[BlockMask, int, int, int], ctas: int, ordered: bool) -> None:
+    check(of[0], problem(*of), ctas, ordered=ordered)
 
 
 def topk(batch: int, heads: int, rows: int, columns: int, k: int, block: int = 64, **more: Any) -> BlockMask:

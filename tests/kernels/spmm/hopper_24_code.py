@@ -1,11 +1,16 @@
 """Compiles hopper_24.cu by NVRTC where no GPU is, and reads the machine code."""
 
+import json
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import triton
 
 from sparsek.kernels.lang import nvrtc
 from sparsek.kernels.spmm.hopper_24 import OPTIONS, SOURCE, Config
 from tests.kernels.lang import sass
+from tests.kernels.lang.kept import kept
 from tests.kernels.lang.sass import Instruction, Program
 
 VERBOSE = ("--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
@@ -30,11 +35,23 @@ class Code(NamedTuple):
     log: str
 
 
+def disassembled(source: str, name: str, options: Sequence[str]) -> tuple[str, str]:
+    """nvdisasm's text of what NVRTC compiles, and NVRTC's messages."""
+    options = [*options, *VERBOSE]
+
+    def make() -> bytes:
+        cubin, log = nvrtc.compile_cuda(source, name, options)
+        return json.dumps([sass.disassembled(cubin), log]).encode()
+
+    text, log = json.loads(kept(make, source, name, options, nvrtc.version(), triton.__version__))
+    return text, log
+
+
 def compiled(c: Config, source: str = "") -> Code:
     """The kernel of `c`, of `source` in the place of hopper_24.cu if given."""
-    text = source or SOURCE.read_text(encoding="utf-8")
-    cubin, log = nvrtc.compile_cuda(text, SOURCE.name, [*OPTIONS, *VERBOSE, *c.defines])
-    program = sass.parsed(sass.disassembled(cubin))
+    given = source or SOURCE.read_text(encoding="utf-8")
+    text, log = disassembled(given, SOURCE.name, [*OPTIONS, *c.defines])
+    program = sass.parsed(text)
     opcodes = [each.opcode for each in program.code]
     spills = SPILLS.search(log)
     assert spills is not None, log

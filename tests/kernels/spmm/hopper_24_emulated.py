@@ -6,11 +6,8 @@ say; that it is so on a GPU, only a GPU tells.
 """
 
 import ctypes
-import subprocess
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from torch import Tensor
@@ -24,25 +21,10 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from tests.kernels.planned import problem
+from tests.kernels.spmm.emulated_library import library
 
 WRAPPERS = Path(__file__).with_name("emulated_24.h")
-FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
 EARLY, MIXED, LATE = range(3)  # what is asynchronous happens at once, at random, as late as may be
-
-
-@cache
-def library(c: Config, source: str) -> ctypes.CDLL:
-    """`source` in the place of hopper_24.cu, for this machine."""
-    constants, rest = source.split("// " + "-" * 100 + " PTX wrappers")
-    roles = rest.split("// " + "-" * 100 + " tiles and roles")[1]
-    include = f'#include "{WRAPPERS}"\n'
-    folder = Path(mkdtemp())
-    (folder / "semi24.cpp").write_text(f"{constants}\n{include}{roles}\n#define RUNS\n{include}")
-    command = ["g++", *FLAGS, *c.defines, "-o", str(folder / "semi24.so"), str(folder / "semi24.cpp")]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    found = ctypes.CDLL(str(folder / "semi24.so"))
-    found.launch.restype = ctypes.c_char_p
-    return found
 
 
 def packed(m: Boxed) -> Any:
@@ -86,7 +68,7 @@ def run(
     maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out, epilogue.other)]
     size = ctypes.c_int64(nibbles.numel() * 4)
     return (
-        library(c, source or SOURCE.read_text())
+        library(c, source or SOURCE.read_text(encoding="utf-8"), WRAPPERS)
         .launch(*maps[:3], ctypes.byref(params), maps[-1], grid, order, order, size)
         .decode()
     )

@@ -277,7 +277,7 @@ def test_a_b_with_gaps_is_left_to_other_kernels() -> None:
 SIZES = st.integers(1, 512 // 16).map(lambda i: 16 * i)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     block=st.tuples(SIZES, SIZES),
     n=st.one_of(st.integers(0, 300), st.integers(0, 2**20)),

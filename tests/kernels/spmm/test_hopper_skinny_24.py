@@ -27,7 +27,7 @@ from sparsek.kernels.spmm.hopper_skinny_24 import KERNEL, SOURCE, Config
 from tests.kernels.lang import sass
 from tests.kernels.planned import problem
 from tests.kernels.spmm import hopper_skinny_24_emulated as emulated
-from tests.kernels.spmm.hopper_24_code import SPILLS, VERBOSE
+from tests.kernels.spmm.hopper_24_code import SPILLS, disassembled
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
@@ -51,8 +51,8 @@ COMPILED = every_shape()[::3]
 @needs_nvrtc
 @pytest.mark.parametrize("c", COMPILED, ids=str)
 def test_configs_compile_to_sparse_mma_and_wide_copies_without_spills(c: Config) -> None:
-    cubin, log = nvrtc.compile_cuda(SOURCE.read_text(), SOURCE.name, [*OPTIONS, *VERBOSE, *c.defines])
-    opcodes = [each.opcode for each in sass.parsed(sass.disassembled(cubin)).code]
+    text, log = disassembled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *c.defines])
+    opcodes = [each.opcode for each in sass.parsed(text).code]
     kind = "" if c.half else ".BF16"
     assert {each for each in opcodes if "MMA" in each} == {f"HMMA.SP.16832.F32{kind}"}
     assert {each for each in opcodes if "LDGSTS" in each} == {"LDGSTS.E.BYPASS.LTC256B.128"}
