@@ -65,7 +65,7 @@ class Kind(Home):
         late: LateSizes | None = None,
     ) -> BlockMask:
         """The mask whose tensors are in `base`, where these faults would be. No check, no sync. A `Leaf` makes the
-        tensors when one of them is asked for.
+        tensors when the first of them is read.
         """
         made: Any = object.__new__(cls)
         fields = made.__dict__
@@ -301,7 +301,10 @@ class WrittenFault:
     def tell(self) -> None:
         """Raise the fault. `raise_earlier` does not raise it again."""
         if self.place is not None:
-            words.ring().values[self.place] = 0
+            ring = words.ring()
+            owner = ring.owners[self.place]
+            if owner is not None and owner[1] is self:
+                ring.values[self.place] = 0
         raise InvalidInput(self.explain(self.found - 1))
 
 

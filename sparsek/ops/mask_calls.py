@@ -27,7 +27,7 @@ TEMPLATES = 256
 
 class Template(NamedTuple):
     """What a repeated builder's masks have in common. `explain`: for each word of a fault, that fault in words.
-    `sized`: their sizes are bounds.
+    `sized`: their true sizes are read later.
     """
 
     kind: Kind

@@ -15,6 +15,7 @@ from sparsek.mask.cache import kept_mask
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
+from sparsek.mask.readback import LateSizes
 from sparsek.mask.traced import decoded, encoded
 from sparsek.policies.maps import block_map
 from sparsek.policies.policy import Given, Policy
@@ -54,7 +55,10 @@ class Static(Policy):
         indices[row, np.arange(row.size) - np.repeat(counts.cumsum() - counts, counts)] = column
         lists = torch.from_numpy(indices).to(given.place.device)
         made = BlockMask.from_indices(lists, causal=self.causal, **given.frame)
-        made._memo.pop("readbacks", None)  # these lists have no fault
+        # These lists have no fault; on a GPU their true sizes are read later.
+        made._memo["readbacks"] = tuple(
+            x for x in made._memo.get("readbacks", ()) if isinstance(x, LateSizes)
+        )
         return made
 
 

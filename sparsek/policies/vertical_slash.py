@@ -12,6 +12,7 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import is_fake
 from sparsek.mask.mask import BlockMask
+from sparsek.matrix.pattern import INT32_MAX
 from sparsek.policies.estimates import KERNEL_DTYPES
 from sparsek.policies.maps import kernels
 from sparsek.policies.policy import Given, Policy
@@ -60,8 +61,10 @@ class VerticalSlash(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "vertical", arguments.integer("vertical", self.vertical, LEAST_KEYS))
-        object.__setattr__(self, "slash", arguments.integer("slash", self.slash, LEAST_DISTANCES))
+        object.__setattr__(
+            self, "vertical", arguments.integer("vertical", self.vertical, LEAST_KEYS, INT32_MAX)
+        )
+        object.__setattr__(self, "slash", arguments.integer("slash", self.slash, LEAST_DISTANCES, INT32_MAX))
         if self.heads is not None:
             if not isinstance(self.heads, Sequence) or isinstance(self.heads, str):
                 raise InvalidInput(f"heads is {arguments.shown(self.heads)}; give the pattern of each head")

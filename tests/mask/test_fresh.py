@@ -134,6 +134,21 @@ def test_a_fault_that_nobody_saw_is_raised_once_by_a_later_mask_of_its_kind(ring
     other.verify(wait=True)
 
 
+def test_telling_a_fault_again_leaves_the_word_to_its_next_owner(ring: words.Ring) -> None:
+    mask, fault = faulty(ring)
+    fault.word.fill_(2)
+    with pytest.raises(InvalidInput, match="score 1 is NaN"):
+        mask.verify()
+    for _ in range(len(ring.owners) - 1):
+        ring.take()
+    _, other = faulty(ring)
+    assert other.place == fault.place
+    other.word.fill_(4)
+    with pytest.raises(InvalidInput, match="score 1 is NaN"):
+        mask.verify()
+    assert other.look() == 4
+
+
 def test_a_mask_of_two_has_the_faults_of_both(ring: words.Ring) -> None:
     (first, a), (second, b) = faulty(ring), faulty(ring)
     first._memo["readbacks"], second._memo["readbacks"] = (a,), (b,)

@@ -199,8 +199,8 @@ def test_patterns_of_heads_come_from_minferences_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vertical": 5}, "vertical is 5; it must be an int of at least 30"),
-        ({"slash": 5}, "slash is 5; it must be an int of at least 50"),
+        ({"vertical": 5}, "vertical is 5; it must be an int from 30 to 2147483647"),
+        ({"slash": 2**31}, "slash is 2147483648; it must be an int from 50 to 2147483647"),
         (
             {"heads": [("dense", 1, 2)]},
             r"heads\[0\]\[0\] is 'dense'; use one of vertical_and_slash, stream_llm",

@@ -68,7 +68,7 @@ def tally(
     for start in range(0, tl.max(m, 0), ENTRIES):
         e = start + tl.arange(0, ENTRIES)[None, :]
         own = slot[:, None] + e
-        there = (e < m[:, None]) & (own < capacity)
+        there = (e < m[:, None]) & (own >= 0) & (own < capacity)
         column = column_of(
             p_indices, f_indices, p_first[:, None], p[:, None], f_first[:, None], m[:, None], e
         )
@@ -104,7 +104,7 @@ def fill_lists(
     for start in range(0, tl.max(m, 0), ENTRIES):
         e = start + tl.arange(0, ENTRIES)[None, :]
         own = slot[:, None] + e
-        there = (e < m[:, None]) & (own < capacity)
+        there = (e < m[:, None]) & (own >= 0) & (own < capacity)
         column = column_of(
             p_indices, f_indices, p_first[:, None], p[:, None], f_first[:, None], m[:, None], e
         )
@@ -112,6 +112,7 @@ def fill_lists(
         there = there & (at >= 0)
         listing = (row // grid_rows * columns)[:, None] + column + tl.where(e < p[:, None], 0, lists)
         at += tl.load(room + listing, mask=there, other=0)
+        there = there & (at >= 0) & (at < capacity)  # sums of a mask with a fault may have wrapped around
         tl.store(listed + at, (row % grid_rows)[:, None] + e * 0, mask=there)
         if SLOTS:
             tl.store(whose + at, own, mask=there)
@@ -171,9 +172,8 @@ def transposed(mask: BlockMask) -> TransposedLists:
         return mask.transposed
     if captured(mask.full.starts) and mask.known("transposed") is None:
         return launched(mask)
-    if (
-        recorder() is not None
-    ):  # the call may be repeated for other masks of this kind: kept lists would be constants
+    # A recorded call may be repeated for other masks of this kind, for which lists that are kept would be constants.
+    if recorder() is not None:
         return launched(mask)
     return mask.derived("transposed", lambda: launched(mask))
 

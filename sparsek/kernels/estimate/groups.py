@@ -22,9 +22,8 @@ from sparsek.core import env
 from sparsek.kernels.lang.launch import launch
 
 E4M3 = torch.float8_e4m3fn
-FEWEST = (
-    16  # columns of D' are a multiple of this, so that rows of 8 or 16 of them are whole tiles of a product
-)
+# Columns of D' are a multiple of this, so that the 8 or 16 of a row are whole steps of a product, which masks none.
+FEWEST = 16
 # Rows of a program, warps.
 ROWS, WARPS = 4, 8
 
@@ -52,7 +51,7 @@ def _row_groups(
     REVERSED: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one head, from row tile * ROWS on; `first_row` is the head's first row of `out`."""
-    PADDED: tl.constexpr = triton.next_power_of_2(D)
+    PADDED: tl.constexpr = triton.next_power_of_2(WIDTH)
     row = tile * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, STRIDE)
     token = row[:, None] * STRIDE + inner[None, :]
@@ -63,7 +62,7 @@ def _row_groups(
         there = tl.max(exists.to(tl.int32), axis=1) > 0
         tl.store(bias + first_row + row, tl.where(there, 0.0, float("-inf")), mask=row < rows)
     column = tl.arange(0, PADDED)
-    source = x + (token.to(tl.int64) * s_row)[:, :, None] + (column * s_d)[None, None, :]
+    source = x + (token.to(tl.int64) * s_row)[:, :, None] + (column.to(tl.int64) * s_d)[None, None, :]
     held = tl.load(source, mask=exists[:, :, None] & (column < D)[None, None, :], other=0.0)
     if scale is not None:
         held = held.to(tl.float32)
@@ -139,6 +138,7 @@ def group(
     k_bias = None
     if kv_lengths is not None:
         k_bias = torch.empty(len(k_out), dtype=torch.float32, device=q.device)
+        kv_lengths = kv_lengths.contiguous()
     q_tiles, k_tiles = -(-q_rows // ROWS), -(-k_rows // ROWS)
     q_programs, k_programs = batch * heads * q_tiles, batch * kv_heads * k_tiles
     with torch.cuda.device_of(q):

@@ -20,7 +20,8 @@ from torch import Tensor
 from sparsek.core import env
 from sparsek.kernels.lang.launch import launch
 
-# Columns that a program reads at once, and rows of a warp: 128 elements of a thread, 16 loads of 16 bytes in bf16.
+# Columns that a program reads at once, and rows of a warp: 128 elements of a thread, 16 loads of 16 bytes in bf16 if a
+# block has one part.
 WIDE, ROWS = 64, 64
 
 # Where a mean stands: behind that of the part before; or, for blocks of QUADS parts, where the accumulator of a product

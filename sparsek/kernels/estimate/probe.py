@@ -64,7 +64,7 @@ def _tile(
     WIDE: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
     key = start + tl.arange(0, TN)
     column = tl.arange(0, WIDE)
-    at = k + key.to(tl.int64)[:, None] * sk_n + (column * sk_d)[None, :]
+    at = k + key.to(tl.int64)[:, None] * sk_n + (column.to(tl.int64) * sk_d)[None, :]
     k_tile = tl.load(at, mask=(key < kv_len)[:, None] & (column < D)[None, :], other=0.0)
     s = tl.dot(q_tile, tl.trans(k_tile)) * scale
     row = tl.arange(0, LAST)
@@ -79,7 +79,7 @@ def _queries(q, q_len, valid, q_offset, sq_m, sq_d, LAST: tl.constexpr, D: tl.co
     row = q_len - LAST + tl.arange(0, LAST)
     column = tl.arange(0, WIDE)
     there = (row >= q_len - valid)[:, None] & (column < D)[None, :]
-    at = q + row.to(tl.int64)[:, None] * sq_m + (column * sq_d)[None, :]
+    at = q + row.to(tl.int64)[:, None] * sq_m + (column.to(tl.int64) * sq_d)[None, :]
     return tl.load(at, mask=there, other=0.0), row + q_offset
 
 

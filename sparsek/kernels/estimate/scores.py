@@ -57,7 +57,9 @@ _NUMBERS = ("scale", "q_len", "kv_len", "rows", "columns", "heads", "group", "k_
 
 @triton.jit
 def _operand(x, row, live, at, D: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """ROWS rows from `row` on, of them the first `live`, and DEPTH columns from `at` on; 0 beyond column D."""
+    """ROWS rows from `row` on and DEPTH columns from `at` on; 0 beyond column D. Rows after the first `live` are 0, or
+    by TMA those that follow, which the caller must not use.
+    """
     if TMA:
         tile = x.load([row, at])
     else:

@@ -109,8 +109,8 @@ class Recorded:
     """A call ready to run again: `Recorded(*operands)`, with operands of the recorded shapes, strides and dtypes.
 
     Not for concurrent use by two threads. The caller guarantees the thread, device and stream, and that no CUDA graph
-    is being captured. Returns MISS, and does nothing, if an operand has another alignment, if a source of the call's
-    constants was written, or if a launch hook of Triton is active.
+    is being captured. Returns MISS, and launches nothing, if an operand has another alignment, if a source of the
+    call's constants was written, or if a launch hook of Triton is active.
     """
 
     __slots__ = (
@@ -358,6 +358,9 @@ class Recorder(TorchDispatchMode):
         ]
         if shared:  # among operands in one storage, a view of the one that it begins with
             place = min(shared, key=lambda at: self.roles[at].data_ptr() != x.data_ptr())
+            if x.dtype != self.roles[place].dtype:
+                self.reason = self.reason or "it returns a tensor in another dtype than its memory"
+                return None
             offset = x.storage_offset() - self.roles[place].storage_offset()
             return Result(place, tuple(x.shape), tuple(x.stride()), offset, True)
         self.reason = self.reason or "it returns a tensor that is neither an operand nor allocated in it"

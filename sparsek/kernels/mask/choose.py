@@ -8,9 +8,11 @@ Triton's interpreter.
 A program makes one row and has all its columns in registers. Bisection ends as soon as a bound has the right count over
 it: about 12 steps of some 15 instructions for 256 random scores, 32 at most. Blocks of the score at the bound are kept
 by column, lower ones first. One prefix sum gives every kept block its entry. The same launch writes the intervals,
-rules and bits of the mask, and the first fault of a row to a word of the host.
+rules and bits of the mask, and the first fault of a row to a word of the host; of several rows with a
+fault the word has any.
 
-Nothing is read or written out of bounds, whatever the values: columns come from positions, never from memory.
+Nothing is read or written out of bounds, whatever the values: columns are positions, and those of `indices` are
+checked before they are used.
 
 `ops/packing.py` registers it with `mask/choice.py`.
 """

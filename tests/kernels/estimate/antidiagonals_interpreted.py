@@ -34,6 +34,8 @@ def operands(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim
         ((1, 2, 1, 130, 260, 40), {"causal": False, "block": (128, 64)}),
         ((1, 1, 1, 40, 300, 32), {"stride": 8, "block": (64, 64), "q_offset": -20}),
         ((1, 1, 1, 200, 90, 16), {"q_offset": 5, "fp8": True}),
+        ((1, 1, 1, 200, 200, 8), {"fp8": True}),
+        ((1, 1, 1, 100, 100, 5), {}),
     ],
 )
 def test_mass_is_that_of_the_specification(sizes: tuple[int, ...], options: dict[str, Any]):
@@ -58,6 +60,17 @@ def test_several_tiles_for_each_program():
     k *= torch.linspace(0.1, 3, 640).roll(200)[:, None]
     ours, right = both(q, k, TINY, stride=8, block=(128, 64))
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["step", "column", "expanded"])
+def test_lengths_may_have_any_strides(form: str):
+    q, k = operands(2, 2, 1, 100, 190, 16)
+    wide = torch.tensor([[[9, 70], [50, 3], [62, 1]], [[0, 5], [64, 2], [30, 8]]], dtype=torch.int32)
+    lengths = {"step": wide[..., 0], "column": wide[:, :1, 0].repeat(1, 3).mT.contiguous().mT}.get(form)
+    lengths = wide[:1, :1, 0].expand(2, 3) if lengths is None else lengths
+    ours, right = both(q, k, block=(64, 64), kv_lengths=lengths)
+    torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours, both(q, k, block=(64, 64), kv_lengths=lengths.contiguous())[0])
 
 
 @given(st.data())
