@@ -29,11 +29,13 @@ from sparsek.integrations.transformers_masks import (
     ModelMask,
     dense_mask,
     model_mask,
+    packed_mask,
     policy_of,
     policy_of_options,
 )
 from sparsek.mask.cache import ByTensor
 from sparsek.mask.operands import check_tensors
+from sparsek.mask.rule import ResolvedRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 
@@ -96,6 +98,18 @@ def sparsek_mask(
         return _constant_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, causal, given, str(device)
         )
+    if (
+        torch.compiler.is_compiling()
+        and attention_mask is None
+        and not use_vmap
+        and isinstance(q_offset, int)
+        and q_offset == kv_offset == 0
+        and q_length == kv_length
+        and q_length > 1
+        and _is_packed(mask_function, config)
+    ):
+        mask = packed_mask(_documents_of(mask_function, batch_size, q_length, device))
+        return ModelMask(ResolvedRule(mask), (batch_size, 1, q_length, kv_length), packed=True)
     return _made_mask(
         batch_size,
         q_length,
@@ -108,6 +122,28 @@ def sparsek_mask(
         device,
         config,
     )
+
+
+def _is_packed(mask_function: Any, config: Any) -> bool:
+    """Whether a function is that of transformers for packed documents, in a causal model without windows and chunks.
+
+    torch.compile shows the name of a function made in the graph, and not what it holds.
+    """
+    for name in ("sparsek", "sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None) is not None:
+            return False
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind != "full_attention":
+            return False
+    return getattr(config, "is_causal", True) and mask_function.__qualname__.startswith("and_masks.")
+
+
+def _documents_of(mask_function: Any, batch: int, length: int, device: Any) -> Tensor:
+    """int64 [B, S]: the document of each token, by whether it sees the one before."""
+    item = torch.arange(batch, device=device)[:, None]
+    query = torch.arange(1, length, device=device)[None]
+    new = ~mask_function(item, 0, query, query - 1)
+    return torch.nn.functional.pad(new.expand(batch, -1).cumsum(1), (1, 0))
 
 
 @constant

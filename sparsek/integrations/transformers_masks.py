@@ -22,9 +22,13 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_fake, not_traced
+from sparsek.mask.closed import Band, Counted, bounded_band, of_parts, room_of_documents
 from sparsek.mask.documents import Documents, PackedLayout, Window
+from sparsek.mask.lists import Place, Sizes
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy, ResolvedRule
+from sparsek.mask.traced import traceable
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")
@@ -257,6 +261,26 @@ def model_mask(
         visible = (policy or EVERY_KEY).visible_in(request.layout(rules), request.device)
         return ModelMask(visible, request.shape, packed)
     return dense_mask(request, request.seen(function, use_vmap), policy, packed)
+
+
+@traceable
+@not_traced("a block mask")
+def packed_mask(documents: Tensor) -> BlockMask:
+    """The causal mask of packed documents, int [B, S]: the document of each token. One sync if they are on a GPU.
+
+    Inside torch.compile it is one node of the graph, whose sizes are those of a causal mask.
+    """
+    (batch, length), device = documents.shape, documents.device
+    place, label = Place.of(length, device=device, q_offset=0), "packed documents"
+    if is_fake(documents):
+        band = Band.of(place, None, 1)
+        stored, partial, longest, _ = bounded_band(place, band).sizes
+        bound = Counted(Sizes(batch * stored, batch * partial, longest, exact=False), batch * stored)
+        return of_parts(
+            BlockMask, place, room_of_documents(place, band, False, batch), bound, batch=batch, label=label
+        )
+    rows = [np.diff(_runs(each)[1], prepend=0) for each in documents.cpu().numpy()]
+    return BlockMask.block_diagonal(rows, device=device)
 
 
 def dense_mask(

@@ -239,10 +239,10 @@ def bounded_band(place: Place, band: Band) -> Counted:
     return Counted(Sizes(stored, stored, longest, exact=False), stored)
 
 
-def room_of_documents(place: Place, band: Band, by_kernel: bool) -> Parts:
+def room_of_documents(place: Place, band: Band, by_kernel: bool, batch: int = 1) -> Parts:
     """The tensors of a mask of packed documents of any lengths, as kernels/mask/documents.py makes them or torch."""
-    (rows, columns), bound = place.grid, bounded_band(place, band).sizes
-    queries = (1, place.q_len)
+    rows, columns = batch * place.grid[0], place.grid[1]
+    queries = (batch, place.q_len)
     if by_kernel:
         entries = columns + rows * band.capacities(place)[1]
         base, made = carved([*[(rows,)] * 4, (entries,), queries, queries], place.device)
@@ -250,7 +250,7 @@ def room_of_documents(place: Place, band: Band, by_kernel: bool) -> Parts:
         return Parts(
             BlockLists(full_starts, full_counts, indices), BlockLists(starts, counts, indices), base, lo, hi
         )
-    room = (max(bound.stored, columns),)
+    room = (max(batch * bounded_band(place, band).sizes.stored, columns),)
     base, made = carved([(rows,), (rows,), room] * 2 + [queries] * 2, place.device)
     return Parts(BlockLists(*made[:3]), BlockLists(*made[3:6]), base, *made[6:])
 

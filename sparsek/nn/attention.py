@@ -41,7 +41,7 @@ class SparseAttention(nn.Module):
         InvalidInput: For sizes that do not fit together, and for a mask of one length.
 
     The mask of each length is made once and kept. Under torch.compile the length is a constant of the graph, and a
-    policy whose masks depend on q and k breaks the graph.
+    policy whose masks depend on q and k is one more node.
 
     Example:
         >>> import torch, sparsek as sk

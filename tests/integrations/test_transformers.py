@@ -185,6 +185,21 @@ def test_a_compiled_model_gives_the_same(cached: bool):
     torch._dynamo.reset()
 
 
+def test_a_compiled_model_finds_packed_documents_in_one_graph():
+    torch._dynamo.reset()
+    own = pair("llama")[1].model
+    own.layers = own.layers[:1]
+    compiled = torch.compile(own, backend="eager", fullgraph=True)
+    ids = tokens(batch=2, length=150)
+    for edges in ((150, 150), (40, 40), (70, 149)):
+        positions = torch.stack([torch.cat((torch.arange(at), torch.arange(150 - at))) for at in edges])
+        options = {"use_cache": False, "position_ids": positions}
+        out = compiled(ids, **options).last_hidden_state
+        torch.testing.assert_close(out, own(ids, **options).last_hidden_state)
+        out.sum().backward()
+    torch._dynamo.reset()
+
+
 def test_the_config_keeps_the_policy(tmp_path: Path):
     kind, config = llama(sparsek=POLICY)
     config.save_pretrained(tmp_path)
