@@ -1,5 +1,6 @@
 """cpu.spgemm against the reference in float64, on every case, dtype and config; and its speed."""
 
+import itertools
 from dataclasses import replace
 from itertools import product
 
@@ -17,13 +18,16 @@ from sparsek.testing.product_budget import check_spgemm
 from sparsek.testing.product_cases import SPGEMM_CASES, SpgemmCase, unmet_blocks_poisoned
 from tests.kernels.lang import timed
 from tests.kernels.planned import join, spgemm_problem
+from tests.sampling import sampled
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("dense_out", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", SPGEMM_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "dense_out"),
+    sampled(list(itertools.product(SPGEMM_CASES, FLOATS, (False, True))), 144),
+    ids=str,
+)
 def test_every_case_is_within_budget_in_every_dtype(
     case: SpgemmCase, dtype: torch.dtype, dense_out: bool
 ) -> None:
