@@ -7,14 +7,21 @@
 
 Each attention layer keeps its own processor: projections, norms and rotary embeddings are the model's. Only its call of
 `dispatch_attention_fn` is replaced. Needs diffusers 0.41 or newer; tested with 0.42.1.
+
+Models compile with a policy as without one. Compiled code reads of a step only whether it is sparse, so that there is
+one compilation for dense steps and one for sparse ones.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import math
 import re
 import types
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -38,13 +45,14 @@ TEXT_AT = {
     "CogVideoX": "first",
 }
 PREFIX = ("HunyuanVideo",)  # processors whose text mask is true for a prefix of the text
+MOST_STEPS = 10_000  # that may stay dense
 
 
 def use(
     model: Any,
     policy: MaskRule | BlockMask,
     skip_first_steps: int = 0,
-    skip_layers: Collection[int] = (),
+    skip_layers: int | Collection[int] = (),
     *,
     min_tokens: int = 0,
     scheduler: Any = None,
@@ -62,7 +70,7 @@ def use(
             video in the model's order of tokens.
         skip_first_steps: Denoising steps that stay dense. The step is `scheduler.step_index`; without a scheduler it is
             the number of calls of the transformer since `use` or `reset`, two per step with guidance.
-        skip_layers: Blocks that stay dense, numbered from 0 in the order of the model.
+        skip_layers: Blocks that stay dense, numbered from 0 in the order of the model: one number, or several.
         min_tokens: Layers with fewer queries stay dense.
         scheduler: The scheduler that counts the steps; that of the pipeline by default.
         text: Where joint attention has its text tokens. Known for HunyuanVideo, Flux, Qwen-Image, SD3 and CogVideoX.
@@ -83,14 +91,16 @@ def use(
         )
     if text is not None:
         arguments.one_of("text", text, ("first", "last"))
-    models = [model] if hasattr(model, "attn_processors") else _transformers_of(model)
-    if scheduler is None and len(models) and models[0] is not model:
+    models = [_plain(model)] if hasattr(model, "attn_processors") else _transformers_of(model)
+    skipped_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else (skip_layers,)
+    if scheduler is None and not hasattr(model, "attn_processors"):
         scheduler = getattr(model, "scheduler", None)
-    made = Sparse(policy, arguments.integer("skip_first_steps", skip_first_steps), scheduler)
+    skipped = arguments.integer("skip_first_steps", skip_first_steps, 0, MOST_STEPS)
+    made = Sparse(policy, skipped, scheduler)
     made.min_tokens = arguments.integer("min_tokens", min_tokens)
     try:
         for each in models:
-            made.put_into(each, skip_layers, text)
+            made.put_into(each, skipped_layers, text)
     except InvalidInput:
         made.undo()
         raise
@@ -99,12 +109,61 @@ def use(
 
 def _transformers_of(pipe: Any) -> list[Any]:
     found = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
-    found = [each for each in found if hasattr(each, "attn_processors")]
+    found = [_plain(each) for each in found if hasattr(each, "attn_processors")]
     if not found:
         raise InvalidInput(
             f"model is {arguments.shown(pipe)}; it must be a transformer of diffusers, or a pipeline with one"
         )
     return found
+
+
+def _plain(model: Any) -> Any:
+    """The model in what torch.compile returns."""
+    return getattr(model, "_orig_mod", model)
+
+
+class _Step:
+    """A step without a scheduler, which knows the next: compiled code that read numbers would compile for each."""
+
+    def __init__(self, at: int, sparse: bool) -> None:
+        self.at, self.sparse = at, sparse
+        self.next = self
+
+    @staticmethod
+    def chain(skipped: int) -> tuple[_Step, _Step]:
+        """What is before the first call, and the sparse step after `skipped` dense ones, which repeats."""
+        last = following = _Step(skipped, True)
+        for at in reversed(range(skipped)):
+            step = _Step(at, False)
+            step.next, following = following, step
+        start = _Step(0, following.sparse)
+        start.next = following
+        return start, last
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Step:
+        return self
+
+
+class _Followed:
+    """What the class of a scheduler has beside its own: the policies that follow it take each new step."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name.endswith("step_index"):
+            for each in tuple(_FOLLOWING):
+                if each.scheduler is self:
+                    each.follow()
+
+
+# Those whose scheduler has a class with _Followed.
+_FOLLOWING: weakref.WeakSet[Sparse] = weakref.WeakSet()
+
+
+@functools.cache
+def _followed(old: type) -> type:
+    """A class of schedulers like `old`, also by name, for a scheduler writes the name of its class to files."""
+    names = {"__module__": old.__module__, "__qualname__": old.__qualname__}
+    return type(old.__name__, (_Followed, old), names)
 
 
 class Sparse:
@@ -121,24 +180,45 @@ class Sparse:
         self.policy, self.scheduler = policy, scheduler
         self.skip_first_steps, self.min_tokens = skip_first_steps, 0
         self.layers: list[str] = []
-        self.calls = 0
+        self._first, self._last = _Step.chain(skip_first_steps)
+        self._now = self._first
+        self._counts = scheduler is None
         self._kept: list[tuple[Any, Any]] = []
         self._hooks: list[Any] = []
+        if scheduler is not None:
+            self.follow()
+            self._watch()
 
     @property
     def step(self) -> int:
-        """The denoising step, from 0: that of the scheduler, else the calls of the transformer so far."""
-        if self.scheduler is None:
-            return max(self.calls - 1, 0)
-        return getattr(self.scheduler, "step_index", None) or 0
+        """The denoising step, from 0: that of the scheduler, else the calls of the transformer before this one.
+
+        Without a scheduler it counts to `skip_first_steps` and stays there.
+        """
+        return self._now.at if self._counts else getattr(self.scheduler, "step_index", None) or 0
 
     def reset(self) -> None:
         """Count calls of the transformer from 0 again, before another picture is made without a scheduler."""
-        self.calls = 0
+        if self._counts:
+            self._now = self._first
 
     def applies(self, tokens: int) -> bool:
         """Whether a layer with so many queries is sparse in this step."""
-        return self.step >= self.skip_first_steps and tokens >= self.min_tokens
+        return self._now.sparse and tokens >= self.min_tokens
+
+    def follow(self) -> None:
+        """Take the step of the scheduler. That happens by itself, before each call of a transformer."""
+        self._now = self._last if self.step >= self.skip_first_steps else self._first
+
+    def _watch(self) -> None:
+        """Take each step when the scheduler does, for compiled code; not of one of a builtin class or with slots."""
+        kind = type(self.scheduler)
+        if not issubclass(kind, _Followed):
+            try:
+                self.scheduler.__class__ = _followed(kind)
+            except TypeError:
+                return
+        _FOLLOWING.add(self)
 
     def put_into(self, model: Any, skip_layers: Collection[int], text: str | None) -> None:
         """Replace the processors of one transformer."""
@@ -161,7 +241,10 @@ class Sparse:
         self._hooks.append(model.register_forward_pre_hook(self._count))
 
     def _count(self, *_: Any) -> None:
-        self.calls += 1
+        if self._counts:
+            self._now = self._now.next
+        elif not torch.compiler.is_compiling():
+            self.follow()
 
     def undo(self) -> None:
         """Give every layer its own processor back."""
@@ -170,6 +253,10 @@ class Sparse:
         for hook in self._hooks:
             hook.remove()
         self._kept, self._hooks, self.layers = [], [], []
+        if self in _FOLLOWING:
+            _FOLLOWING.remove(self)
+            if not any(each.scheduler is self.scheduler for each in _FOLLOWING):
+                self.scheduler.__class__ = type(self.scheduler).__mro__[2]
 
     def __enter__(self) -> Sparse:
         return self
@@ -183,13 +270,13 @@ class _Processor:
 
     _sparse: Sparse
     _text: str | None
-    _own: Callable[..., Any]  # the processor's own __call__, with another dispatch_attention_fn
-    _around: tuple[int, int] | None  # of the call that runs: its tokens, and those of the text states
     _dense: Any  # diffusers' dispatch_attention_fn
     _prefix: bool  # whether a mask is true for a prefix of the text
 
     def _attend(
         self,
+        tokens: int,
+        joint: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -205,9 +292,9 @@ class _Processor:
     ) -> Tensor:
         """In place of diffusers' dispatch_attention_fn: query [B, S, H, D], key and value [B, T, H, D].
 
-        A layer that has text states joins them if it has queries for both; else it attends to them.
+        In a processor that was called with `tokens` hidden states and `joint` text states. It joins them if it has
+        queries for both; else it attends to them.
         """
-        tokens, joint = self._around or (0, 0)
         is_self = query.shape[1] == key.shape[1] == tokens + joint
         known_mask = attn_mask is None or (joint and self._prefix)
         if not is_self or is_causal or dropout_p or not known_mask or not self._sparse.applies(tokens):
@@ -286,31 +373,51 @@ def _with(sparse: Sparse, old: Any, name: str, text: str | None) -> Any:
     made.__dict__.update(old.__dict__)
     known = [where for start, where in TEXT_AT.items() if type(old).__name__.startswith(start)]
     own: Any = type(old).__call__
-    made._sparse, made._text, made._around = sparse, text or next(iter(known), None), None
+    made._sparse, made._text = sparse, text or next(iter(known), None)
     made._dense, made._prefix = own.__globals__[DISPATCH], type(old).__name__.startswith(PREFIX)
-    names = {**own.__globals__, DISPATCH: made._attend}
-    made._own = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    made._own.__kwdefaults__ = own.__kwdefaults__
     return made
 
 
 @functools.cache
 def _class_of(old: type) -> type:
     """A class of processors with the signature of `old`, which models read."""
-    own = old.__call__
-    if not isinstance(own, types.FunctionType) or DISPATCH not in own.__code__.co_names:
-        raise InvalidInput(f"{old.__name__} does not call {DISPATCH}; use a diffusers in which it does")
+    own: Any = old.__call__
+    redirected = _redirected(own, old.__name__)
 
     @functools.wraps(own)
     def call(self: Any, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("encoder_hidden_states", args[0] if args else None)
-        tokens = hidden_states.shape[1:-1].numel()
-        self._around = tokens, given.shape[1] if isinstance(given, Tensor) else 0
+        tokens = math.prod(hidden_states.shape[1:-1])
         if "sparse_params" in kwargs and self._sparse.applies(tokens):
             kwargs["sparse_params"] = None  # the mask that the model would make itself
-        try:
-            return self._own(self, attn, hidden_states, *args, **kwargs)
-        finally:
-            self._around = None
+        joint = given.shape[1] if isinstance(given, Tensor) else 0
+        kwargs[DISPATCH] = functools.partial(self._attend, tokens, joint)
+        return redirected(self, attn, hidden_states, *args, **kwargs)
 
     return type(f"Sparse{old.__name__}", (_Processor, old), {"__call__": call})
+
+
+def _redirected(own: Any, name: str) -> Any:
+    """The function `own` of class `name` with an argument more, the dispatch_attention_fn that it calls.
+
+    From its source, because torch.compile must find a function's global names in those of its module.
+    """
+    if not isinstance(own, types.FunctionType) or DISPATCH not in own.__code__.co_names:
+        raise InvalidInput(f"{name} does not call {DISPATCH}; use a diffusers in which it does")
+    code = own.__code__
+    try:
+        tree = ast.parse("if True:\n" + inspect.getsource(own))
+    except (OSError, SyntaxError) as error:
+        raise InvalidInput(f"{name} has no readable source, which use() needs ({error})") from error
+    function: Any = tree.body[0].body[0]  # type: ignore[attr-defined]
+    if own.__closure__ or not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        raise InvalidInput(f"{name}.__call__ is not a plain function, which use() needs")
+    function.args.kwonlyargs.append(ast.arg(DISPATCH))
+    function.args.kw_defaults.append(None)
+    ast.fix_missing_locations(ast.increment_lineno(tree, code.co_firstlineno - 2))
+    flags = code.co_flags & annotations.compiler_flag  # of __future__
+    whole = compile(tree, code.co_filename, "exec", flags, dont_inherit=True)
+    inner = next(x for x in whole.co_consts if isinstance(x, types.CodeType) and x.co_name == function.name)
+    made = types.FunctionType(inner, own.__globals__, own.__name__, own.__defaults__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_fake, watched
 from sparsek.integrations.refused import (
     check_operands,
     check_shape,
@@ -302,9 +303,20 @@ def _sizes(name: str, sizes: Tensor, x: Tensor, side: int) -> Tensor:
     arguments.tensor(name, sizes, (torch.int32, torch.int64))
     arguments.one_device(f"{name} is", sizes.device, "q is", x.device)
     length = x.shape[2]
-    if length % side or sizes.numel() != length // side:
+    if length % side:
         raise InvalidInput(
-            f"{name} has {sizes.numel()} sizes; {length} tokens in blocks of {side} need {length / side:g}"
+            f"{length} tokens are not whole blocks of {side}; pad them to {-(-length // side) * side}, and give the "
+            f"valid tokens of each block in {name}"
         )
+    if sizes.numel() != length // side:
+        raise InvalidInput(
+            f"{name} has {sizes.numel()} sizes; {length} tokens in blocks of {side} need {length // side}"
+        )
+    sizes = sizes.flatten()
+    if sizes.device.type == "cpu" and not (watched(sizes) or is_fake(sizes)):
+        wrong = torch.nonzero((sizes < 0) | (sizes > side))
+        if wrong.numel():
+            at = int(wrong[0])
+            raise InvalidInput(f"{name}[{at}] is {int(sizes[at])}; a block has 0 to {side} tokens")
     arguments.dtype("the dtype of q, k and v", x.dtype, dtypes.FLOATS)
-    return sizes.flatten()
+    return sizes

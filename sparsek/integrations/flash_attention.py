@@ -9,6 +9,7 @@ A `mask_mod` is a torch function (b, h, q_idx, kv_idx), as FlexAttention has it,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
 from sparsek.integrations.refused import (
     check_operands,
     check_shape,
@@ -24,7 +26,11 @@ from sparsek.integrations.refused import (
     require_neutral,
 )
 from sparsek.mask.accepted import kept_conversion, read_by
+from sparsek.mask.again import of_options
 from sparsek.mask.cache import kept_mask
+from sparsek.mask.closed import Band, counted_band, on_gpu
+from sparsek.mask.documents import PackedLayout, Window, documents_mask
+from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
 
@@ -176,20 +182,29 @@ def _near(q: Tensor, k: Tensor, window: tuple[int | None, int | None]) -> BlockM
     (left, right), frame = window, {"q_len": q_len, "kv_len": kv_len, "device": q.device}
 
     def build() -> BlockMask:
-        if right == 0:
-            return (
-                BlockMask.causal(**frame)
-                if left is None
-                else BlockMask.sliding_window(window=left + 1, **frame)
-            )
-        if left is not None and left == right:
-            return BlockMask.sliding_window(window=left + 1, causal=False, **frame)
-        raise InvalidInput(
-            f"window_size is {window}; the right side must be 0, or as long as the left one: make another window by "
-            "mask_mod"
-        )
+        if window == CAUSAL:
+            return BlockMask.causal(**frame)
+        if left is not None and right in (0, left):
+            return BlockMask.sliding_window(window=left + 1, causal=right == 0, **frame)
+        return _uneven(BlockMask, left, right, **frame)
 
+    if torch.compiler.is_compiling():  # a constant of the graph
+        return build()
     return kept_mask(("flash attention", window, *frame.values()), build)
+
+
+@of_options
+@not_traced("a block mask")
+def _uneven(cls: type[BlockMask], left: int | None, right: int | None, **frame: Any) -> BlockMask:
+    """The mask of a window with other sides."""
+    place = Place.of(**frame)
+    near = Window(None if left is None else left + 1, None if right is None else right + 1)
+    label, band = f"window({left}, {right})", Band.of(place, *near)
+    count = partial(counted_band, place, band)
+    made = on_gpu(cls, place, "mask_of_band", (band,), count, known=(band,), pure=True, label=label)
+    if made is not None:
+        return made
+    return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
 
 
 def _check_torch(mask_mod: Any) -> None:

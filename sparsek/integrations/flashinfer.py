@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.flashinfer_masks import Grid, Padded, Setting, by_positions
+from sparsek.integrations.flashinfer_masks import Grid, Padded, Setting, by_positions, factor_of
 from sparsek.integrations.refused import check_operands, check_shape, ints_on, require_neutral
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
@@ -101,7 +101,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        """Make the mask that `run` applies. Give one of indptr and indices, block_mask, and q2k_indices.
+        """Make the mask that `run` applies, from indptr and indices, from block_mask, or from q2k_indices.
 
         Args:
             indptr: int [MB + 1], MB = ceil(M / R): row i has the entries indptr[i] to indptr[i + 1] of `indices`.
@@ -128,9 +128,10 @@ class BlockSparseAttentionWrapper(_Wrapper):
             kv_data_type: The dtype of k and v; that of q for None.
             o_data_type: The dtype of the result.
             non_blocking: Not read: nothing is copied.
-            block_mask: bool [Hq or Hkv, MB, NB]. Each head of q may have blocks of its own.
+            block_mask: bool [Hq or Hkv, MB, NB]. Each head of q may have blocks of its own. With it, indptr and indices
+                are not read, as in the backends of FlashInfer that have it.
             kv_block_lens: int [NB]: the valid keys of each block, its first ones.
-            q2k_indices: int [Hq, MB, n]: key blocks of each row.
+            q2k_indices: int [Hq, MB, n]: key blocks of each row. Not with block_mask, nor with indptr and indices.
             q2k_num: int [Hq, MB]: how many of them count; all for None.
             kv_splits: Not read.
             use_clc: Not read.
@@ -152,12 +153,14 @@ class BlockSparseAttentionWrapper(_Wrapper):
         sizes = [arguments.integer(name, n, 1) for name, n in (("M", M), ("N", N), ("R", R), ("C", C))]
         grid = Grid(*sizes, device=self.device)
         causal = arguments.flag("causal", causal) and mask is None
+        if block_mask is not None:
+            indptr = indices = None
         given = [each is not None for each in (indptr, block_mask, q2k_indices)]
         if sum(given) != 1 or (indptr is None) != (indices is None):
             raise InvalidInput("give one of indptr with indices, block_mask, and q2k_indices")
         if mask is not None and indptr is None:
             raise InvalidInput(
-                "mask has the elements of the blocks in indices; give indptr and indices with it"
+                "mask has the elements of the blocks in indices; give indptr and indices with it, and no block_mask"
             )
         if block_mask is not None:
             table = grid.of_map(block_mask, setting.heads)
@@ -224,6 +227,52 @@ class BlockSparseAttentionWrapper(_Wrapper):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         found, sums = attention(q, k, v, self._mask, scale=self._setting.scale, return_lse=True)
         return self._setting.results(found[0].transpose(0, 1), sums[0].T, out, lse, return_lse)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor:
+        """Return `run(q, k, v)`, deprecated in FlashInfer. Its options replace those of `plan`, also for later calls.
+
+        Args:
+            q: [M, Hq, D].
+            k: [N, Hkv, D].
+            v: [N, Hkv, D].
+            scale_q: Must be None.
+            scale_k: Must be None.
+            scale_v: Must be None.
+            pos_encoding_mode: Must be "NONE".
+            use_fp16_qk_reduction: Must be False.
+            logits_soft_cap: Must be None or 0.
+            sm_scale: The factor of the scores in place of that of `plan`; D**-0.5 for None.
+            rope_scale: Not read.
+            rope_theta: Not read.
+
+        Returns:
+            out [M, Hq, D], as `run`.
+
+        Raises:
+            InvalidInput: As `run`, and for options that SparseK does not have.
+        """
+        call = "BlockSparseAttentionWrapper.forward"
+        factor = factor_of(call, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        if self._setting is not None:
+            self._setting = self._setting._replace(scale=factor)
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
+
+    def end_forward(self) -> None:
+        """Do nothing, as in FlashInfer."""
 
 
 class VariableBlockSparseAttentionWrapper(_Wrapper):
@@ -359,3 +408,40 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         else:
             found, sums = made.attention(q, k, v, setting.scale)
         return setting.results(found, sums, out, lse, return_lse)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor:
+        """Return `run(q, k, v)`, deprecated in FlashInfer. Its options replace those of `plan`, also for later calls.
+
+        Args:
+            q: [Hq, S, D].
+            k: [Hkv, T, D].
+            v: [Hkv, T, D].
+            pos_encoding_mode: Must be "NONE".
+            use_fp16_qk_reduction: Must be False.
+            logits_soft_cap: Must be None or 0.
+            sm_scale: The factor of the scores in place of that of `plan`; D**-0.5 for None.
+            rope_scale: Not read.
+            rope_theta: Not read.
+
+        Returns:
+            out [Hq, S, D], as `run`.
+
+        Raises:
+            InvalidInput: As `run`, and for options that SparseK does not have.
+        """
+        call = "VariableBlockSparseAttentionWrapper.forward"
+        factor = factor_of(call, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        if self._planned is not None:
+            self._planned = (self._planned[0]._replace(scale=factor), *self._planned[1:])
+        return self.run(q, k, v)

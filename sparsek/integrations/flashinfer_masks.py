@@ -37,9 +37,7 @@ class Setting(NamedTuple):
         types: Any,
     ) -> Setting:
         """From the arguments of `plan`; InvalidInput for those that SparseK does not have."""
-        require_neutral(call, "pos_encoding_mode", pos, "NONE", "apply rotary embeddings before the call")
-        require_neutral(call, "use_fp16_qk_reduction", fp16_sums, False)
-        require_neutral(call, "logits_soft_cap", softcap, 0.0)
+        factor = factor_of(call, pos, fp16_sums, softcap, scale)
         names = "num_qo_heads", "num_kv_heads", "head_dim"
         q_heads, kv_heads, dim = (arguments.integer(*each, 1) for each in zip(names, heads, strict=True))
         if q_heads % kv_heads:
@@ -50,7 +48,6 @@ class Setting(NamedTuple):
         found = [
             as_dtype(*each) for each in zip(names, (types[0], types[1] or types[0], types[2]), strict=True)
         ]
-        factor = None if scale is None else arguments.number("sm_scale", scale)
         return cls((q_heads, kv_heads, dim), (found[0], found[1], found[2]), factor)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
@@ -58,11 +55,11 @@ class Setting(NamedTuple):
         (q_heads, kv_heads, dim), (q_type, kv_type, _) = self.heads, self.dtypes
         of_q, of_k = (q_heads, q_type), (kv_heads, kv_type)
         for name, x, (heads, kind) in (("q", q, of_q), ("k", k, of_k), ("v", v, of_k)):
-            if x.shape[heads_at] != heads or x.shape[2] != dim or x.dtype != kind:
-                raise InvalidInput(
-                    f"{name} is {x.dtype} {list(x.shape)}; plan was for {heads} heads of {dim} in {kind}: "
-                    "pass q_data_type and kv_data_type to plan"
-                )
+            if x.shape[heads_at] != heads or x.shape[2] != dim:
+                raise InvalidInput(f"{name} is {list(x.shape)}; plan was for {heads} heads of dim {dim}")
+            if x.dtype != kind:
+                option = "q_data_type" if name == "q" else "kv_data_type"
+                raise InvalidInput(f"{name} is {x.dtype}; plan was for {kind}: pass {option} to plan")
 
     def results(self, found: Tensor, sums: Tensor, out: Any, lse: Any, return_lse: Any) -> Any:
         """The result in its dtype, and the lse to base 2, in tensors of the caller where given."""
@@ -79,6 +76,14 @@ class Setting(NamedTuple):
             )
             sums = lse.copy_(sums)
         return found, sums
+
+
+def factor_of(call: str, pos: Any, fp16_sums: Any, softcap: Any, scale: Any) -> float | None:
+    """`scale`, the factor of the scores; InvalidInput for options that SparseK does not have."""
+    require_neutral(call, "pos_encoding_mode", pos, "NONE", "apply rotary embeddings before the call")
+    require_neutral(call, "use_fp16_qk_reduction", fp16_sums, False)
+    require_neutral(call, "logits_soft_cap", softcap, 0.0)
+    return None if scale is None else arguments.number("sm_scale", scale)
 
 
 def as_dtype(name: str, value: Any) -> torch.dtype:
@@ -123,11 +128,28 @@ class Grid:
         check_shape("indptr", starts, (self.rows + 1,), "[ceil(M / R) + 1]")
         starts, columns = starts.long(), columns.long()
         place = torch.arange(columns.shape[0], device=self.device)
-        row = torch.searchsorted(starts, place, right=True) - 1
+        if starts.device.type == "cpu":
+            self._check_starts(starts, columns.shape[0])
+        sorted_starts = starts.cummax(0).values
+        row = torch.searchsorted(sorted_starts, place, right=True) - 1
         right = (row >= 0) & (row < self.rows) & (columns >= 0) & (columns < self.columns)
-        self._refuse(~right, "indptr and indices", "indptr from 0 to len(indices), and indices below N / C")
+        right = right & (sorted_starts == starts).all() & (starts[0] == 0) & (starts[-1] == columns.shape[0])
+        self._refuse(~right, "indices", "key blocks below N / C")
         cells = torch.where(right, row * self.columns + columns, self.rows * self.columns)
         return self._scattered((1, self.rows * self.columns), cells[None], place[None])
+
+    def _check_starts(self, starts: Tensor, stored: int) -> None:
+        """InvalidInput unless these go from 0 to `stored`, none below the one before it."""
+        first, last, steps = int(starts[0]), int(starts[-1]), starts.diff()
+        if first != 0:
+            raise InvalidInput(f"indptr[0] is {first}; it must be 0")
+        if bool((steps < 0).any()):
+            row = int((steps < 0).nonzero()[0])
+            raise InvalidInput(
+                f"indptr[{row + 1}] is {int(starts[row + 1])}, below indptr[{row}], {int(starts[row])}; sort indptr"
+            )
+        if last != stored:
+            raise InvalidInput(f"indptr[{self.rows}] is {last}; it must be {stored}, the length of indices")
 
     def of_lists(self, indices: Any, counts: Any, heads: tuple[int, int, int]) -> Tensor:
         """The table of lists for each head of q."""

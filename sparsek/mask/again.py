@@ -102,8 +102,8 @@ def _no_operand(device: Any) -> Tensor | None:
     """A tensor without elements on a GPU, for recorded calls that read none; None for another device."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):
-        return None
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return None  # which the builder refuses
     if found.type != "cuda" or not torch.cuda.is_available():
         return None
     return _empty_on(torch.cuda.current_device() if found.index is None else found.index)

@@ -23,7 +23,19 @@ from sparsek.core import arguments
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
-from sparsek.mask import bigbird, check, compose, flex, interop, listed, lists, scored, structured, view
+from sparsek.mask import (
+    bigbird,
+    check,
+    compose,
+    flex,
+    interop,
+    listed,
+    lists,
+    scored,
+    structured,
+    traced,
+    view,
+)
 from sparsek.mask.fresh import Leaf
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
@@ -351,6 +363,7 @@ TENSORS = ("lo", "hi", "rules", "bits")
 setattr(BlockMask, "full", FullBlocks(BlockMask))  # noqa: B010
 for _name in ("partial", *TENSORS):
     setattr(BlockMask, _name, Leaf(_name))
+traced.makes(BlockMask)
 
 
 def _saveable(part: Any) -> Any:

@@ -59,8 +59,15 @@ class Recipe(NamedTuple):
         return self.make(*args, **named)
 
 
+# The class of masks, whose module imports this one.
+_MASK: list[type[BlockMask]] = []
 _BUILDERS: dict[str, Callable[..., BlockMask]] = {}
 _RECIPES: dict[str, Recipe] = {}
+
+
+def makes(cls: type[BlockMask]) -> None:
+    """Let traced builders make masks of this class."""
+    _MASK[:] = [cls]
 
 
 def register(make: Callable[..., BlockMask], made: Callable[..., BlockMask]) -> str:
@@ -116,10 +123,8 @@ def node(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockMask:
         else:
             at, *shape = _numbers(part)
             leaves.append(pieces[at].view(shape) if shape else pieces[at])
-    from sparsek.mask.mask import BlockMask
-
     q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact = _numbers(numbers)
-    mask = BlockMask.unchecked(
+    mask = _MASK[0].unchecked(
         q_len=q_len, kv_len=kv_len, block=(bq, bk), batch=batch, heads=heads,
         full=BlockLists(leaves[0], leaves[1], leaves[2]), partial=BlockLists(leaves[3], leaves[4], leaves[5]),
         lo=leaves[6], hi=leaves[7], rules=leaves[8], bits=leaves[9],

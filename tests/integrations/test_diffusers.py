@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import sparsek as sk
 from tests.house.tools import need
@@ -17,7 +20,12 @@ from tests.house.tools import need
 need("diffusers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from diffusers import HunyuanVideoTransformer3DModel, Kandinsky5Transformer3DModel, WanTransformer3DModel
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideoTransformer3DModel,
+        Kandinsky5Transformer3DModel,
+        WanTransformer3DModel,
+    )
     from diffusers.models.transformers import (
         transformer_hunyuan_video,
         transformer_kandinsky,
@@ -188,8 +196,94 @@ def test_which_layers_are_sparse() -> None:
         ],
     }
     for name, right in names.items():
-        with diffusers.use(MODELS[name][0]()[0], POLICY) as sparse:
+        model = MODELS[name][0]()[0]
+        with diffusers.use(model, POLICY) as sparse:
             assert sparse.layers == right
+        with diffusers.use(model, POLICY, skip_layers=0) as sparse:
+            assert sparse.layers == right[1:]
+
+
+def compiled(model: Any) -> tuple[Any, CompileCounter]:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    return torch.compile(model, backend=counter, fullgraph=True), counter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_is_one_graph(name: str) -> None:
+    model, given = MODELS[name][0]()
+    fast, counter = compiled(model)
+    with diffusers.use(model, POLICY):
+        torch.testing.assert_close(run(fast, given), run(model, given))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (sk.policies.VSA(topk=2), {}),
+        (sk.MaskPolicy(window=40, causal=False), {"skip_layers": 1}),
+        (sk.BlockMask.full(3 * 10 * 11), {}),
+        (POLICY, {"min_tokens": 10**6}),
+    ],
+)
+def test_any_policy_compiles(policy: Any, options: dict[str, Any]) -> None:
+    model, given = wan()
+    fast, counter = compiled(model)
+    with diffusers.use(model, policy, **options):
+        torch.testing.assert_close(run(fast, given), run(model, given))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_steps_compile_once_dense_and_once_sparse(blocks: bool) -> None:
+    model, given = wan()
+    dense, (fast, counter) = run(model, given), compiled(model)
+    with diffusers.use(model, POLICY, skip_first_steps=3) as sparse:
+        eager = [run(model, given) for _ in range(6)]
+        sparse.reset()
+        if blocks:
+            model.compile_repeated_blocks(backend=counter, fullgraph=True)
+            fast = model
+        for at, right in enumerate(eager):
+            assert torch.equal(right, dense) is (at < 3)
+            torch.testing.assert_close(run(fast, given), right)
+    assert counter.frame_count == 2
+
+
+def test_a_model_compiled_before_use_is_its_own_again_after_undo() -> None:
+    model, given = wan()
+    fast, counter = compiled(model)
+    dense = run(fast, given)
+    sparse = diffusers.use(fast, POLICY)
+    assert sparse.layers == [f"blocks.{at}.attn1" for at in range(3)]
+    torch.testing.assert_close(run(fast, given), run(model, given))
+    assert not torch.allclose(run(fast, given), dense, atol=1e-4)
+    sparse.undo()
+    assert torch.equal(run(fast, given), dense)
+    assert counter.frame_count == 2
+
+
+def test_a_compiled_model_follows_the_scheduler(tmp_path: Path) -> None:
+    model, given = wan()
+    dense, (fast, counter) = run(model, given), compiled(model)
+    scheduler: Any = FlowMatchEulerDiscreteScheduler()
+    pipe, found = SimpleNamespace(transformer=fast, scheduler=scheduler), []
+    with (
+        diffusers.use(pipe, POLICY, skip_first_steps=2),
+        diffusers.use(wan()[0], POLICY, scheduler=scheduler),
+    ):
+        for _ in range(2):
+            scheduler.set_timesteps(4)
+            for time in scheduler.timesteps:
+                found.append(torch.allclose(run(fast, given), dense, atol=1e-5))
+                copy.deepcopy(scheduler).set_timesteps(3)
+                scheduler.step(given["hidden_states"], time, given["hidden_states"])
+        scheduler.save_pretrained(tmp_path)
+    assert found == [True, True, False, False] * 2
+    assert counter.frame_count == 2
+    assert type(scheduler) is FlowMatchEulerDiscreteScheduler
+    assert type(FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path)) is type(scheduler)
 
 
 def test_what_is_refused() -> None:
@@ -198,6 +292,7 @@ def test_what_is_refused() -> None:
         (model, "nabla", {}, "policy is"),
         (torch.nn.Linear(1, 1), POLICY, {}, "a transformer of diffusers"),
         (model, POLICY, {"skip_layers": (3,)}, "skip_layers"),
+        (model, POLICY, {"skip_layers": None}, "skip_layers"),
         (model, POLICY, {"skip_first_steps": -1}, "skip_first_steps"),
         (model, POLICY, {"text": "middle"}, "text is"),
     ]

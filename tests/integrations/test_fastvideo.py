@@ -138,6 +138,14 @@ def test_what_is_refused() -> None:
         video_sparse_attn(q, k, v, sizes, sizes, 1, 5)
     with pytest.raises(InvalidInput, match="variable_block_sizes has 3 sizes"):
         video_sparse_attn(q, k, v, sizes[:3], sizes, 1)
+    for side, wrong in ((64, torch.tensor([64, 65, 64, 64])), (256, torch.tensor([-1]))):
+        good = wrong.clamp(0, side)
+        at = int((wrong != good).nonzero()[0])
+        for given, name in (((wrong, good), "variable"), ((good, wrong), "q_variable")):
+            with pytest.raises(InvalidInput, match=rf"^{name}_block_sizes\[{at}\] is {wrong[at]}"):
+                video_sparse_attn(q, k, v, *given, 1, side)
+    with pytest.raises(InvalidInput, match="250 tokens are not whole blocks of 64; pad them to 256"):
+        video_sparse_attn(q, k[:, :, :250], v[:, :, :250], sizes, sizes, 1)
     with pytest.raises(InvalidInput, match="256 tokens for 3 query blocks"):
         block_sparse_attn(q, k, v, four[:, :, :3], sizes)
     with pytest.raises(InvalidInput, match="block_map is"):

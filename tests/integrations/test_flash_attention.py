@@ -91,8 +91,12 @@ def test_mask_mod_without_lists() -> None:
 
 @pytest.mark.parametrize(
     ("window", "causal"),
-    [((None, None), False), ((-1, -1), True), ((40, 0), False), ((40, 9), True), ((30, 30), False)],
-)
+    [
+        ((None, None), False), ((-1, -1), True), ((40, 0), False), ((40, 9), True), ((30, 30), False),
+        ((10, 70), False), ((130, 2), False), ((0, 5), False), ((None, 20), False), ((50, None), False),
+        ((None, None), True), ((None, 500), False),
+    ],
+)  # fmt: skip
 def test_windows(window: tuple[Any, Any], causal: bool) -> None:
     leaves = operands((1, 150, 2, 16), (1, 200, 2, 16), (1, 200, 2, 16))
     left, limit = (None if n == -1 else n for n in window)
@@ -101,6 +105,15 @@ def test_windows(window: tuple[Any, Any], causal: bool) -> None:
     seen = seen if left is None else seen & (ahead >= -left)
     seen = seen if limit is None else seen & (ahead <= limit)
     same(flash_attn_func(*leaves, window_size=window, causal=causal)[0], right(*leaves, seen)[0])
+
+
+def test_windows_in_one_graph() -> None:
+    leaves = operands((1, 150, 2, 16))
+
+    def near(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, window_size=(10, 70))[0]
+
+    same(torch.compile(near, backend="eager", fullgraph=True)(*leaves), near(*leaves))
 
 
 def test_what_is_refused() -> None:
@@ -114,7 +127,8 @@ def test_what_is_refused() -> None:
         ({"score_mod": max}, "score_mod"),
         ({"aux_tensors": [q]}, "aux_tensors"),
         ({"mask_mod": 3}, "mask_mod"),
-        ({"window_size": (3, 5)}, "window_size"),
+        ({"window_size": (3, -5)}, "window_size"),
+        ({"window_size": (3, 5, 7)}, "window_size"),
         ({"window_size": (3, 0), "block_sparse_tensors": lists}, "give one"),
         ({"block_sparse_tensors": lists._replace(block_size=(96, 96))}, "multiples of 64|mask_block_cnt"),
         ({"block_sparse_tensors": lists._replace(full_block_cnt=lists[0])}, "both"),

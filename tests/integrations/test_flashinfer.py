@@ -144,6 +144,52 @@ def test_blocks_of_several_sizes(sides: tuple[tuple[int, int], ...], seed: int, 
     same_gradients(out, wanted[0], leaves)
 
 
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([1, 1, 3], r"indptr\[0\] is 1"),
+        ([0, 3, 1], r"indptr\[2\] is 1, below indptr\[1\], 3"),
+        ([0, -1, 3], r"indptr\[1\] is -1"),
+        ([0, 1, 99], r"indptr\[2\] is 99; it must be 3"),
+        ([0, 1, 2], r"indptr\[2\] is 2; it must be 3"),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_broken_row_starts(starts: list[int], message: str, kind: torch.dtype) -> None:
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0))
+    lists = torch.tensor(starts, dtype=kind), torch.tensor([0, 0, 1], dtype=kind)
+    with pytest.raises(InvalidInput, match=message):
+        wrapper.plan(*lists, 128, 128, 64, 64, 2, 2, 8)
+
+
+def test_a_block_mask_comes_before_lists() -> None:
+    leaves, blocks = operands((128, 2, 8), (128, 2, 8), (128, 2, 8)), coin(2, 2, 2, seed=1)
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0))
+    ignored = torch.tensor([0, 9]), torch.tensor([7])
+    wrapper.plan(*ignored, 128, 128, 64, 64, 2, 2, 8, block_mask=blocks, **F64)
+    same(wrapper.run(*leaves), by_tokens(*leaves, expanded(blocks, (64, 64), (128, 128)))[0])
+
+
+def test_the_deprecated_calls() -> None:
+    q, k, v = leaves = operands((64, 2, 8), (64, 2, 8), (64, 2, 8))
+    everything = torch.ones(64, 64, dtype=torch.bool)
+    right = {scale: by_tokens(*leaves, everything, scale)[0] for scale in (0.7, None)}
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.begin_forward(
+        torch.tensor([0, 1]), torch.tensor([0]), 64, 64, 64, 64, 2, 2, 8, sm_scale=0.1, **F64
+    )
+    same(wrapper.forward(q, k, v, sm_scale=0.7), right[0.7])
+    same(wrapper.run(q, k, v), right[0.7])
+    same(wrapper.forward(q, k, v), right[None])
+    wrapper.end_forward()
+    several = VariableBlockSparseAttentionWrapper(torch.empty(0))
+    sizes = torch.full((2, 1), 64)
+    several.plan(torch.ones(2, 1, 1, dtype=torch.bool), sizes, sizes, 2, 2, 8, q_data_type="float64")
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    same(several.forward(q, k, v, sm_scale=0.7).transpose(0, 1), right[0.7])
+    same(several.forward(q, k, v).transpose(0, 1), right[None])
+
+
 def test_what_is_refused() -> None:
     indptr, indices = torch.tensor([0, 1]), torch.tensor([0])
     wrapper, good = BlockSparseAttentionWrapper(torch.empty(0)), (indptr, indices, 64, 64, 64, 64, 2, 2, 8)
@@ -151,8 +197,13 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidInput, match="before plan"):
         wrapper.run(q, q, q)
     wrapper.plan(*good)
-    with pytest.raises(InvalidInput, match=r"q is torch\.float64"):
+    with pytest.raises(InvalidInput, match=r"q is torch\.float64; .*: pass q_data_type"):
         wrapper.run(q, q, q)
+    narrow = operands((64, 2, 4))[0].half()
+    with pytest.raises(InvalidInput, match=r"q is \[64, 2, 4\]; plan was for 2 heads of dim 8$"):
+        wrapper.run(narrow, narrow, narrow)
+    with pytest.raises(InvalidInput, match=r"forward has no logits_soft_cap"):
+        wrapper.forward(q, q, q, logits_soft_cap=30.0)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
@@ -160,8 +211,9 @@ def test_what_is_refused() -> None:
         ({"packed_mask": torch.zeros(4, dtype=torch.uint8)}, "packed_mask"),
         ({"q_scale": torch.ones(2)}, "q_scale"),
         ({"q_data_type": "int33"}, "q_data_type"),
-        ({"block_mask": coin(2, 1, 1)}, "one of indptr"),
+        ({"q2k_indices": torch.zeros(2, 1, 1, dtype=torch.int32)}, "one of indptr"),
         ({"mask": coin(2, 64, 64)}, "mask is"),
+        ({"mask": coin(1, 64, 64), "block_mask": coin(2, 1, 1)}, "no block_mask"),
         ({"kv_block_lens": torch.tensor([1, 2])}, "kv_block_lens is"),
     ]
     for change, message in wrong:

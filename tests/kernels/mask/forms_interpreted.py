@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsek.integrations import flash_attention
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import assert_same, by_kernels, frame, places
@@ -27,6 +28,15 @@ def test_causal_and_full(place: Place, causal: bool):
 def test_windows_and_sinks(place: Place, window: int, sinks: int, causal: bool):
     def build() -> BlockMask:
         return BlockMask.sliding_window(window=window, sinks=sinks, causal=causal, **frame(place))
+
+    assert_same(by_kernels(build), build())
+
+
+@given(places(), st.one_of(st.none(), TOKENS), st.one_of(st.none(), TOKENS))
+@FEW
+def test_windows_of_other_sides(place: Place, left: int | None, right: int | None):
+    def build() -> BlockMask:
+        return flash_attention._uneven(BlockMask, left, right, **frame(place))
 
     assert_same(by_kernels(build), build())
 
