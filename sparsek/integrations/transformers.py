@@ -3,6 +3,7 @@
     import sparsek.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsek")
     model.config.sparsek = {"window": 4096, "sinks": 128}    # options of MaskPolicy; None: the model's own mask
+    model.config.sparsek = sparsek.policies.XAttention()     # any policy, which chooses in each layer
 
 A query sees the keys that both the model's mask (causality, window, padding, packed documents, cache) and the policy
 admit. Needs transformers 5.4 or newer.
@@ -38,6 +39,7 @@ from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import ResolvedRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
+from sparsek.policies.policy import Policy
 
 NAME = "sparsek"
 REFUSED = {
@@ -80,7 +82,8 @@ def sparsek_mask(
         attention_mask: Padding [B or 1, tokens], true for a token; or the result of an earlier call.
         use_vmap: Whether an unknown function is evaluated under torch.vmap.
         device: Where the mask is made.
-        config: The config of the model; `config.sparsek` has the options of a `MaskPolicy`, or is None.
+        config: The config of the model; `config.sparsek` is a policy of sk.policies, a dict of the options of a
+            `MaskPolicy`, a dict with "policy", the name of a class of sk.policies, and its options, or None.
 
     Returns:
         A `ModelMask`, the `attention_mask` of the layers.
@@ -91,8 +94,14 @@ def sparsek_mask(
     if isinstance(attention_mask, ModelMask):  # generate() has made it
         return attention_mask
     plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
-    if torch.compiler.is_compiling() and plain and attention_mask is None and isinstance(q_offset, int):
-        options = getattr(config, "sparsek", None)
+    options = getattr(config, "sparsek", None)
+    plain = plain and attention_mask is None
+    if (
+        torch.compiler.is_compiling()
+        and plain
+        and isinstance(q_offset, int)
+        and not isinstance(options, Policy)
+    ):
         given = None if options is None else tuple(options.items())
         causal = mask_function is causal_mask_function
         return _constant_mask(
@@ -249,7 +258,13 @@ def sparsek_attention(
             "cu_seq_lens are given, but the mask does not separate documents: pass position_ids that restart, and no "
             "attention_mask, to a causal model"
         )
-    out = attention(query, key, value, mask.visible.mask_for(query, key), scale=scaling)
+    choice = mask.choice
+    if choice is None:
+        seen = mask.visible.mask_for(query, key)
+    else:
+        key, value = (x[:, :, : choice.kv_len] for x in (key, value))
+        seen = choice.mask_for(query, key, scaling)
+    out = attention(query, key, value, seen, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 

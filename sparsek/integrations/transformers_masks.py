@@ -11,15 +11,16 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers.masking_utils as masking_utils
 from torch import Tensor
 
+from sparsek import policies
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import is_fake, not_traced
@@ -29,12 +30,38 @@ from sparsek.mask.lists import Place, Sizes
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy, ResolvedRule
 from sparsek.mask.traced import traceable
+from sparsek.policies.policy import Policy
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")
 
 EVERY_KEY = MaskPolicy(causal=False)
 OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]
+
+
+class Choice(NamedTuple):
+    """A policy of sk.policies, which chooses in each layer.
+
+    Attributes:
+        policy: The policy.
+        q_offset: The position of the first query among the keys.
+        kv_len: The keys that are used, the first ones of a cache.
+        within: The model's own mask; None if the policy's hides what this hides.
+    """
+
+    policy: Policy
+    q_offset: int
+    kv_len: int
+    within: BlockMask | None
+
+    def mask_for(self, q: Tensor, k: Tensor, scale: float | None) -> BlockMask:
+        """The mask of one layer, for q [B, Hq, S, D] and the used keys k [B, Hkv, kv_len, D]."""
+        chosen = self.policy.mask(q, k, scale=scale, q_offset=self.q_offset)
+        return chosen if self.within is None else chosen & self.within
+
+    def to(self, device: torch.device) -> Choice:
+        """The same with the mask on another device."""
+        return self if self.within is None else self._replace(within=self.within.to(device))
 
 
 class ModelMask:
@@ -45,8 +72,14 @@ class ModelMask:
 
     ndim = 4
 
-    def __init__(self, visible: ResolvedRule, shape: tuple[int, int, int, int], packed: bool = False) -> None:
-        self.visible, self.shape, self.packed = visible, shape, packed
+    def __init__(
+        self,
+        visible: ResolvedRule,
+        shape: tuple[int, int, int, int],
+        packed: bool = False,
+        choice: Choice | None = None,
+    ) -> None:
+        self.visible, self.shape, self.packed, self.choice = visible, shape, packed, choice
         self.device = visible.within.device
         self._moved: dict[torch.device, ModelMask] = {}
 
@@ -62,25 +95,37 @@ class ModelMask:
             return self
         if target not in self._moved:
             moved = ResolvedRule(within.to(target), None if always is None else always.to(target), k)
-            self._moved[target] = ModelMask(moved, self.shape, self.packed)
+            self._moved[target] = ModelMask(
+                moved, self.shape, self.packed, self.choice and self.choice.to(target)
+            )
         return self._moved[target]
 
     def __repr__(self) -> str:
         return f"ModelMask({self.visible.within!r}{f', {self.visible.k} best' if self.visible.k else ''})"
 
 
-def policy_of(config: Any) -> MaskPolicy | None:
-    """The policy of `config.sparsek`, a dict of options of MaskPolicy, without causality, which is the model's."""
+def policy_of(config: Any) -> MaskPolicy | Policy | None:
+    """The policy of `config.sparsek`: one of sk.policies, or that of a dict of options of MaskPolicy, without
+    causality, which is the model's.
+    """
     return policy_of_options(getattr(config, "sparsek", None))
 
 
-def policy_of_options(options: Any) -> MaskPolicy | None:
+def policy_of_options(options: Any) -> MaskPolicy | Policy | None:
     """The policy of these options; None for None."""
-    if options is None:
-        return None
+    if options is None or isinstance(options, Policy):
+        return options
+    if isinstance(options, Mapping) and "policy" in options:
+        names = [each for each in policies.__all__ if isinstance(getattr(policies, each), type)]
+        made = getattr(policies, arguments.one_of("config.sparsek['policy']", options["policy"], names))
+        try:
+            return made(**{name: value for name, value in options.items() if name != "policy"})
+        except TypeError as error:
+            raise InvalidInput(f"config.sparsek is {arguments.shown(options)}: {error}") from error
     if not isinstance(options, Mapping) or not set(options) <= set(OPTIONS):
         raise InvalidInput(
-            f"config.sparsek is {arguments.shown(options)}; it must be None or a dict of {', '.join(OPTIONS)}"
+            f"config.sparsek is {arguments.shown(options)}; it must be None, a policy of sk.policies, or a dict of "
+            f"{', '.join(OPTIONS)}"
         )
     return MaskPolicy(**options, causal=False)
 
@@ -182,6 +227,11 @@ class MaskRequest:
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch, 1, self.q_len, self.kv_len
 
+    @property
+    def place(self) -> int:
+        """The position of the first query among the keys."""
+        return self.q_offset - self.kv_offset
+
     @functools.cached_property
     def keys(self) -> tuple[np.ndarray, bool]:
         """The present keys: start, end and first token of each batch item, as positions here, int64 [B, 3].
@@ -252,11 +302,16 @@ def _runs(ids: np.ndarray) -> np.ndarray:
 
 
 def model_mask(
-    request: MaskRequest, function: Callable[..., Any], policy: MaskPolicy | None, use_vmap: bool = False
+    request: MaskRequest,
+    function: Callable[..., Any],
+    policy: MaskPolicy | Policy | None,
+    use_vmap: bool = False,
 ) -> ModelMask:
     """The pairs that `function`, the padding and `policy` admit."""
     rules = Rules.of(function)
     packed = rules is not None and rules.ids is not None
+    if isinstance(policy, Policy):
+        return _chosen_in_layers(request, function, rules, policy, use_vmap)
     if rules is not None and request.keys[1]:
         visible = (policy or EVERY_KEY).visible_in(request.layout(rules), request.device)
         return ModelMask(visible, request.shape, packed)
@@ -283,10 +338,48 @@ def packed_mask(documents: Tensor) -> BlockMask:
     return BlockMask.block_diagonal(rows, device=device)
 
 
+def stored_block(policy: Policy) -> tuple[int, int]:
+    """The block of a policy's masks."""
+    bq, bk = policy.sides
+    return min(bq, 128), min(bk, 128)
+
+
+def _chosen_in_layers(
+    request: MaskRequest, function: Callable[..., Any], rules: Rules | None, policy: Policy, use_vmap: bool
+) -> ModelMask:
+    """The mask of a policy that chooses from the queries and keys of each layer, and of the model's own.
+
+    Of a cache it is for the keys up to the last query's, where the model is causal.
+    """
+    causal = rules is not None and 1 in rules.ahead
+    if rules is not None and rules.ids is not None:
+        raise InvalidInput(
+            f"config.sparsek is {policy.label}, which chooses blocks of one sequence and keeps no documents apart; "
+            "pass one document for each batch item, or options of MaskPolicy"
+        )
+    if causal and not policy.causal and request.q_len > 1:
+        raise InvalidInput(
+            f"config.sparsek is {policy.label}, which is not causal, and the model is; give the policy causal=True"
+        )
+    end = min(max(request.place + request.q_len, 0), request.kv_len) if causal else request.kv_len
+    some = replace(request, kv_len=end)
+    own = model_mask(some, function, MaskPolicy(causal=False, block=stored_block(policy)), use_vmap)
+    whole = rules is not None and not rules.back and rules.chunks is None and set(rules.ahead) <= {1}
+    alone = whole and bool((some.keys[0][:, 0] == 0).all() and (some.keys[0][:, 1] >= end).all())
+    within = None if alone and some.keys[1] else own.visible.within
+    choice = Choice(policy, request.place, end, within)
+    return ModelMask(own.visible, request.shape, own.packed, choice)
+
+
 def dense_mask(
-    request: MaskRequest, seen: Tensor, policy: MaskPolicy | None, packed: bool = False
+    request: MaskRequest, seen: Tensor, policy: MaskPolicy | Policy | None, packed: bool = False
 ) -> ModelMask:
     """The pairs that a mask [B or 1, H or 1, q_len, kv_len], bool or additive, and `policy` admit. O(S^2)."""
+    if isinstance(policy, Policy):
+        within = BlockMask.from_transformers(seen, stored_block(policy))
+        return ModelMask(
+            ResolvedRule(within), request.shape, packed, Choice(policy, request.place, request.kv_len, within)
+        )
     admitted = BlockMask.from_transformers(seen, (policy or EVERY_KEY).block)
     if policy is None:
         return ModelMask(ResolvedRule(admitted), request.shape, packed)

@@ -43,13 +43,20 @@ _OF_FLEX: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def block_mask(
-    mask: MaskLike | None, q: Tensor, k: Tensor, is_causal: bool = False, *, predicted: bool = False
+    mask: MaskLike | None,
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    predicted: bool = False,
 ) -> BlockMask | None:
     """The BlockMask for queries q [B, Hq, S, D] and keys k [B, Hkv, T, D]; None where every query sees every key.
 
     Args:
         mask: Any form of a mask. A bool tensor must broadcast to [B, Hq or Hkv, S, T]; the first of three dims is Hq.
         is_causal: As in scaled_dot_product_attention: query i sees keys 0 to i. Not together with a mask.
+        scale: The factor of q @ k.T, for rules that estimate the softmax; D**-0.5 for None.
         predicted: The call is only planned, so q and k may be on the meta device.
 
     Raises:
@@ -69,7 +76,7 @@ def block_mask(
             raise InvalidInput(
                 f"mask is {mask.label}, which chooses blocks by q and k, and q is on the meta device; pass a BlockMask"
             )
-        return mask.mask_for(q, k)
+        return mask.mask_for(q, k, scale)
     if type(mask) is Tensor and type(q) is type(k) is Tensor and q.ndim == k.ndim == 4 and not _compiling():
         kept = _OF_TENSORS.find(mask, (q.shape[2], k.shape[2]))
         # Batch items and heads are checked with those of any BlockMask, which accepts Hkv.

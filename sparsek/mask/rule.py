@@ -58,8 +58,8 @@ class MaskRule:
 
     of_fields = False
 
-    def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
-        """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device."""
+    def mask_for(self, q: Tensor, k: Tensor, scale: float | None = None) -> BlockMask:
+        """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device. scale: the factor of q @ k.T."""
         raise NotImplementedError
 
     @property
@@ -154,12 +154,13 @@ class MaskPolicy(MaskRule):
             return _constant_mask(rule, q_len, kv_len, device)
         return self._mask(q_len, kv_len, as_device(device))
 
-    def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
+    def mask_for(self, q: Tensor, k: Tensor, scale: float | None = None) -> BlockMask:
         """Return the mask for q and k, on their device. Only top-k reads more than their shapes.
 
         Args:
             q: Queries [B, Hq, S, D].
             k: Keys [B, Hkv, T, D].
+            scale: Not read: the order of products is that of any multiple of them.
 
         Raises:
             InvalidInput: For q and k that do not fit together.

@@ -166,7 +166,7 @@ def attention(
         arguments.text("kernel", kernel)
     if refused or is_causal is not False or not (mask is None or isinstance(mask, BlockMask)):
         refuse("attention", refused)
-        mask = block_mask(mask, q, k, is_causal)
+        mask = block_mask(mask, q, k, is_causal, scale=scale)
     slot, once = bound.UNBOUND, False
     if plan is None and not _compiling() and (scale is None or type(scale) is float):
         to = bound_to(mask, counting=True)

@@ -20,12 +20,12 @@ def block_scores(given: Given, parts: tuple[int, int] = (1, 1), causal: bool = F
     """float32 [B, Hq, Mb, Nb]: see reference/estimates.py. With `causal`, blocks that no query of a tile sees may have
     any score.
     """
-    q, k, place, lengths = given
+    q, k, place, lengths, scale = given
     found = kernels("scores", q, k) if q.dtype in KERNEL_DTYPES else None
     if found is None:
-        return reference.block_scores(q, k, place.block, parts, given.scale, lengths)
+        return reference.block_scores(q, k, place.block, parts, scale, lengths)
     start = place.q_offset if causal else None
-    return found.block_scores(q, k, place.block, parts, given.scale, lengths, start)
+    return found.block_scores(q, k, place.block, parts, scale, lengths, start)
 
 
 def check_parts(parts: tuple[int, int], block: tuple[int, int]) -> None:

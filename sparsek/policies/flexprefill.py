@@ -62,7 +62,7 @@ class FlexPrefill(Policy):
 
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments."""
-        q, k, place, lengths = given
+        q, k, place, lengths, scale = given
         if lengths is not None:
             raise InvalidInput(
                 "kv_lengths is given; FlexPrefill is for prompts, whose blocks have no padding"
@@ -72,6 +72,6 @@ class FlexPrefill(Policy):
         grid = Grid(place.q_len, place.kv_len, place.block, place.q_offset)
         least = min(-(-self.min_budget // place.block[1]), place.grid[1])
         found = kernels("line_blocks", q, k) if q.dtype in KERNEL_DTYPES else None
-        options = {"last": LAST, "gamma": self.gamma, "tau": self.tau, "least": least}
+        options = {"last": LAST, "gamma": self.gamma, "tau": self.tau, "least": least, "scale": scale}
         chosen, _ = (found or reference).flex_blocks(q, k, grid, **options)
         return given.from_map(chosen, True)

@@ -16,6 +16,8 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import MaskRule
 from sparsek.mask.view import stored_entries
+from sparsek.matrix.pattern import INT32_MAX
+from sparsek.plan.attention_operands import checked_scale
 from sparsek.policies.policy import Policy, block_lengths
 
 ELEMENTS = 2**25  # scores that are in memory at once, float32
@@ -71,6 +73,7 @@ def recall(
     samples: int = 64,
     seed: int = 0,
     causal: bool | None = None,
+    q_offset: int | None = None,
     kv_lengths: Tensor | None = None,
 ) -> Tensor:
     """Return the share of the softmax mass that a mask keeps, float32 [B, Hq]: a mean over sampled queries. Syncs.
@@ -84,12 +87,14 @@ def recall(
         scale: The factor of q @ k.T; D**-0.5 by default.
         samples: Queries, drawn without replacement, the same for all heads; all S if there are fewer.
         seed: Of the draw.
-        causal: Whether the dense attention is causal, with the last query at the last key. None: as the policy is; for
-            a BlockMask, whether none of 64 queries sees a key after its own.
+        causal: Whether the dense attention is causal. None: as the policy is; for a BlockMask, as its form shows, which
+            those of `BlockMask.causal` and `BlockMask.topk` have, and all in which a query sees keys after its own.
+        q_offset: The position of the first query among the keys, for which a policy's mask is made too. None: that of
+            a causal BlockMask, else T - S, where the last query stands at the last key.
         kv_lengths: int32 [Nb] or [1 or B, Nb]: the keys that exist of each block, as for `Policy.mask`.
 
     Raises:
-        InvalidInput: For operands that do not fit together.
+        InvalidInput: For operands that do not fit together, and for causal=None with a BlockMask that may be either.
 
     Example:
         >>> import torch, sparsek as sk
@@ -99,12 +104,12 @@ def recall(
         >>> bool((sk.policies.recall(sk.policies.MeanTopK(density=0.5, causal=False), q, k) > 0.45).all())
         True
     """
-    found, causal = mask_and_causal(mask, q, k, causal, kv_lengths)
+    found, first = mask_and_first(mask, q, k, scale, causal, q_offset, kv_lengths)
     samples, seed = arguments.integer("samples", samples, 1), arguments.integer("seed", seed)
     draw = torch.Generator("cpu").manual_seed(seed)
     rows = torch.randperm(q.shape[2], generator=draw, device="cpu")[:samples].sort().values
     rows = rows.to(q.device)
-    dense = dense_of(q, k, found.block[1], scale, causal, kv_lengths)
+    dense = dense_of(q, k, found.block[1], scale, first, kv_lengths)
     kept = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     for batch, head, some in dense.chunks(rows):
         weights = dense.weights(batch, head, some)
@@ -114,35 +119,90 @@ def recall(
     return kept / max(rows.numel(), 1) if rows.numel() else torch.ones_like(kept)
 
 
-def mask_and_causal(
-    mask: BlockMask | MaskRule, q: Tensor, k: Tensor, causal: bool | None, kv_lengths: Tensor | None
-) -> tuple[BlockMask, bool]:
-    """The mask for q and k, checked, and whether the dense attention that it leaves parts of is causal."""
+def mask_and_first(
+    mask: BlockMask | MaskRule,
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    causal: bool | None,
+    q_offset: int | None,
+    kv_lengths: Tensor | None,
+) -> tuple[BlockMask, int | None]:
+    """The mask for q and k, checked, and the position of the first query in the dense attention that it leaves parts
+    of, if that is causal; else None.
+    """
     check_tensors(q, k, k)
+    if q_offset is not None:
+        q_offset = arguments.integer("q_offset", q_offset, -INT32_MAX, INT32_MAX)
+    last = k.shape[2] - q.shape[2]
     found = mask
     if isinstance(mask, Policy):
-        found = mask.mask(q, k, kv_lengths=kv_lengths)
+        found = mask.mask(q, k, scale=scale, q_offset=q_offset, kv_lengths=kv_lengths)
     elif isinstance(mask, MaskRule):
         found = mask.mask_for(q, k)
+        if q_offset not in (None, last):
+            raise InvalidInput(
+                f"q_offset is {q_offset}; {type(mask).__name__} puts the last query at the last key, so that the first "
+                f"is at {last}"
+            )
     if not isinstance(found, BlockMask):
         raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be a BlockMask or a policy")
     _check_fits(found, q, k)
     found.verify(wait=True)
-    if causal is None:
-        causal = _is_causal(found) if isinstance(mask, BlockMask) else bool(getattr(mask, "causal", False))
-    return found, arguments.flag("causal", causal)
+    if isinstance(mask, MaskRule):
+        causal = bool(getattr(mask, "causal", False)) if causal is None else arguments.flag("causal", causal)
+        return found, (last if q_offset is None else q_offset) if causal else None
+    diagonal = _diagonal(found)
+    causal = _is_causal(found, diagonal, q_offset) if causal is None else arguments.flag("causal", causal)
+    own = last if diagonal is None else diagonal[0]
+    return found, (own if q_offset is None else q_offset) if causal else None
+
+
+def _diagonal(mask: BlockMask) -> tuple[int, bool] | None:
+    """The offset by which the interval of every query ends with its own position, up to that of the last query at the
+    last key, and whether all intervals begin at the first key. None if there is no such offset. Syncs.
+    """
+    if mask.lo is None or mask.hi is None or not mask.q_len:
+        return None
+    query, (lo, hi) = torch.arange(mask.q_len, device=mask.device), (mask.lo, mask.hi)
+    inside = (hi > 0) & (hi < mask.kv_len)
+    offset = int(torch.where(inside, hi - 1 - query, -INT32_MAX).max())
+    last = mask.kv_len - mask.q_len
+    if not bool(inside.any()):
+        offset = last
+    if offset > last or not bool((hi == (query + offset + 1).clamp(0, mask.kv_len)).all()):
+        return None
+    return offset, not bool(lo.any())
+
+
+def _is_causal(mask: BlockMask, diagonal: tuple[int, bool] | None, q_offset: int | None) -> bool:
+    """Whether a mask is causal. InvalidInput if its form fits both."""
+    last = mask.kv_len - mask.q_len
+    if mask.q_len == 1 and q_offset in (None, last):
+        return False  # one query at the last key: both are the same
+    if diagonal is not None:
+        offset, whole = diagonal
+        if whole or offset == (0 if q_offset is None and last == 0 else q_offset):
+            return True
+    if mask.pure and (mask.lo is None or mask.hi is None):
+        return False  # whole blocks, none cut at a diagonal
+    if _sees_later(mask, last if q_offset is None else q_offset):
+        return False
+    raise InvalidInput(
+        f"mask is {mask.label or 'a BlockMask'} of {mask.q_len} queries and {mask.kv_len} keys, which may be of causal "
+        "attention or not; pass causal=True or causal=False, and q_offset= unless the last query is at the last key"
+    )
 
 
 def dense_of(
-    q: Tensor, k: Tensor, side: int, scale: float | None, causal: bool, kv_lengths: Tensor | None
+    q: Tensor, k: Tensor, side: int, scale: float | None, first: int | None, kv_lengths: Tensor | None
 ) -> Dense:
-    """The dense attention of q and k, with blocks of `side` keys."""
-    factor = q.shape[3] ** -0.5 if scale is None else arguments.number("scale", scale)
+    """The dense attention of q and k, with blocks of `side` keys; `first` as in `Dense`."""
+    factor = checked_scale(scale, q.shape[3])
     ends, blocks = None, -(-k.shape[2] // side)
     if kv_lengths is not None:
         lengths = block_lengths("kv_lengths", kv_lengths, q.shape[0], blocks, q.device).long()
         ends = lengths.clamp(0, side) + torch.arange(blocks, device=q.device) * side
-    first = k.shape[2] - q.shape[2] if causal else None
     return Dense(q.detach(), k.detach(), factor, first, ends, side)
 
 
@@ -170,14 +230,12 @@ def seen_by(mask: BlockMask, group: int, queries: Tensor) -> Tensor:
     return seen.flatten(1)[:, : mask.kv_len]
 
 
-def _is_causal(mask: BlockMask) -> bool:
-    """Whether none of 64 queries sees a key after its own."""
+def _sees_later(mask: BlockMask, first: int) -> bool:
+    """Whether one of 64 queries sees a key after its own, where the first query is at the position `first`."""
     count = min(64, mask.q_len)
     rows = torch.arange(count, device=mask.device) * mask.q_len // max(count, 1)
-    after = torch.arange(mask.kv_len, device=mask.device) > rows[:, None] + mask.kv_len - mask.q_len
-    return not any(
-        bool((seen_by(mask, group, rows) & after).any()) for group in range(mask.batch * mask.heads)
-    )
+    after = torch.arange(mask.kv_len, device=mask.device) > rows[:, None] + first
+    return any(bool((seen_by(mask, group, rows) & after).any()) for group in range(mask.batch * mask.heads))
 
 
 def _check_fits(mask: BlockMask, q: Tensor, k: Tensor) -> None:
@@ -201,6 +259,7 @@ def true_mass(
     *,
     scale: float | None = None,
     causal: bool = False,
+    q_offset: int | None = None,
     kv_lengths: Tensor | None = None,
     queries: int | None = None,
 ) -> Tensor:
@@ -209,7 +268,8 @@ def true_mass(
     queries: how many of each tile are looked at, spread without a period that a layout of tokens may have; None: all.
     """
     (side, keys), (batch, heads, length), kv_len = block, q.shape[:3], k.shape[2]
-    dense = dense_of(q, k, keys, scale, causal, kv_lengths)
+    first = (kv_len - length if q_offset is None else q_offset) if causal else None
+    dense = dense_of(q, k, keys, scale, first, kv_lengths)
     tiles, columns = -(-length // side), -(-kv_len // keys)
     inner = torch.arange(side, device=q.device)
     if queries is not None and queries < side:

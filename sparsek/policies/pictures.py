@@ -13,7 +13,7 @@ from sparsek.core.tracing import not_traced
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskRule
 from sparsek.pictures.mass import beside
-from sparsek.policies.mass import mask_and_causal, true_mass
+from sparsek.policies.mass import mask_and_first, true_mass
 
 QUERIES = 8  # of each tile, whose mass is computed
 
@@ -30,6 +30,7 @@ def plot(
     *,
     scale: float | None = None,
     causal: bool | None = None,
+    q_offset: int | None = None,
     kv_lengths: Tensor | None = None,
     max_pixels: int = 1024,
 ) -> str:
@@ -46,6 +47,7 @@ def plot(
         path: Where to write a .png picture as well; it needs matplotlib.
         scale: The factor of q @ k.T; D**-0.5 by default.
         causal: As in `recall`.
+        q_offset: As in `recall`.
         kv_lengths: As in `recall`.
         max_pixels: The pixels of the longer side of each of its two panels, 64 to 4096.
 
@@ -71,7 +73,7 @@ def plot(
         24 of 64 blocks, 37.5 %, hold 100 % of the mass
         left: the mask, █ full, ▒ partial; right: the cells that hold 50 █, 75 ▓, 90 ▒, 95 ░ % of each row's mass
     """
-    found, causal = mask_and_causal(mask, q, k, causal, kv_lengths)
+    found, first = mask_and_first(mask, q, k, scale, causal, q_offset, kv_lengths)
     batch = arguments.integer("batch", batch, 0, max(q.shape[0] - 1, 0))
     head = arguments.integer("head", head, 0, q.shape[1] - 1)
     lengths = (
@@ -80,7 +82,8 @@ def plot(
     kv_head = head * k.shape[1] // q.shape[1]
     mass = true_mass(
         q[batch : batch + 1, head : head + 1], k[batch : batch + 1, kv_head : kv_head + 1], found.block,
-        scale=scale, causal=causal, kv_lengths=kv_lengths if lengths is None else lengths, queries=QUERIES,
+        scale=scale, causal=first is not None, q_offset=first,
+        kv_lengths=kv_lengths if lengths is None else lengths, queries=QUERIES,
     )[0, 0].double().cpu().numpy()  # fmt: skip
     of_head, of_batch = head * found.heads // q.shape[1], batch * found.batch // q.shape[0]
     drawn, stored = found.drawn(of_head, of_batch), np.zeros(found.grid, bool)

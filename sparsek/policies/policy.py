@@ -18,23 +18,20 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.readback import Fault
 from sparsek.mask.rule import MaskRule
+from sparsek.plan.attention_operands import checked_scale
 from sparsek.policies.maps import joined
 
 
 class Given(NamedTuple):
-    """What a policy chooses from: q [B, Hq, S, D] and k [B, Hkv, T, D] without gradients, checked; their place; and
-    int32 [1 or B, Nb]: how many keys of each block exist, or None.
+    """What a policy chooses from: q [B, Hq, S, D] and k [B, Hkv, T, D] without gradients, checked; their place; ints
+    [1 or B, Nb]: how many keys of each block exist, or None; and the factor of q @ k in attention.
     """
 
     q: Tensor
     k: Tensor
     place: Place
     kv_lengths: Tensor | None
-
-    @property
-    def scale(self) -> float:
-        """The factor of q @ k in attention."""
-        return self.q.shape[3] ** -0.5
+    scale: float
 
     @property
     def group(self) -> int:
@@ -97,13 +94,20 @@ class Policy(MaskRule):
         return mask_block(self.block)
 
     def mask(
-        self, q: Tensor, k: Tensor, *, q_offset: int | None = None, kv_lengths: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float | None = None,
+        q_offset: int | None = None,
+        kv_lengths: Tensor | None = None,
     ) -> BlockMask:
         """Return the mask for q and k, on their device, without a sync on a GPU. The choice has no gradient.
 
         Args:
             q: Queries [B, Hq, S, D], float32, float16, bfloat16 or float64. For a chunk of a prompt its queries alone.
             k: Keys [B, Hkv, T, D], of q's dtype. Heads of q that share a head of k have masks of their own.
+            scale: The factor of q @ k.T in the attention that the mask is for, from 1e-30 to 1e30; D**-0.5 by default.
             q_offset: The position of the first query among the keys; T - S by default: the last query stands at the
                 last key.
             kv_lengths: int32 [Nb] or [1 or B, Nb]: the keys that exist of each block, its first ones, for sequences
@@ -112,19 +116,20 @@ class Policy(MaskRule):
         Raises:
             InvalidInput: For q and k that do not fit together, and for lengths of another shape, dtype or device.
         """
-        return _chosen(self, q, k, q_offset, kv_lengths)
+        return _chosen(self, q, k, scale, q_offset, kv_lengths)
 
-    def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
-        """Return `mask(q, k)`, as `attention` does for a policy in place of a mask.
+    def mask_for(self, q: Tensor, k: Tensor, scale: float | None = None) -> BlockMask:
+        """Return `mask(q, k, scale=scale)`, as `attention` does for a policy in place of a mask.
 
         Args:
             q: Queries [B, Hq, S, D].
             k: Keys [B, Hkv, T, D].
+            scale: The factor of q @ k.T; D**-0.5 by default.
 
         Raises:
             InvalidInput: As `mask`.
         """
-        return self.mask(q, k)
+        return self.mask(q, k, scale=scale)
 
     def __or__(self, other: Policy) -> Composed:
         """The blocks that either policy chooses."""
@@ -216,16 +221,26 @@ class Composed(Policy):
 @not_traced("a policy's mask")
 @torch.no_grad()
 def _chosen(
-    policy: Policy, q: Tensor, k: Tensor, q_offset: int | None, kv_lengths: Tensor | None
+    policy: Policy,
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    q_offset: int | None,
+    kv_lengths: Tensor | None,
 ) -> BlockMask:
-    found = given(policy.block, q, k, q_offset, kv_lengths)
+    found = given(policy.block, q, k, scale, q_offset, kv_lengths)
     if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
         return BlockMask.full(**{**found.frame, "device": q.device})
     return policy.choose(found)
 
 
 def given(
-    block: Any, q: Tensor, k: Tensor, q_offset: int | None = None, kv_lengths: Tensor | None = None
+    block: Any,
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    q_offset: int | None = None,
+    kv_lengths: Tensor | None = None,
 ) -> Given:
     """The checked arguments of a policy."""
     check_tensors(q, k, k)
@@ -234,7 +249,7 @@ def given(
     place = Place.of(q_len=q.shape[2], kv_len=k.shape[2], block=block, device=q.device, q_offset=q_offset)
     if kv_lengths is not None:
         kv_lengths = block_lengths("kv_lengths", kv_lengths, q.shape[0], place.grid[1], place.device)
-    return Given(q.detach(), k.detach(), place, kv_lengths)
+    return Given(q.detach(), k.detach(), place, kv_lengths, checked_scale(scale, q.shape[3]))
 
 
 def block_lengths(name: str, lengths: Any, batch: int, blocks: int, device: torch.device) -> Tensor:

@@ -29,11 +29,17 @@ class Static(Policy):
         raise NotImplementedError
 
     def mask(
-        self, q: Tensor, k: Tensor, *, q_offset: int | None = None, kv_lengths: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float | None = None,
+        q_offset: int | None = None,
+        kv_lengths: Tensor | None = None,
     ) -> BlockMask:
         """Return the mask for q and k: see `Policy.mask`. Inside torch.compile it is a constant of the graph."""
         if not torch.compiler.is_compiling() or CONSTANT or kv_lengths is not None or not q.shape[0]:
-            return super().mask(q, k, q_offset=q_offset, kv_lengths=kv_lengths)
+            return super().mask(q, k, scale=scale, q_offset=q_offset, kv_lengths=kv_lengths)
         check_tensors(q, k, k)
         frame = encoded((q.shape[2], k.shape[2], q_offset, q.device), [])
         return _constant(encoded(self, []), frame)
@@ -68,7 +74,7 @@ def _constant(policy: tuple[Any, ...], frame: tuple[Any, ...]) -> BlockMask:
     found, (q_len, kv_len, q_offset, device) = decoded(policy), decoded(frame)
     place = Place.of(q_len=q_len, kv_len=kv_len, block=found.block, device=device, q_offset=q_offset)
     nothing: Any = None
-    return found.choose(Given(nothing, nothing, place, None))
+    return found.choose(Given(nothing, nothing, place, None, 1.0))
 
 
 @dataclass(frozen=True)

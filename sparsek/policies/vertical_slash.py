@@ -114,7 +114,7 @@ class VerticalSlash(Policy):
 
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments."""
-        q, k, place, lengths = given
+        q, k, place, lengths, scale = given
         if lengths is not None:
             raise InvalidInput(
                 "kv_lengths is given; VerticalSlash is for prompts, whose blocks have no padding"
@@ -125,7 +125,8 @@ class VerticalSlash(Policy):
             return given.from_map(given.blank_map(), True)
         grid = Grid(place.q_len, place.kv_len, place.block, place.q_offset)
         found = kernels("line_blocks", q, k) if q.dtype in KERNEL_DTYPES else None
-        chosen = (found or reference).vertical_slash_blocks(q, k, grid, self._patterns(q.shape[1]), LAST)
+        heads = self._patterns(q.shape[1])
+        chosen = (found or reference).vertical_slash_blocks(q, k, grid, heads, LAST, scale)
         return given.from_map(chosen, True)
 
     def _patterns(self, heads: int) -> tuple[Head, ...]:

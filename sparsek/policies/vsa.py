@@ -90,7 +90,7 @@ class VSA(Policy):
             >>> sk.policies.VSA(topk=4).attention(q, k, v, gate).shape
             torch.Size([1, 4, 1024, 64])
         """
-        mask = self.mask(q, k, kv_lengths=kv_lengths)
+        mask = self.mask(q, k, scale=scale, kv_lengths=kv_lengths)
         sparse = attention(q, k, v, mask, scale=scale)
         tiles, blocks = (-(-x.shape[2] // side) for x, side in zip((q, k), self.sides, strict=True))
         if kv_lengths is not None:

@@ -72,6 +72,6 @@ class XAttention(Policy):
         found = kernels("antidiagonals", q, given.k) if q.dtype in KERNEL_DTYPES else None
         mass = (found or reference).block_mass(
             q, given.k, stride=self.stride, block=place.block, causal=self.causal, q_offset=place.q_offset,
-            kv_lengths=given.kv_lengths, fp8=fp8,
+            kv_lengths=given.kv_lengths, fp8=fp8, scale=given.scale,
         )  # fmt: skip
         return given.cumulative(mass, self.threshold, self.causal, (1, 1))

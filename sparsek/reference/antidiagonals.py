@@ -33,6 +33,7 @@ def block_mass(
     q_offset: int,
     kv_lengths: Tensor | None = None,
     fp8: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
     """Estimated softmax mass of every block, float32 [B, Hq, Mb, Nb] (float64 for float64).
 
@@ -45,9 +46,12 @@ def block_mass(
         q_offset: The position of the first query among the keys.
         kv_lengths: int32 [1 or B, Nb]: how many keys of each block exist, its first ones.
         fp8: Whether q and k are rounded to e4m3, each group with its own scale, a power of two (`rounded`).
+        scale: The factor of q @ k; D**-0.5 for None.
     """
     (_, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     tiles, blocks = -(-q_len // block[0]), -(-kv_len // block[1])
+    if not tiles * blocks:
+        return q.new_zeros((*q.shape[:2], tiles, blocks), dtype=torch.promote_types(q.dtype, torch.float32))
     exists = torch.arange(blocks * block[1], device=q.device) < kv_len
     if kv_lengths is not None:
         within = torch.arange(block[1], device=q.device) < kv_lengths[..., None]
@@ -60,7 +64,7 @@ def block_mass(
         if fp8:
             q, k = rounded(q), rounded(k)
         k = k.repeat_interleave(heads // kv_heads, 1)
-        s = q.flatten(3) @ k.flatten(3).mT * (dim**-0.5 / stride)
+        s = q.flatten(3) @ k.flatten(3).mT * ((dim**-0.5 if scale is None else scale) / stride)
         i = torch.arange(q.shape[2], device=q.device)[:, None] * stride
         j = torch.arange(k.shape[2], device=q.device) * stride
         seen = exists.view(-1, 1, 1, k.shape[2], stride).any(-1) & (i < q_len)

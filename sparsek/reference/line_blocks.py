@@ -43,18 +43,20 @@ class Grid(NamedTuple):
         return first, last, torch.arange(0, self.kv_len, bk, dtype=torch.int64, device=device)
 
 
-def vertical_slash_blocks(q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head], last: int) -> Tensor:
+def vertical_slash_blocks(
+    q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head], last: int, scale: float | None = None
+) -> Tensor:
     """MInference's blocks, bool [B, Hq, Mb, Nb], by the pattern of each head of q.
 
     LINES: blocks that a kept key or distance crosses. Kept are those with the highest mass in the softmax of the `last`
     queries, among them the first FORCED_KEYS keys and FORCED_DISTANCES distances. NEAR: blocks with one of the first
     keys, or with a key less than the window before a query. BLOCKS: of each tile the key blocks with the highest
-    softmax of products of means; those below 2^-30 are not kept.
+    softmax of products of means; those below 2^-30 are not kept. scale: the factor of q @ k; D**-0.5 for None.
     """
     first, final, start = grid.spans(q.device)
     end = (start + grid.block[1]).clamp(max=grid.kv_len)
-    lines = token_lines(q, k, last, grid.q_offset)
-    mass = _mass(q, k, grid)
+    lines = token_lines(q, k, last, grid.q_offset, scale)
+    mass = _mass(q, k, grid, scale)
     found = torch.zeros_like(mass, dtype=torch.bool)
     for h, head in enumerate(heads):
         if head.pattern == NEAR:
@@ -72,7 +74,15 @@ def vertical_slash_blocks(q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head
 
 
 def flex_blocks(
-    q: Tensor, k: Tensor, grid: Grid, *, last: int, gamma: float, tau: float, least: int
+    q: Tensor,
+    k: Tensor,
+    grid: Grid,
+    *,
+    last: int,
+    gamma: float,
+    tau: float,
+    least: int,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FlexPrefill's blocks, bool [B, Hq, Mb, Nb], and which heads are query-aware, bool [B, Hq].
 
@@ -81,17 +91,18 @@ def flex_blocks(
     the Jensen-Shannon divergence of v and e, with natural logarithms, is below tau. It keeps the `cut` of the map of
     softmaxes of products of means, all tiles at once, with at least `least` blocks for each tile on average. Other
     heads keep the `cut` of their key blocks and that of their block distances, each with at least `least`. All keep the
-    first key block and those of a tile's own positions.
+    first key block and those of a tile's own positions. scale: the factor of q @ k; D**-0.5 for None.
     """
     bk = grid.block[1]
     first, final, start = grid.spans(q.device)
-    lines = block_lines(q, k, last, grid.q_offset, bk)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    lines = block_lines(q, k, last, grid.q_offset, bk, factor)
     probe = q[:, :, grid.q_len - min(last, grid.q_len) :].mean(2, keepdim=True, dtype=torch.float32)
-    scores = block_scores(probe, k.float(), (1, bk), scale=q.shape[3] ** -0.5)
+    scores = block_scores(probe, k.float(), (1, bk), scale=factor)
     estimate = block_mass(scores, (1, bk), 1, grid.q_len + grid.q_offset - 1)[:, :, 0]
     shares = lines.vertical / lines.vertical.sum(-1, keepdim=True).clamp(min=1e-30)
     aware = divergence(shares, estimate).sqrt() < tau
-    mass = _mass(q, k, grid)
+    mass = _mass(q, k, grid, scale)
     by_query = cut(mass.flatten(2), gamma, least * mass.shape[2]).view(mass.shape)
     vertical, slash = (cut(each, gamma, least) for each in lines)
     across = _before(slash)
@@ -110,8 +121,9 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return (torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)).sum(-1).clamp(min=0) / 2
 
 
-def _mass(q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-    scores = block_scores(q, k, grid.block, scale=q.shape[3] ** -0.5)
+def _mass(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> Tensor:
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    scores = block_scores(q, k, grid.block, scale=factor)
     return block_mass(scores, grid.block, grid.q_len, grid.q_offset)
 
 

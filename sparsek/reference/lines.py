@@ -29,30 +29,34 @@ class Lines(NamedTuple):
     slash: Tensor
 
 
-def last_softmax(q: Tensor, k: Tensor, last: int, q_offset: int) -> tuple[Tensor, Tensor]:
+def last_softmax(
+    q: Tensor, k: Tensor, last: int, q_offset: int, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Causal softmax of the `last` queries over all keys, float32 [B, Hq, n, T], and their positions, int64 [n]. A
-    query that sees no key has zeros.
+    query that sees no key has zeros. scale: the factor of q @ k; D**-0.5 for None.
     """
     q_len, kv_len = q.shape[2], k.shape[2]
     n = min(last, q_len)
     with dtypes.as_given(q.device):
         rows, k = q[:, :, q_len - n :].float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-        s = rows @ k.mT * q.shape[3] ** -0.5
+        s = rows @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
     position = torch.arange(q_len - n, q_len, dtype=torch.int64, device=q.device) + q_offset
     hidden = torch.arange(kv_len, dtype=torch.int64, device=q.device) > position[:, None]
     return s.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0), position
 
 
-def token_lines(q: Tensor, k: Tensor, last: int, q_offset: int) -> Lines:
+def token_lines(q: Tensor, k: Tensor, last: int, q_offset: int, scale: float | None = None) -> Lines:
     """Lines of tokens, of the `last` queries."""
-    p, position = last_softmax(q, k, last, q_offset)
+    p, position = last_softmax(q, k, last, q_offset, scale)
     key = torch.arange(k.shape[2], dtype=torch.int64, device=q.device)
     return Lines(p.sum(2), _by_distance(p, position[:, None] - key))
 
 
-def block_lines(q: Tensor, k: Tensor, last: int, q_offset: int, side: int) -> Lines:
+def block_lines(
+    q: Tensor, k: Tensor, last: int, q_offset: int, side: int, scale: float | None = None
+) -> Lines:
     """Lines of key blocks of `side`: [B, Hq, Nb], and block distances up to that of the last query to block 0."""
-    p, position = last_softmax(q, k, last, q_offset)
+    p, position = last_softmax(q, k, last, q_offset, scale)
     key = torch.arange(k.shape[2], dtype=torch.int64, device=q.device) // side
     vertical = p.new_zeros(*p.shape[:2], -(-k.shape[2] // side)).index_add_(2, key, p.sum(2))
     return Lines(vertical, _by_distance(p, position[:, None] // side - key))

@@ -168,3 +168,16 @@ WRONG: dict[str, Any] = {
 def test_options_of_nabla_that_do_not_fit_are_refused(message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         policies.Nabla(**WRONG[message])
+
+
+@pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.label)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 512), (512, 0), (0, 0)])
+def test_no_queries_or_no_keys_give_zeros(policy: Any, q_len: int, kv_len: int) -> None:
+    q, k = normal(1, 4, q_len, 16), normal(1, 2, kv_len, 16)
+    try:
+        mask = policy.mask(q, k)
+    except InvalidInput as error:  # of a video, which has a length
+        assert "is for as many queries as keys" in str(error) or "q and k have 0" in str(error)
+        return
+    assert mask.stored_blocks == 0
+    assert not sk.attention(q, k, k, policy).any()

@@ -138,3 +138,40 @@ WRONG: dict[str, Any] = {
 def test_operands_that_do_not_fit_are_refused(message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         WRONG[message](normal(1, 2, 256, 8))
+
+
+@pytest.mark.parametrize("offset", [0, 64, 100, 192])
+def test_a_causal_chunk_keeps_everything_at_its_own_offset(offset: int) -> None:
+    q, k = 2 * normal(1, 2, 64, 8), normal(1, 1, 256, 8, seed=1)
+    mask = sk.BlockMask.causal(q_len=64, kv_len=256, block=64, q_offset=offset)
+    ones = torch.ones(1, 2)
+    torch.testing.assert_close(recall(mask, q, k), ones)
+    torch.testing.assert_close(recall(mask, q, k, causal=True), ones)
+    torch.testing.assert_close(recall(mask, q, k, causal=True, q_offset=offset), ones)
+    assert "100 % of the mass" in plot(mask, q, k)
+    assert (recall(mask, q, k, causal=False) < 1).all()
+    policy = policies.XAttention(threshold=1.0, block=64)
+    torch.testing.assert_close(recall(policy, q, k, q_offset=offset), ones)
+    assert "100 % of the mass" in plot(policy, q, k, q_offset=offset)
+
+
+def test_a_mask_that_may_be_of_causal_attention_or_not_is_asked_about() -> None:
+    q, k = normal(1, 1, 64, 8), normal(1, 1, 256, 8, seed=1)
+    first = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    either = sk.BlockMask.topk(
+        first, 2, q_len=64, kv_len=256, block=64
+    )  # whole blocks, all of them before the queries
+    kept = softmax(q, k, 8**-0.5, False)[..., :128].sum(-1).mean(-1)
+    torch.testing.assert_close(recall(either, q, k), kept)
+    near = sk.BlockMask.sliding_window(q_len=64, kv_len=256, window=32, block=64, q_offset=64, causal=False)
+    with pytest.raises(
+        InvalidInput, match="causal attention or not; pass causal=True or causal=False, and q_offset="
+    ):
+        recall(near, q, k)
+    rows = torch.arange(64)[:, None] + 64
+    seen = (torch.arange(256) - rows).abs() < 32
+    torch.testing.assert_close(
+        recall(near, q, k, causal=False), (softmax(q, k, 8**-0.5, False) * seen).sum(-1).mean(-1)
+    )
+    with pytest.raises(InvalidInput, match="q_offset is 3; MaskPolicy puts the last query at the last key"):
+        recall(sk.MaskPolicy(), q, k, q_offset=3)

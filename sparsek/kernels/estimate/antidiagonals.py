@@ -188,6 +188,7 @@ def block_mass(
     q_offset: int,
     kv_lengths: Tensor | None = None,
     fp8: bool = False,
+    scale: float | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """As the function of this name in `reference/antidiagonals.py`, for bf16, fp16 and fp32. Two launches."""
@@ -207,7 +208,7 @@ def block_mass(
     RQ, RK = block[0] // stride, block[1] // stride
     parts = torch.empty(programs * tile_m * slots * (tile_n // RK), dtype=torch.float32, device=q.device)
     tops = torch.empty(programs * tile_m * slots, dtype=torch.float32, device=q.device)
-    factor = q.shape[3] ** -0.5 / stride * LOG2E
+    factor = (q.shape[3] ** -0.5 if scale is None else scale) / stride * LOG2E
     numbers = (
         factor, q_len, -(-kv_len // stride), q_offset, q_tiles, tiles_m, blocks_n, units, slots,
         heads, heads // kv_heads,

@@ -184,8 +184,9 @@ def _table(heads: tuple[Head, ...], device: torch.device) -> Tensor:
     return torch.tensor(columns, dtype=torch.int32, device="cpu").T.contiguous().to(device)
 
 
-def _mass(q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-    scores = block_scores(q, k, grid.block, (1, 1), q.shape[3] ** -0.5, None, grid.q_offset)
+def _mass(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> Tensor:
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    scores = block_scores(q, k, grid.block, (1, 1), factor, None, grid.q_offset)
     return to_mass(scores, grid.block, grid.q_len, grid.q_offset)
 
 
@@ -195,7 +196,9 @@ def _empty_map(q: Tensor, grid: Grid) -> Tensor:
     return torch.empty(shape, dtype=torch.int8, device=q.device)
 
 
-def vertical_slash_blocks(q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head], last: int) -> Tensor:
+def vertical_slash_blocks(
+    q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head], last: int, scale: float | None = None
+) -> Tensor:
     """As in `reference/line_blocks.py`. The first call for these heads copies their numbers to the device."""
     out = _empty_map(q, grid)
     if not out.numel():
@@ -206,11 +209,11 @@ def vertical_slash_blocks(q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head
     up = across = mass = cuts = None
     distances = max(0, grid.q_offset + grid.q_len)
     if any(head.pattern == LINES for head in heads):
-        vertical, slash = token_lines(q, k, last, grid.q_offset)
+        vertical, slash = token_lines(q, k, last, grid.q_offset, scale)
         _, up = cut(vertical, budgets=table[3], forced=FORCED_KEYS)
         _, across = cut(slash, budgets=table[4], forced=FORCED_DISTANCES) if distances else (None, up)
     if any(head.pattern == BLOCKS for head in heads):
-        mass = _mass(q, k, grid)
+        mass = _mass(q, k, grid, scale)
         cuts, _ = cut(mass, budgets=table[1], counted=False)
     with torch.cuda.device_of(q):
         launch(
@@ -222,7 +225,15 @@ def vertical_slash_blocks(q: Tensor, k: Tensor, grid: Grid, heads: Sequence[Head
 
 
 def flex_blocks(
-    q: Tensor, k: Tensor, grid: Grid, *, last: int, gamma: float, tau: float, least: int
+    q: Tensor,
+    k: Tensor,
+    grid: Grid,
+    *,
+    last: int,
+    gamma: float,
+    tau: float,
+    least: int,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As in `reference/line_blocks.py`; which heads are query-aware as int32 [B, Hq]."""
     out = _empty_map(q, grid)
@@ -230,7 +241,7 @@ def flex_blocks(
     if not out.numel():
         return out.view(torch.bool), aware
     tiles_m, blocks_n = out.shape[2:]
-    probe: Probe = block_probe(q, k, last, grid.q_offset, grid.block[1])
+    probe: Probe = block_probe(q, k, last, grid.q_offset, grid.block[1], scale)
     per = max(1, grid.block[1] // TILE)
     width = blocks_n + ROW_BLOCKS
     base = max(0, probe.first_block - blocks_n + 1)
@@ -243,7 +254,7 @@ def flex_blocks(
             BK=grid.block[1], PER=per, ROW_BLOCKS=ROW_BLOCKS, N=max(32, triton.next_power_of_2(width)),
             num_warps=DECIDE_WARPS,
         )  # fmt: skip
-        mass = _mass(q, k, grid)
+        mass = _mass(q, k, grid, scale)
         cuts, _ = cut(mass.view(*aware.shape, -1), gamma, least * tiles_m, live=aware, counted=False)
         launch(
             _flex_map, (out.numel() // blocks_n, -(-blocks_n // COLUMNS)), aware, vertical, slash, mass, cuts, out,

@@ -189,7 +189,7 @@ class _Call(NamedTuple):
     shape: tuple[int, int]  # splits, rows
 
 
-def _call(q: Tensor, k: Tensor, last: int, q_offset: int, side: int) -> _Call:
+def _call(q: Tensor, k: Tensor, last: int, q_offset: int, side: int, scale: float | None) -> _Call:
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     rows, tile = max(16, triton.next_power_of_2(min(last, q_len))), min(side, TILE)
@@ -198,8 +198,9 @@ def _call(q: Tensor, k: Tensor, last: int, q_offset: int, side: int) -> _Call:
     wanted = -(-2 * (card_of(q.device).sm_count if q.is_cuda else 1) // max(1, batch * heads))
     per_split = max(1, -(-tiles // min(SPLITS, wanted)))
     splits = max(1, -(-tiles // per_split))
+    factor = (dim**-0.5 if scale is None else scale) * LOG2E
     numbers = (
-        dim**-0.5 * LOG2E, q_len, kv_len, end, q_offset, min(last, q_len), heads, kv_heads, splits, per_split,
+        factor, q_len, kv_len, end, q_offset, min(last, q_len), heads, kv_heads, splits, per_split,
         max(1, -(-kv_len // tile)),
     )  # fmt: skip
     size = 64 if rows <= 64 else 128
@@ -214,10 +215,12 @@ def _first_pass(q: Tensor, k: Tensor, call: _Call, raw: Tensor | None) -> tuple[
     return tops, totals
 
 
-def token_lines(q: Tensor, k: Tensor, last: int, q_offset: int) -> tuple[Tensor, Tensor]:
+def token_lines(
+    q: Tensor, k: Tensor, last: int, q_offset: int, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """As in `reference/lines.py`: mass of keys [B, Hq, T] and of distances [B, Hq, n]. `last` at most 128."""
     (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
-    call = _call(q, k, last, q_offset, TILE)
+    call = _call(q, k, last, q_offset, TILE, scale)
     tiles, distances = int(call.numbers[-1]), max(0, q_offset + q_len)
     vertical = torch.zeros(batch, heads, kv_len, dtype=torch.float32, device=q.device)
     slash = torch.empty(batch, heads, distances, dtype=torch.float32, device=q.device)
@@ -243,10 +246,12 @@ def token_lines(q: Tensor, k: Tensor, last: int, q_offset: int) -> tuple[Tensor,
     return vertical, slash
 
 
-def block_probe(q: Tensor, k: Tensor, last: int, q_offset: int, side: int) -> Probe:
+def block_probe(
+    q: Tensor, k: Tensor, last: int, q_offset: int, side: int, scale: float | None = None
+) -> Probe:
     """Sums by tiles of at most TILE keys, for blocks of positions of `side`. `last` at most 128."""
     batch, heads, q_len, _ = q.shape
-    call = _call(q, k, last, q_offset, side)
+    call = _call(q, k, last, q_offset, side, scale)
     tiles, rows = int(call.numbers[-1]), min(last, q_len)
     first_block = max(0, q_offset + q_len - rows) // side
     part = torch.zeros(batch * heads, tiles, ROW_BLOCKS, dtype=torch.float32, device=q.device)

@@ -30,9 +30,12 @@ def test_vertical_slash_keeps_the_blocks_of_the_specification(
     batch: int, kv_heads: int, heads: tuple[Head, ...], grid: Grid
 ):
     q, k = operands(batch, len(heads), kv_heads, grid.q_len, grid.kv_len)
-    ours, right = (each.vertical_slash_blocks(q, k, grid, heads, 64) for each in (line_blocks, reference))
-    assert torch.equal(ours, right)
-    assert right.sum() > 0
+    for scale in (None, 0.05):
+        ours, right = (
+            each.vertical_slash_blocks(q, k, grid, heads, 64, scale) for each in (line_blocks, reference)
+        )
+        assert torch.equal(ours, right)
+        assert right.sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,10 @@ def test_flexprefill_keeps_the_blocks_of_the_specification(batch: int, tau: floa
     assert torch.equal(ours, right)
     assert torch.equal(flags.bool(), aware)
     assert aware.any() == (tau > 0)
+    (ours, _), (right, _) = (
+        each.flex_blocks(q, k, grid, scale=0.05, **options) for each in (line_blocks, reference)
+    )
+    assert torch.equal(ours, right)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "offset"), [(100, 200, 100), (20, 150, 150), (70, 90, -30)])
