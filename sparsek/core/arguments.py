@@ -164,7 +164,9 @@ def tensor(
 def dense(name: str, value: Any) -> Tensor:
     """As `tensor`, on any device and of any dtype: for a tensor that is compared with another, or only predicted."""
     if not isinstance(value, Tensor):
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
+        plain = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
+        cure = f": torch.tensor({name})" if plain else ""
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}{cure}")
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")

@@ -143,9 +143,12 @@ class Choice(NamedTuple):
                 f"{self.given.shape[-1]} blocks"
             )
         if kind == VALUE and self.kind == "topk":
-            return f"scores{index(at)} is NaN; -inf means never"
+            return f"scores{index(at)} is NaN; -inf means never. A policy's scores are NaN where q or k are"
         if kind == VALUE and self.kind == "mass":
-            return f"scores{index(at)} is negative, infinite or NaN; they are masses from 0"
+            return (
+                f"scores{index(at)} is negative, infinite or NaN; they are masses from 0. A policy's scores are NaN "
+                "where q or k are"
+            )
         if kind == VALUE:
             return (
                 f"indices{_within(at, names['indices'])} is out of range; key blocks are 0 to "

@@ -187,11 +187,12 @@ def _of_heads(name: str, given: Tensor, choices: tuple[torch.dtype, ...], scores
     arguments.one_device(f"{name} is", given.device, "the scores are", scores.device)
     batch, heads = scores.shape[:2]
     wide = given.detach() if given.ndim == 2 else given.detach()[None]
+    one = f", one number: pass it as {name}.item()" if given.numel() == 1 else ""
     if given.ndim not in (1, 2) or any(
         a == 0 or (a != b and 1 not in (a, b)) for a, b in zip(wide.shape, (batch, heads), strict=True)
     ):
         raise InvalidInput(
-            f"{name} is {list(given.shape)}; scores of {batch} batch items and {heads} heads need [{heads}] or "
+            f"{name} is {list(given.shape)}{one}; scores of {batch} batch items and {heads} heads need [{heads}] or "
             f"[{batch}, {heads}]"
         )
     return wide[:, :, None, None]

@@ -19,6 +19,11 @@ NO_DROPOUT = (
 REFUSED = {
     "dropout_p": NO_DROPOUT,
     "dropout": NO_DROPOUT,
+    "policy": "pass it as mask=",
+    "attention_mask": "pass it as mask=, a bool tensor that is true where a query sees a key; for padding [B, T] "
+    "attention_mask.bool()[:, None, None]",
+    "q_offset": "write policy.mask(q, k, q_offset=...), or the q_offset= of a builder of BlockMask, and pass that mask",
+    "kv_lengths": "write policy.mask(q, k, kv_lengths=...), or the kv_lengths= of BlockMask.topk, and pass that mask",
     "attn_mask": "pass it as mask=, which takes a bool tensor",
     "block_mask": "pass it as mask=, which takes a FlexAttention mask",
     "mask_mod": "make a mask of it: mask=sparsek.BlockMask.from_mask_mod(mask_mod, B, H, S, T)",

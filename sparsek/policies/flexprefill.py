@@ -32,7 +32,7 @@ class FlexPrefill(Policy):
         tau: Heads with a smaller distance are query-aware; 0 for none.
         min_budget: Keys that are kept at least, in tokens: as key blocks and as block distances, or for each tile on
             average.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
 
     Raises:
         InvalidInput: For options that are out of range. By `mask`: for `kv_lengths`.

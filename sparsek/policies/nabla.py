@@ -19,7 +19,7 @@ class Nabla(Policy):
 
     Args:
         threshold: The share of each row's softmax, over 0, up to 1. Kandinsky 5 calls 1 - threshold P and uses 0.9.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
         tiles: Blocks that are kept too: a SlidingTile of the same block. Kandinsky 5 uses one of tile (1, 8, 8), window
             (11, 3, 3) and clamped=False, for tokens in patches of 8 x 8.
         causal: Whether a query sees no keys after its own.

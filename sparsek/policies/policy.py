@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.readback import Fault
 from sparsek.mask.rule import MaskRule
+from sparsek.matrix.pattern import INT32_MAX
 from sparsek.plan.attention_operands import checked_scale
 from sparsek.policies.maps import joined
 
@@ -77,10 +78,11 @@ class Policy(MaskRule):
     """Chooses which blocks attention visits. `sk.attention(q, k, v, policy)` chooses anew in every call.
 
     A policy is frozen and hashable, and has no tensors. `a | b` keeps the blocks that either chooses, `a & b` those
-    that both choose.
+    that both choose. A policy of your own is a frozen dataclass with a method `choose(given)`, and fields `block` (64
+    or 128, or a pair; 128 without the field) and `causal` (False without it).
     """
 
-    block: Any  # a field of every policy
+    block: Any = 128  # of classes without this field
     causal: Any = False  # of classes without this field
     of_fields = True
 
@@ -110,8 +112,8 @@ class Policy(MaskRule):
             scale: The factor of q @ k.T in the attention that the mask is for, from 1e-30 to 1e30; D**-0.5 by default.
             q_offset: The position of the first query among the keys; T - S by default: the last query stands at the
                 last key.
-            kv_lengths: int32 [Nb] or [1 or B, Nb]: the keys that exist of each block, its first ones, for sequences
-                padded block by block. Others are neither read nor seen. None: all up to T.
+            kv_lengths: int32 or int64 [Nb] or [1 or B, Nb]: the keys that exist of each block, its first ones, for
+                sequences padded block by block. Others are neither read nor seen. None: all up to T.
 
         Raises:
             InvalidInput: For q and k that do not fit together, and for lengths of another shape, dtype or device.
@@ -133,21 +135,25 @@ class Policy(MaskRule):
 
     def __or__(self, other: Policy) -> Composed:
         """The blocks that either policy chooses."""
-        return Composed(self, other, True) if isinstance(other, Policy) else NotImplemented
+        return Composed(self, other, True) if isinstance(other, Policy) else _no_policy(other, "|")
+
+    __ror__ = __or__
 
     def __and__(self, other: Policy) -> Composed:
         """The blocks that both policies choose."""
-        return Composed(self, other, False) if isinstance(other, Policy) else NotImplemented
+        return Composed(self, other, False) if isinstance(other, Policy) else _no_policy(other, "&")
+
+    __rand__ = __and__
 
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments. On a GPU launches, allocations and views only. What a policy implements."""
-        raise NotImplementedError
+        raise InvalidInput(f"{type(self).__name__} has no method choose(given), which returns the BlockMask")
 
     @property
     def label(self) -> str:
         """The class and the options that are not default: "MeanTopK(topk=16)"."""
         changed = []
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self) if is_dataclass(self) else ():
             value, default = getattr(self, each.name), each.default
             if each.name == "block":
                 value, default = (
@@ -217,6 +223,20 @@ class Composed(Policy):
         return f" {'|' if self.union else '&'} ".join(parts)
 
 
+def _no_policy(other: Any, sign: str) -> Any:
+    """InvalidInput for masks; for other objects what Python's operators return."""
+    if isinstance(other, BlockMask):
+        raise InvalidInput(
+            f"a policy combines with policies, and its mask depends on q and k; write policy.mask(q, k) {sign} mask"
+        )
+    if isinstance(other, MaskRule):
+        raise InvalidInput(
+            f"a policy combines with policies of sk.policies; write policy.mask(q, k) {sign} other.mask_for(q, k), or "
+            "use sk.policies.Streaming"
+        )
+    return NotImplemented
+
+
 @repeated
 @not_traced("a policy's mask")
 @torch.no_grad()
@@ -231,7 +251,19 @@ def _chosen(
     found = given(policy.block, q, k, scale, q_offset, kv_lengths)
     if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
         return BlockMask.full(**{**found.frame, "device": q.device})
-    return policy.choose(found)
+    mask = policy.choose(found)
+    if not isinstance(mask, BlockMask):
+        raise InvalidInput(
+            f"{type(policy).__name__}.choose returned {arguments.shown(mask)}; it must return a BlockMask, as "
+            "given.topk, given.cumulative and given.from_map do"
+        )
+    lengths = found.place.q_len, found.place.kv_len
+    if (mask.q_len, mask.kv_len) != lengths:
+        raise InvalidInput(
+            f"{type(policy).__name__}.choose returned a mask of {mask.q_len} queries and {mask.kv_len} keys; q and k "
+            f"have {lengths[0]} and {lengths[1]}"
+        )
+    return mask
 
 
 def given(
@@ -254,11 +286,13 @@ def given(
 
 def block_lengths(name: str, lengths: Any, batch: int, blocks: int, device: torch.device) -> Tensor:
     """int32 [1 or B, blocks], from [blocks] too."""
-    arguments.tensor(name, lengths, (torch.int32,))
+    arguments.tensor(name, lengths, (torch.int32, torch.int64))
     arguments.one_device(f"{name} are", lengths.device, "q", device)
     wide = lengths[None] if lengths.ndim == 1 else lengths
     if wide.ndim != 2 or wide.shape[0] not in (1, batch) or wide.shape[1] != blocks:
         raise InvalidInput(
             f"{name} are {list(lengths.shape)}; {blocks} blocks need [{blocks}] or [1 or {batch}, {blocks}]"
         )
+    if wide.dtype == torch.int64:
+        wide = wide.clamp(-1, INT32_MAX).int()  # a length out of range stays one
     return wide.detach()

@@ -85,7 +85,7 @@ class Streaming(Static):
         window: The blocks near a tile, in tokens, rounded up to blocks: so many up to the tile's own, its own included,
             without `causal` also from there on.
         sinks: The first blocks, in tokens, rounded up to blocks.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
         causal: Whether a query sees no keys after its own.
 
     Raises:

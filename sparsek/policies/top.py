@@ -52,7 +52,7 @@ class MeanTopK(Policy):
         topk: Blocks that each tile keeps; by default `density` of all.
         density: The share of the key blocks of the sequence that each tile keeps, over 0, up to 1, rounded up. With
             `causal` early tiles have fewer blocks to choose from and keep all.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
         causal: Whether a query sees no keys after its own.
         always: (sinks, local) in blocks, kept whatever their scores and counted in the budget, which grows to hold
             them: the first `sinks` blocks, and `local` up to the tile's own, without `causal` also from there on.
@@ -101,7 +101,7 @@ class SubBlock(Policy):
     Args:
         density: The share of the key blocks of the sequence that each tile keeps, over 0, up to 1, rounded up.
         parts: Parts of a tile of queries and of a block of keys: powers of two, with 8 tokens or more in each.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
         causal: Whether a query sees no keys after its own.
         topk: Blocks that each tile keeps, in place of `density`.
         always: (sinks, local) in blocks, as in `MeanTopK`. The source has none.

@@ -34,7 +34,7 @@ class VerticalSlash(Policy):
     Args:
         vertical: Keys that are kept, 30 or more.
         slash: Distances that are kept, 50 or more.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
         heads: The pattern of each head of q, as MInference's JSON has them: ("vertical_and_slash", vertical, slash),
             ("stream_llm", sinks, window) in tokens, or ("block_sparse", topk, 0) with topk blocks of 64 keys for each
             tile, chosen by means. None: `vertical` and `slash` for all heads.

@@ -47,7 +47,7 @@ class SlidingTile(Static):
         shape: The video in tokens, (frames, rows, columns); multiples of `tile`.
         window: The window in tiles, odd numbers; a number past the video's own counts as all tiles.
         tile: The tile in tokens; its volume is a multiple of both sides of `block`.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
         clamped: Whether a window that would reach beyond the video is moved inside, so that all tiles see equally many,
             as in the source; else it is cut off, as in NABLA.
 
@@ -130,7 +130,7 @@ class Radial(Static):
         decay: The factor of the widths; the source uses 0.2 to 1.
         model: "wan": a frame sees all of itself and of the first frame, and half a frame at distance 1; "hunyuan": all
             of the frames up to distance 1; None: none of these.
-        block: The block in tokens: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
 
     Raises:
         InvalidInput: For options that are out of range. By `mask`: for q and k of other lengths.

@@ -29,7 +29,7 @@ class VSA(Policy):
 
     Args:
         topk: Blocks that each tile keeps.
-        block: The block in tokens, a cube: 64, 128 or 256, or a pair (queries, keys) of them.
+        block: The block in tokens, a cube: 64 or 128, or a pair (queries, keys) of them.
 
     Raises:
         InvalidInput: For options that are out of range.

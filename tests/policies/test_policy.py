@@ -181,3 +181,70 @@ def test_no_queries_or_no_keys_give_zeros(policy: Any, q_len: int, kv_len: int) 
         return
     assert mask.stored_blocks == 0
     assert not sk.attention(q, k, k, policy).any()
+
+
+class Own(policies.Policy):
+    def choose(self, given: Any) -> Any:
+        return given.topk(torch.ones(1, 1, *given.place.grid), 1, self.causal)
+
+
+class Wrong(policies.Policy):
+    def choose(self, given: Any) -> Any:
+        return given.q
+
+
+class Short(policies.Policy):
+    def choose(self, given: Any) -> Any:
+        return sk.BlockMask.full(128)
+
+
+def test_a_policy_of_a_user_needs_no_block_and_returns_a_mask() -> None:
+    q = normal(1, 2, 256, 16)
+    assert Own().mask(q, q).block == (128, 128)
+    assert Own().label == "Own()"
+    assert sk.attention(q, q, q, Own()).shape == q.shape
+    with pytest.raises(InvalidInput, match=r"Wrong.choose returned .*; it must return a BlockMask"):
+        Wrong().mask(q, q)
+    with pytest.raises(
+        InvalidInput, match=r"Short\.choose returned a mask of 128 queries and 128 keys; q and k have 256"
+    ):
+        Short().mask(q, q)
+    with pytest.raises(InvalidInput, match=r"Policy has no method choose"):
+        policies.Policy().mask(q, q)
+
+
+@pytest.mark.parametrize("sign", ["|", "&"])
+def test_a_policy_and_a_mask_do_not_combine_and_the_cure_does(sign: str) -> None:
+    q, policy, mask = normal(1, 2, 256, 16), policies.VSA(topk=1), sk.BlockMask.causal(256, block=64)
+    both: Any = (lambda a, b: a | b) if sign == "|" else (lambda a, b: a & b)
+    cure = rf"write policy.mask\(q, k\) \{sign} "
+    for other in (mask, sk.MaskPolicy()):
+        for a, b in ((policy, other), (other, policy)):
+            with pytest.raises(InvalidInput, match=cure):
+                both(a, b)
+    assert both(policy.mask(q, q), mask).grid == (4, 4)
+
+
+def test_lengths_of_blocks_may_be_int64() -> None:
+    q, lengths = normal(2, 2, 256, 16), lengths_of(4, 64, 2, 3)
+    for policy in (policies.SubBlock(), policies.XAttention(block=64), policies.Nabla(0.5)):
+        a, b = (policy.mask(q, q, kv_lengths=each) for each in (lengths, lengths.long()))
+        assert torch.equal(a.to_dense(), b.to_dense())
+        with pytest.raises(InvalidInput, match="out of range"):
+            policy.mask(q, q, kv_lengths=lengths.long() + 2**32).verify(wait=True)
+
+
+def test_a_nan_in_q_or_k_is_told() -> None:
+    q = normal(1, 1, 256, 16)
+    q[0, 0, 3, 2] = torch.nan
+    for policy in (policies.SubBlock(), policies.XAttention(block=64)):
+        with pytest.raises(InvalidInput, match="NaN where q or k are"):
+            policy.mask(q, q).verify(wait=True)
+
+
+@pytest.mark.parametrize("name", ["q_offset", "kv_lengths", "policy", "attention_mask"])
+def test_attention_names_the_cure_for_arguments_of_a_policy(name: str) -> None:
+    attend: Any = sk.attention
+    q = normal(1, 2, 256, 16)
+    with pytest.raises(InvalidInput, match=f"attention has no argument {name}: (write|pass)"):
+        attend(q, q, q, policies.VSA(), **{name: 3})
