@@ -185,7 +185,7 @@ def _by_policy(
     """Attention by a policy, for operands whose blocks have these lengths."""
     if isinstance(policy, VSA) and gate is not None:
         return policy.attention(q, k, v, gate, kv_lengths=lengths, q_lengths=lengths, scale=scale)
-    return attention(q, k, v, policy.mask(q, k, kv_lengths=lengths), scale=scale)
+    return attention(q, k, v, policy.mask(q, k, scale=scale, kv_lengths=lengths), scale=scale)
 
 
 def _in_cubes(
