@@ -23,6 +23,6 @@ def test_512k_tokens_cost_a_gpu_few_launches_and_little_memory(
     with no_sync(), NoReading() as mode:
         mask = build(LONG, device="cuda")
     peak = torch.cuda.max_memory_allocated() - before
-    assert mode.launches <= 40
+    assert mode.launches <= 42
     assert mask.nbytes <= bytes_per_token * LONG
     assert peak <= 64 * LONG  # half of what one int32 for every block would take

@@ -158,9 +158,9 @@ def test_faults_are_reported_with_their_position():
     budgets = torch.tensor([2, 0, 2], device="cuda")
     with pytest.raises(InvalidInput, match=r"k\[1\] is below 1"):
         BlockMask.topk(scores, budgets, seq_len=512).verify(wait=True)
-    lists = torch.tensor([[0, 1], [2, 2], [3, 9], [1, 0]], device="cuda")
+    lists = torch.tensor([[0, 1], [2, 3], [3, 9], [1, 0]], device="cuda")  # with two faults any may be told
     with pytest.raises(InvalidInput, match=r"indices\[2, 1\] is out of range"):
         BlockMask.from_indices(lists, seq_len=512).verify(wait=True)
-    lists[2, 1] = 0
+    lists[2, 1], lists[1, 1] = 0, 2
     with pytest.raises(InvalidInput, match=r"indices of tile \[0, 0, 1\] hold key block 2 more than once"):
         BlockMask.from_indices(lists, seq_len=512).verify(wait=True)
