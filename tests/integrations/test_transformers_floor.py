@@ -32,7 +32,8 @@ def test_the_tests_of_integrations_pass_under_the_floor():
     under = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     found = run(python, "-c", "import importlib.metadata as m; print(m.version('transformers'))", env=under)
     assert found.stdout.strip() == pinned(), found.stderr
-    options = ("-q", "-m", "not gpu", "-p", "no:cacheprovider")
+    # Compiled, the models of diffusers meet torch's compiler and nothing of transformers.
+    options = ("-q", "-m", "not gpu", "-p", "no:cacheprovider", "-k", "not (test_diffusers and compil)")
     done = run(python, "-m", "pytest", *options, *map(str, of_models()), env=under)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 100
