@@ -16,16 +16,18 @@ from sparsek.reference import estimates as reference
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def block_scores(given: Given, parts: tuple[int, int] = (1, 1), causal: bool = False) -> Tensor:
+def block_scores(
+    given: Given, parts: tuple[int, int] = (1, 1), causal: bool = False, q_lengths: Tensor | None = None
+) -> Tensor:
     """float32 [B, Hq, Mb, Nb]: see reference/estimates.py. With `causal`, blocks that no query of a tile sees may have
-    any score.
+    any score. `q_lengths` is for tiles of one part.
     """
     q, k, place, lengths, scale = given
     found = kernels("scores", q, k) if q.dtype in KERNEL_DTYPES else None
     if found is None:
-        return reference.block_scores(q, k, place.block, parts, scale, lengths)
+        return reference.block_scores(q, k, place.block, parts, scale, lengths, q_lengths)
     start = place.q_offset if causal else None
-    return found.block_scores(q, k, place.block, parts, scale, lengths, start)
+    return found.block_scores(q, k, place.block, parts, scale, lengths, start, q_lengths)
 
 
 def check_parts(parts: tuple[int, int], block: tuple[int, int]) -> None:

@@ -11,12 +11,13 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import watched
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
 from sparsek.plan.attention_operands import checked_scale
 from sparsek.plan.operands import wants_gradient
-from sparsek.policies.estimates import KERNEL_DTYPES, block_means, block_scores
+from sparsek.policies.estimates import KERNEL_DTYPES, block_mass, block_means, block_scores
 from sparsek.policies.maps import kernels
-from sparsek.policies.policy import Given, Policy, block_lengths
+from sparsek.policies.policy import Given, Policy, block_lengths, given
 from sparsek.reference.estimates import rows_of_blocks
 
 
@@ -78,7 +79,7 @@ class VSA(Policy):
                 for 1.
             kv_lengths: int32 [Nb] or [1 or B, Nb]: the tokens of each block of keys. None: all.
             q_lengths: int32 [Mb] or [1 or B, Mb]: the tokens of each tile of queries, for its mean. Rows after them
-                mean nothing. None: all.
+                choose nothing, and their results mean nothing. None: all.
             scale: The factor of q @ k.T; D**-0.5 by default.
 
         Raises:
@@ -90,16 +91,26 @@ class VSA(Policy):
             >>> sk.policies.VSA(topk=4).attention(q, k, v, gate).shape
             torch.Size([1, 4, 1024, 64])
         """
-        mask = self.mask(q, k, scale=scale, kv_lengths=kv_lengths)
-        sparse = attention(q, k, v, mask, scale=scale)
+        check_tensors(q, k, v)
         tiles, blocks = (-(-x.shape[2] // side) for x, side in zip((q, k), self.sides, strict=True))
         if kv_lengths is not None:
             kv_lengths = block_lengths("kv_lengths", kv_lengths, q.shape[0], blocks, q.device)
         if q_lengths is not None:
             q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], tiles, q.device)
+        factor, traced = checked_scale(scale, q.shape[3]), torch.compiler.is_compiling() or watched(q)
+        if traced:
+            there = _only(q, self.sides[0], q_lengths)
+            mask = self.mask(there, k, scale=scale, kv_lengths=kv_lengths)
+        else:
+            found = given(self.block, q, k, scale, None, kv_lengths)
+            scores = block_scores(found, q_lengths=q_lengths)
+            mask = found.topk(scores, self.topk, False)
+        sparse = attention(q, k, v, mask, scale=scale)
+        if traced or wants_gradient(q, k, v):
+            means = coarse(q, k, v, self.sides, factor, q_lengths, kv_lengths)
+        else:
+            means = averaged(block_mass(found, scores), v, self.sides[1], kv_lengths)
         gate = None if gate is None else checked_gate(gate, sparse)
-        factor = checked_scale(scale, q.shape[3])
-        means = coarse(q, k, v, self.sides, factor, q_lengths, kv_lengths)
         return with_coarse(sparse, means, gate, self.sides[0])
 
 
@@ -139,6 +150,21 @@ def coarse(
     else:
         weights = scores.softmax(-1)
     return (weights @ v_means).unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def _only(q: Tensor, side: int, lengths: Tensor | None) -> Tensor:
+    """q with 0 in the rows after the lengths of its tiles."""
+    if lengths is None:
+        return q
+    row = torch.arange(q.shape[2], device=q.device)
+    return torch.where((row % side < lengths[:, row // side])[:, None, :, None], q, 0)
+
+
+def averaged(mass: Tensor, v: Tensor, side: int, kv_lengths: Tensor | None) -> Tensor:
+    """mass @ mean(v) [B, Hq, Mb, Dv] of mass [B, Hq, Mb, Nb], for blocks of `side` keys."""
+    means = block_means(v, side, kv_lengths)
+    of_groups = mass.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
+    return (of_groups @ means).unflatten(2, (-1, mass.shape[2])).flatten(1, 2)
 
 
 def checked_gate(gate: Tensor, out: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def block_scores(
     parts: tuple[int, int] = (1, 1),
     scale: float = 1.0,
     kv_lengths: Tensor | None = None,
+    q_lengths: Tensor | None = None,
 ) -> Tensor:
     """float32 [B, Hq, Mb, Nb]: log sum over parts a, b of exp(scale * mean(q of part a) . mean(k of part b)).
 
@@ -49,6 +50,7 @@ def block_scores(
         parts: Divisors of both.
         scale: The factor of q @ k in attention.
         kv_lengths: int32 [1 or B, Nb]: the keys that exist of each block, its first ones.
+        q_lengths: int32 [1 or B, Mb]: the queries of each tile, for tiles of one part.
     """
     (tile, keys), (down, across) = block, parts
     sub_q, sub_k = tile // down, keys // across
@@ -56,7 +58,7 @@ def block_scores(
     if kv_lengths is not None:
         before = torch.arange(across, dtype=torch.int32, device=k.device) * sub_k
         lengths = (kv_lengths[..., None] - before).clamp(0, sub_k).flatten(1)[:, : -(-k.shape[2] // sub_k)]
-    q_means, k_means = block_means(q, sub_q), block_means(k, sub_k, lengths)
+    q_means, k_means = block_means(q, sub_q, q_lengths), block_means(k, sub_k, lengths)
     k_means = k_means.repeat_interleave(q.shape[1] // k.shape[1], 1)
     products = scale * (q_means @ k_means.mT)
     empty = rows_of_blocks(k.shape[2], sub_k, lengths, k.device) == 0

@@ -1,5 +1,6 @@
 """VSA.attention against loops over blocks, and its gradients."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -19,7 +20,11 @@ def slow(
     """gate * coarse + sparse, block by block."""
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
     group = q.shape[1] // k.shape[1]
-    mask = policies.VSA(topk=topk).mask(q, k, kv_lengths=lengths[1])
+    there = torch.zeros_like(q)
+    for b, i in itertools.product(range(q.shape[0]), range(-(-q.shape[2] // 64))):
+        rows = keys_of(i, 64, q.shape[2], lengths[0], b)
+        there[b, :, rows.start : rows.stop] = q[b, :, rows.start : rows.stop]
+    mask = policies.VSA(topk=topk).mask(there, k, kv_lengths=lengths[1])
     sparse = sk.attention(q, k, v, mask, scale=scale)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):

@@ -181,6 +181,7 @@ def block_scores(
     scale: float = 1.0,
     kv_lengths: Tensor | None = None,
     causal_from: int | None = None,
+    q_lengths: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """As reference/estimates.py, in two launches: float32 [B, Hq, Mb, Nb]. q and k bf16, fp16 or fp32, any strides.
@@ -190,12 +191,12 @@ def block_scores(
     """
     (tile, keys), (batch, heads, q_len, dim), (k_heads, kv_len) = block, q.shape, k.shape[1:3]
     rows, columns = -(-q_len // tile), -(-kv_len // keys)
-    lengths = None if kv_lengths is None else kv_lengths.contiguous()
+    q_counts, lengths = (None if each is None else each.contiguous() for each in (q_lengths, kv_lengths))
     scores = torch.empty((batch, heads, rows, columns), dtype=torch.float32, device=q.device)
     if not scores.numel():
         return scores
     c = config or default(q, parts, columns)
-    q_means, k_means = split_means(q, k, block, parts, (None, lengths), c.quads)
+    q_means, k_means = split_means(q, k, block, parts, (q_counts, lengths), c.quads)
     q_rows, k_rows = q_means.shape[3], k_means.shape[3]
     tiles, across = -(-q_rows // c.tile_m) * batch * heads, -(-k_rows // c.tile_n)
     visits = VISITS if tiles * -(-across // VISITS) >= PROGRAMS else FEW

@@ -42,8 +42,9 @@ def test_scores_are_those_of_the_reference(case: tuple, config: Config) -> None:
     q, k = normal(2, q_heads, q_len, dim, seed=0), normal(2, k_heads, kv_len, dim, seed=1)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # [B, S, H, D] in memory
     lengths = None if batch is None else lengths_of(-(-kv_len // block[1]), block[1], batch)
-    found = block_scores(q, k, block, parts, 0.3, lengths, causal_from, config)
-    wanted = reference.block_scores(q, k, block, parts, 0.3, lengths)
+    rows = lengths_of(-(-q_len // block[0]), block[0], 2) if parts == (1, 1) else None
+    found = block_scores(q, k, block, parts, 0.3, lengths, causal_from, rows, config)
+    wanted = reference.block_scores(q, k, block, parts, 0.3, lengths, rows)
     if causal_from is not None:
         last = torch.arange(wanted.shape[2])[:, None] * block[0] + block[0]
         beyond = torch.arange(wanted.shape[3]) * block[1] >= last.clamp(max=q_len) + causal_from
