@@ -141,7 +141,8 @@ def coarse(
     group = q.shape[1] // k.shape[1]
     q_means = block_means(q, block[0], q_lengths)
     k_means, v_means = (block_means(x, block[1], kv_lengths) for x in (k, v))
-    q_means = q_means.unflatten(1, (-1, group)).flatten(2, 3)  # [B, Hkv, group * Mb, D]
+    tiles = q_means.shape[2]
+    q_means = q_means.unflatten(1, (k.shape[1], group)).flatten(2, 3)  # [B, Hkv, group * Mb, D]
     scores = scale * (q_means @ k_means.mT)
     if kv_lengths is not None:
         empty = rows_of_blocks(k.shape[2], block[1], kv_lengths, k.device)[:, None, None] == 0
@@ -149,7 +150,7 @@ def coarse(
         weights = scores.masked_fill(empty & ~nothing, -torch.inf).softmax(-1) * ~nothing
     else:
         weights = scores.softmax(-1)
-    return (weights @ v_means).unflatten(2, (group, -1)).flatten(1, 2)
+    return (weights @ v_means).unflatten(2, (group, tiles)).flatten(1, 2)
 
 
 def _only(q: Tensor, side: int, lengths: Tensor | None) -> Tensor:
@@ -163,8 +164,9 @@ def _only(q: Tensor, side: int, lengths: Tensor | None) -> Tensor:
 def averaged(mass: Tensor, v: Tensor, side: int, kv_lengths: Tensor | None) -> Tensor:
     """mass @ mean(v) [B, Hq, Mb, Dv] of mass [B, Hq, Mb, Nb], for blocks of `side` keys."""
     means = block_means(v, side, kv_lengths)
-    of_groups = mass.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
-    return (of_groups @ means).unflatten(2, (-1, mass.shape[2])).flatten(1, 2)
+    group, tiles = mass.shape[1] // v.shape[1], mass.shape[2]
+    of_groups = mass.unflatten(1, (v.shape[1], group)).flatten(2, 3)
+    return (of_groups @ means).unflatten(2, (group, tiles)).flatten(1, 2)
 
 
 def checked_gate(gate: Tensor, out: Tensor) -> Tensor:

@@ -70,6 +70,15 @@ def test_gradients_flow_through_both_branches() -> None:
     assert all(each.any() for each in found)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("lengths", [(0, 64), (64, 0)])
+def test_no_queries_and_no_keys_give_nothing(lengths: tuple[int, int], learns: bool) -> None:
+    q, k = (torch.randn(2, 4, length, 8, requires_grad=learns) for length in lengths)
+    out = policies.VSA(topk=2).attention(q, k, k)
+    assert out.shape == q.shape
+    assert not out.any()
+
+
 def test_a_gate_may_be_one_number_per_head() -> None:
     q = normal(1, 2, 128, 16)
     policy, gate = policies.VSA(topk=1), torch.tensor([0.0, 2.0])[:, None, None]
