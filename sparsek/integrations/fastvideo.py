@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import is_fake, watched
+from sparsek.core.tracing import constant, is_fake, watched
 from sparsek.integrations.refused import (
     check_operands,
     check_shape,
@@ -229,12 +229,19 @@ def sliding_tile_attention(
             f"q has {tokens} tokens and k {k.shape[2]}; a video of {seq_shape} has {video}, and only a text follows it"
         )
 
+    mask = _tile_mask(tiles, windows, tokens, video + text, text, q.device)
+    return attention(q, k[:, :, : video + text], v[:, :, : video + text], mask)
+
+
+@constant
+def _tile_mask(
+    tiles: tuple[int, ...], windows: Any, tokens: int, keys: int, text: int, device: torch.device
+) -> BlockMask:
     def build() -> BlockMask:
         block_map = _tile_map(tiles, windows, tokens, text)
-        return BlockMask.from_block_map(block_map.to(q.device), q_len=tokens, kv_len=video + text, block=128)
+        return BlockMask.from_block_map(block_map.to(device), q_len=tokens, kv_len=keys, block=128)
 
-    mask = kept_mask(("sliding tiles", tiles, windows, tokens, text, q.device), build)
-    return attention(q, k[:, :, : video + text], v[:, :, : video + text], mask)
+    return kept_mask(("sliding tiles", tiles, windows, tokens, text, device), build)
 
 
 def _tile_map(tiles: Sequence[int], windows: Sequence[Sequence[int]], tokens: int, text: int) -> Tensor:

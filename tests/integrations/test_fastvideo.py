@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +159,22 @@ def test_what_is_refused() -> None:
         sliding_tile_attention(q, k, v, [(1, 1, 1)] * 2, 0, False, "6x8x8")
     with pytest.raises(InvalidInput, match="for each head"):
         sliding_tile_attention(q, k, v, [(1, 1, 1)], 0, False, "6x8x8")
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "video_sparse_attn": lambda q, k, v, sizes, chosen: video_sparse_attn(q, k, v, sizes, sizes, 3, 64),
+    "block_sparse_attn": lambda q, k, v, sizes, chosen: block_sparse_attn(q, k, v, chosen, sizes)[0],
+    "sliding_tile_attention": lambda q, k, v, sizes, chosen: sliding_tile_attention(
+        q, k, v, [(1, 1, 1), (1, 3, 3)], 0, False, "6x8x16"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_one_graph(name: str) -> None:
+    compiled = torch.compile(CALLS[name], fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        q, k, v = torch.randn(3, 1, 2, 768, 16).unbind()
+        sizes, chosen = torch.randint(1, 65, (12,)).int(), torch.rand(1, 2, 12, 12) > 0.5
+        wanted = CALLS[name](q, k, v, sizes, chosen)
+        torch.testing.assert_close(compiled(q, k, v, sizes, chosen), wanted, rtol=1e-4, atol=1e-5)
