@@ -9,7 +9,6 @@ A `mask_mod` is a torch function (b, h, q_idx, kv_idx), as FlexAttention has it,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,10 @@ from sparsek.integrations.refused import (
 from sparsek.mask.accepted import kept_conversion, read_by
 from sparsek.mask.again import of_options
 from sparsek.mask.cache import kept_mask
-from sparsek.mask.closed import Band, counted_band, on_gpu
-from sparsek.mask.documents import PackedLayout, Window, documents_mask
+from sparsek.mask.documents import Window
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.structured import of_window
 from sparsek.ops.attention import attention
 
 BLOCK = (128, 128)
@@ -199,12 +198,7 @@ def _uneven(cls: type[BlockMask], left: int | None, right: int | None, **frame: 
     """The mask of a window with other sides."""
     place = Place.of(**frame)
     near = Window(None if left is None else left + 1, None if right is None else right + 1)
-    label, band = f"window({left}, {right})", Band.of(place, *near)
-    count = partial(counted_band, place, band)
-    made = on_gpu(cls, place, "mask_of_band", (band,), count, known=(band,), pure=True, label=label)
-    if made is not None:
-        return made
-    return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
+    return of_window(cls, place, near, f"window({left}, {right})")
 
 
 def _check_torch(mask_mod: Any) -> None:

@@ -198,12 +198,13 @@ def _within(at: Sequence[int], shape: Sequence[int]) -> str:
 
 
 class Parts(NamedTuple):
-    """The tensors of a mask of chosen blocks, int32 views of `base`. A fault is written to `word`."""
+    """The tensors of a mask of chosen blocks, int32 views of `base`.
+
+    `word`: int64 [1] of the host: 1 + (row << 32 | kind << POSITION_BITS | position) of a fault, or 0.
+    """
 
     base: Tensor
-    word: (
-        Tensor | None
-    )  # int64 [1] of the host: 1 + (row << 32 | kind << POSITION_BITS | position) of a fault, or 0
+    word: Tensor | None
     full_counts: Tensor
     cut_counts: Tensor
     starts: Tensor

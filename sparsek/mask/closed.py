@@ -240,7 +240,9 @@ def bounded_band(place: Place, band: Band) -> Counted:
 
 
 def room_of_documents(place: Place, band: Band, by_kernel: bool, batch: int = 1) -> Parts:
-    """The tensors of a mask of packed documents of any lengths, as kernels/mask/documents.py makes them or torch."""
+    """The tensors, not yet written, of a mask of packed documents of any lengths, as kernels/mask/documents.py has them
+    or torch.
+    """
     rows, columns = batch * place.grid[0], place.grid[1]
     queries = (batch, place.q_len)
     if by_kernel:

@@ -141,6 +141,11 @@ def sliding_window(
     causal = arguments.flag("causal", causal)
     label = f"sliding_window({window}{f', sinks={sinks}' if sinks else ''}{_both_ways(causal)})"
     near = Window(window, 1 if causal else window, sinks, sinks_ahead=not causal)
+    return of_window(cls, place, near, label)
+
+
+def of_window(cls: type[BlockMask], place: Place, near: Window, label: str) -> BlockMask:
+    """The mask in which each query sees the keys that `near` admits."""
     band = Band.of(place, *near)
     count, pure = partial(counted_band, place, band), not band.splits(place)
     made = on_gpu(cls, place, "mask_of_band", (band,), count, known=(band,), pure=pure, label=label)

@@ -33,9 +33,8 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 _compiling = torch.compiler.is_compiling
 
-# How arguments are told apart when they are constants: a tensor's number, a tuple, an object's class and fields, a
-# float in hexadecimal, and anything else as it is. torch.compile hands on objects made in a graph without their fields,
-# and floats and ints as symbols.
+# Kinds of arguments as constants. A tensor is its number, an object its class and fields, a float its hexadecimal text;
+# anything else is itself. torch.compile hands on objects made in a graph without their fields, and floats as symbols.
 TENSOR, SEQUENCE, OBJECT, FLOAT, PLAIN = range(5)
 ABSENT = "-"  # a tensor that a mask lacks
 
@@ -99,7 +98,7 @@ def constant_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Blo
         )
     found = constant_mask(name, spec)
     if isinstance(found, str):
-        raise InvalidInput(f"{found}")
+        raise InvalidInput(found)
     return found
 
 

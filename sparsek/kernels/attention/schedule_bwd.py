@@ -57,11 +57,8 @@ from sparsek.plan.problem import AttentionProblem
 
 TILES = 32  # of keys, by a program
 STREAM = 128  # key tiles that others are compared with together
-ALIKE_TILES, ALIKE_STREAM, HEADS = (
-    8,
-    256,
-    16,
-)  # the same where all heads share lists, and heads written together
+ALIKE_TILES, ALIKE_STREAM = 8, 256  # the same where all heads share lists
+HEADS = 16  # of those, written together
 BOUNDS = 1024  # by a program
 VISITS = 128  # of a query tile, at most, that are held in registers
 WARPS = 4

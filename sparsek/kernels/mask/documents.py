@@ -21,12 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.mask.runs import within, write_all_columns, write_runs
-from sparsek.mask.closed import Band, Parts
-from sparsek.mask.lists import BlockLists, Place
+from sparsek.mask.closed import Band, Parts, room_of_documents
+from sparsek.mask.lists import Place
 from sparsek.matrix.pattern import INT32_MAX
 
 ROWS, ENTRIES, LANES, WARPS = 32, 16, 512, 4
@@ -137,7 +136,8 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool
     rows, capacity, queries = batch * tiles, band.capacities(place)[1], batch * place.q_len
     if columns + rows * capacity > INT32_MAX or edges.numel() < 2 or queries > INT32_MAX:
         return None
-    base, made = carved([*(rows,) * 4, columns + rows * capacity, queries, queries], place.device)
+    made = room_of_documents(place, band, True, batch)
+    tensors = *made.full[:2], *made.partial, made.lo, made.hi
     sizes = edges.numel() - 1, rows, tiles, columns, length, queries, band.low, band.high, capacity
     constants = edges.dtype == torch.int64, bq, bk, ROWS, ENTRIES, LANES
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (queries, LANES)))
@@ -146,10 +146,6 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool
         programs += -(-sizes[0] // LANES)
     if programs:
         launch_unspecialized(
-            _documents, base.device, programs, (edges, word, *made, *sizes), constants, WARPS
+            _documents, place.device, programs, (edges, word, *tensors, *sizes), constants, WARPS
         )
-    full_starts, full_counts, starts, counts, indices, lo, hi = made
-    return Parts(
-        BlockLists(full_starts, full_counts, indices), BlockLists(starts, counts, indices), base,
-        lo.view(batch, length), hi.view(batch, length), word=word,
-    )  # fmt: skip
+    return made._replace(word=word)
