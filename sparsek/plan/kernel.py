@@ -4,16 +4,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.pages import PageLists
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.matches import Matches
 from sparsek.plan.problem import (
     AttentionGradProblem,
     AttentionProblem,
+    PagedProblem,
     Problem,
     ProductProblem,
     SddmmProblem,
@@ -168,6 +171,53 @@ class AttentionKernel(Kernel[AttentionProblem], Protocol):
 
     def launch(self, c: Any, work: Any, call: AttentionCall) -> None:
         """Launches the kernel."""
+        ...
+
+
+class PagedCall(NamedTuple):
+    """The tensors and settings of one launch of attention over paged keys and values.
+
+    Queries cu_seqlens_q[r] to cu_seqlens_q[r + 1] - 1 of q [tokens, Hq, D] belong to request r, whose keys are the
+    first seq_lens[r] of its pages: key j is row j % page of page block_table[r, j // page] of k [P, Hkv, page, D] and v
+    [P, Hkv, page, Dv]. Query i of n stands at position seq_lens[r] - n + i. Lengths are on the device only: kernels
+    must not read outside a tensor whatever they hold; the problem's `max_q` and `max_k` bound them.
+
+    FP8 pages hold values over `k_scale` and `v_scale`, float32 [1] or [Hkv], or None for 1. Scores are
+    softcap * tanh(scale * q.k / softcap), or scale * q.k for softcap 0. `sink_logits`: float32 [Hq], a score without a
+    value that every query sees, or None.
+
+    `out` [tokens, Hq, Dv], any strides with a contiguous last dim, and `lse` float32 [Hq, tokens], contiguous, are
+    preallocated. Rows of requests are fully overwritten: 0 and -inf for a query that sees nothing. Rows behind
+    cu_seqlens_q[-1] are not written.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    lists: PageLists | None
+    sink_logits: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    scale: float
+    softcap: float
+    out: Tensor
+    lse: Tensor | None
+
+
+class PagedKernel(Kernel[PagedProblem], Protocol):
+    """One implementation of attention over paged keys and values."""
+
+    def prepare(self, p: PagedProblem, c: Any, device: torch.device) -> Any:
+        """Work that is done once per plan. It depends on the problem alone, never on lengths or tables, and holds what
+        `launch` needs of the problem.
+        """
+        ...
+
+    def launch(self, c: Any, work: Any, call: PagedCall) -> None:
+        """Launches the kernels, without a sync: those that schedule by the lengths on the device, then the others."""
         ...
 
 

@@ -420,3 +420,87 @@ class AttentionGradProblem(AttentionProblem):
         size = dtypes.itemsize(self.dtype)
         tensors = (2 * queries + keys + visited) * (self.dim + self.v_dim) * size
         return float(tensors + 8 * self.stored + 4 * queries)
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    """out [tokens, q_heads, v_dim] of a ragged batch of `requests`, whose keys and values lie in pages of `page` rows.
+
+    A request has at most `max_q` queries and `max_k` keys. `kv_dtype` is that of the pages: `dtype`, or "e4m3", with
+    scales per "tensor" or "head" (`scale_per`), or without ("").
+    Visibility: `causal`, with the last query at the last key; the last `window` keys (0: all) and the first `sinks`
+    ones; or lists of key blocks for `list_heads` heads (0: no lists) in blocks `list_block`: (queries, keys).
+    `softcap`: scores are capped. `sink_logits`: every head has a learned sink. `unit_stride`: the last dims of q and
+    of the pages are contiguous. `aligned`: moreover their pointers and all other strides are multiples of 16 bytes.
+    `lse`: the logarithms of the rows' sums are returned.
+    """
+
+    op: ClassVar[str] = "attention_paged"
+
+    tokens: int
+    requests: int
+    q_heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    page: int
+    max_q: int
+    max_k: int
+    dtype: str
+    kv_dtype: str
+    card: Card
+    causal: bool = True
+    window: int = 0
+    sinks: int = 0
+    softcap: bool = False
+    sink_logits: bool = False
+    scale_per: str = ""
+    list_heads: int = 0
+    list_block: tuple[int, int] = (0, 0)
+    listed: int = 0
+    aligned: bool = True
+    unit_stride: bool = True
+    lse: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.card.is_cpu
+
+    @property
+    def rate_name(self) -> str:
+        return self.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads per head of keys."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a request that share a head of keys: at most `max_q` positions of `group` heads."""
+        return self.max_q * self.group
+
+    @property
+    def seen(self) -> int:
+        """Keys that one query sees, at most."""
+        if self.list_heads:
+            return min(self.max_k, self.listed * self.list_block[1])
+        return min(self.max_k, self.window + self.sinks) if self.window else self.max_k
+
+    @property
+    def useful_flops(self) -> float:
+        """2 FLOP per pair of query and seen key and column of K and V, by the bounds of lengths."""
+        return 2.0 * self.tokens * self.q_heads * self.seen * (self.dim + self.v_dim)
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.tokens * self.q_heads * self.max_k * (self.dim + self.v_dim)
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """q and the seen keys and values read once, out (and lse) written once, by the bounds of lengths."""
+        width = self.dim + self.v_dim
+        seen = self.max_k if self.list_heads else min(self.max_k, self.seen + self.max_q)
+        keys = self.requests * self.kv_heads * seen * width * dtypes.itemsize(self.kv_dtype)
+        queries = self.tokens * self.q_heads * (width * dtypes.itemsize(self.dtype) + (4 if self.lse else 0))
+        return float(keys + queries)

@@ -38,13 +38,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.schedule_fwd import schedule
-from sparsek.kernels.attention.softmax import by_bits, by_interval, prefetch, rescaled, softmax, unpacked
+from sparsek.kernels.attention.softmax import (
+    by_bits,
+    by_interval,
+    prefetch,
+    rescaled,
+    scores,
+    softmax,
+    weighted,
+)
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -212,25 +219,6 @@ def allowed(T: gl.constexpr, s, i, p_begin, row, lo, hi, partial, rules, bits):
     else:
         s = by_interval(T, s, key, lo, hi)
     return s
-
-
-@gluon.jit
-def scores(T: gl.constexpr, q, k_s, slot):
-    """Issues S = Q K^T."""
-    KEYS: gl.constexpr = T.keys
-    DIM: gl.constexpr = T.dim
-    k = k_s.index(slot).reshape((KEYS, DIM)).permute((1, 0))
-    zero = gl.zeros((64, KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def weighted(T: gl.constexpr, pairs, v_s, slot, acc, DTYPE: gl.constexpr):
-    """Issues acc + P V."""
-    KEYS: gl.constexpr = T.keys
-    VDIM: gl.constexpr = T.v_dim
-    p = unpacked(T, pairs, DTYPE, gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(p, v_s.index(slot).reshape((KEYS, VDIM)), acc, is_async=True)
 
 
 @gluon.jit

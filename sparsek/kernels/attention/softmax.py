@@ -1,4 +1,4 @@
-"""Device pieces of attention kernels: the rules of partial blocks and the online softmax, on wgmma's accumulators.
+"""Device pieces of attention kernels: both products, the rules of partial blocks and the online softmax, by wgmma.
 
 A warpgroup holds 64 rows of scores s [64, T.keys] in wgmma's accumulator layout: a thread has two rows, and two
 adjacent keys of every eight. No function here moves a score to another thread. T is a kernel's Config.
@@ -6,9 +6,20 @@ adjacent keys of every eight. No function here moves a score to another thread. 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 # A row's scaling may lag behind its maximum by a factor of 2^8, harmless in float32 sums.
 LAG = gl.constexpr(8.0)
+
+
+@gluon.jit
+def scores(T: gl.constexpr, q, k_s, slot):
+    """Issues S = Q K^T."""
+    KEYS: gl.constexpr = T.keys
+    DIM: gl.constexpr = T.dim
+    k = k_s.index(slot).reshape((KEYS, DIM)).permute((1, 0))
+    zero = gl.zeros((64, KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -70,6 +81,15 @@ def unpacked(T: gl.constexpr, pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
         UNPACK, "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     return gl.convert_layout(gl.join(even, odd).reshape((64, KEYS)).to(DTYPE, bitcast=True), LAYOUT)
+
+
+@gluon.jit
+def weighted(T: gl.constexpr, pairs, v_s, slot, acc, DTYPE: gl.constexpr):
+    """Issues acc + P V."""
+    KEYS: gl.constexpr = T.keys
+    VDIM: gl.constexpr = T.v_dim
+    p = unpacked(T, pairs, DTYPE, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(p, v_s.index(slot).reshape((KEYS, VDIM)), acc, is_async=True)
 
 
 @gluon.constexpr_function
