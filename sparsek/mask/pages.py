@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
 from sparsek.mask.lists import BlockLists
+from sparsek.matrix.pattern import INT32_MAX, int_or_pair
+
+TILES = (1, 64, 128)  # queries of a tile
+LEAST = 16  # keys of a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +34,8 @@ class PageLists:
         tiles: Rows of one head; at least the tiles of all requests.
         block: (bq, bk), in tokens: bq 1, 64 or 128; bk a multiple of the page, or a divisor of it from 16 up.
         longest: At most this many blocks in a row.
+
+    Calls read the lists on the device, so a CUDA graph follows lists that are written in place.
     """
 
     full: BlockLists
@@ -32,3 +44,83 @@ class PageLists:
     tiles: int
     block: tuple[int, int]
     longest: int
+
+    @classmethod
+    def from_indices(cls, indices: Tensor, block: tuple[int, int], counts: Tensor | None = None) -> PageLists:
+        """Return the lists of the key blocks in `indices`, without a copy and without a sync.
+
+        Every block is tested element by element, so a block may hold keys behind a query, or beyond the last key.
+
+        Args:
+            indices: int32 [heads, tiles, n], contiguous: key blocks of each tile of queries, in any order. Entries
+                below 0 are skipped. Kept as it is: later writes to it change the lists.
+            block: (bq, bk), the queries of a tile and the keys of a block: (1, 64) lists 64 keys at a time for every
+                query. bq is 1, 64 or 128; bk 16 or a larger power of two.
+            counts: int32 [heads, tiles], contiguous: how many first entries of each row count. All n for None.
+
+        Raises:
+            InvalidInput: For other shapes, dtypes, layouts or blocks.
+
+        Example:
+            >>> import torch, sparsek as sk
+            >>> indices = torch.tensor([[[0, 3, 5], [0, 2, -1]]], dtype=torch.int32)
+            >>> lists = sk.PageLists.from_indices(indices, block=(1, 64))
+            >>> lists.heads, lists.tiles, lists.longest
+            (1, 2, 3)
+        """
+        sides = page_block(block)
+        check_list("indices", indices, 3)
+        heads, tiles, n = indices.shape
+        if not heads:
+            raise InvalidInput(f"indices is {list(indices.shape)}; it needs a head: [heads, tiles, n]")
+        if indices.numel() > INT32_MAX:
+            raise InvalidInput(
+                f"indices has {indices.numel()} entries; at most {INT32_MAX} (int32) can be indexed"
+            )
+        rows, device = heads * tiles, indices.device
+        if counts is not None:
+            check_list("counts", counts, 2)
+            arguments.one_device("indices are", device, "counts", counts.device)
+            if tuple(counts.shape) != (heads, tiles):
+                raise InvalidInput(
+                    f"counts is {list(counts.shape)}; indices {list(indices.shape)} need one for each row, "
+                    f"{[heads, tiles]}"
+                )
+        starts = torch.arange(rows, dtype=torch.int32, device=device) * n
+        many = torch.full((rows,), n, dtype=torch.int32, device=device) if counts is None else counts.view(-1)
+        zeros = torch.zeros((rows,), dtype=torch.int32, device=device)
+        # A kernel may form the address of an entry that it does not read, so both lists have memory.
+        none = torch.full((1,), -1, dtype=torch.int32, device=device)
+        entries = indices.view(-1) if indices.numel() else none
+        return cls(
+            BlockLists(zeros, zeros.clone(), none), BlockLists(starts, many, entries), heads, tiles, sides, n
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the lists."""
+        return self.full.starts.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Starts, counts and indices of the full blocks, then those of the partial ones."""
+        return *self.full, *self.partial
+
+
+def page_block(block: Any) -> tuple[int, int]:
+    """A checked (bq, bk) of lists over pages."""
+    if isinstance(block, (tuple, list)):
+        bq, bk = int_or_pair("block", block)
+        if bq in TILES and bk >= LEAST and not bk & (bk - 1):
+            return bq, bk
+    raise InvalidInput(
+        f"block is {arguments.shown(block)}; it must be a pair (bq, bk) of 1, 64 or 128 queries and 16 or a larger "
+        "power of two of keys"
+    )
+
+
+def check_list(name: str, x: Any, ndim: int) -> None:
+    """InvalidInput unless x is a contiguous int32 tensor with `ndim` dims."""
+    arguments.tensor(name, x, (torch.int32,), ndim)
+    if not x.is_contiguous():
+        raise InvalidInput(f"{name} has strides {list(x.stride())}; call {name}.contiguous()")
