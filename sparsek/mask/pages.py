@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.lists import BlockLists
+from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
 
 TILES = (1, 64, 128)  # queries of a tile
@@ -96,6 +98,44 @@ class PageLists:
             BlockLists(zeros, zeros.clone(), none), BlockLists(starts, many, entries), heads, tiles, sides, n
         )
 
+    @classmethod
+    def of_masks(cls, masks: Sequence[BlockMask], *, verify: bool = True) -> PageLists:
+        """Return the lists of masks of single requests, in the order of the batch.
+
+        Paged attention tests the elements of a partial block by causality and the last key alone. So masks must have no
+        other rule: those of `topk`, `cumulative`, `from_block_map`, `from_indices`, `causal` and `full`, with the last
+        query at the last key, and those of `sk.policies`; not windows, documents, or bits.
+
+        Args:
+            masks: One `BlockMask` for each request that has queries, of its queries and keys, on one device. All have
+                one batch item and one block; those of 1 head serve all heads of the others.
+            verify: Whether to check the element rules, with one wait for the device. Without it masks of other rules
+                give wrong results.
+
+        Raises:
+            InvalidInput: For masks that do not go together, or have other rules.
+
+        Example:
+            >>> import sparsek as sk
+            >>> masks = [sk.BlockMask.causal(300, block=64), sk.BlockMask.causal(q_len=70, kv_len=900, block=64)]
+            >>> sk.PageLists.of_masks(masks).tiles
+            7
+        """
+        arguments.flag("verify", verify)
+        if not isinstance(masks, Sequence) or not masks or not all(isinstance(x, BlockMask) for x in masks):
+            raise InvalidInput(
+                f"masks is {arguments.shown(masks)}; it must be a list of one or more BlockMask"
+            )
+        heads = _one_shape(masks)
+        if verify and not torch.compiler.is_compiling():
+            _check_rules(masks)
+        tiles = sum(mask.grid[0] for mask in masks)
+        full, partial = (
+            _joined([getattr(x, name) for x in masks], masks, heads) for name in ("full", "partial")
+        )
+        longest = max(mask.sizes.longest for mask in masks)
+        return cls(full, partial, heads, tiles, masks[0].block, longest)
+
     @property
     def device(self) -> torch.device:
         """The device of the lists."""
@@ -105,6 +145,62 @@ class PageLists:
     def tensors(self) -> tuple[Tensor, ...]:
         """Starts, counts and indices of the full blocks, then those of the partial ones."""
         return *self.full, *self.partial
+
+
+def _one_shape(masks: Sequence[BlockMask]) -> int:
+    """The heads of the joined lists. InvalidInput for masks that do not go together."""
+    heads = max(mask.heads for mask in masks)
+    for i, mask in enumerate(masks):
+        arguments.one_device("masks[0] is", masks[0].device, f"masks[{i}]", mask.device)
+        if mask.batch != 1 or mask.heads not in (1, heads) or mask.block != masks[0].block:
+            raise InvalidInput(
+                f"masks[{i}] has {mask.batch} batch items, {mask.heads} heads and blocks {mask.block}; masks of requests "
+                f"have 1 batch item, 1 or {heads} heads, and one block, {masks[0].block}"
+            )
+        if mask.bits is not None and mask.rules is not None:
+            raise InvalidInput(
+                f"masks[{i}] ({mask.label}) has partial blocks by bits; paged attention tests elements by causality alone. "
+                "Use whole blocks, such as BlockMask.from_block_map"
+            )
+    return heads
+
+
+def _check_rules(masks: Sequence[BlockMask]) -> None:
+    """InvalidInput for intervals that are neither causal nor all keys. Waits once."""
+    wrong = []
+    for mask in masks:
+        if mask.lo is None or mask.hi is None:
+            wrong.append(torch.zeros(1, dtype=torch.bool, device=mask.device).any())
+            continue
+        here = torch.arange(mask.q_len, dtype=torch.int64, device=mask.device) + (
+            mask.kv_len - mask.q_len + 1
+        )
+        seen = mask.hi > mask.lo
+        causal = ((mask.lo == 0) & (mask.hi == here.clamp(0, mask.kv_len))) | (~seen & (here <= 0))
+        every = (mask.lo == 0) & (mask.hi == mask.kv_len)
+        wrong.append(~(causal.all() | every.all()))
+    for i, bad in enumerate(torch.stack(wrong).tolist()):
+        if bad:
+            raise InvalidInput(
+                f"masks[{i}] ({masks[i].label}) has partial blocks by other rules than causality with the last query at the "
+                "last key; paged attention has windows as MaskPolicy(window=..., sinks=...)"
+            )
+
+
+def _joined(parts: Sequence[BlockLists], masks: Sequence[BlockMask], heads: int) -> BlockLists:
+    """The rows of all masks, head by head; masks of one head serve all."""
+    starts, counts, before = [], [], 0
+    for (first, many, indices), mask in zip(parts, masks, strict=True):
+        rows = (mask.heads, mask.grid[0])
+        starts.append((first.view(rows) + before).expand(heads, -1))
+        counts.append(many.view(rows).expand(heads, -1))
+        before += indices.shape[0]
+    if before > INT32_MAX:
+        raise InvalidInput(f"the masks have {before} entries; at most {INT32_MAX} (int32) can be indexed")
+    entries = torch.cat([indices for *_, indices in parts])
+    if not before:  # a kernel may form the address of an entry that it does not read
+        entries = torch.full((1,), -1, dtype=torch.int32, device=entries.device)
+    return BlockLists(torch.cat(starts, 1).flatten(), torch.cat(counts, 1).flatten(), entries)
 
 
 def page_block(block: Any) -> tuple[int, int]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
-from sparsek.core.home import Home
+from sparsek.core.home import Home, drop_oldest
 from sparsek.core.streams import captured, tensors_in
 from sparsek.mask.pages import PageLists
 from sparsek.plan import paged_operands as operands
 from sparsek.plan.attention import megabytes
-from sparsek.plan.attention_operands import lse_dtype
+from sparsek.plan.attention_operands import checked_scale, lse_dtype
 from sparsek.plan.kernel import PagedCall
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import PagedProblem
@@ -25,6 +25,8 @@ from sparsek.plan.select import Choice
 
 # The plans of this process. They hold nothing of a cache, so caches and layers of one shape share them.
 HOME = Home()
+NUMBERS = 256  # scales of pages given as floats that are kept
+_NUMBERS: dict[Hashable, Tensor] = {}
 
 
 class Paged(NamedTuple):
@@ -113,33 +115,109 @@ class Paged(NamedTuple):
         return {}
 
 
+def paged_call(
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    mask: Any = None,
+    *,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    causal: Any = True,
+    scale: Any = None,
+    softcap: Any = 0.0,
+    sink_logits: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out: Any = None,
+    return_lse: Any = False,
+    predicted: bool = False,
+) -> Paged:
+    """The checked call of these arguments of the verb. `predicted`: it is not run, so tensors may be on any device."""
+    k, v = operands.split_cache(q, cache)
+    if not predicted:
+        arguments.supported("q", q.device)
+    operands.check_tables(q, block_table, seq_lens, cu_seqlens_q)
+    seen = operands.visible(q, k, mask, causal)
+    cap = operands.check_scores(q, sink_logits, softcap)
+    scales = [
+        operands.check_page_scale(name, k, x) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
+    ]
+    operands.check_out(q, v, out)
+    tensors = {"q": q, "cache": k, "v of cache": v, "sink_logits": sink_logits, "out": out}
+    operands.check_no_gradient(tensors)
+    most = block_table.shape[1] * k.shape[2]
+    max_q = q.shape[0] if max_seqlen_q is None else arguments.integer("max_seqlen_q", max_seqlen_q)
+    max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)
+    return Paged(
+        q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, *_page_scales(k, scales),
+        checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, min(max_q, q.shape[0]),
+        min(max_k, most), arguments.flag("return_lse", return_lse), out,
+    )  # fmt: skip
+
+
+def _page_scales(k: Tensor, scales: list[Any]) -> list[Tensor | None]:
+    """Both as tensors of one length, 1 or Hkv, or None."""
+    many = max((x.numel() for x in scales if isinstance(x, Tensor)), default=1)
+    for x in scales:
+        if isinstance(x, Tensor) and x.numel() != many:
+            raise InvalidInput(
+                f"k_scale and v_scale have {scales[0].numel()} and {scales[1].numel()} elements; they must have as many: "
+                f"x.expand({many}).contiguous()"
+            )
+    return [_number(x, many, k.device) if isinstance(x, float) else x for x in scales]
+
+
+def _number(value: float, many: int, device: torch.device) -> Tensor:
+    """A float as a float32 tensor [many], made once for each stream: recorded calls hold it as a constant."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = value, many, device, stream
+    found = _NUMBERS.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.full((many,), value, dtype=torch.float32, device=device)
+        if not captured(found):
+            if len(_NUMBERS) >= NUMBERS:
+                drop_oldest(_NUMBERS)
+            _NUMBERS[key] = found
+    return found
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PagedPlan(Plan):
     """How to run attention over paged keys for one shape of q, cache, tables and lists. `problem` is a PagedProblem.
 
-    `sk.attention_paged(..., plan=plan)` is not needed: calls of one shape share a plan. It explains the choice, and
-    holds nothing of any cache.
+    Call it with the arguments of `attention_paged`. It holds nothing of a cache, and calls of one shape share one.
     """
 
-    planner: ClassVar[str] = "plan_attention_paged"
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        """out, or (out, lse) if planned with return_lse; arguments as of `sk.attention_paged` but kernel, check and
+        return_lse, and no policies. No host sync.
 
-    def check_planned(self, call: Paged) -> None:
-        """InvalidInput for a call of another shape or kind than planned."""
+        Raises InvalidInput for operands of other shapes or kinds than planned.
+        """
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            raise InvalidInput(
+                "plans do not go through torch.compile and torch.func; call attention_paged(...) there"
+            )
+        self.refuse_unless_ready()
+        call = paged_call(*operands, **options, return_lse=self.problem.lse)
+        self._check_planned(call)
+        out, lse = self.run(call, captured(call.q))
+        return out if lse is None else (out, lse)
+
+    def _check_planned(self, call: Paged) -> None:
         p, found = self.problem, call.problem(self.problem.card)
         for each in fields(p):
             planned, got = getattr(p, each.name), getattr(found, each.name)
             weaker = each.name in ("aligned", "unit_stride") and got
             if planned != got and not weaker:
                 raise InvalidInput(
-                    f"this plan has {each.name} {planned}, and the call {got}; attention_paged(...) takes any, and plans "
+                    f"this plan has {each.name}={planned}, and the call {got}; attention_paged(...) takes any, and plans "
                     "once for each"
                 )
-
-    def __call__(self, call: Paged) -> Any:
-        """(out, lse) of a checked call, lse None unless it was planned. `sk.attention_paged` makes calls."""
-        self.refuse_unless_ready()
-        self.check_planned(call)
-        return self.run(call, captured(call.q))
 
     def _run(self, call: Paged) -> tuple[Tensor, Tensor | None]:
         q, out, p = call.q, call.out, self.problem
