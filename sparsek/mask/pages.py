@@ -24,7 +24,7 @@ class PageLists:
     """The key blocks that each tile of queries visits, in a ragged batch over paged keys.
 
     Tile i of a request is its queries i * bq to (i + 1) * bq - 1, and block j its keys j * bk to (j + 1) * bk - 1: a
-    block is logical, the block table says where its pages are. Row h * tiles + first + i describes tile i of a
+    block is logical, and the block table has its pages. Row h * tiles + first + i describes tile i of a
     request for head h, where `first` is the number of tiles of all requests before: the sum of ceil(queries / bq). A
     query sees the keys of its tile's blocks that exist and, if the call is causal, do not stand behind it. Entries
     below 0 or beyond the keys are skipped; an entry that occurs twice counts twice.
@@ -154,13 +154,13 @@ def _one_shape(masks: Sequence[BlockMask]) -> int:
         arguments.one_device("masks[0] is", masks[0].device, f"masks[{i}]", mask.device)
         if mask.batch != 1 or mask.heads not in (1, heads) or mask.block != masks[0].block:
             raise InvalidInput(
-                f"masks[{i}] has {mask.batch} batch items, {mask.heads} heads and blocks {mask.block}; masks of requests "
-                f"have 1 batch item, 1 or {heads} heads, and one block, {masks[0].block}"
+                f"masks[{i}] has {mask.batch} batch items, {mask.heads} heads and blocks {mask.block}; masks of "
+                f"requests have 1 batch item, 1 or {heads} heads, and one block, {masks[0].block}"
             )
         if mask.bits is not None and mask.rules is not None:
             raise InvalidInput(
-                f"masks[{i}] ({mask.label}) has partial blocks by bits; paged attention tests elements by causality alone. "
-                "Use whole blocks, such as BlockMask.from_block_map"
+                f"masks[{i}] ({mask.label}) has partial blocks by bits; paged attention tests elements by causality "
+                "alone. Use whole blocks, such as BlockMask.from_block_map"
             )
     return heads
 
@@ -182,8 +182,8 @@ def _check_rules(masks: Sequence[BlockMask]) -> None:
     for i, bad in enumerate(torch.stack(wrong).tolist()):
         if bad:
             raise InvalidInput(
-                f"masks[{i}] ({masks[i].label}) has partial blocks by other rules than causality with the last query at the "
-                "last key; paged attention has windows as MaskPolicy(window=..., sinks=...)"
+                f"masks[{i}] ({masks[i].label}) has partial blocks by other rules than causality with the last "
+                "query at the last key; paged attention has windows as MaskPolicy(window=..., sinks=...)"
             )
 
 

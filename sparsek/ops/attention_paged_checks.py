@@ -16,7 +16,7 @@ def check_values(call: Paged) -> None:
     """InvalidInput for page ids and lengths that do not fit, with their position. Waits for the device once."""
     if captured(call.q):
         raise InvalidInput(
-            "check=True waits for the device, which a CUDA graph cannot capture; call with check=True before the capture"
+            "check=True waits for the device, which a CUDA graph cannot capture; call with check=True before it"
         )
     with torch.no_grad():
         found = [*_lengths(call), *_pages(call), *_lists(call)]
@@ -48,19 +48,19 @@ def _lengths(call: Paged) -> Found:
         (
             edges[-1:] > tokens,
             lambda i: (
-                f"cu_seqlens_q ends with {at(edges, -1)}, and q has {tokens} rows; its last entry is at most these"
+                f"cu_seqlens_q ends with {at(edges, -1)}, and q has {tokens} rows; its last entry is at most that"
             ),
         ),
         (
             queries < 0,
             lambda i: (
-                f"cu_seqlens_q falls from {at(edges, i)} to {at(edges, i + 1)} at request {i}; it must not decrease"
+                f"cu_seqlens_q falls from {at(edges, i)} to {at(edges, i + 1)} at request {i}; it must ascend"
             ),
         ),
         (
             queries > call.max_q,
             lambda i: (
-                f"request {i} has {at(queries, i)} queries, and max_seqlen_q is {call.max_q}; give the largest number"
+                f"request {i} has {at(queries, i)} queries, and max_seqlen_q is {call.max_q}; give the largest"
             ),
         ),
         (
@@ -73,7 +73,7 @@ def _lengths(call: Paged) -> Found:
         (
             lengths > call.max_k,
             lambda i: (
-                f"seq_lens[{i}] is {at(lengths, i)}, and max_seqlen_k is {call.max_k}; give the largest length"
+                f"seq_lens[{i}] is {at(lengths, i)}, and max_seqlen_k is {call.max_k}; give the largest"
             ),
         ),
     ]
@@ -107,7 +107,7 @@ def _lists(call: Paged) -> Found:
         (
             _padded((needed > lists.tiles)[None]),
             lambda i: (
-                f"mask has {lists.tiles} tiles for each head, and the requests have {int(needed)} of {bq} queries"
+                f"mask has {lists.tiles} tiles for each head; the requests have {int(needed)} of {bq} queries"
             ),
         )
     ]
@@ -124,8 +124,8 @@ def _lists(call: Paged) -> Found:
             i: int, name: str = name, starts: Tensor = starts, counts: Tensor = counts, size: int = size
         ) -> str:
             return (
-                f"row {i} of mask.{name} has {int(counts[i])} entries from {int(starts[i])} on; there are {size} in all, "
-                f"and at most {lists.longest} in a row"
+                f"row {i} of mask.{name} has {int(counts[i])} entries from {int(starts[i])} on; there are {size} in "
+                f"all, and at most {lists.longest} in a row"
             )
 
         found.append((_padded(bad), message))

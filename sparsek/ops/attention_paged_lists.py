@@ -31,13 +31,13 @@ def lists_of_rule(
     """
     if torch.compiler.is_compiling():
         raise InvalidInput(
-            f"mask is {rule.label}, which chooses from values, and torch.compile cannot trace lengths; call outside of it"
+            f"mask is {rule.label}, which chooses from values, and torch.compile cannot trace lengths; call outside"
         )
     k, _ = operands.split_cache(q, cache)
     arguments.supported("q", q.device)
     if captured(q):
         raise InvalidInput(
-            f"mask is {rule.label}, which needs the lengths on the host; a CUDA graph cannot capture that. Pass PageLists"
+            f"mask is {rule.label}, which needs the lengths on the host; a CUDA graph cannot capture it. Pass PageLists"
         )
     edges, lengths = _on_host(cu_seqlens_q, seq_lens)
     seq_lens, cu_seqlens_q = (x.to(q.device, non_blocking=True) for x in (seq_lens, cu_seqlens_q))
@@ -68,8 +68,8 @@ def _on_host(cu_seqlens_q: Any, seq_lens: Any) -> tuple[list[int], list[int]]:
 def _check_lengths(edges: list[int], lengths: list[int], tokens: int, most: int) -> None:
     if len(edges) != len(lengths) + 1 or edges[0] != 0 or edges[-1] > tokens:
         raise InvalidInput(
-            f"cu_seqlens_q has {len(edges)} entries from {edges[0] if edges else 0} to {edges[-1] if edges else 0}, for "
-            f"{len(lengths)} requests and {tokens} rows of q; it must be [requests + 1], from 0"
+            f"cu_seqlens_q has {len(edges)} entries from {edges[0] if edges else 0} to {edges[-1] if edges else 0}, "
+            f"for {len(lengths)} requests and {tokens} rows of q; it must be [requests + 1], from 0"
         )
     for r, length in enumerate(lengths):
         if edges[r + 1] < edges[r]:

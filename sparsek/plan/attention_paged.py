@@ -164,8 +164,8 @@ def _page_scales(k: Tensor, scales: list[Any]) -> list[Tensor | None]:
     for x in scales:
         if isinstance(x, Tensor) and x.numel() != many:
             raise InvalidInput(
-                f"k_scale and v_scale have {scales[0].numel()} and {scales[1].numel()} elements; they must have as many: "
-                f"x.expand({many}).contiguous()"
+                f"k_scale and v_scale have {scales[0].numel()} and {scales[1].numel()} elements; they must have as "
+                f"many: x.expand({many}).contiguous()"
             )
     return [_number(x, many, k.device) if isinstance(x, float) else x for x in scales]
 
@@ -215,8 +215,8 @@ class PagedPlan(Plan):
             weaker = each.name in ("aligned", "unit_stride") and got
             if planned != got and not weaker:
                 raise InvalidInput(
-                    f"this plan has {each.name}={planned}, and the call {got}; attention_paged(...) takes any, and plans "
-                    "once for each"
+                    f"this plan has {each.name}={planned}, and the call {got}; attention_paged(...) takes any, and "
+                    "plans once for each"
                 )
 
     def _run(self, call: Paged) -> tuple[Tensor, Tensor | None]:

@@ -19,10 +19,10 @@ from sparsek.plan.operands import check_no_tangent, wants_gradient
 PAGES = (16, 32, 64, 128, 256)
 E4M3 = torch.float8_e4m3fn
 CACHE = (
-    "one tensor [pages, Hkv, page, 2 * D], keys before values, or a pair (k [pages, Hkv, page, D], v [pages, Hkv, page, "
-    "Dv]); a cache [pages, page, Hkv, D] goes in as x.transpose(1, 2)"
+    "one tensor [pages, Hkv, page, 2 * D], keys before values, or a pair (k [pages, Hkv, page, D], v [pages, "
+    "Hkv, page, Dv]); a cache [pages, page, Hkv, D] goes in as x.transpose(1, 2)"
 )
-FORWARD_ONLY = "attention_paged has no gradient, and {names} requires one; call it under torch.no_grad(), or pass {names}.detach()"
+FORWARD_ONLY = "attention_paged has no gradient, and {name} requires one; call it under torch.no_grad(), or detach that tensor"
 NO_TANGENT = "attention_paged has no forward-mode derivative (jvp, jacfwd)"
 SOFTCAPS = (1e-6, 1e6)
 
@@ -134,7 +134,7 @@ def _check_lists(q: Tensor, k: Tensor, lists: PageLists) -> None:
     (bq, bk), page, heads = lists.block, k.shape[2], (1, k.shape[1], q.shape[1])
     if lists.heads not in heads:
         raise InvalidInput(
-            f"mask has lists for {lists.heads} heads; it needs 1 for all, {k.shape[1]} as the cache, or {q.shape[1]} as q"
+            f"mask has lists for {lists.heads} heads; it needs 1, {k.shape[1]} as the cache, or {q.shape[1]} as q"
         )
     if bq not in TILES or bk < LEAST or (bk % page and page % bk):
         raise InvalidInput(
@@ -155,7 +155,7 @@ def _check_lists(q: Tensor, k: Tensor, lists: PageLists) -> None:
 
 
 def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:
-    """The cap of scores, 0 for none. InvalidInput unless it is positive or 0, and sink_logits are None or float32 [Hq]."""
+    """The cap of scores. InvalidInput unless it is positive or 0, and sink_logits are None or float32 [Hq]."""
     if sink_logits is not None:
         arguments.dense("sink_logits", sink_logits)
         if sink_logits.dtype != torch.float32 or tuple(sink_logits.shape) != (q.shape[1],):
@@ -222,7 +222,7 @@ def check_no_gradient(named: dict[str, Tensor | None]) -> None:
     """InvalidInput if autograd needs a gradient of one of these, or one has a tangent."""
     for name, x in named.items():
         if x is not None and wants_gradient(x):
-            raise InvalidInput(FORWARD_ONLY.format(names=name))
+            raise InvalidInput(FORWARD_ONLY.format(name=name))
     check_no_tangent(NO_TANGENT, *(x for x in named.values() if x is not None))
 
 

@@ -40,7 +40,7 @@ def attention_paged(
 
     s_j = softcap tanh(scale <q, k_j> k_scale / softcap), without softcap scale <q, k_j> k_scale,
     lse = log(sum_j exp(s_j) + exp(sink_logits[h])), out = sum_j exp(s_j - lse) v_j v_scale. A query that sees nothing
-    gets 0 and -inf (or its sink). Rows behind the last request are 0 and -inf. Sums are float32, or
+    gets 0 and -inf (or its sink). Rows after the last request are 0 and -inf. Sums are float32, or
     float64 for float64.
     """
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
@@ -125,7 +125,7 @@ def _seen(n: int, length: int, causal: bool, window: int, sinks: int, device: to
 
 
 def _listed(lists: PageLists, tile: int, n: int, length: int, device: torch.device) -> Tensor:
-    """bool [heads, n, length]: keys of the blocks of each query's tile, the first of which is `tile`."""
+    """bool [heads, n, length]: keys of the blocks of each query's tile; `tile` is the first."""
     bq, bk = lists.block
     blocks = torch.zeros(lists.heads, -(-n // bq), -(-length // bk), dtype=torch.bool, device=device)
     for h in range(lists.heads):

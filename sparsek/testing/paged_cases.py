@@ -78,7 +78,7 @@ class PagedCase:
     """Requests with (queries, keys) each, N(0, 1) queries, keys and values.
 
     `form`: how the cache is stored, a name of FORMS. `kv_dtype`: "" for that of q, or "e4m3"; `scale_per`: "", "tensor"
-    or "head". `shared`: requests begin with the same pages. `tail`: rows of q behind the last request. `loose`: the
+    or "head". `shared`: requests begin with the same pages. `tail`: rows of q after the last request. `loose`: the
     bounds of lengths and the table are wider than the lengths.
     """
 

@@ -88,7 +88,7 @@ def _tile(
     position: int,
     listed: Tensor | None,
 ) -> None:
-    """Writes the rows `at`, the first of which stands at `position`. `listed`: see `_listed`."""
+    """Writes the rows `at`, whose first query stands at `position`. `listed`: see `_listed`."""
     n, wide = at.stop - at.start, torch.promote_types(call.q.dtype, torch.float32)
     columns = _columns(p, length, position, n, listed, call.lists)
     here = torch.arange(position, position + n, device=call.q.device)[:, None]

@@ -34,7 +34,8 @@ class ReferencePaged(FixedKernel):
             result, sums = attention_paged(
                 q, k, v, table.clamp(0, k.shape[0] - 1), lengths.clamp(0, min(work.max_k, table.shape[1] * k.shape[2])),
                 edges.clamp(0, q.shape[0]).cummax(0).values, scale=scale, causal=work.causal, window=work.window,
-                sinks=work.sinks, lists=lists, softcap=softcap, sink_logits=sink_logits, k_scale=k_scale, v_scale=v_scale,
+                sinks=work.sinks, lists=lists, softcap=softcap, sink_logits=sink_logits, k_scale=k_scale,
+                v_scale=v_scale,
             )  # fmt: skip
             end = int(edges[-1].clamp(0, q.shape[0]))
             out[:end].copy_(result[:end])
