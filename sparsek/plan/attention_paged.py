@@ -151,8 +151,9 @@ def paged_call(
     most = block_table.shape[1] * k.shape[2]
     max_q = q.shape[0] if max_seqlen_q is None else arguments.integer("max_seqlen_q", max_seqlen_q)
     max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)
+    k_factor, v_factor = _page_scales(k, scales)
     return Paged(
-        q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, *_page_scales(k, scales),
+        q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, k_factor, v_factor,
         checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, min(max_q, q.shape[0]),
         min(max_k, most), arguments.flag("return_lse", return_lse), out,
     )  # fmt: skip
