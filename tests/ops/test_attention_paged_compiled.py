@@ -8,6 +8,7 @@ import torch
 
 import sparsek as sk
 from sparsek.ops.attention_paged_op import PagedArgs, flat
+from sparsek.testing.paged_cases import Listed
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 
 NOTES = [
@@ -62,7 +63,8 @@ def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
 
 
 def test_the_ops_pass_torchs_checks() -> None:
-    x = CASES["lists and sink logits"].make()
+    lists_of = Listed((1, 16), most=2)
+    x = replace(MIXED, lists=lists_of, sink_logits=True, form="pair").make()
     lists, numbers = flat(x.lists, None, x.max_k)
     args: Any = PagedArgs(
         x.q, [x.k, x.v], x.block_table, x.seq_lens, x.cu_seqlens_q, lists, numbers, x.sink_logits, None, None, True,
