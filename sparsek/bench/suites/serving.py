@@ -342,9 +342,9 @@ BENCH = Bench(
             columns=(CASE, MS, USEFUL, GBPS, ROOF, target(BARS, "")),
             note=(
                 "Useful TFLOPS count the pairs that are seen, GB/s the bytes of q, seen keys and values, and out. "
-                "Decoding is replayed in a CUDA graph. Over a peer: its time over SparseK's. A copy moves as many bytes "
-                "as a call. FlashAttention-4 and torch compute every key up to the query where blocks are chosen; torch "
-                "reads keys that lie one after another, and so does SparseK's own kernel without pages."
+                "Decoding is replayed in a CUDA graph. Over a peer: its time over SparseK's. A copy moves as many "
+                "bytes as a call. FlashAttention-4 and torch compute every key up to the query where blocks "
+                "are chosen; torch reads keys that lie one after another, as SparseK's own kernel without pages does."
             ),
             beside=("copy", "fa4", "sdpa", "unpaged"),
             usual=("D 128", "pages of 128", "bf16"),
