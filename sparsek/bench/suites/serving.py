@@ -143,11 +143,15 @@ class ServingOperands(Operands):
             return None
         bq, bk = lists.block
         tile = at // n * -(-n // bq) + at % n // bq
-        some = (
-            BlockLists(*(x.view(lists.heads, -1)[:, tile].flatten() for x in each[:2]), each.indices)
-            for each in (lists.full, lists.partial)
+
+        def rows(x: Tensor) -> Tensor:
+            return x.view(lists.heads, -1)[:, tile].flatten()
+
+        full, partial = (
+            BlockLists(rows(starts), rows(counts), indices)
+            for starts, counts, indices in (lists.full, lists.partial)
         )
-        return PageLists(*some, lists.heads, at.numel(), (1, bk), lists.longest)
+        return PageLists(full, partial, lists.heads, at.numel(), (1, bk), lists.longest)
 
 
 @dataclass(frozen=True)
