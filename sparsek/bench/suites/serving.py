@@ -16,7 +16,7 @@ from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Bar, Operands, length_name, rows
 from sparsek.bench.engine.case import Case as EngineCase
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, USEFUL, target
+from sparsek.bench.engine.tables import CASE, GBPS, MS, USEFUL, target
 from sparsek.bench.peers.paged import BF16, COPY, FA4, PEERS, UNPAGED
 from sparsek.bench.suites.attention import parse_lengths, parse_pair
 from sparsek.core.errors import InvalidInput
@@ -343,14 +343,14 @@ BENCH = Bench(
             op="serving",
             title="attention over paged keys",
             dense=("sdpa",),
-            columns=(CASE, MS, USEFUL, GBPS, ROOF, target(BARS, "")),
+            columns=(CASE, MS, USEFUL, GBPS, target(BARS, "")),
             note=(
                 "Useful TFLOPS count the pairs that are seen, GB/s the bytes of q, seen keys and values, and out. "
                 "Decoding is replayed in a CUDA graph. Over a peer: its time over SparseK's. A copy moves as many "
                 "bytes as a call. FlashAttention-4 and torch compute every key up to the query where blocks "
                 "are chosen; torch reads keys that lie one after another, as SparseK's own kernel without pages does."
             ),
-            beside=("copy", "fa4", "sdpa", "unpaged"),
+            beside=("fa4", "sdpa"),
             usual=("D 128", "pages of 128", "bf16"),
         ),
     ),
