@@ -12,6 +12,10 @@ sm_89, and Triton's interpreter. `reference/antidiagonals.py` is the specificati
         v
     end of the row tile: mass = sum over a block's rows of part * 2^(top then - top now) / total
 
+One loop runs over the key tiles and their steps of K, so loads go on while a tile's softmax is computed. The 4 lanes
+that share a row of S in tensor cores' layout have pairs of columns in turn. Groups of keys stand in memory so that a
+lane has whole blocks (`place_of` in groups.py): no sum over a block's columns needs a shuffle.
+
 The softmax needs the row's total before rows may be added, so the sums over columns wait in memory: float32 [tile_m,
 Nb] for each program, one per SM, and one row tile at a time. On 132 SMs that is 17 MB for 32K
 keys and 69 MB for 128K in blocks of 128, for any batch and any number of heads. S is never in memory, and Q' K'^T is
@@ -60,8 +64,9 @@ class Config:
 
 
 FP8 = Config(num_stages=4)
-HALF = Config(tile_n=128, num_stages=4)
-SMALL = Config(tile_m=64, tile_n=64, num_warps=4, num_stages=3, tma=False)  # other cards, and the interpreter
+HALF = Config(tile_n=128, num_stages=4, folded=4)
+# Other cards, and the interpreter.
+SMALL = Config(tile_m=64, tile_n=64, num_warps=4, num_stages=3, tma=False, folded=8)
 
 _NUMBERS = (
     "factor", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
@@ -139,9 +144,9 @@ def _estimate(
         if k_scale is not None:
             factors = tl.load(k_scale + k_first + column)
         s = tl.zeros((TM, TN), dtype=tl.float32)
-        for turn_of in tl.range(0, steps * INNER, num_stages=STAGES):
-            step = turn_of // INNER
-            at = turn_of % INNER * DEPTH
+        for done in tl.range(0, steps * INNER, num_stages=STAGES):
+            step = done // INNER
+            at = done % INNER * DEPTH
             start = step * TN
             a = _operand(q, q_first, 0, at, DEPTH, TM, K, TMA)
             b = _operand(k, k_first, start, at, DEPTH, TN, K, TMA)
@@ -152,7 +157,9 @@ def _estimate(
                 if k_bias is not None:
                     s = s + tl.load(k_bias + k_first + start + column)[None, :]
                 if start + TN > whole:
-                    s = tl.where(start + group_at(column, TN, LANES)[None, :] < limit[:, None], s, float("-inf"))
+                    s = tl.where(
+                        start + group_at(column, TN, LANES)[None, :] < limit[:, None], s, float("-inf")
+                    )
                 now = tl.maximum(top, tl.max(s, axis=1) * scale)
                 base = tl.where(now == float("-inf"), 0.0, now)
                 p = tl.exp2(s * scale[:, None] - base[:, None])
@@ -182,7 +189,9 @@ def _estimate(
             weight = tl.where(there, tl.exp2(base - last[:, None]) * share[:, None], 0.0)
             block = first * PER + tl.arange(0, FOLDED * PER)
             part = tl.load(
-                parts + inner[:, None] * width + block[None, :], mask=(block < steps * PER)[None, :], other=0.0
+                parts + inner[:, None] * width + block[None, :],
+                mask=(block < steps * PER)[None, :],
+                other=0.0,
             )
             part = tl.reshape(part, (TM, FOLDED, PER)) * weight[:, :, None]
             # NaN times 0 of rows after the last query.

@@ -89,20 +89,31 @@ def _masses(x, counted):
 
 
 @triton.jit
-def _needed(key, mass, goal, nothing):
+def _needed(key, mass, goal, nothing, ahead):
     """How many of the highest keys have a sum of masses of at least `goal`, 0 for 0; and two bounds: the last of them
     is over the first bound, and not over the second, and no other value is.
     """
-    low, high = nothing, tl.max(key, axis=0)
+    high = tl.max(key, axis=0)
+    # No key is between `nothing` and the lowest, nor between the highest and those that are kept whatever their mass.
+    low = tl.min(tl.where(key > nothing, key, high), axis=0)
+    low = tl.where(low > nothing, low - 1, low)
     over = tl.zeros([], tl.int64)
     inside = _over(key, low)
     above = tl.zeros([], tl.int32)
+    few: tl.constexpr = key.shape[0] <= 256
+    if few:  # a sum of counts fits over one of the upper 14 bits
+        upper, lower = (mass >> 16) | (1 << 22), mass & 0xFFFF
     # The sum over `low` reaches the goal, that over `high` does not. `inside` keys are between, `above` over `high`.
-    middle = (low & high) + ((low ^ high) >> 1)
+    middle = tl.maximum(tl.max(tl.where(key < ahead, key, nothing), axis=0), low)
     while (goal > 0) & (middle != low) & (inside > 1):
         most = key > middle
-        here = _sum(tl.where(most, mass, 0))
-        count = tl.sum(most.to(tl.int32), axis=0)
+        if few:
+            sums = tl.sum(tl.where(most, upper, 0), axis=0)
+            here = ((sums & 0x3FFFFF).to(tl.int64) << 16) + tl.sum(tl.where(most, lower, 0), axis=0)
+            count = sums >> 22
+        else:
+            here = _sum(tl.where(most, mass, 0))
+            count = tl.sum(most.to(tl.int32), axis=0)
         reached = here >= goal
         low = tl.where(reached, middle, low)
         over = tl.where(reached, over, here)
@@ -310,7 +321,7 @@ def _choose(
             product = _sum(mass).to(tl.float64) * share
             goal = product.to(tl.int64)
             goal += (goal.to(tl.float64) < product).to(tl.int64)
-            enough, under, last_kept = _needed(key, mass, goal, nothing)
+            enough, under, last_kept = _needed(key, mass, goal, nothing, ahead)
             count = tl.minimum(tl.maximum(tl.maximum(enough, before), least), most)
             known = (count == enough) & (goal > 0)
             low, high = tl.where(known, under, nothing), tl.where(known, last_kept, high)
@@ -398,6 +409,8 @@ def choose_blocks(c: Choice) -> Parts | None:
     # A histogram counts an entry once for each thread that has it, so every thread has entries of its own.
     listed = max(32 * warps, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1
     options: dict[str, Any] = {"num_warps": warps}
+    if cols * c.split[1] <= 256:  # so that an SM has registers for the 32 programs that it can hold
+        options["maxnreg"] = 64
     with torch.cuda.device_of(parts.base):
         launch(
             _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.word, full, cut,
