@@ -163,8 +163,8 @@ def group(
             q_len, kv_len, q_rows, k_rows, q_tiles, k_tiles, q_programs,
             kv_lengths.stride(0) if kv_lengths is not None and len(kv_lengths) > 1 else 0,
             *q.stride(), *k.stride(),
-            HEADS=heads, KV_HEADS=kv_heads, STRIDE=stride, BLOCK=block, D=dim, WIDTH=width, ROWS=ROWS, TILE=tiles[1], LANES=lanes,
-            num_warps=WARPS,
+            HEADS=heads, KV_HEADS=kv_heads, STRIDE=stride, BLOCK=block, D=dim, WIDTH=width, ROWS=ROWS,
+            TILE=tiles[1], LANES=lanes, num_warps=WARPS,
         )  # fmt: skip
     if env.interpreting() and fp8:
         q_out, k_out = (each.to(E4M3).to(torch.float16) for each in (q_out, k_out))

@@ -104,8 +104,9 @@ def _needed(key, mass, goal, nothing, ahead):
     if few:  # a sum of counts fits over one of the upper 14 bits
         upper, lower = (mass >> 16) | (1 << 22), mass & 0xFFFF
     # The sum over `low` reaches the goal, that over `high` does not. `inside` keys are between, `above` over `high`.
-    middle = tl.maximum(tl.max(tl.where(key < ahead, key, nothing), axis=0), low)
-    while (goal > 0) & (middle != low) & (inside > 1):
+    rest = tl.max(tl.where(key < ahead, key, nothing), axis=0)
+    middle = tl.maximum(rest, low)
+    while (goal > 0) & (middle != low) & (low < rest) & (inside > 1):
         most = key > middle
         if few:
             sums = tl.sum(tl.where(most, upper, 0), axis=0)
