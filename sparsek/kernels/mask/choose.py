@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.kernels.lang.launch import launch
+from sparsek.kernels.lang.ranks import count_over, highest, order
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import times
 from sparsek.mask import choice
@@ -51,25 +52,6 @@ _VARY = (
 def _first(found, at, kind: tl.constexpr):
     """The word of a fault: the lowest position where one was found, or _NONE."""
     return tl.min(tl.where(found, (kind << _SHIFT) | at, _NONE), axis=0)
-
-
-@triton.jit
-def _order(x, WIDE: tl.constexpr):
-    """An integer of the same order as x, int64 if WIDE: of a float64. Both zeros are 0; NaN is arbitrary."""
-    if WIDE:
-        b = x.to(tl.int64, bitcast=True)
-        b = tl.where(b == -0x8000000000000000, 0, b)
-        return b ^ ((b >> 63) & 0x7FFFFFFFFFFFFFFF)
-    else:
-        b = x.to(tl.int32, bitcast=True)
-        b = tl.where(b == -0x80000000, 0, b)
-        return b ^ ((b >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _over(key, bound):
-    """How many keys are over a bound."""
-    return tl.sum((key > bound).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -98,7 +80,7 @@ def _needed(key, mass, goal, nothing, ahead):
     low = tl.min(tl.where(key > nothing, key, high), axis=0)
     low = tl.where(low > nothing, low - 1, low)
     over = tl.zeros([], tl.int64)
-    inside = _over(key, low)
+    inside = count_over(key, low)
     above = tl.zeros([], tl.int32)
     few: tl.constexpr = key.shape[0] <= 256
     if few:  # a sum of counts fits over one of the upper 14 bits
@@ -126,30 +108,6 @@ def _needed(key, mass, goal, nothing, ahead):
     each = tl.maximum(tl.max(tl.where(key == high, mass, 0), axis=0), 1).to(tl.int64)
     more = ((goal - over + each - 1) // each).to(tl.int32)
     return tl.where(goal > 0, above + more, 0), low, high
-
-
-@triton.jit
-def _highest(key, count, nothing, low, high):
-    """The `count` highest keys over `nothing`; of equal ones those of lower columns. At least `count` keys are over
-    `low`, unless that is `nothing`, and at most `count` over `high`.
-    """
-    able = _over(key, low)
-    high = tl.where(able <= count, low, high)
-    over = _over(key, high)
-    # More than `count` keys are over `low`, `over` of them and no more than `count` over `high`.
-    middle = (low & high) + ((low ^ high) >> 1)
-    while middle != low:
-        here = _over(key, middle)
-        many = here > count
-        low = tl.where(many, middle, tl.where(here == count, middle, low))
-        high = tl.where(many, high, middle)
-        over = tl.where(many, over, here)
-        middle = (low & high) + ((low ^ high) >> 1)
-    kept = key > high
-    if over < count:
-        level = (key == high) & (key > nothing)
-        kept = kept | (level & (tl.cumsum(level.to(tl.int32), 0) <= count - over))
-    return kept
 
 
 @triton.jit
@@ -282,7 +240,7 @@ def _choose(
         able = there & right
         if KIND == "topk":
             able = able & (x != float("-inf"))
-        key = tl.where(able, _order(x, WIDE), nothing)
+        key = tl.where(able, order(x, WIDE), nothing)
         early = inside & False
         low = nothing
         if NEAR != "":
@@ -329,7 +287,7 @@ def _choose(
         if not EVERY:
             if before > most:
                 word = tl.minimum(word, _CROWDED << _SHIFT)
-        kept = _highest(key, count, nothing, low, high)
+        kept = highest(key, count, nothing, low, high)
 
     # The blocks of the mask that it consists of, and what the queries of the row's tile see of them.
     stored = columns
