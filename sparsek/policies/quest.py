@@ -123,8 +123,8 @@ class Quest:
             summaries: [pages, Hkv, 2, D], as in `update`: of q's dtype, or e4m3.
             block_table: int32 [requests, width], contiguous rows: the pages of each request.
             seq_lens: int32 [requests]: keys of each request, those of its new tokens included.
-            cu_seqlens_q: int32 [requests + 1]: where the queries of each request begin in q; at last, where all end. Queries
-                after that get empty lists.
+            cu_seqlens_q: int32 [requests + 1]: where the queries of each request begin in q, and where all end. Later
+                queries get empty lists.
 
         Raises:
             InvalidInput: For another shape, dtype, layout or device, and for more than 16384 pages in a row.

@@ -63,10 +63,10 @@ def _update(
             other = tl.load(slots + at, mask=at < tokens, other=-1)
             if tl.max(_is_of(other, page, PAGE).to(tl.int32), axis=0) > 0:
                 for part in range(0, SCAN, GATHERED):
-                    at = first + part + tl.arange(0, GATHERED)
-                    other = tl.load(slots + at, mask=at < tokens, other=-1)
-                    own = _is_of(other, page, PAGE)
-                    row = other % PAGE
+                    each = first + part + tl.arange(0, GATHERED)
+                    few = tl.load(slots + each, mask=each < tokens, other=-1)
+                    own = _is_of(few, page, PAGE)
+                    row = few % PAGE
                     anew = tl.maximum(anew, tl.max((own & (row == 0)).to(tl.int32), axis=0))
                     there = own[:, None] & (column < D)[None, :]
                     x = tl.load(keys + row[:, None] * s_row + column[None, :], mask=there, other=0.0)
