@@ -78,7 +78,7 @@ def check_nan(device: str) -> None:
     """A NaN counts as the lowest bound; the first and the last page are kept."""
     b = batch([96], [1], heads=(2, 2), device=device)
     b.q[0, 1, 3] = torch.nan
-    b.summaries[b.block_table[0, 2].item(), 0, 1, 0] = torch.nan
+    b.summaries[int(b.block_table[0, 2]), 0, 1, 0] = torch.nan
     lists = sk.policies.Quest(4, 16).lists(b.q, b.summaries, b.block_table, b.seq_lens, b.cu_seqlens_q)
     assert listed(lists)[1, 0] == ([0, 1, 2, 5], [])
     assert 2 not in listed(lists)[0, 0][0]
