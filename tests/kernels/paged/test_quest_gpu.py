@@ -60,7 +60,7 @@ def test_long_rows_are_those_of_the_reference(summaries: torch.dtype) -> None:
         assert torch.equal(found, expected)
 
 
-def test_a_graph_follows_lengths_tables_and_slots_in_place() -> None:
+def test_a_graph_follows_lengths_tables_and_slots_in_place(no_sync) -> None:
     """Nothing in it waits. Replays have the bits of eager calls."""
     page, quest = 16, sk.policies.Quest(6, 16)
     batches = [
@@ -95,10 +95,7 @@ def test_a_graph_follows_lengths_tables_and_slots_in_place() -> None:
         graph.replay()
         found = [x.clone() for x in (*written, summaries)]
         summaries.copy_(b.summaries[:most])
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_sync():
             eager = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for x, y in zip(found, (*eager, summaries), strict=True):
             assert torch.equal(x, y), turn
