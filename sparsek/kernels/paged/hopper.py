@@ -181,12 +181,12 @@ def tile_at(T: gl.constexpr, record, h, lists):
         f_begin = gl.load(f_starts + row, mask=there, other=0)
         none = p_count + f_count == 0
         masked = gl.where(none, 1, p_count * SUB)
-        return masked, masked + f_count * SUB, gl.where(none, -1, begin), f_begin, begin, begin, begin, begin
+        where = gl.where(none, -1, begin), f_begin, begin, begin, begin, begin
+        return masked, masked + f_count * SUB, where
     else:
-        r = record
-        # fmt: off
-        return gl.load(r + 5), gl.load(r + 6), gl.load(r + 7), gl.load(r + 8), gl.load(r + 9), gl.load(r + 10), gl.load(r + 11), gl.load(r + 12)
-        # fmt: on
+        r = record + 5
+        where = gl.load(r + 2), gl.load(r + 3), gl.load(r + 4), gl.load(r + 5), gl.load(r + 6), gl.load(r + 7)
+        return gl.load(r), gl.load(r + 1), where
 
 
 @gluon.jit
@@ -228,20 +228,31 @@ def page_of(T: gl.constexpr, table, step, pages, key, length):
 
 
 @gluon.jit
-def cleared(T: gl.constexpr, rows_s, slot, tail):
+def cleared(T: gl.constexpr, lines_s, slot, tail):
     """Writes zeros to rows of V in `slot` from `tail` on to the end of their box.
 
-    `rows_s` are lines of 128 bytes: 64 columns of V lie together, row by row, and TMA's swizzle only moves 16 bytes
-    within a line.
+    `lines_s` are 8 rows of 64 columns each, 8 lines of 128 bytes, in which TMA's swizzle moves 16 bytes at a time.
     """
     KEYS: gl.constexpr = T.keys
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    zeros = gl.zeros((32,), gl.int32, LINE)
-    end = (tail + T.box - 1) // T.box * T.box
-    for part in gl.static_range(T.v_dim // 64):
-        first = (slot * (T.v_dim // 64) + part) * KEYS
-        for row in range(tail, end):
-            rows_s.index(first + row).store(zeros)
+    PARTS: gl.constexpr = T.v_dim // 64
+    CHUNKS: gl.constexpr = T.box // 8
+    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    row = gl.arange(0, 256, WORDS) // 32
+    first = tail // T.box * T.box
+    for chunk in range(CHUNKS):
+        at = first + chunk * 8
+        if at + 8 > tail:
+            for part in gl.static_range(PARTS):
+                line = lines_s.index(((slot * PARTS + part) * KEYS + at) // 8)
+                line.store(gl.where(at + row >= tail, 0, line.load(WORDS)))
+
+
+@gluon.jit
+def warp_sync():
+    """Orders what the lanes of the producer warp wrote before an arrival, which one lane makes."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -260,8 +271,8 @@ def load(
     V_PARTS: gl.constexpr = T.v_dim // T.v_box[1]
     k_boxes = reinterpret(k_s, DTYPE, [STAGES * K_PARTS * BOXES] + k_desc.block_type.shape, k_desc.layout)
     v_boxes = reinterpret(v_s, DTYPE, [STAGES * V_PARTS * BOXES] + v_desc.block_type.shape, v_desc.layout)
-    LINES: gl.constexpr = T.stages * (T.v_dim // 64) * T.keys
-    rows_s = reinterpret(v_s, gl.int32, [LINES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    LINES: gl.constexpr = T.stages * (T.v_dim // 64) * T.keys // 8
+    lines_s = reinterpret(v_s, gl.int32, [LINES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     units, group, pages, table_row, table_step = sizes
     slot = 0
@@ -269,8 +280,8 @@ def load(
     q_slot = 0
     q_phase = 1
     tail_phase = 0
-    total = gl.load(count) * units
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    for t in range(gl.program_id(0), gl.load(count) * units, gl.num_programs(0)):
+        total = gl.load(count) * units
         number = tile_number(t, total)
         record = tiles + RECORD * (number // units)
         h = number % units * T.pack
@@ -278,8 +289,7 @@ def load(
         row_0 = gl.load(record)
         length = gl.load(record + 4)
         entries = table + gl.load(record + 1).to(gl.int64) * table_row
-        masked, steps, a, b, c, d, s, f = tile_at(T, record, h, lists)
-        where = (a, b, c, d, s, f)
+        masked, steps, where = tile_at(T, record, h, lists)
         blocks = gl.load(record + 13)
         following = t + gl.num_programs(0)
         prefetch(tiles + RECORD * (tile_number(gl.where(following < total, following, t), total) // units))
@@ -326,8 +336,9 @@ def load(
             if ends:
                 mbarrier.wait(landed, tail_phase)  # until V has landed
                 tail_phase ^= 1
-                cleared(T, rows_s, slot, tail)
+                cleared(T, lines_s, slot, tail)
                 fence_async_shared()
+                warp_sync()
                 mbarrier.arrive(v_full.index(slot), count=1)
             slot += 1
             if slot == T.stages:
@@ -437,16 +448,15 @@ def attend(
     phase = 0
     q_slot = 0
     q_phase = 0
-    total = gl.load(count) * units
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    for t in range(gl.program_id(0), gl.load(count) * units, gl.num_programs(0)):
+        total = gl.load(count) * units
         number = tile_number(t, total)
         record = tiles + RECORD * (number // units)
         h = number % units * T.pack
         row_0 = gl.load(record)
         live = gl.load(record + 3)
         length = gl.load(record + 4)
-        masked, steps, a, b, c, d, s_0, f = tile_at(T, record, h, lists)
-        where = (a, b, c, d, s_0, f)
+        masked, steps, where = tile_at(T, record, h, lists)
         blocks = gl.load(record + 13)
         at = gl.load(record + 2) + r // T.pack  # the row's position among the keys
         lo = at * 0
