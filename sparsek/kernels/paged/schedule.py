@@ -32,7 +32,7 @@ from sparsek.plan.kernel import PagedCall
 FIELDS = 16
 QUANTUM = 1024  # keys of a class
 TILES = 32  # by a program
-REQUESTS = 64  # read together
+REQUESTS = 32  # read together
 WARPS = 4
 FAR = 1 << 30  # more keys than there can be
 
@@ -99,8 +99,10 @@ def _place(
         visited = tl.maximum(offset + tl.minimum((i + 1) * POSITIONS, n), 0)
     else:
         visited = length
-    low = tl.minimum(visited, bound) // QUANTUM * QUANTUM
+    # A class holds tiles of up to a multiple of QUANTUM keys, the first one also those of none.
+    low = tl.maximum(tl.minimum(visited, bound) - 1, 0) // QUANTUM * QUANTUM + 1
     high = low + QUANTUM
+    low = tl.where(low > 1, low, 0)
     # Of its own class, tiles of later queries are before this one.
     rank = (n + (POSITIONS - 1)) // POSITIONS - _at_least(n, length, high, bound, CAUSAL, POSITIONS) - 1 - i
     for start in range(0, requests, REQUESTS):
