@@ -1,4 +1,4 @@
-"""kernels/paged/schedule.py in Triton's interpreter, against plain Python: order, and exactly the blocks that are seen."""
+"""kernels/paged/schedule.py in Triton's interpreter, against plain Python: the order, and the blocks that are seen."""
 
 from typing import Any, NamedTuple
 
