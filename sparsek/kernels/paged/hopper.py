@@ -310,11 +310,14 @@ def load(
                 key = masked_key(T, where, lists, i)
             else:
                 key = whole_key(T, where, blocks, lists, i - masked)
+            first_page = page_of(T, entries, table_step, pages, key, length)
             # Wait until every warpgroup has multiplied the K in this slot.
             mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
             for j in gl.static_range(BOXES):
-                page = page_of(T, entries, table_step, pages, key + j * BOX, length)
+                page = first_page
+                if j > 0:
+                    page = page_of(T, entries, table_step, pages, key + j * BOX, length)
                 for part in gl.static_range(K_PARTS):
                     tma_load(
                         k_desc, [page, kv, (key + j * BOX) % T.page, part * T.k_box[1]], k_full.index(slot),
@@ -327,7 +330,9 @@ def load(
             landed = v_full.index(gl.where(ends, STAGES, slot))
             mbarrier.expect(landed, KEYS * T.v_dim * 2)
             for j in gl.static_range(BOXES):
-                page = page_of(T, entries, table_step, pages, key + j * BOX, length)
+                page = first_page
+                if j > 0:
+                    page = page_of(T, entries, table_step, pages, key + j * BOX, length)
                 for part in gl.static_range(V_PARTS):
                     tma_load(
                         v_desc, [page, kv, (key + j * BOX) % T.page, part * T.v_box[1]], landed,
@@ -372,11 +377,13 @@ def allowed(T: gl.constexpr, s, key, lo, hi, sunk):
 
 
 @gluon.jit
-def only_blocks(T: gl.constexpr, s, where, blocks, lists, i, length):
-    """Scores of whole step i, or -inf if its entry is no block of the request's keys. No test without lists."""
+def within(T: gl.constexpr, s, tile, lists, i, lo, hi, sunk):
+    """Scores of whole step i. An entry of a list may be no block of the request's keys, or reach beyond them."""
     if T.lists:
-        if whole_key(T, where, blocks, lists, i) >= length:
-            s = gl.full_like(s, float("-inf"))
+        where, masked, blocks, length = tile
+        key = whole_key(T, where, blocks, lists, i)
+        if key + T.keys > length:
+            s = allowed(T, s, key, lo, hi, sunk)
     return s
 
 
@@ -397,7 +404,8 @@ def step(
 ):
     """S of step i in parallel with P V of the previous step, with V in the slot of `state`; then step i's softmax."""
     acc, pairs, m, l, v_slot, v_phase = state
-    where, masked, blocks, length, lo, hi, sunk = tile
+    of_tile, lo, hi, sunk = tile
+    where, masked, blocks, length = of_tile
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     scale, bend = scales
     slot = v_slot + 1
@@ -415,7 +423,7 @@ def step(
     if MASKED:
         s = allowed(T, s, masked_key(T, where, lists, i), lo, hi, sunk)
     else:
-        s = only_blocks(T, s, where, blocks, lists, i - masked, length)
+        s = within(T, s, of_tile, lists, i - masked, lo, hi, sunk)
     pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
     # Passes at once. It contains a branch, and ptxas does not move the next wait above it; otherwise P V would be
     # waited for before the softmax that should overlap with it.
@@ -468,7 +476,8 @@ def attend(
         sunk = gl.minimum(hi, sinks)
         if T.window and not T.causal:
             hi = gl.minimum(hi, at + window)
-        tile = (where, masked, blocks, length, lo, hi, sunk)
+        of_tile = (where, masked, blocks, length)
+        tile = (of_tile, lo, hi, sunk)
         mbarrier.wait(q_full.index(q_slot * GROUPS + WG), q_phase)  # until Q has landed
         q = q_s.index(q_slot * GROUPS + WG).reshape((64, DIM))
         mbarrier.wait(k_full.index(slot), phase)  # and the first K
@@ -478,7 +487,7 @@ def attend(
         if masked > 0:
             s = allowed(T, s, masked_key(T, where, lists, 0), lo, hi, sunk)
         else:
-            s = only_blocks(T, s, where, blocks, lists, 0, length)
+            s = within(T, s, of_tile, lists, 0, lo, hi, sunk)
         m = gl.full((64,), float("-inf"), gl.float32, ROW)
         l = gl.zeros((64,), gl.float32, ROW)
         pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)

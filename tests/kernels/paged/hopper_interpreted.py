@@ -71,10 +71,8 @@ def attend(a: dict[str, Any], record: list[int], h: int, group: int) -> None:
         if c.softcap:
             s = 1 - 2 / (1 + torch.exp2(s * a["bend"]))
         s = s * a["scale"]
-        if masked:
+        if masked or (c.lists and key + c.keys > length):
             s = s.masked_fill(~allowed(a, p_0 + own, key, length), -torch.inf)
-        elif key >= length:
-            s = torch.full_like(s, -torch.inf)
         scores.append(s)
         v[max(0, length - key) :] = 0
         values.append(v)
@@ -167,7 +165,7 @@ def hold(batch: Ragged, seed: int) -> None:
         check(made, *run(KERNEL, made, c), c)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 2**31 - 1))
 def test_drawn_batches(seed: int) -> None:
     batch = drawn(seed)
