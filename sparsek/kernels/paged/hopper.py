@@ -42,18 +42,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.kernels.attention.softmax import by_interval, prefetch, rescaled, scores, softmax, weighted
+from sparsek.kernels.attention.softmax import rescaled, scores, softmax, weighted
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
     launch_on,
-    reinterpret,
-    tma_load,
     tma_store,
     tma_store_wait,
 )
-from sparsek.kernels.paged.schedule import FAR as FARTHEST
-from sparsek.kernels.paged.schedule import FIELDS, Shape, capacity, schedule
+from sparsek.kernels.paged.producer import load
+from sparsek.kernels.paged.schedule import FAR, Shape, capacity, schedule
+from sparsek.kernels.paged.steps import RECORD, allowed, capped, masked_key, tile_at, tile_number, within
 from sparsek.mask.pages import PageLists
 from sparsek.plan.kernel import PagedCall, PagedKernel, unless_hopper
 from sparsek.plan.problem import PagedProblem
@@ -151,240 +150,8 @@ HALF_AN_SM = (228 << 10) // 2 - 1024  # shared memory for each of two CTAs on an
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
 # computes from its fields, so the source of this file is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-RECORD = gl.constexpr(FIELDS)
-FAR = gl.constexpr(FARTHEST)  # behind every key
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def tile_number(t, total):
-    """The tile in place t of `total`. Every second whole round of CTAs goes backwards, the last one does."""
-    ctas = gl.num_programs(0)
-    turn = t // ctas
-    back = (total // ctas - 1 - turn) % 2 == 0
-    return gl.where(back & (turn < total // ctas), turn * ctas + ctas - 1 - t % ctas, t)
-
-
-@gluon.jit
-def tile_at(T: gl.constexpr, record, h, lists):
-    """Masked steps, all steps, and where they are: six numbers, see `masked_key` and `whole_key`."""
-    if T.lists:
-        SUB: gl.constexpr = T.list_block[1] // T.keys
-        p_starts, p_counts, partial, p_size, f_starts, f_counts, full, f_size, rows, of_list, longest = lists
-        row = gl.load(record + 5)
-        there = row < rows
-        row += h // of_list * rows
-        p_count = gl.minimum(gl.maximum(gl.load(p_counts + row, mask=there, other=0), 0), longest)
-        f_count = gl.minimum(gl.maximum(gl.load(f_counts + row, mask=there, other=0), 0), longest - p_count)
-        begin = gl.load(p_starts + row, mask=there, other=0)
-        f_begin = gl.load(f_starts + row, mask=there, other=0)
-        none = p_count + f_count == 0
-        masked = gl.where(none, 1, p_count * SUB)
-        where = gl.where(none, -1, begin), f_begin, begin, begin, begin, begin
-        return masked, masked + f_count * SUB, where
-    else:
-        r = record + 5
-        where = gl.load(r + 2), gl.load(r + 3), gl.load(r + 4), gl.load(r + 5), gl.load(r + 6), gl.load(r + 7)
-        return gl.load(r), gl.load(r + 1), where
-
-
-@gluon.jit
-def listed_key(T: gl.constexpr, entries, size, begin, i):
-    """First key of step i of a list. Entries that do not exist, or are not blocks, are behind every key."""
-    SUB: gl.constexpr = T.list_block[1] // T.keys
-    LAST: gl.constexpr = FAR // T.list_block[1]
-    at = begin + i // SUB
-    block = gl.load(entries + at, mask=(begin >= 0) & (at >= 0) & (at < size), other=-1)
-    return gl.where((block >= 0) & (block < LAST), block * T.list_block[1] + i % SUB * T.keys, FAR)
-
-
-@gluon.jit
-def masked_key(T: gl.constexpr, where, lists, i):
-    """First key of masked step i."""
-    a, b, c, d, s, f = where
-    if T.lists:
-        return listed_key(T, lists[2], lists[3], a, i)
-    else:
-        block = gl.where(i < b, a + i, gl.where(i < d, c + i - b, s + i - d))
-        return block * T.keys
-
-
-@gluon.jit
-def whole_key(T: gl.constexpr, where, blocks, lists, i):
-    """First key of whole step i, counted from the masked ones; `blocks` are at the window."""
-    a, b, c, d, s, f = where
-    if T.lists:
-        return listed_key(T, lists[6], lists[7], b, i)
-    else:
-        return gl.where(i < blocks, f + i, i - blocks) * T.keys
-
-
-@gluon.jit
-def page_of(T: gl.constexpr, table, step, pages, key, length):
-    """The page of `key`; behind the keys, one that does not exist, of which TMA reads zeros."""
-    page = gl.load(table + (key // T.page) * step, mask=key < length, other=0)
-    return gl.where(key < length, gl.minimum(gl.maximum(page, 0), pages - 1), pages)
-
-
-@gluon.jit
-def cleared(T: gl.constexpr, lines_s, slot, tail):
-    """Writes zeros to rows of V in `slot` from `tail` on to the end of their box.
-
-    `lines_s` are 8 rows of 64 columns each, 8 lines of 128 bytes, in which TMA's swizzle moves 16 bytes at a time.
-    """
-    KEYS: gl.constexpr = T.keys
-    PARTS: gl.constexpr = T.v_dim // 64
-    CHUNKS: gl.constexpr = T.box // 8
-    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    row = gl.arange(0, 256, WORDS) // 32
-    first = tail // T.box * T.box
-    for chunk in range(CHUNKS):
-        at = first + chunk * 8
-        if at + 8 > tail:
-            for part in gl.static_range(PARTS):
-                line = lines_s.index(((slot * PARTS + part) * KEYS + at) // 8)
-                line.store(gl.where(at + row >= tail, 0, line.load(WORDS)))
-
-
-@gluon.jit
-def warp_sync():
-    """Orders what the lanes of the producer warp wrote before an arrival, which one lane makes."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def load(
-    T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, lists, table, sizes, q_s, k_s, v_s, bars
-):  # fmt: skip
-    """Producer warp: Q of every tile, then K and V of its steps."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    POSITIONS: gl.constexpr = 64 // T.pack
-    KEYS: gl.constexpr = T.keys
-    GROUPS: gl.constexpr = T.groups
-    BOX: gl.constexpr = T.box
-    BOXES: gl.constexpr = T.keys // T.box
-    STAGES: gl.constexpr = T.stages
-    K_PARTS: gl.constexpr = T.dim // T.k_box[1]
-    V_PARTS: gl.constexpr = T.v_dim // T.v_box[1]
-    k_boxes = reinterpret(k_s, DTYPE, [STAGES * K_PARTS * BOXES] + k_desc.block_type.shape, k_desc.layout)
-    v_boxes = reinterpret(v_s, DTYPE, [STAGES * V_PARTS * BOXES] + v_desc.block_type.shape, v_desc.layout)
-    LINES: gl.constexpr = T.stages * (T.v_dim // 64) * T.keys // 8
-    lines_s = reinterpret(v_s, gl.int32, [LINES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    units, group, pages, table_row, table_step = sizes
-    slot = 0
-    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
-    q_slot = 0
-    q_phase = 1
-    tail_phase = 0
-    for t in range(gl.program_id(0), gl.load(count) * units, gl.num_programs(0)):
-        total = gl.load(count) * units
-        number = tile_number(t, total)
-        record = tiles + RECORD * (number // units)
-        h = number % units * T.pack
-        kv = h // group
-        row_0 = gl.load(record)
-        length = gl.load(record + 4)
-        entries = table + gl.load(record + 1).to(gl.int64) * table_row
-        masked, steps, where = tile_at(T, record, h, lists)
-        blocks = gl.load(record + 13)
-        following = t + gl.num_programs(0)
-        prefetch(tiles + RECORD * (tile_number(gl.where(following < total, following, t), total) // units))
-        for w in gl.static_range(GROUPS):
-            # Wait until warpgroup w has finished with this slot's Q.
-            mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
-            landed = q_full.index(q_slot * GROUPS + w)
-            mbarrier.expect(landed, 64 * T.dim * 2)
-            tma_load(
-                q_desc, [h // T.pack, row_0 + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w)
-            )
-        q_slot += 1
-        if q_slot == T.q_slots:
-            q_slot = 0
-            q_phase ^= 1
-        for i in range(steps):
-            if i < masked:
-                key = masked_key(T, where, lists, i)
-            else:
-                key = whole_key(T, where, blocks, lists, i - masked)
-            first_page = page_of(T, entries, table_step, pages, key, length)
-            # Wait until every warpgroup has multiplied the K in this slot.
-            mbarrier.wait(k_empty.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
-            for j in gl.static_range(BOXES):
-                page = first_page
-                if j > 0:
-                    page = page_of(T, entries, table_step, pages, key + j * BOX, length)
-                for part in gl.static_range(K_PARTS):
-                    tma_load(
-                        k_desc, [page, kv, (key + j * BOX) % T.page, part * T.k_box[1]], k_full.index(slot),
-                        k_boxes.index((slot * K_PARTS + part) * BOXES + j),
-                    )  # fmt: skip
-            mbarrier.wait(v_empty.index(slot), phase)  # and the V
-            # If the keys end inside a box, V lands at a barrier of the producer's own.
-            tail = length - key
-            ends = (tail > 0) & (tail < KEYS) & (tail % BOX > 0)
-            landed = v_full.index(gl.where(ends, STAGES, slot))
-            mbarrier.expect(landed, KEYS * T.v_dim * 2)
-            for j in gl.static_range(BOXES):
-                page = first_page
-                if j > 0:
-                    page = page_of(T, entries, table_step, pages, key + j * BOX, length)
-                for part in gl.static_range(V_PARTS):
-                    tma_load(
-                        v_desc, [page, kv, (key + j * BOX) % T.page, part * T.v_box[1]], landed,
-                        v_boxes.index((slot * V_PARTS + part) * BOXES + j),
-                    )  # fmt: skip
-            if ends:
-                mbarrier.wait(landed, tail_phase)  # until V has landed
-                tail_phase ^= 1
-                cleared(T, lines_s, slot, tail)
-                fence_async_shared()
-                warp_sync()
-                mbarrier.arrive(v_full.index(slot), count=1)
-            slot += 1
-            if slot == T.stages:
-                slot = 0
-                phase ^= 1
-
-
-@gluon.jit
-def capped(T: gl.constexpr, s, bend):
-    """tanh(s bend / (2 log2 e)), as 1 - 2 / (1 + exp2(s bend)): tanh.approx would change a score of 50 by 0.02."""
-    if T.softcap:
-        grown = gl.exp2(s * bend) + 1.0
-        inverse = gl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], dtype=gl.float32, is_pure=True, pack=1
-        )
-        s = 1.0 - 2.0 * inverse
-    return s
-
-
-@gluon.jit
-def allowed(T: gl.constexpr, s, key, lo, hi, sunk):
-    """Scores of the keys from `key` on that are from lo to hi, or below `sunk`, and -inf elsewhere."""
-    if T.sinks:
-        KEYS: gl.constexpr = T.keys
-        at = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
-        seen = (at >= gl.expand_dims(lo - key, 1)) & (at < gl.expand_dims(hi - key, 1))
-        s = gl.where(seen | (at < gl.expand_dims(sunk - key, 1)), s, float("-inf"))
-    else:
-        s = by_interval(T, s, key, lo, hi)
-    return s
-
-
-@gluon.jit
-def within(T: gl.constexpr, s, tile, lists, i, lo, hi, sunk):
-    """Scores of whole step i. An entry of a list may be no block of the request's keys, or reach beyond them."""
-    if T.lists:
-        where, masked, blocks, length = tile
-        key = whole_key(T, where, blocks, lists, i)
-        if key + T.keys > length:
-            s = allowed(T, s, key, lo, hi, sunk)
-    return s
 
 
 @gluon.jit
@@ -658,7 +425,7 @@ class HopperPaged:
                 "TMA needs contiguous last dims and pointers and strides of q and the pages that are multiples of 16 "
                 "bytes"
             )
-        if max(p.tokens, p.max_k) >= FARTHEST:
+        if max(p.tokens, p.max_k) >= FAR:
             reasons.append("positions are 32 bits: there may be 2^30 queries, and as many keys of a request")
         if p.list_heads and not list(_tiles(p)):
             reasons.append(
@@ -715,12 +482,12 @@ class HopperPaged:
         return found
 
     def prepare(self, p: PagedProblem, c: Config, device: torch.device) -> Work:
-        bound = FARTHEST
+        bound = FAR
         if p.list_heads:
             bound = p.listed * p.list_block[1]
         elif p.window:
             bound = p.window + p.sinks + c.positions
-        shape = Shape(c.positions, c.keys, p.causal, p.window, p.sinks, c.list_block[0], min(bound, FARTHEST))
+        shape = Shape(c.positions, c.keys, p.causal, p.window, p.sinks, c.list_block[0], min(bound, FAR))
         return Work(shape, p.card.sm_count * c.ctas_per_sm, p.listed)
 
     def launch(self, c: Config, work: Work, call: PagedCall) -> None:
@@ -735,40 +502,18 @@ class HopperPaged:
         if c.softcap:
             bend, scale = 2 * scale / call.softcap, call.softcap * log2(e)
         lists = _lists(call.lists, tiles)
-        args = (
-            _rows(q, c.pack, c.dim),
-            _paged(k, c.k_box),
-            _paged(v, c.v_box),
+        described = (
+            _rows(q, c.pack, c.dim), describe_heads(k, *c.k_box), describe_heads(v, *c.v_box),
             _rows(out if whole_rows else q, c.pack, c.v_dim),
-            out,
-            tiles,
-            count,
-            table,
-            *lists,
-            tiles if call.sink_logits is None else call.sink_logits,
-            tiles if call.lse is None else call.lse,
-            scale,
-            bend,
-            lists[2].numel(),
-            lists[5].numel(),
-            call.lists.tiles if call.lists else 0,
-            q.shape[1] // call.lists.heads if call.lists else 1,
-            work.longest,
-            int(whole_rows),
-            work.shape.window,
-            work.shape.sinks,
-            units,
-            q.shape[1] // k.shape[1],
-            k.shape[0],
-            table.stride(0),
-            table.stride(1),
-            q.shape[0],
-            out.shape[2],
-            out.stride(0),
-            out.stride(1),
-            c,
-            SOURCE,
-        )
+        )  # fmt: skip
+        optional = (tiles if x is None else x for x in (call.sink_logits, call.lse))
+        of_lists = (call.lists.tiles, q.shape[1] // call.lists.heads) if call.lists else (0, 1)
+        sizes = (
+            lists[2].numel(), lists[5].numel(), *of_lists, work.longest, int(whole_rows), work.shape.window,
+            work.shape.sinks, units, q.shape[1] // k.shape[1], k.shape[0], *table.stride(), q.shape[0], out.shape[2],
+            *out.stride()[:2],
+        )  # fmt: skip
+        args = (*described, out, tiles, count, table, *lists, *optional, scale, bend, *sizes, c, SOURCE)
         ctas = min(work.ctas, capacity(q.shape[0], call.seq_lens.shape[0], c.positions) * units)
         launch_on(out.device, attention_paged_kernel, ctas, args, c.options)
 
@@ -805,13 +550,8 @@ def _rows(x: Tensor, pack: int, dim: int) -> Described:
     return Described(x, (h // pack, tokens, pack, d), (head * pack, row, head, 1), (1, 64 // pack, pack, dim))
 
 
-def _paged(x: Tensor, box: tuple[int, int]) -> Described:
-    """TMA description of [pages, Hkv, page, D]: a box of rows and columns of one head of one page."""
-    return describe_heads(x, *box)
-
-
 def _lists(lists: PageLists | None, none: Tensor) -> tuple[Tensor, ...]:
-    """Starts, counts and entries of both lists; `none` for what is not there."""
+    """Starts, counts and entries of both lists; `none` for a list without entries."""
     if lists is None:
         return (none,) * 6
     return tuple(none if x.numel() == 0 else x for x in (*lists.partial, *lists.full))

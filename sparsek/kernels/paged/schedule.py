@@ -14,7 +14,7 @@ A record is FIELDS int32:
     with lists: 5 is the tile's row in the lists of a head, and what follows is unused
 
 Blocks are of `keys` keys, the kernel's steps. Masked steps come first: diagonal, window's edge, sinks' edge; then whole
-blocks of the window, and of the sinks. A tile that sees nothing has one masked step, behind the last key.
+blocks of the window, and of the sinks. A tile that sees nothing has one masked step, beyond its keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _lengths(cu, lens, r, live, tokens, most_keys):
 
 @triton.jit
 def _at_least(n, length, x, bound, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr):
-    """How many tiles of a request of n queries visit at least x keys, of which `bound` count at most."""
+    """How many tiles of a request of n queries visit at least x keys. At most `bound` keys of a tile count."""
     tiles = (n + (POSITIONS - 1)) // POSITIONS
     ahead = 0
     if CAUSAL:
@@ -181,7 +181,7 @@ class Shape(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Records int32 [capacity, FIELDS], of which the first `count` int32 [1] are tiles."""
+    """Records int32 [capacity, FIELDS]; the first `count` int32 [1] are tiles."""
 
     tiles: Tensor
     count: Tensor

@@ -68,10 +68,15 @@ class Made:
     def expected(self) -> tuple[Tensor, Tensor]:
         """out and lse in float64."""
         c = self.call
-        wide = [x.double() for x in (c.q, c.k, c.v)]
         sink = None if c.sink_logits is None else c.sink_logits.double()
         return specified.attention_paged(
-            *wide, c.block_table, c.seq_lens, c.cu_seqlens_q, **self.rules | {"sink_logits": sink}
+            c.q.double(),
+            c.k.double(),
+            c.v.double(),
+            c.block_table,
+            c.seq_lens,
+            c.cu_seqlens_q,
+            **self.rules | {"sink_logits": sink},
         )
 
     def dense(self) -> Tensor:
