@@ -55,6 +55,7 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("attention_backward", "portable.attention_bwd", "attention.portable_bwd", ""),
     ("attention_backward", "cpu.attention_bwd", "attention.cpu_bwd", ""),
     ("attention_backward", "reference.attention_bwd", "attention.reference", ""),
+    ("attention_paged", "portable.attention_paged", "paged.portable", ""),
 )
 
 
