@@ -106,7 +106,9 @@ class Batch:
             both = full(pages, hkv, self.page, d + dv)
             return both[..., :d], both[..., d:]
         if self.layout == "rows":
-            return full(pages, self.page, hkv, d).transpose(1, 2), full(pages, self.page, hkv, dv).transpose(1, 2)
+            return full(pages, self.page, hkv, d).transpose(1, 2), full(pages, self.page, hkv, dv).transpose(
+                1, 2
+            )
         return full(pages, hkv, self.page, d), full(pages, hkv, self.page, dv)
 
     def _lists(self, edges: list[int], draw: random.Random) -> PageLists | None:
@@ -124,7 +126,9 @@ class Batch:
                     seen = keys - n + i * bq if self.causal else keys
                     whole = [b for b in chosen if self.full and (b + 1) * bk <= seen + 1]
                     rows[0].append(whole)
-                    rows[1].append([b for b in chosen if b not in whole] + draw.sample([-1, blocks + 7, 2**31 - 1], 1))
+                    rows[1].append(
+                        [b for b in chosen if b not in whole] + draw.sample([-1, blocks + 7, 2**31 - 1], 1)
+                    )
             rows[0].append([])
             rows[1].append([])
         made = []
@@ -164,7 +168,9 @@ def check(kernel: Any, batch: Batch, config: Any = None) -> None:
     hold(batch, p, call, *attend(kernel, p, call, config), config)
 
 
-def hold(batch: Batch, p: PagedProblem, call: PagedCall, out: Tensor, lse: Tensor, config: Any = None) -> None:
+def hold(
+    batch: Batch, p: PagedProblem, call: PagedCall, out: Tensor, lse: Tensor, config: Any = None
+) -> None:
     exact, exact_lse = expected(p, call)
     tokens = sum(n for n, _ in batch.lengths)
     assert out[tokens:].isnan().all()
