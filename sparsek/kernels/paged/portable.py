@@ -20,8 +20,8 @@ item. There is no schedule to prepare, and nothing to update when lengths change
 keys to the table, so nothing else is read whatever tables and lengths hold.
 
 FP8: a pair of e4m3 values is loaded as one int16, and becomes an even and an odd fp16 (portable_steps.py). Both
-products are sums, or halves, of an even and an odd one, so no value changes its place. Rows of q are scaled by powers of two
-into fp16, without loss.
+products consist of an even and an odd one, so no value changes its place. Rows of q are scaled by powers of two into
+fp16, without loss.
 
 Bottleneck: with few queries the memory; many small programs on an SM keep loads in flight while others multiply.
 """
@@ -359,6 +359,16 @@ def _steps(p: PagedProblem, c: Config) -> int:
     return steps
 
 
+def _width(p: PagedProblem) -> int:
+    """Columns of the wider tile, K's or V's."""
+    return max(padded(d, p.kv_dtype == "e4m3") for d in (p.dim, p.v_dim))
+
+
+def _converts(p: PagedProblem) -> bool:
+    """Whether the card has an instruction that converts e4m3."""
+    return p.card.capability >= (8, 9)
+
+
 def most_parts(p: PagedProblem, c: Config) -> int:
     """The most parts of a tile: enough that one request occupies every SM. It does not depend on other requests."""
     alone = _tiles(p, c, 1, p.max_q)
@@ -396,7 +406,7 @@ TABLES: dict[int, tuple[_Row, _Row, _Row]] = {
          ((32, 8, 3, 1), (64, 8, 2, 1), (32, 8, 2, 2))),
     128: (((128, 8, 3, 1), (64, 8, 3, 2), (64, 8, 2, 2)),
           ((64, 8, 3, 1), (128, 8, 2, 1), (64, 8, 2, 1)),
-          ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1))),
+          ((32, 8, 2, 1), (32, 8, 3, 1))),
 }
 # fmt: on
 # Guesses: the share of copy bandwidth that decoding reaches, and TFLOPS of tiles of 128 rows by padded head dim.
@@ -446,17 +456,22 @@ class PortablePaged:
         return why
 
     def _tile_m(self, p: PagedProblem) -> int:
-        """The fewest rows that hold a request's queries, and at least one query with all its heads."""
+        """The fewest rows that hold a request's queries, or one query with all its heads. Wide heads: 64, as 128 spill."""
         wanted = pack(p) * min(p.max_q, p.list_block[0] if p.list_heads else p.max_q)
-        return next((m for m in (16, 32, 64) if m >= wanted), 128)
+        most = 128 if _width(p) <= 128 else 64
+        return next((m for m in (16, 32, 64) if m >= min(wanted, most) and m >= pack(p)), 128)
 
     def configs(self, p: PagedProblem) -> Iterator[Config]:
         """Alternatives worth timing, best guess first, limited by pages, lists and the card's shared memory."""
-        width = max(padded(d, p.kv_dtype == "e4m3") for d in (p.dim, p.v_dim))
+        width = _width(p)
         rows = [m for m in (self._tile_m(p), 128, 64, 32, 16) if m >= pack(p)]
         for tile_m in dict.fromkeys(rows[:1] + [m for m in rows[1:] if m == rows[0] // 2]):
             for tile_n, warps, stages, ctas in TABLES[tile_m][0 if width <= 64 else 1 if width <= 128 else 2]:
                 n = min(tile_n, p.list_block[1]) if p.list_heads else tile_n
+                if p.kv_dtype == "e4m3" and not _converts(
+                    p
+                ):  # by shifts, whose registers 64 keys would spill
+                    n = min(n, 32)
                 c = Config(tile_m, n, warps, stages, ctas)
                 if p.on_cpu or _shared(p, c) <= p.card.smem_bytes:
                     yield c
@@ -496,7 +511,7 @@ class PortablePaged:
         programs = items if many == 1 and not p.on_cpu else min(items, p.card.sm_count * c.ctas)
         return Work(
             pack(p), many, most_parts(p, c), min(programs, 2**31 - 1), p.max_q, p.max_k, p.causal,
-            min(p.window, FURTHEST), min(p.sinks, FURTHEST), p.card.capability >= (8, 9),
+            min(p.window, FURTHEST), min(p.sinks, FURTHEST), _converts(p),
         )  # fmt: skip
 
     def launch(self, c: Config, work: Work, call: PagedCall) -> None:

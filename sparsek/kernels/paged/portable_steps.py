@@ -1,4 +1,4 @@
-"""Device code of portable.attention_paged for one tile of queries: pages, keys, FP8 values, and the walk along steps."""
+"""Device code of portable.attention_paged for one tile of queries: pages, keys, FP8 values, and the steps."""
 
 import triton
 import triton.language as tl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class Batch:
     device: str = "cpu"
     seed: int = 0
     spare: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> tuple[PagedProblem, PagedCall]:
         """The problem and the call. What no request has a right to is NaN, and so are the outputs."""
@@ -81,7 +80,8 @@ class Batch:
         p = PagedProblem(
             tokens=tokens, requests=requests, q_heads=hq, kv_heads=hkv, dim=d, v_dim=dv, page=self.page,
             max_q=max(1, bounds[0]), max_k=max(1, bounds[1]), dtype=dtypes.name(self.dtype),
-            kv_dtype="e4m3" if self.fp8 else dtypes.name(kind), card=card_of(q.device), causal=self.causal, window=self.window,
+            kv_dtype="e4m3" if self.fp8 else dtypes.name(kind), card=card_of(q.device),
+            causal=self.causal, window=self.window,
             sinks=self.sinks, softcap=self.softcap > 0, sink_logits=self.sink_logits,
             scale_per={0: "", 1: "tensor"}.get(self.scales, "head"), list_heads=lists.heads if lists else 0,
             list_block=lists.block if lists else (0, 0), listed=lists.longest if lists else 0, lse=True,
