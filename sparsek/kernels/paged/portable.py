@@ -456,7 +456,7 @@ class PortablePaged:
         return why
 
     def _tile_m(self, p: PagedProblem) -> int:
-        """The fewest rows that hold a request's queries, or one query with all its heads. Wide heads: 64, as 128 spill."""
+        """The fewest rows that hold a request's queries, or one query with all its heads; 64 if wider heads spill."""
         wanted = pack(p) * min(p.max_q, p.list_block[0] if p.list_heads else p.max_q)
         most = 128 if _width(p) <= 128 else 64
         return next((m for m in (16, 32, 64) if m >= min(wanted, most) and m >= pack(p)), 128)
