@@ -325,7 +325,7 @@ def _attention(
 
 
 def padded(dim: int, fp8: bool) -> int:
-    """Columns of a tile of K or V: a power of two, pairs of which a product can multiply."""
+    """Columns of a tile of K or V: a power of two, and enough for a product of pairs, or of single values."""
     return max(32 if fp8 else 16, 1 << (dim - 1).bit_length())
 
 

@@ -72,9 +72,10 @@ class Batch:
                     x[page, :, :rows] = torch.randn(hkv, rows, x.shape[3]).to(kind).to(on)
         q = torch.randn(tokens, hq, d).to(self.dtype).to(on)
         lists = self._lists(edges, draw)
-        scale_of = (None, None)
-        if self.scales:
-            scale_of = tuple((torch.rand(self.scales, dtype=torch.float32) + 0.5).to(on) for _ in "kv")
+        k_scale, v_scale = (
+            (torch.rand(self.scales, dtype=torch.float32, device="cpu") + 0.5).to(on) if self.scales else None
+            for _ in "kv"
+        )
         sinks = torch.randn(hq, dtype=torch.float32).to(on) if self.sink_logits else None
         bounds = max((n for n, _ in self.lengths), default=1), max((m for _, m in self.lengths), default=1)
         p = PagedProblem(
@@ -88,7 +89,7 @@ class Batch:
         )  # fmt: skip
         call = PagedCall(
             q, k, v, table.to(on), torch.tensor([m for _, m in self.lengths], dtype=torch.int32, device=on),
-            torch.tensor(edges, dtype=torch.int32, device=on), lists, sinks, *scale_of, d**-0.5, self.softcap,
+            torch.tensor(edges, dtype=torch.int32, device=on), lists, sinks, k_scale, v_scale, d**-0.5, self.softcap,
             poisoned((tokens, hq, dv), self.dtype, on), poisoned((hq, tokens), torch.float32, on),
         )  # fmt: skip
         return p, call
