@@ -181,9 +181,11 @@ def test_the_default_is_the_best_prediction_and_work_takes_time(rule: str) -> No
 
 
 def test_heads_that_share_a_head_of_keys_are_packed_unless_each_has_lists() -> None:
-    assert KERNEL.default(problem()).pack == 4
-    assert KERNEL.default(problem(q_heads=48)).pack == 2, "6 heads to one"
+    few: dict[str, Any] = {"tokens": 64, "max_q": 16}
+    assert KERNEL.default(problem()).pack == 1, "requests of many queries fill tiles without"
+    assert KERNEL.default(problem(**few)).pack == 4
+    assert KERNEL.default(problem(q_heads=48, **few)).pack == 2, "6 heads to one"
     assert {c.pack for c in KERNEL.configs(problem(**RULES["small lists"]))} == {1}
-    packed, padded = KERNEL.notes(problem(96), KERNEL.default(problem(96)))
+    packed, padded = KERNEL.notes(problem(96, **few), KERNEL.default(problem(96, **few)))
     assert packed == "4 query heads share a tile: its rows are 32 queries of each"
     assert padded == "heads of 96/96 are computed as 128/128"
