@@ -82,10 +82,8 @@ def memory_efficient_attention(
     """
     require_neutral(CALL, "p", p, 0.0, "attention drops no weights")
     q, k, v = _operands(query, key, value)
-    if output_dtype is not None and output_dtype != query.dtype:
-        raise InvalidInput(
-            f"output_dtype is {arguments.shown(output_dtype)} and query {query.dtype}; cast the result"
-        )
+    if output_dtype is not None:
+        arguments.dtype("output_dtype", output_dtype, (query.dtype,))
     if attn_bias is None:
         out = _attention(q, k, v, None, scale)
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, wait_for
+from sparsek.integrations.refused import check_shape
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.documents import Documents, PackedLayout, documents_mask
 from sparsek.mask.lists import upload
@@ -52,7 +53,7 @@ def paged(
 
     Keys that begin inside a page are attended in two parts: those of that page, which are copied, and the others.
     """
-    edges = _on("q_seqinfo.seqstart", bias.q_seqinfo.seqstart, q.device)
+    edges = _on("q_seqinfo.seqstart", bias.q_seqinfo.seqstart, q.device, found.q_edges.size)
     lengths = np.diff(found.q_edges), found.k_end - found.k_start
     given: Any = (bias.q_seqinfo, bias.k_seqinfo)
     # xFormers may replace lengths in place by others up to its own maxima, also behind a captured graph.
@@ -82,7 +83,7 @@ def policy_of(found: Sequences) -> MaskPolicy | None:
 
 
 def padded_pages(bias: Any, found: Sequences, device: torch.device) -> Pages | None:
-    """Padded keys as pages, each sequence in the next ones; None where pages cannot be cut or the window has no policy."""
+    """Padded keys as pages; None where they have no rows for whole pages, or no policy has the window."""
     info = bias.k_seqinfo
     padding, count = getattr(info, "padding", 0), found.k_start.size
     if not isinstance(padding, int) or padding < LEAST or padding % LEAST or policy_of(found) is None:
@@ -90,14 +91,14 @@ def padded_pages(bias: Any, found: Sequences, device: torch.device) -> Pages | N
     if found.kv_len != count * padding or (found.k_start != np.arange(count) * padding).any():
         return None
     side = min(padding & -padding, MOST)
-    lengths = _on("k_seqinfo.seqlen", info.seqlen, device)
+    lengths = _on("k_seqinfo.seqlen", info.seqlen, device, count)
     table = torch.arange(found.kv_len // side, dtype=torch.int32, device=device).view(count, -1)
     return Pages(table, lengths, side, np.zeros_like(found.k_start))
 
 
-def _on(name: str, x: Any, device: torch.device) -> Tensor:
+def _on(name: str, x: Any, device: torch.device, *shape: int) -> Tensor:
     """A tensor of the bias, on the device of query."""
-    arguments.tensor(name, x, (torch.int32,))
+    check_shape(name, arguments.tensor(name, x, (torch.int32,)), shape, "a number for each sequence")
     arguments.one_device(f"{name} is", x.device, "query is", device, "pass attn_bias.to(query.device)")
     return x
 
@@ -107,8 +108,8 @@ def pages_of(bias: Any, found: Sequences, device: torch.device) -> Pages:
     info, page = bias.k_seqinfo, int(bias.page_size)
     if found.kv_len % page:
         raise InvalidInput(f"key has {found.kv_len} rows; they must be whole pages of page_size {page}")
-    table = _on("block_tables", bias.block_tables, device)
-    lengths = _on("k_seqinfo.seqlen", info.seqlen, device)
+    table = _on("block_tables", bias.block_tables, device, *bias.block_tables.shape)
+    lengths = _on("k_seqinfo.seqlen", info.seqlen, device, table.shape[0])
     side = min(page & -page, MOST)
     if side < LEAST:
         raise InvalidInput(
@@ -123,7 +124,7 @@ def pages_of(bias: Any, found: Sequences, device: torch.device) -> Pages:
         table = (table[..., None] * (page // side) + part).flatten(1)
     if not found.k_start.any():
         return Pages(table, lengths, side, np.zeros_like(found.k_start))
-    start = _on("k_seqinfo.seqstart", info.seqstart, device)[: table.shape[0]]
+    start = _on("k_seqinfo.seqstart", info.seqstart, device, table.shape[0] + 1)[:-1]
     skipped = (start + (side - 1)) // side
     at = skipped[:, None] + torch.arange(table.shape[1], dtype=torch.int32, device=device)
     table = table.gather(1, at.clamp(max=table.shape[1] - 1).long())
@@ -156,4 +157,5 @@ def _first_rows(
     column = column.clamp(max=bias.block_tables.shape[1] - 1).long()
     first = bias.block_tables.gather(1, column[:, None])[:, 0] * page + offset
     rows = torch.repeat_interleave(first, count, output_size=total)
-    return mask, rows + torch.arange(total, dtype=torch.int32, device=device)
+    rows = rows + torch.arange(total, dtype=torch.int32, device=device)
+    return mask, rows.clamp(0, max(found.kv_len - 1, 0))  # whatever the table holds

@@ -224,8 +224,8 @@ def _refuse(bias: Any, name: str) -> Any:
         cure = "sparsek.attention takes a bool tensor as its mask" if bias.dtype == torch.bool else ADDED
         raise InvalidInput(f"bias is {arguments.shown(bias)}; {cure}")
     raise InvalidInput(
-        f"bias is {arguments.shown(bias)}; it must be an AttentionBias of xformers.ops.fmha.attn_bias 0.0.35, by its "
-        f"class: {', '.join(KINDS)}"
+        f"bias is {arguments.shown(bias)}; it must be an object of a class of xformers.ops.fmha.attn_bias 0.0.35, and "
+        "not of a subclass with another name"
     )
 
 

@@ -190,7 +190,9 @@ def test_what_is_refused() -> None:
     biased = originals().LowerTriangularMaskWithTensorBias(torch.zeros(60, 60))
     unknown = type("BlockDiagonalSpecialMask", (lib.BlockDiagonalMask,), {})(info, info)
     table = torch.zeros(2, 3, dtype=torch.int32)
-    rows = lib._PaddedSeqLenInfo(torch.zeros(3), 20, 20, [0, 36, 72], torch.tensor([20, 20], dtype=torch.int32), [20, 20], 36)
+    rows = lib._PaddedSeqLenInfo(
+        torch.zeros(3), 20, 20, [0, 36, 72], torch.tensor([20, 20], dtype=torch.int32), [20, 20], 36
+    )
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"p": 0.1}, "no p, got 0.1.*drops no weights"),
         ({"output_dtype": torch.float16}, "output_dtype"),
@@ -225,7 +227,9 @@ def test_what_is_refused() -> None:
 def test_masks_that_are_refused() -> None:
     lib = stand_ins()
     info = lib._SeqLenInfo(torch.tensor([0, 20, 60]), 40, 20, [0, 20, 60])
-    rows = lib._PaddedSeqLenInfo(torch.zeros(3), 20, 20, [0, 36, 72], torch.tensor([20, 20], dtype=torch.int32), [20, 20], 36)
+    rows = lib._PaddedSeqLenInfo(
+        torch.zeros(3), 20, 20, [0, 36, 72], torch.tensor([20, 20], dtype=torch.int32), [20, 20], 36
+    )
 
     def pages(*table: list[int]) -> Any:
         return lib.PagedBlockDiagonalPaddedKeysMask(info, rows, torch.tensor(table, dtype=torch.int32), 12)
