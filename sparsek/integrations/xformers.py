@@ -44,15 +44,17 @@ def memory_efficient_attention(
 ) -> Tensor:
     """Return attention over the keys that a bias of xFormers admits, in its layouts.
 
-    Padded and gappy biases: only the keys of the sequences are read, and what lies between may be NaN. Unless they
-    adjoin, the call first copies the keys and values of all sequences into one tensor.
+    Padded and gappy biases: only the keys of the sequences are read, and what lies between may be NaN. Where no
+    gradient is wanted, padded keys are read in place by `attention_paged`, if `padding` is a multiple of 16 and the
+    window causal or of equal sides. In other cases the call first copies the keys and values of all sequences into one
+    tensor, unless the sequences adjoin.
 
     The mask of a bias is made once for equal lengths and kept, with its plans, as those of a `MaskPolicy`. A captured
-    CUDA graph keeps the lengths of its capture, except with paged biases.
+    CUDA graph keeps the lengths of its capture; where `attention_paged` runs, it follows the tensors of the bias.
 
     Args:
         query: [B, M, H, K], [B, M, G, H, K] (G groups of H heads) or [B, M, K] (one head). Block-diagonal and paged
-            biases: B is 1, and M all queries. Two dims of heads that are no view of one are copied.
+            biases: B is 1, and M all queries. G and H that do not collapse into one dim are copied.
         key: [B, N, H, K], [B, N, G, H, K] or [B, N, K]. Heads that `expand` has repeated are read once. H may also
             divide that of query, or with groups be 1. Paged biases: N is pages * page_size.
         value: The same with Kv in place of K.

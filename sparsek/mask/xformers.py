@@ -217,7 +217,7 @@ def sequences_of(bias: Any, q_len: int | None = None, kv_len: int | None = None)
 
 
 def _refuse(bias: Any, name: str) -> Any:
-    """InvalidInput for what is no known bias."""
+    """InvalidInput for any other object."""
     if name == TENSOR_BIAS:
         raise InvalidInput(f"bias is a {name}, whose tensor is added to the scores, and {ADDED}")
     if isinstance(bias, Tensor):
@@ -286,7 +286,7 @@ def _of_rows(bias: Any, info: Any, count: int, gappy: bool) -> tuple[np.ndarray,
         raise InvalidInput(f"block_tables has {table.shape[0]} rows; there are {count} sequences")
     end = _ints("k_seqinfo.seqlen_py", _part(info, "seqlen_py"), count)
     start = np.zeros_like(end)
-    if gappy:  # the entry behind the last one means nothing, and `seqlen` is where the keys end
+    if gappy:  # with one more entry, which means nothing; `seqlen` is where the keys end
         start = _ints("k_seqinfo.seqstart_py", _part(info, "seqstart_py"))[:count]
         if start.size != count:
             raise InvalidInput(f"k_seqinfo.seqstart_py has {start.size} entries; there are {count} sequences")
