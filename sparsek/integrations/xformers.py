@@ -8,6 +8,10 @@ waits for a GPU.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.tracing import watched
 from sparsek.integrations.refused import require_neutral
 from sparsek.integrations.xformers_pages import kept_with, padded_pages, paged, pages_of
@@ -104,6 +108,18 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None) -> 
             "torch.compile cannot read the lists of attn_bias: make the mask outside, by BlockMask.from_xformers, and "
             "call sparsek.attention"
         )
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        return _by_lengths(q, k, v, bias, scale)
+    return _untraced()(q, k, v, bias, scale)
+
+
+@lru_cache(maxsize=1)
+def _untraced() -> Callable[..., Tensor]:
+    """Behind a break of a compiled graph, all of it as Python."""
+    return torch.compiler.disable(_by_lengths)
+
+
+def _by_lengths(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None) -> Tensor:
     found = sequences_of(bias, q.shape[1], k.shape[1])
     keys = found.kind.keys
     if keys != WHOLE and (q.shape[0], k.shape[0]) != (1, 1):
@@ -111,11 +127,14 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None) -> 
             f"query has {q.shape[0]} and key {k.shape[0]} batch items; {found.name} is for sequences in one: "
             "x.flatten(0, 1)[None]"
         )
-    pages = pages_of(bias, found, q.device) if keys == PAGED else None
+    if keys == PAGED:
+        return paged(q, k, v, bias, found, pages_of(bias, found, q.device), scale)
+    pages = None
     if keys == GAPPED and not (wants_gradient(q, k, v) or watched(q)):
         pages = padded_pages(bias, found, q.device)
     if pages is not None:
-        return paged(q, k, v, bias, found, pages, scale)
+        with suppress(Unsupported):  # no kernel takes these pages: the keys are copied
+            return paged(q, k, v, bias, found, pages, scale)
     mask = _mask(bias, found, q.device)
     if keys == GAPPED:
         k, v = (_joined(x, found, mask) for x in (k, v))

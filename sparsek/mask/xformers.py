@@ -7,7 +7,6 @@ read, so that nothing waits for a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced, untransformed
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.flex import from_mask_mod
-from sparsek.mask.lists import Place, mask_length
+from sparsek.mask.lists import Place, mask_length, upload
 from sparsek.mask.structured import of_window
 
 if TYPE_CHECKING:
@@ -321,11 +320,11 @@ def _of_pages(cls: type[BlockMask], bias: Any, found: Sequences, place: Place) -
         raise InvalidInput(
             f"block_tables[{row[i]}] has page {entry[i]} twice, and a mask can show a row once; call attention_paged"
         )
-    send = partial(torch.as_tensor, dtype=torch.int64, device=place.device)
-    of_query = send(np.repeat(np.arange(table.shape[0]), np.diff(found.q_edges)))
-    places, start, end = send(place_of), send(found.k_start), send(found.k_end)
     # A row of pages counts its keys from 0, wherever those that are seen begin.
-    shift, causal = send(found.shift(found.k_start)), found.near.ahead == 1
+    numbers = place_of, found.k_start, found.k_end, found.shift(found.k_start)
+    of_query = np.repeat(np.arange(table.shape[0]), np.diff(found.q_edges))
+    of_query, places, start, end, shift = upload([of_query, *numbers], place.device)
+    causal = found.near.ahead == 1
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         i = of_query[q]
