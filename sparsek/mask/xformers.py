@@ -181,7 +181,7 @@ def sequences_of(bias: Any, q_len: int | None = None, kv_len: int | None = None)
     name = type(bias).__name__
     kind = KINDS.get(name)
     if kind is None:
-        _refuse(bias, name)
+        raise _unknown(bias, name)
     near = _near(bias, kind.sees)
     if kind.keys == WHOLE:
         if q_len is None or kv_len is None:
@@ -215,14 +215,14 @@ def sequences_of(bias: Any, q_len: int | None = None, kv_len: int | None = None)
     return Sequences(name, kind, near, edges, start, end, kv_len)
 
 
-def _refuse(bias: Any, name: str) -> Any:
-    """InvalidInput for any other object."""
+def _unknown(bias: Any, name: str) -> InvalidInput:
+    """The error for any other object."""
     if name == TENSOR_BIAS:
-        raise InvalidInput(f"bias is a {name}, whose tensor is added to the scores, and {ADDED}")
+        return InvalidInput(f"bias is a {name}, whose tensor is added to the scores, and {ADDED}")
     if isinstance(bias, Tensor):
         cure = "sparsek.attention takes a bool tensor as its mask" if bias.dtype == torch.bool else ADDED
-        raise InvalidInput(f"bias is {arguments.shown(bias)}; {cure}")
-    raise InvalidInput(
+        return InvalidInput(f"bias is {arguments.shown(bias)}; {cure}")
+    return InvalidInput(
         f"bias is {arguments.shown(bias)}; it must be an object of a class of xformers.ops.fmha.attn_bias 0.0.35, and "
         "not of a subclass with another name"
     )

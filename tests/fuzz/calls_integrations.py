@@ -78,7 +78,7 @@ def gappy_attention(seqstart_py: Any, seqlen_py: Any, window_left: Any, window_r
     """A call whose bias has these fields."""
     info = XFORMERS._GappySeqInfo(ints([0, 0, 0]), 60, 30, seqstart_py, ints([0, 0]), seqlen_py)
     bias = XFORMERS.BlockDiagonalLocalAttentionPaddedKeysMask(QUERIES, info, window_left, window_right)
-    return memory_efficient_attention(*operands(1, 100, 2, 16).values(), bias)
+    return memory_efficient_attention(*operands(1, 100, 2, 16).values(), attn_bias=bias)
 
 
 def paged_attention(

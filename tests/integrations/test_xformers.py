@@ -37,7 +37,7 @@ def poisoned(x: Tensor, held: Tensor) -> Tensor:
 def right(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:
     """Of tensors [B, M, H, K]; rows that nobody sees may be NaN."""
     k, v = (x.masked_fill(~seen.any(0)[:, None, None], 0) for x in (k, v))
-    return dense(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale)[0].transpose(1, 2)
+    return dense(*(x.transpose(1, 2) for x in (q, k, v)), seen=seen, scale=scale)[0].transpose(1, 2)
 
 
 def materialised(drawn: Drawn) -> Tensor:
@@ -115,7 +115,7 @@ def test_layouts(bias: str | None) -> None:
     wanted = right(q, k, v, seen)
     out = memory_efficient_attention(q, k, v, mask)
     same(out, wanted)
-    grouped = memory_efficient_attention(*(x.unflatten(2, (2, 3)) for x in (q, k, v)), mask)
+    grouped = memory_efficient_attention(*(x.unflatten(2, (2, 3)) for x in (q, k, v)), attn_bias=mask)
     assert grouped.shape == (2, 70, 2, 3, 8)
     same(grouped, wanted.unflatten(2, (2, 3)))
     same_gradients(grouped, wanted.unflatten(2, (2, 3)), (q, k, v))
@@ -125,11 +125,14 @@ def test_layouts(bias: str | None) -> None:
     few = tuple(x[:, :, :2] for x in (k, v))
     wide = (x[:, :, :, None].expand(-1, -1, -1, 3, -1) for x in few)
     strided = q.detach().view(2, 70, 3, 2, 16).transpose(2, 3).requires_grad_()
-    found = memory_efficient_attention(strided, *wide, mask)
-    wanted = right(strided.flatten(2, 3), *few, seen)
+    found = memory_efficient_attention(strided, *wide, attn_bias=mask)
+    wanted = right(strided.flatten(2, 3), *few, seen=seen)
     same(found.flatten(2, 3), wanted)
     same_gradients(found.flatten(2, 3), wanted, (strided, k, v))
-    same(memory_efficient_attention(strided, *(x[:, :, :, None] for x in few), mask).flatten(2, 3), wanted)
+    same(
+        memory_efficient_attention(strided, *(x[:, :, :, None] for x in few), attn_bias=mask).flatten(2, 3),
+        wanted,
+    )
 
 
 def test_padded_keys_that_no_paged_kernel_takes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

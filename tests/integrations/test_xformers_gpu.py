@@ -24,7 +24,7 @@ def case(name: str, seed: int) -> tuple[Drawn, list[Tensor], Tensor]:
     drawn = draw(stand_ins(), name, Random(f"{name} {seed}"), "cuda", page=64 if seed % 2 else 16)
     q = randn(1, drawn.q_len, 8, 64).bfloat16()
     k, v = (randn(1, drawn.kv_len, 2, 64, seed=at).bfloat16() for at in (1, 2))
-    wanted = dense(*(x.double().transpose(1, 2) for x in (q, k, v)), drawn.seen)[0].transpose(1, 2)
+    wanted = dense(*(x.double().transpose(1, 2) for x in (q, k, v)), seen=drawn.seen)[0].transpose(1, 2)
     gaps = ~drawn.held[:, None, None]
     return drawn, [q.cuda(), *(x.masked_fill(gaps, torch.nan).cuda() for x in (k, v))], wanted
 
@@ -37,9 +37,9 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def test_as_in_float64(name: str, no_sync: NoSync) -> None:
     for seed in range(4):
         drawn, operands, wanted = case(name, seed)
-        close(memory_efficient_attention(*operands, drawn.bias), wanted)
+        close(memory_efficient_attention(*operands, attn_bias=drawn.bias), wanted)
         with no_sync():
-            again = memory_efficient_attention(*operands, drawn.bias)
+            again = memory_efficient_attention(*operands, attn_bias=drawn.bias)
         close(again, wanted)
 
 
@@ -59,8 +59,8 @@ def test_gradients_of_keys_with_gaps(name: str) -> None:
     leaves = [x.requires_grad_() for x in operands]
     exact = [x.detach().cpu().double().nan_to_num().requires_grad_() for x in operands]
     weight = randn(1, drawn.q_len, 8, 64, seed=9)
-    out = memory_efficient_attention(*leaves, drawn.bias)
-    wanted = dense(*(x.transpose(1, 2) for x in exact), drawn.seen)[0].transpose(1, 2)
+    out = memory_efficient_attention(*leaves, attn_bias=drawn.bias)
+    wanted = dense(*(x.transpose(1, 2) for x in exact), seen=drawn.seen)[0].transpose(1, 2)
     ours = torch.autograd.grad(out, leaves, weight.bfloat16().cuda())
     for one, other in zip(ours, torch.autograd.grad(wanted, exact, weight.bfloat16().double()), strict=True):
         torch.testing.assert_close(one.cpu().double(), other, rtol=0.05, atol=0.05)
@@ -89,4 +89,6 @@ def test_lengths_may_change_behind_a_graph(paged: bool) -> None:
         graph.replay()
         lengths[:] = new
         mask = sk.BlockMask.from_xformers(bias, 3, 384, device="cpu").to_dense()[0, 0]
-        close(out, dense(*(x.cpu().double().transpose(1, 2) for x in (q, k, v)), mask)[0].transpose(1, 2))
+        close(
+            out, dense(*(x.cpu().double().transpose(1, 2) for x in (q, k, v)), seen=mask)[0].transpose(1, 2)
+        )

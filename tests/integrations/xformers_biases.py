@@ -90,7 +90,7 @@ class Drawn(NamedTuple):
     held: Tensor
 
 
-def ints(values: list[int], device: str = "cpu") -> Tensor:
+def ints(values: Any, device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32).to(device)
 
 
