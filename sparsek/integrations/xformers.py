@@ -98,7 +98,8 @@ def memory_efficient_attention(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None) -> Tensor:
-    return attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, scale=scale).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return attention(q, k, v, mask, scale=scale).transpose(1, 2)
 
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None) -> Tensor:
@@ -116,7 +117,8 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None) -> 
 @lru_cache(maxsize=1)
 def _untraced() -> Callable[..., Tensor]:
     """Behind a break of a compiled graph, all of it as Python."""
-    return torch.compiler.disable(_by_lengths)
+    disabled: Any = torch.compiler.disable
+    return disabled(_by_lengths)
 
 
 def _by_lengths(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None) -> Tensor:

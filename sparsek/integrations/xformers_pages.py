@@ -69,8 +69,8 @@ def paged(
     if (end == found.k_start).all():
         return out[None]
     mask, rows = _first_rows(found, end, bias, q.device)
-    of_first = (x[0].index_select(0, rows)[None].transpose(1, 2) for x in (k, v))
-    first, sums = attention(q.transpose(1, 2), *of_first, mask, scale=scale, return_lse=True)
+    k, v = (x.index_select(1, rows).transpose(1, 2) for x in (k, v))
+    first, sums = attention(q.transpose(1, 2), k, v, mask, scale=scale, return_lse=True)
     return merge_attention(out, lse.T, first[0].transpose(0, 1), sums[0].T)[0][None]
 
 
