@@ -94,8 +94,7 @@ class BlockMask(Home, Record):
     Builders make masks of known form (`causal`, `sliding_window`, `strided`, `dilated`, `bigbird`, `block_diagonal`,
     `documents`), of scores (`topk`, `cumulative`), of lists (`from_block_map`, `from_indices`, `from_blocks`,
     `from_pattern`), and of other forms (`from_dense`, `from_mask_mod`, `from_flex`, `from_transformers`,
-    `from_xformers`). `a & b` and
-    `a | b` combine masks; `per_head` and `per_batch` join them.
+    `from_xformers`). `a & b` and `a | b` combine masks; `per_head` and `per_batch` join them.
 
     The constructor takes the lists themselves. Row r = (b * heads + h) * Mb + i describes query tile i of head h of
     batch item b, with i < Mb = ceil(q_len / bq). A query sees every key of a full block, and of a partial block the
