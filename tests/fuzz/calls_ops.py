@@ -146,7 +146,7 @@ POLICY = dict.fromkeys(("window", "stride", "topk"), "none int") | {"block": "in
 QKV = {"q": heads(4), "k": heads(2), "v": heads(2, 8)}
 PACKED = {"q": dense(100, 4, 16), "k": dense(100, 2, 16), "v": dense(100, 2, 8)}
 CU = torch.tensor([0, 40, 100], dtype=torch.int32)
-PAGED = {
+PAGED: dict[str, Any] = {
     "q": dense(4, 4, 16),
     "cache": dense(6, 2, 16, 32),
     "block_table": torch.tensor([[5, 0, 3], [2, 4, 1]], dtype=torch.int32),

@@ -113,7 +113,7 @@ def test_a_plan_explains_itself_runs_and_refuses_other_calls() -> None:
 
 def test_a_plan_predicts_for_another_card_from_meta_tensors() -> None:
     x = replace(CASES["decode"], form="pair").make()
-    given = {
+    given: dict[str, Any] = {
         name: value.to("meta") if isinstance(value, Tensor) else value
         for name, value in arguments_of(x).items()
     }

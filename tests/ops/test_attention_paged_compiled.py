@@ -44,7 +44,7 @@ def test_compiled_out_is_written() -> None:
 
 def test_compiled_scales_may_be_floats_and_lengths_change() -> None:
     x = CASES["fp8"].make()
-    given = arguments_of(x) | {"k_scale": 0.5, "v_scale": 2.0}
+    given: dict[str, Any] = arguments_of(x) | {"k_scale": 0.5, "v_scale": 2.0}
     run = torch.compile(
         lambda q: sk.attention_paged(**{**given, "q": q}), fullgraph=True, backend="aot_eager"
     )

@@ -10,7 +10,9 @@ import sparsek as sk
 from sparsek.mask.lists import BlockLists
 from tests.ops.paged import CASES, MIXED, attend
 
+ODD: Any = 64  # no pair
 LISTS = torch.zeros(1, 30, 2, dtype=torch.int32)
+FLAT = BlockLists(LISTS.view(-1), LISTS.view(-1), LISTS.view(-1))
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("q", lambda x: x.q[0], r"q is \[4, 16\]; it must be \[tokens, Hq, D\]"),
@@ -133,12 +135,12 @@ def test_check_finds_lists_that_do_not_fit() -> None:
         (lambda: sk.PageLists.from_indices(LISTS.transpose(1, 2), (1, 16)), "contiguous"),
         (lambda: sk.PageLists.from_indices(LISTS, (2, 16)), "block is"),
         (lambda: sk.PageLists.from_indices(LISTS, (1, 48)), "power of two"),
-        (lambda: sk.PageLists.from_indices(LISTS, 64), "pair"),
+        (lambda: sk.PageLists.from_indices(LISTS, ODD), "pair"),
         (
             lambda: sk.PageLists.from_indices(LISTS, (1, 16), torch.zeros(1, 3, dtype=torch.int32)),
             "one for each row",
         ),
-        (lambda: sk.PageLists(*[BlockLists(*[LISTS.view(-1)] * 3)] * 2, 1, 3, (1, 16), 2), "60 starts"),
+        (lambda: sk.PageLists(FLAT, FLAT, 1, 3, (1, 16), 2), "60 starts"),
     ],
 )
 def test_lists_of_other_forms_are_refused(make: Any, what: str) -> None:
