@@ -181,7 +181,7 @@ def test_the_default_is_the_best_prediction_and_work_takes_time(rule: str) -> No
 
 
 def test_heads_that_share_a_head_of_keys_are_packed_unless_each_has_lists() -> None:
-    few: dict[str, Any] = {"tokens": 64, "max_q": 16}
+    few: dict[str, Any] = {"tokens": 1024, "requests": 64, "max_q": 16}
     assert KERNEL.default(problem()).pack == 1, "requests of many queries fill tiles without"
     assert KERNEL.default(problem(**few)).pack == 4
     assert KERNEL.default(problem(q_heads=48, **few)).pack == 2, "6 heads to one"
