@@ -18,10 +18,20 @@ from sparsek.integrations import (
     flashinfer,
     flex,
     vllm_omni,
+    xformers,
 )
 
 LONGEST = 120  # characters of a summary
-STAND_INS = (block_sparse_attention, diffusers, fastvideo, flash_attention, flashinfer, flex, vllm_omni)
+STAND_INS = (
+    block_sparse_attention,
+    diffusers,
+    fastvideo,
+    flash_attention,
+    flashinfer,
+    flex,
+    vllm_omni,
+    xformers,
+)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
 
