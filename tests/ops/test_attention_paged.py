@@ -124,6 +124,16 @@ def test_a_plan_predicts_for_another_card_from_meta_tensors() -> None:
         plan(**given)
 
 
+@pytest.mark.parametrize("case", [case for case in PAGED_CASES if case.dtype != "fp32"], ids=str)
+def test_every_case_has_a_plan_for_an_h200(case: PagedCase) -> None:
+    """Empty ones too: kernels divide by sizes where they predict."""
+    pytest.importorskip("triton")
+    plan = sk.plan_attention_paged(**arguments_of(case.make()), device="h200")
+    assert plan.kernel.split(".")[0] in ("hopper", "portable")
+    assert plan.seconds > 0
+    assert "attention_paged" in plan.explain()
+
+
 # Lists.
 
 

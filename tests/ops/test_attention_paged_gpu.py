@@ -148,9 +148,13 @@ def _copy_into(held: PagedInputs, x: PagedInputs) -> None:
     """Writes the tensors of x over those that a graph holds."""
     pairs = [(held.q, x.q), (held.block_table, x.block_table), (held.seq_lens, x.seq_lens)]
     pairs += [(held.cu_seqlens_q, x.cu_seqlens_q), (held.k, x.k), (held.v, x.v)]
-    pairs += [
-        (a, b) for a, b in ((held.sink_logits, x.sink_logits), (held.k_scale, x.k_scale)) if a is not None
-    ]
+    for mine, theirs in (
+        (held.sink_logits, x.sink_logits),
+        (held.k_scale, x.k_scale),
+        (held.v_scale, x.v_scale),
+    ):
+        if mine is not None and theirs is not None:
+            pairs.append((mine, theirs))
     if held.lists is not None and x.lists is not None:
         pairs += zip(held.lists.tensors, x.lists.tensors, strict=True)
     for mine, theirs in pairs:
