@@ -41,7 +41,7 @@ def _add_rows(
         at = ((tl.program_id(0) % chunks * STEPS + i) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = at < q_len
         delta = deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV)
-        lg = tl.load(lse + at * sl_m, mask=there, other=float("-inf"))
+        lg = tl.load(lse + at * sl_m, mask=there, other=float("inf"))
         weight = tl.exp2((sink - lg) * 1.4426950408889634)
         total += tl.where(lg == float("-inf"), 0.0, weight * delta)
     tl.store(sums + tl.program_id(0), -tl.sum(total, 0))
@@ -75,7 +75,9 @@ def launched(out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None, si
     found = torch.empty((batch, heads), dtype=torch.float32, device=out.device)
     rows = max(1, ELEMENTS // triton.next_power_of_2(v_dim))
     chunks = triton.cdiv(q_len, rows * STEPS)
-    sums = found if chunks == 1 else torch.empty((batch * heads, chunks), dtype=torch.float32, device=out.device)
+    sums = (
+        found if chunks == 1 else torch.empty((batch * heads, chunks), dtype=torch.float32, device=out.device)
+    )
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(out):
         launch(
