@@ -27,9 +27,9 @@ def attention(
     s_ij = scale * <q[b, h, i], k[b, h', j]>, j runs over the keys that query i of head h sees, and h' = h // (Hq /
     Hkv). `scores` changes s_ij and adds sinks to the sum.
 
-    A query that sees no key gets out = 0 and lse = -inf, or its sink, and no gradient but the sink's. A key or value that no query of a tile
-    (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what some query of the tile
-    sees must be finite. Differentiable in q, k, v and the sinks, any number of times.
+    A query that sees no key gets out = 0 and lse = -inf, or its sink, and no gradient but the sink's. A key or value
+    that no query of a tile (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what
+    some query of the tile sees must be finite. Differentiable in q, k, v and the sinks, any number of times.
 
     Args:
         q: [B, Hq, S, D].

@@ -1,4 +1,4 @@
-"""What changes the scores of attention before the softmax: a cap, a bias that grows with the distance, learned sinks."""
+"""What changes the scores of attention before the softmax: a cap, a bias by distance, learned sinks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def capped(s: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
 
 
 def changed(s: Tensor, scores: Scores, places: Places | None) -> tuple[Tensor, Tensor | None]:
-    """Scores s [B, Hq, n, t] of the queries and keys `places`, capped and biased; the derivative by `s`, or None for 1."""
+    """Scores s [B, Hq, n, t] of the queries and keys `places`, capped and biased; the derivative by `s`, None for 1."""
     s, slope = capped(s, scores.softcap)
     if scores.alibi_slopes is None:
         return s, slope

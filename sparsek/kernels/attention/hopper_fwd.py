@@ -227,8 +227,8 @@ def step(
 
 @gluon.jit
 def attend(
-    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s, o_s,
-    bars,
+    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s,
+    o_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype

@@ -266,8 +266,9 @@ def _keys(
                 dk_tile, dv_tile = _over_queries(
                     dk_tile, dv_tile, k_tile, v_tile, of_q, of_g, lse + of_rows, delta + of_rows,
                     first, sub * TN, low, high, rules, bits,
-                    part_tiles, part_entries, tl.load(part_starts + row) + p_first, p_count * (BM // TM), factor, cap, slope, ahead,
-                    q_len, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None, dv is not None, True, WIDE,
+                    part_tiles, part_entries, tl.load(part_starts + row) + p_first, p_count * (BM // TM), factor,
+                    cap, slope, ahead, q_len, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None,
+                    dv is not None, True, WIDE,
                 )  # fmt: skip
             dk_tile, dv_tile = _over_queries(
                 dk_tile, dv_tile, k_tile, v_tile, of_q, of_g, lse + of_rows, delta + of_rows,

@@ -16,19 +16,19 @@ LOG2E = log2(e)
 
 
 class Slopes(NamedTuple):
-    """ALiBi: the slope of head h of item b is at b * item + h * head of `slopes`. All None without."""
+    """ALiBi: the slope of head h of item b is at b * slope_item + h * slope_head of `slopes`. All None without."""
 
     slopes: Tensor | None = None
-    item: int | None = None
-    head: int | None = None
+    slope_item: int | None = None
+    slope_head: int | None = None
     ahead: int | None = None
 
 
 class Sinks(NamedTuple):
-    """The sink of head h is at h * step of `sinks`. All None without."""
+    """The sink of head h is at h * sink_step of `sinks`. All None without."""
 
     sinks: Tensor | None = None
-    step: int | None = None
+    sink_step: int | None = None
 
 
 def factor(scale: float, scores: Scores) -> float:
