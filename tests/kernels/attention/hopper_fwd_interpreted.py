@@ -221,7 +221,7 @@ def test_tiles_that_are_cut_beside_whole_ones(heads: int) -> None:
     assert all(c.split for c in configs)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", ["softcap", "slopes per item", "all"])
 def test_changed_scores_of_packed_cut_and_whole_tiles(name: str) -> None:
     """Two items: slopes differ between them. The first queries of the second mask see no key."""
 
@@ -229,8 +229,8 @@ def test_changed_scores_of_packed_cut_and_whole_tiles(name: str) -> None:
         return BlockMask.causal(q_len=5, kv_len=640, block=64, device=device)
 
     def none_first(device: str) -> BlockMask:
-        return BlockMask.causal(q_len=150, kv_len=100, block=64, device=device)
+        return BlockMask.causal(q_len=100, kv_len=50, block=64, device=device)
 
-    configs = hold(AttentionCase("few", few, heads=(4, 2), batch=2), CHANGES[name])
+    configs = hold(AttentionCase("few", few, heads=(4, 2), batch=2, dims=(32, 32)), CHANGES[name])
     assert {(c.split, c.pack) for c in configs} == {(True, 1), (True, 2)}
-    hold(AttentionCase("none first", none_first, heads=(4, 2), batch=2), CHANGES[name])
+    hold(AttentionCase("none first", none_first, batch=2, dims=(32, 32)), CHANGES[name])
