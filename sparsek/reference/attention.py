@@ -91,11 +91,8 @@ def attend(
     empty = ~seen.any(-1, keepdim=True)
     if scores.sink_logits is not None:
         sinks = scores.sink_logits.to(sum_dtype)[:, None, None].expand(*s.shape[:3], 1)
-        s, v, empty = (
-            torch.cat((s, sinks), -1),
-            functional.pad(v, (0, 0, 0, 1)),
-            empty & (sinks == -torch.inf),
-        )
+        empty = empty & (sinks == -torch.inf)  # -inf alone has no gradient
+        s, v = torch.cat((s, sinks.masked_fill(empty, -torch.inf)), -1), functional.pad(v, (0, 0, 0, 1))
     weights = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
     return (weights @ v).to(q.dtype), s.logsumexp(-1)
 

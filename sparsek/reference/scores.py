@@ -32,7 +32,7 @@ class Scores:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
+        """The slopes and the sinks, as far as they are given."""
         return tuple(x for x in (self.alibi_slopes, self.sink_logits) if x is not None)
 
     @property

@@ -489,7 +489,7 @@ class HopperAttention:
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
         mma = c.rows * c.keys * (c.dim + c.v_dim) / (2048 * p.card.pace)
-        exp = c.rows * c.keys / 8 * (2.5 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)
+        exp = c.rows * c.keys / 8 * (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)
         slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
         busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
         fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)

@@ -297,6 +297,7 @@ class PortableAttention(common.PortableKernel):
             return 1e-3 * (programs + steps)
         rate = 1e12 * RATES[common.table_of(p)] * p.card.sustained(p.dtype) / 690.0
         rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP per byte of K and V
+        rate /= (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)  # guessed by their instructions
         block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count
         waves = 1.5e-6 * -(-programs // p.card.sm_count)
