@@ -221,7 +221,7 @@ def test_tiles_that_are_cut_beside_whole_ones(heads: int) -> None:
     assert all(c.split for c in configs)
 
 
-@pytest.mark.parametrize("name", ["softcap", "slopes per item", "all"])
+@pytest.mark.parametrize("name", ["slopes per item", "all"])
 def test_changed_scores_of_packed_cut_and_whole_tiles(name: str) -> None:
     """Two items: slopes differ between them. The first queries of the second mask see no key."""
 

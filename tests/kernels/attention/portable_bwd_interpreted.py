@@ -273,8 +273,7 @@ def test_bf16_is_refused_in_the_interpreter() -> None:
     assert "bf16 is wrong in Triton's interpreter" in KERNEL.why_not(problem(q, k, v, mask))[0]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("config", [FEW, APART], ids=str)
+@pytest.mark.parametrize(("name", "config"), [*((name, FEW) for name in CHANGES), ("all", APART)], ids=str)
 def test_changed_scores_are_within_budget(name: str, config: Config) -> None:
     """Slopes of two items, heads of q that share one of k, and queries that see nothing."""
     mask = BlockMask.causal(q_len=70, kv_len=100, block=SMALL, q_offset=-10, device="cpu")
