@@ -34,6 +34,7 @@ from sparsek.integrations.transformers_masks import (
     policy_of,
     policy_of_options,
 )
+from sparsek.integrations.transformers_paged import paged
 from sparsek.integrations.transformers_steps import MOST, Near, near_of, seen_pairs, step_mask
 from sparsek.mask.cache import ByTensor
 from sparsek.mask.operands import check_tensors
@@ -44,11 +45,8 @@ from sparsek.policies.policy import Policy
 
 NAME = "sparsek"
 REFUSED = {
-    "softcap": "capped scores",
-    "s_aux": "learned sinks",
     "position_bias": "a position bias",
     "head_mask": "head_mask",
-    "cache": "a paged cache",
     "output_attentions": "output_attentions: the weights are never in memory",
 }
 
@@ -302,6 +300,10 @@ def sparsek_attention(
     for name, what in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise InvalidInput(f'attn_implementation="{NAME}" does not have {what}; "eager" does')
+    settings = {"scale": scaling, **_scores(options)}
+    if options.get("cache") is not None:
+        cache = options.pop("cache")
+        return _paged(module, query, key, value, cache, options, settings), None
     mask = _model_mask(module, query, key, attention_mask, is_causal, options)
     if options.get("cu_seq_lens_q") is not None and not mask.packed:
         raise InvalidInput(
@@ -314,8 +316,19 @@ def sparsek_attention(
     else:
         key, value = (x[:, :, : choice.kv_len] for x in (key, value))
         seen = choice.mask_for(query, key, scaling)
-    out = attention(query, key, value, seen, scale=scaling)
+    out = attention(query, key, value, seen, **settings)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _scores(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of transformers that change scores, by their names in `sk.attention`."""
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    given: dict[str, Any] = {} if not softcap else {"softcap": float(softcap)}
+    return given if sinks is None else {**given, "sink_logits": sinks}
+
+
+# The engine's cache is a plain Python object whose tensors are written in place.
+_paged = torch.compiler.disable(paged, reason="a paged cache is updated outside of graphs")
 
 
 # Masks that were passed as tensors; the layers of a model share the conversion.
