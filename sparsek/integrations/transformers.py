@@ -175,9 +175,7 @@ def _step(
 ) -> ModelMask:
     """The mask of few queries, which neither waits for the device nor depends on their position but by tensors."""
     lists = 1 if padding is None and function is causal_mask_function else batch
-    seen = seen_pairs(
-        lists, q_len, kv_len, q_offset, kv_offset, function, padding, use_vmap, device, near
-    )
+    seen = seen_pairs(lists, q_len, kv_len, q_offset, kv_offset, function, padding, use_vmap, device, near)
     mask = step_mask(seen, near.block, near.most(q_len, kv_len))
     return ModelMask(ResolvedRule(mask), (batch, 1, q_len, kv_len))
 
@@ -248,7 +246,13 @@ def _made_mask(
                 near,
             )  # fmt: skip
     request = MaskRequest(
-        batch_size, q_length, kv_length, _host_int("q_offset", q_offset, -INT32_MAX), kv_offset, attention_mask, where
+        batch_size,
+        q_length,
+        kv_length,
+        _host_int("q_offset", q_offset, -INT32_MAX),
+        kv_offset,
+        attention_mask,
+        where,
     )
     return model_mask(request, mask_function, policy, use_vmap)
 

@@ -19,6 +19,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_masks import policy_of
 from sparsek.mask.rule import MaskPolicy
 from sparsek.ops.attention import attention
+from sparsek.ops.attention_paged import attention_paged
 
 
 def paged(
@@ -40,12 +41,14 @@ def paged(
             "of 5.23; use a newer one"
         )
     if query.shape[0] != 1:
-        raise InvalidInput(f"a paged cache goes with one batch item of all requests; query has {query.shape[0]}")
+        raise InvalidInput(
+            f"a paged cache goes with one batch item of all requests; query has {query.shape[0]}"
+        )
     policy = _policy(module, options)
     found = dict(options)
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=found)
     if found.get("block_table") is not None:
-        raise InvalidInput("a table of pages")
+        return _tabled(query, key, value, policy, found, settings)
     return _flat(query, key, value, policy, found, settings)
 
 
@@ -64,13 +67,18 @@ def _policy(module: torch.nn.Module, options: dict[str, Any]) -> MaskPolicy:
     if policy.window is None or policy.window >= own:
         return MaskPolicy(own, block=policy.block)
     raise InvalidInput(
-        f"config.sparsek has sinks and a window of {policy.window}, and a layer has one of {own}: its paged cache drops "
-        "the sinks; leave them out"
+        f"config.sparsek has sinks and a window of {policy.window}, and a layer has one of {own}, whose paged "
+        "cache drops the sinks; leave them out"
     )
 
 
 def _flat(
-    query: Tensor, key: Tensor, value: Tensor, policy: MaskPolicy, found: dict[str, Any], settings: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: MaskPolicy,
+    found: dict[str, Any],
+    settings: dict[str, Any],
 ) -> Tensor:
     """Of the keys and values of all requests, one behind the other. One sync for new lengths on a GPU.
 
@@ -91,3 +99,40 @@ def _flat(
     if mask.q_len < tokens:
         out = torch.nn.functional.pad(out, (0, 0, 0, tokens - mask.q_len))
     return out.transpose(1, 2).contiguous()
+
+
+def _tabled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    policy: MaskPolicy,
+    found: dict[str, Any],
+    settings: dict[str, Any],
+) -> Tensor:
+    """Of one new token for each request, whose keys and values are in pages [pages, page, Hkv, D] of a table.
+
+    The new ones are written here. No sync. A request without keys, as graphs are padded with, writes to page 0, which
+    the cache gives to no request, and gets 0.
+    """
+    k_pages, v_pages, table = found["k_cache"], found["v_cache"], found["block_table"]
+    lengths = found["cu_seq_lens_k"].diff()
+    if query.shape[2] != len(lengths):
+        raise InvalidInput(
+            f"a table of pages goes with one new token for each request; there are {query.shape[2]} tokens and "
+            f"{len(lengths)} requests"
+        )
+    last = (lengths - 1).clamp(min=0).long()
+    place = (
+        table.gather(1, last[:, None] // k_pages.shape[1])[:, 0].clamp(min=0).long(),
+        last % k_pages.shape[1],
+    )
+    for pages, new in ((k_pages, key), (v_pages, value)):
+        pages.index_put_(place, new[0].transpose(0, 1))
+    if "sink_logits" in settings:
+        settings = {**settings, "sink_logits": settings["sink_logits"].float()}
+    each = torch.arange(len(lengths) + 1, dtype=torch.int32, device=query.device)
+    pair = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
+    out = attention_paged(
+        query[0].transpose(0, 1), pair, table, lengths, each, policy, max_seqlen_q=1, **settings
+    )
+    return out[None]

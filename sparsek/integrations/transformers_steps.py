@@ -86,7 +86,7 @@ def seen_pairs(
 
 
 def step_mask(seen: Tensor, block: int, most: int) -> BlockMask:
-    """The mask of bool [batch, 1, q_len, kv_len], of which a tile sees at most `most` blocks. Without a sync.
+    """The mask of bool [batch, 1, q_len, kv_len], where a tile sees at most `most` blocks. Without a sync.
 
     Its sizes are bounds on a CPU too, so that they are equal for all positions.
     """

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,9 @@ def prompts() -> list[list[int]]:
 
 def served(model: Any, requests: list[list[int]]) -> list[list[int]]:
     """New tokens of each request: prompts in parts, four requests at a time, pages of 16."""
-    settings = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     batching = transformers.ContinuousBatchingConfig(
         num_blocks=64, page_size=16, max_batch_tokens=96, max_requests_per_batch=4
     )
@@ -83,16 +86,18 @@ class Requests:
             num_blocks=32, page_size=page, max_batch_tokens=256, max_requests_per_batch=8, max_memory_percent=0.5,
             max_blocks_per_request=8, use_async_batching=False, return_logprobs=False,
         )  # fmt: skip
-        self.cache = Cache(self.config, batching, "cpu", DistributedHelper(), torch.float32)
+        self.cache = Cache(self.config, batching, "cpu", DistributedHelper(None, None), torch.float32)
         self.past, self.new = past, new
         (self.allocator,) = self.cache.cache_allocators.values()
-        for name, (before, after) in enumerate(zip(past, new, strict=True)):
-            blocks = -(-(before + after) // page)
-            if self.cache.pool.count_free_blocks(self.allocator.index) < blocks:
-                self.cache.pool.allocate_sector(self.allocator.index)
-            self.allocator.allocate_cache_to_request(str(name), 0, before + after)
+        self.store()
         self.module = torch.nn.Module()
         self.module.layer_idx, self.module.config = 1, self.config
+
+    def store(self) -> None:
+        """Allocate what the engine would for the new tokens."""
+        for name, (past, new) in enumerate(zip(self.past, self.new, strict=True)):
+            state = SimpleNamespace(request_id=str(name), current_len=lambda past=past: past)
+            assert self.cache.can_store_request_tokens(state, new)
 
     def options(self, table: bool = False) -> dict[str, Any]:
         """Fresh ones: `update` writes to them."""
@@ -132,16 +137,16 @@ def filled(past: list[int], new: list[int], **config: Any) -> tuple[Requests, li
     """Requests whose past keys and values are in the cache, which is NaN elsewhere; and these, [Hkv, past, D] each."""
     requests = Requests([0] * len(past), past, **config)
     requests.cache.cache_tensor.view(torch.float32).fill_(torch.nan)
-    requests.past, requests.new = [0] * len(past), past
-    for name, (before, after) in enumerate(zip(past, new, strict=True)):
-        requests.allocator.allocate_cache_to_request(str(name), before, after)
     _, k, v = drawn(sum(past), 5)
     requests.cache.update(k, v, 1, requests.options())
     requests.past, requests.new = past, new
+    requests.store()
     return requests, list(k[0].split(past, 1)), list(v[0].split(past, 1))
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, requests: Requests, keys: Any, values: Any, **rules: Any) -> Tensor:
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, requests: Requests, keys: Any, values: Any, **rules: Any
+) -> Tensor:
     """Attention of each request by itself, in float64."""
     parts = []
     for i, (a, b, c) in enumerate(zip(*(x[0].split(requests.new, 1) for x in (q, k, v)), strict=True)):
@@ -151,7 +156,13 @@ def expected(q: Tensor, k: Tensor, v: Tensor, requests: Requests, keys: Any, val
 
 
 def attended(
-    q: Tensor, k: Tensor, v: Tensor, window: int = 1 << 20, sinks: int = 0, softcap: float = 0, s_aux: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int = 1 << 20,
+    sinks: int = 0,
+    softcap: float = 0,
+    s_aux: Any = None,
 ) -> Tensor:
     q, k, v = q.double(), k.double().repeat_interleave(2, 0), v.double().repeat_interleave(2, 0)
     scores = q @ k.mT * 8**-0.5
@@ -168,7 +179,11 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "policy": ({"sparsek": {"window": 9, "sinks": 2}}, {}, {"window": 9, "sinks": 2}),
     "softcap": ({}, {"softcap": 1.5}, {"softcap": 1.5}),
-    "s_aux": ({}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+    "s_aux": (
+        {},
+        {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+        {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    ),
 }
 
 
@@ -195,10 +210,43 @@ def test_keys_of_all_requests_one_behind_the_other(rule: str, padded: int):
     assert all(asked[name] is given[name] for name in given)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_one_token_for_each_request_and_a_table_of_pages(rule: str):
+    """The last request is absent, as graphs are padded with; another begins a page."""
+    config, options, rules = RULES[rule]
+    requests, keys, values = filled([20, 1, 64], [1, 1, 1], **config)
+    q, k, v = drawn(4, 7)
+    asked = requests.options(table=True)
+    asked["block_table"] = torch.nn.functional.pad(asked["block_table"], (0, 0, 0, 1), value=-1)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        lengths = asked[name]
+        kind = next(iter(lengths)) if isinstance(lengths, dict) else None
+        edge = lengths if kind is None else lengths[kind]
+        edge = torch.cat((edge, edge[-1:]))
+        asked[name] = edge if kind is None else {kind: edge}
+    out = sparsek_attention(requests.module, q, k, v, None, **options, **asked)[0]
+    want = expected(*(x[:, :, :3] for x in (q, k, v)), requests, keys, values, **rules)
+    torch.testing.assert_close(out[:, :3], want.float(), rtol=0, atol=2e-6)
+    assert not out[:, 3].any()
+    # The new keys and values are where the engine's own writes put them.
+    k_view, v_view = requests.allocator._kv_token_views[1]
+    at = torch.tensor(
+        [requests.allocator.get_write_indices(str(i), past, 1)[0] for i, past in enumerate((20, 1, 64))]
+    )
+    assert torch.equal(k_view[at].transpose(0, 1), k[0, :, :3])
+    assert torch.equal(v_view[at].transpose(0, 1), v[0, :, :3])
+
+
+def test_a_table_of_pages_is_for_one_token_of_each_request():
+    requests = filled([20, 3], [2, 1])[0]
+    with pytest.raises(InvalidInput, match="there are 3 tokens and 2 requests"):
+        sparsek_attention(requests.module, *drawn(3, 1), None, **requests.options(table=True))
+
+
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "with a paged cache it takes a window and sinks only": ({"sparsek": {"topk": 3}}, {}),
     "is MeanTopK.*; with a paged cache it takes": ({"sparsek": policies.MeanTopK(topk=2)}, {}),
-    "its paged cache drops the sinks": ({"sparsek": POLICY}, {"sliding_window": 50}),
+    "whose paged cache drops the sinks": ({"sparsek": POLICY}, {"sliding_window": 50}),
 }
 
 

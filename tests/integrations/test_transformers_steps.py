@@ -54,7 +54,11 @@ def test_generate_compiles_one_graph_for_all_steps(options: dict[str, Any]):
     other, own = pair("llama", REFERENCE if options else "eager", **options)
     found, graphs = compiled(own, "left", 60, 40)
     want = other.generate(
-        tokens(length=60), attention_mask=padding("left", 60), max_new_tokens=40, do_sample=False, pad_token_id=0
+        tokens(length=60),
+        attention_mask=padding("left", 60),
+        max_new_tokens=40,
+        do_sample=False,
+        pad_token_id=0,
     )
     assert torch.equal(found, want)
     assert graphs == 1
@@ -113,7 +117,9 @@ def test_masks_of_all_steps_have_one_form():
         there = torch.ones(2, position + 1, dtype=torch.bool)
         there[0, : position // 2] = False
         within = sparsek_mask(2, 1, 200, torch.tensor(position), attention_mask=there).visible.within
-        forms.add((within.sizes, within.pure, *(x.shape for x in (*within.full, *within.partial, within.bits))))
+        forms.add(
+            (within.sizes, within.pure, *(x.shape for x in (*within.full, *within.partial, within.bits)))
+        )
         stored = (within.full.counts + within.partial.counts).tolist()
         assert stored[1] == position // 128 + 1, "blocks behind the position are visited"
     assert len(forms) == 1
@@ -123,7 +129,9 @@ def test_any_pairs_are_kept_by_blocks():
     draw = torch.Generator().manual_seed(4)
     for queries, keys, block in ((1, 1000, 128), (MOST, 130, 64), (7, 64, 64), (2, 5, 128)):
         blocks = torch.rand(3, 1, queries, -(-keys // block), generator=draw)
-        seen = torch.rand(3, 1, queries, keys, generator=draw) < blocks.repeat_interleave(block, 3)[..., :keys]
+        seen = (
+            torch.rand(3, 1, queries, keys, generator=draw) < blocks.repeat_interleave(block, 3)[..., :keys]
+        )
         seen |= (blocks[:, :, :1] > 0.8).repeat_interleave(block, 3)[..., :keys]
         mask = step_mask(seen, block, -(-keys // block))
         assert torch.equal(mask.to_dense(), seen)
@@ -209,7 +217,9 @@ def test_steps_in_eager_mode_do_not_wait_for_the_device():
         try:
             for at in range(3):
                 position = torch.tensor(153 + at, device="cuda")
-                mask = sparsek_mask(2, 1, 400, position, attention_mask=there, config=own.config, device="cuda")
+                mask = sparsek_mask(
+                    2, 1, 400, position, attention_mask=there, config=own.config, device="cuda"
+                )
                 assert mask.device.type == "cuda"
                 own(ids[:, :1], past_key_values=cache)
         finally:
@@ -218,12 +228,14 @@ def test_steps_in_eager_mode_do_not_wait_for_the_device():
 
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_says_what_the_whole_says():
-    other, own = on_gpu("llama", sparsek=POLICY)
+    own = on_gpu("llama", sparsek=POLICY)[1]
     whole = copy.deepcopy(own)
     ids = tokens(length=300).cuda()
     with torch.no_grad():
         want = whole(ids, use_cache=False).logits[:, 290:]
         cache = transformers.StaticCache(config=own.config, max_cache_len=1000)
         own(ids[:, :290], past_key_values=cache)
-        got = torch.cat([own(part, past_key_values=cache).logits for part in ids[:, 290:].split([1, 4, 5], 1)], 1)
+        got = torch.cat(
+            [own(part, past_key_values=cache).logits for part in ids[:, 290:].split([1, 4, 5], 1)], 1
+        )
     assert (got - want).abs().max() < 0.05 * want.std()
