@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.kernels.attention.sinks import sink_gradients
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.fresh import fresh_of
 from sparsek.mask.lists import Frame
@@ -16,7 +17,7 @@ from sparsek.ops.bound import Calls
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import AttentionGradPlan
+from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.plan.op import Operation
 
 ATTENTION = Operation(AttentionPlan, choose)
@@ -79,6 +80,17 @@ def bound_to(mask: Any, *, counting: bool = False) -> Bound | None:
         return Bound(kept, (state.base,), True)
     key = "calls", mask.sizes.exact
     return Bound(memo.get(key) or mask.derived(key, Calls))
+
+
+def differentiated(call: Differentiated, kernel: str | None, once: bool) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of a call; with sinks also their gradient for each batch item, [B, Hq]."""
+    found = ATTENTION_BACKWARD.run(call, kernel, once=once)
+    sinks, forward, grad = call.scores.sink_logits, call.forward, call.grad
+    if sinks is None:
+        return found
+    assert forward is not None
+    assert grad is not None
+    return *found, sink_gradients(forward.out, forward.lse, grad, call.grad_lse, sinks)
 
 
 def fixed(deterministic: bool) -> bool:
