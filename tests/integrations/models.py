@@ -117,7 +117,7 @@ def gemma4(**options: Any) -> Any:
 
 def gpt_oss(**options: Any) -> Any:
     """Learned sinks; a layer with a window of 50, then one without."""
-    more = LIVELY | BOTH_KINDS | {"num_local_experts": 2, "num_experts_per_tok": 1}
+    more = LIVELY | BOTH_KINDS | {"num_local_experts": 2, "num_experts_per_tok": 2}
     more["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     return transformers.GptOssForCausalLM, transformers.GptOssConfig(**SMALL | more | options)
 
