@@ -71,6 +71,10 @@ def sparsek_mask(
     are made in O(S). Equal lengths give the same object, with its plans. Any other function is evaluated at every pair,
     in O(S^2). Padding, the edges of documents, and the offset of a static cache on a GPU are read with one sync each.
 
+    For up to 32 queries over more keys, as in a decode step, every pair is evaluated on the device, without a sync: in
+    masks of one form for all positions, which a compiled model takes or makes itself. Not under a policy that chooses
+    blocks, nor under a stride; those read the offset.
+
     Args:
         batch_size: Batch items.
         q_length: Queries, in tokens.
@@ -119,7 +123,9 @@ def sparsek_mask(
         mask = packed_mask(_documents_of(mask_function, batch_size, q_length, device))
         return ModelMask(ResolvedRule(mask), (batch_size, 1, q_length, kv_length), packed=True)
     if torch.compiler.is_compiling() and q_length <= MOST and q_length < kv_length:
-        near = None if isinstance(options, Policy) else _near(options and tuple(options.items()))
+        near = None
+        if not isinstance(options, Policy):
+            near = _near(None if options is None else tuple(options.items()))
         if near is not None:
             return _step(
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
@@ -290,10 +296,12 @@ def sparsek_attention(
         dropout: Must be 0.
         scaling: The factor of the scores; D**-0.5 for None.
         is_causal: Whether the layer is causal; that of `module` for None.
-        **options: Further options of transformers.
+        **options: Further options of transformers. `softcap` caps scores, `s_aux` [Hq] are learned sinks. With `cache`,
+            the paged cache of continuous batching, query, key and value are the new tokens of all requests, B is 1,
+            and lengths are in `cu_seq_lens_q` and `cu_seq_lens_k`; the mask is not read, every request is causal.
 
     Raises:
-        InvalidInput: For dropout, and for options that change scores: capping, biases, learned sinks.
+        InvalidInput: For dropout, and for options that change scores otherwise, such as biases.
     """
     check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
