@@ -315,7 +315,7 @@ def sparsek_attention(
     settings = {"scale": scaling, **_scores(options)}
     if options.get("cache") is not None:
         cache = options.pop("cache")
-        return _paged(module, query, key, value, cache, options, settings), None
+        return paged(module, query, key, value, cache, options, settings), None
     mask = _model_mask(module, query, key, attention_mask, is_causal, options)
     if options.get("cu_seq_lens_q") is not None and not mask.packed:
         raise InvalidInput(
@@ -337,10 +337,6 @@ def _scores(options: dict[str, Any]) -> dict[str, Any]:
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     given: dict[str, Any] = {} if not softcap else {"softcap": float(softcap)}
     return given if sinks is None else {**given, "sink_logits": sinks}
-
-
-# The engine's cache is a plain Python object whose tensors are written in place.
-_paged = torch.compiler.disable(paged, reason="a paged cache is updated outside of graphs")
 
 
 # Masks that were passed as tensors; the layers of a model share the conversion.

@@ -22,6 +22,7 @@ from sparsek.ops.attention import attention
 from sparsek.ops.attention_paged import attention_paged
 
 
+@torch.compiler.disable(reason="the tensors of a paged cache are written in place, outside of graphs")
 def paged(
     module: torch.nn.Module,
     query: Tensor,

@@ -58,7 +58,7 @@ def seen_pairs(
     batch: int,
     q_len: int,
     kv_len: int,
-    q_offset: int | Tensor,
+    q_offset: Any,  # an int, or a tensor of one
     kv_offset: int,
     function: Callable[..., Any],
     padding: Tensor | None,
@@ -77,11 +77,10 @@ def seen_pairs(
     query = torch.arange(q_len, dtype=torch.int64, device=device)[:, None] + q_offset
     key = torch.arange(kv_len, dtype=torch.int64, device=device) + kv_offset
     admitted = (query - key).abs() < near.window
-    if near.sinks and padding is None:
+    if near.sinks:
+        if padding is not None:  # sinks count from the first token
+            key = key - padding.to(torch.uint8).argmax(1)[:, None, None, None]
         admitted = admitted | (key < near.sinks)
-    elif near.sinks:  # they count from the first token
-        first = padding.to(torch.uint8).argmax(1)[:, None, None, None]
-        admitted = admitted | (key - first < near.sinks)
     return seen & admitted
 
 

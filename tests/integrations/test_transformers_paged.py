@@ -90,7 +90,7 @@ class Requests:
         self.past, self.new = past, new
         (self.allocator,) = self.cache.cache_allocators.values()
         self.store()
-        self.module = torch.nn.Module()
+        self.module: Any = torch.nn.Module()
         self.module.layer_idx, self.module.config = 1, self.config
 
     def store(self) -> None:
@@ -128,9 +128,15 @@ def edges(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
+def ended_again(at: Tensor) -> Tensor:
+    """With one more request, which is empty."""
+    return torch.cat((at, at[-1:]))
+
+
 def drawn(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(1, heads, tokens, 8, generator=draw) for heads in (4, 2, 2))  # type: ignore[return-value]
+    q, k, v = (torch.randn(1, heads, tokens, 8, generator=draw) for heads in (4, 2, 2))
+    return q, k, v
 
 
 def filled(past: list[int], new: list[int], **config: Any) -> tuple[Requests, list[Tensor], list[Tensor]]:
@@ -218,14 +224,10 @@ def test_one_token_for_each_request_and_a_table_of_pages(rule: str):
     q, k, v = drawn(4, 7)
     asked = requests.options(table=True)
     asked["block_table"] = torch.nn.functional.pad(asked["block_table"], (0, 0, 0, 1), value=-1)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        lengths = asked[name]
-        kind = next(iter(lengths)) if isinstance(lengths, dict) else None
-        edge = lengths if kind is None else lengths[kind]
-        edge = torch.cat((edge, edge[-1:]))
-        asked[name] = edge if kind is None else {kind: edge}
+    asked["cu_seq_lens_q"] = ended_again(asked["cu_seq_lens_q"])
+    asked["cu_seq_lens_k"] = {kind: ended_again(at) for kind, at in asked["cu_seq_lens_k"].items()}
     out = sparsek_attention(requests.module, q, k, v, None, **options, **asked)[0]
-    want = expected(*(x[:, :, :3] for x in (q, k, v)), requests, keys, values, **rules)
+    want = expected(q[:, :, :3], k[:, :, :3], v[:, :, :3], requests, keys, values, **rules)
     torch.testing.assert_close(out[:, :3], want.float(), rtol=0, atol=2e-6)
     assert not out[:, 3].any()
     # The new keys and values are where the engine's own writes put them.

@@ -129,9 +129,8 @@ def test_masks_of_all_steps_have_one_form():
         there = torch.ones(2, position + 1, dtype=torch.bool)
         there[0, : position // 2] = False
         within = sparsek_mask(2, 1, 200, torch.tensor(position), attention_mask=there).visible.within
-        forms.add(
-            (within.sizes, within.pure, *(x.shape for x in (*within.full, *within.partial, within.bits)))
-        )
+        tensors: list[Any] = [*within.full, *within.partial, within.rules, within.bits]
+        forms.add((within.sizes, within.pure, *(x.shape for x in tensors)))
         stored = (within.full.counts + within.partial.counts).tolist()
         assert stored[1] == position // 128 + 1, "blocks behind the position are visited"
     assert len(forms) == 1
@@ -199,6 +198,7 @@ def test_generation_in_cuda_graphs_chooses_tokens_that_eager_attention_chooses(n
     torch._dynamo.utils.counters.clear()
     config = transformers.CompileConfig(fullgraph=True, mode="reduce-overhead")
     there = padding("left", 140)
+    assert there is not None
     found = own.generate(
         tokens(length=140).cuda(), attention_mask=there.cuda(), max_new_tokens=30, do_sample=False,
         cache_implementation="static", pad_token_id=0, eos_token_id=None, compile_config=config,
