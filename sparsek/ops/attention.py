@@ -151,10 +151,10 @@ def attention(
         InvalidInput: For operands that do not fit together; the message gives shapes and a cure.
         Unsupported: If no kernel can run, with the reasons of each.
 
-    Gradients: for q, k, v and sink_logits, also through lse, once: their own gradients raise InvalidInput. The backward pass keeps
-    q, k, v, out and lse, and no memory that grows with the number of blocks. It computes the gradients of q, k and v if one
-    is wanted. They are dense in memory, [B, L, H, E] where the operand is. A gradient of out is copied first if its last
-    dim is not contiguous or it is not aligned as q, k and v are.
+    Gradients: for q, k, v and sink_logits, also through lse, once: their own gradients raise InvalidInput. The backward
+    pass keeps q, k, v, out and lse, and no memory that grows with the number of blocks. It computes the gradients of q,
+    k and v if one is wanted. They are dense in memory, [B, L, H, E] where the operand is. A gradient of out is copied
+    first if its last dim is not contiguous or it is not aligned as q, k and v are.
 
     Synchronization: once planned, GPU kernels do not wait for the device. They allocate outputs and, where a plan cuts
     long tiles, a workspace. The host learns the exact size of lists that were made on a GPU after the first call, which

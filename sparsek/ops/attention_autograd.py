@@ -148,7 +148,7 @@ class TransformedAttention(torch.autograd.Function):
 
 
 class AttentionBackward(torch.autograd.Function):
-    """(dq, dk, dv), and with sinks their gradient for each batch item, [B, Hq]. These have no gradients of their own."""
+    """(dq, dk, dv), and with sinks their gradient for each batch item, [B, Hq], which have no gradients themselves."""
 
     jvp = staticmethod(_no_tangent)
 

@@ -67,8 +67,8 @@ def _(*given: Any) -> tuple[Tensor, Tensor]:
     tags=TAGS,
 )
 def attention_backward_op(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse, and that of the sinks for each batch item, [B,
-    Hq], empty without sinks.
+    """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse, and that of the sinks for each batch item,
+    [B, Hq], empty without sinks.
     """
     args = AttentionBackwardArgs(*given)
     q, k, v, out, lse, grad, grad_lse = args[:7]

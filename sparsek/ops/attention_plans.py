@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.kernels.attention.sinks import sink_gradients
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.fresh import fresh_of
 from sparsek.mask.lists import Frame
@@ -19,6 +18,7 @@ from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.plan.op import Operation
+from sparsek.reference.scores import sink_gradients
 
 ATTENTION = Operation(AttentionPlan, choose)
 ATTENTION_BACKWARD = Operation(AttentionGradPlan, choose)
@@ -90,7 +90,12 @@ def differentiated(call: Differentiated, kernel: str | None, once: bool) -> tupl
         return found
     assert forward is not None
     assert grad is not None
-    return *found, sink_gradients(forward.out, forward.lse, grad, call.grad_lse, sinks)
+    given = forward.out, forward.lse, grad, call.grad_lse, sinks
+    if not call.q.is_cuda or call.q.dtype == torch.float64:
+        return *found, sink_gradients(*given)
+    from sparsek.kernels.attention.sinks import launched  # needs Triton
+
+    return *found, launched(*given)
 
 
 def fixed(deterministic: bool) -> bool:

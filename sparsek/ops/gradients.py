@@ -182,7 +182,7 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    """Save q, k, v, the tensors of scores and mask, and out and lse, from which the backward pass recomputes the weights."""
+    """Save q, k, v, the tensors of scores and mask, out and lse; the backward pass recomputes the weights."""
     args, none = AttentionArgs(*inputs), cast(Any, None)
     save_for_backward(ctx, *args[:3], args.alibi_slopes, args.sink_logits, *output, *args.mask)
     ctx.set_materialize_grads(False)

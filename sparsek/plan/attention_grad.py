@@ -53,7 +53,12 @@ class Differentiated(NamedTuple):
 
     def key(self) -> Hashable:
         changes = operands.changes(self.scores)
-        return *alike(*self[:4]), operands.backward_layout(self.q, self.k, self.v), self.deterministic, changes
+        return (
+            *alike(*self[:4]),
+            operands.backward_layout(self.q, self.k, self.v),
+            self.deterministic,
+            changes,
+        )
 
     def home(self) -> BlockMask:
         return self.mask

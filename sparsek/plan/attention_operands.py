@@ -110,9 +110,7 @@ def checked_scores(
 
     `here`: slopes and sinks must be on the device of q.
     """
-    cap = arguments.number("softcap", softcap)
-    if cap != 0 and not CAPS[0] <= cap <= CAPS[1]:
-        raise InvalidInput(f"softcap is {cap}; it must be 0, for none, or from {CAPS[0]} to {CAPS[1]:.0f}")
+    cap = checked_softcap(softcap)
     if cap == 0 and alibi_slopes is None and sink_logits is None:
         return PLAIN
     (batch, heads), kinds = q.shape[:2], {torch.float32, q.dtype}
@@ -125,6 +123,14 @@ def checked_scores(
     if sink_logits is not None:
         _check_heads("sink_logits", sink_logits, q, ((heads,),), kinds, here)
     return Scores(cap, alibi_slopes, sink_logits)
+
+
+def checked_softcap(softcap: Any) -> float:
+    """InvalidInput unless it is 0 or in CAPS."""
+    cap = arguments.number("softcap", softcap)
+    if cap != 0 and not CAPS[0] <= cap <= CAPS[1]:
+        raise InvalidInput(f"softcap is {cap}; it must be 0, for none, or from {CAPS[0]} to {CAPS[1]:.0f}")
+    return cap
 
 
 def _check_heads(

@@ -406,7 +406,8 @@ class AttentionGradProblem(AttentionProblem):
 
     Sizes and lists are those of the forward pass; `longest` is a row of query tiles, because only the mask's
     transposed lists have the lengths of key blocks. `unit_stride` and `aligned` include grad. `lse` is always true
-    here, and `sink_logits` "", because lse has the sinks. `deterministic`: the same inputs must give the same bits, so sums have a fixed order.
+    here, and `sink_logits` "", because lse has the sinks. `deterministic`: the same inputs must give the same bits, so
+    sums have a fixed order.
     """
 
     op: ClassVar[str] = "attention_backward"

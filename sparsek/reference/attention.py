@@ -27,9 +27,9 @@ def attention(
     s_ij = scale * <q[b, h, i], k[b, h', j]>, j runs over the keys that query i of head h sees, and h' = h // (Hq /
     Hkv). `scores` changes s_ij and adds sinks to the sum.
 
-    A query that sees no key gets out = 0 and lse = -inf, or its sink, and no gradient but the sink's. A key or value that no query of a tile
-    (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what some query of the tile
-    sees must be finite. Differentiable in q, k, v and the sinks, any number of times.
+    A query that sees no key gets out = 0 and lse = -inf, or its sink, and no gradient but the sink's. A key or value
+    that no query of a tile (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what
+    some query of the tile sees must be finite. Differentiable in q, k, v and the sinks, any number of times.
 
     Args:
         q: [B, Hq, S, D].
@@ -91,7 +91,8 @@ def attend(
     empty = ~seen.any(-1, keepdim=True)
     if scores.sink_logits is not None:
         sinks = scores.sink_logits.to(sum_dtype)[:, None, None].expand(*s.shape[:3], 1)
-        s, v, empty = torch.cat((s, sinks), -1), functional.pad(v, (0, 0, 0, 1)), empty & (sinks == -torch.inf)
+        empty = empty & (sinks == -torch.inf)  # -inf alone has no gradient
+        s, v = torch.cat((s, sinks.masked_fill(empty, -torch.inf)), -1), functional.pad(v, (0, 0, 0, 1))
     weights = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
     return (weights @ v).to(q.dtype), s.logsumexp(-1)
 

@@ -1,4 +1,4 @@
-"""What changes the scores of attention before the softmax: a cap, a bias that grows with the distance, learned sinks."""
+"""What changes the scores of attention before the softmax: a cap, a bias by distance, learned sinks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Scores:
         s = s - slope[h] * |i + T - S - j|                   alibi_slopes float32 [Hq] or [B, Hq] (arXiv:2108.12409)
         lse = log(exp(sink[h]) + sum_j exp(s_j))             sink_logits [Hq], float32 or the dtype of q
 
-    for query i of S and key j of T. A sink is a key with a score of its own and a value of 0, which every query sees. So
-    a query that sees no key has out = 0 and lse = sink.
+    for query i of S and key j of T. A sink is a key with a score of its own and a value of 0, which every query sees:
+    a query that sees no other key has out = 0 and lse = sink.
     """
 
     softcap: float = 0.0
@@ -32,7 +32,7 @@ class Scores:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
+        """The slopes and the sinks, as far as they are given."""
         return tuple(x for x in (self.alibi_slopes, self.sink_logits) if x is not None)
 
     @property
@@ -50,7 +50,11 @@ class Scores:
         """The softcap and slopes alone."""
         if self.sink_logits is None:
             return self
-        return Scores(self.softcap, self.alibi_slopes) if self.softcap or self.alibi_slopes is not None else PLAIN
+        return (
+            Scores(self.softcap, self.alibi_slopes)
+            if self.softcap or self.alibi_slopes is not None
+            else PLAIN
+        )
 
     def slopes(self, batch: int, heads: int) -> Tensor:
         """[batch, heads], a view."""
@@ -77,7 +81,7 @@ def capped(s: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
 
 
 def changed(s: Tensor, scores: Scores, places: Places | None) -> tuple[Tensor, Tensor | None]:
-    """Scores s [B, Hq, n, t] of the queries and keys `places`, capped and biased, and the derivative by `s`, or None."""
+    """Scores s [B, Hq, n, t] of the queries and keys `places`, capped and biased; the derivative by `s`, None for 1."""
     s, slope = capped(s, scores.softcap)
     if scores.alibi_slopes is None:
         return s, slope
@@ -91,7 +95,7 @@ def sink_gradients(
 ) -> Tensor:
     """The gradient of `sink_logits` [Hq] for each batch item: [B, Hq], in the dtype of lse.
 
-    - sum_i exp(sink - lse_i) (<grad_i, out_i> - grad_lse_i): out [B, Hq, S, Dv] shrinks as the weight of the sink grows.
+    - sum_i exp(sink - lse_i) (<grad_i, out_i> - grad_lse_i), for out [B, Hq, S, Dv], which shrinks as the sink grows.
     """
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:

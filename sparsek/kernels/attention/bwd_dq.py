@@ -1,4 +1,4 @@
-"""Device pieces of attention's backward pass: the warps that write dQ, and the slots that stage it, dK and dV for TMA."""
+"""Device pieces of attention's backward pass: the warps that write dQ, and slots that stage it, dK and dV for TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -25,7 +25,7 @@ turn, add, wait for the write and pass the turn on takes longer than a step, hen
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import e, log2
 from pathlib import Path
@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.kernels.attention import bwd_sums as tma_sums
+from sparsek.kernels.attention import score_args
 from sparsek.kernels.attention.bwd_dq import exchanged, staged, wait_for_dq, write
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
@@ -472,6 +473,7 @@ class HopperAttentionGrad:
         found = []
         for stages, slots in rings:
             c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
+            c = replace(c, softcap=p.softcap, alibi=p.alibi)
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
         return found
@@ -510,7 +512,7 @@ class HopperAttentionGrad:
         return Work(made, bounds, made.starts)
 
     def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
-        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
+        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores = call
         made, bounds, none = work
         batch, heads = q.shape[:2]
         rows = made.rows
@@ -529,9 +531,10 @@ class HopperAttentionGrad:
             Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
             describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
-            scale * log2(e), scale, k.shape[2], rows, len(known) // 2, heads,
+            score_args.factor(scale, scores), scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
-            heads // mask.heads, lists * (rows // 64), c, SOURCE,
+            heads // mask.heads, lists * (rows // 64),
+            score_args.cap(scale, scores), *score_args.slopes(scores, q.shape[2], k.shape[2]), c, SOURCE,
         )  # fmt: skip
         # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.
         options = {"launch_cooperative_grid": True} if c.ordered else None

@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek.kernels.attention import score_args
 from sparsek.kernels.attention.fwd_load import load, masked_column, tile_at
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.schedule_fwd import schedule
@@ -226,8 +227,8 @@ def step(
 
 @gluon.jit
 def attend(
-    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s, o_s,
-    bars,
+    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s,
+    o_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
@@ -453,7 +454,14 @@ class HopperAttention:
     def configs(self, p: AttentionProblem) -> Iterable[Config]:
         dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
         widest = 64 if max(dim, v_dim) > 128 else 128
-        rules = {"interval": p.by_interval, "bits": p.by_bits, "lse": p.lse}
+        rules = {
+            "interval": p.by_interval,
+            "bits": p.by_bits,
+            "lse": p.lse,
+            "softcap": p.softcap,
+            "alibi": p.alibi,
+            "sinks": p.sink_logits,
+        }
         found: dict[Config, None] = {}
         for groups in (2, 1) if p.block[0] == 128 else (1,):
             for keys in (128, 64):
@@ -474,14 +482,14 @@ class HopperAttention:
         Constants are fitted on an H200 (2026-11-21): a step is bound by the tensor core (2048 multiply-adds a cycle)
         or by the softmax (8 scores a cycle), 3 % above their smooth maximum at 1.6 GHz; steps of 64 keys take 20 %
         more, two CTAs of one warpgroup 10 % less. CTAs of one warpgroup reuse every key for half as many rows: L2
-        bounds them.
+        bounds them. What softcap and ALiBi cost is a guess by their instructions.
         """
         shape = self._shape(p, c)
         tiles = tiling.tiles_of(p, shape)
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
         mma = c.rows * c.keys * (c.dim + c.v_dim) / (2048 * p.card.pace)
-        exp = c.rows * c.keys / 8
+        exp = c.rows * c.keys / 8 * (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)
         slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
         busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
         fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)
@@ -512,8 +520,8 @@ class HopperAttention:
         return Work(made, made.count)
 
     def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
-        q, k, v, mask, scale, out, lse = call
-        made, none = work
+        q, k, v, mask, scale, out, lse, scores = call
+        made, none, sinks = *work, score_args.sinks(scores)
         heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
         room = (max(1, made.slots), tiling.SLOT_ROWS)
         o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
@@ -534,7 +542,7 @@ class HopperAttention:
             none if lse is None else lse,
             o_part,
             lse_part,
-            scale * log2(e),
+            score_args.factor(scale, scores),
             per_key,
             q.shape[2],
             heads,
@@ -542,13 +550,16 @@ class HopperAttention:
             mask.heads * q.shape[2] if own_bounds and mask.batch > 1 else 0,
             q.shape[2] if own_bounds and mask.heads > 1 else 0,
             heads // mask.heads,
+            score_args.cap(scale, scores),
+            *score_args.slopes(scores, q.shape[2], k.shape[2]),
+            *sinks,
             c,
             SOURCE,
         )
         ctas = min(made.ctas, len(made.tiles))
         launch_on(out.device, attention_kernel, ctas, args, {"maxnreg": 128} if c.ctas_per_sm == 2 else None)
         if c.split and made.merges is not None:
-            merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows)
+            merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows, sinks)
         if whole is not out:
             out.copy_(whole[..., : out.shape[3]])
 

@@ -60,9 +60,7 @@ class ReferenceAttentionBackward(_Reference):
     def launch(self, c: Fixed, work: None, call: AttentionGradCall) -> None:
         q, k, v, mask, scale, out, lse, grad, grad_lse, *results, scores = call
         with torch.no_grad():
-            found = attention_backward(
-                q, k, v, mask, out, lse, grad, grad_lse, scale=scale, scores=scores
-            )
+            found = attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale, scores=scores)
             for mine, theirs in zip(results, found, strict=True):
                 mine.copy_(theirs)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparsek.kernels.attention.delta import ELEMENTS, WARPS, deltas
 from sparsek.kernels.lang.launch import launch
-from sparsek.reference import scores as reference
 
 STEPS = 16  # tiles of rows in a chunk
 CHUNKS = 128  # added together
@@ -41,9 +40,10 @@ def _add_rows(
         at = ((tl.program_id(0) % chunks * STEPS + i) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = at < q_len
         delta = deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV)
-        lg = tl.load(lse + at * sl_m, mask=there, other=float("-inf"))
+        lg = tl.load(lse + at * sl_m, mask=there, other=float("inf"))
+        lg = tl.where(lg == float("-inf"), float("inf"), lg)  # no key and no sink: -inf - -inf is NaN
         weight = tl.exp2((sink - lg) * 1.4426950408889634)
-        total += tl.where(lg == float("-inf"), 0.0, weight * delta)
+        total += tl.where(lg == float("inf"), 0.0, weight * delta)
     tl.store(sums + tl.program_id(0), -tl.sum(total, 0))
 
 
@@ -57,25 +57,21 @@ def _add_chunks(sums, found, chunks, CHUNKS: tl.constexpr):
     tl.store(found + tl.program_id(0), tl.sum(total, 0))
 
 
-def sink_gradients(out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None, sinks: Tensor) -> Tensor:
-    """float32 [B, Hq], or float64 for float64: the gradient of `sinks` [Hq] for each batch item. No sync.
-
-    out, grad: [B, Hq, S, Dv] of one dtype, lse and grad_lse: [B, Hq, S], sinks float32 or of that dtype; any strides.
-    """
-    if not out.is_cuda or out.dtype == torch.float64:
-        return reference.sink_gradients(out, lse, grad, grad_lse, sinks)
-    return launched(out, lse, grad, grad_lse, sinks)
-
-
 def launched(out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None, sinks: Tensor) -> Tensor:
-    """As `sink_gradients`, by two launches."""
+    """float32 [B, Hq]: the gradient of `sinks` [Hq] for each batch item, by two launches. No sync.
+
+    out, grad: [B, Hq, S, Dv] in bf16, fp16 or float32, lse and grad_lse: float32 [B, Hq, S], sinks float32 or of out's
+    dtype; any strides.
+    """
     batch, heads, q_len, v_dim = out.shape
     if out.numel() == 0:
         return torch.zeros((batch, heads), dtype=torch.float32, device=out.device)
     found = torch.empty((batch, heads), dtype=torch.float32, device=out.device)
     rows = max(1, ELEMENTS // triton.next_power_of_2(v_dim))
     chunks = triton.cdiv(q_len, rows * STEPS)
-    sums = found if chunks == 1 else torch.empty((batch * heads, chunks), dtype=torch.float32, device=out.device)
+    sums = (
+        found if chunks == 1 else torch.empty((batch * heads, chunks), dtype=torch.float32, device=out.device)
+    )
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(out):
         launch(

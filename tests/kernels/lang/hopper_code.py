@@ -83,7 +83,9 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     signature |= {"T": "constexpr", "SOURCE": "constexpr"}
     aligned = [
-        at for at, (name, kind) in enumerate(signature.items()) if kind.startswith("*") and name not in ANYWHERE
+        at
+        for at, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") and name not in ANYWHERE
     ]
     ast = GluonASTSource(
         function,
@@ -173,7 +175,9 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
     # What is not there is the same small int32 tensor.
     types |= {"lse": "*fp32" if c.lse else "*i32"}
     types |= dict.fromkeys(("part", "part_lse"), "*fp32" if c.split else "*i32")
-    types |= _changes(c) | ({"sinks": f"*{c.sinks}"} if c.sinks else dict.fromkeys(("sinks", "sink_step"), "constexpr"))
+    types |= _changes(c) | (
+        {"sinks": f"*{c.sinks}"} if c.sinks else dict.fromkeys(("sinks", "sink_step"), "constexpr")
+    )
     return attention_fwd.attention_kernel, attention_fwd.SOURCE, types
 
 
