@@ -14,7 +14,7 @@ need("transformers")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek import policies
-from sparsek.integrations.transformers import sparsek_mask
+from sparsek.integrations.transformers import sparsek_attention, sparsek_mask
 from sparsek.integrations.transformers_steps import MOST, Near, near_of, step_mask
 from sparsek.mask.rule import MaskPolicy
 from tests.integrations.models import REFERENCE, masking_utils, padding, pair, tokens, transformers
@@ -217,23 +217,16 @@ def test_generation_in_cuda_graphs_chooses_tokens_that_eager_attention_chooses(n
 
 
 @pytest.mark.gpu
-def test_steps_in_eager_mode_do_not_wait_for_the_device():
-    own = on_gpu("llama", sparsek=POLICY)[1]
-    cache = transformers.StaticCache(config=own.config, max_cache_len=400)
-    ids, there = tokens(length=150).cuda(), torch.ones(2, 150, dtype=torch.bool, device="cuda")
-    with torch.no_grad():
-        own(ids, past_key_values=cache)
-        for _ in range(3):
-            own(ids[:, :1], past_key_values=cache)
-        torch.cuda.set_sync_debug_mode("error")
+def test_steps_do_not_wait_for_the_device():
+    config = transformers.LlamaConfig(sparsek=POLICY)
+    there = torch.ones(2, 150, dtype=torch.bool, device="cuda")
+    positions = torch.arange(150, 156, dtype=torch.int64, device="cuda")
+    q, k = (torch.randn(2, heads, n, 64, device="cuda").bfloat16() for heads, n in ((4, 1), (2, 400)))
+    for number, at in enumerate(positions.unbind()):
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")  # the first calls load kernels
         try:
-            for at in range(3):
-                position = torch.tensor(153 + at, device="cuda")
-                mask = sparsek_mask(
-                    2, 1, 400, position, attention_mask=there, config=own.config, device="cuda"
-                )
-                assert mask.device.type == "cuda"
-                own(ids[:, :1], past_key_values=cache)
+            mask = sparsek_mask(2, 1, 400, at, attention_mask=there, config=config, device="cuda")
+            sparsek_attention(torch.nn.Identity(), q, k, k, mask)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
