@@ -1,0 +1,337 @@
+"""Serves tiny random models in vLLM's engine on a CPU with SparseK's backend, and holds their tokens to right ones.
+
+  vllm_engine.py run      every case; the log goes to benchmarks/evidence/vllm.json
+  vllm_engine.py status   whether that log is of today's sources; exit status 0 if it is and every case passed
+
+Runs in .venv-vllm, which `make test-vllm` makes. Right are the tokens of vLLM's own attention, and those of
+transformers in float32: each token must have the largest logit after the ones before it, up to NEAR.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+LOG = ROOT / "benchmarks" / "evidence" / "vllm.json"
+NEAR = 2e-3  # two logits this close may change places with the order of sums
+WORDS = 1000
+SIZES = {
+    "vocab_size": WORDS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 4096,
+}  # fmt: skip
+MODELS: "dict[str, tuple[str, dict[str, Any]]]" = {
+    "llama": ("Llama", {}),
+    "mistral, window 96": ("Mistral", {"sliding_window": 96, "head_dim": 64}),
+    "gemma2, softcap, windows": (
+        "Gemma2", {"sliding_window": 96, "head_dim": 64, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64},
+    ),
+    "bloom, ALiBi": ("Bloom", {"n_layer": 1, "n_head": 4}),
+}  # fmt: skip
+SPARSE = {"policy": "MaskPolicy", "options": {"window": 48, "sinks": 8}, "min_tokens": 0}
+WHOLE = {
+    "policy": "XAttention",
+    "options": {"threshold": 1.0, "block": 64, "precision": "full"},
+    "min_tokens": 256,
+}
+# A cache of so few pages that forty requests do not fit.
+FEW = 24
+
+
+class Case(NamedTuple):
+    """An engine and what it serves.
+
+    `own`: whether vLLM's own attention must give the same tokens. `processes`: the engine is in processes of its own.
+    `refused`: the engine must not start, with an error that says this.
+    """
+
+    name: str
+    model: str
+    workload: str
+    options: "dict[str, Any]" = {}
+    sparsek: "dict[str, Any]" = {}
+    own: bool = True
+    processes: bool = False
+    refused: str = ""
+
+
+CASES = [
+    Case("chunks of prompts", "llama", "mixed"),
+    Case("prefix caching", "llama", "prefix"),
+    Case("forty requests", "llama", "forty"),
+    Case("chunks, window", "mistral, window 96", "mixed"),
+    Case("prefix caching, window", "mistral, window 96", "prefix"),
+    Case("forty requests, window", "mistral, window 96", "forty"),
+    Case("chunks, softcap and windows", "gemma2, softcap, windows", "mixed"),
+    Case("preemption", "llama", "forty", {"num_gpu_blocks_override": FEW}),
+    Case("window and sinks in prompts", "llama", "mixed", sparsek=SPARSE, own=False),
+    Case("XAttention that keeps all", "llama", "mixed", sparsek=WHOLE),
+    Case("a cache in e5m2", "llama", "", {"kv_cache_dtype": "fp8_e5m2"}, own=False, refused="fp8_e5m2"),
+    Case("ALiBi", "bloom, ALiBi", "", own=False, refused="ALiBi slopes"),
+    Case("an unknown policy", "llama", "", sparsek={"policy": "Best"}, own=False, refused="policy is 'Best'"),
+    Case("processes, compiled", "llama", "mixed", {"enforce_eager": False}, processes=True),
+]
+
+
+def prompts_of(workload: str) -> "list[list[list[int]]]":
+    """Lists of prompts, each of which is served at once."""
+    torch: Any = import_module("torch")
+    random = torch.Generator().manual_seed(1)
+
+    def words(n: int) -> "list[int]":
+        return torch.randint(WORDS, (n,), generator=random).tolist()
+
+    if workload == "mixed":
+        return [[words(n) for n in (7, 700, 1300, 130)]]
+    if workload == "prefix":
+        common = words(600)
+        return [[common + words(70)], [common + words(70), common + words(200), words(300)]]
+    return [[words(int(n)) for n in torch.randint(1, 500, (40,), generator=random)]]
+
+
+def serve(cases: "list[Case]", folder: Path, out: Path) -> None:
+    """Serves cases in this process, and writes tokens, seconds and counts of each. Cases with one engine share it."""
+    vllm: Any = import_module("vllm")
+    inputs: Any = import_module("vllm.inputs")
+    distributed: Any = import_module("vllm.distributed")
+    sampling = vllm.SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True)
+    llm, held, found = None, None, {}
+    for case in cases:
+        began = time.time()
+        wanted = (case.model, json.dumps([case.options, case.sparsek]))
+        if wanted != held:
+            if llm is not None:
+                del llm
+                distributed.cleanup_dist_env_and_memory()
+            llm, held = None, wanted
+            try:
+                llm = engine(vllm, case, folder)
+            except Exception as error:
+                if not case.refused:
+                    raise
+                found[case.name] = {"error": str(error), "start_s": round(time.time() - began, 1)}
+        if llm is None:
+            continue
+        up, tokens, cached = time.time(), [], 0
+        for prompts in prompts_of(case.workload):
+            given = [inputs.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+            served = llm.generate(given, sampling, use_tqdm=False)
+            tokens += [list(each.outputs[0].token_ids) for each in served]
+            cached += sum(each.num_cached_tokens or 0 for each in served)
+        preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        backend = {type(each.impl).__name__ for each in layers(llm)} if not case.processes else set()
+        found[case.name] = {
+            "tokens": tokens, "cached": cached, "preempted": preempted, "backend": sorted(backend),
+            "start_s": round(up - began, 1), "serve_s": round(time.time() - up, 1),
+        }  # fmt: skip
+    out.write_text(json.dumps(found))
+
+
+def engine(vllm: Any, case: Case, folder: Path) -> Any:
+    options = {"enforce_eager": True, **case.options}
+    return vllm.LLM(
+        model=str(folder / case.model.split(",")[0]), skip_tokenizer_init=True, dtype="float32", max_model_len=2048,
+        max_num_batched_tokens=512, enable_chunked_prefill=True, enable_prefix_caching=True, max_num_seqs=64,
+        disable_log_stats=False, additional_config={"sparsek": case.sparsek} if case.sparsek else {}, **options,
+    )  # fmt: skip
+
+
+def layers(llm: Any) -> "list[Any]":
+    """The attention layers of an engine in this process."""
+    config = llm.llm_engine.vllm_config
+    return list(config.compilation_config.static_forward_context.values())
+
+
+class Served(NamedTuple):
+    """What a process served: facts of each case by name, and its log's end where it failed."""
+
+    facts: "dict[str, Any]"
+    failed: str
+
+
+def process(cases: "list[Case]", folder: Path, sparsek: bool) -> Served:
+    """Serves cases in a process of its own, by SparseK or by vLLM's own attention."""
+    out, log = folder / "served.json", folder / "log.txt"
+    out.unlink(missing_ok=True)
+    several = any(case.processes for case in cases)
+    settings = {
+        "SPARSEK_VLLM_CPU": str(int(sparsek)), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(several)),
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    names = [str(CASES.index(case)) for case in cases]
+    command = [sys.executable, __file__, "serve", str(folder), str(out), *names]
+    with log.open("w") as file:
+        done = subprocess.run(command, env={**os.environ, **settings}, stdout=file, stderr=file, cwd=folder)
+    if done.returncode or not out.exists():
+        return Served({}, log.read_text()[-4000:])
+    return Served(json.loads(out.read_text()), "")
+
+
+def make_models(folder: Path) -> None:
+    transformers: Any = import_module("transformers")
+    torch: Any = import_module("torch")
+    for name, (kind, options) in MODELS.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model.float().save_pretrained(folder / name.split(",")[0])
+
+
+def wrong_tokens(case: Case, tokens: "list[list[int]]", folder: Path) -> "tuple[int, int]":
+    """How many tokens transformers finds wrong, and how many are not its first choice but as near as NEAR."""
+    transformers: Any = import_module("transformers")
+    torch: Any = import_module("torch")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / case.model.split(",")[0], attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    wrong = near = 0
+    prompts = [prompt for prompts in prompts_of(case.workload) for prompt in prompts]
+    for prompt, new in zip(prompts, tokens, strict=True):
+        whole = torch.tensor([prompt + new[:-1]])
+        mask = (
+            {"attention_mask": sparse_mask(case, len(prompt), whole.shape[1])}
+            if case.sparsek == SPARSE
+            else {}
+        )
+        with torch.no_grad():
+            logits = model(whole, use_cache=False, **mask).logits[0, len(prompt) - 1 :]
+        lost = logits.max(1).values - logits.gather(1, torch.tensor(new)[:, None])[:, 0]
+        wrong += int((lost > NEAR).sum())
+        near += int(((lost > 0) & (lost <= NEAR)).sum())
+    return wrong, near
+
+
+def sparse_mask(case: Case, prompt: int, length: int) -> Any:
+    """The mask of a window and sinks in a prompt, with dense decoding, as transformers adds it: [1, 1, S, S]."""
+    torch: Any = import_module("torch")
+    window, sinks = (case.sparsek["options"][name] for name in ("window", "sinks"))
+    p, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = (j <= p) & ((j > p - window) | (j < sinks) | (p >= prompt))
+    return torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+def judged(
+    case: Case, ours: "dict[str, Any]", own: "dict[str, Any] | None", folder: Path
+) -> "dict[str, Any]":
+    """A case's line of the log."""
+    if case.refused:
+        found = ours.get("error", "the engine started")
+        refused = (case.refused in found and "another attention backend" in found) or "Best" in found
+        return {
+            "case": case.name,
+            "model": case.model,
+            "passed": refused,
+            "error": found,
+            "start_s": ours["start_s"],
+        }
+    wrong, near = wrong_tokens(case, ours["tokens"], folder)
+    right: dict[str, bool] = {"transformers": wrong == 0}
+    if own is not None:
+        # Sequences that part at two near logits go on apart, each right after its own tokens.
+        apart = sum(one != other for one, other in zip(ours["tokens"], own["tokens"], strict=True))
+        right["vllm"] = apart <= near
+    if not case.processes:
+        right["backend"] = ours["backend"] == ["SparseKImpl"]
+    if case.workload == "prefix":
+        right["cached"] = ours["cached"] >= 2 * 512 and (own is None or ours["cached"] == own["cached"])
+    if "num_gpu_blocks_override" in case.options:
+        right["preempted"] = ours["preempted"] > 0
+    facts = {key: value for key, value in ours.items() if key not in ("tokens", "backend")}
+    count = sum(map(len, ours["tokens"]))
+    return {
+        "case": case.name, "model": case.model, "passed": all(right.values()), "equal_to": right,
+        "requests": len(ours["tokens"]), "tokens": count, "wrong": wrong, "near": near, **facts,
+    }  # fmt: skip
+
+
+def run() -> int:
+    began = time.time()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_models(folder)
+        plain = [case for case in CASES if case.own and not (case.options or case.sparsek)]
+        own = process(plain, folder, sparsek=False)
+        inside = process([case for case in CASES if not case.processes], folder, sparsek=True)
+        beside = process([case for case in CASES if case.processes], folder, sparsek=True)
+        facts, failed = (
+            inside.facts | beside.facts,
+            [each.failed for each in (own, inside, beside) if each.failed],
+        )
+        lines = []
+        for case in CASES:
+            like = [each for each in plain if (each.model, each.workload) == (case.model, case.workload)]
+            right = own.facts.get(like[0].name) if case.own and like else None
+            if case.name in facts and (right or not case.own):
+                lines.append(judged(case, facts[case.name], right, folder))
+    passed = not failed and len(lines) == len(CASES) and all(line["passed"] for line in lines)
+    log = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "seconds": round(time.time() - began),
+        "passed": passed, "versions": versions(), "sources": sources(), "cases": lines, "failed": failed,
+    }  # fmt: skip
+    LOG.write_text(json.dumps(log, indent=1) + "\n")
+    for line in lines:
+        print("passed" if line["passed"] else "FAILED", json.dumps(line))
+    print(
+        *failed, f"{LOG.relative_to(ROOT)}: {'passed' if passed else 'FAILED'}, {log['seconds']} s", sep="\n"
+    )
+    return 0 if passed else 1
+
+
+def versions() -> "dict[str, str]":
+    found = {name: metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")}
+    return {"python": sys.version.split()[0], **found}
+
+
+def sources() -> "dict[str, str]":
+    """Hashes of this script and of the sources that the engine runs, without comments, docstrings and layout."""
+    hashes: Any = import_module("tests.evidence.hashes")
+    files: Any = import_module("sparsek.plan.sources").files_hash
+    return {**hashes.source_hashes(ROOT), "script": files([Path(__file__).resolve()], ROOT)}
+
+
+def status() -> int:
+    """Prints what the log is worth."""
+    if not LOG.exists():
+        print(f"{LOG.relative_to(ROOT)}: missing; make test-vllm writes it")
+        return 1
+    log = json.loads(LOG.read_text())
+    today = sources()
+    changed = sorted(
+        name for name in {*today, *log["sources"]} if today.get(name) != log["sources"].get(name)
+    )
+    word = "red" if not log["passed"] else "stale" if changed else "fresh"
+    print(
+        f"{LOG.relative_to(ROOT)}: {word}, {log['date']}",
+        *([f"changed: {', '.join(changed)}"] if changed else []),
+    )
+    return 0 if word == "fresh" else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["run", "status", "serve"])
+    parser.add_argument(
+        "rest", nargs="*", help="of serve, which run calls: the models, the result, numbers of cases"
+    )
+    given = parser.parse_args()
+    if given.command == "serve":
+        folder, out, *cases = given.rest
+        serve([CASES[int(case)] for case in cases], Path(folder), Path(out))
+        return 0
+    return run() if given.command == "run" else status()
+
+
+if __name__ == "__main__":  # vLLM starts its processes by importing this file
+    sys.exit(main())
