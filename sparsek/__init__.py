@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
     from sparsek.files.io import load, save
     from sparsek.mask.mask import BlockMask
+    from sparsek.mask.pages import PageLists
     from sparsek.mask.rule import MaskPolicy
     from sparsek.matrix.bsr import BSR
     from sparsek.matrix.bsr24 import BSR24
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from sparsek.matrix.random import random_bsr
     from sparsek.matrix.semi24 import Semi24
     from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
+    from sparsek.ops.attention_paged import attention_paged, plan_attention_paged
     from sparsek.ops.attention_varlen import attention_varlen
     from sparsek.ops.choose import FormatChoice, choose_format
     from sparsek.ops.linear import linear, swiglu
@@ -46,6 +48,7 @@ __all__ = [
     "InvalidFile",
     "InvalidInput",
     "MaskPolicy",
+    "PageLists",
     "Plan",
     "Quantized",
     "QuantizedTensor",
@@ -53,6 +56,7 @@ __all__ = [
     "SparseKError",
     "Unsupported",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "choose_format",
     "linear",
@@ -61,6 +65,7 @@ __all__ = [
     "nn",
     "plan_attention",
     "plan_attention_backward",
+    "plan_attention_paged",
     "plan_sddmm",
     "plan_spgemm",
     "plan_spmm",
@@ -83,6 +88,7 @@ _HOMES = {
     "InvalidInput": "sparsek.core.errors",
     "FormatChoice": "sparsek.ops.choose",
     "MaskPolicy": "sparsek.mask.rule",
+    "PageLists": "sparsek.mask.pages",
     "Plan": "sparsek.plan.plan",
     "Quantized": "sparsek.matrix.quantized",
     "QuantizedTensor": "sparsek.matrix.dense8",
@@ -90,6 +96,7 @@ _HOMES = {
     "SparseKError": "sparsek.core.errors",
     "Unsupported": "sparsek.core.errors",
     "attention": "sparsek.ops.attention",
+    "attention_paged": "sparsek.ops.attention_paged",
     "attention_varlen": "sparsek.ops.attention_varlen",
     "linear": "sparsek.ops.linear",
     "load": "sparsek.files.io",
@@ -98,6 +105,7 @@ _HOMES = {
     "policies": "sparsek.policies",
     "plan_attention": "sparsek.ops.attention",
     "plan_attention_backward": "sparsek.ops.attention",
+    "plan_attention_paged": "sparsek.ops.attention_paged",
     "choose_format": "sparsek.ops.choose",
     "plan_sddmm": "sparsek.ops.sddmm",
     "plan_spgemm": "sparsek.ops.spgemm",

@@ -1,5 +1,6 @@
 """The verbs. Importing one imports all, because their gradients call each other, by name, in torch.ops.sparsek."""
 
+from sparsek.ops import attention_paged as attention_paged
 from sparsek.ops import attention_varlen as attention_varlen
 from sparsek.ops import choose as choose
 from sparsek.ops import linear as linear

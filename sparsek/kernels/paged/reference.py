@@ -1,0 +1,46 @@
+"""reference.attention_paged: the specification as a kernel, on any device, in any dtype and layout."""
+
+from typing import Any
+
+import torch
+
+from sparsek.core import dtypes
+from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
+from sparsek.plan.kernel import PagedCall, PagedKernel
+from sparsek.plan.problem import PagedProblem
+from sparsek.reference.attention_paged import attention_paged
+
+
+class ReferencePaged(FixedKernel):
+    """`sparsek.reference.attention_paged` as a kernel: the baseline for tests."""
+
+    name = "reference.attention_paged"
+    config = Fixed("every key of one request at a time, in float32 or float64")
+    only_by_name = "reads the lengths on the host, which waits for the device"
+
+    def prepare(self, p: PagedProblem, c: Fixed, source: Any) -> PagedProblem:
+        return p
+
+    def seconds(self, p: PagedProblem, c: Fixed) -> float:
+        width, size = p.dim + p.v_dim, wide_size(p)
+        keys = p.requests * p.q_heads * p.max_k * width * (2 * size + dtypes.itemsize(p.kv_dtype))
+        scores = 12 * p.tokens * p.q_heads * p.max_k * size
+        return wide_seconds(p, p.dense_flops, keys + scores, 40 * p.requests)
+
+    def launch(self, c: Fixed, work: PagedProblem, call: PagedCall) -> None:
+        *operands, scale, softcap, out, lse = call
+        q, k, v, table, lengths, edges, lists, sink_logits, k_scale, v_scale = operands
+        with torch.no_grad():
+            result, sums = attention_paged(
+                q, k, v, table.clamp(0, k.shape[0] - 1), lengths.clamp(0, min(work.max_k, table.shape[1] * k.shape[2])),
+                edges.clamp(0, q.shape[0]).cummax(0).values, scale=scale, causal=work.causal, window=work.window,
+                sinks=work.sinks, lists=lists, softcap=softcap, sink_logits=sink_logits, k_scale=k_scale,
+                v_scale=v_scale,
+            )  # fmt: skip
+            end = int(edges[-1].clamp(0, q.shape[0]))
+            out[:end].copy_(result[:end])
+            if lse is not None:
+                lse[:, :end].copy_(sums[:, :end])
+
+
+KERNEL: PagedKernel = ReferencePaged()

@@ -1,0 +1,132 @@
+"""Checks of the values of tables, lengths and lists of attention over paged keys, on the device, with one wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.core.streams import captured
+from sparsek.plan.attention_paged import Paged
+
+
+def check_values(call: Paged) -> None:
+    """InvalidInput for page ids and lengths that do not fit, with their position. Waits for the device once."""
+    if captured(call.q):
+        raise InvalidInput(
+            "check=True waits for the device, which a CUDA graph cannot capture; call with check=True before it"
+        )
+    with torch.no_grad():
+        found = [*_lengths(call), *_pages(call), *_lists(call)]
+        wrong = torch.stack(
+            [torch.stack((bad.any().long(), bad.flatten().int().argmax())) for bad, _ in found]
+        )
+    for (any_, at), (_, message) in zip(wrong.tolist(), found, strict=True):
+        if any_:
+            raise InvalidInput(message(at))
+
+
+Found = list[tuple[Tensor, Callable[[int], str]]]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """With one more element, False: argmax needs one."""
+    return torch.nn.functional.pad(x.flatten(), (0, 1))
+
+
+def _lengths(call: Paged) -> Found:
+    edges, lengths, tokens = call.cu_seqlens_q, call.seq_lens, call.q.shape[0]
+    queries, most = edges.diff(), call.block_table.shape[1] * call.k.shape[2]
+
+    def at(x: Tensor, i: int) -> int:
+        return int(x[i])
+
+    found = [
+        (edges[:1] != 0, lambda i: f"cu_seqlens_q starts with {at(edges, 0)}; it must start with 0"),
+        (
+            edges[-1:] > tokens,
+            lambda i: (
+                f"cu_seqlens_q ends with {at(edges, -1)}, and q has {tokens} rows; its last entry is at most that"
+            ),
+        ),
+        (
+            queries < 0,
+            lambda i: (
+                f"cu_seqlens_q falls from {at(edges, i)} to {at(edges, i + 1)} at request {i}; it must ascend"
+            ),
+        ),
+        (
+            queries > call.max_q,
+            lambda i: (
+                f"request {i} has {at(queries, i)} queries, and max_seqlen_q is {call.max_q}; give the largest"
+            ),
+        ),
+        (
+            (lengths < 0) | (lengths > most),
+            lambda i: (
+                f"seq_lens[{i}] is {at(lengths, i)}; block_table has room for 0 to {most} keys of a request "
+                f"({call.block_table.shape[1]} pages of {call.k.shape[2]})"
+            ),
+        ),
+        (
+            lengths > call.max_k,
+            lambda i: (
+                f"seq_lens[{i}] is {at(lengths, i)}, and max_seqlen_k is {call.max_k}; give the largest"
+            ),
+        ),
+    ]
+    return [(_padded(bad), message) for bad, message in found]
+
+
+def _pages(call: Paged) -> Found:
+    table, page, pages = call.block_table, call.k.shape[2], call.k.shape[0]
+    width = table.shape[1]
+    column = torch.arange(width, dtype=torch.int32, device=table.device)
+    used = column * page < call.seq_lens[:, None]
+    bad = used & ((table < 0) | (table >= pages))
+
+    def message(i: int) -> str:
+        r, j = divmod(i, max(width, 1))
+        return (
+            f"block_table[{r}, {j}] is {int(table[r, j])}; request {r} has {int(call.seq_lens[r])} keys, and the cache "
+            f"pages 0 to {pages - 1}"
+        )
+
+    return [(_padded(bad), message)]
+
+
+def _lists(call: Paged) -> Found:
+    lists = call.lists
+    if lists is None:
+        return []
+    bq = lists.block[0]
+    needed = (call.cu_seqlens_q.diff() + bq - 1).div(bq, rounding_mode="floor").clamp(min=0).sum()
+    found: Found = [
+        (
+            _padded((needed > lists.tiles)[None]),
+            lambda i: (
+                f"mask has {lists.tiles} tiles for each head; the requests have {int(needed)} of {bq} queries"
+            ),
+        )
+    ]
+    for name, (starts, counts, indices) in (("full", lists.full), ("partial", lists.partial)):
+        size = indices.shape[0]
+        bad = (
+            (starts < 0)
+            | (counts < 0)
+            | ((counts > 0) & (starts.long() + counts > size))
+            | (counts > lists.longest)
+        )
+
+        def message(
+            i: int, name: str = name, starts: Tensor = starts, counts: Tensor = counts, size: int = size
+        ) -> str:
+            return (
+                f"row {i} of mask.{name} has {int(counts[i])} entries from {int(starts[i])} on; there are {size} in "
+                f"all, and at most {lists.longest} in a row"
+            )
+
+        found.append((_padded(bad), message))
+    return found

@@ -1,0 +1,270 @@
+"""The plan of attention over paged keys and values. It depends on shapes and kinds alone, never on lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments, dtypes
+from sparsek.core.device import Card
+from sparsek.core.errors import InvalidInput
+from sparsek.core.home import Home, drop_oldest
+from sparsek.core.streams import captured, tensors_in
+from sparsek.mask.pages import PageLists
+from sparsek.plan import paged_operands as operands
+from sparsek.plan.attention import megabytes
+from sparsek.plan.attention_operands import checked_scale, lse_dtype
+from sparsek.plan.kernel import PagedCall
+from sparsek.plan.plan import Plan
+from sparsek.plan.problem import PagedProblem
+from sparsek.plan.select import Choice
+
+# The plans of this process. They hold nothing of a cache, so caches and layers of one shape share them.
+HOME = Home()
+NUMBERS = 256  # scales of pages given as floats that are kept
+_NUMBERS: dict[Hashable, Tensor] = {}
+
+
+class Paged(NamedTuple):
+    """Attention of a ragged batch over paged keys; operands as in `PagedCall`. `max_q`, `max_k`: bounds of lengths.
+
+    `lse`: return it too. `out`: where to write, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    lists: PageLists | None
+    sink_logits: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    scale: float
+    softcap: float
+    causal: bool
+    window: int
+    sinks: int
+    max_q: int
+    max_k: int
+    lse: bool = False
+    out: Tensor | None = None
+
+    @property
+    def like(self) -> Tensor:
+        return self.q
+
+    def problem(self, card: Card) -> PagedProblem:
+        q, k, v, lists = self.q, self.k, self.v, self.lists
+        form = operands.layout(q, k, v)
+        listed: dict[str, Any] = (
+            {}
+            if lists is None
+            else {"list_heads": lists.heads, "list_block": lists.block, "listed": lists.longest}
+        )
+        return PagedProblem(
+            tokens=q.shape[0],
+            requests=self.seq_lens.shape[0],
+            q_heads=q.shape[1],
+            kv_heads=k.shape[1],
+            dim=q.shape[2],
+            v_dim=v.shape[3],
+            page=k.shape[2],
+            max_q=self.max_q,
+            max_k=self.max_k,
+            dtype=dtypes.name(q.dtype),
+            kv_dtype=dtypes.shown(k.dtype),
+            card=card,
+            causal=self.causal,
+            window=self.window,
+            sinks=self.sinks,
+            softcap=self.softcap != 0,
+            sink_logits=self.sink_logits is not None,
+            scale_per=self._scale_per,
+            aligned=form.aligned,
+            unit_stride=form.unit_stride,
+            lse=self.lse,
+            **listed,
+        )
+
+    @property
+    def _scale_per(self) -> str:
+        given = [x.numel() for x in (self.k_scale, self.v_scale) if x is not None]
+        return "" if not given else "tensor" if max(given) == 1 else "head"
+
+    def key(self) -> Hashable:
+        q, k, v, lists = self.q, self.k, self.v, self.lists
+        listed = None if lists is None else (lists.heads, lists.block, lists.longest)
+        return (
+            q.shape, k.shape[1:3], v.shape[3], self.seq_lens.shape[0], q.dtype, k.dtype, q.device, listed,
+            operands.layout(q, k, v), self.sink_logits is None, self._scale_per, self.softcap != 0, *self[12:18],
+        )  # fmt: skip
+
+    def home(self) -> Home:
+        return HOME
+
+    def prepare(self, p: PagedProblem, choice: Choice) -> Any:
+        return choice.kernel.prepare(p, choice.config, self.q.device)
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+
+def paged_call(
+    q: Any,
+    cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    mask: Any = None,
+    *,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    causal: Any = True,
+    scale: Any = None,
+    softcap: Any = 0.0,
+    sink_logits: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out: Any = None,
+    return_lse: Any = False,
+    predicted: bool = False,
+) -> Paged:
+    """The checked call of these arguments of the verb. `predicted`: it is not run, so tensors may be on any device."""
+    k, v = operands.split_cache(q, cache)
+    if not predicted:
+        arguments.supported("q", q.device)
+    operands.check_tables(q, block_table, seq_lens, cu_seqlens_q)
+    seen = operands.visible(q, k, mask, causal)
+    cap = operands.check_scores(q, sink_logits, softcap)
+    scales = [
+        operands.check_page_scale(name, k, x) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
+    ]
+    operands.check_out(q, v, out)
+    tensors = {"q": q, "cache": k, "v of cache": v, "sink_logits": sink_logits, "out": out}
+    operands.check_no_gradient(tensors)
+    most = block_table.shape[1] * k.shape[2]
+    max_q = q.shape[0] if max_seqlen_q is None else arguments.integer("max_seqlen_q", max_seqlen_q)
+    max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)
+    return Paged(
+        q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, *_page_scales(k, scales),
+        checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, min(max_q, q.shape[0]),
+        min(max_k, most), arguments.flag("return_lse", return_lse), out,
+    )  # fmt: skip
+
+
+def _page_scales(k: Tensor, scales: list[Any]) -> list[Tensor | None]:
+    """Both as tensors of one length, 1 or Hkv, or None."""
+    many = max((x.numel() for x in scales if isinstance(x, Tensor)), default=1)
+    for x in scales:
+        if isinstance(x, Tensor) and x.numel() != many:
+            raise InvalidInput(
+                f"k_scale and v_scale have {scales[0].numel()} and {scales[1].numel()} elements; they must have as "
+                f"many: x.expand({many}).contiguous()"
+            )
+    return [_number(x, many, k.device) if isinstance(x, float) else x for x in scales]
+
+
+def _number(value: float, many: int, device: torch.device) -> Tensor:
+    """A float as a float32 tensor [many], made once for each stream: recorded calls hold it as a constant."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = value, many, device, stream
+    found = _NUMBERS.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.full((many,), value, dtype=torch.float32, device=device)
+        if not captured(found):
+            if len(_NUMBERS) >= NUMBERS:
+                drop_oldest(_NUMBERS)
+            _NUMBERS[key] = found
+    return found
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PagedPlan(Plan):
+    """How to run attention over paged keys for one shape of q, cache, tables and lists. `problem` is a PagedProblem.
+
+    Call it with the arguments of `attention_paged`. It holds nothing of a cache, and calls of one shape share one.
+    """
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        """out, or (out, lse) if planned with return_lse; arguments as of `sk.attention_paged` but kernel, check and
+        return_lse, and no policies. No host sync.
+
+        Raises InvalidInput for operands of other shapes or kinds than planned.
+        """
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            raise InvalidInput(
+                "plans do not go through torch.compile and torch.func; call attention_paged(...) there"
+            )
+        self.refuse_unless_ready()
+        call = paged_call(*operands, **options, return_lse=self.problem.lse)
+        self._check_planned(call)
+        out, lse = self.run(call, captured(call.q))
+        return out if lse is None else (out, lse)
+
+    def _check_planned(self, call: Paged) -> None:
+        p, found = self.problem, call.problem(self.problem.card)
+        for each in fields(p):
+            planned, got = getattr(p, each.name), getattr(found, each.name)
+            weaker = each.name in ("aligned", "unit_stride") and got
+            if planned != got and not weaker:
+                raise InvalidInput(
+                    f"this plan has {each.name}={planned}, and the call {got}; attention_paged(...) takes any, and "
+                    "plans once for each"
+                )
+
+    def _run(self, call: Paged) -> tuple[Tensor, Tensor | None]:
+        q, out, p = call.q, call.out, self.problem
+        if out is None:
+            out = q.new_empty((p.tokens, p.q_heads, p.v_dim))
+        lse = q.new_empty((p.q_heads, p.tokens), dtype=lse_dtype(q.dtype)) if p.lse else None
+        if not p.tokens or not p.requests or not p.max_q:
+            return out, lse
+        if not p.max_k or not call.k.shape[0]:  # there are no keys at all
+            out.zero_()
+            if lse is not None and call.sink_logits is not None:
+                lse.copy_(call.sink_logits[:, None])
+            elif lse is not None:
+                lse.fill_(-torch.inf)
+            return out, lse
+        kernel, config, _ = self.choice
+        kernel.launch(config, self.work, PagedCall(*call[:12], out, lse))
+        return out, lse
+
+    def headline(self) -> list[str]:
+        p: PagedProblem = self.problem
+        line = (
+            f"attention_paged  q {[p.tokens, p.q_heads, p.dim]} {p.dtype} in {p.requests} requests of at most "
+            f"{p.max_q} queries and {p.max_k} keys, pages of {p.page} rows, {p.kv_heads} heads, {p.kv_dtype}, on "
+            f"{p.card.name}"
+        )
+        return [line, f"  sees       {self._seen()}"]
+
+    def _seen(self) -> str:
+        p: PagedProblem = self.problem
+        parts = ["keys up to each query's own" if p.causal else "every key"]
+        if p.window:
+            parts.append(
+                f"of these a window of {p.window}" + (f" and the first {p.sinks}" if p.sinks else "")
+            )
+        if p.list_heads:
+            bq, bk = p.list_block
+            parts.append(f"of these at most {p.listed} listed blocks of {bq}x{bk}, for {p.list_heads} heads")
+        parts += [
+            name
+            for name, there in (("capped scores", p.softcap), ("a sink per head", p.sink_logits))
+            if there
+        ]
+        return ", ".join(parts)
+
+    def details(self) -> list[str]:
+        if not self.ready:
+            return super().details()
+        own = megabytes([x.nbytes for x in tensors_in(self.work)])
+        return [f"  memory     plan {own}", *super().details()]

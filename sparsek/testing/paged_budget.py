@@ -1,0 +1,118 @@
+"""Error budget of attention over paged keys: twice the error of the dense computation in the same precision, or what
+rounding explains, as in `testing/attention_budget.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.reference.attention_paged import Request, attention_paged, requests
+from sparsek.testing.attention_budget import LSE_HIGH, LSE_LOW, AttentionGate
+from sparsek.testing.budget import ROUNDED, Bound, Rounding, stored_variance, sum_variance, summing_unit
+from sparsek.testing.paged_cases import PagedInputs
+
+
+def check_attention_paged(inputs: PagedInputs, out: Tensor, lse: Tensor | None = None) -> AttentionGate:
+    """Judges out [tokens, Hq, Dv], and lse [Hq, tokens] if given, as the attention of `inputs`.
+
+    The error is relative, in the Frobenius norm, against the reference in float64, over the rows of requests. The
+    dense computation is the reference's on the same inputs, in float32 for 16 bits, rounded once. lse may be off by
+    1e-3 and 1e-3 of its value for 16-bit inputs, else 1e-5. Rows of queries that see nothing must be 0 and -inf, or
+    their head's sink. Raises InvalidInput for results of another shape.
+    """
+    return expected_attention_paged(inputs).judge(out, lse)
+
+
+@dataclass(frozen=True)
+class ExpectedPaged:
+    """The expected attention, computed once for any number of results: in float64 and dense, [Hq, end, Dv], with the
+    variance of its sums and the sums of its terms' squares. `shape` is that of out; `blank`: queries that see nothing.
+    """
+
+    shape: tuple[int, ...]
+    exact: Tensor
+    dense: Tensor
+    lse: Tensor
+    blank: Tensor
+    sums: Tensor
+    squares: Tensor
+
+    def judge(self, out: Tensor, lse: Tensor | None = None) -> AttentionGate:
+        """The gate of a result, as of `check_attention_paged`."""
+        tokens, heads, _ = self.shape
+        if out.shape != self.shape or (lse is not None and lse.shape != (heads, tokens)):
+            found = f"out {list(out.shape)}" + ("" if lse is None else f", lse {list(lse.shape)}")
+            raise InvalidInput(f"out must be {list(self.shape)} and lse {[heads, tokens]}, got {found}")
+        with torch.no_grad(), dtypes.as_given(out.device):
+            end = self.exact.shape[1]
+            each = self.sums + stored_variance(self.exact.square() + self.squares, out.dtype)
+            each = torch.maximum(each, each.mean(-1, keepdim=True))
+            bound = Bound(self.exact, Rounding(self.sums, each, out.dtype), [self.dense])
+            return self._judge(out[:end].transpose(0, 1), None if lse is None else lse[:, :end], bound)
+
+    def _judge(self, out: Tensor, lse: Tensor | None, bound: Bound) -> AttentionGate:
+        gate = bound.judge(out)
+        off = (out.double() - self.exact).abs()
+        holds = bool((out[self.blank] == 0).all())
+        lse_largest, lse_holds = 0.0, True
+        if lse is not None:
+            empty = self.lse == -torch.inf
+            holds &= bool((lse[empty] == -torch.inf).all())
+            wrong = (lse.double() - self.lse)[~empty].abs()
+            slack = LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
+            lse_holds = bool((wrong <= slack * (1 + self.lse[~empty].abs())).all())
+            lse_largest = float(wrong.max()) if wrong.numel() else 0.0
+        largest = float(off.max()) if off.numel() else 0.0
+        return AttentionGate(
+            gate.error, gate.budget, gate.passed and holds and lse_holds, largest, lse_largest, holds
+        )
+
+
+def expected_attention_paged(inputs: PagedInputs) -> ExpectedPaged:
+    """The expected result of `check_attention_paged`."""
+    given, end = inputs.of_reference(), inputs.end
+    with torch.no_grad(), dtypes.as_given(inputs.q.device):
+        dense = attention_paged(**given)[0][:end].transpose(0, 1)
+        exact, lse = attention_paged(**{**given, "q": inputs.q.double()})
+        exact, lse = exact[:end].transpose(0, 1), lse[:, :end]
+        sums, squares = torch.zeros_like(exact), torch.zeros_like(exact)
+        blank = torch.ones_like(lse, dtype=torch.bool)
+        some = {
+            name: given[name]
+            for name in (
+                "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "causal", "window", "sinks", "lists", "k_scale",
+                "v_scale",
+            )
+        }  # fmt: skip
+        for each in requests(**some, dtype=torch.float64):
+            at = each.at
+            sums[:, at], squares[:, at], blank[:, at] = _terms(inputs, each, exact[:, at], lse[:, at])
+    shape = (*inputs.q.shape[:2], inputs.v.shape[3])
+    return ExpectedPaged(shape, exact, dense, lse, blank, sums, squares)
+
+
+def _terms(inputs: PagedInputs, of: Request, exact: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one request: the variance of out's sums, the sum of its terms' squares, and which queries see nothing."""
+    heads, scale = exact.shape[0], inputs.scale
+    seen = of.seen.repeat_interleave(heads // of.seen.shape[0], 0)
+    met = seen.any(1)[..., None]
+    k, v = (x.repeat_interleave(heads // x.shape[0], 0).masked_fill(~met, 0) for x in (of.keys, of.values))
+    q = inputs.q[of.at].transpose(0, 1).double()
+    scores = q @ k.mT * scale
+    # A cap shrinks errors of scores, and adds its own roundings, which those of the score's size stand for.
+    shift = sum_variance(scores, (q.square() @ k.square().mT) * scale**2, q.shape[2], ROUNDED**-0.5)
+    if inputs.softcap:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+    sizes = scores.square() + lse.masked_fill(lse == -torch.inf, 0).square()[..., None]
+    weights = (scores - lse[..., None]).masked_fill(~seen, -torch.inf).exp()
+    shift = (shift + 2 * sizes + 6).masked_fill(~seen, 0)
+    unit, count = summing_unit(inputs.q.dtype), seen.sum(-1, keepdim=True)
+    squares = weights.square() @ v.square()
+    moved = weights.square() * shift
+    inner = moved @ v.square() + (moved.sum(-1, keepdim=True) + count / 3) * exact.square()
+    return sum_variance(exact, squares, count, unit) + ROUNDED * unit**2 * inner, squares, ~seen.any(-1)

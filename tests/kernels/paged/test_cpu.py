@@ -1,0 +1,72 @@
+"""cpu.attention_paged and reference.attention_paged against float64, on every case, and each other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsek.kernels import load
+from sparsek.testing.paged_budget import check_attention_paged, expected_attention_paged
+from sparsek.testing.paged_cases import PAGED_CASES, PagedCase
+from tests.kernels.paged.calls import attend_paged, paged_problem
+
+CPU, REFERENCE = load("cpu.attention_paged"), load("reference.attention_paged")
+BY_NOTE = {case.note: case for case in PAGED_CASES}
+
+
+@pytest.mark.parametrize("case", PAGED_CASES, ids=str)
+def test_every_case_is_within_budget(case: PagedCase) -> None:
+    inputs = case.make()
+    expected = expected_attention_paged(inputs)
+    for kernel in (CPU, REFERENCE):
+        out, lse = attend_paged(kernel, inputs)
+        gate = expected.judge(out, lse)
+        assert gate.passed, (kernel.name, gate)
+        assert bool(out[inputs.end :].isnan().all()), "rows of no request were written"
+        assert bool(lse[:, inputs.end :].isnan().all())
+
+
+@pytest.mark.parametrize("note", ["mixed", "window and sinks", "lists of tiles of 64", "fp8 per head"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_every_dtype_is_within_budget(note: str, dtype: torch.dtype) -> None:
+    inputs = BY_NOTE[note].make(dtype=dtype, seed=1)
+    for config in CPU.configs(paged_problem(inputs)):
+        gate = check_attention_paged(inputs, *attend_paged(CPU, inputs, config, by_rows=True))
+        assert gate.passed, (config, gate)
+
+
+@pytest.mark.parametrize(
+    "note", ["mixed", "lists of several pages", "window of one", "more queries than keys"]
+)
+def test_a_wrong_result_fails(note: str) -> None:
+    """The budget is no looser than one key too many, or one missing."""
+    case = BY_NOTE[note]
+    inputs = case.make()
+    longer = inputs._replace(causal=False) if case.window != 1 else inputs._replace(window=2)
+    assert not check_attention_paged(inputs, *attend_paged(CPU, longer)).passed
+    out, lse = attend_paged(CPU, inputs)
+    out[0, 0, 0] = torch.nan
+    assert not check_attention_paged(inputs, out, lse).passed
+
+
+def test_tables_and_lengths_out_of_range_read_nothing_outside() -> None:
+    inputs = BY_NOTE["mixed"].make()
+    bad = inputs._replace(block_table=inputs.block_table * 0 + 2**30, seq_lens=inputs.seq_lens + 10**6)
+    for kernel in (CPU, REFERENCE):
+        attend_paged(kernel, bad)
+
+
+def test_a_request_has_the_same_bits_alone() -> None:
+    case = replace(BY_NOTE["mixed"], heads=(4, 2))
+    inputs = case.make()
+    whole = attend_paged(CPU, inputs)[0]
+    edges = inputs.cu_seqlens_q.tolist()
+    for r in range(len(edges) - 1):
+        alone = inputs._replace(
+            q=inputs.q[edges[r] : edges[r + 1]],
+            block_table=inputs.block_table[r : r + 1],
+            seq_lens=inputs.seq_lens[r : r + 1],
+            cu_seqlens_q=inputs.cu_seqlens_q[r : r + 2] - inputs.cu_seqlens_q[r],
+            end=edges[r + 1] - edges[r],
+        )
+        assert torch.equal(attend_paged(CPU, alone)[0], whole[edges[r] : edges[r + 1]])
