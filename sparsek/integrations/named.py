@@ -17,7 +17,7 @@ from sparsek.policies.policy import Policy
 def policy_named(name: Any, options: Any, causal: bool = False) -> Policy:
     """The policy of a class of `sparsek.policies`, by its name and arguments.
 
-    `causal`: classes with a field of this name get True for it, where `options` says nothing.
+    `causal`: classes with a field of this name get True for it, where `options` has none.
     """
     if not isinstance(options, Mapping):
         raise InvalidInput(f"options is {arguments.shown(options)}; it must be a dict by name")

@@ -85,17 +85,13 @@ class SparseKBuilder(vllm.AttentionMetadataBuilder):
             raise InvalidInput(f"{plugin.NAME} does not support {', nor '.join(found)}")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
-        """The spans of a batch. A common prefix is not treated on its own."""
+        """The spans of a batch. vLLM gives no common prefix: cascade attention is off."""
         return batch_of(common_attn_metadata, self.options, self.reorder_batch_threshold or 1)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Batch:
         """The spans of a batch that a graph is captured with: it is replayed for requests of any length."""
         longest = self.vllm_config.model_config.max_model_len
         return batch_of(common_attn_metadata, self.options, self.reorder_batch_threshold or 1, longest)
-
-    def use_cascade_attention(self, *given: Any, **options: Any) -> bool:
-        """False: releases that have cascade attention ask."""
-        return False
 
 
 class SparseKBackend(vllm.AttentionBackend):

@@ -83,7 +83,8 @@ def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | Non
                 table,
                 common.seq_lens[start:stop],
                 on_device - first if first else on_device,
-                rounded(max(_steps(edges[start : stop + 1]))),
+                # vLLM may distribute verified tokens anew on the device.
+                max(rounded(max(_steps(edges[start : stop + 1]))), decoded if kind == "decode" else 1),
                 longest or rounded(bound),
                 host,
             )

@@ -17,11 +17,12 @@ from sparsek.integrations import (
     flash_attention,
     flashinfer,
     flex,
+    vllm,
     vllm_omni,
 )
 
 LONGEST = 120  # characters of a summary
-STAND_INS = (block_sparse_attention, diffusers, fastvideo, flash_attention, flashinfer, flex, vllm_omni)
+STAND_INS = (block_sparse_attention, diffusers, fastvideo, flash_attention, flashinfer, flex, vllm, vllm_omni)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
 

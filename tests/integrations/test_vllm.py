@@ -105,10 +105,8 @@ def test_policies_choose_for_each_request(policy: Any) -> None:
 def test_speculated_tokens_are_decoded() -> None:
     batch = drawn([3, 1, 4, 100], [100, 5, 70, 0])
     spans = batch_of(batch.common(), Options(sk.MaskPolicy(window=2), 0), decoded=4)
-    assert [(each.first, each.last, each.host is None) for each in spans.spans] == [
-        (0, 8, True),
-        (8, 108, False),
-    ]
+    assert [(each.first, each.last, each.max_q) for each in spans.spans] == [(0, 8, 4), (8, 108, 104)]
+    assert [each.host is None for each in spans.spans] == [True, False]
     impl = attended()
     close(served(impl, batch, spans), right(batch, everything, SCALE))
 

@@ -85,17 +85,21 @@ def drawn(
     memory = torch.full([sides[axis] for axis in order], torch.nan, dtype=dtype, device=device)
     cache = memory.permute([order.index(axis) for axis in range(5)])[1]
     k, v = ([randn(length, heads[1], dim) for length in lengths] for _ in range(2))
-    slots: list[int] = []
+    slots: list[Tensor] = []
     for r, length in enumerate(lengths):
-        pages = [names.pop() for _ in range(-(-length // page))]
-        table[r, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
-        rows = [pages[j // page] * page + j % page for j in range(length)]
-        slots += rows[old[r] :]
-        for j in range(old[r]):
-            cache[pages[j // page], :, j % page] = torch.cat((k[r][j], v[r][j]), 1)
+        pages = torch.tensor(
+            [names.pop() for _ in range(-(-length // page))], dtype=torch.int64, device="cpu"
+        )
+        table[r, : len(pages)] = pages
+        at = torch.arange(length, device="cpu")
+        rows = pages[at // page] * page + at % page
+        slots.append(rows[old[r] :])
+        before = rows[: old[r]].to(device)
+        both = torch.cat((k[r], v[r]), 2)[: old[r]]
+        cache.transpose(1, 2)[before // page, before % page] = both
     return Drawn(
         new, lengths, randn(sum(new), heads[0], dim), k, v, page, table.to(device), cache,
-        torch.tensor(slots, dtype=torch.int64, device=device),
+        torch.cat(slots).to(device),
     )  # fmt: skip
 
 
