@@ -49,6 +49,7 @@ WHOLE = {
     "options": {"threshold": 1.0, "block": 64, "precision": "full"},
     "min_tokens": 256,
 }
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 # A cache of so few pages that forty requests do not fit.
 FEW = 24
 
@@ -81,6 +82,7 @@ CASES = [
     Case("preemption", "llama", "forty", {"num_gpu_blocks_override": FEW}),
     Case("window and sinks in prompts", "llama", "mixed", sparsek=SPARSE, own=False),
     Case("XAttention that keeps all", "llama", "mixed", sparsek=WHOLE),
+    Case("speculation", "llama", "mixed", {"speculative_config": NGRAM}),
     Case("a cache in e5m2", "llama", "", {"kv_cache_dtype": "fp8_e5m2"}, own=False, refused="fp8_e5m2"),
     Case("ALiBi", "bloom, ALiBi", "", own=False, refused="ALiBi slopes"),
     Case("an unknown policy", "llama", "", sparsek={"policy": "Best"}, own=False, refused="policy is 'Best'"),
@@ -276,7 +278,7 @@ def judged(
 
 
 def run() -> int:
-    began = time.time()
+    began, of = time.time(), sources()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_models(folder)
@@ -296,7 +298,7 @@ def run() -> int:
     passed = not failed and len(lines) == len(CASES) and all(line["passed"] for line in lines)
     log = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "seconds": round(time.time() - began),
-        "passed": passed, "versions": versions(), "sources": sources(), "cases": lines, "failed": failed,
+        "passed": passed, "versions": versions(), "sources": of, "cases": lines, "failed": failed,
     }  # fmt: skip
     LOG.write_text(json.dumps(log, indent=1) + "\n")
     for line in lines:

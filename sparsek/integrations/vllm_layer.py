@@ -6,7 +6,6 @@ engine verifies at once when it speculates, are decodes; those with more are chu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -58,10 +57,12 @@ def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | Non
     """
     _refuse(common)
     edges = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-    lengths = _on_host(common) if max(_steps(edges), default=0) > decoded else None
+    new = [last - first for first, last in pairwise(edges)]
+    on_host = _on_host(common) if max(new, default=0) > decoded else None
+    lengths = [common.max_seq_len] * len(new) if on_host is None else on_host.tolist()
     kinds = [
-        "decode" if new <= decoded else "chunk" if _by_policy(common, options, r, lengths) else "dense"
-        for r, new in enumerate(_steps(edges))
+        "decode" if n <= decoded else "chunk" if _by_policy(common, options, r, lengths[r]) else "dense"
+        for r, n in enumerate(new)
     ]
     spans = []
     for kind, members in groupby(range(common.num_reqs), key=kinds.__getitem__):
@@ -71,29 +72,23 @@ def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | Non
         if first == last:  # requests that pad a batch to the size of a graph
             continue
         on_device = common.query_start_loc[start : stop + 1]
-        bound = common.max_seq_len if lengths is None else int(lengths[start:stop].max())
         host = None
-        if kind == "chunk" and lengths is not None:
-            host = common.query_start_loc_cpu[start : stop + 1] - first, lengths[start:stop]
-        table = common.block_table_tensor[start:stop]
+        if kind == "chunk" and on_host is not None:
+            host = common.query_start_loc_cpu[start : stop + 1] - first, on_host[start:stop]
         spans.append(
             Span(
                 first,
                 last,
-                table,
+                common.block_table_tensor[start:stop],
                 common.seq_lens[start:stop],
                 on_device - first if first else on_device,
                 # vLLM may distribute verified tokens anew on the device.
-                max(rounded(max(_steps(edges[start : stop + 1]))), decoded if kind == "decode" else 1),
-                longest or rounded(bound),
+                max(rounded(max(new[start:stop])), decoded if kind == "decode" else 1),
+                longest or rounded(max(lengths[start:stop])),
                 host,
             )
         )
     return Batch(tuple(spans))
-
-
-def _steps(edges: list[int]) -> Iterator[int]:
-    return (last - first for first, last in pairwise(edges))
 
 
 def _refuse(common: Any) -> None:
@@ -114,9 +109,9 @@ def _on_host(common: Any) -> Tensor:
     return common.seq_lens[: common.num_reqs].cpu()
 
 
-def _by_policy(common: Any, options: Options, r: int, lengths: Tensor | None) -> bool:
+def _by_policy(common: Any, options: Options, r: int, length: int) -> bool:
     """Whether the policy takes this request: a chunk of a prompt, with enough keys."""
-    if options.policy is None or lengths is None or int(lengths[r]) < options.min_tokens:
+    if options.policy is None or length < options.min_tokens:
         return False
     prompts = getattr(common, "is_prefilling", None)
     return prompts is None or prompts.is_cuda or bool(prompts[r])
