@@ -101,17 +101,16 @@ def make_vllm() -> None:
     if stamp.exists() and stamp.read_text() == made:
         return
     find_uv()
-    here = f"{ADD} .venv-vllm"
+    here, new = f"{ADD} .venv-vllm", "uv venv --clear --python '>=3.11,<3.14' .venv-vllm"
     torch = f"{here} {TORCH['cpu']}"
-    brings_cuda = sh(
-        f"uv venv --clear --python '>=3.11,<3.14' .venv-vllm && {torch} --dry-run 2>&1 | grep -q nvidia-"
-    )
-    index = "" if brings_cuda.returncode else "--torch-backend=cpu"
-    steps = [f"{torch} {index}", f"{here} {VLLM} {index}", f"{here} 'setuptools>=77'"]
-    steps += [
-        "uv pip uninstall --python .venv-vllm torchvision torchaudio torchcodec"
-    ]  # of CUDA: imports would fail
-    steps += [f"{here} --no-deps --no-build-isolation -e ."]
+    brings_cuda = sh(f"{new} && {torch} --dry-run 2>&1 | grep -q nvidia-").returncode == 0
+    index = "--torch-backend=cpu" * brings_cuda
+    steps = [
+        f"{torch} {index}",
+        f"{here} {VLLM} 'setuptools>=77' {index}",
+        "uv pip uninstall --python .venv-vllm torchvision torchaudio torchcodec",  # built for CUDA, they do not import
+        f"{here} --no-deps --no-build-isolation -e .",
+    ]
     if sh(" && ".join(steps)).returncode:
         sys.exit("env: vllm is incomplete; the error is above")
     stamp.write_text(made)

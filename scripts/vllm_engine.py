@@ -142,7 +142,33 @@ def serve(cases: list[Case], folder: Path, out: Path) -> None:
             "tokens": tokens, "cached": cached, "preempted": preempted, "calls": dict(calls),
             "start_s": round(up - began, 1), "serve_s": round(time.time() - up, 1),
         }  # fmt: skip
+    if not any(case.processes for case in cases):
+        found["settings"] = refusals()
     out.write_text(json.dumps(found))
+
+
+def refusals() -> dict[str, list[str]]:
+    """Why vLLM would refuse the backend on an H100, for settings that it must refuse, and for "none" changed."""
+    torch: Any = import_module("torch")
+    capability = import_module("vllm.platforms.interface").DeviceCapability(9, 0)
+    members: Any = import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
+    plain = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 256, "has_sink": True,
+        "has_sliding_window": True, "attn_type": "decoder", "device_capability": capability, "use_mla": False,
+        "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+    }  # fmt: skip
+    changed: list[dict[str, Any]] = [
+        {"head_size": 100}, {"dtype": torch.float32}, {"kv_cache_dtype": "fp8_e5m2"}, {"block_size": 48},
+        {"attn_type": "encoder_only"}, {"attn_type": "encoder_decoder"}, {"use_mla": True}, {"use_sparse": True},
+        {"use_mm_prefix": True}, {"use_per_head_quant_scales": True}, {"use_non_causal": True}, {"use_dcp": True},
+        {"use_pcp": True}, {"use_rswa": True},
+    ]  # fmt: skip
+    validate = members["SPARSEK"].get_class().validate_configuration
+    found = {
+        ", ".join(f"{name}={value}" for name, value in each.items()): validate(**plain | each)
+        for each in changed
+    }
+    return {"none": validate(**plain), **found}
 
 
 def engine(vllm: Any, case: Case, folder: Path) -> Any:
@@ -295,7 +321,10 @@ def run() -> int:
             for case in CASES
             if case.name in facts
         ]
-    passed = not failed and len(lines) == len(CASES) and all(line["passed"] for line in lines)
+    settings = facts.get("settings", {"none": ["not reached"]})
+    refused = not settings["none"] and all(why for name, why in settings.items() if name != "none")
+    lines.append({"case": "settings on a GPU", "passed": refused, "reasons": settings})
+    passed = not failed and len(lines) == len(CASES) + 1 and all(line["passed"] for line in lines)
     log = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "seconds": round(time.time() - began),
         "passed": passed, "versions": versions(), "sources": of, "cases": lines, "failed": failed,
