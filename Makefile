@@ -21,7 +21,7 @@ help:
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
 	@echo "make wheel   dist/sparsek-*.whl, with them"
 	@echo "make docs    the site of docs/ in build/site, with every warning an error; make docs-serve shows it at 127.0.0.1:8000"
-	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
+	@echo "make env     .venv, .venv-triton-next, .venv-transformers-floor and .venv-xformers only; make env-demo: what the demo needs of them"
 
 env-demo:
 	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
@@ -85,4 +85,4 @@ docs-serve: $(MKDOCS)
 	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) serve --strict
 
 clean:
-	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-vllm .venv-uv build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-vllm .venv-xformers .venv-uv build dist

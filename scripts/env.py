@@ -1,11 +1,11 @@
 """Makes the environments with uv. Needs only the standard library, and fetches nothing that is already there.
 
 `env.py demo` makes .venv with sparsek, matplotlib and the demo's weights; `env.py test` adds the tools of the tests,
-.venv-triton-next and .venv-transformers-floor; `env.py vllm` makes .venv-vllm, and only that. If this Python has torch
->= 2.11 (with CUDA, where there is a GPU), .venv sees its packages and installs no torch; without a network the tests
-then skip what is missing. Otherwise .venv gets the pinned torch, without a GPU its CPU build. uv is the one on the
-PATH, else pip installs UV into .venv-uv. pip's index-url and find-links apply, and uv's variables: UV_PYTHON (this
-Python's torch is not used), UV_TORCH_BACKEND.
+.venv-triton-next, .venv-transformers-floor and .venv-xformers; `env.py vllm` makes .venv-vllm, and only that. If this
+Python has torch >= 2.11 (with CUDA, where there is a GPU), .venv sees its packages and installs no torch; without a
+network the tests then skip what is missing. Otherwise .venv gets the pinned torch, without a GPU its CPU build. uv is
+the one on the PATH, else pip installs UV into .venv-uv. pip's index-url and find-links apply, and uv's variables:
+UV_PYTHON (this Python's torch is not used), UV_TORCH_BACKEND.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def find_uv() -> None:
 
 def make_venv(card: str, clear: bool) -> "list[str]":
     """Makes .venv, over a torch by venv and a path file, since uv ignores packages below. Returns those to keep."""
-    sh("rm -rf .venv-triton-next .venv-transformers-floor")
+    sh("rm -rf .venv-triton-next .venv-transformers-floor .venv-xformers")
     other = Path(sys.prefix) != VENV and sys.version_info < (3, 14) and "UV_PYTHON" not in os.environ
     torch = import_module("torch") if other and util.find_spec("torch") else None
     if torch and torch.__version__ >= (2, 11) and (card == "cpu" or torch.version.cuda):
@@ -84,7 +84,7 @@ def install(stage: str, card: str, kept: "list[str]") -> "list[str]":
     tries = [f"{ADD} .venv {pins} -e '.[{EXTRAS[stage]}]' {torch} {index}" for index in indexes]
     tries += ["(.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .; false)"] * bool(kept)
     missing = [f"some of {EXTRAS[stage]}"] if sh(" || ".join(tries)).returncode else []
-    for name in ("transformers-floor", "triton-next") if stage == "test" else ():
+    for name in ("transformers-floor", "triton-next", "xformers") if stage == "test" else ():
         new = f"uv venv --quiet --allow-existing --python .venv/bin/python .venv-{name}"
         if sh(f"{new} && {ADD} .venv-{name} --no-deps -r constraints-{name}.txt").returncode:
             missing += re.findall(r"^\w\S*==\S+", (ROOT / f"constraints-{name}.txt").read_text(), re.M)[:1]

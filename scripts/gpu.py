@@ -1,7 +1,7 @@
 """Runs the tests marked `gpu` in parts, and reports the state of their evidence.
 
   gpu.py run            every part, one after the other
-  gpu.py run 2/3        one part; its evidence goes to benchmarks/evidence/<card>/2-of-3.json
+  gpu.py run 2/3        one part; its evidence goes to benchmarks/evidence/<chip>/2-of-3.json
   gpu.py run --changed  the test files that changed since their part was run, if sparsek/ but bench and cli did not
   gpu.py run PATHS...   these test files; arguments after `--` go to pytest; evidence only with --out
   gpu.py status         each part: fresh, stale, red or missing; exit status 0 if all are fresh
@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 from tests.evidence import page, parts, record  # noqa: E402
 
 EVIDENCE = ROOT / "benchmarks" / "evidence"
-# The card whose evidence counts.
-CARD = "h200"
+# The chip whose evidence counts.
+CHIP = "hopper"
 # Number of parts without evidence: each should end within nine minutes.
 PARTS = 3
 WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
@@ -77,7 +77,7 @@ def status() -> int:
 
 
 def _evidence() -> "tuple[dict[str, record.Evidence], record.Evidence | None]":
-    return record.read(EVIDENCE / CARD), record.read_changed(EVIDENCE / CARD)
+    return record.read(EVIDENCE / CHIP), record.read_changed(EVIDENCE / CHIP)
 
 
 class Run:
@@ -87,7 +87,7 @@ class Run:
         self.given = given
         self.rest = rest
         self.out = given.out or os.environ.get("SPARSEK_EVIDENCE")
-        self.known = record.read(EVIDENCE / CARD)
+        self.known = record.read(EVIDENCE / CHIP)
 
     def all(self) -> int:
         what = self.given.what
@@ -143,7 +143,7 @@ class Run:
 
     def pytest(self, arguments: "list[str]") -> int:
         of_run = ["-p", "xdist", "-p", "tests.evidence.plugin", "-n", str(self.given.workers)]
-        return self._call([*of_run, "--known", str(EVIDENCE / CARD), *arguments, *self.rest]).returncode
+        return self._call([*of_run, "--known", str(EVIDENCE / CHIP), *arguments, *self.rest]).returncode
 
     def cuts(self, count: int) -> "list[str]":
         """The first files of parts 2 to `count`: as in the newest evidence, else by measured or assumed seconds.

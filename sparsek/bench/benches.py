@@ -22,6 +22,7 @@ HELP = {
     "rounds.",
     "attention-backward": "The gradients of attention against their peers, alone or with the forward pass of a "
     "training step.",
+    "serving": "Attention over paged keys: chunks of prompts and decoding steps, beside unpaged kernels and a copy.",
     "fresh": "Attention whose mask is new in every call, host included, over a kept mask and over FlexAttention.",
     "policies": "Blocks of attention chosen from q and k: what that takes alone and in a call, and the mass kept.",
     "planner": "Every way to store a layer's weight, checked and timed; the one that predictions choose against the "

@@ -55,6 +55,8 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("attention_backward", "portable.attention_bwd", "attention.portable_bwd", ""),
     ("attention_backward", "cpu.attention_bwd", "attention.cpu_bwd", ""),
     ("attention_backward", "reference.attention_bwd", "attention.reference", ""),
+    ("attention_paged", "hopper.attention_paged", "paged.hopper", ""),
+    ("attention_paged", "portable.attention_paged", "paged.portable", ""),
     ("attention_paged", "cpu.attention_paged", "paged.cpu", ""),
     ("attention_paged", "reference.attention_paged", "paged.reference", ""),
 )

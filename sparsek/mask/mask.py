@@ -5,8 +5,8 @@ rule. Memory and time do not grow with the blocks that are absent; rows that vis
 entries.
 
 The methods come from modules that this one imports: `structured`, `documents`, `scored` and `listed` build masks,
-`compose` combines them, `view` reads their elements, `check` has the checks of the constructor, `interop` and `flex`
-convert.
+`compose` combines them, `view` reads their elements, `check` has the checks of the constructor, `interop`, `flex` and
+`xformers` convert.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sparsek.mask import (
     structured,
     traced,
     view,
+    xformers,
 )
 from sparsek.mask.fresh import Leaf
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
@@ -92,8 +93,8 @@ class BlockMask(Home, Record):
 
     Builders make masks of known form (`causal`, `sliding_window`, `strided`, `dilated`, `bigbird`, `block_diagonal`,
     `documents`), of scores (`topk`, `cumulative`), of lists (`from_block_map`, `from_indices`, `from_blocks`,
-    `from_pattern`), and of other forms (`from_dense`, `from_mask_mod`, `from_flex`, `from_transformers`). `a & b` and
-    `a | b` combine masks; `per_head` and `per_batch` join them.
+    `from_pattern`), and of other forms (`from_dense`, `from_mask_mod`, `from_flex`, `from_transformers`,
+    `from_xformers`). `a & b` and `a | b` combine masks; `per_head` and `per_batch` join them.
 
     The constructor takes the lists themselves. Row r = (b * heads + h) * Mb + i describes query tile i of head h of
     batch item b, with i < Mb = ceil(q_len / bq). A query sees every key of a full block, and of a partial block the
@@ -307,6 +308,7 @@ class BlockMask(Home, Record):
     from_transformers = classmethod(interop.from_transformers)
     from_flex = classmethod(flex.from_flex)
     from_mask_mod = classmethod(flex.from_mask_mod)
+    from_xformers = classmethod(xformers.from_xformers)
     from_pattern = classmethod(interop.from_pattern)
     to_flex = interop.to_flex
     to_fa4 = interop.to_fa4

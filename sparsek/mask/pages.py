@@ -37,6 +37,10 @@ class PageLists:
         block: (bq, bk), in tokens: bq 1, 64 or 128; bk a multiple of the page, or a divisor of it from 16 up.
         longest: At most this many blocks in a row.
 
+    Raises:
+        InvalidInput: For other blocks, and for lists of other shapes, dtypes or devices. Their values are checked by
+            `attention_paged` with check=True.
+
     Calls read the lists on the device, so a CUDA graph follows lists that are written in place.
     """
 
@@ -46,6 +50,28 @@ class PageLists:
     tiles: int
     block: tuple[int, int]
     longest: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", page_block(self.block))
+        for name, least in (("heads", 1), ("tiles", 0), ("longest", 0)):
+            object.__setattr__(self, name, arguments.integer(name, getattr(self, name), least))
+        for name in ("full", "partial"):
+            lists = getattr(self, name)
+            if not isinstance(lists, (tuple, list)) or len(lists) != 3:
+                raise InvalidInput(
+                    f"{name} is {arguments.shown(lists)}; it must be BlockLists (starts, counts, indices)"
+                )
+            for part, x in zip(BlockLists._fields, lists, strict=True):
+                check_list(f"{name}.{part}", x, 1)
+            object.__setattr__(self, name, BlockLists(*lists))
+        for name, (starts, counts, indices) in (("full", self.full), ("partial", self.partial)):
+            for x in (starts, counts, indices):
+                arguments.one_device("full.starts are", self.device, name, x.device)
+            if not starts.shape[0] == counts.shape[0] == self.heads * self.tiles:
+                raise InvalidInput(
+                    f"{name} has {starts.shape[0]} starts and {counts.shape[0]} counts; {self.heads} heads of "
+                    f"{self.tiles} tiles need {self.heads * self.tiles}"
+                )
 
     @classmethod
     def from_indices(cls, indices: Tensor, block: tuple[int, int], counts: Tensor | None = None) -> PageLists:

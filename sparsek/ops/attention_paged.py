@@ -150,7 +150,7 @@ def attention_paged(
     Synchronization: none, and all kernels may be captured in a CUDA graph, which then follows lengths, tables and lists
     that change in place; grids follow max_seqlen_q and max_seqlen_k. A plan depends on shapes alone. The bits of a
     request depend on its own queries and keys, not on other requests. Under torch.compile the call is one node of the
-    graph; policies are refused there and during capture.
+    graph; policies are refused there and during capture. torch.autocast changes nothing.
 
     Sources: paged keys and block tables, Kwon et al., arXiv:2309.06180; parts of keys that are merged by their lse,
     Flash-Decoding (Dao et al., 2023); learned sinks, gpt-oss (OpenAI, 2025).
@@ -170,7 +170,7 @@ def attention_paged(
         arguments.flag("check", check)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    if mask is not None and _is_rule(mask):
+    if isinstance(mask, MaskRule) and _is_rule(mask):
         mask, seq_lens, cu_seqlens_q, causal = lists_of_rule(
             q, cache, block_table, seq_lens, cu_seqlens_q, mask, scale, k_scale
         )
@@ -266,11 +266,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def _is_rule(mask: Any) -> bool:
+def _is_rule(mask: MaskRule) -> bool:
     """Whether the mask is chosen from q and the keys."""
-    if isinstance(mask, MaskPolicy):
-        return mask.topk is not None
-    return isinstance(mask, MaskRule)
+    return not isinstance(mask, MaskPolicy) or mask.topk is not None
 
 
 def _binding(

@@ -52,7 +52,9 @@ def lists_of_rule(
             queries = q[edges[r] : edges[r + 1]].transpose(0, 1)[None]
             if not queries.shape[2]:
                 continue
-            masks.append(rule.mask_for(queries, _keys(q, k, table[r], length, factor)[None], scale))
+            mask = rule.mask_for(queries, _keys(q, k, table[r], length, factor)[None], scale)
+            mask.verify()
+            masks.append(mask)
         return (PageLists.of_masks(masks, verify=False) if masks else None), seq_lens, cu_seqlens_q, causal
 
 

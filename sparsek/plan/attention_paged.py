@@ -68,15 +68,16 @@ class Paged(NamedTuple):
             else {"list_heads": lists.heads, "list_block": lists.block, "listed": lists.longest}
         )
         return PagedProblem(
-            tokens=q.shape[0],
-            requests=self.seq_lens.shape[0],
+            # Kernels divide by sizes. A call without queries, requests or keys launches nothing.
+            tokens=max(1, q.shape[0]),
+            requests=max(1, self.seq_lens.shape[0]),
             q_heads=q.shape[1],
             kv_heads=k.shape[1],
             dim=q.shape[2],
             v_dim=v.shape[3],
             page=k.shape[2],
-            max_q=self.max_q,
-            max_k=self.max_k,
+            max_q=max(1, self.max_q),
+            max_k=max(1, self.max_k),
             dtype=dtypes.name(q.dtype),
             kv_dtype=dtypes.shown(k.dtype),
             card=card,
@@ -151,8 +152,9 @@ def paged_call(
     most = block_table.shape[1] * k.shape[2]
     max_q = q.shape[0] if max_seqlen_q is None else arguments.integer("max_seqlen_q", max_seqlen_q)
     max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)
+    k_factor, v_factor = _page_scales(k, scales)
     return Paged(
-        q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, *_page_scales(k, scales),
+        q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, k_factor, v_factor,
         checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, min(max_q, q.shape[0]),
         min(max_k, most), arguments.flag("return_lse", return_lse), out,
     )  # fmt: skip
@@ -222,11 +224,11 @@ class PagedPlan(Plan):
     def _run(self, call: Paged) -> tuple[Tensor, Tensor | None]:
         q, out, p = call.q, call.out, self.problem
         if out is None:
-            out = q.new_empty((p.tokens, p.q_heads, p.v_dim))
-        lse = q.new_empty((p.q_heads, p.tokens), dtype=lse_dtype(q.dtype)) if p.lse else None
-        if not p.tokens or not p.requests or not p.max_q:
+            out = q.new_empty((q.shape[0], p.q_heads, p.v_dim))
+        lse = q.new_empty((p.q_heads, q.shape[0]), dtype=lse_dtype(q.dtype)) if p.lse else None
+        if not q.shape[0] or not call.seq_lens.shape[0] or not call.max_q:
             return out, lse
-        if not p.max_k or not call.k.shape[0]:  # there are no keys at all
+        if not call.max_k or not call.k.shape[0]:  # there are no keys at all
             out.zero_()
             if lse is not None and call.sink_logits is not None:
                 lse.copy_(call.sink_logits[:, None])

@@ -49,7 +49,7 @@ def rounding_seconds(p: SpmmProblem) -> float:
     return 1.5e-6 + max(moved / (0.78 * p.card.bandwidth), 0.2e-9 * p.k)
 
 
-def unless_hopper(p: ProductProblem | AttentionProblem) -> list[str]:
+def unless_hopper(p: ProductProblem | AttentionProblem | PagedProblem) -> list[str]:
     """Why 16-bit wgmma and TMA cannot run `p`: its card, its dtype."""
     reasons = []
     if p.card.capability != (9, 0):

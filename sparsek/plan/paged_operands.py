@@ -11,7 +11,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.operands import MOVE
-from sparsek.mask.pages import LEAST, TILES, PageLists, check_list
+from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
 from sparsek.plan.attention_operands import Layout
 from sparsek.plan.operands import check_no_tangent, wants_gradient
@@ -22,7 +22,7 @@ CACHE = (
     "one tensor [pages, Hkv, page, 2 * D], keys before values, or a pair (k [pages, Hkv, page, D], v [pages, "
     "Hkv, page, Dv]); a cache [pages, page, Hkv, D] goes in as x.transpose(1, 2)"
 )
-FORWARD_ONLY = "attention_paged has no gradient, and {name} requires one; call it under torch.no_grad(), or detach that tensor"
+FORWARD_ONLY = "attention_paged has no gradient, and {name} requires one; use torch.no_grad(), or .detach()"
 NO_TANGENT = "attention_paged has no forward-mode derivative (jvp, jacfwd)"
 SOFTCAPS = (1e-6, 1e6)
 
@@ -136,22 +136,12 @@ def _check_lists(q: Tensor, k: Tensor, lists: PageLists) -> None:
         raise InvalidInput(
             f"mask has lists for {lists.heads} heads; it needs 1, {k.shape[1]} as the cache, or {q.shape[1]} as q"
         )
-    if bq not in TILES or bk < LEAST or (bk % page and page % bk):
+    if bk % page and page % bk:
         raise InvalidInput(
-            f"mask has blocks of {bq} queries and {bk} keys, and pages have {page} rows; blocks have 1, 64 or 128 "
-            "queries, and a multiple of the page of keys, or a divisor of it from 16 up"
+            f"mask has blocks of {bq} queries and {bk} keys, and pages have {page} rows; blocks have a "
+            "multiple of the page of keys, or a divisor of it"
         )
-    for name in ("full", "partial"):
-        for part, x in zip(("starts", "counts", "indices"), getattr(lists, name), strict=True):
-            check_list(f"mask.{name}.{part}", x, 1)
-            arguments.one_device(
-                "q is", q.device, f"mask.{name}.{part}", x.device, "make the lists on q's device"
-            )
-            if part != "indices" and x.shape[0] != lists.heads * lists.tiles:
-                raise InvalidInput(
-                    f"mask.{name}.{part} has {x.shape[0]} rows; {lists.heads} heads of {lists.tiles} tiles need "
-                    f"{lists.heads * lists.tiles}"
-                )
+    arguments.one_device("q is", q.device, "mask", lists.device, "make the lists on q's device")
 
 
 def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:

@@ -500,7 +500,12 @@ class PagedProblem:
     def compulsory_bytes(self) -> float:
         """q and the seen keys and values read once, out (and lse) written once, by the bounds of lengths."""
         width = self.dim + self.v_dim
-        seen = self.max_k if self.list_heads else min(self.max_k, self.seen + self.max_q)
+        more = self.seen + self.max_q
+        if (
+            self.list_heads
+        ):  # each tile of queries, and each list of one head of keys, may have blocks of its own
+            more = self.seen * -(-self.max_q // self.list_block[0]) * max(1, self.list_heads // self.kv_heads)
+        seen = min(self.max_k, more)
         keys = self.requests * self.kv_heads * seen * width * dtypes.itemsize(self.kv_dtype)
         queries = self.tokens * self.q_heads * (width * dtypes.itemsize(self.dtype) + (4 if self.lse else 0))
         return float(keys + queries)

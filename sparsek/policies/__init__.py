@@ -5,6 +5,7 @@ from sparsek.policies.mass import recall
 from sparsek.policies.nabla import Nabla
 from sparsek.policies.pictures import plot
 from sparsek.policies.policy import Policy
+from sparsek.policies.quest import Quest
 from sparsek.policies.static import Streaming
 from sparsek.policies.top import MeanTopK, SubBlock
 from sparsek.policies.vertical_slash import VerticalSlash
@@ -18,6 +19,7 @@ __all__ = [
     "MeanTopK",
     "Nabla",
     "Policy",
+    "Quest",
     "Radial",
     "SlidingTile",
     "Streaming",

@@ -28,6 +28,7 @@ KERNELS = {
     "pack": "matrix.convert",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
+    "serving": "cpu.attention_paged",
     "fresh": "cpu.attention",
     "policy": "policies.xattention",
     "policy_estimate": "policies.xattention",

@@ -17,9 +17,9 @@ HEAD = """# The tests on a GPU
 
 
 def page(found: dict[str, Evidence], changed: Evidence | None = None) -> str:
-    """The page of one card's evidence. `changed`: that of the files that were run again."""
+    """The page of one chip's evidence. `changed`: that of the files that were run again."""
     if not found:
-        return f"{HEAD}\nNo evidence yet: run `make gpu` on an H200.\n"
+        return f"{HEAD}\nNo evidence yet: run `make gpu` on an H100 or H200.\n"
     ordered = sorted(found.values(), key=lambda each: [int(n) for n in reversed(each["part"].split("/"))])
     ordered += [changed] if changed else []
     return "\n".join([HEAD, *_parts(ordered), *_failed(ordered), *_skipped(ordered), *_files(ordered)]) + "\n"

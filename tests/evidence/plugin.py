@@ -32,7 +32,7 @@ MODEL = re.compile(r"\b[A-Z]{1,2}\d{2,4}\w*\b")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("evidence")
-    group.addoption("--evidence", metavar="FOLDER", help="where evidence goes: FOLDER/<card>/<part>.json")
+    group.addoption("--evidence", metavar="FOLDER", help="where evidence goes: FOLDER/<chip>/<part>.json")
     group.addoption("--part", default="selected", metavar="N/M", help="the part that the files are")
     group.addoption("--cuts", default="", help="the first file of each later part, joined by commas")
     group.addoption("--known", metavar="FOLDER", help="earlier evidence, for the seconds of tests")
@@ -91,10 +91,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LongestFirst(config, log)
 
 
-def card_of(gpu: str) -> str:
-    """The folder of a card's evidence: "h200" of "NVIDIA H200"."""
+def chip_of(gpu: str) -> str:
+    """The folder of a card's evidence: "hopper" of "NVIDIA H200" and "NVIDIA H100", which run the same machine code."""
     found = MODEL.search(gpu)
-    return (found[0] if found else re.sub(r"\W+", "-", gpu)).lower()
+    name = (found[0] if found else re.sub(r"\W+", "-", gpu)).lower()
+    return "hopper" if name in ("h100", "h200") else name
 
 
 def software(workers: int) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class Recorder:
         self.finished = False
         self.env = software(int(getattr(config.option, "numprocesses", None) or 0))
         self.path = Path(
-            str(config.getoption("--evidence")), card_of(self.env["gpu"]), record.name_of(self.part)
+            str(config.getoption("--evidence")), chip_of(self.env["gpu"]), record.name_of(self.part)
         )
         self.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.commit = commit_of(ROOT)

@@ -1,5 +1,5 @@
 """Evidence: what a run of one part of the tests marked `gpu` found, one JSON file for each part, in a folder for each
-card: benchmarks/evidence/h200/1-of-3.json. The run writes it by itself, from its start on, so that a run that is
+chip: benchmarks/evidence/hopper/1-of-3.json. The run writes it by itself, from its start on, so that a run that is
 cut leaves evidence that says so.
 
 {part "1/3", cuts [first file of each later part], finished, date, seconds, commit,

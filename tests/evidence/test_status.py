@@ -292,14 +292,14 @@ def test_the_page_shows_counts_skips_and_failures(tree: Path) -> None:
 
 
 def test_the_page_is_what_the_evidence_gives() -> None:
-    folder = ROOT / "benchmarks" / "evidence" / "h200"
+    folder = ROOT / "benchmarks" / "evidence" / "hopper"
     wanted = page.page(record.read(folder), record.read_changed(folder))
     assert (ROOT / page.PAGE).read_text(encoding="utf-8") == wanted, "run `make readme`"
 
 
 def test_no_evidence_holds_a_failure() -> None:
     """Of evidence in the tree. That sources have changed since fails nothing here: `make gpu-status` shows it."""
-    folder = ROOT / "benchmarks" / "evidence" / "h200"
+    folder = ROOT / "benchmarks" / "evidence" / "hopper"
     found, changed = record.read(folder), record.read_changed(folder)
     found |= {record.CHANGED: changed} if changed else {}
     assert {part: lines for part, each in found.items() if (lines := status.failures(each))} == {}

@@ -20,6 +20,7 @@ from sparsek.matrix.quantized import Scale
 from sparsek.pictures import blocks as spy
 from sparsek.pictures import masks
 from tests.fuzz.engine import Call
+from tests.integrations.xformers_biases import stand_ins
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -417,6 +418,17 @@ CALLS: dict[str, Call] = {
     ),
     "BlockMask.from_transformers": Call(
         function(sk.BlockMask.from_transformers, mask=(dense(300, 300) > 0)[None, None], block=64), BLOCK
+    ),
+    "BlockMask.from_xformers": Call(
+        function(
+            sk.BlockMask.from_xformers,
+            bias=stand_ins().LocalAttentionFromBottomRightMask(50, 9),
+            q_len=70,
+            kv_len=100,
+            block=64,
+            device="cpu",
+        ),
+        {"bias": "none", "device": "none"},
     ),
     "BlockMask.from_flex": Call(_flex, every=10),
     "BlockMask.from_mask_mod": Call(

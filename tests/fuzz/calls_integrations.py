@@ -14,7 +14,9 @@ from sparsek.integrations import fastvideo, flash_attention, flashinfer
 from sparsek.integrations.flex import flex_attention
 from sparsek.integrations.vllm import configured
 from sparsek.integrations.vllm_omni import sparse_attention
+from sparsek.integrations.xformers import memory_efficient_attention
 from tests.fuzz.engine import Call, Made
+from tests.integrations.xformers_biases import stand_ins
 
 
 @lru_cache
@@ -67,6 +69,27 @@ def _run_several(random: Random) -> Made:
     wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(0))
     wrapper.plan(**SEVERAL, **SETTING)
     return wrapper.run, {**operands(2, 100, 16), "out": None, "return_lse": True}
+
+
+XFORMERS = stand_ins()
+QUERIES = XFORMERS._SeqLenInfo(ints([0, 60, 100]), 60, 40, [0, 60, 100])
+
+
+def gappy_attention(seqstart_py: Any, seqlen_py: Any, window_left: Any, window_right: Any) -> Tensor:
+    """A call whose bias has these fields."""
+    info = XFORMERS._GappySeqInfo(ints([0, 0, 0]), 60, 30, seqstart_py, ints([0, 0]), seqlen_py)
+    bias = XFORMERS.BlockDiagonalLocalAttentionPaddedKeysMask(QUERIES, info, window_left, window_right)
+    return memory_efficient_attention(*operands(1, 100, 2, 16).values(), attn_bias=bias)
+
+
+def paged_attention(
+    block_tables: Any, page_size: Any, seqstart: Any, seqstart_py: Any, seqlen: Any, seqlen_py: Any
+) -> Tensor:
+    """A call whose keys begin inside pages."""
+    info = XFORMERS._GappySeqInfo(seqstart, 40, 30, seqstart_py, seqlen, seqlen_py)
+    bias = XFORMERS.PagedBlockDiagonalCausalWithOffsetGappyKeysMask(QUERIES, info, block_tables, page_size)
+    q, k, v = (dense(1, n, 2, 16, seed=n) for n in (100, 128, 128))
+    return memory_efficient_attention(q, k, v, bias)
 
 
 def function(called: Any, **arguments: Any) -> Any:
@@ -123,6 +146,25 @@ CALLS: dict[str, Call] = {
             softcap=0.0, block_sparse_tensors=LISTS, return_lse=True,
         ),
         {"softmax_scale": "none int", "softcap": "none", "block_sparse_tensors": "none"},
+    ),
+    "memory_efficient_attention": Call(
+        function(
+            memory_efficient_attention, query=dense(1, 100, 2, 16), key=dense(1, 100, 2, 16, seed=1),
+            value=dense(1, 100, 2, 16, seed=2), attn_bias=XFORMERS.BlockDiagonalCausalMask(QUERIES, QUERIES), p=0.0,
+            scale=0.2, op=None, output_dtype=None,
+        ),
+        {"attn_bias": "none", "p": "none int", "scale": "none int", "op": "any", "output_dtype": "dtype"},
+    ),
+    "memory_efficient_attention, gappy": Call(
+        function(gappy_attention, seqstart_py=[3, 70, 100], seqlen_py=[60, 30], window_left=70, window_right=5),
+        {"seqstart_py": "array", "seqlen_py": "array"},
+    ),
+    "memory_efficient_attention, paged": Call(
+        function(
+            paged_attention, block_tables=ints([[1, 0], [3, 2]]), page_size=32, seqstart=ints([5, 16, -1]),
+            seqstart_py=[5, 16, -1], seqlen=ints([45, 50]), seqlen_py=[45, 50],
+        ),
+        {"seqstart_py": "array", "seqlen_py": "array"},
     ),
     "flex_attention": Call(
         function(

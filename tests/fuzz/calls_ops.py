@@ -67,6 +67,17 @@ def policy(**options: Any) -> sk.MaskPolicy:
 
 
 @lru_cache
+def listed(heads: int = 1) -> Tensor:
+    """Key blocks of 4 queries."""
+    return torch.tensor([[[0, 2], [1, -1], [0, 1], [3, 0]]] * heads, dtype=torch.int32)
+
+
+@lru_cache
+def page_lists() -> sk.PageLists:
+    return sk.PageLists.from_indices(listed(), (1, 16))
+
+
+@lru_cache
 def plan(name: str) -> Any:
     """A plan of each kind."""
     q, k, v = heads(4), heads(2), heads(2, 8)
@@ -81,6 +92,7 @@ def plan(name: str) -> Any:
         "spgemm": lambda: sk.plan_spgemm(bsr(), bsr(64, 96)),
         "attention": lambda: sk.plan_attention(q, k, v, mask(), return_lse=True),
         "backward": lambda: sk.plan_attention_backward(q, k, v, mask()),
+        "paged": lambda: sk.plan_attention_paged(**PAGED, return_lse=True),
         "linear": lambda: sk.choose_format(
             dense(48, 64), dense(128, 64), formats=["dense", "bsr"], block=32, keep=0.5
         ),
@@ -134,6 +146,19 @@ POLICY = dict.fromkeys(("window", "stride", "topk"), "none int") | {"block": "in
 QKV = {"q": heads(4), "k": heads(2), "v": heads(2, 8)}
 PACKED = {"q": dense(100, 4, 16), "k": dense(100, 2, 16), "v": dense(100, 2, 8)}
 CU = torch.tensor([0, 40, 100], dtype=torch.int32)
+PAGED: dict[str, Any] = {
+    "q": dense(4, 4, 16),
+    "cache": dense(6, 2, 16, 32),
+    "block_table": torch.tensor([[5, 0, 3], [2, 4, 1]], dtype=torch.int32),
+    "seq_lens": torch.tensor([40, 20], dtype=torch.int32),
+    "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32),
+}
+PAGED_ALSO = {
+    **NAMED, "cache": "sequence", "mask": "none MaskPolicy PageLists", "scale": "none float int",
+    "softcap": "int float",
+    "max_seqlen_q": "none int", "max_seqlen_k": "none int", "k_scale": "none float int", "v_scale": "none float int",
+    "sink_logits": "none tensor", "out": "none tensor", "device": "none text", "config": "none",
+}  # fmt: skip
 SAMPLED = {"X": dense(128, 48), "Y": dense(48, 64), "pattern": bsr().pattern}
 X, B, BIAS, RESIDUAL = dense(48, 64), dense(64, 48), dense(128), dense(48, 128)
 LOW = {"bias": BIAS.to(BF16), "residual": RESIDUAL.to(BF16)}
@@ -244,6 +269,67 @@ CALLS: dict[str, Call] = {
         function(sk.attention_varlen, **PACKED, cu_seqlens_q=CU, cu_seqlens_k=None, mask=policy(topk=1)),
         VARLEN,
     ),
+    "attention_paged": Call(
+        function(
+            sk.attention_paged,
+            **PAGED,
+            mask=None,
+            max_seqlen_q=4,
+            max_seqlen_k=48,
+            causal=True,
+            scale=0.5,
+            softcap=2.0,
+            sink_logits=dense(4),
+            k_scale=None,
+            v_scale=1.0,
+            out=None,
+            return_lse=True,
+            kernel=None,
+            check=True,
+        ),
+        PAGED_ALSO,
+    ),
+    "attention_paged (lists)": Call(
+        function(sk.attention_paged, **PAGED, mask=page_lists(), causal=False, check=False), PAGED_ALSO
+    ),
+    "attention_paged (window)": Call(
+        function(
+            sk.attention_paged, **PAGED, mask=sk.MaskPolicy(window=8, sinks=2), kernel="cpu.attention_paged"
+        ),
+        PAGED_ALSO,
+    ),
+    "attention_paged (policy)": Call(
+        function(sk.attention_paged, **PAGED, mask=policy(topk=1), scale=None), PAGED_ALSO
+    ),
+    "plan_attention_paged": Call(
+        function(
+            sk.plan_attention_paged, **PAGED, mask=None, kernel=None, config=None, device=None, softcap=1.0
+        ),
+        PAGED_ALSO,
+    ),
+    "Plan (paged)": Call(function(plan("paged"), **PAGED, mask=None), PAGED_ALSO),
+    "PageLists": Call(
+        function(
+            sk.PageLists,
+            full=page_lists().full,
+            partial=page_lists().partial,
+            heads=1,
+            tiles=4,
+            block=(1, 16),
+            longest=2,
+        ),
+        {"full": "sequence", "partial": "sequence"},
+    ),
+    "PageLists.from_indices": Call(
+        function(
+            sk.PageLists.from_indices,
+            indices=listed(2),
+            block=(64, 32),
+            counts=listed(2)[..., 0].contiguous(),
+        ),
+        {"counts": "none"},
+    ),
+    "PageLists.of_masks": Call(function(sk.PageLists.of_masks, masks=[mask(), mask()], verify=True)),
     "merge_attention": Call(
         function(sk.merge_attention, o1=dense(2, 3, 8), lse1=dense(2, 3), o2=dense(2, 3, 8), lse2=dense(2, 3))
     ),

@@ -100,6 +100,27 @@ CALLS: dict[str, Call] = {
         every=20,
     ),
 }  # fmt: skip
+QUEST = policies.Quest(topk=2, page=16)
+KEYS, SUMMARIES = dense(5, 2, 16, 8), dense(5, 2, 2, 8)
+CALLS |= {
+    "policies.Quest": Call(function(policies.Quest, topk=2, page=16)),
+    "policies.Quest.summaries": Call(function(QUEST.summaries, cache_keys=KEYS)),
+    "policies.Quest.update": Call(
+        function(
+            QUEST.update, cache_keys=KEYS, slot_mapping=torch.tensor([3, 40, -1, 41]), summaries=SUMMARIES
+        ),
+        every=4,
+    ),
+    "policies.Quest.lists": Call(
+        function(
+            QUEST.lists, q=dense(3, 4, 8), summaries=SUMMARIES,
+            block_table=torch.tensor([[0, 3], [1, 4]], dtype=torch.int32),
+            seq_lens=torch.tensor([20, 32], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1, 3], dtype=torch.int32),
+        ),
+        every=4,
+    ),
+}  # fmt: skip
 for name, made in MADE.items():
     CALLS[f"policies.{name}.mask"] = Call(
         function(made.mask, q=Q, k=K, q_offset=0, kv_lengths=LENGTHS), CALLED, every=20

@@ -19,10 +19,21 @@ from sparsek.integrations import (
     flex,
     vllm,
     vllm_omni,
+    xformers,
 )
 
 LONGEST = 120  # characters of a summary
-STAND_INS = (block_sparse_attention, diffusers, fastvideo, flash_attention, flashinfer, flex, vllm, vllm_omni)
+STAND_INS = (
+    block_sparse_attention,
+    diffusers,
+    fastvideo,
+    flash_attention,
+    flashinfer,
+    flex,
+    vllm,
+    vllm_omni,
+    xformers,
+)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Example", "Examples")
 
 

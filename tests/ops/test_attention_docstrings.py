@@ -19,10 +19,18 @@ EXPORTS = ("to_flex", "to_fa4", "to_pattern", "to_dense", "dense_rows", "element
 DOCUMENTED: dict[str, Callable[..., Any]] = {
     **{
         each.__name__: each
-        for each in (sk.attention, sk.attention_varlen, sk.plan_attention, sk.plan_attention_backward)
+        for each in (
+            sk.attention,
+            sk.attention_varlen,
+            sk.attention_paged,
+            sk.plan_attention,
+            sk.plan_attention_backward,
+            sk.plan_attention_paged,
+        )
     },
     **{f"BlockMask.{name}": getattr(sk.BlockMask, name) for name in (*MASK_BUILDERS, *EXPORTS)},
     **{f"MaskPolicy.{name}": getattr(sk.MaskPolicy, name) for name in ("mask", "mask_for", "packed")},
+    **{f"PageLists.{name}": getattr(sk.PageLists, name) for name in ("from_indices", "of_masks")},
     "BlockMask": sk.BlockMask,
     "BlockMask.__and__": sk.BlockMask.__and__,
     "BlockMask.__or__": sk.BlockMask.__or__,

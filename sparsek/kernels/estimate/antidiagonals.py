@@ -12,6 +12,10 @@ sm_89, and Triton's interpreter. `reference/antidiagonals.py` is the specificati
         v
     end of the row tile: mass = sum over a block's rows of part * 2^(top then - top now) / total
 
+One loop runs over the key tiles and their steps of K, so loads go on while a tile's softmax is computed. The 4 lanes
+that share a row of S in tensor cores' layout have pairs of columns in turn. Groups of keys stand in memory so that a
+lane has whole blocks (`place_of` in groups.py): no sum over a block's columns needs a shuffle.
+
 The softmax needs the row's total before rows may be added, so the sums over columns wait in memory: float32 [tile_m,
 Nb] for each program, one per SM, and one row tile at a time. On 132 SMs that is 17 MB for 32K
 keys and 69 MB for 128K in blocks of 128, for any batch and any number of heads. S is never in memory, and Q' K'^T is
@@ -37,16 +41,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsek.core import env
 from sparsek.core.device import card_of
-from sparsek.kernels.estimate.groups import Groups, group
+from sparsek.kernels.estimate.groups import Groups, group, group_at
 from sparsek.kernels.lang.launch import launch
 
 LOG2E = 1.4426950408889634
-FOLDED = 64  # key blocks that the end of a row tile handles at a time
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of S, the depth of one step in bytes, warps and stages; `tma`: operands by TMA, on Hopper."""
+    """A tile of S, the depth of one step in bytes, warps and stages; `tma`: operands by TMA, on Hopper; `folded`: key
+    tiles that the end of a row tile handles at a time; `lanes`: threads that share a row of S.
+    """
 
     tile_m: int = 128
     tile_n: int = 256
@@ -54,11 +59,14 @@ class Config:
     num_warps: int = 8
     num_stages: int = 3
     tma: bool = True
+    folded: int = 1
+    lanes: int = 4
 
 
-FP8 = Config(num_stages=4)
-HALF = Config(tile_n=128, num_stages=4)
-SMALL = Config(tile_m=64, tile_n=64, num_warps=4, num_stages=3, tma=False)  # other cards, and the interpreter
+FP8 = Config(num_stages=4)  # 265 us; of 2 key tiles 275, of 4 339 (H100, 32K, 16 heads, 2026-11-25)
+HALF = Config(tile_n=128, num_stages=4, folded=4)
+# Other cards, and the interpreter.
+SMALL = Config(tile_m=64, tile_n=64, num_warps=4, num_stages=3, tma=False, folded=8)
 
 _NUMBERS = (
     "factor", "q_len", "k_groups", "q_offset", "q_tiles", "tiles_m", "blocks_n", "units", "slots",
@@ -95,12 +103,13 @@ def _estimate(
     factor, q_len, k_groups, q_offset, q_tiles, tiles_m, blocks_n, units, slots, heads,
     shared_by, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
     K: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, DEPTH: tl.constexpr,
-    RQ: tl.constexpr, RK: tl.constexpr, FOLDED: tl.constexpr, STAGES: tl.constexpr,
+    RQ: tl.constexpr, RK: tl.constexpr, FOLDED: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """RQ and RK: groups of a block's queries and keys. `slots`: key tiles of all keys. `units`: row tiles, or pairs of
     them, of all heads.
     """
     PER: tl.constexpr = TN // RK
+    INNER: tl.constexpr = K // DEPTH
     width = slots * PER
     TURNS: tl.constexpr = 2 if CAUSAL else 1
     pid = tl.program_id(0)
@@ -131,43 +140,68 @@ def _estimate(
             scale = scale * tl.load(q_scale + q_first + inner)
         total = tl.zeros((TM,), dtype=tl.float32)
         top = tl.full((TM,), float("-inf"), dtype=tl.float32)
-        for step in range(steps):
+        column = tl.arange(0, TN)
+        if k_scale is not None:
+            factors = tl.load(k_scale + k_first + column)
+        s = tl.zeros((TM, TN), dtype=tl.float32)
+        for done in tl.range(0, steps * INNER, num_stages=STAGES):
+            step = done // INNER
+            at = done % INNER * DEPTH
             start = step * TN
-            s = tl.zeros((TM, TN), dtype=tl.float32)
-            for at in tl.range(0, K, DEPTH, num_stages=STAGES):
-                a = _operand(q, q_first, 0, at, DEPTH, TM, K, TMA)
-                b = _operand(k, k_first, start, at, DEPTH, TN, K, TMA)
-                s = tl.dot(a, b.T, s)
-            column = start + tl.arange(0, TN)
-            if k_scale is not None:
-                s = s * tl.load(k_scale + k_first + column)[None, :]
-            if k_bias is not None:
-                s = s + tl.load(k_bias + k_first + column)[None, :]
-            if start + TN > whole:
-                s = tl.where(column[None, :] < limit[:, None], s, float("-inf"))
-            now = tl.maximum(top, tl.max(s, axis=1) * scale)
-            base = tl.where(now == float("-inf"), 0.0, now)
-            p = tl.exp2(s * scale[:, None] - base[:, None])
-            part = tl.sum(tl.reshape(p, (TM, PER, RK)), axis=2)
-            total = total * tl.exp2(top - base) + tl.sum(part, axis=1)
-            top = now
-            tl.store(parts + inner[:, None] * width + (step * PER + tl.arange(0, PER))[None, :], part)
-            tl.store(tops + step * TM + inner, base)
+            a = _operand(q, q_first, 0, at, DEPTH, TM, K, TMA)
+            b = _operand(k, k_first, start, at, DEPTH, TN, K, TMA)
+            s = tl.dot(a, b.T, s)
+            if at == (INNER - 1) * DEPTH:
+                if k_scale is not None:
+                    s = s * factors[None, :]
+                if k_bias is not None:
+                    s = s + tl.load(k_bias + k_first + start + column)[None, :]
+                if start + TN > whole:
+                    s = tl.where(
+                        start + group_at(column, TN, LANES)[None, :] < limit[:, None], s, float("-inf")
+                    )
+                now = tl.maximum(top, tl.max(s, axis=1) * scale)
+                base = tl.where(now == float("-inf"), 0.0, now)
+                p = tl.exp2(s * scale[:, None] - base[:, None])
+                # [rows, blocks of a lane, pairs of a block, lanes, 2]
+                p = tl.reshape(p, (TM, PER // LANES, RK // 2, LANES, 2))
+                part = tl.sum(tl.sum(p, axis=4), axis=2)
+                total = total * tl.exp2(top - base) + tl.sum(tl.sum(part, axis=2), axis=1)
+                top = now
+                part = tl.reshape(tl.trans(part, (0, 2, 1)), (TM, PER))
+                tl.store(parts + inner[:, None] * width + (step * PER + tl.arange(0, PER))[None, :], part)
+                tl.store(tops + step * TM + inner, base)
+                s = tl.zeros((TM, TN), dtype=tl.float32)
+                if k_scale is not None:
+                    coming = tl.minimum(step + 1, slots - 1) * TN
+                    factors = tl.load(k_scale + k_first + coming + column)
         tl.debug_barrier()
         last = tl.where(top == float("-inf"), 0.0, top)
         share = 1.0 / tl.where(total == 0.0, 1.0, total)
         to_row = tile * (TM // RQ) + tl.arange(0, TM // RQ)
         to = out + (head.to(tl.int64) * tiles_m + to_row)[:, None] * blocks_n
         inside = (to_row < tiles_m) & live
-        for first in range(0, blocks_n, FOLDED):
-            block = first + tl.arange(0, FOLDED)
+        for first in range(0, steps, FOLDED):
+            of = first + tl.arange(0, FOLDED)
             # Rows after the last query count nothing, whatever they hold.
-            there = (block < steps * PER)[None, :] & (row * STRIDE < q_len)[:, None]
-            part = tl.load(parts + inner[:, None] * width + block[None, :], mask=there, other=0.0)
-            base = tl.load(tops + (block // PER)[None, :] * TM + inner[:, None], mask=there, other=0.0)
+            there = (of < steps)[None, :] & (row * STRIDE < q_len)[:, None]
+            base = tl.load(tops + of[None, :] * TM + inner[:, None], mask=there, other=0.0)
             weight = tl.where(there, tl.exp2(base - last[:, None]) * share[:, None], 0.0)
-            mass = tl.sum(tl.reshape(part * weight, (TM // RQ, RQ, FOLDED)), axis=1)
-            tl.store(to + block[None, :], mass, mask=inside[:, None] & (block < blocks_n)[None, :])
+            block = first * PER + tl.arange(0, FOLDED * PER)
+            part = tl.load(
+                parts + inner[:, None] * width + block[None, :],
+                mask=(block < steps * PER)[None, :],
+                other=0.0,
+            )
+            part = tl.reshape(part, (TM, FOLDED, PER)) * weight[:, :, None]
+            # NaN times 0 of rows after the last query.
+            part = tl.where(there[:, :, None], part, 0.0)
+            mass = tl.sum(tl.reshape(part, (TM // RQ, RQ, FOLDED * PER)), axis=1)
+            tl.store(to + block[None, :], mask=inside[:, None] & (block < blocks_n)[None, :], value=mass)
+        for first in range(steps * PER, blocks_n, FOLDED * PER):  # not seen
+            block = first + tl.arange(0, FOLDED * PER)
+            nothing = tl.zeros((TM // RQ, FOLDED * PER), dtype=tl.float32)
+            tl.store(to + block[None, :], nothing, mask=inside[:, None] & (block < blocks_n)[None, :])
         tl.debug_barrier()
 
 
@@ -200,7 +234,8 @@ def block_mass(
     if not out.numel():
         return out
     tile_m, tile_n = c.tile_m, c.tile_n
-    g = group(q, k, stride, block[1], kv_lengths, fp8, (tile_m, tile_n))
+    lanes = min(c.lanes, tile_n // (block[1] // stride))
+    g = group(q, k, stride, block[1], kv_lengths, fp8, (tile_m, tile_n), lanes)
     q_tiles = g.q_rows // tile_m
     units = batch * heads * (-(-q_tiles // 2) if causal else q_tiles)
     programs = min(units, card_of(q.device).sm_count if q.is_cuda else 2)
@@ -219,7 +254,7 @@ def block_mass(
             _estimate, (programs,), *_operands(g, c, depth), g.q_scale, g.k_scale, g.k_bias, parts, tops, out,
             *numbers,
             STRIDE=stride, CAUSAL=causal, TMA=c.tma, K=g.q.shape[1],
-            TM=tile_m, TN=tile_n, DEPTH=depth, RQ=RQ, RK=RK, FOLDED=FOLDED,
+            TM=tile_m, TN=tile_n, DEPTH=depth, RQ=RQ, RK=RK, FOLDED=c.folded, LANES=lanes,
             STAGES=c.num_stages, num_warps=c.num_warps,
         )  # fmt: skip
     return out

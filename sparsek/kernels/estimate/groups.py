@@ -45,10 +45,23 @@ class Groups(NamedTuple):
 
 
 @triton.jit
+def place_of(group, TILE: tl.constexpr, LANES: tl.constexpr):
+    """The row of a tile of TILE groups where one stands: lanes have TILE / LANES groups, and take pairs in turn."""
+    own = group % (TILE // LANES)
+    return (own // 2 * LANES + group // (TILE // LANES)) * 2 + own % 2
+
+
+@triton.jit
+def group_at(row, TILE: tl.constexpr, LANES: tl.constexpr):
+    """The group that stands in a row of a tile."""
+    return row // 2 % LANES * (TILE // LANES) + row // (2 * LANES) * 2 + row % 2
+
+
+@triton.jit
 def _row_groups(
     x, out, scale, bias, lengths, tile, length, rows, first_row, s_row, s_d,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    REVERSED: tl.constexpr,
+    REVERSED: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one head, from row tile * ROWS on; `first_row` is the head's first row of `out`."""
     PADDED: tl.constexpr = triton.next_power_of_2(WIDTH)
@@ -56,11 +69,12 @@ def _row_groups(
     inner = tl.arange(0, STRIDE)
     token = row[:, None] * STRIDE + inner[None, :]
     exists = token < length
+    to_row = first_row + row // TILE * TILE + place_of(row % TILE, TILE, LANES)
     if lengths is not None:
         many = tl.load(lengths + token // BLOCK, mask=exists, other=0)
         exists = exists & (token % BLOCK < many)
         there = tl.max(exists.to(tl.int32), axis=1) > 0
-        tl.store(bias + first_row + row, tl.where(there, 0.0, float("-inf")), mask=row < rows)
+        tl.store(bias + to_row, tl.where(there, 0.0, float("-inf")), mask=row < rows)
     column = tl.arange(0, PADDED)
     source = x + (token.to(tl.int64) * s_row)[:, :, None] + (column.to(tl.int64) * s_d)[None, None, :]
     held = tl.load(source, mask=exists[:, :, None] & (column < D)[None, None, :], other=0.0)
@@ -69,11 +83,11 @@ def _row_groups(
         bits = held.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(tl.max(bits, axis=2), axis=1)
         exponent = tl.maximum(largest >> 23, 15) - 7  # biased, of the scale
-        tl.store(scale + first_row + row, (exponent << 23).to(tl.float32, bitcast=True), mask=row < rows)
+        tl.store(scale + to_row, (exponent << 23).to(tl.float32, bitcast=True), mask=row < rows)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         held = held * inverse[:, None, None]
     place = STRIDE - 1 - inner if REVERSED else inner
-    at = (first_row + row).to(tl.int64)[:, None] * (STRIDE * WIDTH) + place[None, :] * WIDTH
+    at = to_row.to(tl.int64)[:, None] * (STRIDE * WIDTH) + place[None, :] * WIDTH
     to = out + at[:, :, None] + column[None, None, :]
     inside = (row < rows)[:, None, None] & (column < WIDTH)[None, None, :]
     tl.store(to, held.to(out.dtype.element_ty), mask=inside)
@@ -85,7 +99,7 @@ def _group(
     q_len, kv_len, q_rows, k_rows, q_tiles, k_tiles, q_programs, length_step,
     sq_b, sq_h, sq_m, sq_d, sk_b, sk_h, sk_n, sk_d,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Programs of q, then those of k. WIDTH is D'."""
     pid = tl.program_id(0)
@@ -94,7 +108,7 @@ def _group(
         x = q + (head // HEADS).to(tl.int64) * sq_b + (head % HEADS).to(tl.int64) * sq_h
         _row_groups(
             x, q_out, q_scale, None, None, pid % q_tiles, q_len, q_rows, head * q_rows, sq_m, sq_d,
-            STRIDE, BLOCK, D, WIDTH, ROWS, True,
+            STRIDE, BLOCK, D, WIDTH, ROWS, True, TILE, 1,
         )  # fmt: skip
     else:
         pid -= q_programs
@@ -105,7 +119,7 @@ def _group(
             lengths += batch * length_step
         _row_groups(
             x, k_out, k_scale, k_bias, lengths, pid % k_tiles, kv_len, k_rows, head * k_rows, sk_n, sk_d,
-            STRIDE, BLOCK, D, WIDTH, ROWS, False,
+            STRIDE, BLOCK, D, WIDTH, ROWS, False, TILE, LANES,
         )  # fmt: skip
 
 
@@ -117,8 +131,10 @@ def group(
     kv_lengths: Tensor | None,
     fp8: bool,
     tiles: tuple[int, int],
+    lanes: int = 1,
 ) -> Groups:
     """The rows of q and k, as many of a head as whole `tiles` need. `block`: keys of a block that has a length.
+    `lanes`: how many parts of a tile of k take its pairs of rows in turn.
 
     `kv_lengths` int32 [1 or B, Nb]. Launches and allocations only.
     """
@@ -148,7 +164,7 @@ def group(
             kv_lengths.stride(0) if kv_lengths is not None and len(kv_lengths) > 1 else 0,
             *q.stride(), *k.stride(),
             HEADS=heads, KV_HEADS=kv_heads, STRIDE=stride, BLOCK=block, D=dim, WIDTH=width, ROWS=ROWS,
-            num_warps=WARPS,
+            TILE=tiles[1], LANES=lanes, num_warps=WARPS,
         )  # fmt: skip
     if env.interpreting() and fp8:
         q_out, k_out = (each.to(E4M3).to(torch.float16) for each in (q_out, k_out))

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.kernels.lang.launch import launch
+from sparsek.kernels.lang.ranks import count_over, highest, order
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import times
 from sparsek.mask import choice
@@ -54,25 +55,6 @@ def _first(found, at, kind: tl.constexpr):
 
 
 @triton.jit
-def _order(x, WIDE: tl.constexpr):
-    """An integer of the same order as x, int64 if WIDE: of a float64. Both zeros are 0; NaN is arbitrary."""
-    if WIDE:
-        b = x.to(tl.int64, bitcast=True)
-        b = tl.where(b == -0x8000000000000000, 0, b)
-        return b ^ ((b >> 63) & 0x7FFFFFFFFFFFFFFF)
-    else:
-        b = x.to(tl.int32, bitcast=True)
-        b = tl.where(b == -0x80000000, 0, b)
-        return b ^ ((b >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _over(key, bound):
-    """How many keys are over a bound."""
-    return tl.sum((key > bound).to(tl.int32), axis=0)
-
-
-@triton.jit
 def _sum(mass):
     """The exact sum of masses of 30 bits, int64: two sums of 15 bits in int32, because a warp adds these at once."""
     return (tl.sum(mass >> 15, axis=0).to(tl.int64) << 15) + tl.sum(mass & 0x7FFF, axis=0)
@@ -89,20 +71,32 @@ def _masses(x, counted):
 
 
 @triton.jit
-def _needed(key, mass, goal, nothing):
+def _needed(key, mass, goal, nothing, ahead):
     """How many of the highest keys have a sum of masses of at least `goal`, 0 for 0; and two bounds: the last of them
     is over the first bound, and not over the second, and no other value is.
     """
-    low, high = nothing, tl.max(key, axis=0)
+    high = tl.max(key, axis=0)
+    # No key is between `nothing` and the lowest, nor between the highest and those that are kept whatever their mass.
+    low = tl.min(tl.where(key > nothing, key, high), axis=0)
+    low = tl.where(low > nothing, low - 1, low)
     over = tl.zeros([], tl.int64)
-    inside = _over(key, low)
+    inside = count_over(key, low)
     above = tl.zeros([], tl.int32)
+    few: tl.constexpr = key.shape[0] <= 256
+    if few:  # a sum of counts fits over one of the upper 14 bits
+        upper, lower = (mass >> 16) | (1 << 22), mass & 0xFFFF
     # The sum over `low` reaches the goal, that over `high` does not. `inside` keys are between, `above` over `high`.
-    middle = (low & high) + ((low ^ high) >> 1)
-    while (goal > 0) & (middle != low) & (inside > 1):
+    rest = tl.max(tl.where(key < ahead, key, nothing), axis=0)
+    middle = tl.maximum(rest, low)
+    while (goal > 0) & (middle != low) & (low < rest) & (inside > 1):
         most = key > middle
-        here = _sum(tl.where(most, mass, 0))
-        count = tl.sum(most.to(tl.int32), axis=0)
+        if few:
+            sums = tl.sum(tl.where(most, upper, 0), axis=0)
+            here = ((sums & 0x3FFFFF).to(tl.int64) << 16) + tl.sum(tl.where(most, lower, 0), axis=0)
+            count = sums >> 22
+        else:
+            here = _sum(tl.where(most, mass, 0))
+            count = tl.sum(most.to(tl.int32), axis=0)
         reached = here >= goal
         low = tl.where(reached, middle, low)
         over = tl.where(reached, over, here)
@@ -114,30 +108,6 @@ def _needed(key, mass, goal, nothing):
     each = tl.maximum(tl.max(tl.where(key == high, mass, 0), axis=0), 1).to(tl.int64)
     more = ((goal - over + each - 1) // each).to(tl.int32)
     return tl.where(goal > 0, above + more, 0), low, high
-
-
-@triton.jit
-def _highest(key, count, nothing, low, high):
-    """The `count` highest keys over `nothing`; of equal ones those of lower columns. At least `count` keys are over
-    `low`, unless that is `nothing`, and at most `count` over `high`.
-    """
-    able = _over(key, low)
-    high = tl.where(able <= count, low, high)
-    over = _over(key, high)
-    # More than `count` keys are over `low`, `over` of them and no more than `count` over `high`.
-    middle = (low & high) + ((low ^ high) >> 1)
-    while middle != low:
-        here = _over(key, middle)
-        many = here > count
-        low = tl.where(many, middle, tl.where(here == count, middle, low))
-        high = tl.where(many, high, middle)
-        over = tl.where(many, over, here)
-        middle = (low & high) + ((low ^ high) >> 1)
-    kept = key > high
-    if over < count:
-        level = (key == high) & (key > nothing)
-        kept = kept | (level & (tl.cumsum(level.to(tl.int32), 0) <= count - over))
-    return kept
 
 
 @triton.jit
@@ -270,7 +240,7 @@ def _choose(
         able = there & right
         if KIND == "topk":
             able = able & (x != float("-inf"))
-        key = tl.where(able, _order(x, WIDE), nothing)
+        key = tl.where(able, order(x, WIDE), nothing)
         early = inside & False
         low = nothing
         if NEAR != "":
@@ -310,14 +280,14 @@ def _choose(
             product = _sum(mass).to(tl.float64) * share
             goal = product.to(tl.int64)
             goal += (goal.to(tl.float64) < product).to(tl.int64)
-            enough, under, last_kept = _needed(key, mass, goal, nothing)
+            enough, under, last_kept = _needed(key, mass, goal, nothing, ahead)
             count = tl.minimum(tl.maximum(tl.maximum(enough, before), least), most)
             known = (count == enough) & (goal > 0)
             low, high = tl.where(known, under, nothing), tl.where(known, last_kept, high)
         if not EVERY:
             if before > most:
                 word = tl.minimum(word, _CROWDED << _SHIFT)
-        kept = _highest(key, count, nothing, low, high)
+        kept = highest(key, count, nothing, low, high)
 
     # The blocks of the mask that it consists of, and what the queries of the row's tile see of them.
     stored = columns
@@ -398,6 +368,8 @@ def choose_blocks(c: Choice) -> Parts | None:
     # A histogram counts an entry once for each thread that has it, so every thread has entries of its own.
     listed = max(32 * warps, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1
     options: dict[str, Any] = {"num_warps": warps}
+    if cols * c.split[1] <= 256:  # so that an SM has registers for the 32 programs that it can hold
+        options["maxnreg"] = 64
     with torch.cuda.device_of(parts.base):
         launch(
             _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.word, full, cut,

@@ -174,9 +174,11 @@ def _listed(lists: PageLists, tile: int, tiles: int, length: int) -> Tensor:
     if lists.tiles == 0:
         return marks[..., :blocks]
     for starts, counts, indices in (lists.full, lists.partial):
-        many = counts[rows].long()[..., None]
+        if not indices.numel():
+            continue
+        many = counts[rows].long().clamp(0, min(lists.longest, indices.numel()))[..., None]
         entry = torch.arange(int(many.max()), device="cpu")
-        place = (starts[rows].long()[..., None] + entry).clamp(0, indices.numel() - 1)
+        place = (starts[rows].long()[..., None] + entry).clamp(0, max(indices.numel() - 1, 0))
         found = indices[place].long()
         there = (entry < many) & (found >= 0) & (found < blocks) & (each < lists.tiles)[None, :, None]
         marks.scatter_(2, torch.where(there, found, blocks), True)

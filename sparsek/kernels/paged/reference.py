@@ -28,8 +28,7 @@ class ReferencePaged(FixedKernel):
         return wide_seconds(p, p.dense_flops, keys + scores, 40 * p.requests)
 
     def launch(self, c: Fixed, work: PagedProblem, call: PagedCall) -> None:
-        *operands, scale, softcap, out, lse = call
-        q, k, v, table, lengths, edges, lists, sink_logits, k_scale, v_scale = operands
+        q, k, v, table, lengths, edges, lists, sink_logits, k_scale, v_scale, scale, softcap, out, lse = call
         with torch.no_grad():
             result, sums = attention_paged(
                 q, k, v, table.clamp(0, k.shape[0] - 1), lengths.clamp(0, min(work.max_k, table.shape[1] * k.shape[2])),

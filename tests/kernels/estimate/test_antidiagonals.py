@@ -65,8 +65,8 @@ def test_portable_kernels_copy_asynchronously(card: str):
     types = dict.fromkeys(("parts", "tops", "out"), "*fp32") | {"q": "*bf16", "k": "*bf16", "factor": "fp32"}
     constants: dict[str, Any] = {
         "q_scale": None, "k_scale": None, "k_bias": None, "STRIDE": 16, "CAUSAL": True, "TMA": False, "K": 2048,
-        "TM": c.tile_m, "TN": c.tile_n, "DEPTH": c.depth // 2, "RQ": 8, "RK": 8, "FOLDED": antidiagonals.FOLDED,
-        "STAGES": c.num_stages,
+        "TM": c.tile_m, "TN": c.tile_n, "DEPTH": c.depth // 2, "RQ": 8, "RK": 8, "FOLDED": c.folded,
+        "STAGES": c.num_stages, "LANES": c.lanes,
     }  # fmt: skip
     code = portable_code.compiled(
         antidiagonals._estimate, types, constants, CARDS[card], c.num_warps, c.num_stages
@@ -75,13 +75,33 @@ def test_portable_kernels_copy_asynchronously(card: str):
     assert code.shared <= CARDS[card].smem_bytes // 2  # two programs on an SM
 
 
+@pytest.mark.parametrize("block", [64, 128])
+def test_a_thread_adds_the_columns_of_a_block(block: int):
+    """No shuffle for each block: those left are of whole rows, and of the sums at the end of a row tile."""
+    c = antidiagonals.FP8
+    types = dict.fromkeys(("parts", "tops", "out", "q_scale", "k_scale"), "*fp32") | {
+        "q": f"tensordesc<fp8e4nv[{c.tile_m}, {c.depth}]>", "k": f"tensordesc<fp8e4nv[{c.tile_n}, {c.depth}]>",
+        "factor": "fp32",
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "k_bias": None, "STRIDE": 16, "CAUSAL": True, "TMA": True, "K": 2048, "TM": c.tile_m, "TN": c.tile_n,
+        "DEPTH": c.depth, "RQ": 8, "RK": block // 16, "FOLDED": c.folded, "STAGES": c.num_stages, "LANES": c.lanes,
+    }  # fmt: skip
+    code = portable_code.compiled(
+        antidiagonals._estimate, types, constants, CARDS["sm_90"], c.num_warps, c.num_stages, aligned=()
+    )
+    assert "wgmma.mma_async" in code.ptx
+    assert code.shared <= CARDS["sm_90"].smem_bytes
+    assert code.ptx.count("shfl.sync") < 128, "each block took two of its own: 128 of a key tile"
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 def test_grouping_reads_and_writes_16_bytes_at_once(fp8: bool):
     made = "*fp8e4nv" if fp8 else "*bf16"
     types = {"q": "*bf16", "k": "*bf16", "q_out": made, "k_out": made, "q_scale": "*fp32", "k_scale": "*fp32"}
     constants: dict[str, Any] = {
         "k_bias": None, "lengths": None, "STRIDE": 16, "BLOCK": 128, "D": 128, "WIDTH": 128, "ROWS": groups.ROWS,
-        "sq_d": 1, "sk_d": 1,
+        "sq_d": 1, "sk_d": 1, "TILE": 256, "LANES": 4,
     }  # fmt: skip
     if not fp8:
         constants |= {"q_scale": None, "k_scale": None}

@@ -19,6 +19,7 @@ from sparsek.core import dtypes
 from sparsek.kernels.attention import hopper_bwd as attention_bwd
 from sparsek.kernels.attention import hopper_fwd as attention_fwd
 from sparsek.kernels.lang.gluon import describe_heads, shared_layout
+from sparsek.kernels.paged import hopper as attention_paged
 from sparsek.kernels.sddmm import hopper as sddmm
 from sparsek.kernels.spmm import hopper as spmm
 from sparsek.kernels.spmm import hopper_fp8 as spmm_fp8
@@ -26,7 +27,14 @@ from tests.kernels.lang import sass
 from tests.kernels.lang.sass import Loop
 
 # hopper.spgemm runs the kernel of hopper.spmm.
-Config = spmm.Config | spmm_fp8.Config | sddmm.Config | attention_fwd.Config | attention_bwd.Config
+Config = (
+    spmm.Config
+    | spmm_fp8.Config
+    | sddmm.Config
+    | attention_fwd.Config
+    | attention_bwd.Config
+    | attention_paged.Config
+)
 # Of TTGIR.
 VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
@@ -76,6 +84,8 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
         options = c.options
         if isinstance(c, spmm_fp8.Config):
             function, source, types = _spmm_fp8(c)
+        elif isinstance(c, attention_paged.Config):
+            function, source, types = _attention_paged(c, dtype)
         else:
             function, source, types = _sddmm(c, dtype) if isinstance(c, sddmm.Config) else _spmm(c, dtype)
     signature = {name: types.get(name, "i32") for name in function.arg_names}
@@ -179,6 +189,23 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     types |= {"scale": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
+
+
+def _attention_paged(c: attention_paged.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
+    q, o = (torch.empty(64, c.pack, d, dtype=dtypes.parse(dtype), device="meta") for d in (c.dim, c.v_dim))
+    boxes = {
+        "q_desc": attention_paged._rows(q, c.pack, c.dim).box,
+        "k_desc": (1, 1, *c.k_box),
+        "v_desc": (1, 1, *c.v_box),
+        "o_desc": attention_paged._rows(o, c.pack, c.v_dim).box,
+    }
+    types = {name: _descriptor(box, dtype) for name, box in boxes.items()} | {"scale": "fp32", "bend": "fp32"}
+    pointers = ("tiles", "count", "table", "p_starts", "p_counts", "partial", "f_starts", "f_counts", "full")
+    types |= dict.fromkeys(pointers, "*i32") | {"out": f"*{dtype}"}
+    # What is not there is the tiles again.
+    there = (("lse", c.lse), ("sink_logits", c.sink_logits))
+    types |= {name: "*fp32" if given else "*i32" for name, given in there}
+    return attention_paged.attention_paged_kernel, attention_paged.SOURCE, types
 
 
 def _descriptor(box: tuple[int, ...], dtype: str) -> str:

@@ -38,8 +38,9 @@ def code(kind: str, columns: int, given: str = "fp32", short: bool = False, **mo
     return compiled(_choose, types, constants | more, H200, min(max(columns // 256, 1), 32), 3)
 
 
-def test_a_row_is_one_warp_that_adds_in_one_instruction_and_reads_16_bytes_at_once():
-    made = code("topk", 256, NEAR="window", UNIT=4)
+@pytest.mark.parametrize("kind", ["topk", "mass"])
+def test_a_row_is_one_warp_that_adds_in_one_instruction_and_reads_16_bytes_at_once(kind: str):
+    made = code(kind, 256, NEAR="window", UNIT=4)
     assert made.stack == 0
     assert made.registers <= 64, "32 rows share an SM"
     assert "redux.sync.add" in made.ptx

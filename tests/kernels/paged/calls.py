@@ -16,7 +16,8 @@ from sparsek.testing.poison import poisoned
 def paged_problem(inputs: PagedInputs, card: Any = None) -> PagedProblem:
     """The problem of a case on its device, or on another card; with lse."""
     call = Paged(
-        *inputs.operands().values(), inputs.causal, inputs.window, inputs.sinks, inputs.max_q, inputs.max_k, lse=True
+        **inputs.operands(), causal=inputs.causal, window=inputs.window, sinks=inputs.sinks, max_q=inputs.max_q,
+        max_k=inputs.max_k, lse=True,
     )  # fmt: skip
     return call.problem(card_of(inputs.q.device) if card is None else card)
 

@@ -1,0 +1,236 @@
+"""sk.attention_paged: results, layouts, lists, policies, out, plans; and sk.PageLists."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import sparsek as sk
+from sparsek.plan.attention_paged import HOME, PagedPlan
+from sparsek.reference.attention_paged import requests
+from sparsek.testing.paged_budget import check_attention_paged
+from sparsek.testing.paged_cases import FORMS, PAGED_CASES, Listed, PagedCase, PagedInputs
+from sparsek.testing.poison import poisoned
+from tests.ops.paged import CASES, MIXED, arguments_of, attend, mask_of
+
+
+@pytest.mark.parametrize("case", PAGED_CASES[::3], ids=str)
+def test_cases_are_within_budget_and_pass_the_checks_of_values(case: PagedCase) -> None:
+    x = case.make(seed=3)
+    out, lse = attend(x, return_lse=True, check=True)
+    if x.max_q and x.max_k:
+        assert check_attention_paged(x, out, lse).passed
+    assert torch.equal(attend(x)[: x.end], out[: x.end])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_request_is_torchs_attention_of_its_keys(softcap: float, sink: bool) -> None:
+    """Not by the reference, but by scaled_dot_product_attention and by scores written out."""
+    x = replace(MIXED, dtype="fp64", sink_logits=sink, softcap=softcap).make()
+    out = attend(x)
+    for each in requests(x.k, x.v, x.block_table, x.seq_lens, x.cu_seqlens_q, dtype=torch.float64):
+        q = x.q[each.at].transpose(0, 1)
+        keys, values = (t.repeat_interleave(2, 0) for t in (each.keys, each.values))
+        n, length = q.shape[1], keys.shape[1]
+        seen = torch.ones(n, length, dtype=torch.bool).tril(length - n)
+        if not softcap and not sink:
+            want = functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=x.scale)
+        else:
+            scores = q @ keys.mT * x.scale
+            scores = softcap * (scores / softcap).tanh() if softcap else scores
+            weights = scores.masked_fill(~seen, -torch.inf).exp()
+            total = weights.sum(-1, keepdim=True)
+            if x.sink_logits is not None:
+                total = total + x.sink_logits.double().exp()[:, None, None]
+            want = weights / total @ values
+        assert torch.allclose(out[each.at].transpose(0, 1), want, rtol=1e-12, atol=1e-12)
+
+
+def test_every_form_of_the_cache_gives_the_same_bits() -> None:
+    results = [attend(replace(CASES["mixed"], form=form).make()) for form in FORMS]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_rows_of_no_request_and_other_memory_of_out_are_not_written() -> None:
+    x = replace(MIXED, tail=3, loose=True).make()
+    whole = poisoned((x.q.shape[0], 2 * 4, 16), x.q.dtype)
+    out = whole[:, :4]
+    assert attend(x, out=out) is out
+    assert torch.equal(out[: x.end], attend(x)[: x.end])
+    assert bool(whole[x.end :].isnan().all())
+    assert bool(whole[:, 4:].isnan().all())
+
+
+def test_scales_of_pages_may_be_floats() -> None:
+    x = CASES["fp8"].make()
+    floats = attend(x, k_scale=0.75, v_scale=1.5)
+    tensors = attend(x, k_scale=torch.tensor([0.75]), v_scale=torch.tensor(1.5))
+    assert torch.equal(floats, tensors)
+    assert torch.equal(attend(x, k_scale=1.0, v_scale=None), attend(x, k_scale=None, v_scale=None))
+    per_head = attend(x, k_scale=torch.full((2,), 0.75), v_scale=1.5)
+    assert torch.equal(per_head, floats)
+
+
+def test_bounds_of_lengths_cut_keys_and_plans_are_shared_by_all_lengths() -> None:
+    x = MIXED.make()
+    x = x._replace(seq_lens=x.seq_lens.clone())
+    plans: Any = HOME.derived(PagedPlan, dict)
+    attend(x)
+    before = len(plans)
+    x.seq_lens.sub_(1).clamp_(min=0)
+    shorter = attend(x)
+    assert len(plans) == before
+    assert torch.equal(shorter, attend(x, max_seqlen_k=x.max_k + 1000, max_seqlen_q=10**6))
+
+
+def test_a_plan_explains_itself_runs_and_refuses_other_calls() -> None:
+    x = replace(MIXED, softcap=2.0, window=9, sinks=1).make()
+    given = {**arguments_of(x), "return_lse": True}
+    plan = sk.plan_attention_paged(**given)
+    text = plan.explain()
+    for part in (
+        "cpu.attention_paged",
+        "4 requests",
+        "a window of 9 and the first 1",
+        "capped scores",
+        "2 heads",
+    ):
+        assert part in text, text
+    del given["return_lse"]
+    out, lse = plan(**given)
+    want, want_lse = attend(x, return_lse=True)
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    with pytest.raises(sk.InvalidInput, match="softcap=True, and the call False"):
+        plan(**{**given, "softcap": 0.0})
+    with pytest.raises(sk.InvalidInput, match="tokens=26, and the call 25"):
+        plan(**{**given, "q": x.q[:-1]})
+
+
+def test_a_plan_predicts_for_another_card_from_meta_tensors() -> None:
+    x = replace(CASES["decode"], form="pair").make()
+    given: dict[str, Any] = {
+        name: value.to("meta") if isinstance(value, Tensor) else value
+        for name, value in arguments_of(x).items()
+    }
+    given["cache"] = tuple(each.to("meta") for each in x.cache)
+    plan = sk.plan_attention_paged(**given, device="h200", kernel="reference.attention_paged")
+    assert plan.seconds > 0
+    with pytest.raises(sk.InvalidInput, match="prediction"):
+        plan(**given)
+
+
+@pytest.mark.parametrize("case", [case for case in PAGED_CASES if case.dtype != "fp32"], ids=str)
+def test_every_case_has_a_plan_for_an_h200(case: PagedCase) -> None:
+    """Empty ones too: kernels divide by sizes where they predict."""
+    pytest.importorskip("triton")
+    plan = sk.plan_attention_paged(**arguments_of(case.make()), device="h200")
+    assert plan.kernel.split(".")[0] in ("hopper", "portable")
+    assert plan.seconds > 0
+    assert "attention_paged" in plan.explain()
+
+
+# Lists.
+
+
+def causal_masks(x: PagedInputs, make: Any = sk.BlockMask.causal, **options: Any) -> list[sk.BlockMask]:
+    found = requests(x.k, x.v, x.block_table, x.seq_lens, x.cu_seqlens_q)
+    lengths = [(each.at.stop - each.at.start, each.keys.shape[1]) for each in found]
+    return [make(q_len=n, kv_len=t, block=64, device="cpu", **options) for n, t in lengths if n]
+
+
+@pytest.mark.parametrize("note", ["mixed", "prefill", "more queries than keys", "decode"])
+def test_lists_of_causal_masks_are_the_causal_call(note: str) -> None:
+    x = CASES[note].make()
+    masks = causal_masks(x)
+    lists = sk.PageLists.of_masks(masks)
+    assert lists.tiles == sum(mask.grid[0] for mask in masks)
+    assert lists.longest == max(mask.sizes.longest for mask in masks)
+    out, lse = attend(x, mask=lists, return_lse=True, check=True)
+    assert check_attention_paged(x, out, lse).passed
+
+
+def test_lists_of_masks_of_one_head_and_of_several_join() -> None:
+    x = replace(MIXED, lengths=((100, 100), (70, 200))).make()
+    one, other = causal_masks(x)
+    by_head = sk.BlockMask.per_head([other, sk.BlockMask.full(q_len=70, kv_len=200, block=64, device="cpu")])
+    lists = sk.PageLists.of_masks([one, by_head], verify=False)
+    assert (lists.heads, lists.tiles) == (2, 4)
+    assert torch.allclose(attend(x, mask=lists), attend(x), atol=1e-5)
+    whole = sk.PageLists.of_masks(causal_masks(x, sk.BlockMask.full))
+    assert torch.allclose(attend(x, mask=whole, causal=False), attend(x, causal=False), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda x: causal_masks(x, sk.BlockMask.sliding_window, window=30), "other rules than causality"),
+        (lambda x: [causal_masks(x)[0] | random_bits(x)], "by bits"),
+        (lambda x: [causal_masks(x)[2], sk.BlockMask.causal(20, block=128)], r"blocks \(128, 128\)"),
+        (lambda x: [sk.BlockMask.causal(20, q_offset=3)] if False else [], "one or more BlockMask"),
+    ],
+)
+def test_masks_with_other_rules_are_refused(make: Any, what: str) -> None:
+    x = replace(MIXED, lengths=((100, 150), (70, 70), (65, 65))).make()
+    with pytest.raises(sk.InvalidInput, match=what):
+        sk.PageLists.of_masks(make(x))
+
+
+def random_bits(x: PagedInputs) -> sk.BlockMask:
+    seen = torch.rand(100, 150, generator=torch.Generator().manual_seed(0)) < 0.5
+    return sk.BlockMask.from_dense(seen, 64)
+
+
+def test_counts_and_entries_below_0_end_and_skip_blocks_and_later_writes_count() -> None:
+    x = replace(MIXED, lengths=((1, 64), (1, 64)), page=16).make()
+    indices = torch.tensor([[[3, 0, -1, 2], [1, 1000, 0, 2]]], dtype=torch.int32)
+    lists = sk.PageLists.from_indices(indices, block=(1, 16))
+    some = sk.PageLists.from_indices(torch.tensor([[[0, 2, 3], [0, 1, 2]]], dtype=torch.int32), (1, 16))
+    assert torch.equal(attend(x, mask=lists), attend(x, mask=some))
+    counts = torch.tensor([[2, 1]], dtype=torch.int32)
+    fewer = sk.PageLists.from_indices(indices, (1, 16), counts)
+    two = sk.PageLists.from_indices(torch.tensor([[[0, 3], [1, -1]]], dtype=torch.int32), (1, 16))
+    assert torch.equal(attend(x, mask=fewer), attend(x, mask=two))
+    indices[:, :, 0] = 2
+    changed = sk.PageLists.from_indices(torch.tensor([[[2, 0], [2, -1]]], dtype=torch.int32), (1, 16))
+    assert torch.equal(attend(x, mask=fewer), attend(x, mask=changed))
+
+
+# Policies.
+
+POLICIES = [
+    sk.policies.MeanTopK(topk=2, block=64),
+    sk.policies.Streaming(window=64, sinks=64, block=64),
+    sk.policies.SubBlock(density=0.5, block=64, causal=False),
+    sk.MaskPolicy(topk=2, block=64),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.label)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_policy_chooses_for_each_request_from_its_keys(policy: Any, fp8: bool) -> None:
+    lengths = ((1, 200), (70, 70), (0, 30), (130, 300))
+    case = replace(MIXED, lengths=lengths, dims=(32, 32), form="pair")
+    x = (replace(case, kv_dtype="e4m3", scale_per="head") if fp8 else case).make()
+    out = attend(x, mask=policy)
+    found = requests(
+        x.k, x.v, x.block_table, x.seq_lens, x.cu_seqlens_q, k_scale=x.k_scale, v_scale=x.v_scale
+    )
+    for each in found:
+        if each.at.stop > each.at.start:
+            q = x.q[each.at].transpose(0, 1)[None]
+            want = sk.attention(q, each.keys[None], each.values[None], policy)[0].transpose(0, 1)
+            assert torch.allclose(out[each.at], want, atol=1e-5), each.at
+    assert torch.equal(out, attend(x, mask=policy, max_seqlen_q=None))
+
+
+def test_lists_are_tested_where_full_and_partial_rows_differ_in_length() -> None:
+    case = replace(CASES["lists with full blocks"], lists=Listed((64, 64), "q", most=3, full=True))
+    x = case.make(seed=5)
+    out, lse = attend(x, return_lse=True, check=True)
+    assert check_attention_paged(x, out, lse).passed
+    assert mask_of(x).longest == 6

@@ -1,0 +1,81 @@
+"""sk.attention_paged under torch.compile, and the torch.library ops behind it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.ops.attention_paged_op import PagedArgs, flat
+from sparsek.testing.paged_cases import Listed
+from tests.ops.paged import CASES, MIXED, arguments_of, attend
+
+NOTES = [
+    "decode",
+    "window and sinks",
+    "lists for each query",
+    "fp8 per head",
+    "softcap and sink logits",
+    "not causal",
+]
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_compiled_it_is_one_graph_with_the_eager_result(note: str) -> None:
+    x = CASES[note].make()
+    given = arguments_of(x)
+    run = torch.compile(
+        lambda: sk.attention_paged(**given, return_lse=True), fullgraph=True, backend="aot_eager"
+    )
+    for found, want in zip(run(), attend(x, return_lse=True), strict=True):
+        assert torch.equal(found, want)
+
+
+def test_compiled_out_is_written() -> None:
+    x = MIXED.make()
+    given, out = arguments_of(x), torch.full_like(x.q, torch.nan)
+    run = torch.compile(
+        lambda out: sk.attention_paged(**given, out=out) * 2, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(run(out), 2 * out)
+    assert torch.equal(out, attend(x))
+
+
+def test_compiled_scales_may_be_floats_and_lengths_change() -> None:
+    x = CASES["fp8"].make()
+    given: dict[str, Any] = arguments_of(x) | {"k_scale": 0.5, "v_scale": 2.0}
+    run = torch.compile(
+        lambda q: sk.attention_paged(**{**given, "q": q}), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(run(x.q), sk.attention_paged(**given))
+    x.seq_lens.sub_(1).clamp_(min=0)
+    assert torch.equal(run(x.q), sk.attention_paged(**given))
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
+    run = torch.compile(sk.attention_paged, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for lengths in (((1, 30), (3, 20)), ((4, 30), (9, 20)), ((5, 5), (2, 47))):
+        x = replace(MIXED, lengths=lengths).make()
+        given = (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)
+        assert torch.equal(run(*given), sk.attention_paged(*given))
+
+
+def test_the_ops_pass_torchs_checks() -> None:
+    lists_of = Listed((1, 16), most=2)
+    x = replace(MIXED, lists=lists_of, sink_logits=True, form="pair").make()
+    lists, numbers = flat(x.lists, None, x.max_k)
+    args: Any = PagedArgs(
+        x.q, [x.k, x.v], x.block_table, x.seq_lens, x.cu_seqlens_q, lists, numbers, x.sink_logits, None, None, True,
+        None, 0.0, True, None,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.sparsek.attention_paged.default, tuple(args))
+    torch.library.opcheck(torch.ops.sparsek.attention_paged_out.default, (torch.zeros_like(x.q), *args))
+
+
+def test_policies_are_refused_under_compile() -> None:
+    x = MIXED.make()
+    run = torch.compile(lambda: attend(x, mask=sk.policies.MeanTopK()), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="cannot trace lengths"):
+        run()

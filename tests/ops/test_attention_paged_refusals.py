@@ -1,0 +1,162 @@
+"""What sk.attention_paged refuses, with what was wrong and what would be right; and checks of values on the device."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.mask.lists import BlockLists
+from tests.ops.paged import CASES, MIXED, attend
+
+ODD: Any = 64  # no pair
+LISTS = torch.zeros(1, 30, 2, dtype=torch.int32)
+FLAT = BlockLists(LISTS.view(-1), LISTS.view(-1), LISTS.view(-1))
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("q", lambda x: x.q[0], r"q is \[4, 16\]; it must be \[tokens, Hq, D\]"),
+    ("q", lambda x: x.q.int(), "use one of torch.bfloat16"),
+    ("q", lambda x: x.q[:, :3], "q has 3 heads and the cache 2"),
+    ("q", lambda x: x.q.half(), "q is torch.float16 and the pages torch.float32"),
+    ("q", lambda x: x.q.clone().requires_grad_(), r"no gradient, and q requires one; use torch.no_grad\(\)"),
+    ("cache", lambda x: x.cache[..., :20], r"one tensor \[pages, Hkv, page, 2 \* D\]"),
+    ("cache", lambda x: x.cache.transpose(1, 2), r"16 heads of pages of 2 rows.*x.transpose\(1, 2\)"),
+    ("cache", lambda x: (x.k, x.v[:2]), "cache is"),
+    ("cache", lambda x: (x.k, x.v, x.v), "a pair"),
+    ("cache", lambda x: (x.k, x.v.to(torch.float8_e4m3fn)), "pages torch.float8_e4m3fn"),
+    (
+        "block_table",
+        lambda x: x.block_table.long(),
+        r"block_table is torch.int64; it must be int32: block_table.int\(\)",
+    ),
+    ("block_table", lambda x: x.block_table[0], r"must be \[requests, width\]"),
+    ("block_table", lambda x: x.block_table.T.contiguous().T, "contiguous"),
+    ("seq_lens", lambda x: x.seq_lens[:-1], "requests, requests and requests"),
+    ("cu_seqlens_q", lambda x: x.cu_seqlens_q[1:], "requests, requests and requests"),
+    ("mask", lambda x: sk.MaskPolicy(window=64, stride=64, block=64), "option stride"),
+    ("mask", lambda x: sk.BlockMask.causal(26), "PageLists.of_masks"),
+    (
+        "mask",
+        lambda x: sk.PageLists.from_indices(LISTS.expand(3, -1, -1).contiguous(), (1, 16)),
+        "lists for 3 heads",
+    ),
+    ("max_seqlen_q", lambda x: -1, "max_seqlen_q is -1"),
+    ("scale", lambda x: 0.0, "scale is 0.0"),
+    ("softcap", lambda x: -1.0, "softcap is -1.0"),
+    ("sink_logits", lambda x: torch.zeros(4, dtype=torch.float16), r"float32 \[4\].*sink_logits.float\(\)"),
+    ("k_scale", lambda x: 0.5, "only FP8 pages have a scale"),
+    ("k_scale", lambda x: torch.ones(1), "only FP8 pages have a scale"),
+    ("out", lambda x: torch.empty_like(x.q)[:3], r"must be torch.float32 \[26, 4, 16\]"),
+    ("out", lambda x: torch.empty(26, 16, 4).mT, "last dim must be contiguous"),
+    ("out", lambda x: torch.empty(1, 4, 16).expand(26, 4, 16), "share memory"),
+    ("causal", lambda x: 1, "causal is 1; it must be True or False"),
+    ("kernel", lambda x: "no.kernel", "no kernel of attention_paged is called 'no.kernel'"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "what"), REFUSED, ids=[f"{n}-{w[:24]}" for n, _, w in REFUSED])
+def test_what_does_not_fit_is_refused_with_what_would_be_right(name: str, make: Any, what: str) -> None:
+    x = MIXED.make()
+    with pytest.raises(sk.InvalidInput, match=what):
+        attend(x, **{name: make(x)})
+
+
+def test_causality_of_a_policy_and_of_the_call_must_agree() -> None:
+    x = MIXED.make()
+    with pytest.raises(sk.InvalidInput, match="causal=False contradicts mask"):
+        attend(x, mask=sk.MaskPolicy(window=4), causal=False)
+    both = sk.MaskPolicy(window=4, causal=False)
+    assert torch.equal(attend(x, mask=both), attend(x, mask=both, causal=False))
+
+
+def test_gradients_are_refused_only_where_autograd_is_on() -> None:
+    x = MIXED.make()
+    want = attend(x)
+    q = x.q.clone().requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(attend(x, q=q), want)
+    with pytest.raises(sk.InvalidInput, match="sink_logits requires one"):
+        attend(x, sink_logits=torch.zeros(4).requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (
+            lambda x: x.seq_lens.__setitem__(1, 10**6),
+            r"seq_lens\[1\] is 1000000; block_table has room for 0 to 48 keys",
+        ),
+        (lambda x: x.seq_lens.__setitem__(2, -1), r"seq_lens\[2\] is -1"),
+        (lambda x: x.seq_lens.__setitem__(1, 45), r"seq_lens\[1\] is 45, and max_seqlen_k is 40"),
+        (
+            lambda x: x.block_table.__setitem__((1, 2), 77),
+            r"block_table\[1, 2\] is 77; request 1 has 33 keys",
+        ),
+        (lambda x: x.block_table.__setitem__((0, 0), -2), r"block_table\[0, 0\] is -2"),
+        (lambda x: x.cu_seqlens_q.__setitem__(0, 1), "cu_seqlens_q starts with 1"),
+        (lambda x: x.cu_seqlens_q.__setitem__(-1, 99), "cu_seqlens_q ends with 99, and q has 26 rows"),
+        (lambda x: x.cu_seqlens_q.__setitem__(1, 8), "cu_seqlens_q falls from 8 to 6 at request 1"),
+    ],
+)
+def test_check_finds_values_that_do_not_fit(change: Any, what: str) -> None:
+    x = MIXED.make()
+    attend(x, check=True)
+    change(x)
+    with pytest.raises(sk.InvalidInput, match=what):
+        attend(x, check=True)
+    attend(x)
+
+
+def test_check_finds_more_queries_than_the_bound() -> None:
+    with pytest.raises(sk.InvalidInput, match="request 3 has 20 queries, and max_seqlen_q is 19"):
+        attend(MIXED.make(), max_seqlen_q=19, check=True)
+
+
+def test_check_finds_lists_that_do_not_fit() -> None:
+    x = MIXED.make()
+    few = sk.PageLists.from_indices(LISTS[:, :20].contiguous(), (1, 16))
+    with pytest.raises(
+        sk.InvalidInput, match="mask has 20 tiles for each head; the requests have 26 of 1 queries"
+    ):
+        attend(x, mask=few, check=True)
+    lists = sk.PageLists.from_indices(LISTS, (1, 16), torch.full((1, 30), 2, dtype=torch.int32))
+    attend(x, mask=lists, check=True)
+    lists.partial.counts[7] = 3
+    with pytest.raises(sk.InvalidInput, match=r"row 7 of mask.partial has 3 entries from 14 on"):
+        attend(x, mask=lists, check=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: sk.PageLists.from_indices(LISTS.long(), (1, 16)), "use|must be"),
+        (lambda: sk.PageLists.from_indices(LISTS[0], (1, 16)), "must be 3-D"),
+        (lambda: sk.PageLists.from_indices(LISTS.transpose(1, 2), (1, 16)), "contiguous"),
+        (lambda: sk.PageLists.from_indices(LISTS, (2, 16)), "block is"),
+        (lambda: sk.PageLists.from_indices(LISTS, (1, 48)), "power of two"),
+        (lambda: sk.PageLists.from_indices(LISTS, ODD), "pair"),
+        (
+            lambda: sk.PageLists.from_indices(LISTS, (1, 16), torch.zeros(1, 3, dtype=torch.int32)),
+            "one for each row",
+        ),
+        (lambda: sk.PageLists(FLAT, FLAT, 1, 3, (1, 16), 2), "60 starts"),
+    ],
+)
+def test_lists_of_other_forms_are_refused(make: Any, what: str) -> None:
+    with pytest.raises(sk.InvalidInput, match=what):
+        make()
+
+
+def test_lists_need_blocks_that_fit_pages() -> None:
+    x = replace(MIXED, page=64).make()
+    attend(x, mask=sk.PageLists.from_indices(LISTS, (1, 16)))
+    attend(x, mask=sk.PageLists.from_indices(LISTS, (1, 128)))
+
+
+def test_scales_of_two_forms_are_refused() -> None:
+    x = CASES["fp8"].make()
+    with pytest.raises(sk.InvalidInput, match="1 and 2 elements"):
+        attend(x, k_scale=torch.ones(1), v_scale=torch.ones(2))
+    with pytest.raises(sk.InvalidInput, match=r"float32 \[1\] or \[2\]"):
+        attend(x, k_scale=torch.ones(3), v_scale=None)
