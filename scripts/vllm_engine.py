@@ -82,10 +82,11 @@ CASES = [
     Case("preemption", "llama", "forty", {"num_gpu_blocks_override": FEW}),
     Case("window and sinks in prompts", "llama", "mixed", sparsek=SPARSE, own=False),
     Case("XAttention that keeps all", "llama", "mixed", sparsek=WHOLE),
-    Case("speculation", "llama", "mixed", {"speculative_config": NGRAM}),
     Case("a cache in e5m2", "llama", "", {"kv_cache_dtype": "fp8_e5m2"}, own=False, refused="fp8_e5m2"),
     Case("ALiBi", "bloom, ALiBi", "", own=False, refused="ALiBi slopes"),
     Case("an unknown policy", "llama", "", sparsek={"policy": "Best"}, own=False, refused="policy is 'Best'"),
+    # After it no engine starts in the same process: vLLM 0.32 raises AttributeError.
+    Case("speculation", "llama", "mixed", {"speculative_config": NGRAM}),
     Case("processes, compiled", "llama", "mixed", {"enforce_eager": False}, processes=True),
 ]
 
@@ -128,6 +129,7 @@ def serve(cases: list[Case], folder: Path, out: Path) -> None:
                 if not case.refused:
                     raise
                 found[case.name] = {"error": str(error), "start_s": round(time.time() - began, 1)}
+                distributed.cleanup_dist_env_and_memory()
         if llm is None:
             continue
         calls.clear()
