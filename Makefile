@@ -6,11 +6,12 @@ WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
-.PHONY: help env env-demo demo test interpreted gpu gpu-status check lint readme cubins wheel clean
+.PHONY: help env env-demo demo test test-vllm interpreted gpu gpu-status check lint readme cubins wheel clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
 	@echo "make test    environment with them, then every check that needs no GPU"
+	@echo "make test-vllm   .venv-vllm (3.5 GB), then tiny models in vLLM's engine with SparseK's backend. Writes benchmarks/evidence/vllm.json"
 	@echo "make interpreted  the tests of them that run in Triton's interpreter; K=softmax as pytest's -k"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
@@ -37,6 +38,11 @@ demo: env-demo
 # Two sessions: a process has Triton's interpreter from its start or never. The second runs though the first has failed.
 test: env
 	@TRITON_INTERPRET=1 $(PYTEST); first=$$?; $(PYTEST) && exit $$first
+
+test-vllm:
+	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.11 to 3.13"; exit 1; }
+	@$(BOOT) scripts/env.py vllm
+	@.venv-vllm/bin/python scripts/vllm_engine.py run
 
 interpreted: env
 	@TRITON_INTERPRET=1 $(PYTEST) $(if $(K),-k "$(K)")
@@ -79,4 +85,4 @@ docs-serve: $(MKDOCS)
 	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) serve --strict
 
 clean:
-	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-xformers .venv-uv build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-vllm .venv-xformers .venv-uv build dist

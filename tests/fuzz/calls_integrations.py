@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsek.integrations import block_sparse_attention as bsa
 from sparsek.integrations import fastvideo, flash_attention, flashinfer
 from sparsek.integrations.flex import flex_attention
+from sparsek.integrations.vllm import configured
 from sparsek.integrations.vllm_omni import sparse_attention
 from sparsek.integrations.xformers import memory_efficient_attention
 from tests.fuzz.engine import Call, Made
@@ -178,6 +179,9 @@ CALLS: dict[str, Call] = {
             is_causal=False, softmax_scale=0.2,
         ),
         {"softmax_scale": "none int"},
+    ),
+    "configured": Call(
+        function(configured, additional={"sparsek": {"policy": "MeanTopK", "options": {"topk": 1}}})
     ),
     "BlockSparseAttentionWrapper.plan": Call(_rows, NAMES),
     "BlockSparseAttentionWrapper.run": Call(_run_rows),

@@ -17,6 +17,7 @@ from sparsek.integrations import (
     flash_attention,
     flashinfer,
     flex,
+    vllm,
     vllm_omni,
     xformers,
 )
@@ -29,6 +30,7 @@ STAND_INS = (
     flash_attention,
     flashinfer,
     flex,
+    vllm,
     vllm_omni,
     xformers,
 )

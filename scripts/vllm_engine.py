@@ -1,0 +1,390 @@
+"""Serves tiny random models in vLLM's engine on a CPU with SparseK's backend, and holds their tokens to right ones.
+
+  vllm_engine.py run      every case; the log goes to benchmarks/evidence/vllm.json
+  vllm_engine.py status   whether that log is of today's sources; exit status 0 if it is and every case passed
+
+Runs in .venv-vllm, which `make test-vllm` makes. Right are the tokens of vLLM's own attention, and those of
+transformers in float32: each token must have the largest logit after the ones before it, up to NEAR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib import import_module, metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+LOG = ROOT / "benchmarks" / "evidence" / "vllm.json"
+NEAR = 2e-3  # two logits this close may change places with the order of sums
+WORDS = 1000
+SIZES = {
+    "vocab_size": WORDS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 4096,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral, window 96": ("Mistral", {"sliding_window": 96, "head_dim": 64}),
+    "gemma2, softcap, windows": (
+        "Gemma2", {"sliding_window": 96, "head_dim": 64, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64},
+    ),
+    "bloom, ALiBi": ("Bloom", {"n_layer": 1, "n_head": 4}),
+}  # fmt: skip
+SPARSE = {"policy": "MaskPolicy", "options": {"window": 48, "sinks": 8}, "min_tokens": 0}
+WHOLE = {
+    "policy": "XAttention",
+    "options": {"threshold": 1.0, "block": 64, "precision": "full"},
+    "min_tokens": 256,
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+# A cache of so few pages that forty requests do not fit.
+FEW = 24
+
+
+class Case(NamedTuple):
+    """An engine and what it serves.
+
+    `own`: whether vLLM's own attention must give the same tokens, else others. `processes`: the engine is in processes
+    of its own. `refused`: the engine must not start, with an error of these words.
+    """
+
+    name: str
+    model: str
+    workload: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    sparsek: Mapping[str, Any] = MappingProxyType({})
+    own: bool = True
+    processes: bool = False
+    refused: str = ""
+
+
+CASES = [
+    Case("chunks of prompts", "llama", "mixed"),
+    Case("prefix caching", "llama", "prefix"),
+    Case("forty requests", "llama", "forty"),
+    Case("chunks, window", "mistral, window 96", "mixed"),
+    Case("prefix caching, window", "mistral, window 96", "prefix"),
+    Case("forty requests, window", "mistral, window 96", "forty"),
+    Case("chunks, softcap and windows", "gemma2, softcap, windows", "mixed"),
+    Case("preemption", "llama", "forty", {"num_gpu_blocks_override": FEW}),
+    Case("window and sinks in prompts", "llama", "mixed", sparsek=SPARSE, own=False),
+    Case("XAttention that keeps all", "llama", "mixed", sparsek=WHOLE),
+    Case("a cache in e5m2", "llama", "", {"kv_cache_dtype": "fp8_e5m2"}, own=False, refused="fp8_e5m2"),
+    Case("ALiBi", "bloom, ALiBi", "", own=False, refused="ALiBi slopes"),
+    Case("an unknown policy", "llama", "", sparsek={"policy": "Best"}, own=False, refused="policy is 'Best'"),
+    # After it no engine starts in the same process: vLLM 0.32 raises AttributeError.
+    Case("speculation", "llama", "mixed", {"speculative_config": NGRAM}),
+    Case("processes, compiled", "llama", "mixed", {"enforce_eager": False}, processes=True),
+]
+
+
+def prompts_of(workload: str) -> list[list[list[int]]]:
+    """Lists of prompts, each of which is served at once."""
+    torch: Any = import_module("torch")
+    random = torch.Generator().manual_seed(1)
+
+    def words(n: int) -> list[int]:
+        return torch.randint(WORDS, (n,), generator=random).tolist()
+
+    if workload == "mixed":
+        return [[words(n) for n in (7, 700, 1300, 130)]]
+    if workload == "prefix":
+        common = words(600)
+        return [[common + words(70)], [common + words(70), common + words(200), words(300)]]
+    return [[words(int(n)) for n in torch.randint(1, 400, (40,), generator=random)]]
+
+
+def serve(cases: list[Case], folder: Path, out: Path) -> None:
+    """Serves cases in this process, and writes tokens, seconds and counts of each. Cases with one engine share it."""
+    vllm: Any = import_module("vllm")
+    inputs: Any = import_module("vllm.inputs")
+    distributed: Any = import_module("vllm.distributed")
+    calls = counted()
+    sampling = vllm.SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True)
+    llm, held, found = None, None, {}
+    for case in cases:
+        began = time.time()
+        wanted = (case.model, json.dumps([dict(case.options), dict(case.sparsek)]))
+        if wanted != held:
+            if llm is not None:
+                del llm
+                distributed.cleanup_dist_env_and_memory()
+            llm, held = None, wanted
+            try:
+                llm = engine(vllm, case, folder)
+            except Exception as error:
+                if not case.refused:
+                    raise
+                found[case.name] = {"error": str(error), "start_s": round(time.time() - began, 1)}
+                distributed.cleanup_dist_env_and_memory()
+        if llm is None:
+            continue
+        calls.clear()
+        up, tokens, cached = time.time(), [], 0
+        for prompts in prompts_of(case.workload):
+            given = [inputs.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+            served = llm.generate(given, sampling, use_tqdm=False)
+            tokens += [list(each.outputs[0].token_ids) for each in served]
+            cached += sum(each.num_cached_tokens or 0 for each in served)
+        preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        found[case.name] = {
+            "tokens": tokens, "cached": cached, "preempted": preempted, "calls": dict(calls),
+            "start_s": round(up - began, 1), "serve_s": round(time.time() - up, 1),
+        }  # fmt: skip
+    if not any(case.processes for case in cases):
+        found["settings"] = refusals()
+    out.write_text(json.dumps(found))
+
+
+def refusals() -> dict[str, list[str]]:
+    """Why vLLM would refuse the backend on an H100, for settings that it must refuse, and for "none" changed."""
+    torch: Any = import_module("torch")
+    capability = import_module("vllm.platforms.interface").DeviceCapability(9, 0)
+    members: Any = import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
+    plain = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 256, "has_sink": True,
+        "has_sliding_window": True, "attn_type": "decoder", "device_capability": capability, "use_mla": False,
+        "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+    }  # fmt: skip
+    changed: list[dict[str, Any]] = [
+        {"head_size": 100}, {"dtype": torch.float32}, {"kv_cache_dtype": "fp8_e5m2"}, {"block_size": 48},
+        {"attn_type": "encoder_only"}, {"attn_type": "encoder_decoder"}, {"use_mla": True}, {"use_sparse": True},
+        {"use_mm_prefix": True}, {"use_per_head_quant_scales": True}, {"use_non_causal": True}, {"use_dcp": True},
+        {"use_pcp": True}, {"use_rswa": True},
+    ]  # fmt: skip
+    validate = members["SPARSEK"].get_class().validate_configuration
+    found = {
+        ", ".join(f"{name}={value}" for name, value in each.items()): validate(**plain | each)
+        for each in changed
+    }
+    return {"none": validate(**plain), **found}
+
+
+def engine(vllm: Any, case: Case, folder: Path) -> Any:
+    options = {"enforce_eager": True, **case.options}
+    return vllm.LLM(
+        model=str(folder / case.model.split(",")[0]), skip_tokenizer_init=True, dtype="float32", max_model_len=2048,
+        max_num_batched_tokens=512, enable_chunked_prefill=True, enable_prefix_caching=True, max_num_seqs=64,
+        disable_log_stats=False, additional_config={"sparsek": dict(case.sparsek)} if case.sparsek else {}, **options,
+    )  # fmt: skip
+
+
+def counted() -> Counter[str]:
+    """The calls of SparseK's attention in this process, by the class of their mask."""
+    layer: Any = import_module("sparsek.integrations.vllm_layer")
+    calls, attention = Counter[str](), layer.attention_paged
+
+    def counting(q: Any, cache: Any, table: Any, lengths: Any, edges: Any, mask: Any, **options: Any) -> Any:
+        calls["None" if mask is None else type(mask).__name__] += 1
+        return attention(q, cache, table, lengths, edges, mask, **options)
+
+    layer.attention_paged = counting
+    return calls
+
+
+class Served(NamedTuple):
+    """What a process served: facts of each case by name, and its log's end where it failed."""
+
+    facts: dict[str, Any]
+    failed: str
+
+
+def process(cases: list[Case], folder: Path, sparsek: bool) -> Served:
+    """Serves cases in a process of its own, by SparseK or by vLLM's own attention."""
+    out, log = folder / "served.json", folder / "log.txt"
+    out.unlink(missing_ok=True)
+    several = any(case.processes for case in cases)
+    settings = {
+        "SPARSEK_VLLM": "", "SPARSEK_VLLM_CPU": str(int(sparsek)), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(several)),
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    names = [str(CASES.index(case)) for case in cases]
+    command = [sys.executable, __file__, "serve", str(folder), str(out), *names]
+    with log.open("w") as file:
+        done = subprocess.run(command, env={**os.environ, **settings}, stdout=file, stderr=file, cwd=folder)
+    if done.returncode or not out.exists():
+        return Served({}, log.read_text()[-4000:])
+    return Served(json.loads(out.read_text()), "")
+
+
+def make_models(folder: Path) -> None:
+    transformers: Any = import_module("transformers")
+    torch: Any = import_module("torch")
+    for name, (kind, options) in MODELS.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model.float().save_pretrained(folder / name.split(",")[0])
+
+
+class Reference:
+    """transformers in float32, which finds wrong tokens. Keeps its answers for equal questions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.known = folder, {}
+
+    def counts(self, case: Case, tokens: list[list[int]]) -> tuple[int, int]:
+        """How many tokens are wrong, and how many are not the first choice but as near as NEAR."""
+        question = json.dumps([case.model, case.workload, case.sparsek == SPARSE, tokens])
+        if question not in self.known:
+            lost = self.lost(case, tokens)
+            self.known[question] = int((lost > NEAR).sum()), int(((lost > 0) & (lost <= NEAR)).sum())
+        return self.known[question]
+
+    def lost(self, case: Case, tokens: list[list[int]]) -> Any:
+        """For each token, the largest logit less its own."""
+        transformers: Any = import_module("transformers")
+        torch: Any = import_module("torch")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.folder / case.model.split(",")[0], attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        found = []
+        for prompt, new in zip(itertools.chain(*prompts_of(case.workload)), tokens, strict=True):
+            whole, mask = torch.tensor([prompt + new[:-1]]), {}
+            if case.sparsek == SPARSE:
+                mask = {"attention_mask": sparse_mask(case, len(prompt), whole.shape[1])}
+            with torch.no_grad():
+                logits = model(whole, use_cache=False, **mask).logits[0, len(prompt) - 1 :]
+            found.append(logits.max(1).values - logits.gather(1, torch.tensor(new)[:, None])[:, 0])
+        return torch.cat(found)
+
+
+def sparse_mask(case: Case, prompt: int, length: int) -> Any:
+    """The mask of a window and sinks in a prompt, with dense decoding, as transformers adds it: [1, 1, S, S]."""
+    torch: Any = import_module("torch")
+    window, sinks = (case.sparsek["options"][name] for name in ("window", "sinks"))
+    p, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = (j <= p) & ((j > p - window) | (j < sinks) | (p >= prompt))
+    return torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+def judged(
+    case: Case, ours: dict[str, Any], like: dict[str, Any] | None, reference: Reference
+) -> dict[str, Any]:
+    """A case's line of the log. `like`: the same model and prompts, served by vLLM's own attention."""
+    line = {"case": case.name, "model": case.model}
+    if case.refused:
+        error = ours.get("error", "the engine started")
+        return {**line, "passed": case.refused in error, "error": error, "start_s": ours["start_s"]}
+    wrong, near = reference.counts(case, ours["tokens"])
+    right: dict[str, bool] = {"transformers": wrong == 0}
+    if like is not None:
+        # Sequences that part at two near logits go on apart, each right after its own tokens.
+        apart = sum(one != other for one, other in zip(ours["tokens"], like["tokens"], strict=True))
+        right["vllm" if case.own else "unlike dense"] = (apart <= near) == case.own
+        if case.workload == "prefix":
+            right["cached"] = ours["cached"] == like["cached"] and (
+                ours["cached"] > 0 or case.model != "llama"
+            )
+    if not case.processes:
+        mask = case.sparsek.get("policy", "MaskPolicy" if "window" in case.model else "None")
+        right["calls"] = mask in ours["calls"]
+    if "num_gpu_blocks_override" in case.options:
+        right["preempted"] = ours["preempted"] > 0
+    facts = {key: value for key, value in ours.items() if key != "tokens"}
+    counts = {
+        "requests": len(ours["tokens"]),
+        "tokens": sum(map(len, ours["tokens"])),
+        "wrong": wrong,
+        "near": near,
+    }
+    return {**line, "passed": all(right.values()), "right": right, **counts, **facts}
+
+
+def run() -> int:
+    began, of = time.time(), sources()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_models(folder)
+        plain = [case for case in CASES if case.own and not (case.options or case.sparsek)]
+        own = process(plain, folder, sparsek=False)
+        inside = process([case for case in CASES if not case.processes], folder, sparsek=True)
+        beside = process([case for case in CASES if case.processes], folder, sparsek=True)
+        facts = inside.facts | beside.facts
+        failed = [each.failed for each in (own, inside, beside) if each.failed]
+        alike = {(case.model, case.workload): own.facts.get(case.name) for case in plain}
+        reference = Reference(folder)
+        lines = [
+            judged(case, facts[case.name], alike.get((case.model, case.workload)), reference)
+            for case in CASES
+            if case.name in facts
+        ]
+    settings = facts.get("settings", {"none": ["not reached"]})
+    refused = not settings["none"] and all(why for name, why in settings.items() if name != "none")
+    lines.append({"case": "settings on a GPU", "passed": refused, "reasons": settings})
+    passed = not failed and len(lines) == len(CASES) + 1 and all(line["passed"] for line in lines)
+    log = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "seconds": round(time.time() - began),
+        "passed": passed, "versions": versions(), "sources": of, "cases": lines, "failed": failed,
+    }  # fmt: skip
+    LOG.write_text(json.dumps(log, indent=1) + "\n")
+    for line in lines:
+        print("passed" if line["passed"] else "FAILED", json.dumps(line))
+    print(
+        *failed, f"{LOG.relative_to(ROOT)}: {'passed' if passed else 'FAILED'}, {log['seconds']} s", sep="\n"
+    )
+    return 0 if passed else 1
+
+
+def versions() -> dict[str, str]:
+    found = {name: metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")}
+    return {"python": sys.version.split()[0], **found}
+
+
+def sources() -> dict[str, str]:
+    """Hashes of this script and of the sources that the engine runs, without comments, docstrings and layout."""
+    hashes: Any = import_module("tests.evidence.hashes")
+    files: Any = import_module("sparsek.plan.sources").files_hash
+    return {**hashes.source_hashes(ROOT), "script": files([Path(__file__).resolve()], ROOT)}
+
+
+def status() -> int:
+    """Prints what the log is worth."""
+    if not LOG.exists():
+        print(f"{LOG.relative_to(ROOT)}: missing; make test-vllm writes it")
+        return 1
+    log = json.loads(LOG.read_text())
+    today = sources()
+    changed = sorted(
+        name for name in {*today, *log["sources"]} if today.get(name) != log["sources"].get(name)
+    )
+    word = "red" if not log["passed"] else "stale" if changed else "fresh"
+    print(
+        f"{LOG.relative_to(ROOT)}: {word}, {log['date']}",
+        *([f"changed: {', '.join(changed)}"] if changed else []),
+    )
+    return 0 if word == "fresh" else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["run", "status", "serve"])
+    parser.add_argument(
+        "rest", nargs="*", help="of serve, which run calls: the models, the result, numbers of cases"
+    )
+    given = parser.parse_args()
+    if given.command == "serve":
+        folder, out, *cases = given.rest
+        serve([CASES[int(case)] for case in cases], Path(folder), Path(out))
+        return 0
+    return run() if given.command == "run" else status()
+
+
+if __name__ == "__main__":  # vLLM starts its processes by importing this file
+    sys.exit(main())

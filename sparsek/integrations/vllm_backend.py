@@ -1,0 +1,143 @@
+"""The classes that vLLM loads for the backend SPARSEK: thin ones over `vllm_layer`, with vLLM's own as bases."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.integrations import vllm as plugin
+from sparsek.integrations.vllm_layer import (
+    FP8,
+    HEAD_SIZES,
+    PAGES,
+    PLAIN,
+    Batch,
+    LayerAttention,
+    batch_of,
+)
+
+try:
+    vllm: Any = import_module("vllm.v1.attention.backend")
+except ImportError:  # documentation and type checkers read the classes without vLLM
+    vllm = SimpleNamespace(AttentionBackend=object, AttentionImpl=object, AttentionMetadataBuilder=object)
+
+FAVOURED = "LBHNC"  # a head's rows of a page are neighbours in memory
+
+
+class SparseKImpl(LayerAttention, vllm.AttentionImpl):
+    """The attention of one layer, with the options of the engine that loads the model."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        config = import_module("vllm.config").get_current_vllm_config_or_none()
+        self.options = plugin.configured(getattr(config, "additional_config", None))
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new keys and values to the cache, on a GPU by vLLM's own kernel."""
+        if not kv_cache.is_cuda:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        import_module("vllm._custom_ops").reshape_and_cache_flash(
+            key, value, keys, values, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
+        )
+
+
+class SparseKBuilder(vllm.AttentionMetadataBuilder):
+    """Cuts each batch into spans: decodes, dense prompts, and prompts under the policy.
+
+    CUDA graphs hold batches of decodes as a whole. With prompts they hold what is between the layers' attention.
+    """
+
+    _cudagraph_support: ClassVar[Any] = getattr(
+        getattr(vllm, "AttentionCGSupport", None), "UNIFORM_BATCH", None
+    )
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.options = plugin.configured(vllm_config.additional_config)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        size, value_size = kv_cache_spec.head_size, getattr(kv_cache_spec, "head_size_v", None)
+        parallel = vllm_config.parallel_config
+        reasons = [
+            (value_size not in (None, size), f"values of {value_size} with keys of {size}"),
+            (vllm_config.model_config.is_mm_prefix_lm, "models whose images see later tokens"),
+            *(
+                (getattr(parallel, name, 1) > 1, name)
+                for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
+            ),
+            (
+                getattr(vllm_config.model_config, "rswa_window", None) is not None,
+                "windows that keep the prompt",
+            ),
+        ]
+        found = [text for holds, text in reasons if holds]
+        if found:
+            raise InvalidInput(f"{plugin.NAME} does not support {', nor '.join(found)}")
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        """The spans of a batch. vLLM gives no common prefix: cascade attention is off."""
+        return batch_of(common_attn_metadata, self.options, self.reorder_batch_threshold or 1)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Batch:
+        """The spans of a batch that a graph is captured with: it is replayed for requests of any length."""
+        longest = self.vllm_config.model_config.max_model_len
+        return batch_of(common_attn_metadata, self.options, self.reorder_batch_threshold or 1, longest)
+
+
+class SparseKBackend(vllm.AttentionBackend):
+    """The backend SPARSEK: bf16 and fp16, on a CPU float32 too; pages of 64 or 128 tokens in any layout."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name in vLLM's list of backends."""
+        return plugin.NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseKImpl]:
+        """The class of a layer's attention."""
+        return SparseKImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseKBuilder]:
+        """The class that makes the metadata of a batch."""
+        return SparseKBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page."""
+        return list(PAGES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Every multiple of 8 up to 256."""
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Every layout, the one with neighbouring rows first."""
+        layouts = import_module("vllm.v1.kv_cache_interface").KVCacheLayout
+        return tuple(sorted(layouts, key=lambda layout: layout.name != FAVOURED))
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """True: learned sinks, as of gpt-oss."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """True: windows of the model's own layers."""
+        return True
