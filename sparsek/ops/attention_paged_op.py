@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsek import kernels
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
@@ -16,8 +18,24 @@ from sparsek.ops.planning import choose
 from sparsek.plan.attention_operands import lse_dtype
 from sparsek.plan.attention_paged import Paged, PagedPlan, paged_call
 from sparsek.plan.op import Operation
+from sparsek.plan.problem import PagedProblem
+from sparsek.plan.select import Choice
 
-ATTENTION_PAGED = Operation(PagedPlan, choose)
+
+def choose_typical(p: PagedProblem, kernel: str | None = None, config: Any = None) -> Choice:
+    """The choice for a typical batch, with the predictions for this one.
+
+    It does not depend on how many requests and tokens there are, so that the bits of a request do not either.
+    """
+    found = choose(p.typical, kernel, config)
+    of_batch = tuple(
+        each if each.why_not else replace(each, seconds=kernels.load(each.name).seconds(p, each.config))
+        for each in found.candidates
+    )
+    return found._replace(candidates=of_batch)
+
+
+ATTENTION_PAGED = Operation(PagedPlan, choose_typical)
 
 
 class PagedArgs(NamedTuple):

@@ -20,7 +20,7 @@ from sparsek.plan.attention import megabytes
 from sparsek.plan.attention_operands import checked_scale, lse_dtype
 from sparsek.plan.kernel import PagedCall
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.problem import TYPICAL, PagedProblem
 from sparsek.plan.select import Choice
 
 # The plans of this process. They hold nothing of a cache, so caches and layers of one shape share them.
@@ -266,7 +266,8 @@ class PagedPlan(Plan):
         return ", ".join(parts)
 
     def details(self) -> list[str]:
+        by = f"  chosen     for {TYPICAL} such requests, so that the bits of a request do not depend on the batch"
         if not self.ready:
-            return super().details()
+            return [by, *super().details()]
         own = megabytes([x.nbytes for x in tensors_in(self.work)])
-        return [f"  memory     plan {own}", *super().details()]
+        return [by, f"  memory     plan {own}", *super().details()]

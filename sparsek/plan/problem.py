@@ -434,6 +434,9 @@ class AttentionGradProblem(AttentionProblem):
         return float(tensors + 8 * self.stored + 4 * queries)
 
 
+TYPICAL = 16
+
+
 @dataclass(frozen=True)
 class PagedProblem:
     """out [tokens, q_heads, v_dim] of a ragged batch of `requests`, whose keys and values lie in pages of `page` rows.
@@ -491,6 +494,11 @@ class PagedProblem:
     def rows(self) -> int:
         """Query rows of a request that share a head of keys: at most `max_q` positions of `group` heads."""
         return self.max_q * self.group
+
+    @property
+    def typical(self) -> PagedProblem:
+        """The same with TYPICAL requests of `max_q` queries each, for choices that do not depend on the batch."""
+        return replace(self, requests=TYPICAL, tokens=TYPICAL * self.max_q)
 
     @property
     def seen(self) -> int:
