@@ -92,7 +92,7 @@ def test_scores_near_and_far_beyond_the_cap(family: str, cap: float) -> None:
 def differentiated(
     family: str, given: tuple[Tensor, Tensor, Tensor], mask: BlockMask, scores: Scores, ordered: bool
 ) -> tuple[Any, ...]:
-    """out, lse, grad, grad_lse and the gradients by every config of the family's kernel."""
+    """grad, grad_lse and the gradients by every config of the Hopper kernel, or the default of the portable one."""
     q, k, v = given
     kernel = load(f"{family}.attention_bwd")
     out, lse = attention(q, k, v, mask, scores=scores)
@@ -101,7 +101,7 @@ def differentiated(
     p = Differentiated(q, k, v, mask, ordered, scores=scores).problem(card_of(q.device))
     assert kernel.why_not(p) == []
     found = {}
-    for c in (kernel.default(p), *kernel.configs(p)):
+    for c in (kernel.default(p), *(kernel.configs(p) if family == "hopper" else ())):
         dq, dk, dv = (poisoned(tuple(x.shape), x.dtype, x.device) for x in given)
         call = AttentionGradCall(
             q, k, v, mask, q.shape[3] ** -0.5, out, lse, grad, grad_lse, dq, dk, dv, scores
@@ -111,18 +111,18 @@ def differentiated(
     return grad, grad_lse, found
 
 
-@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("shape", "block"), list(product(SHAPES, BLOCKS)), ids=str)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients(family: str, name: str, shape: str, block: tuple[int, int], ordered: bool) -> None:
+def test_gradients(family: str, name: str, shape: str, block: tuple[int, int]) -> None:
     seed = fresh()
     q, k, v = drawn(shape, BF16 if shape == "wide" else HALF, seed)
     scores, mask = CHANGES[name](q), mask_of(shape, block, seed)
-    grad, grad_lse, found = differentiated(family, (q, k, v), mask, scores, ordered)
-    for c, grads in found.items():
-        gate = check_attention_backward(q, k, v, mask, grad, grads, grad_lse, scores=scores)
-        assert gate.passed, f"{c}, seed {seed}: {gate}"
+    for ordered in (True, False) if family == "hopper" and name == "all" else (True,):
+        grad, grad_lse, found = differentiated(family, (q, k, v), mask, scores, ordered)
+        for c, grads in found.items():
+            gate = check_attention_backward(q, k, v, mask, grad, grads, grad_lse, scores=scores)
+            assert gate.passed, f"{c}, seed {seed}: {gate}"
 
 
 @pytest.mark.parametrize("dtype", [BF16, HALF, torch.float32])
