@@ -34,6 +34,8 @@ from sparsek.integrations.transformers_masks import (
     policy_of,
     policy_of_options,
 )
+from sparsek.integrations.transformers_paged import paged
+from sparsek.integrations.transformers_steps import MOST, Near, near_of, seen_pairs, step_mask
 from sparsek.mask.cache import ByTensor
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import ResolvedRule
@@ -43,11 +45,8 @@ from sparsek.policies.policy import Policy
 
 NAME = "sparsek"
 REFUSED = {
-    "softcap": "capped scores",
-    "s_aux": "learned sinks",
     "position_bias": "a position bias",
     "head_mask": "head_mask",
-    "cache": "a paged cache",
     "output_attentions": "output_attentions: the weights are never in memory",
 }
 
@@ -71,6 +70,10 @@ def sparsek_mask(
     Masks of the functions of `transformers.masking_utils`, such as `causal_mask_function`, and of padding at either end
     are made in O(S). Equal lengths give the same object, with its plans. Any other function is evaluated at every pair,
     in O(S^2). Padding, the edges of documents, and the offset of a static cache on a GPU are read with one sync each.
+
+    For up to 32 queries over more keys, as in a decode step, every pair is evaluated on the device, without a sync: in
+    masks of one form for all positions, which a compiled model takes or makes itself. Not under a policy that chooses
+    blocks, nor under a stride; those read the offset.
 
     Args:
         batch_size: Batch items.
@@ -119,6 +122,15 @@ def sparsek_mask(
     ):
         mask = packed_mask(_documents_of(mask_function, batch_size, q_length, device))
         return ModelMask(ResolvedRule(mask), (batch_size, 1, q_length, kv_length), packed=True)
+    if torch.compiler.is_compiling() and q_length <= MOST and q_length < kv_length:
+        near = None
+        if not isinstance(options, Policy):
+            near = _near(None if options is None else tuple(options.items()))
+        if near is not None:
+            return _step(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
+                Near(*[int(each) for each in near.split(",")]),
+            )  # fmt: skip
     return _made_mask(
         batch_size,
         q_length,
@@ -155,6 +167,32 @@ def _documents_of(mask_function: Any, batch: int, length: int, device: Any) -> T
     return torch.nn.functional.pad(new.expand(batch, -1).cumsum(1), (1, 0))
 
 
+def _step(
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    function: Any,
+    padding: Tensor | None,
+    use_vmap: bool,
+    device: Any,
+    near: Near,
+) -> ModelMask:
+    """The mask of few queries, which neither waits for the device nor depends on their position but by tensors."""
+    lists = 1 if padding is None and function is causal_mask_function else batch
+    seen = seen_pairs(lists, q_len, kv_len, q_offset, kv_offset, function, padding, use_vmap, device, near)
+    mask = step_mask(seen, near.block, near.most(q_len, kv_len))
+    return ModelMask(ResolvedRule(mask), (batch, 1, q_len, kv_len))
+
+
+@constant
+def _near(options: tuple[tuple[str, Any], ...] | None) -> str | None:
+    """The numbers of `near_of`, as text: torch.compile takes them as they are."""
+    found = near_of(policy_of_options(None if options is None else dict(options)))
+    return None if found is None else ",".join(map(str, found))
+
+
 @constant
 def _constant_mask(
     batch_size: int,
@@ -188,7 +226,11 @@ def _made_mask(
     """The mask of any arguments, checked."""
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     batch_size, q_length, kv_length = (_host_int(name, value, 0) for name, value in sizes.items())
-    q_offset, kv_offset = _host_int("q_offset", q_offset), _host_int("kv_offset", kv_offset, 0)
+    kv_offset = _host_int("kv_offset", kv_offset, 0)
+    if not isinstance(q_offset, Tensor):
+        q_offset = arguments.integer("q_offset", q_offset, -INT32_MAX, INT32_MAX)
+    elif arguments.tensor("q_offset", q_offset, (torch.int32, torch.int64)).numel() != 1:
+        raise InvalidInput(f"q_offset is {arguments.shown(q_offset)}; it must be an int or a tensor of one")
     if attention_mask is not None:
         arguments.tensor("attention_mask", attention_mask)
     if attention_mask is not None and (
@@ -200,13 +242,29 @@ def _made_mask(
         )
     if not callable(mask_function):
         raise InvalidInput(f"mask_function is {arguments.shown(mask_function)}; it must be a function")
-    where = arguments.device("device", device)
-    request = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)
-    return model_mask(request, mask_function, policy_of(config), arguments.flag("use_vmap", use_vmap))
+    where, policy = arguments.device("device", device), policy_of(config)
+    arguments.flag("use_vmap", use_vmap)
+    near = near_of(policy) if q_length <= MOST and q_length < kv_length else None
+    if near is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            return _step(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, where,
+                near,
+            )  # fmt: skip
+    request = MaskRequest(
+        batch_size,
+        q_length,
+        kv_length,
+        _host_int("q_offset", q_offset, -INT32_MAX),
+        kv_offset,
+        attention_mask,
+        where,
+    )
+    return model_mask(request, mask_function, policy, use_vmap)
 
 
-def _host_int(name: str, value: Any, least: int = -INT32_MAX) -> int:
-    """An int32 on the host, also from a tensor of one element, as a static cache has it."""
+def _host_int(name: str, value: Any, least: int) -> int:
+    """An int32 on the host, also from a tensor of one element."""
     is_one = (
         isinstance(value, Tensor) and arguments.tensor(name, value, (torch.int32, torch.int64)).numel() == 1
     )
@@ -238,10 +296,12 @@ def sparsek_attention(
         dropout: Must be 0.
         scaling: The factor of the scores; D**-0.5 for None.
         is_causal: Whether the layer is causal; that of `module` for None.
-        **options: Further options of transformers.
+        **options: Further options of transformers. `softcap` caps scores, `s_aux` [Hq] are learned sinks. With `cache`,
+            the paged cache of continuous batching, query, key and value are the new tokens of all requests, B is 1,
+            and lengths are in `cu_seq_lens_q` and `cu_seq_lens_k`; the mask is not read, every request is causal.
 
     Raises:
-        InvalidInput: For dropout, and for options that change scores: capping, biases, learned sinks.
+        InvalidInput: For dropout, and for options that change scores otherwise, such as biases.
     """
     check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
@@ -252,6 +312,10 @@ def sparsek_attention(
     for name, what in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise InvalidInput(f'attn_implementation="{NAME}" does not have {what}; "eager" does')
+    settings = {"scale": scaling, **_scores(options)}
+    if options.get("cache") is not None:
+        cache = options.pop("cache")
+        return paged(module, query, key, value, cache, options, settings), None
     mask = _model_mask(module, query, key, attention_mask, is_causal, options)
     if options.get("cu_seq_lens_q") is not None and not mask.packed:
         raise InvalidInput(
@@ -264,8 +328,15 @@ def sparsek_attention(
     else:
         key, value = (x[:, :, : choice.kv_len] for x in (key, value))
         seen = choice.mask_for(query, key, scaling)
-    out = attention(query, key, value, seen, scale=scaling)
+    out = attention(query, key, value, seen, **settings)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _scores(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of transformers that change scores, by their names in `sk.attention`."""
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    given: dict[str, Any] = {} if not softcap else {"softcap": float(softcap)}
+    return given if sinks is None else {**given, "sink_logits": sinks}
 
 
 # Masks that were passed as tensors; the layers of a model share the conversion.

@@ -15,12 +15,14 @@ from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_varlen import attention_varlen
 from sparsek.plan import operands
+from sparsek.plan.attention_operands import checked_softcap
 
 
 class SparseAttention(nn.Module):
     """Self-attention with projections: x [B, S, dim] to [B, S, dim].
 
-    y = out(attention(q, k, v, mask)), with [q, k, v] = qkv(x). There is no positional encoding and no dropout.
+    y = out(attention(q, k, v, mask)), with [q, k, v] = qkv(x), and the softcap and learned sinks of the layer. There
+    is no positional encoding and no dropout.
 
     Args:
         dim: Features of x and of the output.
@@ -30,12 +32,15 @@ class SparseAttention(nn.Module):
         kv_heads: Heads of k and v, a divisor of `heads`; as many by default.
         head_dim: Features of a head; dim // heads by default.
         bias: Whether both projections have a bias.
+        softcap: The bound of capped scores, as in `attention`; 0 for none.
+        sink_logits: Whether each head has a learned sink.
         dtype: The dtype of the parameters; torch's default dtype by default.
         device: The device of the parameters; torch's default device by default.
 
     Attributes:
         qkv: nn.Linear with weight [(heads + 2 * kv_heads) * head_dim, dim]: the rows of q, then of k, then of v.
         out: nn.Linear with weight [dim, heads * head_dim].
+        sink_logits: Parameter [heads], 0 at first, or None.
 
     Raises:
         InvalidInput: For sizes that do not fit together, and for a mask of one length.
@@ -60,6 +65,8 @@ class SparseAttention(nn.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
+        softcap: float = 0.0,
+        sink_logits: bool = False,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
@@ -92,6 +99,11 @@ class SparseAttention(nn.Module):
         arguments.integer("(heads + 2 * kv_heads) * head_dim", rows, 1, INT32_MAX)
         self.qkv = nn.Linear(self.dim, rows, bias=bias, dtype=dtype, device=device)
         self.out = nn.Linear(self.heads * self.head_dim, self.dim, bias=bias, dtype=dtype, device=device)
+        self.softcap = checked_softcap(softcap)
+        self.register_parameter("sink_logits", None)
+        if arguments.flag("sink_logits", sink_logits):
+            kind, on = self.qkv.weight.dtype, self.qkv.weight.device
+            self.sink_logits = nn.Parameter(torch.zeros(self.heads, dtype=kind, device=on))
 
     def forward(self, x: Tensor, mask: MaskLike | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the layer's output, of the shape of x.
@@ -113,11 +125,12 @@ class SparseAttention(nn.Module):
         parts = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = parts.split((self.heads, self.kv_heads, self.kv_heads), -2)
         mask = self.mask if mask is None else mask
+        sinks = None if self.sink_logits is None else self.sink_logits.to(q.dtype)
         if cu_seqlens is not None:
-            found = attention_varlen(q, k, v, cu_seqlens, mask=mask)
+            found = attention_varlen(q, k, v, cu_seqlens, mask=mask, softcap=self.softcap, sink_logits=sinks)
         else:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            found = attention(q, k, v, mask).transpose(1, 2)
+            found = attention(q, k, v, mask, softcap=self.softcap, sink_logits=sinks).transpose(1, 2)
         return self.out(found.flatten(-2))
 
     def _check_alike(self, x: Tensor) -> None:
@@ -135,4 +148,7 @@ class SparseAttention(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes and the policy, for repr(layer)."""
         kv = "" if self.kv_heads == self.heads else f", kv_heads={self.kv_heads}"
-        return f"dim={self.dim}, heads={self.heads}{kv}, head_dim={self.head_dim}, mask={self.mask.label}"
+        cap = f", softcap={self.softcap}" if self.softcap else ""
+        sinks = "" if self.sink_logits is None else ", sink_logits=True"
+        sizes = f"dim={self.dim}, heads={self.heads}{kv}, head_dim={self.head_dim}"
+        return f"{sizes}, mask={self.mask.label}{cap}{sinks}"

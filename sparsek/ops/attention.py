@@ -12,6 +12,7 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.ops import bound
 from sparsek.ops.attention_autograd import (
     Attention,
@@ -30,6 +31,7 @@ from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.plan.operands import check_no_tangent, wants_gradient
 from sparsek.plan.plan import check_plan
+from sparsek.reference.scores import PLAIN
 
 _compiling = torch.compiler.is_compiling  # a name, because a cached call looks it up each time
 
@@ -47,6 +49,9 @@ def attention(
     plan: AttentionPlan | None = None,
     kernel: str | None = None,
     deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -61,6 +66,9 @@ def attention(
     plan: AttentionPlan | None = None,
     kernel: str | None = None,
     deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -74,6 +82,9 @@ def attention(
     plan: AttentionPlan | None = None,
     kernel: str | None = None,
     deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return softmax(scale * q k^T) v over the keys that `mask` admits. Only the blocks that it stores are computed.
@@ -84,7 +95,12 @@ def attention(
         lse    = log(sum_j exp(s[j]))
         out[d] = sum_j exp(s[j] - lse) * v[b, h', j, d]
 
-    A query that sees no key gets out = 0 and lse = -inf.
+    A query that sees no key gets out = 0 and lse = -inf. `softcap`, `alibi_slopes` and `sink_logits` change the scores,
+    in this order, before the mask:
+
+        s[j]   = softcap * tanh(s[j] / softcap)
+        s[j]   = s[j] - alibi_slopes[b, h] * |i + T - S - j|
+        lse    = log(exp(sink_logits[h]) + sum_j exp(s[j]))
 
     Args:
         q: Queries [B, Hq, S, D]. Tensors of [B, S, H, D] go in as `x.transpose(1, 2)`, without a copy.
@@ -116,7 +132,14 @@ def attention(
             pass uses the kernel of the same family; where a gradient is wanted, this call checks that one too.
         deterministic: Whether the sums of the gradients have a fixed order: same inputs, same bits. With False a kernel
             may add in any order, where that is faster.
-        **refused: Options of other libraries (dropout_p, attn_bias, softcap, score_mod and others). Values that change
+        softcap: The bound of capped scores, as in Gemma 2: 0 for none, or from 1e-3 to 1e6.
+        alibi_slopes: float32 [Hq] or [B, Hq]: a bias for each head that grows with the distance between query and key,
+            as in flash-attention. The last query stands at the last key, whatever q_offset the mask was built with.
+            They get no gradient, and must not require one.
+        sink_logits: [Hq] in float32 or q's dtype: the score of a learned sink of each head, which takes part in the
+            softmax and has no value, as in gpt-oss (`s_aux` of flash-attention). Finite, or -inf for none. A query that
+            sees no key gets out = 0 and lse = its sink.
+        **refused: Options of other libraries (dropout_p, attn_bias, score_mod and others). Values that change
             nothing pass, such as None, dropout_p=0.0 and enable_gqa=True; others raise InvalidInput, with what to do
             instead.
 
@@ -128,10 +151,10 @@ def attention(
         InvalidInput: For operands that do not fit together; the message gives shapes and a cure.
         Unsupported: If no kernel can run, with the reasons of each.
 
-    Gradients: for q, k and v, also through lse, once: their own gradients raise InvalidInput. The backward pass keeps
-    q, k, v, out and lse, and no memory that grows with the number of blocks. It computes all three gradients if one is
-    wanted. They are dense in memory, [B, L, H, E] where the operand is. A gradient of out is copied first if its last
-    dim is not contiguous or it is not aligned as q, k and v are.
+    Gradients: for q, k, v and sink_logits, also through lse, once: their own gradients raise InvalidInput. The backward
+    pass keeps q, k, v, out and lse, and no memory that grows with the number of blocks. It computes the gradients of q,
+    k and v if one is wanted. They are dense in memory, [B, L, H, E] where the operand is. A gradient of out is copied
+    first if its last dim is not contiguous or it is not aligned as q, k and v are.
 
     Synchronization: once planned, GPU kernels do not wait for the device. They allocate outputs and, where a plan cuts
     long tiles, a workspace. The host learns the exact size of lists that were made on a GPU after the first call, which
@@ -143,7 +166,8 @@ def attention(
 
     Sources: online softmax, Milakov and Gimelshein, arXiv:1805.02867; tiling and recomputation of weights in the
     backward pass, FlashAttention, Dao et al., arXiv:2205.14135; overlap of products and softmax on Hopper,
-    FlashAttention-3, Shah et al., arXiv:2407.08608.
+    FlashAttention-3, Shah et al., arXiv:2407.08608; softcap, Gemma 2, arXiv:2408.00118; ALiBi, Press et al.,
+    arXiv:2108.12409; learned sinks, gpt-oss, arXiv:2508.10925.
 
     Example:
         >>> import torch, sparsek as sk
@@ -168,16 +192,24 @@ def attention(
         refuse("attention", refused)
         mask = block_mask(mask, q, k, is_causal, scale=scale)
     slot, once = bound.UNBOUND, False
+    plain = softcap.__class__ is float and not softcap and alibi_slopes is None and sink_logits is None
     if plan is None and not _compiling() and (scale is None or type(scale) is float):
         to = bound_to(mask, counting=True)
-        if to is not None:
-            once, settings = to.once, ("attention", scale, return_lse, kernel)
-            both = slot = bound.repeat(to.calls, settings, (q, k, v, *to.operands))
+        if to is not None and (plain or softcap.__class__ is float):
+            once, settings, given = to.once, ("attention", scale, return_lse, kernel), (q, k, v, *to.operands)
+            if not plain:
+                settings = (*settings, softcap, alibi_slopes is None, sink_logits is None)
+                given = (*given, *(x for x in (alibi_slopes, sink_logits) if x is not None))
+            both = slot = bound.repeat(to.calls, settings, given)
             if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
     if plan is None and _traced():
-        wanted = return_lse or wants_gradient(q, k, v)
-        out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
+        wanted = return_lse or wants_gradient(q, k, v, sink_logits)
+        changes = softcap, alibi_slopes, sink_logits
+        if not plain:
+            check_tensors(q, k, v)
+            changes = operands.checked_scores(q, *changes).parts
+        out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic, *changes)
         return (out, lse) if return_lse else out
     if plan is not None:
         _check_plan(plan, kernel, return_lse)
@@ -185,23 +217,25 @@ def attention(
     else:
         found = checked(q, k, v, mask)
     factor = operands.checked_scale(scale, q.shape[3])
-    check_no_tangent(operands.NO_TANGENT, q, k, v)
+    scores = PLAIN if plain else operands.checked_scores(q, softcap, alibi_slopes, sink_logits)
+    if plan is not None:
+        plan.check_scores(scores)
+    sinks = scores.sink_logits
+    rest = scores.without_sinks()
+    call = Call(found, plan, factor, kernel, deterministic, slot=slot, once=once, scores=rest)
+    check_no_tangent(operands.NO_TANGENT, q, k, v, sinks)
     if torch._C._are_functorch_transforms_active():
-        check_untransformed(found)
-        wanted = wants_gradient(q, k, v)
-        both = TransformedAttention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic, wanted))
-    elif wants_gradient(q, k, v):
+        check_untransformed(found, scores.alibi_slopes)
+        call = replace(call, wanted=wants_gradient(q, k, v, sinks), slot=bound.UNBOUND, once=False)
+        both = TransformedAttention.apply(q, k, v, sinks, call)
+    elif wants_gradient(q, k, v, sinks):
         if plan is not None and not plan.problem.lse:
             raise InvalidInput(
                 "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
             )
-        both = Attention.apply(
-            q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot, once=once)
-        )
+        both = Attention.apply(q, k, v, sinks, call)
     else:
-        both = run_forward(
-            q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot, once=once), return_lse
-        )
+        both = run_forward(q, k, v, sinks, call, return_lse)
     return cast(Any, both if return_lse else both[0])
 
 
@@ -215,6 +249,9 @@ def plan_attention(
     config: Any = None,
     device: str | None = None,
     return_lse: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> AttentionPlan:
     """Return the plan that `attention(q, k, v, mask)` uses without autocast: frozen, callable, with `explain()`.
 
@@ -229,6 +266,9 @@ def plan_attention(
         config: A config of the named kernel. Without it the tuned one or its default.
         device: The name of a card ("h200"). The plan is then a prediction for that card and cannot be called.
         return_lse: Whether to plan for lse too, which calls with a gradient need.
+        softcap: As in `attention`. The plan takes calls with any softcap above 0, or with none, as here.
+        alibi_slopes: As in `attention`. Calls need slopes if they are given here; so do `sink_logits`.
+        sink_logits: As in `attention`.
 
     Returns:
         An `AttentionPlan`. Call it, `plan(q, k, v, mask)`, or pass it on, `attention(q, k, v, mask, plan=plan)`.
@@ -249,7 +289,8 @@ def plan_attention(
     """
     arguments.flag("return_lse", return_lse)
     found = _planned(q, k, v, mask, kernel, device, "plan_attention")
-    plan = ATTENTION.plan(Attended(q, k, v, found, lse=return_lse), kernel, config, device)
+    scores = operands.checked_scores(q, softcap, alibi_slopes, sink_logits, here=device is None)
+    plan = ATTENTION.plan(Attended(q, k, v, found, lse=return_lse, scores=scores), kernel, config, device)
     return plan if mask is not None else replace(plan, mask=lambda: found, unmasked=True)
 
 
@@ -263,6 +304,8 @@ def plan_attention_backward(
     config: Any = None,
     device: str | None = None,
     deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> AttentionGradPlan:
     """Return the plan that the backward pass of `attention(q, k, v, mask)` uses.
 
@@ -278,10 +321,12 @@ def plan_attention_backward(
         config: A config of the named kernel.
         device: The name of a card ("h200"), as in `plan_attention`.
         deterministic: As in `attention`.
+        softcap: As in `plan_attention`.
+        alibi_slopes: As in `plan_attention`. Learned sinks are in lse: the plan does not depend on them.
 
     Returns:
-        An `AttentionGradPlan`. `plan(q, k, v, mask, out, lse, grad)` returns (dq, dk, dv); it takes `scale` as the
-        forward pass had it, and `grad_lse` where lse has a gradient.
+        An `AttentionGradPlan`. `plan(q, k, v, mask, out, lse, grad)` returns (dq, dk, dv); it takes `scale`, `softcap`
+        and `alibi_slopes` as the forward pass had them, and `grad_lse` where lse has a gradient.
 
     Raises:
         InvalidInput: For operands that do not fit together, and for an unknown kernel, config or card.
@@ -295,7 +340,9 @@ def plan_attention_backward(
     """
     arguments.flag("deterministic", deterministic)
     found = _planned(q, k, v, mask, kernel, device, "plan_attention_backward")
-    plan = ATTENTION_BACKWARD.plan(Differentiated(q, k, v, found, deterministic), kernel, config, device)
+    scores = operands.checked_scores(q, softcap, alibi_slopes, None, here=device is None)
+    call = Differentiated(q, k, v, found, deterministic, scores=scores)
+    plan = ATTENTION_BACKWARD.plan(call, kernel, config, device)
     return plan if mask is not None else replace(plan, mask=lambda: found, unmasked=True)
 
 

@@ -31,10 +31,15 @@ class AttentionArgs(NamedTuple):
     return_lse: bool
     kernel: str | None
     deterministic: bool
+    softcap: float
+    alibi_slopes: Tensor | None
+    sink_logits: Tensor | None
 
 
 class AttentionBackwardArgs(NamedTuple):
-    """The arguments of `sparsek::attention_backward`. `kernel` is one of that operation."""
+    """The arguments of `sparsek::attention_backward`. `kernel` is one of that operation. `sink_logits`: None unless
+    their gradient is wanted.
+    """
 
     q: Tensor
     k: Tensor
@@ -48,6 +53,9 @@ class AttentionBackwardArgs(NamedTuple):
     scale: float | None
     deterministic: bool
     kernel: str | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sink_logits: Tensor | None
 
 
 def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:

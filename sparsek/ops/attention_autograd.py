@@ -18,17 +18,13 @@ from sparsek.core.streams import captured
 from sparsek.core.tracing import save_for_backward
 from sparsek.mask.mask import BlockMask
 from sparsek.ops import bound, gradients
-from sparsek.ops.attention_plans import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    bound_to,
-    fixed,
-)
+from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, differentiated, fixed
 from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_grad import Differentiated, Forward
 from sparsek.plan.operands import wants_gradient
+from sparsek.reference.scores import PLAIN, Scores
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,8 @@ class Call:
     """The settings of a call. `plan` gives lse; without one the mask's plan is used. `kernel`: a name, or None.
 
     `wanted`: whether a gradient is. `slot` is that of the forward pass, with `once` for a new mask, whose
-    plan is not kept. The class hides the mask, a pytree, from
-    torch.func.
+    plan is not kept. `scores` has no sinks, which are operands. The class hides the mask, a pytree, and the slopes
+    from torch.func.
     """
 
     mask: BlockMask
@@ -48,56 +44,74 @@ class Call:
     wanted: bool = True
     slot: Slot = bound.UNBOUND
     once: bool = False
+    scores: Scores = PLAIN
+
+    def all_scores(self, sinks: Tensor | None) -> Scores:
+        """`scores` with these sinks."""
+        return self.scores if sinks is None else replace(self.scores, sink_logits=sinks)
 
 
-def check_untransformed(mask: BlockMask) -> None:
-    """InvalidInput for a mask whose tensors torch.func has wrapped."""
-    if is_functorch_wrapped_tensor(mask.full.starts):
-        raise InvalidInput("this mask was made inside a function that torch.func transforms; make it outside")
+def check_untransformed(mask: BlockMask, slopes: Tensor | None) -> None:
+    """InvalidInput for a mask, or slopes, that torch.func has wrapped."""
+    for name, x in (("mask was", mask.full.starts), ("alibi_slopes were", slopes)):
+        if x is not None and is_functorch_wrapped_tensor(x):
+            those, it = ("this", "it") if x is not slopes else ("these", "them")
+            raise InvalidInput(
+                f"{those} {name} made inside a function that torch.func transforms; make {it} outside"
+            )
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor | None]:
     if call.kernel is not None and call.wanted:
         # Unsupported, with its reasons, where that one cannot give the gradients.
-        p = Differentiated(q, k, v, call.mask, fixed(call.deterministic)).problem(card_of(q.device))
+        given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), scores=call.scores)
+        p = given.problem(card_of(q.device))
         ATTENTION_BACKWARD.choose(p, gradients.same_family(call.kernel, "attention_backward"), None)
-    return run_forward(q, k, v, call, True)
+    return run_forward(q, k, v, sinks, call, True)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of checked operands, by the given plan or the mask's."""
-    given = Attended(q, k, v, call.mask, call.scale, lse)
+    given = Attended(q, k, v, call.mask, call.scale, lse, call.all_scores(sinks))
     if call.plan is not None:
         return call.plan.run(given, captured(q))
     return call.slot.run(lambda: ATTENTION.run(given, call.kernel, once=call.once), inside=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, call = inputs
+    q, k, v, sinks, call = inputs
     # The slot has q, k and v, which live no longer than what is saved.
     ctx.call = call if call.slot is bound.UNBOUND else replace(call, slot=bound.UNBOUND)
-    save_for_backward(ctx, q, k, v, *output)
+    save_for_backward(ctx, q, k, v, sinks, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, sinks, out, lse = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
     # create_graph=True, or torch.func; otherwise there is nothing to record.
     run = AttentionBackward.apply if torch.is_grad_enabled() else AttentionBackward.forward
-    found = run(q, k, v, out, lse, grad, grad_lse, ctx.call)
-    wanted = zip(found, ctx.needs_input_grad, strict=False)
-    return (*(x if needed else None for x, needed in wanted), None)
+    learned = sinks if ctx.needs_input_grad[3] else None
+    found = run(q, k, v, out, lse, grad, grad_lse, learned, ctx.call)
+    wanted = zip(found[:3], ctx.needs_input_grad, strict=False)
+    of_sinks = None if learned is None else found[3].sum(0).to(learned.dtype)
+    return (*(x if needed else None for x, needed in wanted), of_sinks, None)
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of q, k and v. Not for torch.func, whose way of saving tensors takes the host longer."""
+    """(out, lse) of q, k, v and sinks. Not for torch.func, whose way of saving tensors takes the host longer."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-        output = _forward(q, k, v, call)
-        _save(ctx, (q, k, v, call), output)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor | None]:
+        output = _forward(q, k, v, sinks, call)
+        _save(ctx, (q, k, v, sinks, call), output)
         return output
 
     backward = staticmethod(_backward)
@@ -116,15 +130,25 @@ class TransformedAttention(torch.autograd.Function):
     jvp = staticmethod(_no_tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        call: Call,
+    ) -> Any:
+        _check_shared(in_dims[3])
         joined: Any = _joined(info.batch_size, in_dims, (q, k, v), call)
         # Under vmap requires_grad of an outer transform is not visible.
-        call = replace(call, wanted=call.wanted or wants_gradient(*joined))
-        return _apart(info.batch_size, TransformedAttention.apply(*joined, call))
+        wanted = call.wanted or wants_gradient(*joined, sinks)
+        call = replace(call, wanted=wanted, scores=_repeated(info.batch_size, call.scores))
+        return _apart(info.batch_size, TransformedAttention.apply(*joined, sinks, call))
 
 
 class AttentionBackward(torch.autograd.Function):
-    """(dq, dk, dv), which have no gradients of their own."""
+    """(dq, dk, dv), and with sinks their gradient for each batch item, [B, Hq], which have no gradients themselves."""
 
     jvp = staticmethod(_no_tangent)
 
@@ -137,10 +161,14 @@ class AttentionBackward(torch.autograd.Function):
         lse: Tensor,
         grad: Tensor,
         grad_lse: Tensor | None,
+        sinks: Tensor | None,
         call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic), grad_lse is None
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
+        scores = call.all_scores(sinks)
+        if scores is not PLAIN:
+            more, tensors = (*more, scores.form), (*tensors, *scores.tensors)
         to, once = bound_to(call.mask), False
         slot: Any = bound.UNBOUND
         if to is not None and not torch.compiler.is_compiling():
@@ -149,8 +177,8 @@ class AttentionBackward(torch.autograd.Function):
             return slot
         kernel = gradients.same_family(call.kernel, "attention_backward")
         forward = Forward(out, lse, call.scale)
-        given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse)
-        return slot.run(lambda: ATTENTION_BACKWARD.run(given, kernel, once=once))
+        given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse, scores)
+        return slot.run(lambda: differentiated(given, kernel, once))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -162,9 +190,11 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        *tensors, call = inputs
+        *tensors, sinks, call = inputs
+        _check_shared(in_dims[-2])
         joined = _joined(info.batch_size, in_dims, tensors, call)
-        return _apart(info.batch_size, AttentionBackward.apply(*joined, call))
+        call = replace(call, scores=_repeated(info.batch_size, call.scores))
+        return _apart(info.batch_size, AttentionBackward.apply(*joined, sinks, call))
 
 
 def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Call) -> list[Tensor | None]:
@@ -182,6 +212,20 @@ def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Call
         first = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         made.append(first.reshape(-1, *first.shape[2:]))
     return made
+
+
+def _check_shared(dim: int | None) -> None:
+    """InvalidInput if vmap maps over the sinks: its items become batch items, which share them."""
+    if dim is not None:
+        raise InvalidInput("vmap does not map over sink_logits: batch items share them")
+
+
+def _repeated(size: int, scores: Scores) -> Scores:
+    """For one batch of `size` * B items: slopes of each batch item, `size` times."""
+    slopes = scores.alibi_slopes
+    if slopes is None or slopes.dim() == 1:
+        return scores
+    return replace(scores, alibi_slopes=slopes.repeat(size, 1))
 
 
 def _apart(size: int, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

@@ -18,7 +18,7 @@ from sparsek.ops.attention_args import (
     mask_of,
     put_together,
 )
-from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, checked, fixed
+from sparsek.ops.attention_plans import ATTENTION, bound_to, checked, differentiated, fixed
 from sparsek.ops.bound import Slot
 from sparsek.ops.library_args import TAGS, schema_of
 from sparsek.plan import attention_operands as operands
@@ -26,7 +26,7 @@ from sparsek.plan.attention import Attended
 from sparsek.plan.attention_grad import Differentiated, Forward
 
 FORWARD = schema_of(AttentionArgs, "(Tensor, Tensor)")
-BACKWARD = schema_of(AttentionBackwardArgs, "(Tensor, Tensor, Tensor)")
+BACKWARD = schema_of(AttentionBackwardArgs, "(Tensor, Tensor, Tensor, Tensor)")
 
 
 @torch.library.custom_op("sparsek::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
@@ -40,9 +40,12 @@ def attention_op(*given: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         found = checked(q, k, v, mask_of(args.mask, args.numbers))
         factor = operands.checked_scale(args.scale, q.shape[3])
-        call = Attended(q, k, v, found, factor, args.return_lse)
-        more = "attention op", factor, args.return_lse, args.kernel
-        out, lse = _recorded(found, more, (q, k, v), lambda once: ATTENTION.run(call, args.kernel, once=once))
+        scores = operands.checked_scores(q, *args[-3:])
+        call = Attended(q, k, v, found, factor, args.return_lse, scores)
+        more = "attention op", factor, args.return_lse, args.kernel, scores.form
+        out, lse = _recorded(
+            found, more, (q, k, v, *scores.tensors), lambda once: ATTENTION.run(call, args.kernel, once=once)
+        )
     return out, q.new_empty(0) if lse is None else lse
 
 
@@ -63,8 +66,10 @@ def _(*given: Any) -> tuple[Tensor, Tensor]:
     schema=BACKWARD,
     tags=TAGS,
 )
-def attention_backward_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse."""
+def attention_backward_op(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse, and that of the sinks for each batch item,
+    [B, Hq], empty without sinks.
+    """
     args = AttentionBackwardArgs(*given)
     q, k, v, out, lse, grad, grad_lse = args[:7]
     with torch.no_grad():
@@ -72,20 +77,23 @@ def attention_backward_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         operands.check_backward(q, v, out, lse, grad, grad_lse)
         forward = Forward(out, lse, operands.checked_scale(args.scale, q.shape[3]))
         in_order = fixed(args.deterministic)
-        call = Differentiated(q, k, v, found, in_order, forward, grad, grad_lse)
-        more = "attention_backward op", forward.scale, args.kernel, in_order, grad_lse is None
+        scores = operands.checked_scores(q, *args[-3:])
+        call = Differentiated(q, k, v, found, in_order, forward, grad, grad_lse, scores)
+        more = "attention_backward op", forward.scale, args.kernel, in_order, grad_lse is None, scores.form
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
-        return _recorded(
-            found, more, tensors, lambda once: ATTENTION_BACKWARD.run(call, args.kernel, once=once)
+        grads = _recorded(
+            found, more, (*tensors, *scores.tensors), lambda once: differentiated(call, args.kernel, once)
         )
+    return grads if scores.sink_logits is not None else (*grads, lse.new_empty(0))
 
 
 @attention_backward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     args = AttentionBackwardArgs(*given)
     _check_fake(args)
     dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in args[:3])
-    return dq, dk, dv
+    shape = (0,) if args.sink_logits is None else args.q.shape[:2]
+    return dq, dk, dv, args.q.new_empty(shape, dtype=operands.lse_dtype(args.q.dtype))
 
 
 def _recorded(mask: BlockMask, more: Any, tensors: tuple[Tensor, ...], run: Callable[[bool], Any]) -> Any:
@@ -100,6 +108,7 @@ def _recorded(mask: BlockMask, more: Any, tensors: tuple[Tensor, ...], run: Call
 def _check_fake(args: AttentionArgs | AttentionBackwardArgs) -> None:
     check_tensors(args.q, args.k, args.v)
     operands.checked_scale(args.scale, args.q.shape[3])
+    operands.checked_scores(args.q, *args[-3:])
     if args.mask:
         operands.check_mask(args.q, args.k, put_together(args.mask, args.numbers))
 

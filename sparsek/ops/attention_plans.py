@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from sparsek.ops.bound import Calls
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import AttentionGradPlan
+from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.plan.op import Operation
+from sparsek.reference.scores import sink_gradients
 
 ATTENTION = Operation(AttentionPlan, choose)
 ATTENTION_BACKWARD = Operation(AttentionGradPlan, choose)
@@ -79,6 +81,21 @@ def bound_to(mask: Any, *, counting: bool = False) -> Bound | None:
         return Bound(kept, (state.base,), True)
     key = "calls", mask.sizes.exact
     return Bound(memo.get(key) or mask.derived(key, Calls))
+
+
+def differentiated(call: Differentiated, kernel: str | None, once: bool) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of a call; with sinks also their gradient for each batch item, [B, Hq]."""
+    found = ATTENTION_BACKWARD.run(call, kernel, once=once)
+    sinks, forward, grad = call.scores.sink_logits, call.forward, call.grad
+    if sinks is None:
+        return found
+    assert forward is not None
+    assert grad is not None
+    of_sinks = sink_gradients
+    if call.q.is_cuda and call.q.dtype != torch.float64:
+        with suppress(ImportError):  # without Triton the reference runs
+            from sparsek.kernels.attention.sinks import launched as of_sinks
+    return *found, of_sinks(forward.out, forward.lse, grad, call.grad_lse, sinks)
 
 
 def fixed(deterministic: bool) -> bool:

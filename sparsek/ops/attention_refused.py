@@ -8,8 +8,8 @@ from typing import Any
 from sparsek.core.errors import InvalidInput
 
 SCORES = (
-    "attention does not change scores; call torch.compile(flex_attention)(q, k, v, score_mod=..., "
-    "block_mask=mask.to_flex()), which takes the same mask"
+    "attention changes scores by softcap, alibi_slopes and sink_logits only; call "
+    "torch.compile(flex_attention)(q, k, v, score_mod=..., block_mask=mask.to_flex()), which takes the same mask"
 )
 IN_A_POLICY = "write mask=sparsek.MaskPolicy(), in which a query sees the keys of its document up to its own"
 NO_DROPOUT = (
@@ -29,9 +29,9 @@ REFUSED = {
     "mask_mod": "make a mask of it: mask=sparsek.BlockMask.from_mask_mod(mask_mod, B, H, S, T)",
     "attn_bias": SCORES,
     "bias": SCORES,
-    "alibi_slopes": SCORES,
-    "softcap": SCORES,
     "score_mod": SCORES,
+    "s_aux": "it is called sink_logits here: [Hq] in float32 or the dtype of q",
+    "learnable_sink": "it is called sink_logits here: [Hq] in float32 or the dtype of q",
     "causal": "write is_causal=True, or mask=sparsek.MaskPolicy(), which puts the last query at the last key",
     "window_size": "write mask=sparsek.MaskPolicy(window=...), which counts the query's own key",
     "softmax_scale": "pass it as scale=",
@@ -54,7 +54,6 @@ REFUSED_PACKED = {
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "dropout_p": (0.0,),
     "dropout": (0.0,),
-    "softcap": (0.0,),
     "causal": (False,),
     "is_causal": (False,),
     "window_size": ((-1, -1),),

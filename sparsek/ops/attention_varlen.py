@@ -33,6 +33,9 @@ def attention_varlen(
     scale: float | None = None,
     return_lse: Literal[False] = False,
     deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -46,6 +49,9 @@ def attention_varlen(
     scale: float | None = None,
     return_lse: Literal[True],
     deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
@@ -58,6 +64,9 @@ def attention_varlen(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the attention of packed documents: `sk.attention` of each document by itself. Nothing is padded or copied.
@@ -81,6 +90,10 @@ def attention_varlen(
         scale: As in `attention`.
         return_lse: Whether to return lse as well.
         deterministic: As in `attention`.
+        softcap: As in `attention`.
+        alibi_slopes: float32 [Hq], as in `attention`. Distances are counted in the packed sequence, so they need
+            documents of as many queries as keys: no cu_seqlens_k.
+        sink_logits: [Hq], as in `attention`.
         **refused: Options of other libraries (max_seqlen_q, causal, dropout_p and others). Values that change nothing
             pass, such as None and dropout_p=0.0; others raise InvalidInput, with what to do instead.
 
@@ -124,10 +137,17 @@ def attention_varlen(
         )
     else:
         found = block_mask(mask, q, k)
+    if alibi_slopes is not None and not (cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q):
+        raise InvalidInput(
+            "alibi_slopes need documents of as many queries as keys, and cu_seqlens_k is given; leave it out where the "
+            "lengths are the same, or call attention for each document"
+        )
+    settings: Any = {"scale": scale, "deterministic": deterministic}
+    settings |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "sink_logits": sink_logits}
     if return_lse:
-        out, lse = attention(q, k, v, found, scale=scale, return_lse=True, deterministic=deterministic)
+        out, lse = attention(q, k, v, found, return_lse=True, **settings)
         return out[0].transpose(0, 1), lse[0]
-    return attention(q, k, v, found, scale=scale, deterministic=deterministic)[0].transpose(0, 1)
+    return attention(q, k, v, found, **settings)[0].transpose(0, 1)
 
 
 def _packed(

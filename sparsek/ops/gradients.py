@@ -182,27 +182,30 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    """Save q, k, v, the tensors of the mask, and out and lse, from which the backward pass recomputes the weights."""
+    """Save q, k, v, the tensors of scores and mask, out and lse; the backward pass recomputes the weights."""
     args, none = AttentionArgs(*inputs), cast(Any, None)
-    save_for_backward(ctx, *args[:3], *output, *args.mask)
+    save_for_backward(ctx, *args[:3], args.alibi_slopes, args.sink_logits, *output, *args.mask)
     ctx.set_materialize_grads(False)
-    ctx.call = args._replace(q=none, k=none, v=none, mask=none)
+    ctx.call = args._replace(q=none, k=none, v=none, mask=none, alibi_slopes=None, sink_logits=None)
 
 
 def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-    """The gradients of q, k and v. They share their products, so omitting one saves nothing."""
+    """The gradients of q, k, v and the sinks. The first three share their products, so omitting one saves nothing."""
     args: AttentionArgs = ctx.call
     if not args.return_lse:
         raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
-    q, k, v, out, lse, *mask = ctx.saved_tensors
+    q, k, v, slopes, sinks, out, lse, *mask = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
     kernel = same_family(args.kernel, "attention_backward")
-    settings = mask, args.numbers, args.scale, args.deterministic, kernel
-    found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *settings)
+    learned = sinks if ctx.needs_input_grad[-1] else None
+    settings = mask, args.numbers, args.scale, args.deterministic, kernel, args.softcap, slopes, learned
+    *found, of_sinks = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *settings)
     wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    of_sinks = None if learned is None else of_sinks.sum(0).to(learned.dtype)
     # torch expects the structure of the inputs: a list of tensors has elements, any other list has none.
     listed = all(isinstance(x, Tensor) for x in mask)
-    return *wanted, [None] * len(mask) if listed else None, None if args.numbers else [], *[None] * 4
+    rest = [None] * len(mask) if listed else None, None if args.numbers else [], *[None] * 6
+    return *wanted, *rest, of_sinks
 
 
 def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:

@@ -22,6 +22,7 @@ from sparsek.plan.operands import wants_gradient
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import AttentionProblem
 from sparsek.plan.select import Choice
+from sparsek.reference.scores import PLAIN, Scores
 
 
 class Attended(NamedTuple):
@@ -33,6 +34,7 @@ class Attended(NamedTuple):
     mask: BlockMask
     scale: float = 1.0
     lse: bool = False
+    scores: Scores = PLAIN
 
     @property
     def like(self) -> Tensor:
@@ -40,10 +42,18 @@ class Attended(NamedTuple):
 
     def problem(self, card: Card) -> AttentionProblem:
         layout = operands.layout(self.q, self.k, self.v)
-        return AttentionProblem(**sizes(*self[:4], layout), card=card, lse=self.lse)
+        sinks = self.scores.sink_logits
+        return AttentionProblem(
+            **sizes(*self[:4], layout, self.scores),
+            card=card,
+            lse=self.lse,
+            sink_logits="" if sinks is None else dtypes.name(sinks.dtype),
+        )
 
     def key(self) -> Hashable:
-        return *alike(*self[:4]), operands.layout(self.q, self.k, self.v), self.lse
+        scores = self.scores
+        kind = None if scores is PLAIN else (*operands.changes(scores), scores.form[2])
+        return *alike(*self[:4]), operands.layout(self.q, self.k, self.v), self.lse, kind
 
     def home(self) -> BlockMask:
         return self.mask
@@ -66,7 +76,9 @@ def alike(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Any, ...]:
     return q.shape, k.shape[1], v.shape[3], q.dtype, mask.sizes.exact
 
 
-def sizes(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, layout: operands.Layout) -> dict[str, Any]:
+def sizes(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, layout: operands.Layout, scores: Scores
+) -> dict[str, Any]:
     """Fields that the problems of both passes share."""
     batch, q_heads, q_len, dim = q.shape
     return {
@@ -86,6 +98,8 @@ def sizes(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, layout: operands.Lay
         "by_bits": mask.bits is not None and mask.rules is not None,
         "aligned": layout.aligned,
         "unit_stride": layout.unit_stride,
+        "softcap": scores.softcap > 0,
+        "alibi": scores.alibi_slopes is not None,
     }
 
 
@@ -124,6 +138,18 @@ class MaskPlan(Plan):
         self._check_planned(q, k, v)
         return found
 
+    def check_scores(self, scores: Scores) -> None:
+        """InvalidInput unless the plan is for scores that are changed so."""
+        p = self.problem
+        sinks = scores.sink_logits
+        found = *operands.changes(scores), "" if sinks is None else dtypes.name(sinks.dtype)
+        planned = p.softcap, p.alibi, p.sink_logits if p.op == "attention" else found[2]
+        if found != planned:
+            raise InvalidInput(
+                f"this plan is for {_changed(*planned)} and the call has {_changed(*found)}; give {self.planner} the "
+                "softcap, alibi_slopes and sink_logits of its calls"
+            )
+
     def _check_planned(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         p = self.problem
         planned = (p.batch, p.q_heads, p.q_len, p.dim), (p.batch, p.kv_heads, p.kv_len, p.v_dim)
@@ -150,7 +176,8 @@ class MaskPlan(Plan):
             f"q {[p.batch, p.q_heads, p.q_len, p.dim]} {p.dtype}, k {[p.batch, p.kv_heads, p.kv_len, p.dim]}, "
             f"v {[p.batch, p.kv_heads, p.kv_len, p.v_dim]}{shared}, on {p.card.name}"
         )
-        return [f"{self.title:<11} {shapes}", f"  mask       {self._mask_line()}"]
+        changes = [f"  scores     {', '.join(p.changes)}"] if p.changes else []
+        return [f"{self.title:<11} {shapes}", f"  mask       {self._mask_line()}", *changes]
 
     def _mask_line(self) -> str:
         p = self.problem
@@ -200,7 +227,16 @@ class AttentionPlan(MaskPlan):
     """How to run attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Any:
         """out, or (out, lse) if planned with return_lse; as `sk.attention`, but without gradients. No host sync.
 
@@ -208,24 +244,37 @@ class AttentionPlan(MaskPlan):
         requires a gradient; use `sk.attention(q, k, v, mask, plan=plan)` for gradients.
         """
         found = self.checked(q, k, v, mask)
-        if wants_gradient(q, k, v):
+        scores = operands.checked_scores(q, softcap, alibi_slopes, sink_logits)
+        self.check_scores(scores)
+        if wants_gradient(q, k, v, sink_logits):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT)
-        call = Attended(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
+        call = Attended(q, k, v, found, operands.checked_scale(scale, q.shape[3]), scores=scores)
         out, lse = self.run(call, captured(q))
         return out if lse is None else (out, lse)
 
     def _run(self, call: Attended) -> tuple[Tensor, Tensor | None]:
         """lse is None unless it was planned."""
-        q, k, v, mask, scale, _ = call
+        q, k, v, mask, scale, _, scores = call
         out = operands.empty_out(q, v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype)) if self.problem.lse else None
         if out.numel() == 0:
             return out, lse
         if mask.kv_len == 0:
-            return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
+            return out.zero_(), None if lse is None else _without_keys(lse, scores.sink_logits)
         kernel, config, _ = self.choice
-        kernel.launch(config, self.work, AttentionCall(q, k, v, mask, scale, out, lse))
+        kernel.launch(config, self.work, AttentionCall(q, k, v, mask, scale, out, lse, scores))
         return out, lse
+
+
+def _without_keys(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """`lse` [B, Hq, S] of queries that see no key."""
+    return lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[None, :, None].expand_as(lse))
+
+
+def _changed(softcap: bool, alibi: bool, sinks: str) -> str:
+    """What changes scores, in words."""
+    there = (("softcap", softcap), ("alibi_slopes", alibi), (f"{sinks} sink_logits", sinks))
+    return ", ".join(name for name, given in there if given) or "plain scores"
 
 
 def megabytes(counts: Iterable[int]) -> str:

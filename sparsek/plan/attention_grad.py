@@ -19,6 +19,7 @@ from sparsek.plan.attention import MaskPlan, about, alike, megabytes, sizes
 from sparsek.plan.kernel import AttentionGradCall
 from sparsek.plan.problem import AttentionGradProblem
 from sparsek.plan.select import Choice
+from sparsek.reference.scores import PLAIN, Scores
 
 
 class Forward(NamedTuple):
@@ -40,17 +41,24 @@ class Differentiated(NamedTuple):
     forward: Forward | None = None
     grad: Tensor | None = None
     grad_lse: Tensor | None = None
+    scores: Scores = PLAIN
 
     @property
     def like(self) -> Tensor:
         return self.q
 
     def problem(self, card: Card) -> AttentionGradProblem:
-        shared = sizes(*self[:4], operands.backward_layout(self.q, self.k, self.v))
+        shared = sizes(*self[:4], operands.backward_layout(self.q, self.k, self.v), self.scores)
         return AttentionGradProblem(**shared, card=card, deterministic=self.deterministic)
 
     def key(self) -> Hashable:
-        return *alike(*self[:4]), operands.backward_layout(self.q, self.k, self.v), self.deterministic
+        changes = operands.changes(self.scores)
+        return (
+            *alike(*self[:4]),
+            operands.backward_layout(self.q, self.k, self.v),
+            self.deterministic,
+            changes,
+        )
 
     def home(self) -> BlockMask:
         return self.mask
@@ -68,7 +76,7 @@ class AttentionGradPlan(MaskPlan):
     """How to run the backward pass of attention over one mask for one shape of q, k and v.
 
     Call it: `plan(q, k, v, mask, out, lse, grad)`, with `scale=` if the forward pass had one and `grad_lse=` for the
-    gradient of lse. `problem` is an AttentionGradProblem.
+    gradient of lse; `softcap=` and `alibi_slopes=` as planned. `problem` is an AttentionGradProblem.
     """
 
     planner: ClassVar[str] = "plan_attention_backward"
@@ -86,23 +94,28 @@ class AttentionGradPlan(MaskPlan):
         grad_lse: Tensor | None = None,
         *,
         scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse, or 0. No host sync.
 
-        out and lse are those of a forward pass with the same mask and scale. A `grad` whose last dim is not
+        out and lse are those of a forward pass with the same mask, scale, softcap and slopes; learned sinks, whose
+        gradient only `attention` gives, are in lse. A `grad` whose last dim is not
         contiguous is copied; so is one whose pointer or strides are not multiples of 16 bytes, if the plan needs
         that. The results have no gradients. Raises InvalidInput for operands of other shapes, dtypes or alignment,
         and for another mask.
         """
         found = self.checked(q, k, v, mask)
+        scores = operands.checked_scores(q, softcap, alibi_slopes, None)
+        self.check_scores(scores)
         operands.check_backward(q, v, out, lse, grad, grad_lse)
         forward = Forward(out, lse, operands.checked_scale(scale, q.shape[3]))
-        call = Differentiated(q, k, v, found, self.problem.deterministic, forward, grad, grad_lse)
+        call = Differentiated(q, k, v, found, self.problem.deterministic, forward, grad, grad_lse, scores)
         with torch.no_grad():
             return self.run(call, captured(q))
 
     def _run(self, call: Differentiated) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, mask, _, forward, grad, grad_lse = call
+        q, k, v, mask, _, forward, grad, grad_lse, scores = call
         assert forward is not None
         assert grad is not None
         dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in (q, k, v))
@@ -112,7 +125,7 @@ class AttentionGradPlan(MaskPlan):
         grad = operands.fitting(grad, out, self.problem.aligned)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         kernel, config, _ = self.choice
-        given = AttentionGradCall(q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv)
+        given = AttentionGradCall(q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores)
         kernel.launch(config, self.work, given)
         return dq, dk, dv
 

@@ -10,6 +10,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import swapped
+from sparsek.plan.operands import wants_gradient
+from sparsek.reference.scores import PLAIN, Scores
 
 PLAN_HAS_NO_GRADIENT = (
     "a call of a plan has no gradient; attention(q, k, v, mask, plan=plan) has one, and torch.no_grad() lets the "
@@ -24,6 +26,7 @@ NO_TANGENT = (
     "has one"
 )
 SCALES = (1e-30, 1e30)  # float32 represents them, also times log2(e)
+CAPS = (1e-3, 1e6)  # and scales over these
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
@@ -98,6 +101,55 @@ def checked_scale(scale: Any, dim: int) -> float:
     if scale is None:
         return dim**-0.5
     return arguments.number("scale", scale, *SCALES)
+
+
+def checked_scores(
+    q: Tensor, softcap: Any, alibi_slopes: Any, sink_logits: Any, *, here: bool = True
+) -> Scores:
+    """What changes the scores of q. InvalidInput for a softcap, slopes or sinks that do not fit q.
+
+    `here`: slopes and sinks must be on the device of q.
+    """
+    cap = checked_softcap(softcap)
+    if cap == 0 and alibi_slopes is None and sink_logits is None:
+        return PLAIN
+    (batch, heads), kinds = q.shape[:2], {torch.float32, q.dtype}
+    if alibi_slopes is not None:
+        _check_heads("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), {torch.float32}, here)
+        if wants_gradient(alibi_slopes):
+            raise InvalidInput(
+                "alibi_slopes requires a gradient, which attention does not give; pass alibi_slopes.detach()"
+            )
+    if sink_logits is not None:
+        _check_heads("sink_logits", sink_logits, q, ((heads,),), kinds, here)
+    return Scores(cap, alibi_slopes, sink_logits)
+
+
+def checked_softcap(softcap: Any) -> float:
+    """InvalidInput unless it is 0 or in CAPS."""
+    cap = arguments.number("softcap", softcap)
+    if cap != 0 and not CAPS[0] <= cap <= CAPS[1]:
+        raise InvalidInput(f"softcap is {cap}; it must be 0, for none, or from {CAPS[0]} to {CAPS[1]:.0f}")
+    return cap
+
+
+def _check_heads(
+    name: str, x: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...], kinds: set[torch.dtype], here: bool
+) -> None:
+    """InvalidInput unless x has a number for each head of q."""
+    arguments.dense(name, x)
+    if tuple(x.shape) not in shapes or x.dtype not in kinds:
+        right = " or ".join(map(str, map(list, shapes))), " or ".join(sorted(map(str, kinds)))
+        raise InvalidInput(
+            f"{name} is {x.dtype} {list(x.shape)}; for q {list(q.shape)} it must be {right[1]} {right[0]}"
+        )
+    if here and x.device != q.device:
+        raise InvalidInput(f"{name} is on {x.device} and q on {q.device}; call {name}.to({str(q.device)!r})")
+
+
+def changes(scores: Scores) -> tuple[bool, bool]:
+    """Whether scores are capped, and biased by slopes."""
+    return scores.softcap > 0, scores.alibi_slopes is not None
 
 
 class Layout(NamedTuple):

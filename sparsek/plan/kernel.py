@@ -24,6 +24,8 @@ from sparsek.plan.problem import (
     SpmmProblem,
 )
 from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.scores import PLAIN as PLAIN_SCORES
+from sparsek.reference.scores import Scores
 
 P = TypeVar("P", contravariant=True)
 
@@ -146,7 +148,7 @@ class AttentionCall(NamedTuple):
 
     `out` [B, Hq, S, Dv] and `lse` [B, Hq, S] are preallocated and fully overwritten. `out` is stored as [B, Hq, S,
     Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No dim of either is 0, nor T. `scale` is positive and
-    multiplies q k^T, base e.
+    multiplies q k^T, base e. `scores`: what changes the product; its slopes and sinks have any strides.
     """
 
     q: Tensor
@@ -156,6 +158,7 @@ class AttentionCall(NamedTuple):
     scale: float
     out: Tensor
     lse: Tensor | None
+    scores: Scores = PLAIN_SCORES
 
 
 class AttentionKernel(Kernel[AttentionProblem], Protocol):
@@ -232,6 +235,9 @@ class AttentionGradCall(NamedTuple):
     [B, Hq, S] is float32 (float64 for float64) and contiguous, or None for 0. dq, dk and dv have the shapes of q, k
     and v. They are preallocated, fully overwritten, and stored as [B, H, L, E] or as [B, L, H, E], without gaps. No
     dim of any tensor is 0.
+
+    `scores` is that of the forward pass. P is exp(s - lse) of the changed scores s, lse includes the sinks, and a
+    softcap multiplies dS by 1 - tanh^2. The gradient of the sinks is not part of the launch.
     """
 
     q: Tensor
@@ -246,6 +252,7 @@ class AttentionGradCall(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    scores: Scores = PLAIN_SCORES
 
 
 class AttentionGradKernel(Kernel[AttentionGradProblem], Protocol):

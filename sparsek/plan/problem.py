@@ -302,7 +302,8 @@ class AttentionProblem:
     `partial` count blocks over all rows of the mask, `longest` those of its longest row: upper bounds unless `exact`.
     `by_interval` and `by_bits`: the rules that its partial blocks may have. `unit_stride`: the last dims of q, k and
     v are contiguous. `aligned`: moreover their pointers and all other strides are multiples of 16 bytes. `lse`: the
-    logarithms of the rows' sums are returned.
+    logarithms of the rows' sums are returned. `softcap`, `alibi`: scores are capped, or biased by ALiBi slopes.
+    `sink_logits`: the dtype of the learned sinks, "" without.
     """
 
     op: ClassVar[str] = "attention"
@@ -328,6 +329,9 @@ class AttentionProblem:
     aligned: bool = True
     unit_stride: bool = True
     lse: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sink_logits: str = ""
 
     @property
     def on_cpu(self) -> bool:
@@ -341,6 +345,13 @@ class AttentionProblem:
     def group(self) -> int:
         """Query heads per head of keys."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def changes(self) -> list[str]:
+        """What changes the scores, in words."""
+        sinks = [f"{self.sink_logits} sinks"] if self.sink_logits else []
+        named = [name for name, there in (("softcap", self.softcap), ("ALiBi", self.alibi)) if there]
+        return named + sinks
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -395,7 +406,8 @@ class AttentionGradProblem(AttentionProblem):
 
     Sizes and lists are those of the forward pass; `longest` is a row of query tiles, because only the mask's
     transposed lists have the lengths of key blocks. `unit_stride` and `aligned` include grad. `lse` is always true
-    here. `deterministic`: the same inputs must give the same bits, so sums have a fixed order.
+    here, and `sink_logits` "", because lse has the sinks. `deterministic`: the same inputs must give the same bits, so
+    sums have a fixed order.
     """
 
     op: ClassVar[str] = "attention_backward"

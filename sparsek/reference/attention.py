@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
+from sparsek.reference.scores import PLAIN, Places, Scores, changed
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float | None = None,
+    scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of softmax(scale * q k^T) v over the pairs that a BlockMask admits.
 
     out[b, h, i] = sum_j exp(s_ij - lse[b, h, i]) v[b, h', j] and lse[b, h, i] = log sum_j exp(s_ij), where
     s_ij = scale * <q[b, h, i], k[b, h', j]>, j runs over the keys that query i of head h sees, and h' = h // (Hq /
-    Hkv).
+    Hkv). `scores` changes s_ij and adds sinks to the sum.
 
-    A query that sees no key gets out = 0 and lse = -inf, and has no gradient. A key or value that no query of a tile
-    (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what some query of the tile
-    sees must be finite. Differentiable in q, k and v, any number of times.
+    A query that sees no key gets out = 0 and lse = -inf, or its sink, and no gradient but the sink's. A key or value
+    that no query of a tile (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what
+    some query of the tile sees must be finite. Differentiable in q, k, v and the sinks, any number of times.
 
     Args:
         q: [B, Hq, S, D].
@@ -29,6 +37,7 @@ def attention(
         v: [B, Hkv, T, Dv]. All three of one dtype, on the mask's device, with any strides.
         mask: For S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
         scale: D**-0.5 by default.
+        scores: Softcap, ALiBi slopes and learned sinks.
 
     Returns:
         out [B, Hq, S, Dv] in the dtype of q, and lse [B, Hq, S]. Sums and lse are float32, or float64 for float64.
@@ -40,12 +49,11 @@ def attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     tile = mask.block[0]
     with dtypes.as_given(q.device):
-        tiles = [
-            attend(
-                q[:, :, first : first + tile], k, v, seen_by(mask, first, first + tile, q.shape[1]), factor
-            )
-            for first in range(0, max(1, q.shape[2]), tile)
-        ]
+        tiles = []
+        for first in range(0, max(1, q.shape[2]), tile):
+            seen = seen_by(mask, first, first + tile, q.shape[1])
+            places = places_of(mask, first, first + tile)
+            tiles.append(attend(q[:, :, first : first + tile], k, v, seen, factor, scores, places))
     out, lse = zip(*tiles, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
 
@@ -56,14 +64,37 @@ def seen_by(mask: BlockMask, first: int, last: int, q_heads: int) -> Tensor:
     return seen.repeat_interleave(q_heads // mask.heads, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one tile of queries q [B, Hq, n, D] over the keys that `seen`, bool [B or 1, Hq, n, T], admits."""
+def places_of(mask: BlockMask, first: int, last: int) -> Places:
+    """The positions of queries first to last - 1 and of all keys. `last` may lie beyond q_len."""
+    queries = torch.arange(first, min(last, mask.q_len), dtype=torch.int64, device=mask.device)
+    keys = torch.arange(mask.kv_len, dtype=torch.int64, device=mask.device)
+    return queries + (mask.kv_len - mask.q_len), keys
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    scores: Scores = PLAIN,
+    places: Places | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one tile of queries q [B, Hq, n, D] over the keys that `seen`, bool [B or 1, Hq, n, T], admits.
+
+    `places`: their positions, for ALiBi.
+    """
     sum_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = met(k, seen).to(sum_dtype), met(v, seen).to(sum_dtype)
-    scores = (q.to(sum_dtype) @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    s, _ = changed(q.to(sum_dtype) @ k.mT * scale, scores, places)
+    s = s.masked_fill(~seen, -torch.inf)
     empty = ~seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-    return (weights @ v).to(q.dtype), scores.logsumexp(-1)
+    if scores.sink_logits is not None:
+        sinks = scores.sink_logits.to(sum_dtype)[:, None, None].expand(*s.shape[:3], 1)
+        empty = empty & (sinks == -torch.inf)  # -inf alone has no gradient
+        s, v = torch.cat((s, sinks.masked_fill(empty, -torch.inf)), -1), functional.pad(v, (0, 0, 0, 1))
+    weights = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return (weights @ v).to(q.dtype), s.logsumexp(-1)
 
 
 def attention_backward(
@@ -77,12 +108,14 @@ def attention_backward(
     grad_lse: Tensor | None = None,
     *,
     scale: float | None = None,
+    scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of `attention` for the gradients `grad` of out and `grad_lse` of lse, by formulas.
 
     With P_ij = exp(s_ij - lse_i) where query i sees key j, and delta_i = <grad_i, out_i> - grad_lse_i:
     dv_j = sum_i P_ij grad_i, dS_ij = P_ij (<grad_i, v_j> - delta_i), dq_i = scale sum_j dS_ij k_j and
-    dk_j = scale sum_i dS_ij q_i. dk and dv are summed over the heads of q that share a head of k.
+    dk_j = scale sum_i dS_ij q_i. dk and dv are summed over the heads of q that share a head of k. A softcap multiplies
+    dS_ij by 1 - tanh^2. lse has the sinks, whose gradient `sink_gradients` gives.
 
     Shapes and dtypes as in `attention`, whose autograd gives the same. Queries that see nothing contribute nothing.
     """
@@ -97,7 +130,9 @@ def attention_backward(
             seen = seen_by(mask, first, first + tile, q.shape[1])
             of_lse = None if grad_lse is None else grad_lse[:, :, at]
             rows = out[:, :, at], lse[:, :, at], grad[:, :, at], of_lse
-            dq[:, :, at], more_dk, more_dv = attend_backward(q[:, :, at], k, v, seen, factor, *rows)
+            places = places_of(mask, first, first + tile)
+            found = attend_backward(q[:, :, at], k, v, seen, factor, *rows, scores, places)
+            dq[:, :, at], more_dk, more_dv = found
             dk += more_dk
             dv += more_dv
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -113,6 +148,8 @@ def attend_backward(
     lse: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None = None,
+    scores: Scores = PLAIN,
+    places: Places | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The part of one tile of queries in `attention_backward`: dq, dk, dv in float32, or float64 for float64."""
     sum_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -123,9 +160,12 @@ def attend_backward(
     delta = (grad * out.to(sum_dtype)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse.unsqueeze(-1).to(sum_dtype)
-    scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
-    weights = (scores - lse.unsqueeze(-1).to(sum_dtype)).masked_fill(empty, -torch.inf).exp()
+    s, slope = changed(q @ k.mT * scale, scores, places)
+    s = s.masked_fill(~seen, -torch.inf)
+    weights = (s - lse.unsqueeze(-1).to(sum_dtype)).masked_fill(empty, -torch.inf).exp()
     of_scores = weights * (grad @ v.mT - delta.masked_fill(empty, 0)) * scale
+    if slope is not None:
+        of_scores = of_scores * slope
     dk, dv = of_scores.mT @ q, weights.mT @ grad
     return of_scores @ k, _per_key_head(dk, heads), _per_key_head(dv, heads)
 

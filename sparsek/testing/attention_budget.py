@@ -20,7 +20,8 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.view import stored_entries
-from sparsek.reference.attention import attend, attend_backward, check, met, seen_by
+from sparsek.reference.attention import attend, attend_backward, check, met, places_of, seen_by
+from sparsek.reference.scores import PLAIN, Places, Scores, changed, distances
 from sparsek.testing.budget import (
     ROUNDED,
     Bound,
@@ -55,19 +56,21 @@ def check_attention(
     lse: Tensor | None = None,
     *,
     scale: float | None = None,
+    scores: Scores = PLAIN,
     rows: Sequence[int] | None = None,
 ) -> AttentionGate:
     """Judges out [B, Hq, S, Dv], and lse [B, Hq, S] if given, as the attention of q, k and v under `mask`.
 
     The error is relative, in the Frobenius norm, against the reference in float64. Dense attention is torch's
-    scaled_dot_product_attention (math) with a boolean mask on the same inputs. lse may be off by 1e-3 and 1e-3 of its
-    value for 16-bit inputs, else 1e-5. Rows of queries without any key must be 0 and -inf.
+    scaled_dot_product_attention (math) with a boolean mask on the same inputs; with changed `scores` the reference in
+    float32. lse may be off by 1e-3 and 1e-3 of its
+    value for 16-bit inputs, else 1e-5. Rows of queries without any key must be 0 and -inf, or their sink.
 
     Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the query tiles to check, all
     by default; work and memory are proportional to their number times T. Raises InvalidInput for inputs that the
     reference refuses, and for results of another shape.
     """
-    return expected_attention(q, k, v, mask, scale=scale, rows=rows).judge(out, lse)
+    return expected_attention(q, k, v, mask, scale=scale, scores=scores, rows=rows).judge(out, lse)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def expected_attention(
     mask: BlockMask,
     *,
     scale: float | None = None,
+    scores: Scores = PLAIN,
     rows: Sequence[int] | None = None,
 ) -> ExpectedAttention:
     """The expected result of `check_attention`."""
@@ -113,7 +117,7 @@ def expected_attention(
         raise InvalidInput(f"rows must name tiles of queries, 0 to {mask.grid[0] - 1}, got {list(chosen)}")
     queries = [torch.arange(i * tile, min((i + 1) * tile, mask.q_len), device=q.device) for i in chosen]
     with torch.no_grad(), dtypes.as_given(q.device):
-        tiles = zip(*(_tile(q, k, v, mask, at, factor) for at in queries), strict=True)
+        tiles = zip(*(_tile(q, k, v, mask, at, factor, scores) for at in queries), strict=True)
         parts = (torch.cat(each, 2) for each in tiles)
         return ExpectedAttention((*q.shape[:3], v.shape[3]), torch.cat(queries), *parts)
 
@@ -139,6 +143,7 @@ def check_attention_backward(
     grad_lse: Tensor | None = None,
     *,
     scale: float | None = None,
+    scores: Scores = PLAIN,
     rows: Sequence[int] | None = None,
     columns: Sequence[int] | None = None,
 ) -> AttentionGradGate:
@@ -156,7 +161,9 @@ def check_attention_backward(
     of `rows` and of all tiles that visit `columns`; memory to one tile. Raises InvalidInput for inputs that the
     reference refuses, and for gradients of another shape.
     """
-    expected = expected_gradients(q, k, v, mask, grad, grad_lse, scale=scale, rows=rows, columns=columns)
+    expected = expected_gradients(
+        q, k, v, mask, grad, grad_lse, scale=scale, scores=scores, rows=rows, columns=columns
+    )
     return expected.judge(found)
 
 
@@ -190,6 +197,7 @@ def expected_gradients(
     grad_lse: Tensor | None = None,
     *,
     scale: float | None = None,
+    scores: Scores = PLAIN,
     rows: Sequence[int] | None = None,
     columns: Sequence[int] | None = None,
 ) -> ExpectedGradients:
@@ -205,7 +213,7 @@ def expected_gradients(
     queries = _positions(tiles, mask.block[0], mask.q_len, q.device)
     keys = _positions(blocks, mask.block[1], mask.kv_len, q.device)
     with torch.no_grad(), dtypes.as_given(q.device):
-        call = _Call(q, k, v, mask, grad, grad_lse, q.shape[-1] ** -0.5 if scale is None else scale)
+        call = _Call(q, k, v, mask, grad, grad_lse, q.shape[-1] ** -0.5 if scale is None else scale, scores)
         truth = _gradients(call, set(tiles), keys, set(tiles) | _visiting(mask, blocks))
     return ExpectedGradients([list(x.shape) for x in (q, k, v)], queries, keys, truth)
 
@@ -218,6 +226,7 @@ class _Call(NamedTuple):
     grad: Tensor
     grad_lse: Tensor | None
     scale: float
+    scores: Scores
 
 
 class _Truth(NamedTuple):
@@ -273,7 +282,9 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
     """dq, dk and dv between the queries `at` and `keys`: in float64, of dense attention, of its fused kernels, their
     terms' squares, and the variances of the factors of these terms.
     """
-    q, k, v, _, grad, grad_lse, scale = call
+    q, k, v, mask, grad, grad_lse, scale, scores = call
+    places = places_of(mask, at.start, at.stop)
+    places = places[0], places[1][keys]
     q, k, v, grad = q[:, :, at], k[:, :, keys], v[:, :, keys], grad[:, :, at]
     of_lse = None if grad_lse is None else grad_lse[:, :, at]
     empty = ~seen.any(-1, keepdim=True)
@@ -283,27 +294,33 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
         return x.unflatten(1, (heads, -1)).sum(2)
 
     q64, k64, v64, grad64 = (x.double() for x in (q, k, v, grad))
-    out, lse = attend(q64, k64, v64, seen, scale)
-    yield attend_backward(q64, k64, v64, seen, scale, out, lse, grad64, of_lse)
+    out, lse = attend(q64, k64, v64, seen, scale, scores, places)
+    yield attend_backward(q64, k64, v64, seen, scale, out, lse, grad64, of_lse, scores, places)
 
     wide = torch.promote_types(q.dtype, torch.float32)
     leaves = [x.to(wide).detach().requires_grad_() for x in (q, met(k, seen), met(v, seen))]
     grads = [grad.to(wide).masked_fill(empty, 0)]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         attn_mask = seen | empty
-        dense = [functional.scaled_dot_product_attention(*leaves, attn_mask=attn_mask, scale=scale)]
+        if scores.plain:
+            dense = [functional.scaled_dot_product_attention(*leaves, attn_mask=attn_mask, scale=scale)]
+            if of_lse is not None:
+                s = (leaves[0] @ leaves[1].mT * scale).masked_fill(~attn_mask, -torch.inf)
+                dense.append(s.logsumexp(-1))
+        else:
+            dense = [*attend(*leaves, attn_mask, scale, scores, places)][: len(grads) + (of_lse is not None)]
         if of_lse is not None:
-            scores = (leaves[0] @ leaves[1].mT * scale).masked_fill(~attn_mask, -torch.inf)
-            dense.append(scores.logsumexp(-1))
             grads.append(of_lse.to(wide).masked_fill(empty.squeeze(-1), 0))
         dq, dk, dv = torch.autograd.grad(dense, leaves, grads)
     yield dq, per_key_head(dk), per_key_head(dv)
-    rounded, low_lse = attend(q, k, v, seen, scale)
+    rounded, low_lse = attend(q, k, v, seen, scale, scores, places)
     q_wide, k_wide, v_wide = (x.to(wide) for x in (q, k, v))
-    yield attend_backward(q_wide, k_wide, v_wide, seen, scale, rounded, low_lse, grad.to(wide), of_lse)
+    yield attend_backward(
+        q_wide, k_wide, v_wide, seen, scale, rounded, low_lse, grad.to(wide), of_lse, scores, places
+    )
 
     k64, v64, grad64 = met(k64, seen), met(v64, seen), grad64.masked_fill(empty, 0)
-    weights, shift = _weights(q64, k64, seen, scale, lse)
+    weights, shift = _weights(q64, k64, seen, scale, lse, scores, places)
     weights = weights.square()
     reach = grad64.square() @ v64.square().mT
     reach = reach + (weights * reach).sum(-1, keepdim=True)
@@ -361,13 +378,21 @@ def _visiting(mask: BlockMask, columns: Sequence[int]) -> set[int]:
     return tiles
 
 
-def _weights(q: Tensor, k: Tensor, seen: Tensor, scale: float, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _weights(
+    q: Tensor, k: Tensor, seen: Tensor, scale: float, lse: Tensor, changes: Scores, places: Places
+) -> tuple[Tensor, Tensor]:
     """The weights [B, Hq, n, T] of keys k [B, Hq, T, D], and the variance of the error of their logarithms, in units
-    of that of one rounding: of the score, which is a sum, of its scaling, and of the difference to lse.
+    of that of one rounding: of the score, which is a sum, of its scaling, cap and bias, and of the difference to lse.
     """
     scores = q @ k.mT * scale
     sizes = scores.square() + lse.masked_fill(lse == -torch.inf, 0).square().unsqueeze(-1)
-    shift = sum_variance(scores, (q.square() @ k.square().mT) * scale**2, q.shape[3], ROUNDED**-0.5)
+    if changes.softcap:  # tanh is rounded to the last bit of 1
+        sizes = sizes + changes.softcap**2
+    if changes.alibi_slopes is not None:
+        slopes = changes.slopes(*q.shape[:2]).double()
+        sizes = sizes + (slopes[..., None, None] * distances(*places)).square()
+    raw, (scores, _) = scores, changed(scores, changes, places)
+    shift = sum_variance(raw, (q.square() @ k.square().mT) * scale**2, q.shape[3], ROUNDED**-0.5)
     weights = (scores - lse.unsqueeze(-1)).masked_fill(~seen, -torch.inf).exp()
     # An exponential adds three roundings, and so does the normalisation.
     return weights, (shift + 2 * sizes + 6).masked_fill(~seen, 0)
@@ -382,17 +407,23 @@ def _rounding(exact: Tensor, sums: Tensor, squares: Tensor, dtype: torch.dtype) 
     return Rounding(sums, torch.maximum(each, each.mean(-1, keepdim=True)), dtype)
 
 
-def _tile(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, at: Tensor, scale: float) -> tuple[Tensor, ...]:
+def _tile(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, at: Tensor, scale: float, scores: Scores
+) -> tuple[Tensor, ...]:
     """Of one tile of queries: out in float64, out of dense attention, lse in float64; the variance of out's sums, and
     the sum of its terms' squares.
     """
     seen = seen_by(mask, int(at[0]), int(at[-1]) + 1, q.shape[1])
     q, k, v = q[:, :, at], met(k, seen), met(v, seen)
     q64, k64, v64 = q.double(), k.double(), v.double()
-    exact, lse = attend(q64, k64, v64, seen, scale)
-    with sdpa_kernel(SDPBackend.MATH):
-        dense = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    weights, shift = _weights(q64, k64, seen, scale, lse)
+    places = places_of(mask, int(at[0]), int(at[-1]) + 1)
+    exact, lse = attend(q64, k64, v64, seen, scale, scores, places)
+    if scores.plain:
+        with sdpa_kernel(SDPBackend.MATH):
+            dense = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    else:
+        dense, _ = attend(q, k, v, seen, scale, scores, places)
+    weights, shift = _weights(q64, k64, seen, scale, lse, scores, places)
     unit, count = summing_unit(q.dtype), seen.sum(-1, keepdim=True)
     squares = weights.square() @ v64.square()
     # An error in a weight changes its term, and all others through the sum of weights, which is a long sum itself.
@@ -406,7 +437,7 @@ def _judge(out: Tensor, lse: Tensor | None, exact: Tensor, exact_lse: Tensor, bo
     gate = bound.judge(out)
     largest = float((out.double() - exact).abs().max())
     empty = exact_lse == -torch.inf
-    empty_rows_hold = bool((out[empty] == 0).all())
+    empty_rows_hold = bool((out[(exact == 0).all(-1)] == 0).all())
     lse_largest, lse_holds = 0.0, True
     if lse is not None:
         empty_rows_hold &= bool((lse[empty] == -torch.inf).all())

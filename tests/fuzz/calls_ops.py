@@ -139,7 +139,8 @@ LAYER = {**NAMED, "W": f"{MATRIX} tensor", "x": DENSE, "dtype": "none dtype"} | 
     ("bias", "activation", "residual"), "none tensor text"
 )
 PLANNED = {**PRODUCT, "device": "none text", "config": "none", "epilogue": "Epilogue", "W": "tensor BSR"}
-ATTENTION = {**NAMED, "mask": "none BlockMask", "scale": "none float int", "plan": "none"}
+SCORES = {"softcap": "float int", "alibi_slopes": "none", "sink_logits": "none"}
+ATTENTION = {**NAMED, **SCORES, "mask": "none BlockMask", "scale": "none float int", "plan": "none"}
 VARLEN = {**ATTENTION, "cu_seqlens_k": "none tensor", "mask": "none MaskPolicy BlockMask"}
 PLACE = {"device": "none text device"}
 POLICY = dict.fromkeys(("window", "stride", "topk"), "none int") | {"block": "int sequence"}
@@ -240,6 +241,17 @@ CALLS: dict[str, Call] = {
         ),
         ATTENTION,
     ),
+    "attention (scores)": Call(
+        function(
+            sk.attention,
+            **QKV,
+            mask=mask(),
+            softcap=5.0,
+            alibi_slopes=dense(4).abs(),
+            sink_logits=dense(4),
+        ),
+        ATTENTION,
+    ),
     "attention (plan)": Call(
         function(
             sk.attention,
@@ -266,7 +278,16 @@ CALLS: dict[str, Call] = {
         VARLEN,
     ),
     "attention_varlen (top-k)": Call(
-        function(sk.attention_varlen, **PACKED, cu_seqlens_q=CU, cu_seqlens_k=None, mask=policy(topk=1)),
+        function(
+            sk.attention_varlen,
+            **PACKED,
+            cu_seqlens_q=CU,
+            cu_seqlens_k=None,
+            mask=policy(topk=1),
+            softcap=5.0,
+            alibi_slopes=dense(4),
+            sink_logits=dense(4),
+        ),
         VARLEN,
     ),
     "attention_paged": Call(
@@ -383,7 +404,16 @@ CALLS: dict[str, Call] = {
     ),
     "plan_attention": Call(
         function(
-            sk.plan_attention, **QKV, mask=mask(), kernel=None, config=None, device=None, return_lse=True
+            sk.plan_attention,
+            **QKV,
+            mask=mask(),
+            kernel=None,
+            config=None,
+            device=None,
+            return_lse=True,
+            softcap=5.0,
+            alibi_slopes=dense(2, 4),
+            sink_logits=dense(4),
         ),
         PLANNED | ATTENTION,
     ),
@@ -396,6 +426,8 @@ CALLS: dict[str, Call] = {
             config=None,
             device="h200",
             deterministic=True,
+            softcap=5.0,
+            alibi_slopes=dense(4),
         ),
         PLANNED | ATTENTION,
     ),
@@ -519,10 +551,19 @@ CALLS: dict[str, Call] = {
             kv_heads=2,
             head_dim=8,
             bias=False,
+            softcap=5.0,
+            sink_logits=True,
             dtype=None,
             device="cpu",
         ),
-        {**PLACE, "mask": "none", "kv_heads": "none", "head_dim": "none", "dtype": "dtype"},
+        {
+            **PLACE,
+            "softcap": "float int",
+            "mask": "none",
+            "kv_heads": "none",
+            "head_dim": "none",
+            "dtype": "dtype",
+        },
     ),
     "nn.SparseAttention.forward": Call(
         function(attending(window=16), x=dense(2, 100, 32), mask=None, cu_seqlens=None)

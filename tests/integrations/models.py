@@ -87,12 +87,50 @@ def bert(**options: Any) -> Any:
 
 
 MODELS = {"llama": llama, "qwen2": qwen2, "bert": bert}
+BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 50}
+# Weights that are large enough for attention to matter.
+LIVELY = {"initializer_range": 0.2, "tie_word_embeddings": False, "head_dim": 8, "num_key_value_heads": 2}
+
+
+def mistral(**options: Any) -> Any:
+    """Every layer sees a window of 50."""
+    config = transformers.MistralConfig(**SMALL | LIVELY | {"sliding_window": 50} | options)
+    return transformers.MistralForCausalLM, config
+
+
+def gemma2(**options: Any) -> Any:
+    """Capped scores; a layer with a window of 50, then one without."""
+    more = LIVELY | BOTH_KINDS | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}
+    return transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SMALL | more | options)
+
+
+def gemma3(**options: Any) -> Any:
+    more = LIVELY | BOTH_KINDS | {"query_pre_attn_scalar": 8}
+    return transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**SMALL | more | options)
+
+
+def gemma4(**options: Any) -> Any:
+    """Heads of the layer without a window are twice as wide."""
+    more = LIVELY | BOTH_KINDS | {"global_head_dim": 16, "hidden_size_per_layer_input": 0}
+    return transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**SMALL | more | options)
+
+
+def gpt_oss(**options: Any) -> Any:
+    """Learned sinks; a layer with a window of 50, then one without."""
+    more = LIVELY | BOTH_KINDS | {"num_local_experts": 2, "num_experts_per_tok": 2}
+    more["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    return transformers.GptOssForCausalLM, transformers.GptOssConfig(**SMALL | more | options)
+
+
+LAYERED = {"mistral": mistral, "gemma2": gemma2, "gemma3": gemma3, "gpt_oss": gpt_oss}
+if hasattr(transformers, "Gemma4ForCausalLM"):
+    LAYERED["gemma4"] = gemma4
 
 
 def pair(name: str, against: Any = "eager", **options: Any) -> tuple[Any, Any]:
     """A model with another attention, and one with SparseK's."""
     torch.manual_seed(0)
-    kind, config = MODELS[name](**options)
+    kind, config = (MODELS | LAYERED)[name](**options)
     other = kind._from_config(copy.deepcopy(config), attn_implementation=against).eval()
     own = kind._from_config(copy.deepcopy(config), attn_implementation="sparsek").eval()
     own.load_state_dict(other.state_dict())

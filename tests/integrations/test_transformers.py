@@ -229,8 +229,7 @@ def test_dropout_is_refused_in_training_only(name: str, option: str):
 
 
 WRONG: dict[str, Any] = {
-    "capped scores": {"softcap": 50.0},
-    "learned sinks": {"s_aux": torch.zeros(4)},
+    "does not have head_mask": {"head_mask": torch.ones(4)},
     "a position bias": {"position_bias": torch.zeros(1, 4, 5, 5)},
     "the weights are never in memory": {"output_attentions": True},
     "cu_seq_lens are given": {"cu_seq_lens_q": torch.tensor([0, 5])},

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.models import REFERENCE, no_pairs, padding, pair, states, tokens
+from tests.integrations.models import LAYERED, REFERENCE, check_alike, no_pairs, padding, pair, states, tokens
 
 __all__ = ["no_pairs"]
 POLICY = {"window": 20, "sinks": 3, "block": 64}
@@ -15,7 +15,7 @@ POLICY = {"window": 20, "sinks": 3, "block": 64}
 def generated(model: Any, cache: str, at: str, length: int = 70) -> torch.Tensor:
     return model.generate(
         tokens(length=length), attention_mask=padding(at, length), max_new_tokens=12, do_sample=False,
-        cache_implementation=cache, pad_token_id=0,
+        cache_implementation=cache, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
 
 
@@ -28,6 +28,27 @@ def test_it_generates_the_tokens_of_eager_attention(name: str, cache: str, optio
     other, own = pair(name, REFERENCE if options else "eager", **options)
     for at in ("none", "left"):
         assert torch.equal(generated(own, cache, at), generated(other, cache, at))
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_capped_scores_learned_sinks_and_windows_of_layers_are_those_of_the_model(name: str):
+    """The prompt ends before the window does: caches of layers with a window fill up on the way."""
+    other, own = pair(name)
+    for at in ("none", "left", "gaps"):
+        check_alike(other, own, tokens(), padding(at))
+    for cache in ("dynamic", "static"):
+        assert torch.equal(generated(own, cache, "left", 45), generated(other, cache, "left", 45))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_they_have_the_gradients_of_eager_attention(name: str):
+    other, own = pair(name)
+    for model in (other, own):
+        states(model.train(), tokens(), use_cache=False).square().mean().backward()
+    for (label, a), b in zip(own.named_parameters(), other.parameters(), strict=True):
+        assert b.grad is not None, label
+        assert b.grad.abs().max() > 0, label
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=label)
 
 
 def test_top_k_over_all_blocks_generates_the_tokens_of_the_plain_model():

@@ -20,6 +20,8 @@ from sparsek.plan.sddmm import Sampled
 from sparsek.plan.spgemm import Pair
 from sparsek.plan.spmm import Product
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.reference.scores import PLAIN as PLAIN_SCORES
+from sparsek.reference.scores import Scores
 from sparsek.testing.budget import CORE, check_spmm
 from sparsek.testing.cases import Case, judged_by
 from sparsek.testing.poison import poisoned
@@ -121,10 +123,10 @@ def join(
 
 
 def attention_problem(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, lse: bool = True
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, lse: bool = True, scores: Scores = PLAIN_SCORES
 ) -> AttentionProblem:
     """The problem that attention of q, k and v under `mask` poses."""
-    return Attended(q, k, v, mask, lse=lse).problem(card_of(q.device))
+    return Attended(q, k, v, mask, lse=lse, scores=scores).problem(card_of(q.device))
 
 
 def attend(
@@ -135,15 +137,16 @@ def attend(
     mask: BlockMask,
     config: Any = None,
     scale: float | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `kernel`, written over NaN."""
-    p = attention_problem(q, k, v, mask)
+    p = attention_problem(q, k, v, mask, scores=scores)
     c = kernel.default(p) if config is None else config
     out = attention_operands.empty_out(q, v.shape[3]).fill_(float("nan"))
     lse = poisoned(q.shape[:3], attention_operands.lse_dtype(q.dtype), q.device)
     work = kernel.prepare(p, c, mask)
     factor = attention_operands.checked_scale(scale, q.shape[3])
-    kernel.launch(c, work, AttentionCall(q, k, v, mask, factor, out, lse))
+    kernel.launch(c, work, AttentionCall(q, k, v, mask, factor, out, lse, scores))
     return out, lse
 
 

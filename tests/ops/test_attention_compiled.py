@@ -12,6 +12,10 @@ import sparsek as sk
 from sparsek.ops import attention_args as library_args
 from tests.ops.tensors import qkv, window
 
+# softcap, slopes and sinks in the op's order
+PLAIN: tuple[Any, ...] = (0.0, None, None)
+CHANGED: tuple[Any, ...] = (2.0, Tensor, Tensor)
+
 
 def calls(graph: Any) -> list[str]:
     """Names of the operations in a graph that compute."""
@@ -104,7 +108,7 @@ def test_the_op_plans_once_and_forgets_a_mask_with_its_tensors(plans_made: list[
     tensors, mask = qkv(), window()
     gc.collect()
     kept = len(library_args.MASKS)
-    args = (*tensors, *library_args.flat_mask(mask), None, False, None, True)
+    args = (*tensors, *library_args.flat_mask(mask), None, False, None, True, *PLAIN)
     for _ in range(2):
         torch.ops.sparsek.attention(*args)
     assert len(plans_made) == 1
@@ -120,14 +124,17 @@ def test_masks_that_share_lists_are_told_apart():
     fields = one._parts()
     wider = sk.BlockMask.unchecked(**{**fields, "lo": torch.zeros_like(fields["lo"])})
     for mask in (one, wider, one):
-        got, _ = torch.ops.sparsek.attention(q, k, v, *library_args.flat_mask(mask), None, False, None, True)
+        args = (q, k, v, *library_args.flat_mask(mask), None, False, None, True, *PLAIN)
+        got, _ = torch.ops.sparsek.attention(*args)
         torch.testing.assert_close(got, sk.attention(q, k, v, mask))
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("lse", [False, True])
-def test_the_op_passes_torchs_own_checks(name: str, lse: bool):
-    args = (*qkv(), *library_args.flat_mask(MASKS[name]()), 0.1, lse, None, True)
+@pytest.mark.parametrize(("lse", "changes"), [(False, PLAIN), (True, PLAIN), (True, CHANGED)], ids=str)
+def test_the_op_passes_torchs_own_checks(name: str, lse: bool, changes: tuple[Any, ...]):
+    q, k, v = qkv()
+    given = [torch.rand(q.shape[1]) if x is Tensor else x for x in changes]
+    args = (q, k, v, *library_args.flat_mask(MASKS[name]()), 0.1, lse, None, True, *given)
     torch.library.opcheck(torch.ops.sparsek.attention.default, args)
 
 

@@ -161,9 +161,14 @@ def test_make_fx_traces_a_training_step():
     assert same(traced(*tensors), grads(loss, tensors, mask))
 
 
-def backward_args(mask: "sk.BlockMask | None", with_lse: bool) -> tuple[Any, ...]:
+def backward_args(mask: "sk.BlockMask | None", with_lse: bool, changed: bool = False) -> tuple[Any, ...]:
     tensors = qkv()
-    out, lse = sk.attention(*tensors, mask, return_lse=True)
+    heads = tensors[0].shape[1]
+    changes = (2.0, torch.rand(heads), torch.rand(heads)) if changed else (0.0, None, None)
+    softcap, slopes, sinks = changes
+    out, lse = sk.attention(
+        *tensors, mask, return_lse=True, softcap=softcap, alibi_slopes=slopes, sink_logits=sinks
+    )
     grad_lse = torch.randn_like(lse) if with_lse else None
     return (
         *tensors,
@@ -175,27 +180,32 @@ def backward_args(mask: "sk.BlockMask | None", with_lse: bool) -> tuple[Any, ...
         None,
         True,
         None,
+        *changes,
     )
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("with_lse", [False, True])
-def test_the_op_of_the_gradients_passes_torchs_own_checks(name: str, with_lse: bool):
+@pytest.mark.parametrize(("with_lse", "changed"), [(False, False), (True, False), (True, True)])
+def test_the_op_of_the_gradients_passes_torchs_own_checks(name: str, with_lse: bool, changed: bool):
     torch.library.opcheck(
-        torch.ops.sparsek.attention_backward.default, backward_args(MASKS[name](), with_lse)
+        torch.ops.sparsek.attention_backward.default, backward_args(MASKS[name](), with_lse, changed)
     )
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_the_op_passes_torchs_own_checks_of_its_gradients(name: str):
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_op_passes_torchs_own_checks_of_its_gradients(name: str, changed: bool):
     q, k, v = (x.requires_grad_() for x in qkv())
-    args = q, k, v, *library_args.flat_mask(MASKS[name]()), 0.1, True, None, True
+    slopes, sinks = torch.rand(2, q.shape[1])
+    changes = (2.0, slopes, sinks.requires_grad_()) if changed else (0.0, None, None)
+    args = q, k, v, *library_args.flat_mask(MASKS[name]()), 0.1, True, None, True, *changes
     torch.library.opcheck(torch.ops.sparsek.attention.default, args)
 
 
 def test_the_op_without_lse_says_that_gradients_need_it():
     q, k, v = (x.requires_grad_() for x in qkv())
-    out, _ = torch.ops.sparsek.attention(q, k, v, *library_args.flat_mask(window()), None, False, None, True)
+    args = q, k, v, *library_args.flat_mask(window()), None, False, None, True, 0.0, None, None
+    out, _ = torch.ops.sparsek.attention(*args)
     with pytest.raises(InvalidInput, match=r"gradients need lse; call .* with return_lse=True"):
         out.sum().backward()
 

@@ -1,10 +1,12 @@
-"""Device pieces of attention's backward pass: shared memory slots that stage dQ, dK and dV for TMA."""
+"""Device pieces of attention's backward pass: the warps that write dQ, and slots that stage it, dK and dV for TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparsek.kernels.lang.gluon import reinterpret
+from sparsek.kernels.attention.bwd_records import step_at, tile_at
+from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
+from sparsek.kernels.lang.gluon import reinterpret, tma_store, tma_store_wait
 
 
 @gluon.jit
@@ -55,3 +57,37 @@ def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare
     if WG == 0:
         dk = dk + dk_s.load(dk.type.layout)
     return dk, dv
+
+
+@gluon.jit
+def write(
+    T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars
+):
+    """Writer warp of every second step: adds its dQ to memory; in order, the first of a query tile is stored."""
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    at = 0
+    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
+        b, g, key, first, masked, pairs = tile_at(tiles, t)
+        for pair in range(pairs):
+            pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
+            slot = SIDE % T.dq_slots
+            row = b * heads + h
+            if T.ordered:
+                turn = turns + row * (rows // 64) + pos // 64
+                if ticket > 0:
+                    while seen(turn) < ticket:  # until the earlier ones have been added
+                        pass
+                    acquire()
+            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
+            if ticket == 0:
+                tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
+            else:
+                tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
+            tma_store_wait(0)  # until TMA has read it
+            # With one slot the other warpgroup fills it next.
+            mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
+            if T.ordered:
+                if ticket >= 0:
+                    tma_written()
+                    release(turn, ticket + 1)
+            at += 1

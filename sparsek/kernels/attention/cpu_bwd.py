@@ -23,6 +23,7 @@ from sparsek.kernels.attention.cpu_steps import (
     Footprint,
     Step,
     blocks,
+    changed,
     columns_of,
     gather,
     hide,
@@ -31,6 +32,7 @@ from sparsek.kernels.attention.cpu_steps import (
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
 from sparsek.plan.problem import AttentionProblem
+from sparsek.reference.scores import Scores
 
 
 class CpuAttentionBackward(CpuAttentionKernel):
@@ -45,7 +47,7 @@ class CpuAttentionBackward(CpuAttentionKernel):
         return Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
 
     def launch(self, c: CpuAttentionConfig, work: CpuWork, call: AttentionGradCall) -> None:
-        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
+        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores = call
         with torch.no_grad():
             (bq, bk), count = mask.block, mask.grid[1]
             keys, values = blocks(k, bk), blocks(v, bk)
@@ -57,7 +59,7 @@ class CpuAttentionBackward(CpuAttentionKernel):
                 of_lse = None if grad_lse is None else tiles(grad_lse.unsqueeze(-1), *as_tiles)[at]
                 rows = (q, out, lse.unsqueeze(-1), grad)
                 given = [tiles(x, *as_tiles)[at].to(sum_dtype) for x in rows]
-                found = _differentiate(step, given, of_lse, (keys, values), mask, scale, sums)
+                found = _differentiate(step, given, of_lse, (keys, values), mask, scale, scores, sums)
                 tiles(dq, *as_tiles)[at] = found.to(dq.dtype)
             for whole, each in zip(sums, (dk, dv), strict=True):
                 each.copy_(whole.flatten(2, 3)[:, :, : each.shape[2]])
@@ -70,6 +72,7 @@ def _differentiate(
     blocks_of: tuple[Blocks, Blocks],
     mask: BlockMask,
     scale: float,
+    changes: Scores,
     sums: list[Tensor],
 ) -> Tensor:
     """dq [units, pack, height, D] of q, out, lse and grad [units, pack, height, ...]; accumulates into dk and dv."""
@@ -89,9 +92,12 @@ def _differentiate(
         met = columns[:, first : first + step.span]
         k, v = gather(keys, step, met, q.dtype), gather(values, step, met, q.dtype)
         scores = torch.bmm(left, k.mT)
+        scores, slope = changed(scores, step, met, pack, mask, changes)
         hide(scores, step, partial[:, first : first + step.span], mask)
         weights = scores.sub_(base).exp_()
         of_scores = torch.bmm(grad, v.mT).sub_(delta).mul_(weights)
+        if slope is not None:
+            of_scores.mul_(slope)
         dq.baddbmm_(of_scores, k)
         for whole, part in zip(
             sums, (torch.bmm(of_scores.mT, left), torch.bmm(weights.mT, grad)), strict=True

@@ -28,6 +28,7 @@ from sparsek.kernels.attention.cpu_steps import (
     Footprint,
     Step,
     blocks,
+    changed,
     columns_of,
     gather,
     hide,
@@ -36,6 +37,7 @@ from sparsek.kernels.attention.cpu_steps import (
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.kernel import AttentionCall, AttentionKernel
 from sparsek.plan.problem import AttentionProblem
+from sparsek.reference.scores import Scores
 
 
 class CpuAttention(CpuAttentionKernel):
@@ -50,21 +52,27 @@ class CpuAttention(CpuAttentionKernel):
         return Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
 
     def launch(self, c: CpuAttentionConfig, work: CpuWork, call: AttentionCall) -> None:
-        q, k, v, mask, scale, out, lse = call
+        q, k, v, mask, scale, out, lse, scores = call
         with torch.no_grad():
             (bq, bk), pack = mask.block, work.pack
             keys, values = blocks(k, bk), blocks(v, bk)
             for step in work.steps:
                 at = (step.batch, step.head, slice(None), step.tile if step.height == bq else 0)
                 queries = tiles(q, pack, bq, step.height)[at]
-                found, sums = _attend(step, queries, keys, values, mask, scale)
+                found, sums = _attend(step, queries, keys, values, mask, scale, scores)
                 tiles(out, pack, bq, step.height)[at] = found.to(out.dtype)
                 if lse is not None:
                     tiles(lse.unsqueeze(-1), pack, bq, step.height)[at] = sums.to(lse.dtype)
 
 
 def _attend(
-    step: Step, queries: Tensor, keys: Blocks, values: Blocks, mask: BlockMask, scale: float
+    step: Step,
+    queries: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    mask: BlockMask,
+    scale: float,
+    changes: Scores,
 ) -> tuple[Tensor, Tensor]:
     """queries [units, pack, height, D]; their outputs [units, pack, height, Dv] and log-sum-exps [..., 1]."""
     units, pack, height, dim = queries.shape
@@ -73,10 +81,16 @@ def _attend(
     partial, columns = columns_of(step, mask)
     out = left.new_zeros(units, pack * height, values.whole.shape[-1])
     total = left.new_zeros(units, pack * height, 1)
-    top = torch.full_like(total, -torch.inf)
+    if changes.sink_logits is None:
+        top = torch.full_like(total, -torch.inf)
+    else:  # a key with a weight of 1 so far, and no value
+        sinks = changes.sink_logits.to(sum_dtype)[step.query_heads(pack)]
+        top = sinks.repeat_interleave(height, 1).unsqueeze(-1)
+        total.masked_fill_(top > -torch.inf, 1)
     for first in range(0, columns.shape[1], step.span):
         met = columns[:, first : first + step.span]
         scores = torch.bmm(left, gather(keys, step, met, sum_dtype).mT)
+        scores, _ = changed(scores, step, met, pack, mask, changes)
         hide(scores, step, partial[:, first : first + step.span], mask)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         # A row without a key so far keeps -inf; 0 in its place makes its weights exp(-inf) = 0.

@@ -17,6 +17,7 @@ from sparsek.kernels.kinds import CpuKernel, wide_size
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.view import element_mask
 from sparsek.plan.problem import AttentionProblem
+from sparsek.reference.scores import Scores, capped, distances
 
 STEP_SECONDS = 2e-4
 
@@ -47,6 +48,10 @@ class Step(NamedTuple):
     kv_head: Tensor
     tile: Tensor
     row: Tensor
+
+    def query_heads(self, pack: int) -> Tensor:
+        """[units, pack]."""
+        return self.head[:, None] * pack + torch.arange(pack, dtype=torch.int64, device=self.head.device)
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,23 @@ def columns_of(step: Step, mask: BlockMask) -> tuple[Tensor, Tensor]:
     partial = entries(mask.partial.starts, step.row, step.partial)
     full = entries(mask.full.starts, step.row, step.full)
     return partial, torch.cat((mask.partial.indices[partial], mask.full.indices[full]), 1)
+
+
+def changed(
+    s: Tensor, step: Step, columns: Tensor, pack: int, mask: BlockMask, scores: Scores
+) -> tuple[Tensor, Tensor | None]:
+    """Scores s [units, pack * height, n * bk] of the blocks `columns`, capped and biased, and the derivative by `s`."""
+    s, slope = capped(s, scores.softcap)
+    if scores.alibi_slopes is None:
+        return s, slope
+    bq, bk = mask.block
+    ahead, device = mask.kv_len - mask.q_len, s.device
+    queries = step.tile[:, None] * bq + torch.arange(step.height, dtype=torch.int64, device=device) + ahead
+    keys = (columns[..., None] * bk + torch.arange(bk, dtype=torch.int64, device=device)).flatten(1)
+    slopes, heads = scores.alibi_slopes, step.query_heads(pack)
+    of_units = slopes[heads] if slopes.dim() == 1 else slopes[step.batch[:, None], heads]
+    bias = of_units[..., None, None].to(s.dtype) * distances(queries, keys).unsqueeze(1).to(s.dtype)
+    return s.sub_(bias.flatten(1, 2)), slope
 
 
 def hide(scores: Tensor, step: Step, partial_entries: Tensor, mask: BlockMask) -> None:

@@ -21,33 +21,39 @@ ELEMENTS = 4096
 WARPS = 4
 
 
+@triton.jit
+def deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV: tl.constexpr):
+    """rowsum(grad * out) - grad_lse of rows `at` that are `there`, of one head."""
+    col = tl.arange(0, triton.next_power_of_2(DV)).to(tl.int64)
+    live = there[:, None] & (col < DV)[None, :]
+    o = tl.load(out + ((at * so_m)[:, None] + (col * so_d)[None, :]), mask=live, other=0.0)
+    do = tl.load(grad + ((at * sg_m)[:, None] + (col * sg_d)[None, :]), mask=live, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + at * sn_m, mask=there, other=0.0)
+    return delta
+
+
 @triton.jit(do_not_specialize=("q_len", "rows", "heads", "plane", "sl_b", "sl_h", "sn_b", "sn_h"))
 def _prepare_rows(
     out, grad, lse, grad_lse, made, q_len, rows, heads, plane,
     so_b, so_h, so_m, so_d, sg_b, sg_h, sg_m, sg_d, sl_b, sl_h, sl_m, sn_b, sn_h, sn_m,
     DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    PADDED: tl.constexpr = triton.next_power_of_2(DV)
     tiles = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // tiles
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     at = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    col = tl.arange(0, PADDED).to(tl.int64)
 
     there = at < q_len
     lg = tl.load(lse + b * sl_b + h * sl_h + at * sl_m, mask=there, other=float("-inf"))
     seen = lg > float("-inf")
-    live = there[:, None] & (col < DV)[None, :]
-    o = tl.load(
-        out + b * so_b + h * so_h + (at * so_m)[:, None] + (col * so_d)[None, :], mask=live, other=0.0
-    )
-    do = tl.load(
-        grad + b * sg_b + h * sg_h + (at * sg_m)[:, None] + (col * sg_d)[None, :], mask=live, other=0.0
-    )
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    out += b * so_b + h * so_h
+    grad += b * sg_b + h * sg_h
     if grad_lse is not None:
-        delta -= tl.load(grad_lse + b * sn_b + h * sn_h + at * sn_m, mask=there, other=0.0)
+        grad_lse += b * sn_b + h * sn_h
+    delta = deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV)
 
     made += head.to(tl.int64) * rows + at
     tl.store(made, tl.where(seen | (lg != lg), lg * 1.4426950408889634, float("inf")), mask=at < rows)

@@ -25,7 +25,7 @@ turn, add, wait for the write and pass the turn on takes longer than a step, hen
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import e, log2
 from pathlib import Path
@@ -43,12 +43,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.kernels.attention import bwd_sums as tma_sums
-from sparsek.kernels.attention.bwd_dq import exchanged, staged, wait_for_dq
+from sparsek.kernels.attention import score_args
+from sparsek.kernels.attention.bwd_dq import exchanged, staged, wait_for_dq, write
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
-from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
 from sparsek.kernels.attention.delta import cast_quantized, prepare_rows
 from sparsek.kernels.attention.schedule_bwd import padded_bounds, schedule
+from sparsek.kernels.attention.softmax import capped, distances
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -70,7 +71,7 @@ class Config:
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
     `halves`: warpgroups with 64 keys each; with one half both share the tile's keys. Q and dO rings have `stages`
     slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either only the
-    end of the keys. `ordered`: dQ is added in the order of tickets.
+    end of the keys. `ordered`: dQ is added in the order of tickets. `softcap`, `alibi`: what changes scores.
     """
 
     dim: int
@@ -82,6 +83,8 @@ class Config:
     interval: bool = False
     bits: bool = False
     ordered: bool = True
+    softcap: bool = False
+    alibi: bool = False
 
     @property
     def keys(self) -> int:
@@ -119,10 +122,11 @@ class Config:
     def __str__(self) -> str:
         """Names every field, because Triton caches compiled kernels by the text of their constants."""
         rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
+        changes = "".join(f", {name}" for name in ("softcap", "alibi") if getattr(self, name))
         return (
             f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}, blocks "
             f"{self.block[0]}x{self.block[1]}, {self.stages} stages, {self.dq_slots} of dQ, rules {rules}, "
-            f"{'ordered' if self.ordered else 'unordered'}"
+            f"{'ordered' if self.ordered else 'unordered'}{changes}"
         )
 
     __repr__ = __str__
@@ -131,6 +135,7 @@ class Config:
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
 # computes from its fields, or what builtins do, so the source of these files is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
+LOG2E = gl.constexpr(log2(e))
 ORDER_PRICE = {2: 1.06, 1: 1.4}  # cost of adding dQ in order, by halves: H200, 2026-11-22, scripts
 
 
@@ -185,43 +190,9 @@ def load(
 
 
 @gluon.jit
-def write(
-    T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars
-):
-    """Writer warp of every second step: adds its dQ to memory; in order, the first of a query tile is stored."""
-    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
-    at = 0
-    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
-        b, g, key, first, masked, pairs = tile_at(tiles, t)
-        for pair in range(pairs):
-            pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
-            slot = SIDE % T.dq_slots
-            row = b * heads + h
-            if T.ordered:
-                turn = turns + row * (rows // 64) + pos // 64
-                if ticket > 0:
-                    while seen(turn) < ticket:  # until the earlier ones have been added
-                        pass
-                    acquire()
-            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
-            if ticket == 0:
-                tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
-            else:
-                tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
-            tma_store_wait(0)  # until TMA has read it
-            # With one slot the other warpgroup fills it next.
-            mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
-            if T.ordered:
-                if ticket >= 0:
-                    tma_written()
-                    release(turn, ticket + 1)
-            at += 1
-
-
-@gluon.jit
 def step(
     T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, at, partial, visits, first, i, key, scale,
-    lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+    lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
 ):  # fmt: skip
     """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. Warpgroup `side`, the parity of `at`, computes
     its dQ.
@@ -236,6 +207,7 @@ def step(
     COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     rules, bits, kv_len = lists
+    cap, slopes, slope_head, ahead = changes
     NUMBERS: gl.constexpr = T.row_slots
     slot = at % T.stages
     bar = at % T.barriers
@@ -250,6 +222,8 @@ def step(
     v = v_s.index(HALF).reshape((64, VDIM))
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is done, dP still runs
+    if T.softcap:
+        s = capped(s, cap)
     if partial:
         pos, h, entry, ticket = step_at(T, visits, first, i)
         if entry >= 0:
@@ -257,11 +231,21 @@ def step(
             low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
             high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
             s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
-    p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0))
+    less = gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0)
+    if T.alibi:
+        pos, h, entry, ticket = step_at(T, visits, first, i)
+        away = key + HALF * 64 - pos - ahead + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+        less += distances(s, away) * (gl.load(slopes + h * slope_head) * LOG2E)
+    p = gl.exp2(s * scale - less)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     D_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = (p * (dp - gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0))).to(DTYPE)
+    of_scores = p
+    if T.softcap:
+        bounded = gl.maximum(s, -1.0)  # a masked score is -inf, and 0 * inf NaN
+        of_scores = p * (1.0 - bounded * bounded)
+    delta = gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0)
+    ds = (of_scores * (dp - delta)).to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
     # Nobody reads this dS any more: the dQ two steps ago was waited for before the dS of the step before was stored.
     ds_s.index(side * T.halves + HALF).store(ds)
@@ -289,8 +273,8 @@ def step(
 
 @gluon.jit
 def differentiate(
-    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, starts, visits, lists, scale, factor, k_s,
-    v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
+    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor,
+    k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: dK and dV of its half of every tile, and the dQ of every second step."""
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -299,10 +283,13 @@ def differentiate(
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    cap, alibi = changes
+    slopes, slope_item, slope_head, ahead = alibi
     turn = 0
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
+        of_tile = (cap, slopes + b * slope_item if T.alibi else 0, slope_head, ahead)
         dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
         mbarrier.wait(kv_full, turn)  # until K and V have landed
@@ -312,7 +299,7 @@ def differentiate(
                 if T.halves == 2 or side == WG:
                     dk, dv = step(
                         T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, at + side, i < 2 * masked, visits,
-                        first, i + side, key, scale, lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                        first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
                     )  # fmt: skip
             at += UNROLLED
         if T.halves == 2:
@@ -350,19 +337,23 @@ def differentiate(
         "bound_head",
         "bound_group",
         "bound_plane",
-    ]
+        "slope_item",
+        "slope_head",
+        "ahead",
+    ],
+    do_not_specialize_on_alignment=["slopes"],
 )
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, starts, visits, rules,
     bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
-    T: gl.constexpr, SOURCE: gl.constexpr,
+    cap, slopes, slope_item, slope_head, ahead, T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Records: see plan/attention_grad_schedule.py. `factor` is the softmax scale, `scale` that times log2(e).
 
     `rows_desc` and `bounds_desc` describe per-query numbers in rows of 64. Query x of head h of item b has lse in
     base 2 at (b * heads + h) * rows + x, and delta `plane` rows later. Its first key is at b * bound_item + h //
     bound_group * bound_head + x, and the end of its keys `bound_plane` rows later, int32 viewed as float32. SOURCE
-    only enters Triton's cache key.
+    only enters Triton's cache key. `cap` and those behind it: as in hopper.attention_fwd.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     STAGES: gl.constexpr = T.stages
@@ -410,8 +401,9 @@ def attention_bwd_kernel(
     bars = (kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done)
     lists = (rules, bits, kv_len)
     bounds = (bound_item, bound_head, bound_group, bound_plane)
+    changes = (cap if T.softcap else 0, (slopes, slope_item, slope_head, ahead) if T.alibi else (0, 0, 0, 0))
     consumer = (
-        dk_desc, dv_desc, tiles, starts, visits, lists, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
+        dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
         spare_s, bars,
     )  # fmt: skip
     producer = (
@@ -481,6 +473,7 @@ class HopperAttentionGrad:
         found = []
         for stages, slots in rings:
             c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
+            c = replace(c, softcap=p.softcap, alibi=p.alibi)
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
         return found
@@ -519,7 +512,7 @@ class HopperAttentionGrad:
         return Work(made, bounds, made.starts)
 
     def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
-        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
+        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores = call
         made, bounds, none = work
         batch, heads = q.shape[:2]
         rows = made.rows
@@ -538,9 +531,10 @@ class HopperAttentionGrad:
             Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
             describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
-            scale * log2(e), scale, k.shape[2], rows, len(known) // 2, heads,
+            score_args.factor(scale, scores), scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
-            heads // mask.heads, lists * (rows // 64), c, SOURCE,
+            heads // mask.heads, lists * (rows // 64),
+            score_args.cap(scale, scores), *score_args.slopes(scores, q.shape[2], k.shape[2]), c, SOURCE,
         )  # fmt: skip
         # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.
         options = {"launch_cooperative_grid": True} if c.ordered else None

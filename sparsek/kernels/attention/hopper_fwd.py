@@ -41,28 +41,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek.kernels.attention import score_args
+from sparsek.kernels.attention.fwd_load import load, masked_column, tile_at
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.schedule_fwd import schedule
 from sparsek.kernels.attention.softmax import (
+    biased,
     by_bits,
     by_interval,
-    prefetch,
+    capped,
     rescaled,
     scores,
     softmax,
     weighted,
+    with_sink,
 )
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
     launch_on,
-    tma_load,
     tma_store,
     tma_store_wait,
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as tiling
-from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape
+from sparsek.plan.attention_schedule import Schedule, Shape
 from sparsek.plan.kernel import AttentionCall, AttentionKernel, unless_hopper
 from sparsek.plan.problem import AttentionProblem
 
@@ -75,6 +78,7 @@ class Config:
     `groups` consumer warpgroups own 64 rows each; a step has `keys` keys, and K and V rings have `stages` slots, Q
     has `q_slots`. `pack` query heads share a tile. `interval` and `bits`: the rules that partial blocks may have;
     without either only the end of the keys. `split`: tiles may be parts. `lse`: write the logarithms of the sums.
+    `softcap`, `alibi`: what changes scores. `sinks`: the dtype of the learned sinks, "" without.
     """
 
     dim: int
@@ -89,6 +93,9 @@ class Config:
     bits: bool = False
     split: bool = False
     lse: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: str = ""
 
     @property
     def rows(self) -> int:
@@ -118,7 +125,8 @@ class Config:
     def __str__(self) -> str:
         """Names every field, because Triton caches compiled kernels by the text of their constants."""
         rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
-        extras = "".join(f", {name}" for name in ("split", "lse") if getattr(self, name))
+        extras = "".join(f", {name}" for name in ("split", "lse", "softcap", "alibi") if getattr(self, name))
+        extras += f", sinks in {self.sinks}" if self.sinks else ""
         packed = f"{self.pack} heads packed, " if self.pack > 1 else ""
         return (
             f"tile {self.rows}x{self.keys} for {self.groups} warpgroups, {packed}heads {self.dim}/{self.v_dim}, blocks "
@@ -132,76 +140,27 @@ HALF_AN_SM = (228 << 10) // 2 - 1024  # shared memory for each of two CTAs on an
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
 # computes from its fields, so the source of this file is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-RECORD = gl.constexpr(FIELDS)
-NOWHERE = gl.constexpr(1 << 22)  # a block column beyond every key
 LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(log2(e))
 
 
 @gluon.jit
-def tile_at(T: gl.constexpr, tiles, t):
-    """Record t: position, batch item, head, first partial entry, masked steps, first full entry, all steps, slot."""
-    SUB: gl.constexpr = T.block[1] // T.keys
-    r = tiles + RECORD * t
-    masked = gl.load(r + 4) * SUB
-    steps = masked + gl.load(r + 6) * SUB
-    # fmt: off
-    return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), masked, gl.load(r + 5), steps, gl.load(r + 7)
-    # fmt: on
-
-
-@gluon.jit
-def masked_column(T: gl.constexpr, partial, begin, i):
-    """Block column of masked step i. A tile without blocks has one step without an entry, beyond the last key."""
-    SUB: gl.constexpr = T.block[1] // T.keys
-    return gl.load(partial + begin + i // SUB, mask=begin >= 0, other=NOWHERE)
-
-
-@gluon.jit
-def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars):
-    """Producer warp: Q of every tile, then K and V of its steps."""
-    SUB: gl.constexpr = T.block[1] // T.keys
-    POSITIONS: gl.constexpr = 64 // T.pack
-    KEYS: gl.constexpr = T.keys
-    GROUPS: gl.constexpr = T.groups
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    slot = 0
-    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
-    q_slot = 0
-    q_phase = 1
-    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
-        pos, b, h, p_begin, masked, f_begin, steps, part = tile_at(T, tiles, t)
-        kv = h // group
-        following = t + gl.num_programs(0)
-        prefetch(tiles + RECORD * gl.where(following < gl.load(count), following, t))
-        for w in gl.static_range(GROUPS):
-            # Wait until warpgroup w has finished with this slot's Q.
-            mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
-            landed = q_full.index(q_slot * GROUPS + w)
-            mbarrier.expect(landed, 64 * T.dim * 2)
-            tma_load(
-                q_desc, [b, h // T.pack, pos + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w)
-            )
-        q_slot += 1
-        if q_slot == T.q_slots:
-            q_slot = 0
-            q_phase ^= 1
-        for i in range(steps):
-            if i < masked:
-                col = masked_column(T, partial, p_begin, i)
-            else:
-                col = gl.load(full + f_begin + (i - masked) // SUB)
-            key = col * T.block[1] + i % SUB * KEYS
-            # Wait until every warpgroup has multiplied the K in this slot.
-            mbarrier.wait(k_empty.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
-            tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
-            mbarrier.wait(v_empty.index(slot), phase)  # and the V
-            mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * 2)
-            tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
-            slot += 1
-            if slot == T.stages:
-                slot = 0
-                phase ^= 1
+def changed(T: gl.constexpr, s, i, masked, tile, scale, lists, changes):
+    """Scores of step i, of a partial block if i < masked: capped, then less slope times distance, in base 2 then."""
+    cap, alibi, learned = changes
+    if T.softcap:
+        s = capped(s, cap)
+    if T.alibi:
+        SUB: gl.constexpr = T.block[1] // T.keys
+        p_begin, row, lo, hi, f_begin, place, slope = tile
+        partial, rules, bits = lists
+        slopes, slope_item, slope_head, ahead, full = alibi
+        if i < masked:
+            col = masked_column(T, partial, p_begin, i)
+        else:
+            col = gl.load(full + f_begin + (i - masked) // SUB)
+        s = biased(s, scale, slope, place - (col * T.block[1] + i % SUB * T.keys))
+    return s
 
 
 @gluon.jit
@@ -227,10 +186,12 @@ def step(
     MASKED: gl.constexpr,
     DTYPE: gl.constexpr,
     i,
+    masked,
     state,
     tile,
     scale,
     lists,
+    changes,
     q,
     k_s,
     v_s,
@@ -238,7 +199,7 @@ def step(
 ):
     """S of step i in parallel with P V of the previous step, with V in the slot of `state`; then step i's softmax."""
     acc, pairs, m, l, v_slot, v_phase = state
-    p_begin, row, lo, hi = tile
+    p_begin, row, lo, hi, f_begin, place, slope = tile
     partial, rules, bits = lists
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     slot = v_slot + 1
@@ -252,9 +213,10 @@ def step(
     pv = weighted(T, pairs, v_s, v_slot, acc, DTYPE)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is done, P V still runs
     mbarrier.arrive(k_empty.index(slot), count=1)
+    s = changed(T, s, i, masked, tile, scale, lists, changes)
     if MASKED:
         s = allowed(T, s, i, p_begin, row, lo, hi, partial, rules, bits)
-    pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
+    pairs, m, l, alpha = softmax(T, s, m, l, 1.0 if T.alibi else scale, DTYPE)
     # Passes at once. It contains a branch, and ptxas does not move the next wait above it; otherwise P V would be
     # waited for before the softmax that should overlap with it.
     mbarrier.wait(v_full.index(v_slot), v_phase)
@@ -265,7 +227,8 @@ def step(
 
 @gluon.jit
 def attend(
-    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, q_s, k_s, v_s, o_s, bars
+    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s,
+    o_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
@@ -279,6 +242,9 @@ def attend(
     lo_ptr, hi_ptr = bounds
     lse_ptr, part_ptr, part_lse_ptr = outs
     q_len, heads, kv_len, bound_item, bound_head, bound_group = sizes
+    cap, alibi, learned = changes
+    slopes, slope_item, slope_head, ahead, full = alibi
+    sinks, sink_step = learned
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     r = WG * 64 + gl.arange(0, 64, ROW)
     slot = 0
@@ -295,27 +261,32 @@ def attend(
         else:
             lo = at * 0
             hi = at * 0 + kv_len
-        tile = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi)
+        if T.alibi:
+            slope = gl.load(slopes + b * slope_item + (h + r % T.pack) * slope_head) * LOG2E
+            tile = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, at + ahead, slope)
+        else:
+            tile = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, 0, 0)
         mbarrier.wait(q_full.index(q_slot * GROUPS + WG), q_phase)  # until Q has landed
         q = q_s.index(q_slot * GROUPS + WG).reshape((64, DIM))
         mbarrier.wait(k_full.index(slot), phase)  # and the first K
         s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
         mbarrier.arrive(k_empty.index(slot), count=1)
+        s = changed(T, s, 0, masked, tile, scale, lists, changes)
         if masked > 0:
             s = allowed(T, s, 0, p_begin, tile[1], lo, hi, partial, rules, bits)
         m = gl.full((64,), float("-inf"), gl.float32, ROW)
         l = gl.zeros((64,), gl.float32, ROW)
-        pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
+        pairs, m, l, alpha = softmax(T, s, m, l, 1.0 if T.alibi else scale, DTYPE)
         acc = gl.zeros((64, VDIM), gl.float32, O_LAYOUT)
         for i in range(1, masked):
             state = (acc, pairs, m, l, slot, phase)
             acc, pairs, m, l, slot, phase = step(
-                T, True, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars
+                T, True, DTYPE, i, masked, state, tile, scale, lists, changes, q, k_s, v_s, bars
             )
         for i in range(gl.maximum(masked, 1), steps):
             state = (acc, pairs, m, l, slot, phase)
             acc, pairs, m, l, slot, phase = step(
-                T, False, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars
+                T, False, DTYPE, i, masked, state, tile, scale, lists, changes, q, k_s, v_s, bars
             )
         if not T.o_in_q:
             mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
@@ -326,8 +297,16 @@ def attend(
         if slot == T.stages:
             slot = 0
             phase ^= 1
-        seen = l > 0
-        acc = acc * gl.expand_dims(gl.convert_layout(gl.where(seen, 1.0 / l, 0.0), O_ROW), 1)
+        if T.sinks != "":
+            # Parts of a tile have no sink: merge_parts adds it once.
+            sink = gl.load(sinks + (h + r % T.pack) * sink_step, mask=r * 0 + part < 0, other=float("-inf"))
+            m, l, kept = with_sink(m, l, sink.to(gl.float32) * LOG2E)
+            seen = l > 0
+            divided = gl.where(seen, kept / l, 0.0)
+        else:
+            seen = l > 0
+            divided = gl.where(seen, 1.0 / l, 0.0)
+        acc = acc * gl.expand_dims(gl.convert_layout(divided, O_ROW), 1)
         lse = gl.where(seen, m + gl.log2(l), float("-inf"))
         if T.split:
             if part >= 0:
@@ -360,15 +339,35 @@ def attend(
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
-@gluon.jit(do_not_specialize=["group", "q_len", "heads", "kv_len", "bound_item", "bound_head", "bound_group"])
+@gluon.jit(
+    do_not_specialize=[
+        "group",
+        "q_len",
+        "heads",
+        "kv_len",
+        "bound_item",
+        "bound_head",
+        "bound_group",
+        "slope_item",
+        "slope_head",
+        "ahead",
+        "sink_step",
+    ],
+    do_not_specialize_on_alignment=["slopes", "sinks"],
+)
 def attention_kernel(
     q_desc, k_desc, v_desc, o_desc, tiles, count, partial, full, rules, bits, lo, hi, lse, part, part_lse, scale, group,
-    q_len, heads, kv_len, bound_item, bound_head, bound_group, T: gl.constexpr, SOURCE: gl.constexpr,
+    q_len, heads, kv_len, bound_item, bound_head, bound_group, cap, slopes, slope_item, slope_head, ahead, sinks,
+    sink_step, T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Record t of the schedule is tiles[FIELDS t : FIELDS (t + 1)], see plan/attention_schedule.py.
 
     `scale` is the softmax scale times log2(e). The bounds lo and hi of query x of head h of item b are at b *
     bound_item + h // bound_group * bound_head + x. SOURCE only enters Triton's cache key.
+
+    With softcap, `cap` is 2 log2(e) times the softmax scale over softcap, and `scale` softcap times log2(e). Query x
+    stands at key x + ahead; the slope of head h of item b is at b * slope_item + h * slope_head. The sink of head h
+    is at h * sink_step. What a call lacks is None.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     STAGES: gl.constexpr = T.stages
@@ -401,7 +400,12 @@ def attention_kernel(
     lists = (partial, rules, bits)
     outs = (lse, part, part_lse)
     sizes = (q_len, heads, kv_len, bound_item, bound_head, bound_group)
-    consumer = (o_desc, tiles, count, lists, (lo, hi), outs, scale, sizes, q_s, k_s, v_s, o_s, bars)
+    changes = (
+        cap if T.softcap else 0,
+        (slopes, slope_item, slope_head, ahead, full) if T.alibi else (0, 0, 0, 0, 0),
+        (sinks, sink_step) if T.sinks != "" else (0, 0),
+    )
+    consumer = (o_desc, tiles, count, lists, (lo, hi), outs, scale, sizes, changes, q_s, k_s, v_s, o_s, bars)
     producer = (q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars)
     if GROUPS == 1:
         gl.warp_specialize([(attend, (T, 0) + consumer), (load, (T,) + producer)], [1], [40])
@@ -450,7 +454,14 @@ class HopperAttention:
     def configs(self, p: AttentionProblem) -> Iterable[Config]:
         dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
         widest = 64 if max(dim, v_dim) > 128 else 128
-        rules = {"interval": p.by_interval, "bits": p.by_bits, "lse": p.lse}
+        rules = {
+            "interval": p.by_interval,
+            "bits": p.by_bits,
+            "lse": p.lse,
+            "softcap": p.softcap,
+            "alibi": p.alibi,
+            "sinks": p.sink_logits,
+        }
         found: dict[Config, None] = {}
         for groups in (2, 1) if p.block[0] == 128 else (1,):
             for keys in (128, 64):
@@ -471,14 +482,14 @@ class HopperAttention:
         Constants are fitted on an H200 (2026-11-21): a step is bound by the tensor core (2048 multiply-adds a cycle)
         or by the softmax (8 scores a cycle), 3 % above their smooth maximum at 1.6 GHz; steps of 64 keys take 20 %
         more, two CTAs of one warpgroup 10 % less. CTAs of one warpgroup reuse every key for half as many rows: L2
-        bounds them.
+        bounds them. What softcap and ALiBi cost is a guess by their instructions.
         """
         shape = self._shape(p, c)
         tiles = tiling.tiles_of(p, shape)
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
         mma = c.rows * c.keys * (c.dim + c.v_dim) / (2048 * p.card.pace)
-        exp = c.rows * c.keys / 8
+        exp = c.rows * c.keys / 8 * (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)
         slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
         busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
         fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)
@@ -509,8 +520,8 @@ class HopperAttention:
         return Work(made, made.count)
 
     def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
-        q, k, v, mask, scale, out, lse = call
-        made, none = work
+        q, k, v, mask, scale, out, lse, scores = call
+        made, none, sinks = *work, score_args.sinks(scores)
         heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
         room = (max(1, made.slots), tiling.SLOT_ROWS)
         o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
@@ -531,7 +542,7 @@ class HopperAttention:
             none if lse is None else lse,
             o_part,
             lse_part,
-            scale * log2(e),
+            score_args.factor(scale, scores),
             per_key,
             q.shape[2],
             heads,
@@ -539,13 +550,16 @@ class HopperAttention:
             mask.heads * q.shape[2] if own_bounds and mask.batch > 1 else 0,
             q.shape[2] if own_bounds and mask.heads > 1 else 0,
             heads // mask.heads,
+            score_args.cap(scale, scores),
+            *score_args.slopes(scores, q.shape[2], k.shape[2]),
+            *sinks,
             c,
             SOURCE,
         )
         ctas = min(made.ctas, len(made.tiles))
         launch_on(out.device, attention_kernel, ctas, args, {"maxnreg": 128} if c.ctas_per_sm == 2 else None)
         if c.split and made.merges is not None:
-            merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows)
+            merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows, sinks)
         if whole is not out:
             out.copy_(whole[..., : out.shape[3]])
 

@@ -13,16 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.kernels.attention.score_args import Sinks
 from sparsek.kernels.lang.launch import launch
 
 # Rows a program: [16, 256] in float32 are 32 registers of each thread, and a tile of 128 rows is 8 programs.
 ROWS = 16
 FIELDS = 5
+NO_SINKS = Sinks()
 
 
-@triton.jit(do_not_specialize=("q_len", "heads", "tile_rows"))
+@triton.jit(
+    do_not_specialize=("q_len", "heads", "tile_rows", "sink_step"), do_not_specialize_on_alignment=("sinks",)
+)
 def _merge(
-    o_part, lse_part, table, out, lse,
+    o_part, lse_part, table, out, lse, sinks, sink_step,
     q_len, heads, tile_rows, so_b, so_h, so_m, so_d,
     SLOT: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +45,11 @@ def _merge(
     acc = tl.zeros((ROWS, PADDED), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    if sinks is not None:  # one more part, whose out is 0
+        top = (
+            tl.load(sinks + h * sink_step, mask=live, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        )
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
     for s in range(slots):
         at = (slot + s) * SLOT + row
         part = tl.load(lse_part + at, mask=live, other=float("-inf"))
@@ -66,7 +75,14 @@ def _merge(
 
 
 def merge_parts(
-    o_part: Tensor, lse_part: Tensor, table: Tensor, out: Tensor, lse: Tensor | None, group: int, rows: int
+    o_part: Tensor,
+    lse_part: Tensor,
+    table: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    group: int,
+    rows: int,
+    sinks: Sinks = NO_SINKS,
 ) -> None:
     """Writes the query tiles of `table` into `out` and `lse`, and nothing else. No sync.
 
@@ -75,7 +91,7 @@ def merge_parts(
     key, whose o_part may hold anything. table: int32 [tiles, 5], contiguous: first slot, number of slots, batch item,
     head, first query. An entry of no slots is padding. Row r < `rows` of a tile is query first + r // group of head
     head + r % group; queries from S on are left out. out: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B,
-    Hq, S], contiguous, natural logarithm. Rows without a key in any part get 0 and -inf.
+    Hq, S], contiguous, natural logarithm. Rows without a key in any part get 0 and -inf, or their sink.
     """
     if len(table) == 0 or rows == 0:
         return
@@ -83,6 +99,6 @@ def merge_parts(
     with torch.cuda.device_of(out):
         launch(
             _merge, (len(table), -(-rows // ROWS)),
-            o_part, lse_part, table, out, lse, out.shape[2], out.shape[1], rows, *out.stride(),
+            o_part, lse_part, table, out, lse, *sinks, out.shape[2], out.shape[1], rows, *out.stride(),
             SLOT=o_part.shape[1], DV=out.shape[3], GROUP=group, ROWS=ROWS, FIELDS=FIELDS, **options,
         )  # fmt: skip

@@ -28,10 +28,19 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
+from sparsek.kernels.attention import score_args
 from sparsek.kernels.attention.delta import prepare_rows
 from sparsek.kernels.attention.lengths import Lengths, walked
 from sparsek.kernels.attention.parts import FIELDS, Walk, add_parts, longest_part, share, turn
-from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
+from sparsek.kernels.attention.portable_tiles import (
+    admitted,
+    bias,
+    capped,
+    is_hopper,
+    load_tile,
+    padded,
+    slope_of_cap,
+)
 from sparsek.kernels.attention.transposed import transposed
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
@@ -83,7 +92,7 @@ class Work:
 @triton.jit
 def _over_queries(
     dk, dv, k_tile, v_tile, q, grad, lse, delta, first_key, inner, lo, hi, rules, bits,
-    tiles, entries, start, steps, scale, q_len, sq_d, sg_d,
+    tiles, entries, start, steps, scale, cap, slope, ahead, q_len, sq_d, sg_d,
     SQ_M: tl.constexpr, SG_M: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr, PARTIAL: tl.constexpr,
     WIDE: tl.constexpr,
@@ -91,7 +100,7 @@ def _over_queries(
     """`dk` [tile_n, D] and `dv` [tile_n, Dv] after `steps` steps along one list; only those that FOR_K and FOR_V
     select.
 
-    `k_tile`, `v_tile`: of the keys.
+    `k_tile`, `v_tile`: of the keys. `slope`: of ALiBi in base 2.
     """
     PER: tl.constexpr = BM // TM
     row = tl.arange(0, TM)
@@ -105,6 +114,8 @@ def _over_queries(
         tile = tl.load(tiles + start + (step + 1) // PER, mask=step + 1 < steps, other=0)
 
         s = tl.dot(k_tile, tl.trans(q_tile))
+        if cap is not None:
+            s = capped(s, cap)
         if PARTIAL:
             low = None
             high = None
@@ -118,13 +129,17 @@ def _over_queries(
             ok = admitted(low, high, rules, bits, entry, inside, first_key, inner, BM, BK, TN, True)
             s = tl.where(ok, s, float("-inf"))
         top = tl.load(lse + first + row)
-        p = tl.exp2(s * scale - top[None, :])
+        shift = top[None, :]
+        if slope is not None:
+            shift += bias(slope, (first + row + ahead)[None, :], (first_key + tl.arange(0, TN))[:, None])
+        p = tl.exp2(s * scale - shift)
         if FOR_V:
             dv = tl.dot(p.to(g_tile.dtype), g_tile, dv)
         if FOR_K:
             dp = tl.dot(v_tile, tl.trans(g_tile))
-            less = tl.load(delta + first + row)
-            ds = p * (dp - less[None, :])
+            ds = p * (dp - tl.load(delta + first + row)[None, :])
+            if cap is not None:
+                ds *= slope_of_cap(s)
             dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
     return dk, dv
 
@@ -132,7 +147,7 @@ def _over_queries(
 @triton.jit
 def _over_keys(
     dq, q_tile, g_tile, top, less, k, v, inside, low, high, rules, bits,
-    columns, start, steps, scale, kv_len, sk_d, sv_d,
+    columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -147,12 +162,19 @@ def _over_keys(
         column = tl.load(columns + start + (step + 1) // PER, mask=step + 1 < steps, other=0)
 
         s = tl.dot(q_tile, tl.trans(k_tile))
+        if cap is not None:
+            s = capped(s, cap)
         if PARTIAL:
             ok = admitted(low, high, rules, bits, start + step // PER, inside, first, inner, BM, BK, TN)
             s = tl.where(ok, s, float("-inf"))
-        p = tl.exp2(s * scale - top[:, None])
+        shift = top[:, None]
+        if slope is not None:
+            shift += bias(slope, place[:, None], (first + tl.arange(0, TN))[None, :])
+        p = tl.exp2(s * scale - shift)
         dp = tl.dot(g_tile, tl.trans(v_tile))
         ds = p * (dp - less[:, None])
+        if cap is not None:
+            ds *= slope_of_cap(s)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
     return dq
 
@@ -176,11 +198,11 @@ def _put(
 # A new length, mask or alignment of its lists compiles nothing: Triton does not specialize for these values.
 _NUMBERS = (
     "q_len", "kv_len", "rows", "tiles", "all_heads", "entries", "lead", "section", "slots",
-    "mask_step", "order_item", "rule_step",
+    "mask_step", "order_item", "rule_step", "slope_item", "slope_head", "ahead",
 )  # fmt: skip
 _POINTERS = (
     "lse", "delta", "order", "part_starts", "part_counts", "part_tiles", "part_entries", "full_starts", "full_counts",
-    "full_tiles", "part_columns", "full_columns", "lo", "hi", "rules", "bits",
+    "full_tiles", "part_columns", "full_columns", "lo", "hi", "rules", "bits", "slopes",
 )  # fmt: skip
 
 
@@ -189,7 +211,7 @@ def _keys(
     q, k, v, grad, lse, delta, dk, dv, sums, order,
     part_starts, part_counts, part_tiles, part_entries, full_starts, full_counts, full_tiles, lo, hi, rules, bits,
     factor, scale, q_len, kv_len, rows, tiles, all_heads, entries, lead, section, slots,
-    mask_step, order_item, rule_step,
+    mask_step, order_item, rule_step, cap, slopes, slope_item, slope_head, ahead,
     sq_b, sq_h, sq_d, sk_b, sk_h, sk_n, sk_d, sv_b, sv_h, sv_n, sv_d, sg_b, sg_h, sg_d,
     sdk_b, sdk_h, sdk_n, sdk_d, sdv_b, sdv_h, sdv_n, sdv_d,
     SQ_M: tl.constexpr, SG_M: tl.constexpr,
@@ -226,6 +248,9 @@ def _keys(
             of_g = grad + b * sg_b + qh.to(tl.int64) * sg_h
             of_rows = (b * (HEADS * KV_GROUP) + qh) * rows
             rule_at = group.to(tl.int64) * rule_step
+            slope = None
+            if slopes is not None:
+                slope = tl.load(slopes + b * slope_item + qh * slope_head) * 1.4426950408889634
             full = tl.load(full_counts + row)
             partial = 0
             if lo is not None or bits is not None:
@@ -242,12 +267,13 @@ def _keys(
                     dk_tile, dv_tile, k_tile, v_tile, of_q, of_g, lse + of_rows, delta + of_rows,
                     first, sub * TN, low, high, rules, bits,
                     part_tiles, part_entries, tl.load(part_starts + row) + p_first, p_count * (BM // TM), factor,
-                    q_len, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None, dv is not None, True, WIDE,
+                    cap, slope, ahead, q_len, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None,
+                    dv is not None, True, WIDE,
                 )  # fmt: skip
             dk_tile, dv_tile = _over_queries(
                 dk_tile, dv_tile, k_tile, v_tile, of_q, of_g, lse + of_rows, delta + of_rows,
                 first, sub * TN, None, None, None, None,
-                full_tiles, None, tl.load(full_starts + row) + f_first, f_count * (BM // TM), factor,
+                full_tiles, None, tl.load(full_starts + row) + f_first, f_count * (BM // TM), factor, cap, slope, ahead,
                 q_len, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None, dv is not None, False, WIDE,
             )  # fmt: skip
 
@@ -270,7 +296,7 @@ def _queries(
     q, k, v, grad, lse, delta, dq, sums, order,
     part_starts, part_counts, part_columns, full_starts, full_counts, full_columns, lo, hi, rules, bits,
     factor, scale, q_len, kv_len, rows, tiles, all_heads, entries, lead, section, slots,
-    mask_step, rule_step,
+    mask_step, rule_step, cap, slopes, slope_item, slope_head, ahead,
     sq_b, sq_h, sq_m, sq_d, sk_b, sk_h, sk_d, sv_b, sv_h, sv_d, sg_b, sg_h, sg_m, sg_d,
     sdq_b, sdq_h, sdq_m, sdq_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr,
@@ -297,6 +323,11 @@ def _queries(
         less = tl.load(delta + head.to(tl.int64) * rows + query)
         k += b * sk_b + h // KV_GROUP * sk_h
         v += b * sv_b + h // KV_GROUP * sv_h
+        slope = None
+        place = None
+        if slopes is not None:
+            slope = tl.load(slopes + b * slope_item + h * slope_head) * 1.4426950408889634
+            place = query + ahead
         dq_tile = tl.zeros((TM, triton.next_power_of_2(D)), dtype=tl.float32)
         full = tl.load(full_counts + row)
         partial = 0
@@ -312,12 +343,14 @@ def _queries(
                 high = tl.load(hi + where, mask=query < q_len, other=0)
             dq_tile = _over_keys(
                 dq_tile, q_tile, g_tile, top, less, k, v, inside, low, high, rules, bits,
-                part_columns, tl.load(part_starts + row) + p_first, p_count * (BK // TN), factor, kv_len, sk_d, sv_d,
+                part_columns, tl.load(part_starts + row) + p_first, p_count * (BK // TN), factor,
+                cap, slope, place, kv_len, sk_d, sv_d,
                 SK_N, SV_N, BM, BK, TN, D, DV, True, WIDE,
             )  # fmt: skip
         dq_tile = _over_keys(
             dq_tile, q_tile, g_tile, top, less, k, v, inside, None, None, None, None,
-            full_columns, tl.load(full_starts + row) + f_first, f_count * (BK // TN), factor, kv_len, sk_d, sv_d,
+            full_columns, tl.load(full_starts + row) + f_first, f_count * (BK // TN), factor,
+            cap, slope, place, kv_len, sk_d, sv_d,
             SK_N, SV_N, BM, BK, TN, D, DV, False, WIDE,
         )  # fmt: skip
 
@@ -474,7 +507,7 @@ class PortableAttentionGrad(common.PortableKernel):
 
         Allocates two float32 per row of q, and the float32 sums of split tiles.
         """
-        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
+        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores = call
         batch, heads, q_len, dim = q.shape
         (tiles, columns), kv_heads, v_dim = mask.grid, k.shape[1], v.shape[3]
         rows = prepare_rows(out, grad, lse, grad_lse, tiles * mask.block[0])
@@ -482,6 +515,8 @@ class PortableAttentionGrad(common.PortableKernel):
         rule_step = q_len if mask.lo is not None and len(mask.lo) > 1 else 0
         mask_step = mask.heads if mask.batch > 1 else 0
         lists = work.lists
+        factor = score_args.factor(scale, scores)
+        changed = score_args.cap(scale, scores), *score_args.slopes(scores, q_len, k.shape[2])
         with torch.cuda.device_of(q):
             order, sums = work.keys.order, _room(work.keys, mask.block[1], dim + v_dim, q.device)
             programs = order.shape[1] * (mask.block[1] // c.keys.rows) * batch * kv_heads
@@ -490,9 +525,9 @@ class PortableAttentionGrad(common.PortableKernel):
                     _keys, (programs,),
                     q, k, v, grad, rows[0], rows[1], *each, sums, order,
                     *lists.partial, lists.partial_entries if mask.bits is not None else None, *lists.full, *rules,
-                    scale * LOG2E, scale, q_len, k.shape[2], rows.shape[3], columns, batch * kv_heads,
+                    factor, scale, q_len, k.shape[2], rows.shape[3], columns, batch * kv_heads,
                     order.shape[1], work.keys.lead, work.keys.section, work.keys.slots,
-                    mask_step, order.shape[0] // mask.batch if mask.batch > 1 else 0, rule_step,
+                    mask_step, order.shape[0] // mask.batch if mask.batch > 1 else 0, rule_step, *changed,
                     *q.stride()[:2], q.stride(3), *k.stride(), *v.stride(), *grad.stride()[:2], grad.stride(3),
                     *dk.stride(), *dv.stride(),
                     **_of_keys(c, mask, q, k, v, grad), **_options(c.keys),
@@ -504,9 +539,9 @@ class PortableAttentionGrad(common.PortableKernel):
             launch(
                 _queries, (order.shape[1] * (mask.block[0] // c.queries.rows) * batch * heads,),
                 q, k, v, grad, rows[0], rows[1], dq, sums, order, *mask.partial, *mask.full, *rules,
-                scale * LOG2E, scale, q_len, k.shape[2], rows.shape[3], tiles, batch * heads,
+                factor, scale, q_len, k.shape[2], rows.shape[3], tiles, batch * heads,
                 order.shape[1], work.queries.lead, work.queries.section, work.queries.slots,
-                mask_step, rule_step,
+                mask_step, rule_step, *changed,
                 *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3), *grad.stride(), *dq.stride(),
                 **_of_queries(c, mask, q, k, v, grad), **_options(c.queries),
             )  # fmt: skip

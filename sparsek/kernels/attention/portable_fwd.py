@@ -31,8 +31,9 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
+from sparsek.kernels.attention import score_args
 from sparsek.kernels.attention.lengths import Lengths, longest_first
-from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
+from sparsek.kernels.attention.portable_tiles import admitted, bias, capped, is_hopper, load_tile, padded
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
@@ -74,11 +75,17 @@ class Work:
 @triton.jit
 def _walk(
     acc, total, top, q, k, v, inside, low, high, rules, bits,
-    columns, start, steps, scale, kv_len, sk_d, sv_d,
+    columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`acc` [tile_m, Dv], `total` and `top` [tile_m] after `steps` steps along one list. `q` is [tile_m, D]."""
+    """`acc` [tile_m, Dv], `total` and `top` [tile_m] after `steps` steps along one list. `q` is [tile_m, D].
+
+    `slope` and `place` [tile_m]: of ALiBi in base 2, and positions of the queries.
+    """
+    factor = scale
+    if slope is not None:
+        factor = 1.0  # biased scores are in base 2
     PER: tl.constexpr = BK // TN
     column = tl.load(columns + start, mask=steps > 0, other=0)
     for step in range(steps):
@@ -90,14 +97,18 @@ def _walk(
         column = tl.load(columns + start + (step + 1) // PER, mask=step + 1 < steps, other=0)
 
         s = tl.dot(q, tl.trans(k_tile))
+        if cap is not None:
+            s = capped(s, cap)
+        if slope is not None:
+            s = s * scale - bias(slope, place[:, None], (first + tl.arange(0, TN))[None, :])
         if PARTIAL:
             ok = admitted(low, high, rules, bits, start + step // PER, inside, first, inner, BM, BK, TN)
             s = tl.where(ok, s, float("-inf"))
-        now = tl.maximum(top, tl.max(s, 1) * scale)
+        now = tl.maximum(top, tl.max(s, 1) * factor)
         base = now
         if PARTIAL:  # a query may have had no key yet, and -inf - -inf is NaN
             base = tl.where(now == float("-inf"), 0.0, now)
-        p = tl.exp2(s * scale - base[:, None])
+        p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
@@ -106,10 +117,11 @@ def _walk(
 
 
 # A new length, mask or alignment of its lists compiles nothing: Triton does not specialize for these values.
-_NUMBERS = ("q_len", "kv_len", "tiles", "all_heads", "section", "mask_step", "order_step", "rule_step")
+_NUMBERS = ("q_len", "kv_len", "tiles", "all_heads", "section", "mask_step", "order_step", "rule_step",
+            "slope_item", "slope_head", "ahead", "sink_step")  # fmt: skip
 _POINTERS = (
     "lse", "order", "part_starts", "part_counts", "part_columns", "full_starts", "full_counts", "full_columns",
-    "lo", "hi", "rules", "bits",
+    "lo", "hi", "rules", "bits", "slopes", "sinks",
 )  # fmt: skip
 
 
@@ -118,6 +130,7 @@ def _attention(
     q, k, v, out, lse, order,
     part_starts, part_counts, part_columns, full_starts, full_counts, full_columns, lo, hi, rules, bits,
     scale, q_len, kv_len, tiles, all_heads, section, mask_step, order_step, rule_step,
+    cap, slopes, slope_item, slope_head, ahead, sinks, sink_step,
     sq_b, sq_h, sq_m, sq_d, sk_b, sk_h, sk_d, sv_b, sv_h, sv_d, so_b, so_h, so_m, so_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr,
     HEADS: tl.constexpr, KV_GROUP: tl.constexpr, MASK_GROUP: tl.constexpr,
@@ -155,6 +168,12 @@ def _attention(
         low = tl.load(lo + where, mask=query < q_len, other=0)
         high = tl.load(hi + where, mask=query < q_len, other=0)
 
+    slope = None
+    place = None
+    if slopes is not None:
+        slope = tl.load(slopes + b * slope_item + h * slope_head) * 1.4426950408889634
+        place = query + ahead
+
     acc = tl.zeros((TM, PADDED_DV), dtype=tl.float32)
     total = tl.zeros((TM,), dtype=tl.float32)
     top = tl.full((TM,), float("-inf"), dtype=tl.float32)
@@ -164,16 +183,25 @@ def _attention(
         steps = tl.load(part_counts + list_row, mask=live, other=0) * PER
         acc, total, top = _walk(
             acc, total, top, q_tile, k, v, inside, low, high, rules, bits,
-            part_columns, start, steps, scale, kv_len, sk_d, sv_d,
+            part_columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
             SK_N, SV_N, BM, BK, TN, D, DV, True, WIDE,
         )  # fmt: skip
     start = tl.load(full_starts + list_row)
     steps = tl.load(full_counts + list_row, mask=live, other=0) * PER
     acc, total, top = _walk(
         acc, total, top, q_tile, k, v, inside, None, None, None, None,
-        full_columns, start, steps, scale, kv_len, sk_d, sv_d,
+        full_columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
         SK_N, SV_N, BM, BK, TN, D, DV, False, WIDE,
     )  # fmt: skip
+
+    if sinks is not None:  # one more key, whose value is 0
+        sink = tl.load(sinks + h * sink_step).to(tl.float32) * 1.4426950408889634
+        now = tl.maximum(top, sink)
+        base = tl.where(now == float("-inf"), 0.0, now)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.exp2(sink - base)
+        acc = acc * shrink[:, None]
+        top = now
 
     # A query without any key has total 0 and top -inf: it gets 0 / 1, and -inf + 0.
     total = tl.where(total == 0.0, 1.0, total)
@@ -269,6 +297,7 @@ class PortableAttention(common.PortableKernel):
             return 1e-3 * (programs + steps)
         rate = 1e12 * RATES[common.table_of(p)] * p.card.sustained(p.dtype) / 690.0
         rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP per byte of K and V
+        rate /= (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)  # guessed by their instructions
         block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count
         waves = 1.5e-6 * -(-programs // p.card.sm_count)
@@ -288,7 +317,7 @@ class PortableAttention(common.PortableKernel):
         """Computes attention of `q`, `k` and `v` into `out` [B, Hq, S, Dv], all with any strides, and `lse` [B, Hq,
         S], contiguous; no sync, no allocation. `scale` is above 0.
         """
-        q, k, v, mask, scale, out, lse = call
+        q, k, v, mask, scale, out, lse, scores = call
         batch, heads, q_len, _ = q.shape
         tiles = mask.grid[0]
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
@@ -297,9 +326,10 @@ class PortableAttention(common.PortableKernel):
                 _attention, (tiles * (mask.block[0] // c.tile_m) * batch * heads,),
                 q, k, v, out, lse, work.order,
                 *mask.partial, *mask.full, mask.lo, mask.hi, mask.rules, mask.bits,
-                scale * LOG2E, q_len, k.shape[2], tiles, batch * heads, work.section,
+                score_args.factor(scale, scores), q_len, k.shape[2], tiles, batch * heads, work.section,
                 mask.heads if mask.batch > 1 else 0, tiles if len(work.order) > 1 else 0,
                 q_len if mask.lo is not None and len(mask.lo) > 1 else 0,
+                score_args.cap(scale, scores), *score_args.slopes(scores, q_len, k.shape[2]), *score_args.sinks(scores),
                 *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3), *out.stride(),
                 **_constants(c, mask, q, k, v, out), **options,
             )  # fmt: skip

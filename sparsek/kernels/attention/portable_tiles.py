@@ -71,6 +71,25 @@ def admitted(
         return ok
 
 
+@triton.jit
+def capped(s, cap):
+    """tanh(cap s / (2 log2(e))): see score_args.py."""
+    return 1.0 - 2.0 / (tl.exp2(s * cap) + 1.0)
+
+
+@triton.jit
+def slope_of_cap(s):
+    """The derivative of capped scores s, 1 - s^2. A masked one is -inf, which would make a weight of 0 NaN."""
+    bounded = tl.maximum(s, -1.0)
+    return 1.0 - bounded * bounded
+
+
+@triton.jit
+def bias(slope, place, key):
+    """slope |place - key|, float32. `place` and `key` are int32 that broadcast to a tile of scores."""
+    return tl.abs(place - key).to(tl.float32) * slope
+
+
 def padded(dim: int) -> int:
     """`dim` padded to a power of two."""
     return 1 << (dim - 1).bit_length()

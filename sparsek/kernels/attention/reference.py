@@ -41,9 +41,9 @@ class ReferenceAttention(_Reference):
     calls = 24
 
     def launch(self, c: Fixed, work: None, call: AttentionCall) -> None:
-        q, k, v, mask, scale, out, lse = call
+        q, k, v, mask, scale, out, lse, scores = call
         with torch.no_grad():
-            result, sums = attention(q, k, v, mask, scale=scale)
+            result, sums = attention(q, k, v, mask, scale=scale, scores=scores)
             out.copy_(result)
             if lse is not None:
                 lse.copy_(sums)
@@ -58,9 +58,9 @@ class ReferenceAttentionBackward(_Reference):
     calls = 48
 
     def launch(self, c: Fixed, work: None, call: AttentionGradCall) -> None:
-        q, k, v, mask, scale, out, lse, grad, grad_lse, *results = call
+        q, k, v, mask, scale, out, lse, grad, grad_lse, *results, scores = call
         with torch.no_grad():
-            found = attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale)
+            found = attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale, scores=scores)
             for mine, theirs in zip(results, found, strict=True):
                 mine.copy_(theirs)
 

@@ -452,8 +452,8 @@ class HopperPaged:
     def seconds(self, p: PagedProblem, c: Config) -> float:
         """Steps of all tiles over SMs, and begin and end of every tile; or the memory traffic, if that is longer.
 
-        A step takes as long as in hopper.attention_fwd, whose constants these are, and 2 % more with packed heads (H100,
-        2026-11-25: 1 to 3 %). Every request has `max_q` queries and `max_k` keys, as far as there are tokens.
+        A step takes as long as in hopper.attention_fwd, whose constants these are, and 2 % more with packed heads
+        (H100, 2026-11-25: 1 to 3 %). Every request has `max_q` queries and `max_k` keys, as far as there are tokens.
         """
         requests = max(1, min(p.requests, -(-p.tokens // max(1, p.max_q))))
         tiles = requests * -(-p.tokens // (requests * c.positions)) * (p.q_heads // c.pack)

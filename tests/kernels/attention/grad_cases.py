@@ -21,6 +21,7 @@ from sparsek.plan.attention_grad import Differentiated
 from sparsek.plan.kernel import AttentionGradCall
 from sparsek.plan.problem import AttentionGradProblem
 from sparsek.reference.attention import attention
+from sparsek.reference.scores import PLAIN, Scores
 from sparsek.testing.attention_budget import AttentionGradGate, check_attention_backward
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -101,6 +102,7 @@ class Inputs(NamedTuple):
     lse: Tensor
     grad: Tensor
     grad_lse: Tensor | None
+    scores: Scores = PLAIN
 
 
 def inputs(
@@ -112,10 +114,11 @@ def inputs(
     with_lse: bool = False,
     scale: float | None = None,
     seed: int = 1,
+    scores: Scores = PLAIN,
 ) -> Inputs:
     """A forward pass by the reference, and N(0, 1) gradients of out, which lies as out does, and of lse."""
     factor = operands.checked_scale(scale, q.shape[3])
-    found, lse = attention(q, k, v, mask, scale=factor)
+    found, lse = attention(q, k, v, mask, scale=factor, scores=scores)
     out = operands.empty_out(q, v.shape[3]).copy_(found)
     draw = torch.Generator(q.device).manual_seed(seed)
 
@@ -123,14 +126,21 @@ def inputs(
         return torch.randn(shape, generator=draw, device=q.device).to(dtype)
 
     grad = torch.empty_like(out).copy_(normal(out.shape, q.dtype))
-    return Inputs(q, k, v, mask, factor, out, lse, grad, normal(lse.shape, lse.dtype) if with_lse else None)
+    grad_lse = normal(lse.shape, lse.dtype) if with_lse else None
+    return Inputs(q, k, v, mask, factor, out, lse, grad, grad_lse, scores)
 
 
 def problem(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, deterministic: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    deterministic: bool = True,
+    scores: Scores = PLAIN,
 ) -> AttentionGradProblem:
     """The problem that the gradients of attention of q, k and v under `mask` pose."""
-    return Differentiated(q, k, v, mask, deterministic).problem(card_of(q.device))
+    return Differentiated(q, k, v, mask, deterministic, scores=scores).problem(card_of(q.device))
 
 
 def differentiate(
@@ -138,18 +148,18 @@ def differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `kernel`, written over NaN. Without a config its default."""
     q, k, v, mask = given[:4]
-    p = problem(q, k, v, mask, deterministic=deterministic)
+    p = problem(q, k, v, mask, deterministic=deterministic, scores=given.scores)
     c = kernel.default(p) if config is None else config
     dq, dk, dv = (operands.empty_out(x, x.shape[3]).fill_(torch.nan) for x in (q, k, v))
     with torch.no_grad(), dtypes.as_given(q.device):
-        kernel.launch(c, kernel.prepare(p, c, mask), AttentionGradCall(*given, dq, dk, dv))
+        kernel.launch(c, kernel.prepare(p, c, mask), AttentionGradCall(*given[:9], dq, dk, dv, given.scores))
     return dq, dk, dv
 
 
 def judged(given: Inputs, found: tuple[Tensor, Tensor, Tensor]) -> AttentionGradGate:
     """The gate of gradients that were found for `given`."""
-    q, k, v, mask, scale, _, _, grad, grad_lse = given
-    return check_attention_backward(q, k, v, mask, grad, found, grad_lse, scale=scale)
+    q, k, v, mask, scale, _, _, grad, grad_lse, scores = given
+    return check_attention_backward(q, k, v, mask, grad, found, grad_lse, scale=scale, scores=scores)
 
 
 def hold(

@@ -4,7 +4,7 @@ What `prepare` and `launch` hand over is what the walk works on: schedules, desc
 parts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,15 +19,18 @@ from sparsek.kernels.lang.gluon import Described
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.kernel import AttentionCall
+from sparsek.reference.scores import PLAIN, Scores
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.kernels.attention.changes import CHANGES
 from tests.kernels.planned import attention_problem as problem
 from tests.sampling import sampled
 
 FIELDS = 8  # of a record of the schedule
 SLOT = 128  # rows of a part
 NOWHERE = 1 << 22
+LOG2E = 1.4426950408889634
 
 
 class Box(NamedTuple):
@@ -77,15 +80,20 @@ def attend(a: dict[str, Any], record: list[int], group: int) -> None:
     q = read(a["q_desc"], corner)
     scores, values = [], []
     for key, entry in steps(a, record):
-        s = q @ read(a["k_desc"], [b, h // a["group"], key, 0]).T
+        s = changed(a, q @ read(a["k_desc"], [b, h // a["group"], key, 0]).T, record, r, at, key)
         if entry is not None:
             s = s.masked_fill(~allowed(a, record, r, at, key, entry), -torch.inf)
         scores.append(s)
         values.append(read(a["v_desc"], [b, h // a["group"], key, 0]))
-    s = torch.cat(scores, 1) * a["scale"]
+    s = torch.cat(scores, 1)
     top = s.amax(1)
-    p = torch.exp2(s - top.masked_fill(top == -torch.inf, 0.0)[:, None])
-    total = p.sum(1)
+    sink = torch.full_like(top, -torch.inf)
+    if c.sinks and part < 0:
+        sink = raw(a["sinks"])[(h + r % c.pack) * a["sink_step"]].double() * LOG2E
+    top = torch.maximum(top, sink)
+    base = top.masked_fill(top == -torch.inf, 0.0)
+    p = torch.exp2(s - base[:, None])
+    total = p.sum(1) + torch.exp2(sink - base)
     o = p @ torch.cat(values) / total.masked_fill(total == 0, 1.0)[:, None]
     lse = top + total.log2()
     if part < 0:
@@ -99,6 +107,26 @@ def attend(a: dict[str, Any], record: list[int], group: int) -> None:
         a["part_lse"].view(-1)[part * SLOT + r] = lse.float()
         at_row = (part * SLOT + r) * c.v_dim
         a["part"].view(-1)[at_row[:, None] + torch.arange(c.v_dim)] = o.float()
+
+
+def raw(x: Tensor) -> Tensor:
+    """Memory from x's first element on, as a pointer sees it."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,))
+
+
+def changed(a: dict[str, Any], s: Tensor, record: list[int], r: Tensor, at: Tensor, key: int) -> Tensor:
+    """Scores of a step in base 2: capped and biased."""
+    c: Config = a["T"]
+    _, b, h = record[:3]
+    if c.softcap:
+        s = torch.tanh(s * a["cap"] / (2 * LOG2E))
+    s = s * a["scale"]
+    if c.alibi:
+        head = b * a["slope_item"] + (h + r % c.pack) * a["slope_head"]
+        slope = raw(a["slopes"])[head].double() * LOG2E
+        distance = (at + a["ahead"])[:, None] - (key + torch.arange(c.keys))[None]
+        s = s - slope[:, None] * distance.abs()
+    return s
 
 
 def steps(a: dict[str, Any], record: list[int]) -> Iterator[tuple[int, int | None]]:
@@ -140,24 +168,27 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_fwd, "launch_on", walked)
 
 
-def hold(case: AttentionCase) -> list[Config]:
-    """Every config that an H200 is offered for the case, over poisoned outputs, with lse and without."""
+def hold(case: AttentionCase, made: Callable[[Tensor], Scores] | None = None) -> list[Config]:
+    """Every config that an H200 is offered for the case, over poisoned outputs, with lse and without. `made`: scores of
+    q that are changed.
+    """
     q, k, v, mask = case.make()
-    p = replace(problem(q, k, v, mask), card=H200)
+    scores = PLAIN if made is None else made(q)
+    p = replace(problem(q, k, v, mask, scores=scores), card=H200)
     assert KERNEL.why_not(p) == []
     configs = list(KERNEL.configs(p))
     for c in configs:
         out = operands.empty_out(q, v.shape[3]).fill_(torch.nan)
         lse = poisoned(q.shape[:3], torch.float32)
         work = KERNEL.prepare(p, c, mask)
-        KERNEL.launch(c, work, AttentionCall(q, k, v, mask, q.shape[3] ** -0.5, out, lse))
-        gate = check_attention(q, k, v, mask, out, lse)
+        KERNEL.launch(c, work, AttentionCall(q, k, v, mask, q.shape[3] ** -0.5, out, lse, scores))
+        gate = check_attention(q, k, v, mask, out, lse, scores=scores)
         assert gate.passed, f"{c}: {gate}"
     c = replace(configs[0], lse=False)
     out = operands.empty_out(q, v.shape[3]).fill_(torch.nan)
-    call = AttentionCall(q, k, v, mask, q.shape[3] ** -0.5, out, None)
+    call = AttentionCall(q, k, v, mask, q.shape[3] ** -0.5, out, None, scores)
     KERNEL.launch(c, KERNEL.prepare(p, c, mask), call)
-    assert check_attention(q, k, v, mask, out).passed
+    assert check_attention(q, k, v, mask, out, scores=scores).passed
     return configs
 
 
@@ -188,3 +219,18 @@ def test_tiles_that_are_cut_beside_whole_ones(heads: int) -> None:
 
     configs = hold(AttentionCase("bits", mask, heads=(4, 2), dims=(32, 96), batch=2, dtype="bf16"))
     assert all(c.split for c in configs)
+
+
+@pytest.mark.parametrize("name", ["slopes per item", "all"])
+def test_changed_scores_of_packed_cut_and_whole_tiles(name: str) -> None:
+    """Two items: slopes differ between them. The first queries of the second mask see no key."""
+
+    def few(device: str) -> BlockMask:
+        return BlockMask.causal(q_len=5, kv_len=640, block=64, device=device)
+
+    def none_first(device: str) -> BlockMask:
+        return BlockMask.causal(q_len=100, kv_len=50, block=64, device=device)
+
+    configs = hold(AttentionCase("few", few, heads=(4, 2), batch=2, dims=(32, 32)), CHANGES[name])
+    assert {(c.split, c.pack) for c in configs} == {(True, 1), (True, 2)}
+    hold(AttentionCase("none first", none_first, batch=2, dims=(32, 32)), CHANGES[name])

@@ -8,6 +8,7 @@ import torch
 
 from sparsek.kernels.attention import parts
 from sparsek.kernels.attention import portable_bwd as portable
+from sparsek.kernels.attention.score_args import Slopes
 from tests.kernels.lang import portable_code
 from tests.problems import CARDS
 
@@ -46,9 +47,10 @@ def compiled(
     which: str,
     tile: portable.Tile,
     dtype: str = "bf16",
+    changed: bool = False,
 ) -> Code:
     """One kernel (of PASSES) as `launch` specialises it for contiguous, 16-byte aligned tensors of 16 heads, with room
-    for parts. `rules`: of RULES.
+    for parts. `rules`: of RULES. `changed`: scores are capped and biased.
     """
     q, v = (torch.empty(1, 16, 4096, d, dtype=torch.bfloat16, device="meta") for d in dims)
     mask: Any = SimpleNamespace(block=block, heads=16)
@@ -60,9 +62,10 @@ def compiled(
     fixed = constants(portable.Config(tile, tile), mask, q, q, v, v)
     ones = {x for x in ("sq_d", "sk_d", "sv_d", "sg_d", "sdk_d", "sdv_d", "sdq_d") if x in names}
     gone = names & {*RULES[rules], PASSES[which]}
+    gone |= set() if changed else {"cap", *Slopes._fields}
     types = dict.fromkeys(("q", "k", "v", "grad", "dq", "dk", "dv"), f"*{dtype}")
     types |= dict.fromkeys(portable._POINTERS, "*i32") | dict.fromkeys(("lse", "delta", "sums"), "*fp32")
-    types |= {"factor": "fp32", "scale": "fp32"}
+    types |= {"factor": "fp32", "scale": "fp32", "cap": "fp32", "slopes": "*fp32"}
     code = portable_code.compiled(
         kernel,
         types,

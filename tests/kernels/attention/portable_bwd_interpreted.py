@@ -11,10 +11,13 @@ from torch import Tensor
 from sparsek.kernels.attention import portable_bwd as portable
 from sparsek.kernels.attention.portable_bwd import Config, Tile
 from sparsek.kernels.attention.portable_tiles import DIMS
+from sparsek.kernels.attention.sinks import launched
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.kernel import AttentionGradCall
+from sparsek.reference.scores import sink_gradients
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.kernels.attention.changes import CHANGES
 from tests.kernels.attention.grad_cases import (
     cases,
     differentiate,
@@ -180,7 +183,7 @@ def test_results_have_any_strides_and_nothing_beside_them_is_written() -> None:
     rooms = [poisoned((1, 110, 3, 40), HALF) for _ in range(3)]
     heads = (2, 1, 1)
     found = [room[:, :100, :h, :32].transpose(1, 2) for room, h in zip(rooms, heads, strict=True)]
-    KERNEL.launch(FEW, KERNEL.prepare(p, FEW, mask), AttentionGradCall(*given, *found))
+    KERNEL.launch(FEW, KERNEL.prepare(p, FEW, mask), AttentionGradCall(*given[:9], *found))
     assert judged(given, (found[0], found[1], found[2])).passed
     for room, x in zip(rooms, found, strict=True):
         x.fill_(torch.nan)
@@ -260,7 +263,7 @@ def test_every_order_of_heads_gives_the_same_bits(lead: int, section: int) -> No
         work, **{x: replace(getattr(work, x), lead=lead, section=section) for x in ("keys", "queries")}
     )
     found = [poisoned(x.shape, HALF) for x in (q, k, v)]
-    KERNEL.launch(FEW, other, AttentionGradCall(*given, *found))
+    KERNEL.launch(FEW, other, AttentionGradCall(*given[:9], *found))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -268,3 +271,23 @@ def test_bf16_is_refused_in_the_interpreter() -> None:
     mask = BlockMask.causal(64, block=SMALL, device="cpu")
     q, k, v = (x.bfloat16() for x in operands(mask))
     assert "bf16 is wrong in Triton's interpreter" in KERNEL.why_not(problem(q, k, v, mask))[0]
+
+
+@pytest.mark.parametrize(("name", "config"), [*((name, FEW) for name in CHANGES), ("all", APART)], ids=str)
+def test_changed_scores_are_within_budget(name: str, config: Config) -> None:
+    """Slopes of two items, heads of q that share one of k, and queries that see nothing."""
+    mask = BlockMask.causal(q_len=70, kv_len=100, block=SMALL, q_offset=-10, device="cpu")
+    q, k, v = (normal(2, heads, length, 32, seed=heads) for heads, length in ((2, 70), (1, 100), (1, 100)))
+    check(3 * q, k, v, mask, config, with_lse=True, scores=CHANGES[name](q))
+
+
+def test_the_gradient_of_sinks_is_that_of_the_reference() -> None:
+    draw = torch.Generator().manual_seed(0)
+    out, grad = (torch.randn(2, 3, 2500, 40, generator=draw).to(HALF) for _ in range(2))
+    lse, grad_lse = torch.randn(2, 3, 2500, generator=draw), torch.randn(2, 3, 2500, generator=draw)
+    lse[:, 1, 7] = -torch.inf
+    sinks = torch.tensor([0.3, -torch.inf, 2.0]).to(HALF)
+    right = sink_gradients(out.double(), lse.double(), grad.double(), grad_lse.double(), sinks)
+    torch.testing.assert_close(
+        launched(out, lse, grad, grad_lse, sinks).double(), right, rtol=1e-4, atol=1e-3
+    )

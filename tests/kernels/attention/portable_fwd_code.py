@@ -8,6 +8,7 @@ import torch
 
 from sparsek.kernels.attention import portable_fwd as portable
 from sparsek.kernels.attention.merge import FIELDS, ROWS, _merge
+from sparsek.kernels.attention.score_args import Sinks, Slopes
 from tests.kernels.lang import portable_code
 from tests.problems import CARDS
 
@@ -39,20 +40,26 @@ def compiled(
     rules: str,
     c: portable.Config,
     dtype: str = "bf16",
+    changed: bool = False,
 ) -> Code:
-    """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors of 16 heads. `rules`: of RULES."""
+    """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors of 16 heads. `rules`: of RULES.
+
+    `changed`: scores are capped and biased, and there are sinks.
+    """
     q, v = (torch.empty(1, 16, 4096, d, dtype=torch.bfloat16, device="meta") for d in (dim, v_dim))
     mask: Any = SimpleNamespace(block=block, heads=16)
     constants = portable._constants(c, mask, q, q, v, v)
     constants |= dict.fromkeys(("sq_d", "sk_d", "sv_d", "so_d"), 1) | dict.fromkeys(RULES[rules])
+    constants |= dict.fromkeys(() if changed else ("cap", *Slopes._fields, *Sinks._fields))
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | dict.fromkeys(portable._POINTERS, "*i32")
-    types |= {"lse": "*fp32", "scale": "fp32"}
+    types |= {"lse": "*fp32", "scale": "fp32", "cap": "fp32", "slopes": "*fp32", "sinks": "*bf16"}
     return _code(portable._attention, types, constants, card, c.num_warps, c.num_stages)
 
 
 def merged(card: str, v_dim: int) -> Code:
     """The merge of parts of the keys."""
     constants = {"SLOT": 128, "DV": v_dim, "GROUP": 1, "ROWS": ROWS, "FIELDS": FIELDS, "so_d": 1}
+    constants |= dict.fromkeys(Sinks._fields)
     types = {"o_part": "*fp32", "lse_part": "*fp32", "table": "*i32", "out": "*bf16", "lse": "*fp32"}
     return _code(_merge, types, constants, card, 4, 3)
 

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from sparsek.kernels.attention import portable_fwd as portable
 from sparsek.kernels.attention.merge import merge_parts
+from sparsek.kernels.attention.score_args import Sinks
 from sparsek.mask.mask import BlockLists, BlockMask
 from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.kernels.attention.changes import CHANGES
 from tests.kernels.planned import attend
 from tests.kernels.planned import attention_problem as problem
 
@@ -311,3 +313,30 @@ def test_a_merge_without_lse_or_without_tiles_is_fine() -> None:
     assert out.isnan().all()
     merge_parts(split.o, split.lse, torch.tensor([[1, 2, 0, 0, 0]], dtype=torch.int32), out, None, 1, 128)
     torch.testing.assert_close(out[0, 0].double(), split.out64[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_scores_are_within_budget(name: str) -> None:
+    """Slopes of two items, heads of q that share one of k, queries that see nothing, and tiles smaller than blocks."""
+    mask = BlockMask.causal(q_len=70, kv_len=100, block=(128, 64), q_offset=-10, device="cpu")
+    q, k, v = (normal(2, heads, length, 32, seed=heads) for heads, length in ((2, 70), (1, 100), (1, 100)))
+    scores = CHANGES[name](q)
+    found = attend(KERNEL, 3 * q, k, v, mask, portable.Config(64, 32, 4, 1), scores=scores)
+    gate = check_attention(3 * q, k, v, mask, *found, scores=scores)
+    assert gate.passed, gate
+
+
+def test_the_merge_adds_sinks_once() -> None:
+    """Two parts of one tile of four rows, two heads at each of two positions; one sink is -inf."""
+    draw = torch.Generator().manual_seed(0)
+    o_part, lse_part = torch.randn(2, 128, 32, generator=draw), torch.randn(2, 128, generator=draw)
+    lse_part[:, 3] = -torch.inf
+    sinks = torch.tensor([0.7, -torch.inf, 1.5])[::2]
+    table = torch.tensor([[0, 2, 0, 0, 0]], dtype=torch.int32)
+    out, lse = poisoned((1, 2, 2, 32), HALF), poisoned((1, 2, 2), torch.float32)
+    merge_parts(o_part, lse_part, table, out, lse, 2, 4, Sinks(sinks, sinks.stride(0)))
+    weights = torch.exp2(lse_part[:, :4].double())
+    total = weights.sum(0) + sinks.double().exp().repeat(2)
+    right = (weights[..., None] * o_part[:, :4]).sum(0) / total[:, None]
+    torch.testing.assert_close(out[0].transpose(0, 1).flatten(0, 1).double(), right, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse[0].T.flatten().double(), total.log(), rtol=1e-5, atol=1e-5)

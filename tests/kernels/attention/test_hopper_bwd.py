@@ -87,6 +87,20 @@ def test_it_compiles(c: Config, dtype: str) -> None:
     check(c, dtype, compiled(c, dtype), SPILL_WIDE if wide else SPILL)
 
 
+@pytest.mark.parametrize(
+    "c",
+    [
+        replace(FULLEST[0], softcap=True, alibi=True),
+        Config(128, 128, (64, 64), 1, 2, interval=True, softcap=True),
+        Config(64, 64, (128, 128), 2, 4, softcap=True, alibi=True, ordered=False),
+    ],
+    ids=str,
+)
+def test_changed_scores_compile(c: Config) -> None:
+    code = compiled(c, "bf16")
+    check(c, "bf16", code, SPILL_WIDE if c.dim + c.v_dim == 256 else SPILL)
+
+
 def test_it_compiles_under_the_newest_triton() -> None:
     codes = newest.calls(compiled, [(c, dtype, False) for c, dtype in NEXT_CASES])
     for (c, dtype), code in zip(NEXT_CASES, codes, strict=True):

@@ -24,7 +24,7 @@ from sparsek.plan.problem import AttentionProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.attention import hopper_fwd as attention_fwd
+from sparsek.kernels.attention import fwd_load
 from sparsek.kernels.attention.hopper_fwd import Config
 from tests.kernels.attention.problems import attention_problem
 from tests.kernels.lang import newest
@@ -88,6 +88,12 @@ def dims_apart(case: tuple[Config, str]) -> list[Hashable]:
     return [("dim", case[0].dim), ("v_dim", case[0].v_dim), *choices(case)[1:]]
 
 
+# Changed scores, in the configs that hold most in registers, and with every way of masking.
+CHANGED = [
+    *(replace(c, softcap=True, alibi=True, sinks="bf16") for c in FULLEST),
+    Config(128, 128, (128, 128), 2, 128, 2, 2, interval=True, softcap=True, sinks="fp32"),
+    Config(64, 64, (64, 64), 1, 64, 4, 2, alibi=True),
+]
 CORE = list(dict.fromkeys([*covering(CASES, dims_apart), *product(FULLEST, ["bf16"])]))
 OTHERS = [case for case in CASES if case not in CORE]
 # The newest release takes twice as long, and compiles every choice.
@@ -105,6 +111,8 @@ class Spills(NamedTuple):
 
 # ptxas of CUDA 12.8 spills only what a tile needs at its ends. That of 13.4 also spills in steps of heads of 256.
 PINNED, NEXT = Spills(72, 128, 0), Spills(160, 448, 4)
+# A slope and a position for each row; with every rule, packed heads and ALiBi they are kept on the stack.
+CHANGED_SPILLS = Spills(112, 224, 0)
 
 
 def check_code(c: Config, dtype: str, code: Code, spills: Spills) -> None:
@@ -130,14 +138,15 @@ def check_code(c: Config, dtype: str, code: Code, spills: Spills) -> None:
 
 
 def check_steps(c: Config, code: Code, spills: Spills, where: str) -> None:
-    """Each warpgroup has a loop of steps with rules, which loads, and one without."""
-    plain = [loop for loop in code.loops if not loop.loads]
-    assert (len(code.loops), len(plain)) == (2 * c.groups, c.groups), where
+    """Each warpgroup has a loop of steps with rules, which loads, and one without; with ALiBi that reads columns."""
+    plain = [loop for loop in code.loops if loop.loads <= (2 if c.alibi else 0)]
+    assert len(code.loops) == 2 * c.groups, where
+    assert len(plain) == c.groups or c.alibi, where
     assert code.stack <= spills.stack, where
     assert code.spills <= spills.bytes, where
     assert all(loop.local <= spills.in_step for loop in plain), f"a step without rules spills: {where}"
     for loop in code.loops:
-        assert loop.exponentials == c.keys // 2 + 2, where
+        assert loop.exponentials == (2 if c.softcap else 1) * c.keys // 2 + 2, where
         assert loop.beside >= 0.9 * loop.exponentials, f"P V is waited for before the softmax: {where}"
 
 
@@ -153,6 +162,11 @@ def test_the_newest_triton_compiles_configs_to_the_same(part: int) -> None:
         check_code(c, dtype, code, NEXT)
 
 
+@pytest.mark.parametrize("c", CHANGED, ids=str)
+def test_changed_scores_spill_in_steps_with_rules_only(c: Config) -> None:
+    check_code(c, "bf16", compiled(c, "bf16"), CHANGED_SPILLS)
+
+
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "dim": st.sampled_from(SIDES),
     "v_dim": st.sampled_from(SIDES),
@@ -166,6 +180,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "bits": st.booleans(),
     "split": st.booleans(),
     "lse": st.booleans(),
+    "softcap": st.booleans(),
+    "alibi": st.booleans(),
+    "sinks": st.sampled_from(("", "fp32", "bf16", "fp16")),
 }
 ANY_CONFIG = st.builds(Config, **FIELDS)
 
@@ -220,7 +237,7 @@ def test_every_reason_is_given_at_once() -> None:
 
 def test_a_tile_without_blocks_looks_behind_the_last_key_that_there_can_be() -> None:
     for block in BLOCKS:
-        nowhere = attention_fwd.NOWHERE.value * block[1]
+        nowhere = fwd_load.NOWHERE.value * block[1]
         assert KERNEL.why_not(problem(block=block, kv_len=nowhere + 1, longest=1))
         assert nowhere < 2**31 - block[1]
 

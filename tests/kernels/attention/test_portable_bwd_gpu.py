@@ -117,7 +117,7 @@ def test_nothing_beside_the_results_is_written(kernel: Any, seed: int) -> None:
             room[:, : x.shape[2], : x.shape[1], : x.shape[3]].transpose(1, 2)
             for room, x in zip(rooms, (q, k, v), strict=True)
         )
-        kernel.launch(c, kernel.prepare(p, c, mask), AttentionGradCall(*given, dq, dk, dv))
+        kernel.launch(c, kernel.prepare(p, c, mask), AttentionGradCall(*given[:9], dq, dk, dv))
         gate = judged(given, (dq, dk, dv))
         assert gate.passed, f"{c}, seed {seed}: {gate}"
         for room, x in zip(rooms, (dq, dk, dv), strict=True):

@@ -38,6 +38,8 @@ Config = (
 # Of TTGIR.
 VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
+# Arguments with any alignment.
+ANYWHERE = ("slopes", "sinks")
 READERS = sha256(Path(__file__).read_bytes() + Path(sass.__file__).read_bytes()).hexdigest()
 # What Triton calls what torch and SparseK call otherwise.
 FP8 = {"e4m3": ("fp8e4nv", torch.float8_e4m3fn), "e5m2": ("fp8e5", torch.float8_e5m2)}
@@ -89,11 +91,17 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
         else:
             function, source, types = _sddmm(c, dtype) if isinstance(c, sddmm.Config) else _spmm(c, dtype)
     signature = {name: types.get(name, "i32") for name in function.arg_names}
-    aligned = [at for at, kind in enumerate(signature.values()) if kind.startswith("*")]
+    signature |= {"T": "constexpr", "SOURCE": "constexpr"}
+    aligned = [
+        at
+        for at, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") and name not in ANYWHERE
+    ]
     ast = GluonASTSource(
         function,
-        signature | {"T": "constexpr", "SOURCE": "constexpr"},
-        constexprs={"T": c, "SOURCE": source},
+        signature,
+        constexprs={name: None for name, kind in signature.items() if kind == "constexpr"}
+        | {"T": c, "SOURCE": source},
         attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
     )
     options = {"num_warps": 4} | options
@@ -177,6 +185,9 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
     # What is not there is the same small int32 tensor.
     types |= {"lse": "*fp32" if c.lse else "*i32"}
     types |= dict.fromkeys(("part", "part_lse"), "*fp32" if c.split else "*i32")
+    types |= _changes(c) | (
+        {"sinks": f"*{c.sinks}"} if c.sinks else dict.fromkeys(("sinks", "sink_step"), "constexpr")
+    )
     return attention_fwd.attention_kernel, attention_fwd.SOURCE, types
 
 
@@ -188,6 +199,7 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     types |= {"dq_desc": _descriptor((1, 64, c.dim), "fp32")}
     types |= {"scale": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
+    types |= _changes(c)
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
 
 
@@ -206,6 +218,13 @@ def _attention_paged(c: attention_paged.Config, dtype: str) -> tuple[Any, str, d
     there = (("lse", c.lse), ("sink_logits", c.sink_logits))
     types |= {name: "*fp32" if given else "*i32" for name, given in there}
     return attention_paged.attention_paged_kernel, attention_paged.SOURCE, types
+
+
+def _changes(c: attention_fwd.Config | attention_bwd.Config) -> dict[str, str]:
+    """What changes the scores; what is not there is None."""
+    absent = [] if c.softcap else ["cap"]
+    absent += [] if c.alibi else ["slopes", "slope_item", "slope_head", "ahead"]
+    return {"cap": "fp32", "slopes": "*fp32"} | dict.fromkeys(absent, "constexpr")
 
 
 def _descriptor(box: tuple[int, ...], dtype: str) -> str:

@@ -29,12 +29,12 @@ def attend_paged(
     p = paged_problem(inputs)
     assert kernel.why_not(p) == [], kernel.why_not(p)
     c = kernel.default(p) if config is None else config
-    tokens, heads, wide = p.tokens, p.q_heads, inputs.q.dtype == torch.float64
+    (tokens, heads, _), wide = inputs.q.shape, inputs.q.dtype == torch.float64
     shape = (heads, tokens, p.v_dim) if by_rows else (tokens, heads, p.v_dim)
     out = poisoned(shape, inputs.q.dtype, inputs.q.device)
     out = out.transpose(0, 1) if by_rows else out
     lse = poisoned((heads, tokens), torch.float64 if wide else torch.float32, inputs.q.device)
-    if p.tokens and p.requests and p.max_k and p.max_q:
+    if tokens and inputs.max_k and inputs.max_q:
         work = kernel.prepare(p, c, inputs.q.device)
         kernel.launch(c, work, PagedCall(**inputs.operands(), out=out, lse=lse))
     else:

@@ -68,7 +68,9 @@ class Made:
     def expected(self) -> tuple[Tensor, Tensor]:
         """out and lse in float64."""
         c = self.call
-        sink = None if c.sink_logits is None else c.sink_logits.double()
+        options: dict[str, Any] = self.rules | {
+            "sink_logits": None if c.sink_logits is None else c.sink_logits.double()
+        }
         return specified.attention_paged(
             c.q.double(),
             c.k.double(),
@@ -76,7 +78,7 @@ class Made:
             c.block_table,
             c.seq_lens,
             c.cu_seqlens_q,
-            **self.rules | {"sink_logits": sink},
+            **options,
         )
 
     def dense(self) -> Tensor:

@@ -187,5 +187,5 @@ def test_heads_that_share_a_head_of_keys_are_packed_unless_each_has_lists() -> N
     assert KERNEL.default(problem(q_heads=48, **few)).pack == 2, "6 heads to one"
     assert {c.pack for c in KERNEL.configs(problem(**RULES["small lists"]))} == {1}
     packed, padded = KERNEL.notes(problem(96, **few), KERNEL.default(problem(96, **few)))
-    assert packed == "4 query heads share a tile: its rows are 32 queries of each"
+    assert packed == "4 query heads share a tile: its rows are 16 queries of each"
     assert padded == "heads of 96/96 are computed as 128/128"
