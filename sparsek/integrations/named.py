@@ -26,8 +26,13 @@ def policy_named(name: Any, options: Any, causal: bool = False) -> Policy:
 
 @functools.lru_cache(maxsize=64)
 def _policy(name: str, options: str, causal: bool) -> Policy:
-    names = [each for each in policies.__all__ if isinstance(getattr(policies, each), type)]
-    made = getattr(policies, arguments.one_of("policy", name, names))
+    classes = {each: getattr(policies, each) for each in policies.__all__}
+    names = [
+        each
+        for each, found in classes.items()
+        if isinstance(found, type) and issubclass(found, Policy) and found is not Policy
+    ]
+    made = classes[arguments.one_of("policy", name, names)]
     given = read(options)
     if causal and is_dataclass(made) and any(field.name == "causal" for field in fields(made)):
         given = {"causal": True, **given}

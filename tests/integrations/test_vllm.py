@@ -221,6 +221,8 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"polices": 1}', "polices"),
         ('{"options": {"topk": 3}}', "without a policy"),
         ('{"policy": "Best"}', "policy is"),
+        ('{"policy": "Policy"}', "policy is"),
+        ('{"policy": "Quest", "options": {"topk": 4}}', "policy is"),
         ('{"policy": "MeanTopK", "options": {"tops": 3}}', "options of MeanTopK"),
         ('{"policy": "MaskPolicy", "options": {"topk": 3}}', "neither topk"),
         ('{"policy": "MaskPolicy", "options": {"windows": 3}}', "options of MaskPolicy"),
