@@ -308,7 +308,8 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
                 s = (leaves[0] @ leaves[1].mT * scale).masked_fill(~attn_mask, -torch.inf)
                 dense.append(s.logsumexp(-1))
         else:
-            dense = [*attend(*leaves, attn_mask, scale, scores, places)][: len(grads) + (of_lse is not None)]
+            both = attend(leaves[0], leaves[1], leaves[2], attn_mask, scale, scores, places)
+            dense = list(both[: 1 if of_lse is None else 2])
         if of_lse is not None:
             grads.append(of_lse.to(wide).masked_fill(empty.squeeze(-1), 0))
         dq, dk, dv = torch.autograd.grad(dense, leaves, grads)

@@ -183,7 +183,9 @@ def test_results_have_any_strides_and_nothing_beside_them_is_written() -> None:
     rooms = [poisoned((1, 110, 3, 40), HALF) for _ in range(3)]
     heads = (2, 1, 1)
     found = [room[:, :100, :h, :32].transpose(1, 2) for room, h in zip(rooms, heads, strict=True)]
-    KERNEL.launch(FEW, KERNEL.prepare(p, FEW, mask), AttentionGradCall(*given[:9], *found))
+    KERNEL.launch(
+        FEW, KERNEL.prepare(p, FEW, mask), AttentionGradCall(*given[:9], found[0], found[1], found[2])
+    )
     assert judged(given, (found[0], found[1], found[2])).passed
     for room, x in zip(rooms, found, strict=True):
         x.fill_(torch.nan)
@@ -263,7 +265,7 @@ def test_every_order_of_heads_gives_the_same_bits(lead: int, section: int) -> No
         work, **{x: replace(getattr(work, x), lead=lead, section=section) for x in ("keys", "queries")}
     )
     found = [poisoned(x.shape, HALF) for x in (q, k, v)]
-    KERNEL.launch(FEW, other, AttentionGradCall(*given[:9], *found))
+    KERNEL.launch(FEW, other, AttentionGradCall(*given[:9], found[0], found[1], found[2]))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
