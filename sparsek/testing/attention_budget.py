@@ -322,7 +322,12 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
 
     k64, v64, grad64 = met(k64, seen), met(v64, seen), grad64.masked_fill(empty, 0)
     weights, shift = _weights(q64, k64, seen, scale, lse, scores, places)
+    mean_key = weights @ k64
     weights = weights.square()
+    # <grad, out> reads an out that is rounded, as were the weights that it is of. All keys of a query share that error.
+    of_out = (grad64.square() * (out.square() + weights @ v64.square())).sum(-1, keepdim=True)
+    # Weights and their gradients below the smallest normal number are rounded as if they were that.
+    least = torch.finfo(q.dtype).tiny ** 2 * seen
     reach = grad64.square() @ v64.square().mT
     reach = reach + (weights * reach).sum(-1, keepdim=True)
     if of_lse is not None:
@@ -330,9 +335,15 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
     terms = weights * reach * scale**2
     # <grad, v> and <grad, out> are sums over v's dim; each step rounds at most their total magnitude.
     made = terms * (shift + 2 * v.shape[3])
-    for of_scores, of_weights in ((terms, weights), (made, weights * shift)):
+
+    def squares(of_scores: Tensor, of_weights: Tensor) -> tuple[Tensor, ...]:
         of_keys = of_scores.mT @ q64.square(), of_weights.mT @ grad64.square()
-        yield of_scores @ k64.square(), *map(per_key_head, of_keys)
+        return of_scores @ k64.square(), *map(per_key_head, of_keys)
+
+    of_q, of_k, of_v = squares(terms + least * scale**2, weights + least)
+    of_q = of_q + of_out * (scale * mean_key).square()
+    yield of_q, of_k + squares(weights * of_out * scale**2, weights)[1], of_v
+    yield squares(made, weights * shift)
 
 
 def _judge_gradients(found: Sequence[Tensor], truth: _Truth) -> AttentionGradGate:
