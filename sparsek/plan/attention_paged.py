@@ -155,7 +155,7 @@ def paged_call(
     k_factor, v_factor = _page_scales(k, scales)
     return Paged(
         q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, k_factor, v_factor,
-        checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, min(max_q, q.shape[0]),
+        checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, max_q,
         min(max_k, most), arguments.flag("return_lse", return_lse), out,
     )  # fmt: skip
 
