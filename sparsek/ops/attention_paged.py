@@ -312,7 +312,7 @@ def _binding(
     for x in (sink_logits, k_scale, v_scale, out):
         if x.__class__ in bound.TENSORS:
             operands.append(x)
-            kinds.append(True)
+            kinds.append(Tensor)  # not True, which equals a scale of 1.0
         elif x is None or type(x) is float:
             kinds.append(x)
         else:

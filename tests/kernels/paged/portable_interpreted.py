@@ -33,6 +33,10 @@ CASES = {
         Batch([(70, 250)], window=90, causal=False, heads=(1, 1)),
         portable.Config(64, 16, 4, 2),
     ),
+    "window both ways beyond int32, cut": (
+        Batch([(1, 1100), (1, 3)], window=2**31 - 1, sinks=3, causal=False, heads=(2, 1)),
+        portable.Config(16, 128, 4, 2),
+    ),
     "softcap": (Batch([(3, 50), (1, 90)], softcap=3.0, sink_logits=True), SMALL),
     "fp8": (Batch([(3, 50), (1, 90)], fp8=True, scales=2, page=32, layout="joined"), SMALL),
     "fp8 cut": (Batch([(1, 700)], fp8=True, scales=1, heads=(4, 1)), portable.Config(16, 64, 4, 2)),
