@@ -184,7 +184,8 @@ def test_the_default_is_the_best_prediction_and_work_takes_time(rule: str) -> No
 def test_windows_and_positions_add_up_in_int32() -> None:
     p = problem(window=2**31 - 1, sinks=2**31 - 1, causal=False)
     shape = KERNEL.prepare(p, KERNEL.default(p), torch.device("cpu")).shape
-    assert p.max_k < shape.window <= 2**30 and p.max_k < shape.sinks <= 2**30
+    assert p.max_k < shape.window <= 2**30
+    assert p.max_k < shape.sinks <= 2**30
     assert "32 bits" in "".join(KERNEL.why_not(problem(max_k=2**30)))
 
 
