@@ -15,7 +15,7 @@ of one head; `pack` query heads that share a head of keys lie side by side, so t
 Steps whose keys some query does not see come first. They compare each score's key with its row's bounds: keys from
 `lo` to `hi`, and the first sinks. Where the keys of a request end, its page holds anything, NaN too, and 0 times NaN
 is NaN: the producer clears such rows of V in shared memory before it passes them on. Pages that no key of a step lies
-in are not read: TMA reads zeros outside a tensor.
+in, or none that a window or the sinks reach, are not read: TMA reads zeros outside a tensor.
 
 Tiles of a request's last queries also hold rows of the next request; they are computed but not stored: a warpgroup
 whose 64 rows all belong to the request stores by TMA, another one row by row.
@@ -373,7 +373,7 @@ def attention_paged_kernel(
     lists = (p_starts, p_counts, partial, p_size, f_starts, f_counts, full, f_size, list_rows, of_list, longest)
     # fmt: on
     outs = (out, lse, sink_logits, whole_rows)
-    of_load = (units, group, pages, table_row, table_step)
+    of_load = (units, group, pages, table_row, table_step, window, sinks)
     of_attend = (units, tokens, v_len, out_row, out_head)
     producer = (q_desc, k_desc, v_desc, tiles, count, lists, table, of_load, q_s, k_s, v_s, bars)
     consumer = (
