@@ -27,7 +27,7 @@ from sparsek.plan.select import Choice
 HOME = Home()
 NUMBERS = 256  # scales of pages given as floats that are kept
 _NUMBERS: dict[Hashable, Tensor] = {}
-_HELD: dict[Hashable, Tensor] = {}  # those that captured graphs read, for good
+_HELD: dict[Hashable, Tensor] = {}  # those that captured graphs read, permanently
 
 
 class Paged(NamedTuple):
