@@ -319,9 +319,13 @@ NUMBERS = [
     "p_size", "f_size", "list_rows", "of_list", "longest", "whole_rows", "window", "sinks", "units", "group", "pages",
     "table_row", "table_step", "tokens", "v_len", "out_row", "out_head",
 ]  # fmt: skip
+# Compiled code is found by config and dtype, so it must be right for any address.
+POINTERS = [
+    "out", "table", "p_starts", "p_counts", "partial", "f_starts", "f_counts", "full", "sink_logits", "lse",
+]  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def attention_paged_kernel(
     q_desc, k_desc, v_desc, o_desc, out, tiles, count, table, p_starts, p_counts, partial, f_starts, f_counts, full,
     sink_logits, lse, scale, bend, p_size, f_size, list_rows, of_list, longest, whole_rows, window, sinks, units,
