@@ -55,11 +55,12 @@ def test_compiled_scales_may_be_floats_and_lengths_change() -> None:
 
 def test_compiled_a_float_scale_goes_with_one_of_each_head_and_1_with_any_pages() -> None:
     x = CASES["fp8 per head"].make()
-    for given in (
+    calls: list[dict[str, Any]] = [
         arguments_of(x) | {"k_scale": 0.5},
         arguments_of(x) | {"k_scale": 1.0},
         arguments_of(MIXED.make()) | {"k_scale": 1.0, "v_scale": 1.0},
-    ):
+    ]
+    for given in calls:
         run = torch.compile(
             lambda given=given: sk.attention_paged(**given), fullgraph=True, backend="aot_eager"
         )
