@@ -27,7 +27,8 @@ class PageLists:
     block is logical, and the block table has its pages. Row h * tiles + first + i describes tile i of a
     request for head h, where `first` is the number of tiles of all requests before: the sum of ceil(queries / bq). A
     query sees the keys of its tile's blocks that exist and, if the call is causal, do not stand behind it. Entries
-    below 0 or beyond the keys are skipped; an entry that occurs twice counts twice.
+    below 0 or beyond the keys are skipped; none may occur twice in a row, full or partial: kernels on a GPU
+    count it twice.
 
     Attributes:
         full: Blocks that every query of the tile sees whole, `BlockLists` of heads * tiles rows. They need no test.
