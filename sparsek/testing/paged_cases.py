@@ -322,6 +322,7 @@ PAGED_CASES: tuple[PagedCase, ...] = (
 ALIGNED = ("one", "one by rows", "one of layers", "pair", "pair by rows", "planes", "beside", "gaps")
 """Forms of a cache with contiguous last dims."""
 OF_E4M3 = ("one", "pair", "pair by rows")
+OF_EQUAL = ("planes", "beside")  # forms that need equal dims of keys and values
 LISTS = tuple(
     Listed((bq, bk), heads, 8, full)
     for bq in (1, 64, 128)
@@ -329,6 +330,7 @@ LISTS = tuple(
     for heads in ("all", "kv", "q")
     for full in (False, True)
 )
+OF_TILES = tuple(lists for lists in LISTS if lists.block[0] > 1)
 CHOICES: dict[str, Sequence[Any]] = {
     "heads": ((2, 2), (4, 1), (8, 2), (6, 2), (16, 1)), "dims": ((64, 64), (96, 96), (128, 128), (256, 256)),
     "page": (16, 32, 64, 128, 256), "dtype": ("bf16", "fp16"), "kv_dtype": ("",), "scale_per": ("", "tensor", "head"),
@@ -340,15 +342,15 @@ CHOICES: dict[str, Sequence[Any]] = {
 """Values that `drawn_case` takes for the fields of a case."""
 
 
-def drawn_lengths(
-    draw: random.Random, requests: int, queries: int, keys: int
-) -> tuple[tuple[int, int], ...]:
+def drawn_lengths(draw: random.Random, requests: int, queries: int, keys: int) -> tuple[tuple[int, int], ...]:
     """(queries, keys) of up to `requests` requests, with up to `queries` queries and `keys` keys more; not all are
     without queries.
     """
     found = []
     for _ in range(draw.randint(1, requests)):
-        n = draw.choice((0, 1, 1, 2, draw.randint(1, min(40, queries)), draw.randint(1, queries)))
+        n = draw.choice(
+            (0, 1, 1, min(2, queries), draw.randint(1, min(40, queries)), draw.randint(1, queries))
+        )
         found.append((n, n + draw.choice((0, 0, 1, draw.randint(0, keys), -(n // 2), -n if n < 3 else 0))))
     return tuple(found) if any(n for n, _ in found) else ((3, 3 + found[0][1]), *found[1:])
 
@@ -367,4 +369,6 @@ def drawn_case(
         some["scale_per"] = ""
     if some["kv_dtype"] and some["form"] not in OF_E4M3:
         some["form"] = draw.choice(OF_E4M3)
+    if some["form"] in OF_EQUAL and some["dims"][0] != some["dims"][1]:
+        some["form"] = "pair by rows"
     return PagedCase(f"drawn {seed}", drawn_lengths(draw, requests, queries, keys), **some)

@@ -99,7 +99,13 @@ def attend_paged(
 
 
 def check_paged(
-    kernel: Any, case: PagedCase, config: Any = None, *, device: str = "cpu", seed: int = 0, form: str = "contiguous"
+    kernel: Any,
+    case: PagedCase,
+    config: Any = None,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    form: str = "contiguous",
 ) -> None:
     """The kernel's result of the case is within the budget."""
     made = PagedRun(kernel, case.make(device, seed=seed), config, form)
@@ -148,4 +154,6 @@ def hostile(inputs: PagedInputs, seed: int, *names: str) -> PagedInputs:
 def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor inside a larger one full of CANARY."""
     size = torch.Size(shape).numel()
-    return torch.full((BEFORE + size + BEFORE,), CANARY, dtype=dtype, device=device)[BEFORE : BEFORE + size].view(shape)
+    return torch.full((BEFORE + size + BEFORE,), CANARY, dtype=dtype, device=device)[
+        BEFORE : BEFORE + size
+    ].view(shape)
