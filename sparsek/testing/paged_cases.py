@@ -118,7 +118,9 @@ class PagedCase:
         queries, keys = [n for n, _ in self.lengths], [t for _, t in self.lengths]
         end, widest = sum(queries), max([-(-t // self.page) for t in keys], default=0)
         width = widest + 3 if self.loose else widest
-        table, pages = self._table(draw, width)
+        needed = [-(-t // self.page) for t in keys]
+        common = min(needed, default=0) // 2 if self.shared else 0
+        table, pages = shuffled_pages(draw, needed, width, common)
         rows = [_normal(draw, pages, self.page, hkv, size).to(of_pages).to(torch.float32) for size in (d, dv)]
         held = torch.zeros(pages, self.page, dtype=torch.bool, device="cpu")
         for r, t in enumerate(keys):
@@ -143,20 +145,6 @@ class PagedCase:
             causal=self.causal, window=self.window, sinks=self.sinks,
             max_q=max(queries, default=0) + more, max_k=min(max(keys, default=0) + more, width * self.page), end=end,
         )  # fmt: skip
-
-    def _table(self, draw: torch.Generator, width: int) -> tuple[Tensor, int]:
-        """The block table, and the number of pages."""
-        needed = [-(-t // self.page) for _, t in self.lengths]
-        common = min(needed, default=0) // 2 if self.shared else 0
-        pages = common + sum(n - common for n in needed) + SPARE
-        order = torch.randperm(pages, generator=draw, device="cpu").to(torch.int32)
-        table = torch.tensor(NOWHERE, dtype=torch.int32, device="cpu").repeat(len(needed), width)[:, :width]
-        table, free = table.contiguous(), common
-        for r, n in enumerate(needed):
-            table[r, :common] = order[:common]
-            table[r, common:n] = order[free : free + n - common]
-            free += n - common
-        return table, pages
 
     def _scales(self, draw: torch.Generator, hkv: int, device: str) -> Tensor | None:
         if not self.scale_per:
@@ -185,9 +173,7 @@ class PagedCase:
         full, partial = (self._listed(row, heads, device) for row in rows)
         if not spec.full:
             return partial
-        return PageLists(
-            full.partial, partial.partial, heads, partial.tiles, spec.block, full.longest + partial.longest
-        )
+        return PageLists(full.partial, partial.partial, heads, partial.tiles, spec.block, spec.most + 2)
 
     def _listed(self, rows: list[list[int]], heads: int, device: str) -> PageLists:
         assert self.lists is not None
@@ -197,6 +183,24 @@ class PagedCase:
             [row + [0] * (width - len(row)) for row in rows], dtype=torch.int32, device=device
         )
         return PageLists.from_indices(entries.view(*counts.shape, width), self.lists.block, counts)
+
+
+def shuffled_pages(
+    draw: torch.Generator, needed: Sequence[int], width: int, common: int = 0
+) -> tuple[Tensor, int]:
+    """A block table int32 [requests, width] with `needed` pages of each request in random order, and how many pages
+    there are. The first `common` ones are those of all requests, entries behind the pages are none, and SPARE pages
+    belong to nobody.
+    """
+    pages = common + sum(n - common for n in needed) + SPARE
+    order = torch.randperm(pages, generator=draw, device="cpu").to(torch.int32)
+    table = torch.tensor(NOWHERE, dtype=torch.int32, device="cpu").repeat(len(needed), width)[:, :width]
+    table, free = table.contiguous(), common
+    for r, n in enumerate(needed):
+        table[r, :common] = order[:common]
+        table[r, common:n] = order[free : free + n - common]
+        free += n - common
+    return table, pages
 
 
 def _normal(draw: torch.Generator, *shape: int) -> Tensor:
