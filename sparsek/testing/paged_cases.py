@@ -1,4 +1,4 @@
-"""Cases for every kernel of attention over paged keys: small ragged batches, awkward in every allowed way.
+"""Cases for every kernel of attention over paged keys: ragged batches, awkward in every allowed way, and random ones.
 
 Rows of pages behind the lengths and pages of no request hold NaN. Entries of block tables behind the lengths are no
 pages at all. Pages lie in random order.
@@ -6,7 +6,8 @@ pages at all. Pages lie in random order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,9 +63,10 @@ class PagedInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Listed:
-    """Random lists of at most `most` blocks for each tile, for `heads` heads: "all", "kv" or "q".
+    """Random lists of up to `most` blocks for each tile, in any order, for `heads` heads: "all", "kv" or "q".
 
-    `full`: blocks that every query of the tile sees are listed as full.
+    Entries that are no blocks stand among them, and block 0 behind each row's count. `full`: blocks that every query
+    of the tile sees are listed as full.
     """
 
     block: tuple[int, int]
@@ -75,7 +77,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Requests with (queries, keys) each, N(0, 1) queries, keys and values.
+    """Requests with (queries, keys) each, N(0, 1) keys and values, and queries of `spread` times that.
 
     `form`: how the cache is stored, a name of FORMS. `kv_dtype`: "" for that of q, or "e4m3"; `scale_per`: "", "tensor"
     or "head". `shared`: requests begin with the same pages. `tail`: rows of q after the last request. `loose`: the
@@ -100,6 +102,7 @@ class PagedCase:
     shared: bool = False
     tail: int = 0
     loose: bool = False
+    spread: float = 1.0
 
     def __str__(self) -> str:
         (hq, hkv), (d, dv) = self.heads, self.dims
@@ -115,7 +118,9 @@ class PagedCase:
         queries, keys = [n for n, _ in self.lengths], [t for _, t in self.lengths]
         end, widest = sum(queries), max([-(-t // self.page) for t in keys], default=0)
         width = widest + 3 if self.loose else widest
-        table, pages = self._table(draw, width)
+        needed = [-(-t // self.page) for t in keys]
+        common = min(needed, default=0) // 2 if self.shared else 0
+        table, pages = shuffled_pages(draw, needed, width, common)
         rows = [_normal(draw, pages, self.page, hkv, size).to(of_pages).to(torch.float32) for size in (d, dv)]
         held = torch.zeros(pages, self.page, dtype=torch.bool, device="cpu")
         for r, t in enumerate(keys):
@@ -130,30 +135,16 @@ class PagedCase:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         edges = [sum(queries[:r]) for r in range(len(queries) + 1)]
-        q = _normal(draw, end + self.tail, hq, d).to(kind)
+        q = (_normal(draw, end + self.tail, hq, d) * self.spread).to(kind)
         sink = _normal(draw, hq).to(device) if self.sink_logits else None
         more = 5 if self.loose else 0
         return PagedInputs(
             q=q.to(device), cache=cache, k=k, v=v, block_table=table.to(device), seq_lens=ints(keys),
-            cu_seqlens_q=ints(edges), lists=None if self.lists is None else self._lists(draw, device),
+            cu_seqlens_q=ints(edges), lists=None if self.lists is None else self._lists(random.Random(seed), device),
             sink_logits=sink, k_scale=scales[0], v_scale=scales[1], scale=d**-0.5, softcap=self.softcap,
             causal=self.causal, window=self.window, sinks=self.sinks,
             max_q=max(queries, default=0) + more, max_k=min(max(keys, default=0) + more, width * self.page), end=end,
         )  # fmt: skip
-
-    def _table(self, draw: torch.Generator, width: int) -> tuple[Tensor, int]:
-        """The block table, and the number of pages."""
-        needed = [-(-t // self.page) for _, t in self.lengths]
-        common = min(needed, default=0) // 2 if self.shared else 0
-        pages = common + sum(n - common for n in needed) + SPARE
-        order = torch.randperm(pages, generator=draw, device="cpu").to(torch.int32)
-        table = torch.tensor(NOWHERE, dtype=torch.int32, device="cpu").repeat(len(needed), width)[:, :width]
-        table, free = table.contiguous(), common
-        for r, n in enumerate(needed):
-            table[r, :common] = order[:common]
-            table[r, common:n] = order[free : free + n - common]
-            free += n - common
-        return table, pages
 
     def _scales(self, draw: torch.Generator, hkv: int, device: str) -> Tensor | None:
         if not self.scale_per:
@@ -161,38 +152,55 @@ class PagedCase:
         many = 1 if self.scale_per == "tensor" else hkv
         return (0.5 + torch.rand(many, generator=draw, dtype=torch.float32, device="cpu")).to(device)
 
-    def _lists(self, draw: torch.Generator, device: str) -> PageLists:
+    def _lists(self, draw: random.Random, device: str) -> PageLists:
         spec, (hq, hkv) = self.lists, self.heads
         assert spec is not None
         (bq, bk), heads = spec.block, {"all": 1, "kv": hkv, "q": hq}[spec.heads]
-        tiles = sum(-(-n // bq) for n, _ in self.lengths) + (2 if self.loose else 0)
-        whole, tested = (
-            torch.full((heads, tiles, spec.most), -1, dtype=torch.int32, device="cpu") for _ in range(2)
-        )
-        for h in range(heads):
-            tile = 0
+        rows: tuple[list[list[int]], list[list[int]]] = [], []
+        for _ in range(heads):
             for n, t in self.lengths:
                 for i in range(-(-n // bq)):
                     blocks = -(-t // bk)
-                    some = torch.randperm(blocks, generator=draw, device="cpu")[: spec.most]
-                    first = t - n + i * bq if self.causal else t - 1
-                    sees = (some + 1) * bk <= min(first + 1, t) if spec.full else some < 0
-                    if self.window:
-                        sees = sees & (some < 0)
-                    whole[h, tile, : int(sees.sum())] = some[sees].to(torch.int32)
-                    # Entries that are no blocks may stand anywhere in a row.
-                    rest = some[~sees].to(torch.int32)
-                    places = torch.randperm(spec.most, generator=draw, device="cpu")[: len(rest)]
-                    tested[h, tile] = (-1, blocks + 7)[tile % 2]
-                    tested[h, tile, places] = rest
-                    tile += 1
-        lists = PageLists.from_indices(tested.to(device), spec.block)
-        of_whole = PageLists.from_indices(whole.to(device), spec.block).partial
-        return (
-            PageLists(of_whole, lists.partial, heads, tiles, spec.block, 2 * spec.most)
-            if spec.full
-            else lists
+                    some = draw.sample(range(blocks), min(blocks, draw.randint(0, spec.most)))
+                    seen = min(t, t - n + i * bq + 1) if self.causal else t
+                    whole = [j for j in some if spec.full and not self.window and (j + 1) * bk <= seen]
+                    for row, kept in zip(rows, (whole, [j for j in some if j not in whole]), strict=True):
+                        absent = draw.choice((-1, -(2**31), 2**31 - 1, blocks, blocks + 7))
+                        row.append([*kept, *[absent] * draw.randint(0, 1)])
+                        draw.shuffle(row[-1])
+            for row in rows:
+                row += [[], []] * self.loose
+        full, partial = (self._listed(row, heads, device) for row in rows)
+        if not spec.full:
+            return partial
+        return PageLists(full.partial, partial.partial, heads, partial.tiles, spec.block, spec.most + 2)
+
+    def _listed(self, rows: list[list[int]], heads: int, device: str) -> PageLists:
+        assert self.lists is not None
+        width = self.lists.most + 1
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int32, device=device).view(heads, -1)
+        entries = torch.tensor(
+            [row + [0] * (width - len(row)) for row in rows], dtype=torch.int32, device=device
         )
+        return PageLists.from_indices(entries.view(*counts.shape, width), self.lists.block, counts)
+
+
+def shuffled_pages(
+    draw: torch.Generator, needed: Sequence[int], width: int, common: int = 0
+) -> tuple[Tensor, int]:
+    """A block table int32 [requests, width] with `needed` pages of each request in random order, and how many pages
+    there are. The first `common` ones are those of all requests, entries behind the pages are none, and SPARE pages
+    belong to nobody.
+    """
+    pages = common + sum(n - common for n in needed) + SPARE
+    order = torch.randperm(pages, generator=draw, device="cpu").to(torch.int32)
+    table = torch.tensor(NOWHERE, dtype=torch.int32, device="cpu").repeat(len(needed), width)[:, :width]
+    table, free = table.contiguous(), common
+    for r, n in enumerate(needed):
+        table[r, :common] = order[:common]
+        table[r, common:n] = order[free : free + n - common]
+        free += n - common
+    return table, pages
 
 
 def _normal(draw: torch.Generator, *shape: int) -> Tensor:
@@ -314,3 +322,57 @@ PAGED_CASES: tuple[PagedCase, ...] = (
     PagedCase("fp8 lists", MIXED, kv_dtype="e4m3", scale_per="head", lists=Listed((1, 64)), page=64),
     PagedCase("fp32", MIXED, dtype="fp32", heads=(4, 2), form="pair"),
 )
+
+ALIGNED = ("one", "one by rows", "one of layers", "pair", "pair by rows", "planes", "beside", "gaps")
+"""Forms of a cache with contiguous last dims."""
+OF_E4M3 = ("one", "pair", "pair by rows")
+OF_EQUAL = ("planes", "beside")  # forms that need equal dims of keys and values
+LISTS = tuple(
+    Listed((bq, bk), heads, 8, full)
+    for bq in (1, 64, 128)
+    for bk in (64, 128, 256)
+    for heads in ("all", "kv", "q")
+    for full in (False, True)
+)
+OF_TILES = tuple(lists for lists in LISTS if lists.block[0] > 1)
+CHOICES: dict[str, Sequence[Any]] = {
+    "heads": ((2, 2), (4, 1), (8, 2), (6, 2), (16, 1)), "dims": ((64, 64), (96, 96), (128, 128), (256, 256)),
+    "page": (16, 32, 64, 128, 256), "dtype": ("bf16", "fp16"), "kv_dtype": ("",), "scale_per": ("", "tensor", "head"),
+    "form": ALIGNED, "causal": (True, True, False), "window": (0, 0, 1, 77, 128, 500, 1500),
+    "sinks": (0, 4, 128, 200), "softcap": (0.0, 0.0, 5.0), "sink_logits": (False, False, True),
+    "lists": (*LISTS, *[None] * 2 * len(LISTS)), "shared": (False, False, True), "tail": (0, 1, 70),
+    "loose": (False, True), "spread": (1.0, 4.0),
+}  # fmt: skip
+"""Values that `drawn_case` takes for the fields of a case."""
+
+
+def drawn_lengths(draw: random.Random, requests: int, queries: int, keys: int) -> tuple[tuple[int, int], ...]:
+    """(queries, keys) of up to `requests` requests, with up to `queries` queries and `keys` keys more; not all are
+    without queries.
+    """
+    found = []
+    for _ in range(draw.randint(1, requests)):
+        n = draw.choice(
+            (0, 1, 1, min(2, queries), draw.randint(1, min(40, queries)), draw.randint(1, queries))
+        )
+        found.append((n, n + draw.choice((0, 0, 1, draw.randint(0, keys), -(n // 2), -n if n < 3 else 0))))
+    return tuple(found) if any(n for n, _ in found) else ((3, 3 + found[0][1]), *found[1:])
+
+
+def drawn_case(
+    seed: int, *, requests: int = 6, queries: int = 700, keys: int = 2000, **choices: Sequence[Any]
+) -> PagedCase:
+    """A random case: lengths as of `drawn_lengths`, and other fields of `choices`, else of CHOICES."""
+    draw = random.Random(seed)
+    some = {name: draw.choice(values) for name, values in {**CHOICES, **choices}.items()}
+    if some["lists"] is not None:
+        some["window"] = 0
+    if not some["window"]:
+        some["sinks"] = 0
+    if not some["kv_dtype"] and "scale_per" not in choices:
+        some["scale_per"] = ""
+    if some["kv_dtype"] and some["form"] not in OF_E4M3:
+        some["form"] = draw.choice(OF_E4M3)
+    if some["form"] in OF_EQUAL and some["dims"][0] != some["dims"][1]:
+        some["form"] = "pair by rows"
+    return PagedCase(f"drawn {seed}", drawn_lengths(draw, requests, queries, keys), **some)

@@ -274,4 +274,4 @@ def test_lists_are_tested_where_full_and_partial_rows_differ_in_length() -> None
     x = case.make(seed=5)
     out, lse = attend(x, return_lse=True, check=True)
     assert check_attention_paged(x, out, lse).passed
-    assert mask_of(x).longest == 6
+    assert mask_of(x).longest == 5

@@ -10,7 +10,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.reference import quest as reference
 from tests.kernels.paged import quest_cases as cases
-from tests.kernels.paged.drawn import batch
+from tests.kernels.paged.quest_batches import batch
 
 Quest = sk.policies.Quest
 

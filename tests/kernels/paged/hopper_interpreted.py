@@ -19,7 +19,9 @@ from sparsek.kernels.lang.gluon import Described
 from sparsek.kernels.paged import hopper
 from sparsek.kernels.paged.hopper import KERNEL, Config
 from sparsek.kernels.paged.schedule import FAR, FIELDS
-from tests.kernels.paged.ragged import Ragged, check, drawn, found_before, make, run
+from sparsek.testing.paged_budget import expected_attention_paged
+from sparsek.testing.paged_cases import OF_TILES, Listed, PagedCase, drawn_case
+from tests.kernels.paged.calls import PagedRun, check_beyond_windows, paged_problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,38 +162,43 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "launch_on", walked)
 
 
-def hold(batch: Ragged, seed: int) -> None:
-    """Every config that an H200 is offered for the batch."""
-    made = make(batch, seed, "cpu")
-    made.problem = replace(made.problem, card=H200)
-    assert KERNEL.why_not(made.problem) == []
-    for c in KERNEL.configs(made.problem):
-        check(made, *run(KERNEL, made, c), c)
+def hold(case: PagedCase, seed: int, form: str = "wide") -> None:
+    """Every config that an H200 is offered for the case."""
+    inputs = case.make(seed=seed)
+    expected = expected_attention_paged(inputs)
+    for c in KERNEL.configs(paged_problem(inputs, H200)):
+        made = PagedRun(KERNEL, inputs, c, form, H200)
+        made.run()
+        made.check(f"{case}, seed {seed}", expected)
 
 
 @settings(max_examples=3, deadline=None)
-@given(st.integers(0, 2**31 - 1))
-def test_drawn_batches(seed: int) -> None:
-    batch = drawn(seed)
-    small = {name: tuple(n % 300 for n in getattr(batch, name)) for name in ("queries", "keys")}
-    if sum(small["queries"]):
-        hold(replace(batch, **small), seed)
+@given(st.integers(0, 2**31 - 1), st.sampled_from(("contiguous", "wide", "odd")))
+def test_drawn_batches(seed: int, form: str) -> None:
+    hold(drawn_case(seed, queries=300, keys=200, lists=[None, None, None, *OF_TILES[::6]]), seed, form)
 
 
 def test_pages_that_no_window_reaches_may_hold_nan() -> None:
-    base = Ragged(
-        (3, 1, 130), (500, 400, 700), window=90, sinks=20, page=16, dims=(64, 64), dtype=torch.float16
-    )
-    for batch in (base, replace(base, sinks=0, page=64), replace(base, causal=False)):
-        made = make(batch, 7, "cpu")
-        made.problem = replace(made.problem, card=H200)
-        for c in KERNEL.configs(made.problem):
-            found_before(made, KERNEL, c)
+    base = PagedCase(
+        "windows", ((3, 500), (1, 400), (130, 700)), heads=(4, 2), dims=(64, 64), page=16, form="pair", window=90,
+        sinks=20,
+    )  # fmt: skip
+    for case in (base, replace(base, sinks=0, page=64), replace(base, causal=False)):
+        for c in KERNEL.configs(paged_problem(case.make(), H200)):
+            check_beyond_windows(KERNEL, case.make(), c, H200)
 
 
 def test_every_rule_at_once() -> None:
     seed = int.from_bytes(os.urandom(3), "little")
-    base = Ragged((130, 0, 3), (400, 9, 300), sink_logits=True, softcap=5.0, dims=(64, 64))
-    hold(replace(base, window=90, sinks=70, page=64), seed)
-    hold(replace(base, list_heads=2, list_block=(64, 128), odd_out=True), seed)
-    hold(replace(base, causal=False, page=16, heads=(16, 1), layout="tokens"), seed)
+    base = PagedCase(
+        "rules",
+        ((130, 400), (0, 9), (3, 300)),
+        heads=(4, 2),
+        page=128,
+        form="pair",
+        softcap=5.0,
+        sink_logits=True,
+    )
+    hold(replace(base, window=90, sinks=70, page=64, loose=True), seed)
+    hold(replace(base, lists=Listed((64, 128), full=True)), seed, "odd")
+    hold(replace(base, causal=False, page=16, heads=(16, 1), form="pair by rows"), seed)

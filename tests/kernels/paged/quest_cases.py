@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sparsek as sk
-from tests.kernels.paged.drawn import batch, listed, slow_pages, slow_update
+from tests.kernels.paged.quest_batches import batch, listed, slow_pages, slow_update
 
 # lengths, queries, page, topk, options
 CHOICES: list[tuple[list[int], list[int], int, int, dict[str, Any]]] = [

@@ -8,7 +8,7 @@ import torch
 from sparsek.kernels import load
 from sparsek.testing.paged_budget import check_attention_paged, expected_attention_paged
 from sparsek.testing.paged_cases import PAGED_CASES, PagedCase
-from tests.kernels.paged.calls import attend_paged, paged_problem
+from tests.kernels.paged.calls import attend_paged, check_alone, paged_problem
 
 CPU, REFERENCE = load("cpu.attention_paged"), load("reference.attention_paged")
 BY_NOTE = {case.note: case for case in PAGED_CASES}
@@ -31,7 +31,7 @@ def test_every_case_is_within_budget(case: PagedCase) -> None:
 def test_every_dtype_is_within_budget(note: str, dtype: torch.dtype) -> None:
     inputs = BY_NOTE[note].make(dtype=dtype, seed=1)
     for config in CPU.configs(paged_problem(inputs)):
-        gate = check_attention_paged(inputs, *attend_paged(CPU, inputs, config, by_rows=True))
+        gate = check_attention_paged(inputs, *attend_paged(CPU, inputs, config, form="heads"))
         assert gate.passed, (config, gate)
 
 
@@ -57,16 +57,4 @@ def test_tables_and_lengths_out_of_range_read_nothing_outside() -> None:
 
 
 def test_a_request_has_the_same_bits_alone() -> None:
-    case = replace(BY_NOTE["mixed"], heads=(4, 2))
-    inputs = case.make()
-    whole = attend_paged(CPU, inputs)[0]
-    edges = inputs.cu_seqlens_q.tolist()
-    for r in range(len(edges) - 1):
-        alone = inputs._replace(
-            q=inputs.q[edges[r] : edges[r + 1]],
-            block_table=inputs.block_table[r : r + 1],
-            seq_lens=inputs.seq_lens[r : r + 1],
-            cu_seqlens_q=inputs.cu_seqlens_q[r : r + 2] - inputs.cu_seqlens_q[r],
-            end=edges[r + 1] - edges[r],
-        )
-        assert torch.equal(attend_paged(CPU, alone)[0], whole[edges[r] : edges[r + 1]])
+    check_alone(CPU, replace(BY_NOTE["mixed"], heads=(4, 2)).make(), range(len(BY_NOTE["mixed"].lengths)))

@@ -1,92 +1,151 @@
 """hopper.attention_paged on a GPU: right on drawn batches, with NaN wherever no key is, and the same bits every time.
 
-Inputs are fresh in every run; a failure prints the seed. Compiling dominates: run it under pytest-xdist.
+Inputs are fresh in every run; a failure prints the seed. Compiling dominates: each test takes few configs, other ones
+in every run, and the drawn batches share a small covering set.
 """
 
+import random
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from sparsek.core.device import H200
 from sparsek.kernels import load
+from sparsek.plan.problem import PagedProblem
+from sparsek.testing.paged_budget import expected_attention_paged
+from sparsek.testing.paged_cases import ALIGNED, OF_TILES, Listed, PagedCase, drawn_case, drawn_lengths
+from tests.kernels.lang.covering import covering
 from tests.kernels.lang.drawn import fresh
-from tests.kernels.paged.ragged import Ragged, check, drawn, found_before, make, run
+from tests.kernels.paged.calls import PagedRun, check_alone, check_beyond_windows, paged_problem
+from tests.sampling import SEED
 
+pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
-KERNEL = "hopper.attention_paged"
+KERNEL: Any = load("hopper.attention_paged")
+OUTS = ("contiguous", "wide", "odd")
+
+
+def batch(*lengths: tuple[int, int], **more: Any) -> PagedCase:
+    """4 heads of 128 to 2 of keys, in pages of 128."""
+    facts: dict[str, Any] = {"heads": (4, 2), "dims": (128, 128), "page": 128, "form": "pair", "loose": True}
+    return PagedCase("hopper", lengths, **{**facts, **more})
+
+
+LONG = ((700, 2000), (1, 3000))
+SEVERAL = ((300, 300), (77, 1000))
+LISTED = ((300, 900), (100, 2000))
 EDGES = {
-    "one tile": Ragged((128,), (128,), heads=(1, 1)),
-    "keys end in a box": Ragged((5, 1), (70, 129), heads=(1, 1)),
-    "nothing to see": Ragged((3, 0, 50), (0, 7, 20), behind=9),
-    "not causal": Ragged((3, 0, 50), (0, 7, 300), causal=False),
-    "window": Ragged((700, 1), (2000, 3000), window=300),
-    "window and sinks": Ragged((700, 1), (2000, 3000), window=300, sinks=200),
-    "window to both sides": Ragged((700, 1), (2000, 3000), window=300, sinks=4, causal=False),
-    "softcap and sinks": Ragged((200, 1, 3), (500, 300, 0), softcap=5.0, sink_logits=True, spread=4.0),
-    "out of odd strides": Ragged((200, 33), (500, 300), odd_out=True, dims=(96, 64)),
-    "pages shared": Ragged((200, 33, 1), (900, 500, 800), shared=True, page=64),
-    "one head of keys": Ragged((40, 1, 1), (500, 300, 9), heads=(64, 1)),
-    "more tiles than CTAs": Ragged((1500, 900), (1500, 2000), heads=(32, 8)),
-    **{f"pages of {n}": Ragged((300, 77), (300, 1000), page=n) for n in (16, 32, 64, 256)},
-    **{f"heads of {n}": Ragged((300, 77), (300, 1000), dims=(n, n)) for n in (64, 96, 256)},
-    **{f"lists of {n} heads": Ragged((300, 100), (900, 2000), list_heads=n) for n in (1, 2, 4)},
-    "small blocks": Ragged((300, 100), (900, 2000), list_heads=2, list_block=(64, 64), page=16, causal=False),
+    "one tile": batch((128, 128), heads=(1, 1), loose=False),
+    "keys end in a box": batch((5, 70), (1, 129), heads=(1, 1)),
+    "nothing to see": batch((3, 0), (0, 7), (50, 20), tail=9),
+    "not causal": batch((3, 0), (0, 7), (50, 300), causal=False),
+    "window": batch(*LONG, window=300),
+    "window and sinks": batch(*LONG, window=300, sinks=200),
+    "window to both sides": batch(*LONG, window=300, sinks=4, causal=False),
+    "softcap and sinks": batch((200, 500), (1, 300), (3, 0), softcap=5.0, sink_logits=True, spread=4.0),
+    "narrow values": batch((200, 500), (33, 300), dims=(96, 64)),
+    "pages shared": batch((200, 900), (33, 500), (1, 800), shared=True, page=64),
+    "one head of keys": batch((40, 500), (1, 300), (1, 9), heads=(64, 1)),
+    "more tiles than CTAs": batch((1500, 1500), (900, 1500), heads=(16, 4)),
+    **{f"pages of {n}": batch(*SEVERAL, page=n) for n in (16, 32, 64, 256)},
+    **{f"heads of {n}": batch(*SEVERAL, dims=(n, n)) for n in (64, 96, 256)},
+    **{f"lists, {of}": batch(*LISTED, lists=Listed((128, 128), of, 10, True)) for of in ("all", "kv", "q")},
+    "small blocks": batch(*LISTED, lists=Listed((64, 64), "kv", 20, True), page=16, causal=False),
 }
 
 
-def hold(batch: Ragged, seed: int) -> None:
-    """Every config, twice: within the budget, and the same bits; and with scores of 0, lse counts the keys."""
-    kernel, made = load(KERNEL), make(batch, seed)
-    assert kernel.why_not(made.problem) == []
-    for c in kernel.configs(made.problem):
-        out, lse = (None if x is None else x.clone() for x in run(kernel, made, c))
-        assert out is not None
-        check(made, out, lse, f"{c}, seed {seed}")
-        again, other = run(kernel, made, c)
-        assert torch.equal(out.nan_to_num(), again.nan_to_num()), f"{c}, seed {seed}: other bits"
-        assert lse is None or other is None or torch.equal(lse.nan_to_num(), other.nan_to_num())
-    made.call.q.zero_()
-    out, lse = run(kernel, made)
-    check(made, out, lse, f"scores of 0, seed {seed}")
+def without_tensors(case: PagedCase) -> PagedProblem:
+    """What the configs of a case depend on, on an H200."""
+    (q_heads, kv_heads), (dim, v_dim), some = case.heads, case.dims, case.lists
+    listed: dict[str, Any] = {}
+    if some is not None:
+        heads = {"all": 1, "kv": kv_heads, "q": q_heads}[some.heads]
+        listed = {"list_heads": heads, "list_block": some.block, "listed": some.most}
+    return PagedProblem(
+        tokens=512, requests=4, q_heads=q_heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, page=case.page, max_q=512,
+        max_k=4096, dtype=case.dtype, kv_dtype=case.dtype, card=H200, causal=case.causal, window=case.window,
+        sinks=case.sinks, softcap=case.softcap > 0, sink_logits=case.sink_logits, lse=True, **listed,
+    )  # fmt: skip
+
+
+def drawn_kinds() -> list[tuple[PagedCase, Any]]:
+    """Drawn cases with a config each: every tile, dim, page, rule and dtype of 200 cases, other ones in every run."""
+
+    def choices(kind: tuple[PagedCase, Any]) -> Iterable[Hashable]:
+        case, c = kind
+        rules = ("rules", c.causal, c.window, c.sinks, c.lists)
+        yield from (
+            ("tile", c.groups, c.keys, c.pack),
+            ("dims", case.dims),
+            ("page", case.page),
+            case.dtype,
+            rules,
+        )
+        yield from (
+            ("block", c.list_block),
+            ("softcap", c.softcap),
+            ("sink", c.sink_logits),
+            ("heads", case.heads),
+        )
+
+    cases = [drawn_case(SEED + i, lists=[None, None, None, *OF_TILES]) for i in range(200)]
+    kinds = [(case, c) for case in cases for c in KERNEL.configs(without_tensors(case))]
+    return covering(kinds, choices, 1)
+
+
+def hold(case: PagedCase, seed: int, configs: Iterable[Any], form: str = "wide") -> None:
+    """Within the budget, and the same bits again."""
+    inputs = case.make("cuda", seed=seed)
+    expected = expected_attention_paged(inputs)
+    for c in configs:
+        made = PagedRun(KERNEL, inputs, c, form)
+        first = [x.clone() for x in made.run()]
+        made.check(f"{case}, seed {seed}", expected)
+        for a, b in zip(made.run(), first, strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{c}, seed {seed}: other bits"
 
 
 @pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_edges(name: str, dtype: torch.dtype) -> None:
-    hold(replace(EDGES[name], dtype=dtype), fresh())
+def test_edges(name: str) -> None:
+    """With the default config and another one; and with scores of 0, lse counts the keys."""
+    seed = fresh()
+    draw = random.Random(seed)
+    case, form = replace(EDGES[name], dtype=draw.choice(("bf16", "fp16"))), draw.choice(OUTS)
+    p = paged_problem(case.make("cuda", seed=seed))
+    default = KERNEL.default(p)
+    others = [c for c in KERNEL.configs(p) if c != default]
+    hold(case, seed, [default, *draw.sample(others, min(1, len(others)))], form)
+    hold(replace(case, spread=0.0), seed, [default], form)
 
 
-@pytest.mark.parametrize("page", [16, 64, 128, 256])
+@pytest.mark.parametrize("page", [16, 128])
 @pytest.mark.parametrize("sinks", [0, 20])
 @pytest.mark.parametrize("causal", [True, False])
 def test_pages_that_no_window_reaches_may_hold_nan(page: int, sinks: int, causal: bool) -> None:
-    batch = Ragged((3, 1, 260, 1), (1500, 900, 1700, 31), window=90, sinks=sinks, page=page, causal=causal)
-    made = make(batch, fresh())
-    for c in load(KERNEL).configs(made.problem):
-        found_before(made, load(KERNEL), c)
+    lengths = (3, 1500), (1, 900), (260, 1700), (1, 31)
+    inputs = batch(*lengths, window=90, sinks=sinks, page=page, causal=causal).make("cuda", seed=fresh())
+    for c in KERNEL.configs(paged_problem(inputs)):
+        check_beyond_windows(KERNEL, inputs, c)
 
 
-@pytest.mark.parametrize("number", range(24))
-def test_drawn_batches(number: int) -> None:
-    seed = fresh()
-    hold(drawn(seed), seed)
+@pytest.mark.parametrize(("case", "c"), drawn_kinds(), ids=str)
+def test_drawn_batches(case: PagedCase, c: Any) -> None:
+    """Three batches of other lengths and caches for each config."""
+    for turn in range(3):
+        seed = fresh()
+        draw = random.Random(seed)
+        other = replace(
+            case, lengths=drawn_lengths(draw, 6, 700, 2000), form=draw.choice(ALIGNED), shared=draw.random() < 0.3,
+            tail=draw.choice((0, 1, 70)), loose=draw.random() < 0.5, spread=draw.choice((1.0, 4.0)),
+        )  # fmt: skip
+        hold(other, seed, [c], OUTS[turn])
 
 
 def test_a_request_has_the_same_bits_in_any_batch() -> None:
-    kernel, seed = load(KERNEL), fresh()
-    made = make(Ragged((200, 90, 333), (700, 90, 2000)), seed)
-    c = kernel.default(made.problem)
-    whole, _ = run(kernel, made, c)
-    whole = whole.clone()
-    for r, (first, last) in enumerate(((0, 200), (200, 290), (290, 623))):
-        out = torch.full_like(whole[first:last], torch.nan)
-        edges = torch.tensor([0, last - first], dtype=torch.int32, device="cuda")
-        call = made.call._replace(
-            q=made.call.q[first:last], out=out, lse=torch.empty(4, last - first, dtype=torch.float32, device="cuda"),
-            cu_seqlens_q=edges, seq_lens=made.call.seq_lens[r : r + 1], block_table=made.call.block_table[r : r + 1],
-        )  # fmt: skip
-        kernel.launch(c, kernel.prepare(made.problem, c, out.device), call)
-        assert torch.equal(out, whole[first:last]), f"request {r}, seed {seed}"
+    check_alone(KERNEL, batch((200, 700), (90, 90), (333, 2000)).make("cuda", seed=fresh()), range(3))
 
 
 @pytest.mark.parametrize(
@@ -101,46 +160,41 @@ def test_a_request_has_the_same_bits_in_any_batch() -> None:
 def test_bad_lengths_and_tables_read_and_write_within_their_tensors(
     name: str, values: "list[int] | None"
 ) -> None:
-    kernel, made = load(KERNEL), make(Ragged((300, 200), (900, 500)), fresh())
-    tensor = getattr(made.call, name)
+    inputs = batch((300, 900), (200, 500)).make("cuda", seed=fresh())
+    tensor = getattr(inputs, name)
     if values is None:
         tensor.random_(-(2**31), 2**31 - 1)
     else:
         tensor.copy_(torch.tensor(values, dtype=torch.int32))
-    run(kernel, made)
+    made = PagedRun(KERNEL, inputs, form="wide")
+    made.run()
     torch.cuda.synchronize()
-    assert (made.room[:, 4:] == 3).all()
-    assert (made.room[:, :, 128:] == 3).all()
+    made.check_canaries(name)
 
 
 def test_a_graph_stays_right_while_lengths_tables_and_lists_change() -> None:
-    kernel, seed = load(KERNEL), fresh()
-    batch = Ragged((300, 200, 1), (900, 500, 700))
-    made = make(batch, seed)
-    c, call = kernel.default(made.problem), made.call
-    work = kernel.prepare(made.problem, c, call.q.device)
-    kernel.launch(c, work, call)
+    seed = fresh()
+    case = batch((300, 900), (200, 500), (1, 700))
+    inputs = case.make("cuda", seed=seed)
+    inputs = inputs._replace(max_q=501, max_k=case.page * inputs.block_table.shape[1])
+    made = PagedRun(KERNEL, inputs)
+    made.launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.launch(c, work, call)
-    for queries, keys in (
-        ((1, 400, 100), (64, 900, 100)),
-        ((0, 0, 401), (0, 128, 900)),
-        (batch.queries, batch.keys),
-    ):
-        other = make(replace(batch, queries=queries, keys=keys, behind=501 - sum(queries)), seed + 1)
+        made.launch()
+    for lengths in (((1, 64), (400, 900), (100, 100)), ((0, 0), (0, 128), (401, 900)), case.lengths):
+        queries = sum(n for n, _ in lengths)
+        other = replace(case, lengths=lengths, tail=501 - queries).make("cuda", seed=seed + 1)
         for name in ("q", "seq_lens", "cu_seqlens_q"):
-            getattr(call, name).copy_(getattr(other.call, name))
-        width, pages = other.call.block_table.shape[1], other.call.k.shape[0]
-        call.block_table.fill_(-1)
-        call.block_table[:, :width] = other.call.block_table
+            getattr(inputs, name).copy_(getattr(other, name))
+        width, pages = other.block_table.shape[1], other.k.shape[0]
+        inputs.block_table.fill_(-1)
+        inputs.block_table[:, :width] = other.block_table
         for name in ("k", "v"):
-            getattr(call, name).fill_(torch.nan)
-            getattr(call, name)[:pages] = getattr(other.call, name)
-        call.out.fill_(torch.nan)
-        assert call.lse is not None
-        call.lse.fill_(torch.nan)
+            getattr(inputs, name).fill_(torch.nan)
+            getattr(inputs, name)[:pages] = getattr(other, name)
+        made.poison()
         graph.replay()
-        made.batch = other.batch
-        check(made, call.out, call.lse, f"{queries}, {keys}, seed {seed}")
+        made.inputs = inputs._replace(end=queries)
+        made.check(f"{lengths}, seed {seed}")

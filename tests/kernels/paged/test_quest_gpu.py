@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import sparsek as sk
 from sparsek.reference import quest as reference
 from tests.kernels.paged import quest_cases as cases
-from tests.kernels.paged.drawn import batch
+from tests.kernels.paged.quest_batches import batch
 
 pytestmark = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn

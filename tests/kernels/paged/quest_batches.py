@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsek.mask.pages import PageLists
+from sparsek.testing.paged_cases import shuffled_pages
 
 
 class Batch(NamedTuple):
@@ -34,11 +35,7 @@ def batch(
     """A cache with `lengths` keys and `queries` new tokens of each request; `spare` more tokens and table columns."""
     made = torch.Generator().manual_seed(seed)
     counts = [-(-length // page) for length in lengths]
-    width, pages = max(counts) + spare, sum(counts) + 3
-    order = torch.randperm(pages, generator=made).int()
-    table = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
-    for r, many in enumerate(counts):
-        table[r, :many] = order[sum(counts[:r]) :][:many]
+    table, pages = shuffled_pages(made, counts, max(counts) + spare)
     draw = lambda *shape: torch.randint(-9, 10, shape, generator=made).to(torch.float32)  # noqa: E731
     keys = draw(pages, heads[1], page, dim)
     summaries = torch.stack((keys.amin(2), keys.amax(2)), 2)
