@@ -128,8 +128,8 @@ def test_a_scale_of_1_and_scales_of_two_forms_go_through_the_op() -> None:
 
 def test_fake_tensors_give_fake_results_outside_of_their_mode() -> None:
     x, mode = MIXED.make(), FakeTensorMode()
-    out, lse = sk.attention_paged(
-        *map(mode.from_tensor, (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)), return_lse=True
-    )
+    given: Any = (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)
+    fake: Any = [mode.from_tensor(each) for each in given]
+    out, lse = sk.attention_paged(*fake, return_lse=True)
     assert out.shape == x.q.shape
     assert lse.shape == (4, 26)

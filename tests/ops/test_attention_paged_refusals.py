@@ -156,10 +156,11 @@ def test_a_policy_needs_pages_values_and_a_flag() -> None:
         attend(x, mask=policy, cache=x.cache[:0])
     with pytest.raises(sk.InvalidInput, match="causal is 'yes'"):
         attend(x, mask=policy, causal="yes")
-    with FakeTensorMode() as mode, pytest.raises(sk.InvalidInput, match="fake tensors have none"):
-        sk.attention_paged(
-            *map(mode.from_tensor, (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)), policy
-        )
+    given: Any = (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)
+    with FakeTensorMode() as mode:
+        fake: Any = [mode.from_tensor(each) for each in given]
+        with pytest.raises(sk.InvalidInput, match="fake tensors have none"):
+            sk.attention_paged(*fake, mask=policy)
 
 
 def test_out_of_inference_mode_is_refused_outside_of_it() -> None:
