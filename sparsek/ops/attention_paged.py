@@ -352,9 +352,7 @@ def _by_op(
     kernel: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call through the torch.library op, which checks it once more. Its schema refuses with torch's errors."""
-    sized = [("max_seqlen_q", bounds[0]), ("max_seqlen_k", bounds[1])]
-    max_q, max_k = (None if x is None else min(arguments.integer(n, x), INT32_MAX) for n, x in sized)
-    bounds = max_q, max_k
+    bounds = _bounded("max_seqlen_q", bounds[0]), _bounded("max_seqlen_k", bounds[1])
     scale, softcap = checked_scale(scale, 1) if scale is not None else None, checked_cap(softcap)
     pages = check_tensors(q, cache, tables, {"sink_logits": sink_logits, "out": out})
     scales = tuple(check_page_scale(n, pages, x) for n, x in zip(("k_scale", "v_scale"), scales, strict=True))
@@ -372,6 +370,13 @@ def _by_op(
         softcap, return_lse, kernel,
     )  # fmt: skip
     return both if return_lse else both[0]
+
+
+def _bounded(name: str, value: Any) -> int | None:
+    """A bound of lengths, at most INT32_MAX. An int is only compared, so that a graph holds for others."""
+    if type(value) is int and 0 <= value <= INT32_MAX:
+        return value
+    return None if value is None else min(arguments.integer(name, value), INT32_MAX)
 
 
 def _traced() -> bool:

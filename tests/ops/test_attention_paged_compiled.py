@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +63,19 @@ def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
         x = replace(MIXED, lengths=lengths).make()
         given = (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)
         assert torch.equal(run(*given), sk.attention_paged(*given))
+
+
+def test_a_graph_holds_for_other_bounds_of_lengths() -> None:
+    x, counter = MIXED.make(), CompileCounterWithBackend("aot_eager")
+    given: Any = arguments_of(x)
+    run = torch.compile(
+        lambda most, keys: sk.attention_paged(**given | {"max_seqlen_q": most, "max_seqlen_k": keys}),
+        fullgraph=True,
+        backend=counter,
+    )
+    for more in range(4):
+        assert torch.equal(run(x.max_q + more, x.max_k + more), attend(x))
+    assert counter.frame_count <= 2  # one for the first numbers, one for any
 
 
 def test_the_ops_pass_torchs_checks() -> None:
