@@ -123,10 +123,8 @@ def _tabled(
             f"{len(lengths)} requests"
         )
     last = (lengths - 1).clamp(min=0).long()
-    place = (
-        table.gather(1, last[:, None] // k_pages.shape[1])[:, 0].clamp(min=0).long(),
-        last % k_pages.shape[1],
-    )
+    page = table.gather(1, last[:, None] // k_pages.shape[1])[:, 0].clamp(min=0).long()
+    place = page * (lengths > 0), last % k_pages.shape[1]
     for pages, new in ((k_pages, key), (v_pages, value)):
         pages.index_put_(place, new[0].transpose(0, 1))
     if "sink_logits" in settings:

@@ -153,7 +153,8 @@ def attention_paged(
 
     Synchronization: none, and all kernels may be captured in a CUDA graph, which then follows lengths, tables and lists
     that change in place; grids follow max_seqlen_q and max_seqlen_k. A plan depends on shapes alone. The bits of a
-    request depend on its own queries and keys, not on other requests. Under torch.compile the call is one node of the
+    request depend on its own queries and keys, and on max_seqlen_q and max_seqlen_k, not on other requests: give both,
+    because their defaults are of the batch. Under torch.compile the call is one node of the
     graph; policies are refused there and during capture. torch.autocast changes nothing.
 
     Sources: paged keys and block tables, Kwon et al., arXiv:2309.06180; parts of keys that are merged by their lse,
@@ -323,7 +324,7 @@ def _binding(
     for x in (sink_logits, k_scale, v_scale, out):
         if x.__class__ in bound.TENSORS:
             operands.append(x)
-            kinds.append(True)
+            kinds.append(Tensor)  # not True, which equals a scale of 1.0
         elif x is None or type(x) is float:
             kinds.append(x)
         else:

@@ -43,7 +43,7 @@ def lists_of_rule(
             f"mask is {rule.label}, which needs the lengths on the host; a CUDA graph cannot capture it. Pass PageLists"
         )
     edges, lengths = _on_host(cu_seqlens_q, seq_lens)
-    seq_lens, cu_seqlens_q = (x.to(q.device, non_blocking=True) for x in (seq_lens, cu_seqlens_q))
+    seq_lens, cu_seqlens_q = (_moved(x, q.device) for x in (seq_lens, cu_seqlens_q))
     operands.check_tables(q, block_table, seq_lens, cu_seqlens_q)
     _check_lengths(edges, lengths, q.shape[0], block_table.shape[1] * k.shape[2])
     if not k.shape[0] and any(lengths):
@@ -70,6 +70,11 @@ def _on_host(cu_seqlens_q: Any, seq_lens: Any) -> tuple[list[int], list[int]]:
         both = torch.cat((cu_seqlens_q, seq_lens)).tolist()
         return both[: cu_seqlens_q.shape[0]], both[cu_seqlens_q.shape[0] :]
     return cu_seqlens_q.tolist(), seq_lens.tolist()
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device, without a wait. The caller may write to pinned memory before the device reads it: not read."""
+    return x if x.device == device else x.clone().to(device, non_blocking=True)
 
 
 def _check_lengths(edges: list[int], lengths: list[int], tokens: int, most: int) -> None:

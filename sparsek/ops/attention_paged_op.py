@@ -150,9 +150,13 @@ def through_op(
     lists, numbers = flat(mask, *bounds)
     if isinstance(mask, MaskPolicy):
         causal = mask.causal
-    many = max([x.numel() for x in scales if isinstance(x, Tensor)], default=1)
+    many = max([1, *[x.numel() for x in scales if isinstance(x, Tensor)]])
     as_tensors = [
-        x if x is None or isinstance(x, Tensor) else q.new_full((many,), x, dtype=torch.float32)
+        x
+        if x is None or isinstance(x, Tensor)
+        else None
+        if x == 1
+        else q.new_full((many,), x, dtype=torch.float32)
         for x in scales
     ]
     given = (q, pages, *tables, lists, numbers, sink_logits, *as_tensors, causal, *settings)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.device import Card
+from sparsek.core.device import Card, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home, drop_oldest
 from sparsek.core.streams import captured, tensors_in
@@ -27,6 +27,7 @@ from sparsek.plan.select import Choice
 HOME = Home()
 NUMBERS = 256  # scales of pages given as floats that are kept
 _NUMBERS: dict[Hashable, Tensor] = {}
+_HELD: dict[Hashable, Tensor] = {}  # those that captured graphs read, permanently
 
 
 class Paged(NamedTuple):
@@ -159,7 +160,7 @@ def paged_call(
     k_factor, v_factor = _page_scales(k, scales)
     return Paged(
         q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, k_factor, v_factor,
-        checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, min(max_q, q.shape[0]),
+        checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, max_q,
         min(max_k, most), arguments.flag("return_lse", return_lse), out,
     )  # fmt: skip
 
@@ -180,7 +181,7 @@ def _number(value: float, many: int, device: torch.device) -> Tensor:
     """A float as a float32 tensor [many], made once for each stream: recorded calls hold it as a constant."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = value, many, device, stream
-    found = _NUMBERS.get(key)
+    found = _HELD.get(key, _NUMBERS.get(key))
     if found is None:
         with torch.inference_mode(False):
             found = torch.full((many,), value, dtype=torch.float32, device=device)
@@ -188,6 +189,8 @@ def _number(value: float, many: int, device: torch.device) -> Tensor:
             if len(_NUMBERS) >= NUMBERS:
                 drop_oldest(_NUMBERS)
             _NUMBERS[key] = found
+    elif captured(found):
+        _HELD[key] = found
     return found
 
 
@@ -215,7 +218,12 @@ class PagedPlan(Plan):
         return out if lse is None else (out, lse)
 
     def _check_planned(self, call: Paged) -> None:
-        p, found = self.problem, call.problem(self.problem.card)
+        p, card = self.problem, card_of(call.q.device)
+        if card != p.card:
+            raise InvalidInput(
+                f"this plan is for {p.card.name}, and the call on {card.name}; plan with its operands"
+            )
+        found = call.problem(card)
         for each in fields(p):
             planned, got = getattr(p, each.name), getattr(found, each.name)
             weaker = each.name in ("aligned", "unit_stride") and got

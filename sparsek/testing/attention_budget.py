@@ -325,7 +325,8 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
     mean_key = weights @ k64
     weights = weights.square()
     # <grad, out> reads an out that is rounded, as were the weights that it is of. All keys of a query share that error.
-    of_out = (grad64.square() * (out.square() + weights @ v64.square())).sum(-1, keepdim=True)
+    shared = (weights * (grad64 @ v64.mT).square()).sum(-1, keepdim=True)
+    of_out = (grad64.square() * out.square()).sum(-1, keepdim=True) + shared
     # Weights and their gradients below the smallest normal number are rounded as if they were that.
     least = torch.finfo(q.dtype).tiny ** 2 * seen
     reach = grad64.square() @ v64.square().mT

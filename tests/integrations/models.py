@@ -65,7 +65,7 @@ transformers.AttentionMaskInterface.register(REFERENCE, reference_mask)
 
 
 def llama(**options: Any) -> Any:
-    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, **options)
+    config = transformers.LlamaConfig(**SMALL | {"num_key_value_heads": 2} | options)
     return transformers.LlamaForCausalLM, config
 
 

@@ -217,13 +217,17 @@ def test_keys_of_all_requests_one_behind_the_other(rule: str, padded: int):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_token_for_each_request_and_a_table_of_pages(rule: str):
-    """The last request is absent, as graphs are padded with; another begins a page."""
+@pytest.mark.parametrize("stale", [False, True])
+def test_one_token_for_each_request_and_a_table_of_pages(rule: str, stale: bool):
+    """The last request is absent, as graphs are padded with; another begins a page. `stale`: its row of the table
+    names a page of the first request.
+    """
     config, options, rules = RULES[rule]
     requests, keys, values = filled([20, 1, 64], [1, 1, 1], **config)
     q, k, v = drawn(4, 7)
     asked = requests.options(table=True)
-    asked["block_table"] = torch.nn.functional.pad(asked["block_table"], (0, 0, 0, 1), value=-1)
+    of_absent = int(asked["block_table"].flatten()[0]) if stale else -1
+    asked["block_table"] = torch.nn.functional.pad(asked["block_table"], (0, 0, 0, 1), value=of_absent)
     asked["cu_seq_lens_q"] = ended_again(asked["cu_seq_lens_q"])
     asked["cu_seq_lens_k"] = {kind: ended_again(at) for kind, at in asked["cu_seq_lens_k"].items()}
     out = sparsek_attention(requests.module, q, k, v, None, **options, **asked)[0]

@@ -9,12 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 
 import sparsek as sk
+from sparsek.core.device import H200
+from sparsek.core.errors import InvalidInput
+from sparsek.ops.attention_paged import _binding
+from sparsek.plan import attention_paged as planned
 from sparsek.plan.attention_paged import HOME, PagedPlan
 from sparsek.reference.attention_paged import requests
 from sparsek.testing.paged_budget import check_attention_paged
 from sparsek.testing.paged_cases import FORMS, PAGED_CASES, Listed, PagedCase, PagedInputs
 from sparsek.testing.poison import poisoned
 from tests.ops.paged import CASES, MIXED, arguments_of, attend, mask_of
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("case", PAGED_CASES[::3], ids=str)
@@ -109,6 +115,41 @@ def test_a_plan_explains_itself_runs_and_refuses_other_calls() -> None:
         plan(**{**given, "softcap": 0.0})
     with pytest.raises(sk.InvalidInput, match="tokens=26, and the call 25"):
         plan(**{**given, "q": x.q[:-1]})
+
+
+def test_a_plan_runs_on_its_own_card_only() -> None:
+    given = arguments_of(MIXED.make())
+    plan = sk.plan_attention_paged(**given)
+    other = replace(plan, problem=replace(plan.problem, card=H200))
+    with pytest.raises(InvalidInput, match="this plan is for NVIDIA H200"):
+        other(**given)
+
+
+def test_recorded_calls_tell_a_tensor_from_a_scale_of_1() -> None:
+    x, scale = replace(MIXED, dtype="fp16").make(), torch.ones(1, dtype=torch.float32)
+    of = [
+        _binding(
+            x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q, None, None, None, True, None, 0.0, None, k, v,
+            None, False, None,
+        )[0]
+        for k, v in ((scale, 1.0), (1.0, scale), (scale, None))
+    ]  # fmt: skip
+    assert len(set(of)) == 3
+
+
+def test_float_scales_that_a_graph_reads_are_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "_NUMBERS", {})
+    monkeypatch.setattr(planned, "_HELD", {})
+    monkeypatch.setattr(planned, "NUMBERS", 2)
+    kept = planned._number(0.5, 1, CPU)
+    monkeypatch.setattr(planned, "captured", lambda x: True)
+    assert planned._number(0.5, 1, CPU) is kept
+    assert planned._number(0.25, 1, CPU) is not planned._number(0.25, 1, CPU)  # of the graph's own memory
+    monkeypatch.setattr(planned, "captured", lambda x: False)
+    for value in (2.0, 3.0, 4.0):
+        planned._number(value, 1, CPU)
+    assert planned._number(0.5, 1, CPU) is kept
+    assert len(planned._NUMBERS) == 2
 
 
 def test_a_plan_predicts_for_another_card_from_meta_tensors() -> None:

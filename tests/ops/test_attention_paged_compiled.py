@@ -56,6 +56,20 @@ def test_compiled_scales_may_be_floats_and_lengths_change() -> None:
     assert torch.equal(run(x.q), sk.attention_paged(**given))
 
 
+def test_compiled_a_float_scale_goes_with_one_of_each_head_and_1_with_any_pages() -> None:
+    x = CASES["fp8 per head"].make()
+    calls: list[dict[str, Any]] = [
+        arguments_of(x) | {"k_scale": 0.5},
+        arguments_of(x) | {"k_scale": 1.0},
+        arguments_of(MIXED.make()) | {"k_scale": 1.0, "v_scale": 1.0},
+    ]
+    for given in calls:
+        run = torch.compile(
+            lambda given=given: sk.attention_paged(**given), fullgraph=True, backend="aot_eager"
+        )
+        assert torch.equal(run(), sk.attention_paged(**given))
+
+
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
     run = torch.compile(sk.attention_paged, fullgraph=True, backend="aot_eager", dynamic=dynamic)

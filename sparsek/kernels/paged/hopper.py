@@ -15,7 +15,7 @@ of one head; `pack` query heads that share a head of keys lie side by side, so t
 Steps whose keys some query does not see come first. They compare each score's key with its row's bounds: keys from
 `lo` to `hi`, and the first sinks. Where the keys of a request end, its page holds anything, NaN too, and 0 times NaN
 is NaN: the producer clears such rows of V in shared memory before it passes them on. Pages that no key of a step lies
-in are not read: TMA reads zeros outside a tensor.
+in, or none that a window or the sinks reach, are not read: TMA reads zeros outside a tensor.
 
 Tiles of a request's last queries also hold rows of the next request; they are computed but not stored: a warpgroup
 whose 64 rows all belong to the request stores by TMA, another one row by row.
@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.kernels.attention.softmax import rescaled, scores, softmax, weighted
+from sparsek.kernels.attention.softmax import capped, rescaled, scores, softmax, weighted, with_sink
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -52,7 +52,7 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.kernels.paged.producer import load
 from sparsek.kernels.paged.schedule import FAR, Shape, capacity, schedule
-from sparsek.kernels.paged.steps import RECORD, allowed, capped, masked_key, tile_at, tile_number, within
+from sparsek.kernels.paged.steps import RECORD, allowed, masked_key, tile_at, tile_number, within
 from sparsek.mask.pages import PageLists
 from sparsek.plan.kernel import PagedCall, PagedKernel, unless_hopper
 from sparsek.plan.problem import PagedProblem
@@ -186,7 +186,8 @@ def step(
     pv = weighted(T, pairs, v_s, v_slot, acc, DTYPE)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is done, P V still runs
     mbarrier.arrive(k_empty.index(slot), count=1)
-    s = capped(T, s, bend)
+    if T.softcap:
+        s = capped(s, bend)
     if MASKED:
         s = allowed(T, s, masked_key(T, where, lists, i), lo, hi, sunk)
     else:
@@ -250,7 +251,8 @@ def attend(
         mbarrier.wait(k_full.index(slot), phase)  # and the first K
         s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
         mbarrier.arrive(k_empty.index(slot), count=1)
-        s = capped(T, s, bend)
+        if T.softcap:
+            s = capped(s, bend)
         if masked > 0:
             s = allowed(T, s, masked_key(T, where, lists, 0), lo, hi, sunk)
         else:
@@ -278,19 +280,12 @@ def attend(
         if slot == T.stages:
             slot = 0
             phase ^= 1
+        kept = 1.0
         if T.sink_logits:
-            sink = gl.load(sink_ptr + h + r % T.pack) * LOG2E
-            top = gl.maximum(m, sink)
-            top = gl.where(top == float("-inf"), 0.0, top)
-            kept = gl.exp2(m - top)
-            l = l * kept + gl.exp2(sink - top)
-            seen = l > 0
-            factor = gl.where(seen, kept / l, 0.0)
-            lse = gl.where(seen, top + gl.log2(l), float("-inf"))
-        else:
-            seen = l > 0
-            factor = gl.where(seen, 1.0 / l, 0.0)
-            lse = gl.where(seen, m + gl.log2(l), float("-inf"))
+            m, l, kept = with_sink(m, l, gl.load(sink_ptr + h + r % T.pack) * LOG2E)
+        seen = l > 0
+        factor = gl.where(seen, kept / l, 0.0)
+        lse = gl.where(seen, m + gl.log2(l), float("-inf"))
         acc = acc * gl.expand_dims(gl.convert_layout(factor, O_ROW), 1)
         if T.lse:
             row = (h + r % T.pack).to(gl.int64) * tokens + row_0 + r // T.pack
@@ -324,9 +319,13 @@ NUMBERS = [
     "p_size", "f_size", "list_rows", "of_list", "longest", "whole_rows", "window", "sinks", "units", "group", "pages",
     "table_row", "table_step", "tokens", "v_len", "out_row", "out_head",
 ]  # fmt: skip
+# Compiled code is found by config and dtype, so it must be right for any address.
+POINTERS = [
+    "out", "table", "p_starts", "p_counts", "partial", "f_starts", "f_counts", "full", "sink_logits", "lse",
+]  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def attention_paged_kernel(
     q_desc, k_desc, v_desc, o_desc, out, tiles, count, table, p_starts, p_counts, partial, f_starts, f_counts, full,
     sink_logits, lse, scale, bend, p_size, f_size, list_rows, of_list, longest, whole_rows, window, sinks, units,
@@ -378,7 +377,7 @@ def attention_paged_kernel(
     lists = (p_starts, p_counts, partial, p_size, f_starts, f_counts, full, f_size, list_rows, of_list, longest)
     # fmt: on
     outs = (out, lse, sink_logits, whole_rows)
-    of_load = (units, group, pages, table_row, table_step)
+    of_load = (units, group, pages, table_row, table_step, window, sinks)
     of_attend = (units, tokens, v_len, out_row, out_head)
     producer = (q_desc, k_desc, v_desc, tiles, count, lists, table, of_load, q_s, k_s, v_s, bars)
     consumer = (
@@ -488,7 +487,11 @@ class HopperPaged:
             bound = p.listed * p.list_block[1]
         elif p.window:
             bound = p.window + p.sinks + c.positions
-        shape = Shape(c.positions, c.keys, p.causal, p.window, p.sinks, c.list_block[0], min(bound, FAR))
+        window, sinks = (
+            min(p.window, FAR),
+            min(p.sinks, FAR),
+        )  # no key is further, and sums with positions fit int32
+        shape = Shape(c.positions, c.keys, p.causal, window, sinks, c.list_block[0], min(bound, FAR))
         return Work(shape, p.card.sm_count * c.ctas_per_sm, p.listed)
 
     def launch(self, c: Config, work: Work, call: PagedCall) -> None:

@@ -49,7 +49,7 @@ from sparsek.plan.problem import PagedProblem
 LOG2E = 1.4426950408889634
 PART = 512  # keys: the shortest part, unless a tile has fewer
 CHUNK = 128  # requests whose lengths are read together
-FURTHEST = 2**30  # keys of a request, and of a window: sums of two fit int32
+FURTHEST = 2**30 - 256  # keys of a request, and of a window: sums of two and a tile fit int32
 PAGES = (16, 32, 64, 128, 256)
 
 

@@ -10,10 +10,20 @@ from sparsek.kernels.paged.steps import RECORD, masked_key, tile_at, tile_number
 
 
 @gluon.jit
-def page_of(T: gl.constexpr, table, step, pages, key, length):
-    """The page of `key`; beyond the keys, one that does not exist, where TMA reads zeros."""
-    page = gl.load(table + (key // T.page) * step, mask=key < length, other=0)
-    return gl.where(key < length, gl.minimum(gl.maximum(page, 0), pages - 1), pages)
+def page_of(T: gl.constexpr, table, step, pages, key, seen):
+    """The page of the box of keys from `key` on; where no query sees one, a page that does not exist: TMA reads zeros.
+
+    `seen`: end of the keys, first key in a window, end of the sinks. A page before these may be another request's.
+    """
+    length, first, sinks = seen
+    there = key < length
+    if T.window:
+        near = key + T.box > first
+        if T.sinks:
+            near = near | (key < sinks)
+        there = there & near
+    page = gl.load(table + (key // T.page) * step, mask=there, other=0)
+    return gl.where(there, gl.minimum(gl.maximum(page, 0), pages - 1), pages)
 
 
 @gluon.jit
@@ -63,7 +73,7 @@ def load(
     LINES: gl.constexpr = T.stages * (T.v_dim // 64) * T.keys // 8
     lines_s = reinterpret(v_s, gl.int32, [LINES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    units, group, pages, table_row, table_step = sizes
+    units, group, pages, table_row, table_step, window, sinks = sizes
     slot = 0
     phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
     q_slot = 0
@@ -80,6 +90,7 @@ def load(
         entries = table + gl.load(record + 1).to(gl.int64) * table_row
         masked, steps, where = tile_at(T, record, h, lists)
         blocks = gl.load(record + 13)
+        seen = (length, gl.load(record + 2) - window + 1, sinks)
         following = t + gl.num_programs(0)
         prefetch(tiles + RECORD * (tile_number(gl.where(following < total, following, t), total) // units))
         for w in gl.static_range(GROUPS):
@@ -99,14 +110,14 @@ def load(
                 key = masked_key(T, where, lists, i)
             else:
                 key = whole_key(T, where, blocks, lists, i - masked)
-            first_page = page_of(T, entries, table_step, pages, key, length)
+            first_page = page_of(T, entries, table_step, pages, key, seen)
             # Wait until every warpgroup has multiplied the K in this slot.
             mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
             for j in gl.static_range(BOXES):
                 page = first_page
                 if j > 0:
-                    page = page_of(T, entries, table_step, pages, key + j * BOX, length)
+                    page = page_of(T, entries, table_step, pages, key + j * BOX, seen)
                 for part in gl.static_range(K_PARTS):
                     tma_load(
                         k_desc, [page, kv, (key + j * BOX) % T.page, part * T.k_box[1]], k_full.index(slot),
@@ -121,7 +132,7 @@ def load(
             for j in gl.static_range(BOXES):
                 page = first_page
                 if j > 0:
-                    page = page_of(T, entries, table_step, pages, key + j * BOX, length)
+                    page = page_of(T, entries, table_step, pages, key + j * BOX, seen)
                 for part in gl.static_range(V_PARTS):
                     tma_load(
                         v_desc, [page, kv, (key + j * BOX) % T.page, part * T.v_box[1]], landed,

@@ -78,18 +78,6 @@ def whole_key(T: gl.constexpr, where, blocks, lists, i):
 
 
 @gluon.jit
-def capped(T: gl.constexpr, s, bend):
-    """tanh(s bend / (2 log2 e)), as 1 - 2 / (1 + exp2(s bend)): tanh.approx would change a score of 50 by 0.02."""
-    if T.softcap:
-        grown = gl.exp2(s * bend) + 1.0
-        inverse = gl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], dtype=gl.float32, is_pure=True, pack=1
-        )
-        s = 1.0 - 2.0 * inverse
-    return s
-
-
-@gluon.jit
 def allowed(T: gl.constexpr, s, key, lo, hi, sunk):
     """Scores of the keys from `key` on that are from lo to hi, or below `sunk`, and -inf elsewhere."""
     if T.sinks:

@@ -19,7 +19,7 @@ from sparsek.kernels.lang.gluon import Described
 from sparsek.kernels.paged import hopper
 from sparsek.kernels.paged.hopper import KERNEL, Config
 from sparsek.kernels.paged.schedule import FAR, FIELDS
-from tests.kernels.paged.ragged import Ragged, check, drawn, make, run
+from tests.kernels.paged.ragged import Ragged, check, drawn, found_before, make, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +66,10 @@ def attend(a: dict[str, Any], record: list[int], h: int, group: int) -> None:
     q = read(a["q_desc"], corner)
     scores, values = [], []
     for key, masked in steps(a, record, h):
-        k, v = (loaded(a, name, request, h // a["group"], key, length) for name in ("k_desc", "v_desc"))
+        near = p_0 - a["window"] + 1 if c.window else 0
+        k, v = (
+            loaded(a, name, request, h // a["group"], key, (length, near)) for name in ("k_desc", "v_desc")
+        )
         s = q @ k.T
         if c.softcap:
             s = 1 - 2 / (1 + torch.exp2(s * a["bend"]))
@@ -97,15 +100,16 @@ def attend(a: dict[str, Any], record: list[int], h: int, group: int) -> None:
         out[row_0 + own[there], h + (r % c.pack)[there]] = o[there, : a["v_len"]].to(out.dtype)
 
 
-def loaded(a: dict[str, Any], name: str, request: int, head: int, key: int, length: int) -> Tensor:
-    """K or V of a step, box by box."""
+def loaded(a: dict[str, Any], name: str, request: int, head: int, key: int, seen: tuple[int, int]) -> Tensor:
+    """K or V of a step, box by box. `seen`: the end of the keys, and the first one in a window."""
     c: Config = a["T"]
     d = a[name]
     width = c.dim if name == "k_desc" else c.v_dim
     rows = []
     for at in range(key, key + c.keys, c.box):
         page = a["pages"]
-        if at < length:
+        length, near = seen
+        if at < length and (at + c.box > near or at < a["sinks"]):
             entry = a["table"].storage_offset() + request * a["table_row"] + at // c.page * a["table_step"]
             page = min(max(int(a["table"].as_strided((1,), (1,), entry)), 0), a["pages"] - 1)
         rows.append(torch.cat([read(d, [page, head, at % c.page, x]) for x in range(0, width, d.box[-1])], 1))
@@ -172,6 +176,17 @@ def test_drawn_batches(seed: int) -> None:
     small = {name: tuple(n % 300 for n in getattr(batch, name)) for name in ("queries", "keys")}
     if sum(small["queries"]):
         hold(replace(batch, **small), seed)
+
+
+def test_pages_that_no_window_reaches_may_hold_nan() -> None:
+    base = Ragged(
+        (3, 1, 130), (500, 400, 700), window=90, sinks=20, page=16, dims=(64, 64), dtype=torch.float16
+    )
+    for batch in (base, replace(base, sinks=0, page=64), replace(base, causal=False)):
+        made = make(batch, 7, "cpu")
+        made.problem = replace(made.problem, card=H200)
+        for c in KERNEL.configs(made.problem):
+            found_before(made, KERNEL, c)
 
 
 def test_every_rule_at_once() -> None:

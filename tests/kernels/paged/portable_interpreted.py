@@ -10,6 +10,7 @@ import torch
 from sparsek.kernels.paged import portable
 from sparsek.mask.lists import BlockLists
 from tests.kernels.paged.portable_inputs import Batch, attend, check
+from tests.kernels.paged.ragged import Ragged, found_before, make
 
 KERNEL: Any = portable.KERNEL
 TINY = portable.Config(16, 16, 4, 1)
@@ -32,6 +33,10 @@ CASES = {
     "window both ways in two loops": (
         Batch([(70, 250)], window=90, causal=False, heads=(1, 1)),
         portable.Config(64, 16, 4, 2),
+    ),
+    "window both ways beyond int32, cut": (
+        Batch([(1, 1100), (1, 3)], window=2**31 - 1, sinks=3, causal=False, heads=(2, 1)),
+        portable.Config(16, 128, 4, 2),
     ),
     "softcap": (Batch([(3, 50), (1, 90)], softcap=3.0, sink_logits=True), SMALL),
     "fp8": (Batch([(3, 50), (1, 90)], fp8=True, scales=2, page=32, layout="joined"), SMALL),
@@ -138,6 +143,16 @@ def test_offsets_of_64_bits_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     known = portable._constants
     monkeypatch.setattr(portable, "_constants", lambda *given: {**known(*given), "WIDE": True})
     assert all(torch.equal(a, b) for a, b in zip(narrow, attend(KERNEL, p, call, SMALL), strict=True))
+
+
+def test_pages_that_no_window_reaches_may_hold_nan() -> None:
+    base = Ragged(
+        (3, 1, 20), (300, 200, 250), window=50, sinks=20, page=16, dims=(16, 16), dtype=torch.float16
+    )
+    for batch in (base, replace(base, causal=False, sinks=0)):
+        made = make(batch, 7, "cpu")
+        for c in (SMALL, portable.Config(64, 64, 4, 2)):
+            found_before(made, KERNEL, c)
 
 
 def test_large_scores_do_not_overflow() -> None:

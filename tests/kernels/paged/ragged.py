@@ -263,6 +263,26 @@ def run(kernel: Any, made: Made, c: Any = None) -> tuple[Tensor, Tensor | None]:
     return call.out, call.lse
 
 
+def found_before(made: Made, kernel: Any, c: Any = None) -> None:
+    """Pages that no query's window and no sink reaches become NaN, and nothing changes."""
+    b, call = made.batch, made.call
+    want = [x.clone() for x in run(kernel, made, c) if x is not None]
+    kept = call.k.clone(), call.v.clone()
+    given = 0
+    for r, (n, length) in enumerate(zip(b.queries, b.keys, strict=True)):
+        for j in range(-(-length // b.page)):
+            if b.sinks <= j * b.page and (j + 1) * b.page <= length - n - b.window + 1:
+                given += 1
+                for x in (call.k, call.v):
+                    x[int(call.block_table[r, j])] = torch.nan
+    assert given, "no page is out of reach"
+    found = [x for x in run(kernel, made, c) if x is not None]
+    for x, y in zip(found, want, strict=True):
+        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), f"{c}: {b}"
+    call.k.copy_(kept[0])
+    call.v.copy_(kept[1])
+
+
 def drawn(seed: int, **more: Any) -> Ragged:
     """A batch of random lengths and rules."""
     draw = random.Random(seed)

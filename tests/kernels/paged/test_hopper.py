@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,6 +179,14 @@ def test_the_default_is_the_best_prediction_and_work_takes_time(rule: str) -> No
     assert KERNEL.seconds(replace(p, tokens=4 * p.tokens, requests=4 * p.requests), c) > 3 * KERNEL.seconds(
         p, c
     )
+
+
+def test_windows_and_positions_add_up_in_int32() -> None:
+    p = problem(window=2**31 - 1, sinks=2**31 - 1, causal=False)
+    shape = KERNEL.prepare(p, KERNEL.default(p), torch.device("cpu")).shape
+    assert p.max_k < shape.window <= 2**30
+    assert p.max_k < shape.sinks <= 2**30
+    assert "32 bits" in "".join(KERNEL.why_not(problem(max_k=2**30)))
 
 
 def test_heads_that_share_a_head_of_keys_are_packed_unless_each_has_lists() -> None:

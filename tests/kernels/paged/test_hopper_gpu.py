@@ -10,7 +10,7 @@ import torch
 
 from sparsek.kernels import load
 from tests.kernels.lang.drawn import fresh
-from tests.kernels.paged.ragged import Ragged, check, drawn, make, run
+from tests.kernels.paged.ragged import Ragged, check, drawn, found_before, make, run
 
 pytestmark = pytest.mark.gpu
 KERNEL = "hopper.attention_paged"
@@ -54,6 +54,16 @@ def hold(batch: Ragged, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_edges(name: str, dtype: torch.dtype) -> None:
     hold(replace(EDGES[name], dtype=dtype), fresh())
+
+
+@pytest.mark.parametrize("page", [16, 64, 128, 256])
+@pytest.mark.parametrize("sinks", [0, 20])
+@pytest.mark.parametrize("causal", [True, False])
+def test_pages_that_no_window_reaches_may_hold_nan(page: int, sinks: int, causal: bool) -> None:
+    batch = Ragged((3, 1, 260, 1), (1500, 900, 1700, 31), window=90, sinks=sinks, page=page, causal=causal)
+    made = make(batch, fresh())
+    for c in load(KERNEL).configs(made.problem):
+        found_before(made, load(KERNEL), c)
 
 
 @pytest.mark.parametrize("number", range(24))
