@@ -34,7 +34,7 @@ from sparsek.mask.structured import of_window
 from sparsek.ops.attention import attention
 
 BLOCK = (128, 128)
-NO_SCORES = "attention does not change scores"
+NO_SCORES = "attention changes scores by softcap and learnable_sink only"
 
 
 class BlockSparseTensorsTorch(NamedTuple):
@@ -103,8 +103,9 @@ def flash_attn_func(
         softmax_scale: The factor of the scores; D**-0.5 for None.
         causal: Whether query i sees no key after i + T - S. Ignored with mask_mod, as in the original.
         window_size: (left, right) keys around a query's position; None or -1 is no bound. Ignored with mask_mod.
-        learnable_sink: Must be None.
-        softcap: Must be 0.
+        learnable_sink: [Hq], float32 or q's dtype: a score of each head that takes part in the softmax without a value,
+            with a gradient.
+        softcap: Scores become softcap * tanh(score / softcap); 0 for none.
         num_splits: Not read: the plan cuts long rows.
         pack_gqa: Not read.
         deterministic: As in `sparsek.attention`.
@@ -118,7 +119,7 @@ def flash_attn_func(
         return_lse: Whether to return the lse, float32 [B, Hq, S], in place of None.
 
     Returns:
-        (out, lse): out [B, S, Hq, Dv], 0 where a query sees no key, with gradients for q, k and v.
+        (out, lse): out [B, S, Hq, Dv], 0 where a query sees no key, with gradients for q, k, v and the sinks.
 
     Raises:
         InvalidInput: For options that SparseK does not have, lists that do not fit, and a mask_mod of the CuTe DSL.
@@ -133,12 +134,11 @@ def flash_attn_func(
         torch.Size([1, 256, 2, 64])
     """
     call = "flash_attn_func"
-    refused = {"qv": qv, "gather_kv_indices": gather_kv_indices, "learnable_sink": learnable_sink}
+    refused = {"qv": qv, "gather_kv_indices": gather_kv_indices}
     for name, value in refused.items():
         require_neutral(call, name, value)
     for name, value in (("score_mod", score_mod), ("score_mod_bwd", score_mod_bwd)):
         require_neutral(call, name, value, None, NO_SCORES)
-    require_neutral(call, "softcap", softcap, 0.0, NO_SCORES)
     for name, value in (("aux_tensors", aux_tensors or None), ("aux_scalars", aux_scalars or None)):
         require_neutral(call, name, value, None, "mask_mod reads tensors and numbers by its closure")
     check_operands(q, k, v, "[B, S, H, D]")
@@ -158,7 +158,10 @@ def flash_attn_func(
             raise InvalidInput(
                 "flash_attn_func takes window_size or block_sparse_tensors, as the original; give one"
             )
-    both = attention(q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic)
+    both = attention(
+        q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic,
+        softcap=0.0 if softcap is None else softcap, sink_logits=learnable_sink,
+    )  # fmt: skip
     return both[0].transpose(1, 2), both[1] if return_lse else None
 
 

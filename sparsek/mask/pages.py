@@ -16,7 +16,7 @@ from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
 
 TILES = (1, 64, 128)  # queries of a tile
-LEAST = 16  # keys of a block
+LEAST, MOST = 16, 1 << 20  # keys of a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +27,15 @@ class PageLists:
     block is logical, and the block table has its pages. Row h * tiles + first + i describes tile i of a
     request for head h, where `first` is the number of tiles of all requests before: the sum of ceil(queries / bq). A
     query sees the keys of its tile's blocks that exist and, if the call is causal, do not stand behind it. Entries
-    below 0 or beyond the keys are skipped; none may occur twice in a row, full or partial: kernels on a GPU
-    count it twice.
+    below 0 or beyond the keys are skipped. The other entries of a row, full and partial together, must be unique: a
+    kernel may count a block once or as often as it occurs. `attention_paged` with check=True finds repeats.
 
     Attributes:
         full: Blocks that every query of the tile sees whole, `BlockLists` of heads * tiles rows. They need no test.
         partial: Further blocks, which are tested element by element.
         heads: Heads with lists of their own: 1, those of k, or those of q.
         tiles: Rows of one head; at least the tiles of all requests.
-        block: (bq, bk), in tokens: bq 1, 64 or 128; bk a multiple of the page, or a divisor of it from 16 up.
+        block: (bq, bk), in tokens: bq 1, 64 or 128; bk a power of two from 16 to 2^20.
         longest: At most this many blocks in a row.
 
     Raises:
@@ -81,10 +81,10 @@ class PageLists:
         Every block is tested element by element, so a block may hold keys behind a query, or beyond the last key.
 
         Args:
-            indices: int32 [heads, tiles, n], contiguous: key blocks of each tile of queries, in any order. Entries
-                below 0 are skipped. Kept as it is: later writes to it change the lists.
+            indices: int32 [heads, tiles, n], contiguous: key blocks of each tile of queries, in any order, each
+                at most once. Entries below 0 are skipped. Kept as it is: later writes to it change the lists.
             block: (bq, bk), the queries of a tile and the keys of a block: (1, 64) lists 64 keys at a time for every
-                query. bq is 1, 64 or 128; bk 16 or a larger power of two.
+                query. bq is 1, 64 or 128; bk a power of two from 16 to 2^20.
             counts: int32 [heads, tiles], contiguous: how many first entries of each row count. All n for None.
 
         Raises:
@@ -234,11 +234,11 @@ def page_block(block: Any) -> tuple[int, int]:
     """A checked (bq, bk) of lists over pages."""
     if isinstance(block, (tuple, list)):
         bq, bk = int_or_pair("block", block)
-        if bq in TILES and bk >= LEAST and not bk & (bk - 1):
+        if bq in TILES and LEAST <= bk <= MOST and not bk & (bk - 1):
             return bq, bk
     raise InvalidInput(
-        f"block is {arguments.shown(block)}; it must be a pair (bq, bk) of 1, 64 or 128 queries and 16 or a larger "
-        "power of two of keys"
+        f"block is {arguments.shown(block)}; it must be a pair (bq, bk) of 1, 64 or 128 queries and a power of two "
+        f"of keys from {LEAST} to {MOST}"
     )
 
 

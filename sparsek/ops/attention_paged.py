@@ -10,15 +10,18 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_fake
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy, MaskRule
+from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops import bound
 from sparsek.ops.attention_paged_checks import check_values
 from sparsek.ops.attention_paged_lists import lists_of_rule
 from sparsek.ops.attention_paged_op import ATTENTION_PAGED, through_op
 from sparsek.ops.bound import Calls, Slot
+from sparsek.plan.attention_operands import checked_scale
 from sparsek.plan.attention_paged import PagedPlan, paged_call
-from sparsek.plan.paged_operands import check_no_gradient
+from sparsek.plan.paged_operands import check_no_gradient, check_page_scale, check_tensors, checked_cap
 
 PagedCache = Tensor | Sequence[Tensor]
 PagedMask = MaskPolicy | PageLists | MaskRule
@@ -132,11 +135,12 @@ def attention_paged(
             (`MaskPolicy.sinks` counts first keys.)
         k_scale: What FP8 keys are multiplied by: a float, or float32 [1] or [Hkv].
         v_scale: The same for values.
-        out: Where to write [tokens, Hq, Dv], in the dtype of q, with a contiguous last dim.
+        out: Where to write [tokens, Hq, Dv], in the dtype of q, with a contiguous last dim and memory that no
+            other argument shares.
         return_lse: Whether to return lse as well.
         kernel: A name from the table of kernels. It runs or raises `Unsupported`.
         check: Whether to check page ids, lengths and lists on the device, with a wait. Without it wrong ones give a
-            result without meaning, but nothing outside the tensors is read.
+            result without meaning, but nothing outside the tensors is read. Refused under torch.compile.
 
     Returns:
         out [tokens, Hq, Dv] in the dtype of q. With return_lse (out, lse), lse [Hq, tokens] in float32, or float64 for
@@ -172,6 +176,7 @@ def attention_paged(
     if kernel is not None:
         arguments.text("kernel", kernel)
     if isinstance(mask, MaskRule) and _is_rule(mask):
+        arguments.flag("causal", causal)
         mask, seq_lens, cu_seqlens_q, causal = lists_of_rule(
             q, cache, block_table, seq_lens, cu_seqlens_q, mask, scale, k_scale
         )
@@ -185,7 +190,11 @@ def attention_paged(
             both = slot = bound.repeat(_CALLS, more, operands)
             if slot.__class__ is not Slot:
                 return both if return_lse else both[0]
-    if _traced():
+    if _traced() or is_fake(q) or is_fake(seq_lens):
+        if check:
+            raise InvalidInput(
+                "check=True reads values; call it outside of torch.compile, dispatch modes and fake tensors"
+            )
         return _by_op(
             q, cache, (block_table, seq_lens, cu_seqlens_q), mask, (max_seqlen_q, max_seqlen_k), sink_logits,
             (k_scale, v_scale), out, causal, scale, softcap, return_lse, kernel,
@@ -309,6 +318,8 @@ def _binding(
         form = mask.window, mask.sinks, mask.causal
     elif mask is not None:
         return None, ()
+    if out is q:  # refused by the checks
+        return None, ()
     kinds = []
     for x in (sink_logits, k_scale, v_scale, out):
         if x.__class__ in bound.TENSORS:
@@ -341,7 +352,11 @@ def _by_op(
     return_lse: bool,
     kernel: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The call through the torch.library op, which checks it."""
+    """The call through the torch.library op, which checks it once more. Its schema refuses with torch's errors."""
+    bounds = _bounded("max_seqlen_q", bounds[0]), _bounded("max_seqlen_k", bounds[1])
+    scale, softcap = checked_scale(scale, 1) if scale is not None else None, checked_cap(softcap)
+    pages = check_tensors(q, cache, tables, {"sink_logits": sink_logits, "out": out})
+    scales = tuple(check_page_scale(n, pages, x) for n, x in zip(("k_scale", "v_scale"), scales, strict=True))
     if mask is not None and not isinstance(mask, MaskPolicy | PageLists):
         raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be None, a MaskPolicy or PageLists")
     if isinstance(mask, MaskPolicy) and mask.stride is not None:
@@ -353,9 +368,16 @@ def _by_op(
     check_no_gradient({"q": q, "sink_logits": sink_logits, "out": out})
     both = through_op(
         q, cache, tables, mask, bounds, sink_logits, scales, out, arguments.flag("causal", causal), scale,
-        float(softcap), return_lse, kernel,
+        softcap, return_lse, kernel,
     )  # fmt: skip
     return both if return_lse else both[0]
+
+
+def _bounded(name: str, value: Any) -> int | None:
+    """A bound of lengths, at most INT32_MAX. An int is only compared, so that a graph holds for others."""
+    if type(value) is int and 0 <= value <= INT32_MAX:
+        return value
+    return None if value is None else min(arguments.integer(name, value), INT32_MAX)
 
 
 def _traced() -> bool:

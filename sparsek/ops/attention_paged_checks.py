@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.mask.pages import PageLists
 from sparsek.plan.attention_paged import Paged
 
 
@@ -129,4 +130,34 @@ def _lists(call: Paged) -> Found:
             )
 
         found.append((_padded(bad), message))
-    return found
+    return [*found, *_repeats(call, lists)]
+
+
+def _repeats(call: Paged, lists: PageLists) -> Found:
+    """Key blocks that occur twice in a row of `lists`, full and partial together."""
+    bq, bk = lists.block
+    device, rows = call.q.device, lists.heads * lists.tiles
+    entry = torch.arange(lists.longest, dtype=torch.int64, device=device)
+    tiles = (call.cu_seqlens_q.diff().long() + bq - 1).div(bq, rounding_mode="floor").clamp(min=0).cumsum(0)
+    tile = torch.arange(lists.tiles, dtype=torch.int64, device=device)
+    request = torch.searchsorted(tiles, tile, right=True)
+    lengths = torch.nn.functional.pad(call.seq_lens.long(), (0, 1))  # tiles after the last request: no keys
+    blocks = ((lengths[request] + bk - 1) // bk).repeat(lists.heads)[:, None]
+    parts = []
+    for starts, counts, indices in (lists.full, lists.partial):
+        if not indices.shape[0]:
+            continue
+        at = (starts.long()[:, None] + entry).clamp(0, indices.shape[0] - 1)
+        found = indices[at].long()
+        there = (entry < counts[:, None]) & (found >= 0) & (found < blocks)
+        parts.append(torch.where(there, found, -1))
+    if not parts or not rows:
+        return []
+    ordered = torch.cat(parts, 1).sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+
+    def message(i: int) -> str:
+        block = int(ordered[i, 1:][twice[i]][0])
+        return f"row {i} of mask has key block {block} more than once; entries must be unique"
+
+    return [(_padded(twice.any(1)), message)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.core.tracing import faking, is_fake
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskRule
 from sparsek.plan import paged_operands as operands
@@ -34,6 +35,8 @@ def lists_of_rule(
             f"mask is {rule.label}, which chooses from values, and torch.compile cannot trace lengths; call outside"
         )
     k, _ = operands.split_cache(q, cache)
+    if faking() or is_fake(q):
+        raise InvalidInput(f"mask is {rule.label}, which chooses from values, and fake tensors have none")
     arguments.supported("q", q.device)
     if captured(q):
         raise InvalidInput(
@@ -43,6 +46,8 @@ def lists_of_rule(
     seq_lens, cu_seqlens_q = (_moved(x, q.device) for x in (seq_lens, cu_seqlens_q))
     operands.check_tables(q, block_table, seq_lens, cu_seqlens_q)
     _check_lengths(edges, lengths, q.shape[0], block_table.shape[1] * k.shape[2])
+    if not k.shape[0] and any(lengths):
+        raise InvalidInput(f"cache has no pages, and a request of seq_lens has {max(lengths)} keys")
     causal = bool(getattr(rule, "causal", False))
     factor = operands.check_page_scale("k_scale", k, k_scale)
     table = block_table.clamp(0, max(k.shape[0] - 1, 0))

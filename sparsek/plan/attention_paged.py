@@ -150,6 +150,10 @@ def paged_call(
     operands.check_out(q, v, out)
     tensors = {"q": q, "cache": k, "v of cache": v, "sink_logits": sink_logits, "out": out}
     operands.check_no_gradient(tensors)
+    if out is not None:
+        del tensors["out"]
+        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        operands.check_memory(out, tensors | tables)
     most = block_table.shape[1] * k.shape[2]
     max_q = q.shape[0] if max_seqlen_q is None else arguments.integer("max_seqlen_q", max_seqlen_q)
     max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)

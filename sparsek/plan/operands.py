@@ -355,7 +355,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
     if epilogue.other is not None and not same_memory(out, epilogue.other):
         read["the other matrix of the epilogue"] = epilogue.other
     for each, held in read.items():
-        if _overlap(out, held):
+        if overlap(out, held):
             raise InvalidInput(f"out overlaps the memory of {each}; C would be written where that is read")
 
 
@@ -416,7 +416,8 @@ def _meets_itself(x: Tensor) -> bool:
     return False
 
 
-def _overlap(x: Tensor, y: Tensor) -> bool:
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the spans of memory from the first to the last element of each meet."""
     if x.numel() == 0 or y.numel() == 0:
         return False
     (x0, x1), (y0, y1) = _span(x), _span(y)

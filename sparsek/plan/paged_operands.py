@@ -10,11 +10,12 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_fake
 from sparsek.mask.operands import MOVE
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
 from sparsek.plan.attention_operands import Layout
-from sparsek.plan.operands import check_no_tangent, wants_gradient
+from sparsek.plan.operands import check_no_tangent, overlap, wants_gradient
 
 PAGES = (16, 32, 64, 128, 256)
 E4M3 = torch.float8_e4m3fn
@@ -22,6 +23,7 @@ CACHE = (
     "one tensor [pages, Hkv, page, 2 * D], keys before values, or a pair (k [pages, Hkv, page, D], v [pages, "
     "Hkv, page, Dv]); a cache [pages, page, Hkv, D] goes in as x.transpose(1, 2)"
 )
+APART = "pass keys and values apart: (x[0].transpose(1, 2), x[1].transpose(1, 2)) of [2, pages, page, Hkv, D]"
 FORWARD_ONLY = "attention_paged has no gradient, and {name} requires one; use torch.no_grad(), or .detach()"
 NO_TANGENT = "attention_paged has no forward-mode derivative (jvp, jacfwd)"
 SOFTCAPS = (1e-6, 1e6)
@@ -46,7 +48,10 @@ def split_cache(q: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
     if isinstance(cache, Tensor):
         arguments.dense("cache", cache)
         if cache.dim() != 4 or cache.shape[3] != 2 * dim:
-            raise InvalidInput(f"cache is {list(cache.shape)} and q has head dim {dim}; it must be {CACHE}")
+            apart = f"; of one 5-D tensor, {APART}" if cache.dim() == 5 else ""
+            raise InvalidInput(
+                f"cache is {list(cache.shape)} and q has head dim {dim}; it must be {CACHE}{apart}"
+            )
         k, v = cache[..., :dim], cache[..., dim:]
     elif isinstance(cache, (tuple, list)) and len(cache) == 2:
         k, v = (arguments.dense(f"cache[{i}]", each) for i, each in enumerate(cache))
@@ -60,13 +65,33 @@ def split_cache(q: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def check_tensors(q: Any, cache: Any, tables: Any, others: dict[str, Any]) -> Tensor:
+    """The pages of keys. InvalidInput unless all are tensors, for a torch.library op; it checks the rest."""
+    arguments.dense("q", q)
+    for name, x in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
+        arguments.dense(name, x)
+    for name, x in others.items():
+        if x is not None:
+            arguments.dense(name, x)
+    if isinstance(cache, Tensor):
+        pages = [arguments.dense("cache", cache)]
+    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
+        pages = [arguments.dense(f"cache[{i}]", each) for i, each in enumerate(cache)]
+    else:
+        raise InvalidInput(f"cache is {shown(cache)}; it must be {CACHE}")
+    if pages[0].dim() != 4:
+        raise InvalidInput(f"cache is {list(pages[0].shape)}; it must be {CACHE}")
+    return pages[0]
+
+
 def _check_cache(q: Tensor, k: Tensor, v: Tensor) -> None:
     for x in (k, v):
         arguments.one_device("q is", q.device, "cache", x.device, MOVE)
         if x.dtype not in (q.dtype, E4M3) or x.dtype != k.dtype:
+            stored = ": x.view(torch.float8_e4m3fn), if they are that" if x.dtype == torch.uint8 else ""
             raise InvalidInput(
                 f"q is {q.dtype} and the pages {x.dtype}; pages have the dtype of q, or float8_e4m3fn with k_scale and "
-                "v_scale"
+                f"v_scale{stored}"
             )
     heads, page = k.shape[1], k.shape[2]
     if page not in PAGES:
@@ -126,7 +151,7 @@ def visible(q: Tensor, k: Tensor, mask: Any, causal: bool) -> Visible:
         return Visible(causal, lists=mask)
     raise InvalidInput(
         f"mask is {shown(mask)}; it must be None, a MaskPolicy, PageLists, or a policy of sparsek.policies. Masks of "
-        "single requests join by PageLists.of_masks"
+        "single requests join by PageLists.of_masks; Quest's pages go in as quest.lists(...)"
     )
 
 
@@ -156,6 +181,11 @@ def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:
         if not sink_logits.is_contiguous():
             raise InvalidInput("sink_logits has gaps; call sink_logits.contiguous()")
         arguments.one_device("q is", q.device, "sink_logits", sink_logits.device, MOVE)
+    return checked_cap(softcap)
+
+
+def checked_cap(softcap: Any) -> float:
+    """The cap of scores. InvalidInput unless it is 0 or in SOFTCAPS."""
     cap = arguments.number("softcap", softcap, 0.0, SOFTCAPS[1])
     if 0 < cap < SOFTCAPS[0]:
         raise InvalidInput(
@@ -184,7 +214,7 @@ def check_page_scale(name: str, k: Tensor, scale: Any) -> Any:
     if scale.dtype != torch.float32 or tuple(scale.shape) != right or not scale.is_contiguous():
         raise InvalidInput(
             f"{name} is {scale.dtype} {list(scale.shape)}; it must be a float, or float32 [1] or [{k.shape[1]}], "
-            "contiguous"
+            f"contiguous{': ' + name + '.view(1)' if scale.numel() == 1 and scale.dtype == torch.float32 else ''}"
         )
     arguments.one_device("q is", k.device, name, scale.device, MOVE)
     return scale.view(1) if scale.dim() == 0 else scale
@@ -206,6 +236,21 @@ def check_out(q: Tensor, v: Tensor, out: Any) -> None:
         raise InvalidInput(
             f"out has strides {list(out.stride())}, so rows share memory; call out.contiguous()"
         )
+
+
+def check_memory(out: Tensor | None, read: dict[str, Tensor | None]) -> None:
+    """InvalidInput if `out` cannot be written, or spans memory that the call reads."""
+    if out is None or out.is_meta or is_fake(out):
+        return
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            "out is an inference tensor, which cannot be written to outside inference mode; clone it"
+        )
+    for name, x in read.items():
+        if x is not None and overlap(out, x):
+            raise InvalidInput(
+                f"out overlaps the memory of {name}, which other parts of the call still read; give out its own"
+            )
 
 
 def check_no_gradient(named: dict[str, Tensor | None]) -> None:

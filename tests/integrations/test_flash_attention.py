@@ -120,9 +120,9 @@ def test_what_is_refused() -> None:
     q, k, v = operands((1, 256, 2, 16))
     lists = BlockSparseTensorsTorch(*listed(coin(1, 2, 2, 2)))
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"softcap": 1.0}, "softcap"),
+        ({"softcap": -1.0}, "softcap"),
         ({"qv": q}, "qv"),
-        ({"learnable_sink": torch.ones(2)}, "learnable_sink"),
+        ({"learnable_sink": torch.ones(3)}, "sink"),
         ({"gather_kv_indices": torch.ones(2)}, "gather_kv_indices"),
         ({"score_mod": max}, "score_mod"),
         ({"aux_tensors": [q]}, "aux_tensors"),
@@ -138,3 +138,24 @@ def test_what_is_refused() -> None:
     for options, message in wrong:
         with pytest.raises(InvalidInput, match=message):
             flash_attn_func(q, k, v, **options)
+
+
+def test_a_soft_cap_and_learned_sinks() -> None:
+    q, k, v = operands((2, 70, 4, 16), (2, 90, 2, 16), (2, 90, 2, 8))
+    sinks = torch.randn(4, dtype=torch.float32, requires_grad=True)
+    out, lse = flash_attn_func(
+        q, k, v, causal=True, softcap=3.0, learnable_sink=sinks, softmax_scale=0.5, return_lse=True
+    )
+    keys, values = (x.repeat_interleave(2, 2).transpose(1, 2) for x in (k, v))
+    scores = 3.0 * torch.tanh(q.transpose(1, 2) @ keys.mT * 0.5 / 3.0)
+    scores = scores.masked_fill(before(70, 90) > 0, -torch.inf)
+    scores = torch.cat((scores, sinks[None, :, None, None].expand(2, 4, 70, 1).to(scores.dtype)), 3)
+    want = (scores.softmax(3)[..., :-1] @ values).transpose(1, 2)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, scores.logsumexp(3), atol=1e-5, rtol=1e-4)
+    grad = torch.randn_like(want)
+    leaves = (q, k, v, sinks)
+    for found, right_one in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(found, right_one, atol=1e-4, rtol=1e-3)

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.ops.attention_paged_op import PagedArgs, flat
@@ -76,6 +79,19 @@ def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
         assert torch.equal(run(*given), sk.attention_paged(*given))
 
 
+def test_a_graph_holds_for_other_bounds_of_lengths() -> None:
+    x, counter = MIXED.make(), CompileCounterWithBackend("aot_eager")
+    given: Any = arguments_of(x)
+    run = torch.compile(
+        lambda most, keys: sk.attention_paged(**given | {"max_seqlen_q": most, "max_seqlen_k": keys}),
+        fullgraph=True,
+        backend=counter,
+    )
+    for more in range(4):
+        assert torch.equal(run(x.max_q + more, x.max_k + more), attend(x))
+    assert counter.frame_count <= 2  # one for the first numbers, one for any
+
+
 def test_the_ops_pass_torchs_checks() -> None:
     lists_of = Listed((1, 16), most=2)
     x = replace(MIXED, lists=lists_of, sink_logits=True, form="pair").make()
@@ -93,3 +109,55 @@ def test_policies_are_refused_under_compile() -> None:
     run = torch.compile(lambda: attend(x, mask=sk.policies.MeanTopK()), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="cannot trace lengths"):
         run()
+
+
+class Plain(TorchDispatchMode):
+    """Runs every operator as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("max_seqlen_q", -1, "max_seqlen_q is -1"),
+        ("max_seqlen_k", 1.5, "max_seqlen_k is 1.5"),
+        ("softcap", "a", "softcap is 'a'"),
+        ("softcap", torch.tensor(1.0), "write float"),
+        ("scale", "a", "scale is 'a'"),
+        ("scale", torch.tensor(1.0), "write float"),
+        ("k_scale", "a", "k_scale is 'a'"),
+        ("k_scale", 0.5, "only FP8 pages have a scale"),
+        ("cache", None, "cache is None"),
+        ("cache", torch.zeros(3), r"cache is \[3\]"),
+        ("seq_lens", [1, 2], "seq_lens must be a dense torch.Tensor, got list"),
+        ("sink_logits", [0.0], "sink_logits must be a dense torch.Tensor, got list"),
+        ("out", 1, "out must be a dense torch.Tensor, got int"),
+        ("check", True, "check=True reads values"),
+    ],
+)
+def test_a_dispatch_mode_refuses_what_eager_calls_refuse(name: str, value: Any, what: str) -> None:
+    x = MIXED.make()
+    with Plain():
+        assert torch.equal(attend(x, max_seqlen_k=1 << 70), attend(x))
+        with pytest.raises(sk.InvalidInput, match=what):
+            attend(x, **{name: value})
+
+
+def test_a_scale_of_1_and_scales_of_two_forms_go_through_the_op() -> None:
+    x, fp8 = MIXED.make(), CASES["fp8 per head"].make()
+    scales = {"k_scale": torch.tensor([0.5, 2.0]), "v_scale": 0.25}
+    with Plain():
+        assert torch.equal(attend(x, k_scale=1.0, v_scale=1), attend(x))
+        found = attend(fp8, **scales)
+    assert torch.equal(found, attend(fp8, **scales))
+
+
+def test_fake_tensors_give_fake_results_outside_of_their_mode() -> None:
+    x, mode = MIXED.make(), FakeTensorMode()
+    given: Any = (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)
+    fake: Any = [mode.from_tensor(each) for each in given]
+    out, lse = sk.attention_paged(*fake, return_lse=True)
+    assert out.shape == x.q.shape
+    assert lse.shape == (4, 26)

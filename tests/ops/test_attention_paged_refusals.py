@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsek as sk
 from sparsek.mask.lists import BlockLists
 from tests.ops.paged import CASES, MIXED, attend
 
 ODD: Any = 64  # no pair
-LISTS = torch.zeros(1, 30, 2, dtype=torch.int32)
+LISTS = torch.tensor([0, 1], dtype=torch.int32).repeat(1, 30, 1)
 FLAT = BlockLists(LISTS.view(-1), LISTS.view(-1), LISTS.view(-1))
 
 REFUSED: list[tuple[str, Any, str]] = [
@@ -50,6 +51,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("out", lambda x: torch.empty_like(x.q)[:3], r"must be torch.float32 \[26, 4, 16\]"),
     ("out", lambda x: torch.empty(26, 16, 4).mT, "last dim must be contiguous"),
     ("out", lambda x: torch.empty(1, 4, 16).expand(26, 4, 16), "share memory"),
+    ("out", lambda x: x.q, "out overlaps the memory of q"),
+    ("out", lambda x: x.cache.flatten()[: x.q.numel()].view(x.q.shape), "out overlaps the memory of cache"),
+    ("cache", lambda x: torch.stack((x.k, x.v)), "of one 5-D tensor, pass keys and values apart"),
+    ("cache", lambda x: x.cache.to(torch.uint8), r"x.view\(torch.float8_e4m3fn\)"),
+    ("mask", lambda x: sk.policies.Quest(page=16), r"quest.lists\(...\)"),
     ("causal", lambda x: 1, "causal is 1; it must be True or False"),
     ("kernel", lambda x: "no.kernel", "no kernel of attention_paged is called 'no.kernel'"),
 ]
@@ -127,6 +133,45 @@ def test_check_finds_lists_that_do_not_fit() -> None:
         attend(x, mask=lists, check=True)
 
 
+def test_check_finds_blocks_that_occur_twice() -> None:
+    x = MIXED.make()
+    indices = torch.tensor([0, -1, -1, 77, 77], dtype=torch.int32).repeat(2, 30, 1)
+    lists = sk.PageLists.from_indices(indices, (1, 16))
+    attend(x, mask=lists, check=True)  # entries of no block may occur twice
+    indices[1, 4, 2] = 0
+    with pytest.raises(sk.InvalidInput, match="row 34 of mask has key block 0 more than once"):
+        attend(x, mask=lists, check=True)
+    indices[1, 4, 2] = -1
+    indices[:, 26:] = 0
+    attend(x, mask=lists, check=True)  # tiles after the last request
+    both = BlockLists(*(each.clone() for each in lists.partial))
+    whole = sk.PageLists(both, lists.partial, 2, 30, (1, 16), 5)
+    with pytest.raises(sk.InvalidInput, match="row 0 of mask has key block 0 more than once"):
+        attend(x, mask=whole, check=True)
+
+
+def test_a_policy_needs_pages_values_and_a_flag() -> None:
+    x, policy = MIXED.make(), sk.policies.MeanTopK(topk=1)
+    with pytest.raises(sk.InvalidInput, match="cache has no pages, and a request of seq_lens has 40 keys"):
+        attend(x, mask=policy, cache=x.cache[:0])
+    with pytest.raises(sk.InvalidInput, match="causal is 'yes'"):
+        attend(x, mask=policy, causal="yes")
+    given: Any = (x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q)
+    with FakeTensorMode() as mode:
+        fake: Any = [mode.from_tensor(each) for each in given]
+        with pytest.raises(sk.InvalidInput, match="fake tensors have none"):
+            sk.attention_paged(*fake, mask=policy)
+
+
+def test_out_of_inference_mode_is_refused_outside_of_it() -> None:
+    x = MIXED.make()
+    with torch.inference_mode():
+        out = torch.empty_like(x.q)
+        assert torch.equal(attend(x, out=out), attend(x))
+    with pytest.raises(sk.InvalidInput, match="out is an inference tensor"):
+        attend(x, out=out)
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -135,6 +180,7 @@ def test_check_finds_lists_that_do_not_fit() -> None:
         (lambda: sk.PageLists.from_indices(LISTS.transpose(1, 2), (1, 16)), "contiguous"),
         (lambda: sk.PageLists.from_indices(LISTS, (2, 16)), "block is"),
         (lambda: sk.PageLists.from_indices(LISTS, (1, 48)), "power of two"),
+        (lambda: sk.PageLists.from_indices(LISTS, (1, 1 << 31)), "from 16 to 1048576"),
         (lambda: sk.PageLists.from_indices(LISTS, ODD), "pair"),
         (
             lambda: sk.PageLists.from_indices(LISTS, (1, 16), torch.zeros(1, 3, dtype=torch.int32)),
