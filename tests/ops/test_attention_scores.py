@@ -119,7 +119,8 @@ def test_plans_are_for_calls_that_change_scores_alike() -> None:
     out, lse = plan(q, k, v, mask, **given)
     assert torch.equal(out, sk.attention(q, k, v, mask, **given))
     assert torch.equal(out, sk.attention(q, k, v, mask, plan=plan, **given))
-    for other in ({}, given | {"softcap": 0.0}, given | {"sink_logits": sinks.double()}):
+    others: list[dict[str, Any]] = [{}, given | {"softcap": 0.0}, given | {"sink_logits": sinks.double()}]
+    for other in others:
         with pytest.raises(
             InvalidInput, match=r"this plan is for softcap, alibi_slopes, fp32 sink_logits and"
         ):

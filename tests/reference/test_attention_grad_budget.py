@@ -1,5 +1,7 @@
 """The gate that judges gradients of attention: what it lets pass, what it refuses, and what it looks at."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,12 +29,12 @@ def given(dtype: torch.dtype = torch.float16, mask: BlockMask = MASK, with_lse: 
 
 
 def right(of: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, mask, scale, out, lse, grad, grad_lse = of
+    q, k, v, mask, scale, out, lse, grad, grad_lse, *_ = of
     return attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale)
 
 
-def verdict(of: Inputs, found: tuple[Tensor, ...], **more: list[int]) -> bool:
-    q, k, v, mask, scale, _, _, grad, grad_lse = of
+def verdict(of: Inputs, found: tuple[Tensor, ...], **more: Any) -> bool:
+    q, k, v, mask, scale, _, _, grad, grad_lse, *_ = of
     return check_attention_backward(q, k, v, mask, grad, found, grad_lse, scale=scale, **more).passed
 
 
@@ -40,7 +42,7 @@ def verdict(of: Inputs, found: tuple[Tensor, ...], **more: list[int]) -> bool:
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_the_formulas_pass_in_every_dtype(dtype: torch.dtype, with_lse: bool) -> None:
     of = given(dtype, with_lse=with_lse)
-    q, k, v, mask, scale, _, _, grad, grad_lse = of
+    q, k, v, mask, scale, _, _, grad, grad_lse, *_ = of
     gate = check_attention_backward(q, k, v, mask, grad, right(of), grad_lse, scale=scale)
     assert gate.passed
     assert gate.error in gate.errors
@@ -139,7 +141,7 @@ def test_only_chosen_tiles_and_blocks_are_looked_at() -> None:
 
 def test_what_is_found_does_not_depend_on_what_else_is_looked_at() -> None:
     mask = random_bits("cpu", (300, 400), SMALL, heads=4, density=0.4)
-    q, k, v, _, scale, _, _, grad, grad_lse = of = given(torch.float32, mask)
+    q, k, v, _, scale, _, _, grad, grad_lse, *_ = of = given(torch.float32, mask)
     found = right(of)
     gates = [
         check_attention_backward(q, k, v, mask, grad, found, grad_lse, scale=scale, rows=rows, columns=[1, 5])
@@ -160,7 +162,7 @@ def test_keys_that_no_query_of_a_tile_sees_may_hold_anything() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     of = given()
-    q, k, v, mask, _, _, _, grad, grad_lse = of
+    q, k, v, mask, _, _, _, grad, grad_lse, *_ = of
     dq, dk, dv = right(of)
     with pytest.raises(InvalidInput, match=r"dq, dk and dv must have the shapes .*, got .*\[1, 2, 199, 32\]"):
         check_attention_backward(q, k, v, mask, grad, (dq, dk[:, :, 1:], dv))

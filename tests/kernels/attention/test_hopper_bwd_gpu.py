@@ -4,6 +4,7 @@ Inputs are fresh in every run; a failure prints the seed. Compiling dominates: r
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_ten_thousand_launches_give_the_same_bits() -> None:
     """Rare races are this field's classic bug: small launches of drawn masks, each against its first answer."""
     kernel, seed = load("hopper.attention_bwd"), fresh()
     torch.manual_seed(seed)
-    stored = []
+    stored: list[Any] = []
     for block in (64, 128):
         for kind in range(5):
             heads, length = (2, 4, 16)[kind % 3], (256, 700, 1024)[kind % 3]
