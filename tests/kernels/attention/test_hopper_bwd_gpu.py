@@ -125,6 +125,6 @@ def test_ten_thousand_launches_give_the_same_bits() -> None:
         for launch in range(10_000):
             given, found, c, work = stored[launch % len(stored)]
             again = [torch.empty_like(x) for x in given[:3]]
-            kernel.launch(c, work, AttentionGradCall(*given[:9], again[0], again[1], again[2]))
+            kernel.launch(c, work, AttentionGradCall(*given[:9], *again))
             wrong += sum((a != b).any() for a, b in zip(found, again, strict=True))
     assert int(wrong) == 0, f"seed {seed}: {int(wrong)} tensors differ"
