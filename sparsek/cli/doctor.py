@@ -21,6 +21,7 @@ from sparsek.core.errors import Unsupported
 from sparsek.core.machine import smi_facts, version_of
 from sparsek.kernels import names_for
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
+from sparsek.ops.attention_paged import plan_attention_paged
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.planning import choose
 from sparsek.ops.sddmm import plan_sddmm
@@ -30,6 +31,8 @@ from sparsek.plan.plan import Plan, time_text
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.cases import BSR24_CASES, ROW, SEMI24_CASES, Case
+from sparsek.testing.paged_budget import check_attention_paged
+from sparsek.testing.paged_cases import PagedCase
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
 # As many columns as every kernel takes.
@@ -38,6 +41,7 @@ FP8 = Case(512, 512, 64, (128, 128), "doctor", scales=ROW)
 ATTENTION = AttentionCase(
     batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
 )
+PAGED = PagedCase("doctor", ((1, 300), (70, 200)), heads=(4, 2), page=64)
 # What the screen shows a kernel for: sides large enough that a GPU's kernels differ.
 SIDE, BLOCK, DENSITY = 2048, (128, 128), 0.125
 TYPICAL = SpmmCase(SIDE, SIDE, SIDE, BLOCK, DENSITY)
@@ -266,6 +270,7 @@ def _checked(device: torch.device) -> list[Checked]:
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
         *_checks("attention_backward", _gradients(device)),
+        *_checks("attention_paged", _paged(device)),
     ]
     several = Counter(name for _, name, _ in checks)
     found: list[Checked] = []
@@ -307,6 +312,18 @@ def _attention(device: torch.device) -> Check:
     return lambda name: check_attention(
         q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
     )
+
+
+def _paged(device: torch.device) -> Check:
+    given = PAGED.make(str(device))
+    operands = (given.q, given.cache, given.block_table, given.seq_lens, given.cu_seqlens_q)
+    bounds = {"max_seqlen_q": given.max_q, "max_seqlen_k": given.max_k}
+
+    def check(name: str) -> Gate:
+        plan = plan_attention_paged(*operands, kernel=name, **bounds)
+        return check_attention_paged(given, plan(*operands, **bounds))
+
+    return check
 
 
 def _gradients(device: torch.device) -> Check:

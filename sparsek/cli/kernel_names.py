@@ -15,6 +15,7 @@ OF_BENCH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "spgemm": ("spgemm", ("",)),
     "attention": ("attention", ("",)),
     "attention-backward": ("attention_backward", ("",)),
+    "serving": ("attention_paged", ("",)),
 }
 # What a kernel's storage needs beside the defaults of its benchmark.
 DEFAULTS: Mapping[str, Mapping[str, str]] = {

@@ -17,6 +17,7 @@ OPERATIONS = {
     "spgemm": "BSR x BSR.",
     "attention": "Attention over the blocks of a mask.",
     "attention-backward": "The gradients of attention.",
+    "serving": "Attention over paged keys and values.",
 }
 
 

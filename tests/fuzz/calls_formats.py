@@ -478,6 +478,7 @@ def _parts(a: Any) -> dict[str, Any]:
 
 # What has no arguments to spoil, or says that it checks none.
 REASONS = {
+    **dict.fromkeys(("PageLists", "PageLists.from_indices", "PageLists.of_masks"), "drawn in calls_ops.py"),
     "unchecked": "says that it checks nothing: parts are known to be right",
     "from_host": "says that it checks nothing: the indices are known to be right",
     **dict.fromkeys(

@@ -427,7 +427,7 @@ CALLS: dict[str, Call] = {
             device="h200",
             deterministic=True,
             softcap=5.0,
-            alibi_slopes=dense(4),
+            alibi_slopes=None,
         ),
         PLANNED | ATTENTION,
     ),

@@ -299,6 +299,20 @@ def varlen() -> Any:
     ]
 
 
+def paged() -> Any:
+    q, cache = dense(6, 4, 32), dense(5, 2, 16, 64)
+    table = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32, device="cpu")
+    lengths, cu = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([20, 9], [0, 5, 6]))
+    chosen = torch.tensor([[[0], [0], [1], [1], [0], [0]]], dtype=torch.int32, device="cpu")
+    lists = sk.PageLists.from_indices(chosen, block=(1, 16))
+    call = q, cache, table, lengths, cu
+    plan = sk.plan_attention_paged(*call)
+    return [
+        plan(*call), plan.explain(), sk.attention_paged(*call, lists),
+        sk.attention_paged(*call, sk.MaskPolicy(window=4, sinks=2), return_lse=True),
+    ]  # fmt: skip
+
+
 def plans() -> Any:
     a, b, mask, (q, k, v) = matrix(), dense(80, 5), elements(), qkv()
     small = dense(128, 128)
@@ -372,7 +386,7 @@ def files(tmp_path: Path) -> Any:
 
 
 RECIPES = (
-    spmm, low, sddmm, spgemm, two_four, fp8, attention, backward, masks, varlen, plans, formats, through_scipy,
+    spmm, low, sddmm, spgemm, two_four, fp8, attention, backward, masks, varlen, paged, plans, formats, through_scipy,
     layers, files,
 )  # fmt: skip
 

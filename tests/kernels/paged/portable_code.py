@@ -38,7 +38,8 @@ def meta_call(p: PagedProblem) -> PagedCall:
     scales = empty(p.kv_heads if p.scale_per == "head" else 1, dtype=torch.float32) if p.scale_per else None
     lists = None
     if p.list_heads:
-        rows = BlockLists(empty(8), empty(8), empty(8))
+        row = torch.zeros(p.list_heads * 8, dtype=torch.int32, device="cpu")  # lists are checked
+        rows = BlockLists(row, row, row)
         lists = PageLists(rows, rows, p.list_heads, 8, p.list_block, p.listed)
     return PagedCall(
         empty(p.tokens, p.q_heads, p.dim, dtype=half), cache[..., : p.dim], cache[..., p.dim :],
