@@ -317,7 +317,7 @@ def _attention(device: torch.device) -> Check:
 def _paged(device: torch.device) -> Check:
     given = PAGED.make(str(device))
     operands = (given.q, given.cache, given.block_table, given.seq_lens, given.cu_seqlens_q)
-    bounds = {"max_seqlen_q": given.max_q, "max_seqlen_k": given.max_k}
+    bounds: dict[str, Any] = {"max_seqlen_q": given.max_q, "max_seqlen_k": given.max_k}
 
     def check(name: str) -> Gate:
         plan = plan_attention_paged(*operands, kernel=name, **bounds)
