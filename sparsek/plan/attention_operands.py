@@ -108,7 +108,8 @@ def checked_scores(
 ) -> Scores:
     """What changes the scores of q. InvalidInput for a softcap, slopes or sinks that do not fit q.
 
-    `here`: slopes and sinks must be on the device of q.
+    `here`: slopes and sinks must be on the device of q. A call that is only predicted takes them on any; on the meta
+    device only beside such a q.
     """
     cap = checked_softcap(softcap)
     if cap == 0 and alibi_slopes is None and sink_logits is None:
@@ -143,7 +144,7 @@ def _check_heads(
         raise InvalidInput(
             f"{name} is {x.dtype} {list(x.shape)}; for q {list(q.shape)} it must be {right[1]} {right[0]}"
         )
-    if here and x.device != q.device:
+    if x.device != q.device and (here or x.is_meta):
         raise InvalidInput(f"{name} is on {x.device} and q on {q.device}; call {name}.to({str(q.device)!r})")
 
 

@@ -427,7 +427,7 @@ CALLS: dict[str, Call] = {
             device="h200",
             deterministic=True,
             softcap=5.0,
-            alibi_slopes=None,
+            alibi_slopes=dense(4),
         ),
         PLANNED | ATTENTION,
     ),
