@@ -109,7 +109,7 @@ def checked_scores(
     """What changes the scores of q. InvalidInput for a softcap, slopes or sinks that do not fit q.
 
     `here`: slopes and sinks must be on the device of q. A call that is only predicted takes them on any; on the meta
-    device only beside such a q.
+    device only if q is there too.
     """
     cap = checked_softcap(softcap)
     if cap == 0 and alibi_slopes is None and sink_logits is None:
