@@ -21,7 +21,7 @@ from sparsek.bench.engine.run import GateError, Outcome, PeerResult, beside, pas
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged, peer_ms
-from sparsek.bench.suites.host_calls import CALLS, HEADED, LAYERS, PRODUCT, STORAGES, WHOLE
+from sparsek.bench.suites.host_calls import CALLS, HEADED, LAYERS, PAGED, PRODUCT, STORAGES, WHOLE
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU
@@ -39,6 +39,7 @@ SIDES: Mapping[str, Callable[..., str]] = {
     PRODUCT: shape_name,
     LAYERS: lambda tokens, k, n: f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},",
     HEADED: lambda heads, length, dim: f"{length} causal, {heads} heads, D {dim},",
+    PAGED: lambda requests, heads, length, dim: f"decode {requests} x {length}, {heads} heads, D {dim},",
     WHOLE: "{}×{}".format,
 }
 # Every file of these rooms is part of host time.
@@ -107,6 +108,7 @@ class HostCase(Case):
         first = f"first call, {self.caches} caches: " if self.is_first else ""
         size, block = SIDES[self.measured](*self.sides), block_name(self.block)
         blocks = f"block {block}" if self.measured == HEADED else stored_name(block, self.density)
+        blocks = "pages of 64" if self.measured == PAGED else blocks
         stored = (STORED[self.storage], "" if self.storage == "semi24" else blocks)
         return " ".join(filter(None, (f"{first}{what},", size, *stored, self.dtype)))
 
@@ -164,6 +166,7 @@ BARS: Mapping[tuple[str, str], Bar] = {
     ("plan of A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
     **{("linear", storage): Bar(TORCH, 1.6, 1.1) for storage in STORAGES},
     ("attention", "bsr"): Bar(TORCH, 1.3, 0.9),
+    ("attention_paged", "bsr"): Bar(TORCH, 1.5, 1.0),
     ("linear + backward", "bsr"): Bar(TORCH, 2.0, 1.3),
     (LAYER, "bsr"): Bar(TORCH, 0.75, 0.45),
     (LAYER, "semi24"): Bar(TORCH, 0.75, 0.6),
@@ -274,6 +277,7 @@ HOST = rows(
     HostCase("plan of A @ B", SMALL, block=(64, 64)),
     *(HostCase("linear", (64, 1024, 1024), storage) for storage in STORAGES),
     HostCase("attention", (8, 512, 128)),
+    HostCase("attention_paged", (4, 32, 1024, 128)),
     HostCase("linear + backward", (256, 1024, 1024)),
     *(HostCase(LAYER, (tokens, 4096, 14336)) for tokens in (1, 16, 64)),
     HostCase(LAYER, (16, 8192, 8192), "semi24"),

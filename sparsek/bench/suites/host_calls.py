@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 STORAGES = ("bsr", "semi24", "bsr24", "fp8")
 PRODUCT, LAYERS = "m x k x n", "tokens x features in x features out"
 HEADED, WHOLE = "heads x length x head size", "rows x columns"
+PAGED = "requests x heads x length x head size"
 
 
 class Pair(NamedTuple):
@@ -136,6 +137,40 @@ def attention(call: Any, device: torch.device, *, trains: bool = False) -> Pair:
     return Pair(ours, called(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)), judge)
 
 
+def attention_paged(call: Any, device: torch.device) -> Pair:
+    """One decoding step by sk.attention_paged, four heads to one of keys, pages of 64, into given memory, as engines
+    call it, beside scaled_dot_product_attention of keys that lie one after another.
+    """
+    requests, heads, length, dim = call.sides
+    kv_heads, page = max(1, heads // 4), 64
+    pages = -(-length // page)
+    q = _normal(call, device, 1, requests, heads, dim)
+    cache = _normal(call, device, 2, requests * pages, kv_heads, page, 2 * dim)
+    table = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
+    lengths = torch.full((requests,), length, dtype=torch.int32, device=device)
+    edges = torch.arange(requests + 1, dtype=torch.int32, device=device)
+    out = torch.empty_like(q)
+    plain = cache.unflatten(0, (requests, pages)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+    k, v = (x.contiguous() for x in plain.split(dim, -1))
+    alone = q.view(requests, heads, 1, dim)
+
+    def judge(found: Tensor) -> "Gate":
+        from sparsek.testing.paged_budget import expected_attention_paged
+        from sparsek.testing.paged_cases import PagedInputs
+
+        inputs = PagedInputs(
+            q, cache, cache[..., :dim], cache[..., dim:], table, lengths, edges, None, None, None, None, dim**-0.5, 0.0,
+            True, 0, 0, 1, length, requests,
+        )  # fmt: skip
+        return expected_attention_paged(inputs).judge(found)
+
+    ours = partial(
+        sk.attention_paged, q, cache, table, lengths, edges, max_seqlen_q=1, max_seqlen_k=length, out=out
+    )
+    torchs = partial(functional.scaled_dot_product_attention, alone, k, v, enable_gqa=True)
+    return Pair(ours, torchs, judge)
+
+
 def from_dense(call: Any, device: torch.device) -> Pair:
     """BSR.from_dense, which keeps a share of the blocks, beside torch's copy of the matrix."""
     w = _normal(call, device, 1, *call.sides)
@@ -162,6 +197,7 @@ CALLS: dict[str, Kind] = {
     "plan of A @ B": Kind(partial(product, planned=True), "ops.spmm", PRODUCT),
     "linear": Kind(linear, "ops.linear", LAYERS),
     "attention": Kind(attention, "ops.attention", HEADED),
+    "attention_paged": Kind(attention_paged, "ops.attention_paged", PAGED),
     "linear + backward": Kind(linear_backward, "ops.linear", LAYERS),
     "attention + backward": Kind(partial(attention, trains=True), "ops.attention", HEADED),
     "layer": Kind(partial(linear, layer=True), "nn.linear", LAYERS),

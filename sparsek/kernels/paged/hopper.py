@@ -451,8 +451,8 @@ class HopperPaged:
     def seconds(self, p: PagedProblem, c: Config) -> float:
         """Steps of all tiles over SMs, and begin and end of every tile; or the memory traffic, if that is longer.
 
-        A step takes as long as in hopper.attention_fwd, whose constants these are, and 2 % more with packed heads
-        (H100, 2026-11-25: 1 to 3 %). Every request has `max_q` queries and `max_k` keys, as far as there are tokens.
+        A step takes as long as in hopper.attention_fwd, whose constants these are, and 4 % more with packed heads
+        (H100 and H200: 1 to 4 %). Every request has `max_q` queries and `max_k` keys, as far as there are tokens.
         """
         requests = max(1, min(p.requests, -(-p.tokens // max(1, p.max_q))))
         tiles = requests * -(-p.tokens // (requests * c.positions)) * (p.q_heads // c.pack)
@@ -464,7 +464,7 @@ class HopperPaged:
         mma = c.rows * c.keys * (c.dim + c.v_dim) / (2048 * p.card.pace)
         exp = c.rows * c.keys / 8 * (3 if c.softcap else 1)
         slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
-        slower *= 1.02 if c.pack > 1 else 1.0
+        slower *= 1.04 if c.pack > 1 else 1.0
         busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
         fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)
         step = max(busy, fetch)

@@ -16,8 +16,9 @@ is cut depends on its own keys alone, and the bits of a request do not depend on
 which a second launch adds in order (portable_parts.py); a tile of one part is written at once.
 
 Work items are found on the device: every program walks the lengths of requests, 128 at a time, and takes every n-th
-item. There is no schedule to prepare, and nothing to update when lengths change. Page ids are clamped to the cache and
-keys to the table, so nothing else is read whatever tables and lengths hold.
+item. There are more programs than run at once, so an SM that is done sooner takes more of them. There is no schedule to
+prepare, and nothing to update when lengths change. Page ids are clamped to the cache and keys to the table, so nothing
+else is read whatever tables and lengths hold.
 
 FP8: a pair of e4m3 values is loaded as one int16, and becomes an even and an odd fp16 (portable_steps.py). Both
 products consist of an even and an odd one, so no value changes its place. Rows of q are scaled by powers of two into
@@ -48,6 +49,7 @@ from sparsek.plan.problem import PagedProblem
 
 LOG2E = 1.4426950408889634
 PART = 512  # keys: the shortest part, unless a tile has fewer
+WAVES = 4  # programs of a launch over those that run at once
 CHUNK = 128  # requests whose lengths are read together
 FURTHEST = 2**30 - 256  # keys of a request, and of a window: sums of two and a tile fit int32
 PAGES = (16, 32, 64, 128, 256)
@@ -112,9 +114,11 @@ def _attention(
     TM: tl.constexpr, TN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, SHORTEST: tl.constexpr, MOST: tl.constexpr,
-    TWO_LOOPS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """D and DV count elements of K and V: pairs, if FP8. BLOCK_KEYS is 0 without lists."""
+    """D and DV count elements of K and V: pairs, if FP8. BLOCK_KEYS is 0 without lists. WHOLE: steps whose every key is
+    seen have a loop of their own, without tests.
+    """
     LISTS: tl.constexpr = BLOCK_KEYS > 0
     POSITIONS: tl.constexpr = min(TM // PACK, BLOCK_Q) if LISTS else TM // PACK
     TILE_Q: tl.constexpr = BLOCK_Q if LISTS else POSITIONS  # queries of a row of the lists
@@ -259,24 +263,19 @@ def _attention(
                 bounds = (length, first_seen, end_seen, window, sinks)
                 own_k = k + kv_head * sk_h
                 own_v = v + kv_head * sv_h
-                gap_from = end
-                gap_to = end
-                if TWO_LOOPS:
-                    gap_from = tl.minimum(tl.maximum(whole_from, begin), end)
-                    gap_to = tl.minimum(tl.maximum(whole_to, gap_from), end)
-                sums = walk(
-                    sums, q_tile, q_odd, own_k, own_v, own_table, lists, spans, bounds, position, factor, cap,
-                    begin, gap_from - begin + end - gap_to, gap_from - begin, gap_to - gap_from, entries, pages,
-                    sk_p, sk_d, sv_p, sv_d, SK_N, SV_N, PAGE, TN, D, DV, KW, VW, BLOCK_KEYS, BLOCK_STEPS,
-                    2, CAUSAL, WINDOWED, CAPPED, FP8, NATIVE, WIDE,
-                )  # fmt: skip
-                if TWO_LOOPS:
-                    sums = walk(
-                        sums, q_tile, q_odd, own_k, own_v, own_table, lists, spans, bounds, position, factor, cap,
-                        gap_from, gap_to - gap_from, gap_to, 0, entries, pages,
-                        sk_p, sk_d, sv_p, sv_d, SK_N, SV_N, PAGE, TN, D, DV, KW, VW, BLOCK_KEYS, BLOCK_STEPS,
-                        1 if LISTS else 0, CAUSAL, WINDOWED, CAPPED, FP8, NATIVE, WIDE,
-                    )  # fmt: skip
+                # Steps with a rule, then those whose every key is seen, then again some with a rule.
+                edges = (begin, end, end, end)
+                if WHOLE:
+                    whole = tl.minimum(tl.maximum(whole_from, begin), end)
+                    edges = (begin, whole, tl.minimum(tl.maximum(whole_to, whole), end), end)
+                for i in tl.static_range(3):
+                    if (WHOLE and (i > 0 or WINDOWED)) or (i == 0 and not WHOLE):
+                        sums = walk(
+                            sums, q_tile, q_odd, own_k, own_v, own_table, lists, spans, bounds, position, factor, cap,
+                            edges[i], edges[i + 1], entries, pages,
+                            sk_p, sk_d, sv_p, sv_d, SK_N, SV_N, PAGE, TN, D, DV, KW, VW, BLOCK_KEYS, BLOCK_STEPS,
+                            2 if i != 1 else 1 if LISTS else 0, CAUSAL, WINDOWED, CAPPED, FP8, NATIVE, WIDE,
+                        )  # fmt: skip
                 acc, acc_odd, total, top = sums
 
                 WIDTH: tl.constexpr = 2 * VW if FP8 else VW
@@ -514,7 +513,8 @@ class PortablePaged:
         """Numbers of the problem only."""
         many = parts(p, c)
         items = max(1, _tiles(p, c, p.requests, p.tokens) * many)
-        programs = items if many == 1 and not p.on_cpu else min(items, p.card.sm_count * c.ctas)
+        together = p.card.sm_count * c.ctas * (1 if p.on_cpu else WAVES)
+        programs = items if many == 1 and not p.on_cpu else min(items, together)
         return Work(
             pack(p), many, most_parts(p, c), min(programs, 2**31 - 1), p.max_q, p.max_k, p.causal,
             min(p.window, FURTHEST), min(p.sinks, FURTHEST), _converts(p),
@@ -532,7 +532,7 @@ class PortablePaged:
             o_part = torch.empty(shape, dtype=torch.float32, device=q.device)
             lse_part = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
             counts = torch.empty(shape[1:3], dtype=torch.int32, device=q.device)
-        rows: list[Any] = [None] * 6 if lists is None else [*lists.full, *lists.partial]
+        listed: list[Any] = [None] * 6 if lists is None else [*lists.full, *lists.partial]
         numbers = (0, 0, 0, 0)
         if lists is not None:
             numbers = (lists.tiles, lists.longest, len(lists.full.indices), len(lists.partial.indices))
@@ -544,7 +544,7 @@ class PortablePaged:
             launch(
                 _attention, (work.programs,),
                 q, k, v, call.block_table, call.seq_lens, call.cu_seqlens_q, call.sink_logits, call.k_scale,
-                call.v_scale, out, lse, o_part, lse_part, counts, *rows,
+                call.v_scale, out, lse, o_part, lse_part, counts, *listed,
                 scale, cap, tokens, requests, k.shape[0], call.block_table.stride(0), work.max_q,
                 min(work.max_k, call.block_table.shape[1] * k.shape[2]), work.window, work.sinks, *numbers,
                 *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3), *out.stride(),
@@ -552,12 +552,13 @@ class PortablePaged:
             )  # fmt: skip
             if work.parts > 1:
                 columns = -(-out.shape[2] // portable_parts.COLUMNS)
+                most, rows = portable_parts.shape(work.parts)
                 launch(
-                    portable_parts.add_parts, (tokens * heads, columns),
+                    portable_parts.add_parts, (-(-tokens * heads // rows), columns),
                     o_part, lse_part, counts, call.cu_seqlens_q, call.sink_logits, call.v_scale, out, lse,
                     tokens, requests, work.parts, *out.stride(),
                     HEADS=heads, GROUP=heads // k.shape[1], DV=out.shape[2], V_SCALES=_scales(call.v_scale),
-                    MOST=portable_parts.MOST, COLUMNS=portable_parts.COLUMNS, num_warps=portable_parts.WARPS,
+                    MOST=most, ROWS=rows, COLUMNS=portable_parts.COLUMNS, num_warps=portable_parts.WARPS,
                 )  # fmt: skip
 
 
@@ -581,7 +582,7 @@ def _constants(c: Config, work: Work, call: PagedCall, k: Tensor, v: Tensor) -> 
         "K_SCALES": _scales(call.k_scale), "V_SCALES": _scales(call.v_scale),
         "FP8": call.k.element_size() == 1, "NATIVE": work.native,
         "SHORTEST": PART // c.tile_n, "MOST": work.parts if work.parts == 1 else work.most,
-        "TWO_LOOPS": c.tile_m >= 64, "CHUNK": CHUNK, "WIDE": wide,
+        "WHOLE": c.tile_m >= 64 or (lists is None and not work.window), "CHUNK": CHUNK, "WIDE": wide,
     }  # fmt: skip
 
 

@@ -122,14 +122,14 @@ def first_key(
 @triton.jit
 def walk(
     sums, q, q_odd, k, v, table, lists, spans, bounds, position, factor, cap,
-    begin, steps, gap_at, gap, entries, pages, sk_p, sk_d, sv_p, sv_d,
+    begin, end, entries, pages, sk_p, sk_d, sv_p, sv_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr, PAGE: tl.constexpr, TN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, BLOCK_STEPS: tl.constexpr,
     TEST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`sums` after `steps` steps from `begin` on, which leave out the `gap` ones after the first `gap_at`.
+    """`sums` after the steps from `begin` to `end` - 1.
 
     `sums`: acc [TM, Dv], FP8: of even and of odd columns; total, top [TM]. `bounds`: length, the first key in any
     query's window, the end of keys that any query sees, window, sinks. TEST: 0 if every query sees every key of these
@@ -137,15 +137,14 @@ def walk(
     """
     acc, acc_odd, total, top = sums
     length, first_seen, end_seen, window, sinks = bounds
-    index = begin + tl.where(gap_at <= 0, gap, 0)
     block = 0
     if BLOCK_STEPS > 0:
-        block = listed(lists, index, BLOCK_STEPS)
-    first = first_key(block, index, spans, length, BLOCK_KEYS, BLOCK_STEPS, TN)
+        block = listed(lists, begin, BLOCK_STEPS)
+    first = first_key(block, begin, spans, length, BLOCK_KEYS, BLOCK_STEPS, TN)
     page = page_ids(table, first, entries, pages, PAGE, TN)
     if BLOCK_STEPS > 0:
-        block = listed(lists, begin + 1 + tl.where(gap_at <= 1, gap, 0), BLOCK_STEPS)
-    for i in range(steps):
+        block = listed(lists, begin + 1, BLOCK_STEPS)
+    for index in range(begin, end):
         key = first + tl.arange(0, TN)
         live = key < length
         if TEST == 2:
@@ -155,11 +154,10 @@ def walk(
         k_tile = page_rows(k, page, first, live, sk_p, sk_d, SK_N, PAGE, TN, D, KW, TEST > 0, WIDE)
         v_tile = page_rows(v, page, first, live, sv_p, sv_d, SV_N, PAGE, TN, DV, VW, TEST > 0, WIDE)
         # Pages are read one step ahead, and lists two: addresses that a step loads itself would halve the pipeline.
-        index = begin + i + 1 + tl.where(i + 1 >= gap_at, gap, 0)
-        first = first_key(block, index, spans, length, BLOCK_KEYS, BLOCK_STEPS, TN)
+        first = first_key(block, index + 1, spans, length, BLOCK_KEYS, BLOCK_STEPS, TN)
         page = page_ids(table, first, entries, pages, PAGE, TN)
         if BLOCK_STEPS > 0:
-            block = listed(lists, begin + i + 2 + tl.where(i + 2 >= gap_at, gap, 0), BLOCK_STEPS)
+            block = listed(lists, index + 2, BLOCK_STEPS)
 
         if FP8:
             k_even, k_odd = e4m3_halves(k_tile, NATIVE)

@@ -79,10 +79,11 @@ def compiled(card: str, p: PagedProblem, c: portable.Config) -> Code:
     return _code(portable._attention, types, constants, card, c.num_warps, c.num_stages)
 
 
-def added(card: str, v_dim: int, heads: int = 32) -> Code:
+def added(card: str, v_dim: int, parts: int, heads: int = 32) -> Code:
     """The sum of parts, with every option."""
+    most, rows = portable_parts.shape(parts)
     constants = {
-        "HEADS": heads, "GROUP": 4, "DV": v_dim, "V_SCALES": 8, "MOST": portable_parts.MOST,
+        "HEADS": heads, "GROUP": 4, "DV": v_dim, "V_SCALES": 8, "MOST": most, "ROWS": rows,
         "COLUMNS": portable_parts.COLUMNS, "so_d": 1,
     }  # fmt: skip
     names = ("o_part", "lse_part", "sink_logits", "v_scale", "lse")

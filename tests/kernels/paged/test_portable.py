@@ -17,7 +17,7 @@ from tests.problems import CARDS, T4
 
 KERNEL: Any = portable.KERNEL
 # Vectors of requests and bounds, which programs of one warp keep between work items.
-STACK = 48
+STACK = 64
 
 
 def problem(card: str = "sm_90", dim: int = 128, max_q: int = 1, **more: Any) -> PagedProblem:
@@ -87,8 +87,9 @@ def test_the_newest_triton_compiles_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-def test_the_sum_of_parts_compiles_without_spills(card: str) -> None:
-    assert added(card, 192).stack == 0
+@pytest.mark.parametrize("parts", [2, 16, 64])
+def test_the_sum_of_parts_compiles_without_spills(card: str, parts: int) -> None:
+    assert added(card, 192, parts).stack == 0
 
 
 def test_reasons_name_what_is_wrong() -> None:
