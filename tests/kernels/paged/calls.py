@@ -61,8 +61,9 @@ class PagedRun:
         if not self.empty:
             self.kernel.launch(self.config, self.work, self.call)
             return
-        end = self.inputs.end
-        self.out[:end], self.lse[:, :end] = 0, -torch.inf
+        end, sinks = self.inputs.end, self.inputs.sink_logits
+        self.out[:end] = 0
+        self.lse[:, :end] = -torch.inf if sinks is None else sinks[:, None]
 
     def run(self) -> tuple[Tensor, Tensor]:
         """out and lse of one launch over poison."""
