@@ -27,35 +27,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from math import e, log2
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from sparsek.kernels.attention import score_args
+from sparsek.kernels.attention import pipeline, score_args
 from sparsek.kernels.attention.fwd_load import load, masked_column, tile_at
 from sparsek.kernels.attention.merge import merge_parts
-from sparsek.kernels.attention.schedule_fwd import schedule
-from sparsek.kernels.attention.softmax import (
-    biased,
-    by_bits,
-    by_interval,
-    capped,
-    rescaled,
-    scores,
-    softmax,
-    weighted,
-    with_sink,
+from sparsek.kernels.attention.pipeline import (
+    LN2,
+    LOG2E,
+    Pipeline,
+    attended,
+    fitted,
+    rings,
+    room_of_o,
+    step_seconds,
+    stored,
 )
+from sparsek.kernels.attention.schedule_fwd import schedule
+from sparsek.kernels.attention.softmax import biased, by_bits, by_interval, capped, with_sink
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -71,14 +67,12 @@ from sparsek.plan.problem import AttentionProblem
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
-    """A tile and the rings that feed it. All of it is known at compile time.
+class Config(Pipeline):
+    """A pipeline for blocks of a mask.
 
-    `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
-    `groups` consumer warpgroups own 64 rows each; a step has `keys` keys, and K and V rings have `stages` slots, Q
-    has `q_slots`. `pack` query heads share a tile. `interval` and `bits`: the rules that partial blocks may have;
-    without either only the end of the keys. `split`: tiles may be parts. `lse`: write the logarithms of the sums.
-    `softcap`, `alibi`: what changes scores. `sinks`: the dtype of the learned sinks, "" without.
+    `interval` and `bits`: the rules that partial blocks may have; without either only the end of the keys. `split`:
+    tiles may be parts. `lse`: write the logarithms of the sums. `softcap`, `alibi`: what changes scores. `sinks`: the
+    dtype of the learned sinks, "" without.
     """
 
     dim: int
@@ -97,30 +91,7 @@ class Config:
     alibi: bool = False
     sinks: str = ""
 
-    @property
-    def rows(self) -> int:
-        return 64 * self.groups
-
-    @property
-    def positions(self) -> int:
-        """Query positions of a tile."""
-        return self.rows // self.pack
-
-    @property
-    def o_in_q(self) -> bool:
-        """Whether O is staged in Q's memory: that saves memory, but the next Q waits until O is stored."""
-        return self.q_slots == 1 and self.v_dim == self.dim
-
-    @property
-    def smem_bytes(self) -> int:
-        o = 0 if self.o_in_q else self.rows * self.v_dim
-        halves = self.q_slots * self.rows * self.dim + o + self.stages * self.keys * (self.dim + self.v_dim)
-        return 2 * halves + 16 * self.q_slots * self.groups + 32 * self.stages + 64
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """Two CTAs of one consumer warpgroup each hide each other's softmax."""
-        return 2 if self.groups == 1 and self.smem_bytes <= HALF_AN_SM else 1
+    lead: ClassVar[tuple[int, ...]] = (1, 1)
 
     def __str__(self) -> str:
         """Names every field, because Triton caches compiled kernels by the text of their constants."""
@@ -136,93 +107,46 @@ class Config:
     __repr__ = __str__
 
 
-HALF_AN_SM = (228 << 10) // 2 - 1024  # shared memory for each of two CTAs on an SM of sm_90
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, so the source of this file is a constant too.
-SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(log2(e))
+# computes from its fields, so the source of these files is a constant too.
+SOURCE = sha256(Path(__file__).read_bytes() + Path(pipeline.__file__).read_bytes()).hexdigest()[:16]
 
 
 @gluon.jit
-def changed(T: gl.constexpr, s, i, masked, tile, scale, lists, changes):
+def changed(T: gl.constexpr, s, i, masked, tile):
     """Scores of step i, of a partial block if i < masked: capped, then less slope times distance, in base 2 then."""
-    cap, alibi, learned = changes
     if T.softcap:
-        s = capped(s, cap)
+        s = capped(s, tile[3])
     if T.alibi:
         SUB: gl.constexpr = T.block[1] // T.keys
-        p_begin, row, lo, hi, f_begin, place, slope = tile
-        partial, rules, bits = lists
-        slopes, slope_item, slope_head, ahead, full = alibi
+        p_begin, row, lo, hi, f_begin, place, slope = tile[0]
+        partial, rules, bits, full = tile[1]
         if i < masked:
             col = masked_column(T, partial, p_begin, i)
         else:
             col = gl.load(full + f_begin + (i - masked) // SUB)
-        s = biased(s, scale, slope, place - (col * T.block[1] + i % SUB * T.keys))
+        s = biased(s, tile[2], slope, place - (col * T.block[1] + i % SUB * T.keys))
     return s
 
 
 @gluon.jit
-def allowed(T: gl.constexpr, s, i, p_begin, row, lo, hi, partial, rules, bits):
-    """Scores of masked step i after their block's rule. `row` is the warpgroup's first row within the mask's block."""
-    SUB: gl.constexpr = T.block[1] // T.keys
-    key = masked_column(T, partial, p_begin, i) * T.block[1] + i % SUB * T.keys
-    if T.bits:
-        rule = gl.load(rules + p_begin + i // SUB, mask=p_begin >= 0, other=-1)
-        if rule >= 0:
-            block = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
-            s = by_bits(T, s, block + i % SUB * (T.keys // 32), row)
+def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
+    """Scores of step i after its block's rule, if that is partial. Row 0 is row `row` of the mask's block."""
+    if MASKED:
+        p_begin, row, lo, hi, f_begin, place, slope = tile[0]
+        partial, rules, bits, full = tile[1]
+        SUB: gl.constexpr = T.block[1] // T.keys
+        key = masked_column(T, partial, p_begin, i) * T.block[1] + i % SUB * T.keys
+        if T.bits:
+            rule = gl.load(rules + p_begin + i // SUB, mask=p_begin >= 0, other=-1)
+            if rule >= 0:
+                block = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
+                s = by_bits(T, s, block + i % SUB * (T.keys // 32), row)
+            else:
+                s = by_interval(T, s, key, lo, hi)
         else:
             s = by_interval(T, s, key, lo, hi)
-    else:
-        s = by_interval(T, s, key, lo, hi)
     return s
-
-
-@gluon.jit
-def step(
-    T: gl.constexpr,
-    MASKED: gl.constexpr,
-    DTYPE: gl.constexpr,
-    i,
-    masked,
-    state,
-    tile,
-    scale,
-    lists,
-    changes,
-    q,
-    k_s,
-    v_s,
-    bars,
-):
-    """S of step i in parallel with P V of the previous step, with V in the slot of `state`; then step i's softmax."""
-    acc, pairs, m, l, v_slot, v_phase = state
-    p_begin, row, lo, hi, f_begin, place, slope = tile
-    partial, rules, bits = lists
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    slot = v_slot + 1
-    phase = v_phase
-    if slot == T.stages:
-        slot = 0
-        phase = v_phase ^ 1
-    mbarrier.wait(k_full.index(slot), phase)  # until K has landed
-    s = scores(T, q, k_s, slot)
-    mbarrier.wait(v_full.index(v_slot), v_phase)  # until V of the previous step has landed
-    pv = weighted(T, pairs, v_s, v_slot, acc, DTYPE)
-    s = warpgroup_mma_wait(1, deps=(s,))  # S is done, P V still runs
-    mbarrier.arrive(k_empty.index(slot), count=1)
-    s = changed(T, s, i, masked, tile, scale, lists, changes)
-    if MASKED:
-        s = allowed(T, s, i, p_begin, row, lo, hi, partial, rules, bits)
-    pairs, m, l, alpha = softmax(T, s, m, l, 1.0 if T.alibi else scale, DTYPE)
-    # Passes at once. It contains a branch, and ptxas does not move the next wait above it; otherwise P V would be
-    # waited for before the softmax that should overlap with it.
-    mbarrier.wait(v_full.index(v_slot), v_phase)
-    acc = warpgroup_mma_wait(0, deps=(pv,))
-    mbarrier.arrive(v_empty.index(v_slot), count=1)
-    return rescaled(T, acc, alpha), pairs, m, l, slot, phase
 
 
 @gluon.jit
@@ -232,20 +156,16 @@ def attend(
 ):  # fmt: skip
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
-    DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
-    GROUPS: gl.constexpr = T.groups
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.keys, 16]))
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    partial, rules, bits = lists
     lo_ptr, hi_ptr = bounds
     lse_ptr, part_ptr, part_lse_ptr = outs
     q_len, heads, kv_len, bound_item, bound_head, bound_group = sizes
     cap, alibi, learned = changes
-    slopes, slope_item, slope_head, ahead, full = alibi
+    slopes, slope_item, slope_head, ahead = alibi
     sinks, sink_step = learned
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     r = WG * 64 + gl.arange(0, 64, ROW)
     slot = 0
     phase = 0
@@ -261,42 +181,15 @@ def attend(
         else:
             lo = at * 0
             hi = at * 0 + kv_len
+        place, slope = 0, 0
         if T.alibi:
+            place = at + ahead
             slope = gl.load(slopes + b * slope_item + (h + r % T.pack) * slope_head) * LOG2E
-            tile = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, at + ahead, slope)
-        else:
-            tile = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, 0, 0)
-        mbarrier.wait(q_full.index(q_slot * GROUPS + WG), q_phase)  # until Q has landed
-        q = q_s.index(q_slot * GROUPS + WG).reshape((64, DIM))
-        mbarrier.wait(k_full.index(slot), phase)  # and the first K
-        s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        s = changed(T, s, 0, masked, tile, scale, lists, changes)
-        if masked > 0:
-            s = allowed(T, s, 0, p_begin, tile[1], lo, hi, partial, rules, bits)
-        m = gl.full((64,), float("-inf"), gl.float32, ROW)
-        l = gl.zeros((64,), gl.float32, ROW)
-        pairs, m, l, alpha = softmax(T, s, m, l, 1.0 if T.alibi else scale, DTYPE)
-        acc = gl.zeros((64, VDIM), gl.float32, O_LAYOUT)
-        for i in range(1, masked):
-            state = (acc, pairs, m, l, slot, phase)
-            acc, pairs, m, l, slot, phase = step(
-                T, True, DTYPE, i, masked, state, tile, scale, lists, changes, q, k_s, v_s, bars
-            )
-        for i in range(gl.maximum(masked, 1), steps):
-            state = (acc, pairs, m, l, slot, phase)
-            acc, pairs, m, l, slot, phase = step(
-                T, False, DTYPE, i, masked, state, tile, scale, lists, changes, q, k_s, v_s, bars
-            )
-        if not T.o_in_q:
-            mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
-        mbarrier.wait(v_full.index(slot), phase)  # until the last V has landed
-        acc = warpgroup_mma_wait(0, deps=(weighted(T, pairs, v_s, slot, acc, DTYPE),))
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        slot += 1
-        if slot == T.stages:
-            slot = 0
-            phase ^= 1
+        where = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, place, slope)
+        acc, m, l, slot, phase = attended(
+            T, changed, allowed, WG, DTYPE, masked, steps, (where, lists, scale, cap), 1.0 if T.alibi else scale,
+            (q_slot, q_phase), (slot, phase), q_s, k_s, v_s, bars,
+        )  # fmt: skip
         if T.sinks != "":
             # Parts of a tile have no sink: merge_parts adds it once.
             sink = gl.load(sinks + (h + r % T.pack) * sink_step, mask=r * 0 + part < 0, other=float("-inf"))
@@ -320,22 +213,12 @@ def attend(
             if part < 0:
                 row = (b.to(gl.int64) * heads + h + r % T.pack) * q_len + at
                 gl.store(lse_ptr + row, lse * LN2, mask=at < q_len)
-        if T.o_in_q:
-            o = q_s.index(q_slot * GROUPS + WG)
-        else:
-            o = o_s.index(WG)
-            tma_store_wait(0)  # until TMA has read the previous O, which is overwritten next
+        o = room_of_o(T, WG, q_slot, q_s, o_s)
         if part < 0:
             o.reshape((64, VDIM)).store(acc.to(DTYPE))
             fence_async_shared()
             tma_store(o_desc, [b, h // T.pack, pos + WG * (64 // T.pack), 0, 0], o)
-        if T.o_in_q:
-            tma_store_wait(0)  # until TMA has read O, which the next Q overwrites
-            mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
-        q_slot += 1
-        if q_slot == T.q_slots:
-            q_slot = 0
-            q_phase ^= 1
+        q_slot, q_phase = stored(T, WG, (q_slot, q_phase), bars)
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
@@ -369,40 +252,14 @@ def attention_kernel(
     stands at key x + ahead; the slope of head h of item b is at b * slope_item + h * slope_head. The sink of head h
     is at h * sink_step. What a call lacks is None.
     """
-    DTYPE: gl.constexpr = q_desc.dtype
-    STAGES: gl.constexpr = T.stages
     GROUPS: gl.constexpr = T.groups
-    QS: gl.constexpr = T.q_slots * T.groups
-    q_s = gl.allocate_shared_memory(DTYPE, [QS] + q_desc.block_type.shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    if T.o_in_q:
-        o_s = q_s
-    else:
-        o_s = gl.allocate_shared_memory(DTYPE, [GROUPS] + o_desc.block_type.shape, o_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(QS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
-    fence_async_shared()
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    lists = (partial, rules, bits)
+    q_s, k_s, v_s, o_s, bars = rings(T, q_desc, o_desc)
+    lists = (partial, rules, bits, full)
     outs = (lse, part, part_lse)
     sizes = (q_len, heads, kv_len, bound_item, bound_head, bound_group)
     changes = (
         cap if T.softcap else 0,
-        (slopes, slope_item, slope_head, ahead, full) if T.alibi else (0, 0, 0, 0, 0),
+        (slopes, slope_item, slope_head, ahead) if T.alibi else (0, 0, 0, 0),
         (sinks, sink_step) if T.sinks != "" else (0, 0),
     )
     consumer = (o_desc, tiles, count, lists, (lo, hi), outs, scale, sizes, changes, q_s, k_s, v_s, o_s, bars)
@@ -469,7 +326,7 @@ class HopperAttention:
                     continue
                 for pack in _packs(p):
                     c = Config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
-                    c = _fitted(c, p.card.smem_bytes)
+                    c = fitted(c, p.card.smem_bytes)
                     found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
         return list(found)
 
@@ -479,21 +336,13 @@ class HopperAttention:
     def seconds(self, p: AttentionProblem, c: Config) -> float:
         """Steps of the fullest SM, and begin and end of every tile; or the memory traffic, if that is longer.
 
-        Constants are fitted on an H200 (2026-11-21): a step is bound by the tensor core (2048 multiply-adds a cycle)
-        or by the softmax (8 scores a cycle), 3 % above their smooth maximum at 1.6 GHz; steps of 64 keys take 20 %
-        more, two CTAs of one warpgroup 10 % less. CTAs of one warpgroup reuse every key for half as many rows: L2
-        bounds them. What softcap and ALiBi cost is a guess by their instructions.
+        What softcap and ALiBi cost is a guess by their instructions.
         """
         shape = self._shape(p, c)
         tiles = tiling.tiles_of(p, shape)
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
-        mma = c.rows * c.keys * (c.dim + c.v_dim) / (2048 * p.card.pace)
-        exp = c.rows * c.keys / 8 * (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)
-        slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
-        busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
-        fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)
-        step = max(busy, fetch)
+        step = step_seconds(c, p.card, (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0))
         tile = max(1.0, per_tile) * step + 1.2e-6 * c.rows / 128
         longest = min(p.longest, tiling.part_blocks(p, shape)) * (p.block[1] // c.keys) * step
         compute = max(tiles * tile / sms, longest * (1 if c.split else c.ctas_per_sm))
@@ -557,7 +406,7 @@ class HopperAttention:
             SOURCE,
         )
         ctas = min(made.ctas, len(made.tiles))
-        launch_on(out.device, attention_kernel, ctas, args, {"maxnreg": 128} if c.ctas_per_sm == 2 else None)
+        launch_on(out.device, attention_kernel, ctas, args, c.options)
         if c.split and made.merges is not None:
             merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows, sinks)
         if whole is not out:
@@ -570,17 +419,6 @@ def _packs(p: AttentionProblem) -> list[int]:
     if pack == 1 or p.mask_heads not in (1, p.kv_heads) or p.q_len > p.block[0] // 2:
         return [1]
     return [1, pack]
-
-
-def _fitted(c: Config, smem: int) -> Config:
-    """The same tile with two slots of Q if they fit next to two stages, and then as many stages, up to 4, as fit."""
-    # Two CTAs have 128 registers a thread at launch, too few for 64 x 256 accumulators.
-    room = HALF_AN_SM if c.groups == 1 and c.v_dim <= 128 else smem - 1024
-    for q_slots, stages in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3)):
-        found = replace(c, q_slots=q_slots, stages=stages)
-        if found.smem_bytes <= room:
-            return found
-    return replace(c, q_slots=1, stages=2)
 
 
 def _rows(x: Tensor, pack: int, dim: int) -> Described:

@@ -26,23 +26,31 @@ Bottleneck: that of hopper.attention_fwd.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from math import e, log2
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from sparsek.kernels.attention.softmax import capped, rescaled, scores, softmax, weighted, with_sink
+from sparsek.kernels.attention import pipeline
+from sparsek.kernels.attention.pipeline import (
+    LN2,
+    LOG2E,
+    Pipeline,
+    attended,
+    fitted,
+    rings,
+    room_of_o,
+    step_seconds,
+    stored,
+)
+from sparsek.kernels.attention.softmax import capped, with_sink
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -59,14 +67,11 @@ from sparsek.plan.problem import PagedProblem
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
-    """A tile and the rings that feed it. All of it is known at compile time.
+class Config(Pipeline):
+    """A pipeline for keys in pages of `page` rows.
 
-    `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
-    `groups` consumer warpgroups own 64 rows each; a step has `keys` keys, and K and V rings have `stages` slots, Q
-    has `q_slots`. `pack` query heads share a tile. `causal`, `window`, `sinks`: which keys a query sees; `list_block`:
-    its tile's lists name them, in blocks (queries, keys), (0, 0) without lists. `softcap`, `sink_logits`: there is
-    one. `lse`: write the logarithms of the sums.
+    `causal`, `window`, `sinks`: which keys a query sees; `list_block`: its tile's lists name them, in blocks (queries,
+    keys), (0, 0) without lists. `softcap`, `sink_logits`: there is one. `lse`: write the logarithms of the sums.
     """
 
     dim: int
@@ -85,14 +90,7 @@ class Config:
     sink_logits: bool = False
     lse: bool = False
 
-    @property
-    def rows(self) -> int:
-        return 64 * self.groups
-
-    @property
-    def positions(self) -> int:
-        """Query positions of a tile."""
-        return self.rows // self.pack
+    own_barriers: ClassVar[int] = 1  # for V whose last rows the producer clears
 
     @property
     def lists(self) -> bool:
@@ -112,26 +110,6 @@ class Config:
     def v_box(self) -> tuple[int, int]:
         return self.box, self.v_dim if self.box == self.keys else 64
 
-    @property
-    def o_in_q(self) -> bool:
-        """Whether O is staged in Q's memory: that saves memory, but the next Q waits until O is stored."""
-        return self.q_slots == 1 and self.v_dim == self.dim
-
-    @property
-    def smem_bytes(self) -> int:
-        o = 0 if self.o_in_q else self.rows * self.v_dim
-        halves = self.q_slots * self.rows * self.dim + o + self.stages * self.keys * (self.dim + self.v_dim)
-        return 2 * halves + 16 * self.q_slots * self.groups + 32 * self.stages + 72
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """Two CTAs of one consumer warpgroup each hide each other's softmax."""
-        return 2 if self.groups == 1 and self.smem_bytes <= HALF_AN_SM else 1
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"maxnreg": 128} if self.ctas_per_sm == 2 else {}
-
     def __str__(self) -> str:
         """Names every field, because Triton caches compiled kernels by the text of their constants."""
         rules = ("causal", "window", "sinks", "softcap", "sink_logits", "lse")
@@ -146,59 +124,29 @@ class Config:
     __repr__ = __str__
 
 
-HALF_AN_SM = (228 << 10) // 2 - 1024  # shared memory for each of two CTAs on an SM of sm_90
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, so the source of this file is a constant too.
-SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
+# computes from its fields, so the source of these files is a constant too.
+SOURCE = sha256(Path(__file__).read_bytes() + Path(pipeline.__file__).read_bytes()).hexdigest()[:16]
 
 
 @gluon.jit
-def step(
-    T: gl.constexpr,
-    MASKED: gl.constexpr,
-    DTYPE: gl.constexpr,
-    i,
-    state,
-    tile,
-    scales,
-    lists,
-    q,
-    k_s,
-    v_s,
-    bars,
-):
-    """S of step i in parallel with P V of the previous step, with V in the slot of `state`; then step i's softmax."""
-    acc, pairs, m, l, v_slot, v_phase = state
-    of_tile, lo, hi, sunk = tile
-    where, masked, blocks, length = of_tile
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    scale, bend = scales
-    slot = v_slot + 1
-    phase = v_phase
-    if slot == T.stages:
-        slot = 0
-        phase = v_phase ^ 1
-    mbarrier.wait(k_full.index(slot), phase)  # until K has landed
-    s = scores(T, q, k_s, slot)
-    mbarrier.wait(v_full.index(v_slot), v_phase)  # until V of the previous step has landed
-    pv = weighted(T, pairs, v_s, v_slot, acc, DTYPE)
-    s = warpgroup_mma_wait(1, deps=(s,))  # S is done, P V still runs
-    mbarrier.arrive(k_empty.index(slot), count=1)
+def changed(T: gl.constexpr, s, i, masked, tile):
+    """Scores after the softcap."""
     if T.softcap:
-        s = capped(s, bend)
+        s = capped(s, tile[3])
+    return s
+
+
+@gluon.jit
+def seen(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
+    """Scores of the keys of step i that a row sees, -inf elsewhere."""
+    of_tile, bounds, lists, bend = tile
+    lo, hi, sunk = bounds
     if MASKED:
-        s = allowed(T, s, masked_key(T, where, lists, i), lo, hi, sunk)
+        s = allowed(T, s, masked_key(T, of_tile[0], lists, i), lo, hi, sunk)
     else:
         s = within(T, s, of_tile, lists, i - masked, lo, hi, sunk)
-    pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
-    # Passes at once. It contains a branch, and ptxas does not move the next wait above it; otherwise P V would be
-    # waited for before the softmax that should overlap with it.
-    mbarrier.wait(v_full.index(v_slot), v_phase)
-    acc = warpgroup_mma_wait(0, deps=(pv,))
-    mbarrier.arrive(v_empty.index(v_slot), count=1)
-    return rescaled(T, acc, alpha), pairs, m, l, slot, phase
+    return s
 
 
 @gluon.jit
@@ -207,9 +155,7 @@ def attend(
 ):  # fmt: skip
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
-    DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
-    GROUPS: gl.constexpr = T.groups
     POSITIONS: gl.constexpr = 64 // T.pack
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.keys, 16]))
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
@@ -218,7 +164,6 @@ def attend(
     window, sinks = rules
     units, tokens, v_len, out_row, out_head = sizes
     scale, bend = scales
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     r = WG * 64 + gl.arange(0, 64, ROW)
     slot = 0
     phase = 0
@@ -244,57 +189,22 @@ def attend(
         sunk = gl.minimum(hi, sinks)
         if T.window and not T.causal:
             hi = gl.minimum(hi, at + window)
-        of_tile = (where, masked, blocks, length)
-        tile = (of_tile, lo, hi, sunk)
-        mbarrier.wait(q_full.index(q_slot * GROUPS + WG), q_phase)  # until Q has landed
-        q = q_s.index(q_slot * GROUPS + WG).reshape((64, DIM))
-        mbarrier.wait(k_full.index(slot), phase)  # and the first K
-        s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        if T.softcap:
-            s = capped(s, bend)
-        if masked > 0:
-            s = allowed(T, s, masked_key(T, where, lists, 0), lo, hi, sunk)
-        else:
-            s = within(T, s, of_tile, lists, 0, lo, hi, sunk)
-        m = gl.full((64,), float("-inf"), gl.float32, ROW)
-        l = gl.zeros((64,), gl.float32, ROW)
-        pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
-        acc = gl.zeros((64, VDIM), gl.float32, O_LAYOUT)
-        for i in range(1, masked):
-            state = (acc, pairs, m, l, slot, phase)
-            acc, pairs, m, l, slot, phase = step(
-                T, True, DTYPE, i, state, tile, scales, lists, q, k_s, v_s, bars
-            )
-        for i in range(gl.maximum(masked, 1), steps):
-            state = (acc, pairs, m, l, slot, phase)
-            acc, pairs, m, l, slot, phase = step(
-                T, False, DTYPE, i, state, tile, scales, lists, q, k_s, v_s, bars
-            )
-        if not T.o_in_q:
-            mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
-        mbarrier.wait(v_full.index(slot), phase)  # until the last V has landed
-        acc = warpgroup_mma_wait(0, deps=(weighted(T, pairs, v_s, slot, acc, DTYPE),))
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        slot += 1
-        if slot == T.stages:
-            slot = 0
-            phase ^= 1
+        tile = ((where, masked, blocks, length), (lo, hi, sunk), lists, bend)
+        acc, m, l, slot, phase = attended(
+            T, changed, seen, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase), (slot, phase), q_s, k_s, v_s,
+            bars,
+        )  # fmt: skip
         kept = 1.0
         if T.sink_logits:
             m, l, kept = with_sink(m, l, gl.load(sink_ptr + h + r % T.pack) * LOG2E)
-        seen = l > 0
-        factor = gl.where(seen, kept / l, 0.0)
-        lse = gl.where(seen, m + gl.log2(l), float("-inf"))
+        some = l > 0
+        factor = gl.where(some, kept / l, 0.0)
+        lse = gl.where(some, m + gl.log2(l), float("-inf"))
         acc = acc * gl.expand_dims(gl.convert_layout(factor, O_ROW), 1)
         if T.lse:
             row = (h + r % T.pack).to(gl.int64) * tokens + row_0 + r // T.pack
             gl.store(lse_ptr + row, lse * LN2, mask=r // T.pack < live)
-        if T.o_in_q:
-            o = q_s.index(q_slot * GROUPS + WG)
-        else:
-            o = o_s.index(WG)
-            tma_store_wait(0)  # until TMA has read the previous O, which is overwritten next
+        o = room_of_o(T, WG, q_slot, q_s, o_s)
         if (whole_rows > 0) & (live >= (WG + 1) * POSITIONS):
             o.reshape((64, VDIM)).store(acc.to(DTYPE))
             fence_async_shared()
@@ -305,13 +215,7 @@ def attend(
             base = (row_0 + own // T.pack).to(gl.int64) * out_row + (h + own % T.pack).to(gl.int64) * out_head
             there = gl.expand_dims(own // T.pack < live, 1) & gl.expand_dims(column < v_len, 0)
             gl.store(out_ptr + gl.expand_dims(base, 1) + gl.expand_dims(column, 0), acc.to(DTYPE), mask=there)
-        if T.o_in_q:
-            tma_store_wait(0)  # until TMA has read O, which the next Q overwrites
-            mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
-        q_slot += 1
-        if q_slot == T.q_slots:
-            q_slot = 0
-            q_phase ^= 1
+        q_slot, q_phase = stored(T, WG, (q_slot, q_phase), bars)
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
@@ -337,42 +241,8 @@ def attention_paged_kernel(
     twice the softmax scale times log2(e) over softcap. `whole_rows`: rows of out may be stored by TMA. Strides of out
     and of the table are in elements. SOURCE only enters Triton's cache key.
     """
-    DTYPE: gl.constexpr = q_desc.dtype
-    STAGES: gl.constexpr = T.stages
     GROUPS: gl.constexpr = T.groups
-    KEYS: gl.constexpr = T.keys
-    DIM: gl.constexpr = T.dim
-    VDIM: gl.constexpr = T.v_dim
-    QS: gl.constexpr = T.q_slots * T.groups
-    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], DTYPE)
-    V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, VDIM], DTYPE)
-    q_s = gl.allocate_shared_memory(DTYPE, [QS] + q_desc.block_type.shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, DIM], K_LAYOUT)
-    v_s = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, VDIM], V_LAYOUT)
-    if T.o_in_q:
-        o_s = q_s
-    else:
-        o_s = gl.allocate_shared_memory(DTYPE, [GROUPS] + o_desc.block_type.shape, o_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(
-        gl.int64, [STAGES + 1, 1], BARRIER
-    )  # the last one is the producer's own
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(QS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
-    mbarrier.init(v_full.index(STAGES), count=1)
-    fence_async_shared()
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    q_s, k_s, v_s, o_s, bars = rings(T, q_desc, o_desc)
     # fmt: off
     lists = (p_starts, p_counts, partial, p_size, f_starts, f_counts, full, f_size, list_rows, of_list, longest)
     # fmt: on
@@ -445,14 +315,14 @@ class HopperPaged:
         found: dict[Config, None] = {}
         for groups, keys, pack in _tiles(p):
             c = Config(dim, v_dim, p.page, groups, keys, 2, 2, pack, **rules)
-            found[_fitted(c, p.card.smem_bytes)] = None
+            found[fitted(c, p.card.smem_bytes)] = None
         return list(found)
 
     def seconds(self, p: PagedProblem, c: Config) -> float:
         """Steps of all tiles over SMs, and begin and end of every tile; or the memory traffic, if that is longer.
 
-        A step takes as long as in hopper.attention_fwd, whose constants these are, and 4 % more with packed heads
-        (H100 and H200: 1 to 4 %). Every request has `max_q` queries and `max_k` keys, as far as there are tokens.
+        A step takes 4 % more with packed heads (H100 and H200: 1 to 4 %). Every request has `max_q` queries and `max_k`
+        keys, as far as there are tokens.
         """
         requests = max(1, min(p.requests, -(-p.tokens // max(1, p.max_q))))
         tiles = requests * -(-p.tokens // (requests * c.positions)) * (p.q_heads // c.pack)
@@ -461,13 +331,7 @@ class HopperPaged:
         per_tile = max(1.0, seen / c.keys)
         if p.window and not p.list_heads:
             per_tile += c.positions / c.keys
-        mma = c.rows * c.keys * (c.dim + c.v_dim) / (2048 * p.card.pace)
-        exp = c.rows * c.keys / 8 * (3 if c.softcap else 1)
-        slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
-        slower *= 1.04 if c.pack > 1 else 1.0
-        busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
-        fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)
-        step = max(busy, fetch)
+        step = step_seconds(c, p.card, 3.0 if c.softcap else 1.0) * (1.04 if c.pack > 1 else 1.0)
         tile = per_tile * step + 1.2e-6 * c.rows / 128
         compute = max(tiles * tile / sms, tile * c.ctas_per_sm)
         moved = p.compulsory_bytes / (0.92 * p.card.bandwidth)
@@ -535,17 +399,6 @@ def _tiles(p: PagedProblem) -> Iterable[tuple[int, int, int]]:
                 if p.list_heads and (p.list_block[0] % (64 * groups // pack) or p.list_block[1] % keys):
                     continue
                 yield groups, keys, pack
-
-
-def _fitted(c: Config, smem: int) -> Config:
-    """The same tile with two slots of Q if they fit next to two stages, and then as many stages, up to 4, as fit."""
-    # Two CTAs have 128 registers a thread at launch, too few for 64 x 256 accumulators.
-    room = HALF_AN_SM if c.groups == 1 and c.v_dim <= 128 else smem - 1024
-    for q_slots, stages in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3)):
-        found = replace(c, q_slots=q_slots, stages=stages)
-        if found.smem_bytes <= room:
-            return found
-    return replace(c, q_slots=1, stages=2)
 
 
 def _rows(x: Tensor, pack: int, dim: int) -> Described:

@@ -17,7 +17,8 @@ from sparsek.plan.problem import PagedProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.paged.hopper import Config, _fitted
+from sparsek.kernels.attention.pipeline import fitted
+from sparsek.kernels.paged.hopper import Config
 from tests.kernels.lang.covering import covering
 from tests.kernels.lang.hopper_code import Code, compiled
 from tests.problems import A100
@@ -71,7 +72,7 @@ def choices(case: tuple[Config, str]) -> list[Hashable]:
     ]
 
 
-FULLEST = _fitted(
+FULLEST = fitted(
     Config(128, 128, 16, 2, 128, 2, 2, 4, True, True, True, softcap=True, sink_logits=True, lse=True),
     H200.smem_bytes,
 )
