@@ -36,7 +36,7 @@ class PageLists:
         heads: Heads with lists of their own: 1, those of k, or those of q.
         tiles: Rows of one head; at least the tiles of all requests.
         block: (bq, bk), in tokens: bq 1, 64 or 128; bk a power of two from 16 to 2^20.
-        longest: At most this many blocks in a row.
+        longest: At most this many blocks in a row, full and partial together. Kernels leave out further ones.
 
     Raises:
         InvalidInput: For other blocks, and for lists of other shapes, dtypes or devices. Their values are checked by

@@ -132,7 +132,7 @@ def attention(
             pass uses the kernel of the same family; where a gradient is wanted, this call checks that one too.
         deterministic: Whether the sums of the gradients have a fixed order: same inputs, same bits. With False a kernel
             may add in any order, where that is faster.
-        softcap: The bound of capped scores, as in Gemma 2: 0 for none, or from 1e-3 to 1e6.
+        softcap: The bound of capped scores, as in Gemma 2: 0 for none, or from 1e-3 to 1e3.
         alibi_slopes: float32 [Hq] or [B, Hq]: a bias for each head that grows with the distance between query and key,
             as in flash-attention. The last query stands at the last key, whatever q_offset the mask was built with.
             They get no gradient, and must not require one.

@@ -19,9 +19,9 @@ from sparsek.ops.attention_paged_checks import check_values
 from sparsek.ops.attention_paged_lists import lists_of_rule
 from sparsek.ops.attention_paged_op import ATTENTION_PAGED, through_op
 from sparsek.ops.bound import Calls, Slot
-from sparsek.plan.attention_operands import checked_scale
+from sparsek.plan.attention_operands import checked_scale, checked_softcap
 from sparsek.plan.attention_paged import PagedPlan, paged_call
-from sparsek.plan.paged_operands import check_no_gradient, check_page_scale, check_tensors, checked_cap
+from sparsek.plan.paged_operands import check_no_gradient, check_page_scale, check_tensors
 
 PagedCache = Tensor | Sequence[Tensor]
 PagedMask = MaskPolicy | PageLists | MaskRule
@@ -124,13 +124,13 @@ def attention_paged(
             - A policy of `sk.policies`, or a `MaskPolicy` with `topk`: chooses for each request from its queries and
               all its keys, which are gathered. For prompts. It needs the lengths on the host: pass cu_seqlens_q and
               seq_lens as CPU tensors, which are copied to the device; otherwise the call waits for the device once.
-              Its own `causal` replaces the argument.
+              It must be causal if and only if the argument is True.
         max_seqlen_q: The most queries of a request. By default the rows of q. Bounds grids and workspaces, and may be
-            larger than needed.
-        max_seqlen_k: The most keys of a request; width * page by default. Keys from there on are not seen.
+            larger than needed. The result of a request that has more has no meaning.
+        max_seqlen_k: The same for keys; width * page by default.
         causal: Whether a query sees no key after its own position.
         scale: The factor of the scores, from 1e-30 to 1e30; D**-0.5 by default.
-        softcap: The cap of scores; 0 for none.
+        softcap: The cap of scores: 0 for none, or from 1e-3 to 1e3.
         sink_logits: float32 [Hq]: a learned score of each head that takes part in the softmax without a value.
             (`MaskPolicy.sinks` counts first keys.)
         k_scale: What FP8 keys are multiplied by: a float, or float32 [1] or [Hkv].
@@ -177,8 +177,8 @@ def attention_paged(
         arguments.text("kernel", kernel)
     if isinstance(mask, MaskRule) and _is_rule(mask):
         arguments.flag("causal", causal)
-        mask, seq_lens, cu_seqlens_q, causal = lists_of_rule(
-            q, cache, block_table, seq_lens, cu_seqlens_q, mask, scale, k_scale
+        mask, seq_lens, cu_seqlens_q = lists_of_rule(
+            q, cache, block_table, seq_lens, cu_seqlens_q, mask, causal, scale, k_scale
         )
     slot = bound.UNBOUND
     if not check and not _compiling():
@@ -354,7 +354,7 @@ def _by_op(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call through the torch.library op, which checks it once more. Its schema refuses with torch's errors."""
     bounds = _bounded("max_seqlen_q", bounds[0]), _bounded("max_seqlen_k", bounds[1])
-    scale, softcap = checked_scale(scale, 1) if scale is not None else None, checked_cap(softcap)
+    scale, softcap = checked_scale(scale, 1) if scale is not None else None, checked_softcap(softcap)
     pages = check_tensors(q, cache, tables, {"sink_logits": sink_logits, "out": out})
     scales = tuple(check_page_scale(n, pages, x) for n, x in zip(("k_scale", "v_scale"), scales, strict=True))
     if mask is not None and not isinstance(mask, MaskPolicy | PageLists):

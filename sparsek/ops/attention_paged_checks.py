@@ -72,6 +72,14 @@ def _lengths(call: Paged) -> Found:
             ),
         ),
         (
+            # A query stands at one of the last keys, so these are those of its new tokens too.
+            queries > lengths if call.causal else queries < 0,
+            lambda i: (
+                f"seq_lens[{i}] is {at(lengths, i)}, and request {i} has {at(queries, i)} queries; with causal=True it "
+                "counts the keys of the new tokens too, so it must be as large at least"
+            ),
+        ),
+        (
             lengths > call.max_k,
             lambda i: (
                 f"seq_lens[{i}] is {at(lengths, i)}, and max_seqlen_k is {call.max_k}; give the largest"
@@ -130,6 +138,15 @@ def _lists(call: Paged) -> Found:
             )
 
         found.append((_padded(bad), message))
+    both = lists.full.counts.long() + lists.partial.counts
+    found.append(
+        (
+            _padded(both > lists.longest),
+            lambda i: (
+                f"row {i} of mask has {int(both[i])} entries, full and partial together, and longest is {lists.longest}"
+            ),
+        )
+    )
     return [*found, *_repeats(call, lists)]
 
 
@@ -137,7 +154,8 @@ def _repeats(call: Paged, lists: PageLists) -> Found:
     """Key blocks that occur twice in a row of `lists`, full and partial together."""
     bq, bk = lists.block
     device, rows = call.q.device, lists.heads * lists.tiles
-    entry = torch.arange(lists.longest, dtype=torch.int64, device=device)
+    most = min(lists.longest, sum(x.indices.shape[0] for x in (lists.full, lists.partial)))
+    entry = torch.arange(most, dtype=torch.int64, device=device)
     tiles = (call.cu_seqlens_q.diff().long() + bq - 1).div(bq, rounding_mode="floor").clamp(min=0).cumsum(0)
     tile = torch.arange(lists.tiles, dtype=torch.int64, device=device)
     request = torch.searchsorted(tiles, tile, right=True)

@@ -23,10 +23,11 @@ def lists_of_rule(
     seq_lens: Any,
     cu_seqlens_q: Any,
     rule: MaskRule,
+    causal: bool,
     scale: Any,
     k_scale: Any,
-) -> tuple[PageLists | None, Tensor, Tensor, bool]:
-    """The lists that `rule` chooses for each request, seq_lens and cu_seqlens_q on q's device, and causality.
+) -> tuple[PageLists | None, Tensor, Tensor]:
+    """The lists that `rule` chooses for each request, and seq_lens and cu_seqlens_q on q's device.
 
     Gathers the keys of one request after the other. Waits for lengths on a GPU.
     """
@@ -48,7 +49,12 @@ def lists_of_rule(
     _check_lengths(edges, lengths, q.shape[0], block_table.shape[1] * k.shape[2])
     if not k.shape[0] and any(lengths):
         raise InvalidInput(f"cache has no pages, and a request of seq_lens has {max(lengths)} keys")
-    causal = bool(getattr(rule, "causal", False))
+    if bool(getattr(rule, "causal", False)) is not causal:
+        is_causal, other = ("is not", "is") if causal else ("is", "is not")
+        raise InvalidInput(
+            f"mask is {rule.label}, which {is_causal} causal, and causal={causal}: one of them must change. Write "
+            f"causal={not causal}, or a policy that {other} causal"
+        )
     factor = operands.check_page_scale("k_scale", k, k_scale)
     table = block_table.clamp(0, max(k.shape[0] - 1, 0))
     masks = []
@@ -60,7 +66,7 @@ def lists_of_rule(
             mask = rule.mask_for(queries, _keys(q, k, table[r], length, factor)[None], scale)
             mask.verify()
             masks.append(mask)
-        return (PageLists.of_masks(masks, verify=False) if masks else None), seq_lens, cu_seqlens_q, causal
+        return (PageLists.of_masks(masks, verify=False) if masks else None), seq_lens, cu_seqlens_q
 
 
 def _on_host(cu_seqlens_q: Any, seq_lens: Any) -> tuple[list[int], list[int]]:

@@ -25,6 +25,7 @@ from sparsek.plan.select import Choice
 
 # The plans of this process. They hold nothing of a cache, so caches and layers of one shape share them.
 HOME = Home()
+MOST_QUERIES = 1 << 25
 NUMBERS = 256  # scales of pages given as floats that are kept
 _NUMBERS: dict[Hashable, Tensor] = {}
 _HELD: dict[Hashable, Tensor] = {}  # those that captured graphs read, permanently
@@ -155,7 +156,12 @@ def paged_call(
         tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
         operands.check_memory(out, tensors | tables)
     most = block_table.shape[1] * k.shape[2]
-    max_q = q.shape[0] if max_seqlen_q is None else arguments.integer("max_seqlen_q", max_seqlen_q)
+    # More bounds nothing, and kernels multiply it.
+    max_q = (
+        q.shape[0]
+        if max_seqlen_q is None
+        else min(arguments.integer("max_seqlen_q", max_seqlen_q), MOST_QUERIES)
+    )
     max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)
     k_factor, v_factor = _page_scales(k, scales)
     return Paged(
@@ -241,11 +247,13 @@ class PagedPlan(Plan):
         if not q.shape[0] or not call.seq_lens.shape[0] or not call.max_q:
             return out, lse
         if not call.max_k or not call.k.shape[0]:  # there are no keys at all
-            out.zero_()
-            if lse is not None and call.sink_logits is not None:
-                lse.copy_(call.sink_logits[:, None])
-            elif lse is not None:
-                lse.fill_(-torch.inf)
+            rows = torch.arange(q.shape[0], dtype=torch.int32, device=q.device) < call.cu_seqlens_q[-1]
+            out.masked_fill_(rows[:, None, None], 0)
+            if lse is not None:
+                none = (
+                    lse.new_full((p.q_heads,), -torch.inf) if call.sink_logits is None else call.sink_logits
+                )
+                lse.copy_(torch.where(rows, none[:, None].to(lse.dtype), lse))
             return out, lse
         kernel, config, _ = self.choice
         kernel.launch(config, self.work, PagedCall(*call[:12], out, lse))

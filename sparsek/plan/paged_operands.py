@@ -14,7 +14,7 @@ from sparsek.core.tracing import is_fake
 from sparsek.mask.operands import MOVE
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
-from sparsek.plan.attention_operands import Layout
+from sparsek.plan.attention_operands import Layout, checked_softcap
 from sparsek.plan.operands import check_no_tangent, overlap, wants_gradient
 
 PAGES = (16, 32, 64, 128, 256)
@@ -26,7 +26,6 @@ CACHE = (
 APART = "pass keys and values apart: (x[0].transpose(1, 2), x[1].transpose(1, 2)) of [2, pages, page, Hkv, D]"
 FORWARD_ONLY = "attention_paged has no gradient, and {name} requires one; use torch.no_grad(), or .detach()"
 NO_TANGENT = "attention_paged has no forward-mode derivative (jvp, jacfwd)"
-SOFTCAPS = (1e-6, 1e6)
 
 
 class Visible(NamedTuple):
@@ -181,17 +180,7 @@ def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:
         if not sink_logits.is_contiguous():
             raise InvalidInput("sink_logits has gaps; call sink_logits.contiguous()")
         arguments.one_device("q is", q.device, "sink_logits", sink_logits.device, MOVE)
-    return checked_cap(softcap)
-
-
-def checked_cap(softcap: Any) -> float:
-    """The cap of scores. InvalidInput unless it is 0 or in SOFTCAPS."""
-    cap = arguments.number("softcap", softcap, 0.0, SOFTCAPS[1])
-    if 0 < cap < SOFTCAPS[0]:
-        raise InvalidInput(
-            f"softcap is {cap}; it must be 0 for none, or from {SOFTCAPS[0]:g} to {SOFTCAPS[1]:g}"
-        )
-    return cap
+    return checked_softcap(softcap)
 
 
 def check_page_scale(name: str, k: Tensor, scale: Any) -> Any:

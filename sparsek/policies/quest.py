@@ -33,7 +33,8 @@ class Quest:
     and that of the token itself are always kept and count among the topk.
 
     Call `update` after the keys of a step are written to the cache, then `lists`, and pass the lists to attention over
-    pages. Both launch kernels only, read lengths on the device, and can be captured in a CUDA graph.
+    pages. Both launch kernels only, read lengths on the device, and can be captured in a CUDA graph; torch.compile does
+    not trace them.
 
     Args:
         topk: Pages that each token keeps, from 2.
@@ -61,7 +62,8 @@ class Quest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topk", arguments.integer("topk", self.topk, 2))
-        if arguments.integer("page", self.page, 1) not in PAGES:
+        object.__setattr__(self, "page", arguments.integer("page", self.page, 1))
+        if self.page not in PAGES:
             raise InvalidInput(f"page is {self.page}; use one of {', '.join(map(str, PAGES))}")
 
     def summaries(self, cache_keys: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class SlidingTile(Static):
             as in the source; else it is cut off, as in NABLA.
 
     Raises:
-        InvalidInput: For options that do not go together. By `mask`: for q and k of other lengths.
+        InvalidInput: For options that do not go together. By `mask`: for q and k of fewer tokens than the video.
 
     Source: Sliding Tile Attention, Zhang et al., arXiv:2502.04507 (tile (6, 8, 8)).
 
@@ -133,7 +133,7 @@ class Radial(Static):
         block: The block in tokens: 64 or 128, or a pair (queries, keys) of them.
 
     Raises:
-        InvalidInput: For options that are out of range. By `mask`: for q and k of other lengths.
+        InvalidInput: For options that are out of range. By `mask`: for q and k of fewer tokens than the video.
 
     Source: Radial Attention, Li et al., arXiv:2506.19852, and mit-han-lab/radial-attention.
 

@@ -59,7 +59,8 @@ class XAttention(Policy):
         if share == 0:
             raise InvalidInput("threshold is 0; it must be over 0, and 1 keeps all mass")
         object.__setattr__(self, "threshold", share)
-        if arguments.integer("stride", self.stride, 1) not in STRIDES:
+        object.__setattr__(self, "stride", arguments.integer("stride", self.stride, 1))
+        if self.stride not in STRIDES:
             raise InvalidInput(f"stride is {self.stride}; use 8 or 16")
         arguments.one_of("precision", self.precision, ("fp8", "full"))
 

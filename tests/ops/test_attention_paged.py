@@ -26,7 +26,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("case", PAGED_CASES[::3], ids=str)
 def test_cases_are_within_budget_and_pass_the_checks_of_values(case: PagedCase) -> None:
     x = case.make(seed=3)
-    out, lse = attend(x, return_lse=True, check=True)
+    early = x.causal and any(n > length for n, length in case.lengths)  # which the checks take for a fault
+    out, lse = attend(x, return_lse=True, check=not early)
     if x.max_q and x.max_k:
         assert check_attention_paged(x, out, lse).passed
     assert torch.equal(attend(x)[: x.end], out[: x.end])
@@ -79,6 +80,19 @@ def test_scales_of_pages_may_be_floats() -> None:
     assert torch.equal(attend(x, k_scale=1.0, v_scale=None), attend(x, k_scale=None, v_scale=None))
     per_head = attend(x, k_scale=torch.full((2,), 0.75), v_scale=1.5)
     assert torch.equal(per_head, floats)
+
+
+def test_without_any_key_only_rows_of_requests_are_written() -> None:
+    x = replace(MIXED, lengths=((2, 0), (1, 0)), tail=5, sink_logits=True).make()
+    out, heads = torch.full_like(x.q[..., : x.v.shape[3]], 7.0), x.q.shape[1]
+    _, lse = attend(x, out=out, return_lse=True, max_seqlen_k=0)
+    assert torch.equal(out, torch.full_like(out, 7.0).index_fill_(0, torch.arange(3), 0.0))
+    assert torch.equal(lse[:, :3], x.sink_logits[:, None].expand(heads, 3).to(lse.dtype))
+
+
+def test_bounds_of_lengths_may_be_of_any_size() -> None:
+    x = MIXED.make()
+    assert torch.equal(attend(x), attend(x, max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1))
 
 
 def test_bounds_of_lengths_cut_keys_and_plans_are_shared_by_all_lengths() -> None:
@@ -191,7 +205,7 @@ def test_lists_of_causal_masks_are_the_causal_call(note: str) -> None:
     lists = sk.PageLists.of_masks(masks)
     assert lists.tiles == sum(mask.grid[0] for mask in masks)
     assert lists.longest == max(mask.sizes.longest for mask in masks)
-    out, lse = attend(x, mask=lists, return_lse=True, check=True)
+    out, lse = attend(x, mask=lists, return_lse=True, check=note != "more queries than keys")
     assert check_attention_paged(x, out, lse).passed
 
 
@@ -257,7 +271,8 @@ def test_a_policy_chooses_for_each_request_from_its_keys(policy: Any, fp8: bool)
     lengths = ((1, 200), (70, 70), (0, 30), (130, 300))
     case = replace(MIXED, lengths=lengths, dims=(32, 32), form="pair")
     x = (replace(case, kv_dtype="e4m3", scale_per="head") if fp8 else case).make()
-    out = attend(x, mask=policy)
+    causal = policy.causal
+    out = attend(x, mask=policy, causal=causal)
     found = requests(
         x.k, x.v, x.block_table, x.seq_lens, x.cu_seqlens_q, k_scale=x.k_scale, v_scale=x.v_scale
     )
@@ -266,7 +281,9 @@ def test_a_policy_chooses_for_each_request_from_its_keys(policy: Any, fp8: bool)
             q = x.q[each.at].transpose(0, 1)[None]
             want = sk.attention(q, each.keys[None], each.values[None], policy)[0].transpose(0, 1)
             assert torch.allclose(out[each.at], want, atol=1e-5), each.at
-    assert torch.equal(out, attend(x, mask=policy, max_seqlen_q=None))
+    assert torch.equal(out, attend(x, mask=policy, causal=causal, max_seqlen_q=None))
+    with pytest.raises(InvalidInput, match=f"causal, and causal={not causal}: one of them must change"):
+        attend(x, mask=policy, causal=not causal)
 
 
 def test_lists_are_tested_where_full_and_partial_rows_differ_in_length() -> None:

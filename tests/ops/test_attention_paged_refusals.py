@@ -100,6 +100,10 @@ def test_gradients_are_refused_only_where_autograd_is_on() -> None:
             r"block_table\[1, 2\] is 77; request 1 has 33 keys",
         ),
         (lambda x: x.block_table.__setitem__((0, 0), -2), r"block_table\[0, 0\] is -2"),
+        (
+            lambda x: x.seq_lens.__setitem__(1, 3),
+            r"seq_lens\[1\] is 3, and request 1 has 5 queries; with causal=True",
+        ),
         (lambda x: x.cu_seqlens_q.__setitem__(0, 1), "cu_seqlens_q starts with 1"),
         (lambda x: x.cu_seqlens_q.__setitem__(-1, 99), "cu_seqlens_q ends with 99, and q has 26 rows"),
         (lambda x: x.cu_seqlens_q.__setitem__(1, 8), "cu_seqlens_q falls from 8 to 6 at request 1"),
@@ -145,9 +149,11 @@ def test_check_finds_blocks_that_occur_twice() -> None:
     indices[:, 26:] = 0
     attend(x, mask=lists, check=True)  # tiles after the last request
     both = BlockLists(*(each.clone() for each in lists.partial))
-    whole = sk.PageLists(both, lists.partial, 2, 30, (1, 16), 5)
+    whole = sk.PageLists(both, lists.partial, 2, 30, (1, 16), 10)
     with pytest.raises(sk.InvalidInput, match="row 0 of mask has key block 0 more than once"):
         attend(x, mask=whole, check=True)
+    with pytest.raises(sk.InvalidInput, match=r"row 0 of mask has 10 entries, .* longest is 5"):
+        attend(x, mask=replace(whole, longest=5), check=True)
 
 
 def test_a_policy_needs_pages_values_and_a_flag() -> None:

@@ -192,7 +192,7 @@ def test_a_layer_has_a_softcap_and_learned_sinks() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"softcap": -1.0}, "softcap is -1.0; it must be 0, for none, or from 0.001 to 1000000"),
+        ({"softcap": -1.0}, "softcap is -1.0; it must be 0, for none, or from 0.001 to 1000"),
         ({"softcap": 1e-9}, "softcap is 1e-09; it must be 0, for none"),
         ({"softcap": "50"}, "softcap is '50'; it must be a finite number"),
         ({"alibi_slopes": torch.ones(3)}, r"float32 \[3\]; for q .* must be torch.float32 \[4\] or \[2, 4\]"),

@@ -375,10 +375,15 @@ class HopperPaged:
             _rows(out if whole_rows else q, c.pack, c.v_dim),
         )  # fmt: skip
         optional = (tiles if x is None else x for x in (call.sink_logits, call.lse))
-        of_lists = (call.lists.tiles, q.shape[1] // call.lists.heads) if call.lists else (0, 1)
+        of_lists = (0, 0, 0, 1, 0)
+        if call.lists:
+            # Steps of a row fit int32, whatever bound and counts the caller has given.
+            p_size, f_size = call.lists.partial.indices.numel(), call.lists.full.indices.numel()
+            longest = min(work.longest, p_size + f_size, 1 << 24)
+            of_lists = (p_size, f_size, call.lists.tiles, q.shape[1] // call.lists.heads, longest)
         sizes = (
-            lists[2].numel(), lists[5].numel(), *of_lists, work.longest, int(whole_rows), work.shape.window,
-            work.shape.sinks, units, q.shape[1] // k.shape[1], k.shape[0], *table.stride(), q.shape[0], out.shape[2],
+            *of_lists, int(whole_rows), work.shape.window, work.shape.sinks, units,
+            q.shape[1] // k.shape[1], k.shape[0], *table.stride(), q.shape[0], out.shape[2],
             *out.stride()[:2],
         )  # fmt: skip
         args = (*described, out, tiles, count, table, *lists, *optional, scale, bend, *sizes, c, SOURCE)

@@ -535,7 +535,10 @@ class PortablePaged:
         listed: list[Any] = [None] * 6 if lists is None else [*lists.full, *lists.partial]
         numbers = (0, 0, 0, 0)
         if lists is not None:
-            numbers = (lists.tiles, lists.longest, len(lists.full.indices), len(lists.partial.indices))
+            full, partial = len(lists.full.indices), len(lists.partial.indices)
+            # Steps of a row fit int32, whatever bound the caller has given.
+            longest = min(lists.longest, full + partial, 2**30 * c.tile_n // lists.block[1])
+            numbers = (lists.tiles, longest, full, partial)
         scale, cap = call.scale * LOG2E, call.softcap * LOG2E
         if call.softcap:
             scale = 2.0 * scale / call.softcap

@@ -183,9 +183,7 @@ def walk(
         elif TEST == 1:
             s = tl.where(live[None, :], s, float("-inf"))
         now = tl.maximum(top, tl.max(s, 1) * unit)
-        base = now
-        if TEST > 0:  # a query may have had no key yet, and -inf - -inf is NaN
-            base = tl.where(now == float("-inf"), 0.0, now)
+        base = tl.where(now == float("-inf"), 0.0, now)  # no key yet, or scores of -inf: -inf - -inf is NaN
         p = tl.exp2(s * unit - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)

@@ -1,6 +1,7 @@
 """portable.attention_paged in Triton's interpreter: every option beside the reference, hostile tables, equal bits."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from sparsek.kernels.paged import portable
 from sparsek.testing.paged_cases import FORMS, Listed, PagedCase, drawn_case
 from tests.kernels.paged.calls import (
+    PagedRun,
     attend_paged,
     check_alone,
     check_beyond_windows,
@@ -137,6 +139,33 @@ def test_pages_that_no_window_reaches_may_hold_nan() -> None:
         case = batch((3, 300), (1, 200), (20, 250), window=50, dims=(16, 16), page=16, **more)
         for c in (SMALL, portable.Config(64, 64, 4, 2)):
             check_beyond_windows(KERNEL, case.make(), c)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul", "ignore:All-NaN slice")  # of numpy
+def test_scores_of_minus_infinity_are_those_of_keys_that_nobody_sees() -> None:
+    """The first step of each part, whose every key is seen, has no finite score."""
+    inputs = batch((1, 1200), heads=(2, 1)).make()
+    inputs.q.abs_()
+    pages = inputs.block_table[0].tolist()
+    for first in (0, 512):
+        for key in range(first, first + 32):
+            inputs.k[pages[key // inputs.k.shape[2]], :, key % inputs.k.shape[2], 0] = -torch.inf
+    for c in (SMALL, portable.Config(64, 32, 4, 2)):
+        made = PagedRun(KERNEL, inputs, c)
+        made.run()
+        assert made.out.isfinite().all()
+        assert made.lse.isfinite().all()
+
+
+@pytest.mark.parametrize("longest", [2**29, 2**31 - 1])
+def test_a_bound_of_lists_may_be_of_any_size(longest: int) -> None:
+    inputs = batch((1, 1400), (1, 90), lists=Listed((1, 64), "all", 20), heads=(2, 1)).make()
+    c = portable.Config(16, 64, 4, 2)
+    found = attend_paged(KERNEL, inputs, c)
+    inputs = inputs._replace(lists=replace(inputs.lists, longest=longest))
+    assert all(
+        torch.allclose(a, b, atol=1e-3) for a, b in zip(found, attend_paged(KERNEL, inputs, c), strict=True)
+    )
 
 
 def test_large_scores_do_not_overflow() -> None:
