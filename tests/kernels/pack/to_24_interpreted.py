@@ -129,7 +129,7 @@ def test_nothing_behind_a_matrix_is_read(shape: tuple[int, int], dtype: torch.dt
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_matrix_and_mask(data: st.DataObject):
     w = data.draw(matrices().filter(lambda w: w.dtype != torch.float64))
