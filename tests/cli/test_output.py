@@ -293,7 +293,7 @@ def test_a_closed_pipe_ends_a_command_without_a_word_and_a_full_disk_with_a_line
 ) -> None:
     reader, closed = os.pipe()
     os.close(reader)
-    with open(closed, "wb", buffering=0), Path("/dev/full").open("w") as full:
+    with os.fdopen(closed, "wb", buffering=0), Path("/dev/full").open("w") as full:
         outputs = closed, full.fileno()
         done = subprocess.run(
             [sys.executable, "-c", FORKS, *arguments],

@@ -57,8 +57,8 @@ def hunyuan(layers: int = 2) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     model = HunyuanVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24, num_layers=1,
-        num_single_layers=layers, num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=False, text_embed_dim=16,
-        pooled_projection_dim=8, rope_axes_dim=(8, 8, 8),
+        num_single_layers=layers, num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=False,
+        text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(8, 8, 8),
     )  # fmt: skip
     there = torch.ones(2, TEXT, dtype=torch.long)
     there[1, 4:] = 0

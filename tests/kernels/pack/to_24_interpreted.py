@@ -53,7 +53,7 @@ def test_every_mask_of_a_group_is_packed_as_by_torch(columns: bool):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("dtype", "layout", "masked"),
-    sampled(list(itertools.product((torch.float16, torch.float32), LAYOUTS, (False, True))), 14),
+    sampled(list(itertools.product((torch.float16, torch.float32), LAYOUTS, (False, True))), 8),
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_any_bits_in_any_strides_are_packed_as_by_torch(
