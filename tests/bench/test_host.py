@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,19 @@ def test_first_calls_are_made_in_processes_with_caches_of_their_own(
     assert not any(Path(folder).exists() for folder, _ in folders)
 
 
+@pytest.fixture
+def with_this_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes find the bytecode that this one has, because a folder of its own takes ten seconds to fill."""
+    given = env.with_caches_in
+
+    def kept(folder: Path, bytecode: Path) -> dict[str, str]:
+        return given(folder, bytecode) | {"PYTHONPYCACHEPREFIX": ""}
+
+    monkeypatch.setattr(host, "_bytecode", lambda: SimpleNamespace(name="unused"))
+    monkeypatch.setattr(env, "with_caches_in", kept)
+
+
+@pytest.mark.usefixtures("with_this_bytecode")
 def test_a_first_call_runs_in_a_fresh_process() -> None:
     case = HostCase("A @ B", (64, 96, 32), block=(32, 32), dtype="fp32", caches="empty")
     (record,) = case.run(device=CPU, rounds=1).records
@@ -139,10 +153,24 @@ def test_a_first_call_runs_in_a_fresh_process() -> None:
     assert 0 < record["ms"]["median"] < 6e4
 
 
+@pytest.mark.usefixtures("with_this_bytecode")
 def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "CHILD", "sparsek.gone")
     with pytest.raises(GateError, match="No module named"):
         host._in_a_process(SMALL[0], CPU, tmp_path)
+
+
+def test_a_process_before_the_first_leaves_the_bytecode_of_every_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(host, "_child", lambda given, env: ran.append((given, env)))
+    folder = host._bytecode.__wrapped__()
+    ((given, found),) = ran
+    assert given == ["-c", host.IMPORTS]
+    assert found["PYTHONPYCACHEPREFIX"] == folder.name
+    folder.cleanup()
+    exec(host.IMPORTS, {})
 
 
 def test_caches_of_a_process_lie_in_its_folder(tmp_path: Path) -> None:

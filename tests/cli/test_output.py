@@ -1,6 +1,7 @@
 """The command line on any output: narrow, ASCII, closed, full. Nothing is cut, and no traceback is printed."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -262,32 +263,56 @@ def test_what_an_encoding_lacks_is_drawn_in_ascii(monkeypatch: pytest.MonkeyPatc
     assert raw.getvalue().decode().split() == ["8192^3", "case", "512^2x64", "|#+.|", "?"]
 
 
-def sparsek(arguments: list[str], stdout: int) -> tuple[int, str]:
-    """A command as a process of its own: its exit code and what it says on standard error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "sparsek.cli", *arguments],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    return done.returncode, done.stderr
+# Runs a command once, because what it imports takes seconds, and in a fork for each output; then prints what became
+# of those.
+FORKS = """
+import contextlib, json, os, sys, tempfile
+import sparsek.cli.__main__ as program
+with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.suppress(SystemExit):
+    program.main()
+found = []
+for output in json.loads(os.environ["OUTPUTS"]):
+    error = tempfile.TemporaryFile()
+    if not (child := os.fork()):
+        os.dup2(output, 1)
+        os.dup2(error.fileno(), 2)
+        program.main()
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    error.seek(0)
+    found.append((code, error.read().decode()))
+print(json.dumps(found))
+"""
+ENDINGS = [["--help"], ["bench", "all", "--list"], ["--version"]]
 
 
-ENDINGS = [["--help"], ["bench", "all", "--list"]]
-
-
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", ENDINGS, ids=" ".join)
-def test_a_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> None:
-    reader, writer = os.pipe()
+def test_a_closed_pipe_ends_a_command_without_a_word_and_a_full_disk_with_a_line(
+    arguments: list[str],
+) -> None:
+    reader, closed = os.pipe()
     os.close(reader)
-    try:
-        code, said = sparsek(arguments, writer)
-    finally:
-        os.close(writer)
-    assert (code, said) == (141, "")
+    with os.fdopen(closed, "wb", buffering=0), Path("/dev/full").open("w") as full:
+        outputs = closed, full.fileno()
+        done = subprocess.run(
+            [sys.executable, "-c", FORKS, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=Path(__file__).parents[2],
+            pass_fds=outputs,
+            env={**os.environ, "OUTPUTS": json.dumps(outputs)},
+        )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[141, ""], [2, "error: [Errno 28] No space left on device\n"]]
+
+
+def test_the_program_is_the_package_of_commands() -> None:
+    command = [sys.executable, "-m", "sparsek.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.startswith("sparsek ")
 
 
 def test_an_interrupt_is_one_line_and_exit_code_130() -> None:
@@ -317,14 +342,6 @@ def test_help_imports_no_torch(page: list[str]) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [*ENDINGS, ["--version"]], ids=" ".join)
-def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
-    with Path("/dev/full").open("w") as full:
-        code, said = sparsek(arguments, full.fileno())
-    assert (code, said) == (2, "error: [Errno 28] No space left on device\n")
 
 
 def test_a_closed_output_is_no_fault() -> None:

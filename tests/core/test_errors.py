@@ -73,7 +73,7 @@ def product(name):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         try:
             pool.map(product, ["hopper.spmm"])
         except sk.Unsupported as error:

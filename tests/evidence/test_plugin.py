@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.evidence import record
+from tests.evidence import plugin, record
 from tests.house.tools import ROOT
 
 GREEN = """
@@ -20,7 +21,7 @@ import pytest, time
 @pytest.mark.parametrize("n", range(3))
 def test_quick(n): pass
 @pytest.mark.gpu
-def test_slow(): time.sleep(2.1)
+def test_slow(): time.sleep(0.3)
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", range(2))
 def test_tool(n): pytest.skip("no sanitizer here")
@@ -61,10 +62,18 @@ import pathlib, pytest
 def test_one(name):
     with open(pathlib.Path(__file__).with_name("ran"), "a") as file: print(name, file=file)
 """
+# Few seconds to wait, and stand-ins for what takes seconds: importing torch, and hashes of the sources.
+CONFTEST = """
+from tests.evidence import plugin
+plugin.SLOW, plugin.EVERY = 0.3, 0.2
+plugin.software = lambda workers: {"gpu": "cpu", "workers": workers}
+plugin.hashes.source_hashes = lambda root: {"of": str(root)}
+"""
 
 
 def project(folder: Path, **files: str) -> Path:
     (folder / "tests").mkdir()
+    (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers = gpu: needs a GPU\naddopts = --import-mode=importlib\n"
     )
@@ -126,11 +135,19 @@ def test_a_green_run_that_starts_its_longest_tests_first(tmp_path: Path) -> None
     assert found["cuts"] == ["tests/test_z.py"]
     file = found["files"]["tests/test_green.py"]
     assert (file["tests"], file["ran"]) == (7, 7)
-    assert 2.1 <= file["seconds"] <= found["seconds"]
+    assert 0.3 <= file["seconds"] <= found["seconds"]
     assert list(found["slow"]) == ["tests/test_green.py::test_slow"]
-    assert found["env"]["torch"]
+    assert found["env"] == {"gpu": "cpu", "workers": 1}
+    assert found["sources"] == {"of": str(ROOT)}
     assert set(record.FIELDS) == set(found)
     assert [path.name for path in (folder / "out" / "cpu").iterdir()] == ["1-of-2.json"]
+
+
+def test_the_software_of_a_run_is_named() -> None:
+    found = plugin.software(3)
+    assert found["torch"] == torch.__version__
+    assert {found["gpu"], found["workers"]} == {"cpu", 3} or torch.cuda.is_available()
+    assert found["python"]
 
 
 def test_a_red_run(tmp_path: Path) -> None:

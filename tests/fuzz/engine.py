@@ -56,7 +56,7 @@ class Call:
 
 def count_of(default: int) -> int:
     """How many calls of each function to draw: the first quarter of them where not every test runs (sampling.py)."""
-    return int(os.environ.get(CALLS, default if EVERY else default // 4))
+    return int(os.environ.get(CALLS, default if EVERY else default // 8))
 
 
 def attack(name: str, call: Call, count: int, seed: int = 0) -> list[str]:

@@ -55,6 +55,35 @@ def python(code: str, cwd: Path = ROOT, env: "dict[str, str] | None" = None) -> 
     return done.stdout.strip()
 
 
+FORKS = """
+import os, sys, torch
+from pathlib import Path
+for at in range(int(sys.argv[1])):
+    if not (child := os.fork()):
+        for stream, name in ((1, "out"), (2, "error")):
+            os.dup2(os.open(f"{name}{at}", os.O_CREAT | os.O_WRONLY), stream)
+        exec(Path(f"code{at}").read_text(), {"__name__": "__main__"})
+        sys.exit()
+    Path(f"status{at}").write_text(str(os.waitpid(child, 0)[1]))
+"""
+
+
+def pythons(codes: "list[str]", folder: Path) -> list[str]:
+    """What a fresh interpreter prints for each code, as `python` does, if it has imported torch before.
+
+    Torch, which takes seconds, is imported once: each code runs in a fork. What has failed is its error.
+    """
+    for at, code in enumerate(codes):
+        (folder / f"code{at}").write_text(code)
+    done = run(sys.executable, "-c", FORKS, str(len(codes)), cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    found = []
+    for at in range(len(codes)):
+        passed = (folder / f"status{at}").read_text() == "0"
+        found.append((folder / f"{'out' if passed else 'error'}{at}").read_text().strip())
+    return found
+
+
 def python_beside(folder: str, package: str) -> str:
     """The Python of an environment beside .venv that has another version of one package.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
+from tests.sampling import sampled
 
 MASK = BlockMask.causal(256, device="cpu")
 LENGTH = 500  # in 4 blocks of 128, the last one cut
@@ -107,7 +108,7 @@ def check(run: Callable[..., Tensor], compiled: Callable[..., Tensor], given: li
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", OF_OPTIONS)
+@pytest.mark.parametrize("name", sampled(list(OF_OPTIONS), 4))
 def test_a_mask_of_options_is_a_constant_of_the_graph(name: str):
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sk.attention(q, k, v, OF_OPTIONS[name](q))
@@ -119,7 +120,7 @@ def test_a_mask_of_options_is_a_constant_of_the_graph(name: str):
     assert (counting.graphs, counting.ops) == (1, ["sparsek.attention"])
 
 
-@pytest.mark.parametrize("name", OF_TENSORS)
+@pytest.mark.parametrize("name", sampled(list(OF_TENSORS), 7))
 def test_a_mask_of_tensors_is_one_node_and_new_values_do_not_compile_again(name: str):
     make, draw = OF_TENSORS[name]
 
@@ -203,7 +204,7 @@ BETWEEN = {name: make for name, make in REFUSED.items() if name != "block_diagon
 }
 
 
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("name", sampled(list(BETWEEN), 3))
 def test_they_are_made_between_two_graphs(name: str):
     given = scores(4, 4)
     compiled = torch.compile(lambda x: BETWEEN[name](2 * x).to_dense() & True, backend="eager")

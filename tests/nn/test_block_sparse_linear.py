@@ -20,6 +20,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.nn import BlockSparseLinear
 from tests.house.test_imports import is_kernel
 from tests.house.tools import ROOT, python
+from tests.sampling import sampled
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda z: z,
@@ -330,7 +331,7 @@ def test_values_alone_are_loaded_into_the_pattern_that_is_there_if_torch_is_not_
     assert made.weight.norm() == 0
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", sampled(list(ACTIVATIONS), 3), ids=str)
 def test_compiled_forward_and_backward_are_the_eager_ones(activation: str | None):
     torch._dynamo.reset()
     made = nn.Sequential(layer(activation=activation), BlockSparseLinear.random(100, 30, 16, 0.5))

@@ -1,6 +1,7 @@
 """attention under torch.compile, and the torch.library op behind it."""
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.ops import attention_args as library_args
 from tests.ops.tensors import qkv, window
+from tests.sampling import sampled
 
 # softcap, slopes and sinks in the op's order
 PLAIN: tuple[Any, ...] = (0.0, None, None)
@@ -37,8 +39,7 @@ MASKS: dict[str, Callable[[], "sk.BlockMask | None"]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize(("name", "lse"), sampled(list(itertools.product(MASKS, (False, True))), 5))
 def test_compiled_with_the_mask_as_an_argument_it_is_one_node_of_one_graph(
     name: str, lse: bool, recorder: Any
 ):
@@ -129,8 +130,15 @@ def test_masks_that_share_lists_are_told_apart():
         torch.testing.assert_close(got, sk.attention(q, k, v, mask))
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(("lse", "changes"), [(False, PLAIN), (True, PLAIN), (True, CHANGED)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "lse", "changes"),
+    [
+        (name, *more)
+        for name in MASKS
+        for more in sampled([(False, PLAIN), (True, PLAIN), (True, CHANGED)], 1, of=name)
+    ],
+    ids=str,
+)
 def test_the_op_passes_torchs_own_checks(name: str, lse: bool, changes: tuple[Any, ...]):
     q, k, v = qkv()
     given = [torch.rand(q.shape[1]) if x is Tensor else x for x in changes]

@@ -15,7 +15,7 @@ from tests.ops.stride_walk import Form, Outcome, walk
 # torch multiplies FP8 on a CPU by a loop: 0.2 s for these sizes.
 SLOW_ON_A_CPU = ("vendor.cublas_fp8",)
 # Of the layouts, in every run others. A GPU runs all, and SPARSEK_TEST_ALL=1 does.
-SHARE = 1 / 6
+SHARE = 1 / 12
 
 
 def check(found: Sequence[Outcome]) -> None:

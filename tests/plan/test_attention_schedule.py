@@ -296,7 +296,7 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return (weight[..., None] * o).sum(0), total
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(cases(2000), st.integers(0, 2**31))
 def test_attention_over_parts_merged_by_the_table_is_the_reference(case: Case, seed: int):
     p, seen = case.p, case.mask.to_dense()

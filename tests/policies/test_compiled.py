@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsek as sk
+from tests.sampling import sampled
 
 P = sk.policies
 LENGTH = 512
@@ -55,7 +56,7 @@ def graphs(run: Callable[..., Tensor], draw: Callable[[], list[Tensor]], backend
     return counting.frame_count
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", sampled(list(POLICIES), 8))
 def test_a_policy_and_attention_are_one_graph(name: str):
     policy = POLICIES[name]()
     assert graphs(lambda q, k, v: sk.attention(q, k, v, policy), qkv) == 1

@@ -31,7 +31,7 @@ ONE_BLOCK = CpuAttentionConfig(step_bytes=1)
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), sampled(list(itertools.product(ATTENTION_CASES, FLOATS)), 84), ids=str
+    ("case", "dtype"), sampled(list(itertools.product(ATTENTION_CASES, FLOATS)), 42), ids=str
 )
 def test_every_case_is_within_budget_in_every_dtype(case: AttentionCase, dtype: torch.dtype) -> None:
     q, k, v, mask = case.make(dtype=dtype)
@@ -39,7 +39,7 @@ def test_every_case_is_within_budget_in_every_dtype(case: AttentionCase, dtype: 
     assert gate.passed, gate
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(ATTENTION_CASES, 21), ids=str)
 def test_one_block_at_a_time_is_within_budget(case: AttentionCase) -> None:
     q, k, v, mask = case.make()
     gate = check_attention(q, k, v, mask, *attend(KERNEL, q, k, v, mask, ONE_BLOCK))

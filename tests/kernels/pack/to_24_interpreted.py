@@ -53,7 +53,7 @@ def test_every_mask_of_a_group_is_packed_as_by_torch(columns: bool):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("dtype", "layout", "masked"),
-    sampled(list(itertools.product((torch.float16, torch.float32), LAYOUTS, (False, True))), 14),
+    sampled(list(itertools.product((torch.float16, torch.float32), LAYOUTS, (False, True))), 8),
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_any_bits_in_any_strides_are_packed_as_by_torch(
@@ -129,7 +129,7 @@ def test_nothing_behind_a_matrix_is_read(shape: tuple[int, int], dtype: torch.dt
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_matrix_and_mask(data: st.DataObject):
     w = data.draw(matrices().filter(lambda w: w.dtype != torch.float64))

@@ -22,6 +22,7 @@ from sparsek.kernels.paged.schedule import FAR, FIELDS
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import OF_TILES, Listed, PagedCase, drawn_case
 from tests.kernels.paged.calls import PagedRun, check_beyond_windows, paged_problem
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -184,7 +185,7 @@ def test_pages_that_no_window_reaches_may_hold_nan() -> None:
         sinks=20,
     )  # fmt: skip
     for case in (base, replace(base, sinks=0, page=64), replace(base, causal=False)):
-        for c in KERNEL.configs(paged_problem(case.make(), H200)):
+        for c in sampled(list(KERNEL.configs(paged_problem(case.make(), H200))), 2, of=case):
             check_beyond_windows(KERNEL, case.make(), c, H200)
 
 

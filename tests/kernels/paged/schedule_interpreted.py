@@ -111,7 +111,7 @@ def hold(batch: Batch, shape: Shape) -> None:
             assert not blind
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(batches(), shapes())
 def test_drawn_batches(batch: Batch, shape: Shape) -> None:
     hold(batch, shape)

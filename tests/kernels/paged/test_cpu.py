@@ -9,12 +9,13 @@ from sparsek.kernels import load
 from sparsek.testing.paged_budget import check_attention_paged, expected_attention_paged
 from sparsek.testing.paged_cases import PAGED_CASES, PagedCase
 from tests.kernels.paged.calls import attend_paged, check_alone, paged_problem
+from tests.sampling import sampled
 
 CPU, REFERENCE = load("cpu.attention_paged"), load("reference.attention_paged")
 BY_NOTE = {case.note: case for case in PAGED_CASES}
 
 
-@pytest.mark.parametrize("case", PAGED_CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(PAGED_CASES, 24), ids=str)
 def test_every_case_is_within_budget(case: PagedCase) -> None:
     inputs = case.make()
     expected = expected_attention_paged(inputs)
@@ -27,7 +28,7 @@ def test_every_case_is_within_budget(case: PagedCase) -> None:
 
 
 @pytest.mark.parametrize("note", ["mixed", "window and sinks", "lists of tiles of 64", "fp8 per head"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", sampled([torch.float16, torch.float32, torch.float64], 2), ids=str)
 def test_every_dtype_is_within_budget(note: str, dtype: torch.dtype) -> None:
     inputs = BY_NOTE[note].make(dtype=dtype, seed=1)
     for config in CPU.configs(paged_problem(inputs)):

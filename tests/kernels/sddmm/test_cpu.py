@@ -16,6 +16,7 @@ from sparsek.testing.product_budget import check_sddmm
 from sparsek.testing.product_cases import SDDMM_CASES, SddmmCase, unmet_rows_poisoned
 from tests.kernels.lang import timed
 from tests.kernels.planned import sample, sddmm_problem
+from tests.sampling import sampled
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 LAYOUTS = ["row", "col", "strided", "wide"]
@@ -30,9 +31,11 @@ def test_every_case_is_within_budget_in_every_dtype(case: SddmmCase, dtype: torc
     assert gate.passed, gate
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("strips", [False, True])
-@pytest.mark.parametrize("case", SDDMM_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "strips", "dtype"),
+    sampled(list(product(SDDMM_CASES, (False, True), (torch.float16, torch.float32))), 68),
+    ids=str,
+)
 def test_steps_and_strips_are_within_budget(case: SddmmCase, strips: bool, dtype: torch.dtype) -> None:
     x, y, pattern = case.make(dtype=dtype)
     x, y = unmet_rows_poisoned(x, y, pattern)

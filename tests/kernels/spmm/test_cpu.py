@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype"), sampled(CASES, 229))
+@pytest.mark.parametrize(("case", "dtype"), sampled(CASES, 115))
 def test_every_case_is_within_budget_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
     kernel = load("cpu.spmm_fp8" if case.scales else f"cpu.{case.op}")
     # Sums of FP8 operands are in float32 throughout: nothing is lost as on a tensor core.

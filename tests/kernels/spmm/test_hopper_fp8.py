@@ -174,7 +174,7 @@ def test_a_reason_names_what_is_in_the_way(change: dict[str, object], reason: st
     assert re.search(reason, found), found
 
 
-@settings(max_examples=75)
+@settings(max_examples=40)
 @given(
     block=st.sampled_from(BLOCKS),
     n=st.one_of(st.integers(1, 40), st.integers(1, 2**17)).map(lambda n: 8 * n),
