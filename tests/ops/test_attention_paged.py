@@ -86,6 +86,7 @@ def test_without_any_key_only_rows_of_requests_are_written() -> None:
     x = replace(MIXED, lengths=((2, 0), (1, 0)), tail=5, sink_logits=True).make()
     out, heads = torch.full_like(x.q[..., : x.v.shape[3]], 7.0), x.q.shape[1]
     _, lse = attend(x, out=out, return_lse=True, max_seqlen_k=0)
+    assert x.sink_logits is not None
     assert torch.equal(out, torch.full_like(out, 7.0).index_fill_(0, torch.arange(3), 0.0))
     assert torch.equal(lse[:, :3], x.sink_logits[:, None].expand(heads, 3).to(lse.dtype))
 

@@ -98,10 +98,10 @@ def fitted(c: Shape, smem: int) -> Shape:
     # Two CTAs have 128 registers a thread at launch, too few for 64 x 256 accumulators.
     room = HALF_AN_SM if c.groups == 1 and c.v_dim <= 128 else smem - 1024
     for q_slots, stages in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3)):
-        found = replace(c, q_slots=q_slots, stages=stages)  # type: ignore[type-var]
+        found = replace(c, q_slots=q_slots, stages=stages)
         if found.smem_bytes <= room:
             return found
-    return replace(c, q_slots=1, stages=2)  # type: ignore[type-var]
+    return replace(c, q_slots=1, stages=2)
 
 
 def step_seconds(c: Pipeline, card: Card, work: float = 1.0) -> float:

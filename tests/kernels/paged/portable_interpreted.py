@@ -162,6 +162,7 @@ def test_a_bound_of_lists_may_be_of_any_size(longest: int) -> None:
     inputs = batch((1, 1400), (1, 90), lists=Listed((1, 64), "all", 20), heads=(2, 1)).make()
     c = portable.Config(16, 64, 4, 2)
     found = attend_paged(KERNEL, inputs, c)
+    assert inputs.lists is not None
     inputs = inputs._replace(lists=replace(inputs.lists, longest=longest))
     assert all(
         torch.allclose(a, b, atol=1e-3) for a, b in zip(found, attend_paged(KERNEL, inputs, c), strict=True)
