@@ -5,6 +5,7 @@
     model.config.sparsek = {"window": 4096, "sinks": 128}    # options of MaskPolicy; None: the model's own mask
     model.config.sparsek = sparsek.policies.XAttention()     # any policy, which chooses in each layer
 
+The config stores a policy as its dict. Cross-attention stays dense, and a policy must fit the causality of a layer.
 A query sees the keys that both the model's mask (causality, window, padding, packed documents, cache) and the policy
 admit. Needs transformers 5.4 or newer.
 """
@@ -84,8 +85,9 @@ def sparsek_mask(
         attention_mask: Padding [B or 1, tokens], true for a token; or the result of an earlier call.
         use_vmap: Whether an unknown function is evaluated under torch.vmap.
         device: Where the mask is made.
-        config: The config of the model; `config.sparsek` is a policy of sk.policies, a dict of the options of a
-            `MaskPolicy`, a dict with "policy", the name of a class of sk.policies, and its options, or None.
+        config: The config of the model; `config.sparsek` is a dict of the options of a `MaskPolicy`, a dict with
+            "policy", the name of a class of sk.policies, and its options, which is what a policy becomes when it is
+            assigned, or None.
 
     Returns:
         A `ModelMask`, the `attention_mask` of the layers.
@@ -302,7 +304,8 @@ def sparsek_attention(
             and lengths are in `cu_seq_lens_q` and `cu_seq_lens_k`; the mask is not read, every request is causal.
 
     Raises:
-        InvalidInput: For dropout, and for options that change scores otherwise, such as biases.
+        InvalidInput: For dropout, for options that change scores otherwise, such as biases, and for a policy whose
+            causality is not that of the layer.
     """
     check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
