@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.integrations.named import require_fit
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskRule
 from sparsek.ops.attention import attention
@@ -66,8 +67,8 @@ def use(
 
     Args:
         model: A transformer of diffusers, or a pipeline, whose `transformer` and `transformer_2` are taken.
-        policy: A policy of `sparsek.policies`, a `MaskPolicy`, or a `BlockMask`. It sees q [B, H, S, D] and k of the
-            video in the model's order of tokens.
+        policy: A policy of `sparsek.policies` or a `MaskPolicy`, not causal, or a `BlockMask`. It sees q [B, H, S, D]
+            and k of the video in the model's order of tokens.
         skip_first_steps: Denoising steps that stay dense. The step is `scheduler.step_index`; without a scheduler it is
             the number of calls of the transformer since `use` or `reset`, two per step with guidance.
         skip_layers: Blocks that stay dense, numbered from 0 in the order of the model: one number, or several.
@@ -79,8 +80,8 @@ def use(
         A `Sparse`, which undoes this, also at the end of a `with` block.
 
     Raises:
-        InvalidInput: For a model without attention processors that can be replaced, layers that it does not have, and
-            one that already has a policy.
+        InvalidInput: For a model without attention processors that can be replaced, layers that it does not have, one
+            that already has a policy, and for a causal policy.
 
     Example:
         sparse = use(pipe, sparsek.policies.SubBlock(density=0.25), skip_first_steps=10, skip_layers=(0, 1))
@@ -89,6 +90,8 @@ def use(
         raise InvalidInput(
             f"policy is {arguments.shown(policy)}; it must be a policy, a MaskPolicy or a BlockMask"
         )
+    if not isinstance(policy, BlockMask):
+        require_fit(policy, False, "a diffusion transformer")
     if text is not None:
         arguments.one_of("text", text, ("first", "last"))
     models = [_plain(model)] if hasattr(model, "attn_processors") else _transformers_of(model)

@@ -158,6 +158,9 @@ def flash_attn_func(
             raise InvalidInput(
                 "flash_attn_func takes window_size or block_sparse_tensors, as the original; give one"
             )
+    if learnable_sink is not None:
+        arguments.tensor("learnable_sink", learnable_sink, {torch.float32, q.dtype})
+        check_shape("learnable_sink", learnable_sink, (q.shape[1],), "a score of each head of q")
     both = attention(
         q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic,
         softcap=0.0 if softcap is None else softcap, sink_logits=learnable_sink,

@@ -11,32 +11,76 @@ from typing import Any
 from sparsek import policies
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.policies.policy import Policy
+from sparsek.mask.rule import MaskRule
+from sparsek.policies.policy import Composed, Policy
+
+CLASSES: dict[str, type[Policy]] = {
+    name: each
+    for name in policies.__all__
+    if isinstance(each := getattr(policies, name), type) and issubclass(each, Policy) and each is not Policy
+}
 
 
-def policy_named(name: Any, options: Any, causal: bool = False) -> Policy:
-    """The policy of a class of `sparsek.policies`, by its name and arguments.
+def policy_named(name: Any, options: Any, causal: bool, others: tuple[str, ...] = ()) -> Policy:
+    """The policy of a class of `sparsek.policies` for layers of one kind, by its name and arguments.
 
-    `causal`: classes with a field of this name get True for it, where `options` has none.
+    Classes with a field `causal` get that of the layers, where `options` has none. `others`: further names that the
+    message of an unknown one offers.
     """
     if not isinstance(options, Mapping):
         raise InvalidInput(f"options is {arguments.shown(options)}; it must be a dict by name")
-    return _policy(arguments.text("policy", name), _as_json(options), causal)
+    name = arguments.text("policy", name)
+    if name not in CLASSES:
+        fit = [each for each, made in CLASSES.items() if _chooses_causality(made) or made.causal is causal]
+        arguments.one_of("policy", name, sorted([*fit, *others]))
+    policy = _policy(name, as_json("options", options), causal)
+    require_fit(policy, causal, "a decoder" if causal else "a diffusion model")
+    return policy
 
 
 @functools.lru_cache(maxsize=64)
 def _policy(name: str, options: str, causal: bool) -> Policy:
-    classes = {each: getattr(policies, each) for each in policies.__all__}
-    names = [
-        each
-        for each, found in classes.items()
-        if isinstance(found, type) and issubclass(found, Policy) and found is not Policy
-    ]
-    made = classes[arguments.one_of("policy", name, names)]
-    given = read(options)
-    if causal and is_dataclass(made) and any(field.name == "causal" for field in fields(made)):
-        given = {"causal": True, **given}
+    made, given = CLASSES[name], read(options)
+    if _chooses_causality(made):
+        given = {"causal": causal, **given}
     return built(name, made, given)
+
+
+def require_fit(policy: MaskRule, causal: bool, layer: str) -> None:
+    """InvalidInput for a policy that does not go with layers of this kind."""
+    found = misfit(policy, causal, layer)
+    if found is not None:
+        raise InvalidInput(found)
+
+
+def misfit(policy: MaskRule, causal: bool, layer: str = "this layer") -> str | None:
+    """Why a policy does not go with a layer that is causal, or is not, and what would; None for one that does.
+
+    The one rule of all integrations: the policy is causal if, and only if, the layer is.
+    """
+    own = bool(getattr(policy, "causal", False))
+    if own is causal:
+        return None
+    label = policy.label
+    if not isinstance(policy, Policy):
+        label = f"{type(policy).__name__}({'' if label == 'causal' else label})"
+    sees = "no token after its own" if causal else "every token"
+    if _may_be(policy):
+        cure = f"give it causal={causal}"
+    else:
+        cure = f"it has no other form: use another policy, for instance XAttention({'' if causal else 'causal=False'})"
+    return f"{layer} sees {sees}, and the policy {label} is {'causal' if own else 'not causal'}; {cure}"
+
+
+def _may_be(policy: Any) -> bool:
+    """Whether a policy has an option `causal`; for composed ones, whether all their parts have it."""
+    if isinstance(policy, Composed):
+        return _may_be(policy.first) and _may_be(policy.second)
+    return _chooses_causality(type(policy))
+
+
+def _chooses_causality(made: Any) -> bool:
+    return is_dataclass(made) and any(field.name == "causal" for field in fields(made))
 
 
 def built(name: str, made: Any, given: Mapping[str, Any]) -> Any:
@@ -49,12 +93,13 @@ def built(name: str, made: Any, given: Mapping[str, Any]) -> Any:
         raise InvalidInput(f"options of {name}: {error}") from error
 
 
-def _as_json(options: Mapping[str, Any]) -> str:
+def as_json(name: str, options: Mapping[str, Any]) -> str:
+    """The text of a dict, which must hold what JSON has."""
     try:
         return json.dumps(dict(options), sort_keys=True)
     except (TypeError, ValueError) as error:
         raise InvalidInput(
-            f"options is {arguments.shown(options)}; it must hold numbers, texts and lists"
+            f"{name} is {arguments.shown(options)}; it must hold numbers, texts and lists"
         ) from error
 
 

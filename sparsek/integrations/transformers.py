@@ -5,6 +5,7 @@
     model.config.sparsek = {"window": 4096, "sinks": 128}    # options of MaskPolicy; None: the model's own mask
     model.config.sparsek = sparsek.policies.XAttention()     # any policy, which chooses in each layer
 
+The config stores a policy as its dict. Cross-attention stays dense, and a policy must fit the causality of a layer.
 A query sees the keys that both the model's mask (causality, window, padding, packed documents, cache) and the policy
 admit. Needs transformers 5.4 or newer.
 """
@@ -25,14 +26,14 @@ from transformers.modeling_utils import AttentionInterface
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
+from sparsek.integrations.transformers_config import chooses, install, policy_of, policy_of_options
+from sparsek.integrations.transformers_cross import is_cross_attention
 from sparsek.integrations.transformers_masks import (
     MaskRequest,
     ModelMask,
     dense_mask,
     model_mask,
     packed_mask,
-    policy_of,
-    policy_of_options,
 )
 from sparsek.integrations.transformers_paged import paged
 from sparsek.integrations.transformers_steps import MOST, Near, near_of, seen_pairs, step_mask
@@ -41,7 +42,6 @@ from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import ResolvedRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
-from sparsek.policies.policy import Policy
 
 NAME = "sparsek"
 REFUSED = {
@@ -85,8 +85,9 @@ def sparsek_mask(
         attention_mask: Padding [B or 1, tokens], true for a token; or the result of an earlier call.
         use_vmap: Whether an unknown function is evaluated under torch.vmap.
         device: Where the mask is made.
-        config: The config of the model; `config.sparsek` is a policy of sk.policies, a dict of the options of a
-            `MaskPolicy`, a dict with "policy", the name of a class of sk.policies, and its options, or None.
+        config: The config of the model; `config.sparsek` is a dict of the options of a `MaskPolicy`, a dict with
+            "policy", the name of a class of sk.policies, and its options, which is what a policy becomes when it is
+            assigned, or None.
 
     Returns:
         A `ModelMask`, the `attention_mask` of the layers.
@@ -98,13 +99,15 @@ def sparsek_mask(
         return attention_mask
     plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     options = getattr(config, "sparsek", None)
-    plain = plain and attention_mask is None
     if (
-        torch.compiler.is_compiling()
-        and plain
+        mask_function is bidirectional_mask_function
         and isinstance(q_offset, int)
-        and not isinstance(options, Policy)
-    ):
+        and q_offset == kv_offset == 0
+        and q_length != kv_length
+    ):  # cross-attention, whose queries have no position among the keys
+        options = None
+    plain = plain and attention_mask is None
+    if torch.compiler.is_compiling() and plain and isinstance(q_offset, int) and not chooses(options):
         given = None if options is None else tuple(options.items())
         causal = mask_function is causal_mask_function
         return _constant_mask(
@@ -124,7 +127,7 @@ def sparsek_mask(
         return ModelMask(ResolvedRule(mask), (batch_size, 1, q_length, kv_length), packed=True)
     if torch.compiler.is_compiling() and q_length <= MOST and q_length < kv_length:
         near = None
-        if not isinstance(options, Policy):
+        if not chooses(options):
             near = _near(None if options is None else tuple(options.items()))
         if near is not None:
             return _step(
@@ -141,7 +144,7 @@ def sparsek_mask(
         attention_mask,
         use_vmap,
         device,
-        config,
+        options,
     )
 
 
@@ -221,7 +224,7 @@ def _made_mask(
     attention_mask: Any,
     use_vmap: Any,
     device: Any,
-    config: Any,
+    options: Any,
 ) -> ModelMask:
     """The mask of any arguments, checked."""
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
@@ -242,7 +245,7 @@ def _made_mask(
         )
     if not callable(mask_function):
         raise InvalidInput(f"mask_function is {arguments.shown(mask_function)}; it must be a function")
-    where, policy = arguments.device("device", device), policy_of(config)
+    where, policy = arguments.device("device", device), policy_of_options(options)
     arguments.flag("use_vmap", use_vmap)
     near = near_of(policy) if q_length <= MOST and q_length < kv_length else None
     if near is not None:
@@ -301,7 +304,8 @@ def sparsek_attention(
             and lengths are in `cu_seq_lens_q` and `cu_seq_lens_k`; the mask is not read, every request is causal.
 
     Raises:
-        InvalidInput: For dropout, and for options that change scores otherwise, such as biases.
+        InvalidInput: For dropout, for options that change scores otherwise, such as biases, and for a policy whose
+            causality is not that of the layer.
     """
     check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
@@ -346,9 +350,26 @@ _OF_TENSORS: ByTensor[ModelMask] = ByTensor()
 def _model_mask(
     module: torch.nn.Module, query: Tensor, key: Tensor, given: Any, is_causal: bool | None, options: Any
 ) -> ModelMask:
-    if isinstance(given, ModelMask):
-        return given if given.device == query.device else given.to(query.device)
-    return _mask_of(module, query, key, given, is_causal, options)
+    mask = given
+    if not isinstance(given, ModelMask):
+        mask = _mask_of(module, query, key, given, is_causal, options)
+    own = mask.own
+    if own is not None and is_cross_attention(module, query.shape[2], key.shape[2]):
+        mask = own if isinstance(own, ModelMask) else own()
+    elif mask.misfit is not None:
+        raise InvalidInput(_unfit(module, mask.misfit))
+    return mask if mask.device == query.device else mask.to(query.device)
+
+
+def _unfit(module: torch.nn.Module, why: str) -> str:
+    """The message for a policy that does not go with a layer."""
+    text = f"config.sparsek does not fit a {type(module).__name__}: {why}"
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        text += (
+            ". The encoder sees every token and the decoder does not, and both read this config: only options of "
+            'MaskPolicy fit both, as {"window": 4096}'
+        )
+    return text
 
 
 @torch.compiler.disable(reason="masks are made and kept outside of graphs")
@@ -368,12 +389,16 @@ def _mask_of(
                 f"attention_mask is None for {q_len} queries and {kv_len} keys, and a causal mask or a window is "
                 "wanted: the query positions are unknown; pass an explicit attention_mask"
             )
+        if not is_causal and q_len != kv_len:  # cross-attention
+            policy = None
         return model_mask(request, causal_mask_function if causal else bidirectional_mask_function, policy)
     if not isinstance(given, Tensor) or arguments.tensor("attention_mask", given).dim() != 4:
         found = f"{given.dim()}-D" if isinstance(given, Tensor) else type(given).__name__
         raise InvalidInput(
             f"attention_mask is {found}; a layer takes 4-D tensors and results of sparsek_mask"
         )
+    if policy is not None and is_cross_attention(module, q_len, kv_len):
+        policy = None
     if policy is not None and q_len != kv_len:
         raise InvalidInput(
             f"config.sparsek with a 4-D mask of {q_len} queries and {kv_len} keys: the query positions are unknown"
@@ -383,5 +408,6 @@ def _mask_of(
     )
 
 
+install()
 AttentionInterface.register(NAME, sparsek_attention)
 AttentionMaskInterface.register(NAME, sparsek_mask)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ import torch
 import transformers.masking_utils as masking_utils
 from torch import Tensor
 
-from sparsek import policies
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import is_fake, not_traced
+from sparsek.integrations.named import misfit
 from sparsek.mask.closed import Band, Counted, bounded_band, of_parts, room_of_documents
 from sparsek.mask.documents import Documents, PackedLayout, Window
 from sparsek.mask.lists import Place, Sizes
@@ -36,7 +36,6 @@ if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")
 
 EVERY_KEY = MaskPolicy(causal=False)
-OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]
 
 
 class Choice(NamedTuple):
@@ -68,6 +67,15 @@ class ModelMask:
     """The `attention_mask` of a model's layers: the visible pairs, one object for all layers of a forward pass.
 
     transformers takes anything with `ndim` 4 for a finished mask.
+
+    Attributes:
+        visible: The pairs that the model and the policy admit; the model alone where there is a `choice`.
+        shape: (batch, 1, queries, keys).
+        packed: Whether documents are kept apart.
+        choice: A policy that chooses in each layer.
+        own: The pairs that the model alone admits, for cross-attention, where it may be that and there is a policy; or
+            a function that makes it.
+        misfit: Why the policy does not go with these layers.
     """
 
     ndim = 4
@@ -78,8 +86,11 @@ class ModelMask:
         shape: tuple[int, int, int, int],
         packed: bool = False,
         choice: Choice | None = None,
+        own: ModelMask | Callable[[], ModelMask] | None = None,
+        misfit: str | None = None,
     ) -> None:
         self.visible, self.shape, self.packed, self.choice = visible, shape, packed, choice
+        self.own, self.misfit = own, misfit
         self.device = visible.within.device
         self._moved: dict[torch.device, ModelMask] = {}
 
@@ -96,38 +107,21 @@ class ModelMask:
         if target not in self._moved:
             moved = ResolvedRule(within.to(target), None if always is None else always.to(target), k)
             self._moved[target] = ModelMask(
-                moved, self.shape, self.packed, self.choice and self.choice.to(target)
+                moved,
+                self.shape,
+                self.packed,
+                self.choice and self.choice.to(target),
+                None if self.own is None else lambda: self._found_own().to(target),
+                self.misfit,
             )
         return self._moved[target]
 
+    def _found_own(self) -> ModelMask:
+        own = self.own
+        return own if isinstance(own, ModelMask) else own() if own else self
+
     def __repr__(self) -> str:
         return f"ModelMask({self.visible.within!r}{f', {self.visible.k} best' if self.visible.k else ''})"
-
-
-def policy_of(config: Any) -> MaskPolicy | Policy | None:
-    """The policy of `config.sparsek`: one of sk.policies, or that of a dict of options of MaskPolicy, without
-    causality, which is the model's.
-    """
-    return policy_of_options(getattr(config, "sparsek", None))
-
-
-def policy_of_options(options: Any) -> MaskPolicy | Policy | None:
-    """The policy of these options; None for None."""
-    if options is None or isinstance(options, Policy):
-        return options
-    if isinstance(options, Mapping) and "policy" in options:
-        names = [each for each in policies.__all__ if isinstance(getattr(policies, each), type)]
-        made = getattr(policies, arguments.one_of("config.sparsek['policy']", options["policy"], names))
-        try:
-            return made(**{name: value for name, value in options.items() if name != "policy"})
-        except TypeError as error:
-            raise InvalidInput(f"config.sparsek is {arguments.shown(options)}: {error}") from error
-    if not isinstance(options, Mapping) or not set(options) <= set(OPTIONS):
-        raise InvalidInput(
-            f"config.sparsek is {arguments.shown(options)}; it must be None, a policy of sk.policies, or a dict of "
-            f"{', '.join(OPTIONS)}"
-        )
-    return MaskPolicy(**options, causal=False)
 
 
 @dataclass
@@ -151,6 +145,11 @@ class Rules:
         # In a document, positions differ as the tokens do: windows stay what they are. Chunks do not.
         no_ids, no_chunks = rules.ids is None, rules.chunks is None
         return rules if known and (no_chunks or no_ids) and not (rules.remapped and no_ids) else None
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees no token after its own."""
+        return 1 in self.ahead
 
     @property
     def near(self) -> Window:
@@ -312,10 +311,18 @@ def model_mask(
     packed = rules is not None and rules.ids is not None
     if isinstance(policy, Policy):
         return _chosen_in_layers(request, function, rules, policy, use_vmap)
-    if rules is not None and request.keys[1]:
-        visible = (policy or EVERY_KEY).visible_in(request.layout(rules), request.device)
-        return ModelMask(visible, request.shape, packed)
-    return dense_mask(request, request.seen(function, use_vmap), policy, packed)
+    if rules is None or not request.keys[1]:
+        seen = request.seen(function, use_vmap)
+        made = dense_mask(request, seen, policy, packed)
+        if policy is not None and (rules is None or not rules.causal):
+            made.own = lambda: dense_mask(request, seen, None, packed)
+        return made
+    layout = request.layout(rules)
+    own = None
+    if policy is not None and not rules.causal:
+        own = ModelMask(EVERY_KEY.visible_in(layout, request.device), request.shape, packed)
+    visible = (policy or EVERY_KEY).visible_in(layout, request.device)
+    return ModelMask(visible, request.shape, packed, own=own)
 
 
 @traceable
@@ -351,24 +358,38 @@ def _chosen_in_layers(
 
     Of a cache it is for the keys up to the last query's, where the model is causal.
     """
-    causal = rules is not None and 1 in rules.ahead
+    causal = rules is not None and rules.causal
     if rules is not None and rules.ids is not None:
         raise InvalidInput(
             f"config.sparsek is {policy.label}, which chooses blocks of one sequence and keeps no documents apart; "
             "pass one document for each batch item, or options of MaskPolicy"
         )
-    if causal and not policy.causal and request.q_len > 1:
-        raise InvalidInput(
-            f"config.sparsek is {policy.label}, which is not causal, and the model is; give the policy causal=True"
-        )
     end = min(max(request.place + request.q_len, 0), request.kv_len) if causal else request.kv_len
-    some = replace(request, kv_len=end)
-    own = model_mask(some, function, MaskPolicy(causal=False, block=stored_block(policy)), use_vmap)
+    some, sides = replace(request, kv_len=end), MaskPolicy(causal=False, block=stored_block(policy))
+    if rules is None:
+        seen = some.seen(function, use_vmap)
+        own, found = dense_mask(some, seen, sides), misfit_of_pairs(policy, seen, request.place)
+    else:
+        own, found = model_mask(some, function, sides, use_vmap), None
+        if request.q_len > 1 if causal else request.place < request.kv_len - 1:
+            found = misfit(policy, causal)
     whole = rules is not None and not rules.back and rules.chunks is None and set(rules.ahead) <= {1}
     alone = whole and bool((some.keys[0][:, 0] == 0).all() and (some.keys[0][:, 1] >= end).all())
     within = None if alone and some.keys[1] else own.visible.within
     choice = Choice(policy, request.place, end, within)
-    return ModelMask(own.visible, request.shape, own.packed, choice)
+    plain = None if causal else ModelMask(own.visible, request.shape, own.packed)
+    return ModelMask(own.visible, request.shape, own.packed, choice, plain, found)
+
+
+def misfit_of_pairs(policy: Policy, seen: Tensor, place: int) -> str | None:
+    """Why a policy does not go with a mask [B or 1, H or 1, q_len, kv_len], bool or additive; None for one that does.
+
+    Only a causal one does not, where a query sees a token after its own. Waits for the device.
+    """
+    if not policy.causal:
+        return None
+    there = seen if seen.dtype == torch.bool else seen == 0
+    return misfit(policy, False) if bool(there.triu(place + 1).any()) else None
 
 
 def dense_mask(
@@ -378,7 +399,11 @@ def dense_mask(
     if isinstance(policy, Policy):
         within = BlockMask.from_transformers(seen, stored_block(policy))
         return ModelMask(
-            ResolvedRule(within), request.shape, packed, Choice(policy, request.place, request.kv_len, within)
+            ResolvedRule(within),
+            request.shape,
+            packed,
+            Choice(policy, request.place, request.kv_len, within),
+            misfit=misfit_of_pairs(policy, seen, request.place),
         )
     admitted = BlockMask.from_transformers(seen, (policy or EVERY_KEY).block)
     if policy is None:

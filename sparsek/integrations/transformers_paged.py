@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.transformers_masks import policy_of
+from sparsek.integrations.transformers_config import policy_of
 from sparsek.mask.rule import MaskPolicy
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_paged import attention_paged

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.named import built, policy_named, read
+from sparsek.integrations.named import built, policy_named, read, require_fit
 from sparsek.mask.rule import MaskPolicy, MaskRule
 
 NAME = "SPARSEK"
@@ -89,11 +89,8 @@ def _policy(name: Any, options: Any) -> MaskRule | None:
         if policy.topk is not None or policy.stride is not None:
             raise InvalidInput("a MaskPolicy over pages has a window and sinks, neither topk nor stride")
     else:
-        policy = policy_named(name, options, causal=True)
-    if policy.causal is not True:
-        raise InvalidInput(
-            f"{type(policy).__name__} lets queries see later keys; name a policy with causal masks, as XAttention"
-        )
+        return policy_named(name, options, causal=True, others=(MaskPolicy.__name__,))
+    require_fit(policy, True, "a decoder")
     return policy
 
 

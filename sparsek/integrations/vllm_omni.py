@@ -26,7 +26,7 @@ from torch.nn import functional
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.cubes import cubes_of
-from sparsek.integrations.named import number_in, policy_named, read
+from sparsek.integrations.named import number_in, policy_named, read, require_fit
 from sparsek.ops.attention import attention
 from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import VSA
@@ -53,8 +53,9 @@ def sparse_attention(
         v: [B, T, Hkv, D].
         params: Static options, and the state of the forward pass. Unknown keys are not read.
 
-            - policy: the name of a class of `sparsek.policies`, or a policy. "SubBlock" by default.
-            - options: the arguments of the class.
+            - policy: the name of a class of `sparsek.policies`, or a policy, which must not be causal. "SubBlock" by
+              default.
+            - options: the arguments of the class. `causal` is False without being named.
             - skip_first_steps: denoising steps that stay dense. The step is denoising_step, denoise_step_idx or
               step_idx, and 0 where none is given.
             - skip_layers: layers that stay dense, by layer_idx.
@@ -70,7 +71,7 @@ def sparse_attention(
         [B, S, Hq, D].
 
     Raises:
-        InvalidInput: For options that are wrong, and tensors that do not fit together.
+        InvalidInput: For options that are wrong, causal policies, and tensors that do not fit together.
 
     Example:
         >>> import torch
@@ -117,7 +118,9 @@ class _Options(NamedTuple):
     def of(cls, params: Mapping[str, Any]) -> _Options:
         policy, tile = params.get("policy", "SubBlock"), params.get("tile")
         if not isinstance(policy, Policy):
-            policy = policy_named(policy, params.get("options", {}))
+            policy = policy_named(policy, params.get("options", {}), causal=False)
+        else:
+            require_fit(policy, False, "a diffusion model")
         if tile is not None:
             tile = tuple(arguments.integer("tile", side, 1) for side in tile)
             if len(tile) != 3 or policy.sides != (math.prod(tile),) * 2:

@@ -32,6 +32,7 @@ from sparsek.ops.attention import attention
 from sparsek.plan.operands import wants_gradient
 
 CALL = "memory_efficient_attention"
+NAMES = {"bias": "attn_bias", "q_len": "the length of query", "kv_len": "the length of key"}
 DIMS = "[B, M, H, K], [B, M, G, H, K] or [B, M, K]"
 
 
@@ -122,7 +123,7 @@ def _untraced() -> Callable[..., Tensor]:
 
 
 def _by_lengths(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None) -> Tensor:
-    found = sequences_of(bias, q.shape[1], k.shape[1])
+    found = _sequences(bias, q.shape[1], k.shape[1])
     keys = found.kind.keys
     if keys != WHOLE and (q.shape[0], k.shape[0]) != (1, 1):
         raise InvalidInput(
@@ -141,6 +142,17 @@ def _by_lengths(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float | None)
     if keys == GAPPED:
         k, v = (_joined(x, found, mask) for x in (k, v))
     return _attention(q, k, v, mask, scale)
+
+
+def _sequences(bias: Any, q_len: int, kv_len: int) -> Sequences:
+    """The sequences of a bias. Messages have the names of this call's arguments."""
+    try:
+        return sequences_of(bias, q_len, kv_len)
+    except InvalidInput as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in NAMES:
+            raise
+        raise InvalidInput(f"{NAMES[name]} {rest}") from error
 
 
 def _operands(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]:

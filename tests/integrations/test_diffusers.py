@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,7 @@ with warnings.catch_warnings():
 from sparsek.integrations import diffusers
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-POLICY = sk.policies.MeanTopK(topk=2, block=64)
+POLICY = sk.policies.MeanTopK(topk=2, block=64, causal=False)
 TEXT = 7
 
 
@@ -287,6 +288,17 @@ def test_a_compiled_model_follows_the_scheduler(tmp_path: Path) -> None:
     assert type(FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path)) is type(scheduler)
 
 
+def test_a_model_with_a_policy_is_saved_and_copied(tmp_path: Path) -> None:
+    model, given = wan()
+    with diffusers.use(model, POLICY):
+        model.save_pretrained(tmp_path)
+        assert torch.equal(run(copy.deepcopy(model), given), run(model, given))
+    assert "WanTransformer3DModel" in (tmp_path / "config.json").read_text()
+    with pytest.raises((pickle.PicklingError, AttributeError)), diffusers.use(model, POLICY):
+        pickle.dumps(model)  # docs/how-to/diffusion.md: undo() before
+    assert pickle.dumps(model)
+
+
 def test_what_is_refused() -> None:
     model, _ = wan()
     wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
@@ -296,6 +308,10 @@ def test_what_is_refused() -> None:
         (model, POLICY, {"skip_layers": None}, "skip_layers"),
         (model, POLICY, {"skip_first_steps": -1}, "skip_first_steps"),
         (model, POLICY, {"text": "middle"}, "text is"),
+        (model, sk.policies.XAttention(), {}, r"XAttention\(\) is causal; give it causal=False"),
+        (model, sk.MaskPolicy(window=40), {}, r"MaskPolicy\(window=40\) is causal; give it causal=False"),
+        (model, sk.MaskPolicy(), {}, r"MaskPolicy\(\) is causal"),
+        (model, sk.policies.VerticalSlash(), {}, r"no other form: .* XAttention\(causal=False\)"),
     ]
     for each, policy, options, message in wrong:
         with pytest.raises(sk.InvalidInput, match=message):

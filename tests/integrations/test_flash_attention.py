@@ -122,7 +122,11 @@ def test_what_is_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"softcap": -1.0}, "softcap"),
         ({"qv": q}, "qv"),
-        ({"learnable_sink": torch.ones(3)}, "sink"),
+        (
+            {"learnable_sink": torch.ones(3)},
+            r"learnable_sink is \[3\]; it must be \[2\], a score of each head of q",
+        ),
+        ({"learnable_sink": torch.ones(2, dtype=torch.int32)}, "learnable_sink"),
         ({"gather_kv_indices": torch.ones(2)}, "gather_kv_indices"),
         ({"score_mod": max}, "score_mod"),
         ({"aux_tensors": [q]}, "aux_tensors"),

@@ -13,7 +13,7 @@ from tests.house.tools import need
 need("transformers")
 
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations import transformers_masks
+from sparsek.integrations import transformers_config, transformers_masks
 from sparsek.integrations.transformers import sparsek_attention
 from tests.integrations.models import (
     MODELS,
@@ -206,7 +206,7 @@ def test_the_config_keeps_the_policy(tmp_path: Path):
     assert transformers.LlamaConfig.from_pretrained(tmp_path).sparsek == POLICY
     kind(config).save_pretrained(tmp_path)
     loaded = kind.from_pretrained(tmp_path, attn_implementation="sparsek")
-    assert transformers_masks.policy_of(loaded.config) == transformers_masks.MaskPolicy(
+    assert transformers_config.policy_of(loaded.config) == transformers_masks.MaskPolicy(
         **POLICY, causal=False
     )
 
@@ -278,9 +278,8 @@ def test_without_a_mask_the_module_says_whether_it_is_causal():
     "options", [{"width": 3}, {"window": 3, "causal": True}, "window", {"window": 0}], ids=str
 )
 def test_policies_that_are_none_are_refused(options: Any):
-    own = pair("llama", sparsek=options)[1]
     with pytest.raises(InvalidInput, match=r"config\.sparsek is|window is 0"):
-        states(own, tokens())
+        states(pair("llama", sparsek=options)[1], tokens())
 
 
 def test_cross_attention_has_other_keys_than_queries():

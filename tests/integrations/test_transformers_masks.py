@@ -13,7 +13,8 @@ need("transformers")
 
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers import sparsek_mask
-from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, Rules, policy_of
+from sparsek.integrations.transformers_config import policy_of
+from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, Rules
 from tests.integrations.models import masking_utils, transformers
 
 PACKED = torch.tensor([[0] * 30 + [1] * 100 + [2] * 20, [0] * 150])

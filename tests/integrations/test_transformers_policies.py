@@ -75,22 +75,26 @@ def test_a_dict_with_the_name_of_a_policy_is_kept_in_the_config(tmp_path: Any):
     ids = tokens(length=LENGTH)
     with torch.no_grad():
         torch.testing.assert_close(states(loaded, ids), states(same, ids))
-    assert copy.deepcopy(same.config).sparsek == SOME
+    assert copy.deepcopy(same.config).sparsek == options
 
 
 WRONG: dict[str, Any] = {
-    "which is not causal, and the model is; give the policy causal=True": policies.SubBlock(),
+    r"LlamaAttention: .* policy SubBlock\(\) is not causal; give it causal=True$": policies.SubBlock(),
+    r"VSA\(\) is not causal; it has no other form: .*, for instance XAttention\(\)$": policies.VSA(),
     r"config.sparsek\['policy'\] is 'Best'": {"policy": "Best"},
+    "'Quest'; use one of FlexPrefill, MeanTopK, Nabla, Radial, SlidingTile, S": {"policy": "Quest"},
     "config.sparsek is .*unexpected keyword argument 'window'": {"policy": "VSA", "window": 3},
-    "it must be None, a policy of sk.policies, or a dict of window": 3,
+    "it must be None, a policy of sk.policies, a dict of window": 3,
+    r'or a dict of a policy\'s name and options: {"policy": "XAttention", "threshold": 0.9}': "XAttention",
+    "it must hold numbers, texts and lists": {"window": torch.tensor(3)},
+    r"two policies are joined by {\"policy\": \"|\", \"of\": \[": {"policy": "|", "of": [{"policy": "VSA"}]},
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_what_does_not_fit_is_refused(message: str):
-    model = pair("llama", sparsek=WRONG[message])[1]
     with pytest.raises(InvalidInput, match=message):
-        model(tokens())
+        pair("llama", sparsek=WRONG[message])[1](tokens())
 
 
 def test_packed_documents_refuse_a_policy():

@@ -20,7 +20,7 @@ from tests.integrations.dense import dense, randn, same
 
 VARIABLE = "SPARSEK_VLLM_OMNI"
 MEANS = {"policy": "MeanTopK", "options": {"topk": 2, "block": 64}}
-POLICY = sk.policies.MeanTopK(topk=2, block=64)
+POLICY = sk.policies.MeanTopK(topk=2, block=64, causal=False)
 LENGTH = 4 * 64 + 10
 
 
@@ -188,7 +188,17 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: list[tuple[Any, str]] = [
         (None, "params is"),
         ({"policy": "Best"}, "policy is"),
+        (
+            {"policy": "Quest"},
+            "use one of MeanTopK, Nabla, Radial, SlidingTile, Streaming, SubBlock, VSA, XAttention$",
+        ),
         ({"policy": "MeanTopK", "options": {"tops": 3}}, "options of MeanTopK"),
+        ({"policy": "MeanTopK", "options": {"causal": True}}, "sees every token, .* give it causal=False"),
+        ({"policy": sk.policies.XAttention()}, r"policy XAttention\(\) is causal; give it causal=False"),
+        (
+            {"policy": "FlexPrefill"},
+            r"no other form: use another policy, for instance XAttention\(causal=False\)",
+        ),
         ({**MEANS, "tile": (4, 4, 5)}, "tile is"),
         ({**MEANS, "skip_layers": ["a"]}, "skip_layers"),
         ({**MEANS, "tile": (4, 4, 4), "latent_grid": (1, 2, 3)}, "latent_grid is"),
