@@ -38,7 +38,7 @@ def test_pages_and_what_everything_depends_on_select_no_test() -> None:
 
 @pytest.mark.parametrize(
     ("body", "seconds", "passes"),
-    [("pass", 100, True), ("assert False", 100, False), ("time.sleep(4)", 2, True)],
+    [("pass", 100, True), ("assert False", 100, False), ("time.sleep(8)", 4, True)],
     ids=["passes", "fails", "is stopped"],
 )
 def test_a_run_of_tests(
@@ -53,4 +53,4 @@ def test_a_run_of_tests(
     (tmp_path / "test_a.py").write_text(f"import time\ndef test_0(): pass\ndef test_a():\n    {body}\n")
     monkeypatch.setattr(check, "ROOT", tmp_path)
     assert check.tests_pass(["test_a.py"], 1, seconds, "0") is passes
-    assert ("stopped" in capsys.readouterr().out) == (seconds == 2)
+    assert ("stopped" in capsys.readouterr().out) == (seconds == 4)
