@@ -10,9 +10,9 @@
 The kernel is persistent: a CTA walks the tiles that the schedule assigned to it, longest first. One producer warp
 loads Q, then K and V of the stored blocks, by TMA; steps of partial blocks come first. Each consumer warpgroup owns
 64 rows and runs the online softmax of FlashAttention (Dao 2023; Shah et al. 2024 for Hopper). S of step i is issued
-before P V of step i - 1, so that the softmax of step i overlaps with P V. The scale is folded into exp2. O is
-rescaled only if a row's maximum grew by more than 2^8: a warp vote makes this a branch, and until then P may reach
-2^8.
+before P V of step i - 1, so that the softmax of step i overlaps with P V (pipeline.py). The scale is folded into exp2.
+O is rescaled only if a row's maximum grew by more than 2^8: a warp vote makes this a branch, and until then P may
+reach 2^8.
 
 A row of a tile is one query of one head. With `pack` > 1 a tile holds `pack` query heads at each position, made
 adjacent by the tensor map. A tile stores O through shared memory and TMA. Tiles that the schedule split write float32

@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over keys and values in pages, on Hopper: the pipeline of hopper.attention_fwd.
+"""Attention of a ragged batch over keys and values in pages, on Hopper (pipeline: attention/pipeline.py).
 
     one tile: 128 rows of [query, head]      a step loads into shared memory, from pages that the block table names
     .------- v_dim -------.
@@ -9,7 +9,7 @@
 
 The kernel is persistent: a CTA walks the tiles of the schedule (schedule.py), longest first, in alternating
 directions. One producer warp loads Q, then for each step of keys reads the block table and loads K and V by TMA. Each
-consumer warpgroup owns 64 rows and runs the online softmax, as in kernels/attention/hopper_fwd.py. A row is one query
+consumer warpgroup owns 64 rows and runs the online softmax, as in hopper.attention_fwd. A row is one query
 of one head; `pack` query heads that share a head of keys lie side by side, so that requests of few queries fill tiles.
 
 Steps whose keys some query does not see come first. They compare each score's key with its row's bounds: keys from

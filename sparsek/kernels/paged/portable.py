@@ -410,7 +410,7 @@ TABLES: dict[int, tuple[_Row, _Row, _Row]] = {
 # fmt: on
 # The same for e4m3 pages, where it is not that of other pages: tile_m 16, heads up to 128.
 FP8_DECODE: _Row = ((32, 1, 4, 8), (64, 2, 3, 5), (64, 2, 4, 4), (128, 4, 4, 2))
-# The share of copy bandwidth that decoding reaches (H100, 2026-11-25: 0.94 to 0.97, lists of pages 0.75), and TFLOPS of
+# The share of copy bandwidth that decoding reaches (H200, 2026-11-26: 0.96 to 0.97, lists of pages 0.85), and TFLOPS of
 # tiles of 128 rows by padded head dim: 401 and 477 at 128, guessed at others.
 READING = 0.94
 RATES = (360.0, 450.0, 340.0)
