@@ -73,7 +73,7 @@ def _lengths(call: Paged) -> Found:
         ),
         (
             # A query stands at one of the last keys, so these are those of its new tokens too.
-            queries > lengths if call.causal else queries < 0,
+            (queries > lengths) & call.causal,
             lambda i: (
                 f"seq_lens[{i}] is {at(lengths, i)}, and request {i} has {at(queries, i)} queries; with causal=True it "
                 "counts the keys of the new tokens too, so it must be as large at least"

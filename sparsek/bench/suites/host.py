@@ -21,7 +21,7 @@ from sparsek.bench.engine.run import GateError, Outcome, PeerResult, beside, pas
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged, peer_ms
-from sparsek.bench.suites.host_calls import CALLS, HEADED, LAYERS, PAGED, PRODUCT, STORAGES, WHOLE
+from sparsek.bench.suites.host_calls import CALLS, HEADED, LAYERS, PAGE, PAGED, PRODUCT, STORAGES, WHOLE
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU
@@ -108,7 +108,7 @@ class HostCase(Case):
         first = f"first call, {self.caches} caches: " if self.is_first else ""
         size, block = SIDES[self.measured](*self.sides), block_name(self.block)
         blocks = f"block {block}" if self.measured == HEADED else stored_name(block, self.density)
-        blocks = "pages of 64" if self.measured == PAGED else blocks
+        blocks = f"pages of {PAGE}" if self.measured == PAGED else blocks
         stored = (STORED[self.storage], "" if self.storage == "semi24" else blocks)
         return " ".join(filter(None, (f"{first}{what},", size, *stored, self.dtype)))
 

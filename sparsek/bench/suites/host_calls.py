@@ -27,6 +27,7 @@ STORAGES = ("bsr", "semi24", "bsr24", "fp8")
 PRODUCT, LAYERS = "m x k x n", "tokens x features in x features out"
 HEADED, WHOLE = "heads x length x head size", "rows x columns"
 PAGED = "requests x heads x length x head size"
+PAGE = 64  # keys of a page
 
 
 class Pair(NamedTuple):
@@ -138,14 +139,13 @@ def attention(call: Any, device: torch.device, *, trains: bool = False) -> Pair:
 
 
 def attention_paged(call: Any, device: torch.device) -> Pair:
-    """One decoding step by sk.attention_paged, four heads to one of keys, pages of 64, into given memory, as engines
-    call it, beside scaled_dot_product_attention of keys that lie one after another.
+    """One decoding step by sk.attention_paged, four heads to one of keys, into given memory, as engines call it,
+    beside scaled_dot_product_attention of keys that lie one after another.
     """
     requests, heads, length, dim = call.sides
-    kv_heads, page = max(1, heads // 4), 64
-    pages = -(-length // page)
+    kv_heads, pages = max(1, heads // 4), -(-length // PAGE)
     q = _normal(call, device, 1, requests, heads, dim)
-    cache = _normal(call, device, 2, requests * pages, kv_heads, page, 2 * dim)
+    cache = _normal(call, device, 2, requests * pages, kv_heads, PAGE, 2 * dim)
     table = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
     lengths = torch.full((requests,), length, dtype=torch.int32, device=device)
     edges = torch.arange(requests + 1, dtype=torch.int32, device=device)

@@ -263,19 +263,21 @@ def _attention(
                 bounds = (length, first_seen, end_seen, window, sinks)
                 own_k = k + kv_head * sk_h
                 own_v = v + kv_head * sv_h
-                # Steps with a rule, then those whose every key is seen, then again some with a rule.
+                # Steps with a rule, then those whose every key is seen, then again some with a rule. Without WHOLE the
+                # first walk takes all steps; without a window no step with a rule comes first.
                 edges = (begin, end, end, end)
                 if WHOLE:
                     whole = tl.minimum(tl.maximum(whole_from, begin), end)
                     edges = (begin, whole, tl.minimum(tl.maximum(whole_to, whole), end), end)
-                for i in tl.static_range(3):
-                    if (WHOLE and (i > 0 or WINDOWED)) or (i == 0 and not WHOLE):
-                        sums = walk(
-                            sums, q_tile, q_odd, own_k, own_v, own_table, lists, spans, bounds, position, factor, cap,
-                            edges[i], edges[i + 1], entries, pages,
-                            sk_p, sk_d, sv_p, sv_d, SK_N, SV_N, PAGE, TN, D, DV, KW, VW, BLOCK_KEYS, BLOCK_STEPS,
-                            2 if i != 1 else 1 if LISTS else 0, CAUSAL, WINDOWED, CAPPED, FP8, NATIVE, WIDE,
-                        )  # fmt: skip
+                FIRST: tl.constexpr = 1 if WHOLE and not WINDOWED else 0
+                LAST: tl.constexpr = 3 if WHOLE else 1
+                for i in tl.static_range(FIRST, LAST):
+                    sums = walk(
+                        sums, q_tile, q_odd, own_k, own_v, own_table, lists, spans, bounds, position, factor, cap,
+                        edges[i], edges[i + 1], entries, pages,
+                        sk_p, sk_d, sv_p, sv_d, SK_N, SV_N, PAGE, TN, D, DV, KW, VW, BLOCK_KEYS, BLOCK_STEPS,
+                        2 if i != 1 else 1 if LISTS else 0, CAUSAL, WINDOWED, CAPPED, FP8, NATIVE, WIDE,
+                    )  # fmt: skip
                 acc, acc_odd, total, top = sums
 
                 WIDTH: tl.constexpr = 2 * VW if FP8 else VW
