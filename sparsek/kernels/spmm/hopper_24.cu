@@ -212,13 +212,15 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 #endif
 
 // wgmma reads `nibbles` asynchronously: the register must keep them until wgmma was waited for. C++ cannot express
-// that. See `load_nibbles`.
+// that. See `load_nibbles`. With `keep` 0 what d held is not added: no thread has to write zeros there, and to wait for
+// that.
 template <int SEL>
-PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
+PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles, int keep) {
   asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, " IN(133, 101, 69, 37) ", 0;\n"
       "wgmma.mma_async.sp.sync.aligned.m64n" TEXT_OF(TN) TYPE " {" SUM_NAMES "}, " IN(128, 96, 64, 32)
-      ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(131, 99, 67, 35) ", 1, 1, 1" TURNING ";"
-      : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW));
+      ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(131, 99, 67, 35) ", p, 1, 1" TURNING ";\n}"
+      : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW), "r"(keep));
 }
 
 // Loads the word at `at` into x, if `always` is not 0. The compiler does not know `always`, so the old value of x
@@ -452,10 +454,9 @@ PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col
   }
 }
 
-// x += y, then y = 0.
-template <int M, int N> PTX void add_to(float (&x)[M][N], float (&y)[M][N]) {
+template <int M, int N> PTX void add_to(float (&x)[M][N], const float (&y)[M][N]) {
 #pragma unroll
-  for (int i = 0; i < M * N; i++) x[i / N][i % N] += y[i / N][i % N], y[i / N][i % N] = 0.f;
+  for (int i = 0; i < M * N; i++) x[i / N][i % N] += y[i / N][i % N];
 }
 
 // Wait until d holds all products.
@@ -477,7 +478,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
 
   Ring ring{smem, 0, 0};
   u32 before = 0;  // barrier of the slot that the previous step read
-  auto multiply_step = [&](float (&d)[MS][TN / 2], u32 (&nibbles)[MS][CHUNKS], int step) {
+  auto multiply_step = [&](float (&d)[MS][TN / 2], u32 (&nibbles)[MS][CHUNKS], int step, int keep) {
     barrier_wait(ring.full(), ring.phase);  // until A, B and nibbles of this step have landed
     const u32 a = a_ring + ring.slot * A_BYTES, b = b_ring + ring.slot * B_BYTES;
 #pragma unroll
@@ -492,8 +493,8 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
 #pragma unroll
       for (int m = 0; m < MS; m++) {
         const u64 a_desc = A_DESC | place(a + m * 4096 + s * 32);
-        if (s == 1 && !FP8) wgmma<1>(d[m], a_desc, b_desc, nibbles[m][0]);
-        else wgmma<0>(d[m], a_desc, b_desc, nibbles[m][s % CHUNKS]);
+        if (s == 1 && !FP8) wgmma<1>(d[m], a_desc, b_desc, nibbles[m][0], 1);
+        else wgmma<0>(d[m], a_desc, b_desc, nibbles[m][s % CHUNKS], s == 0 ? keep : 1);
       }
     }
     wgmma_commit();
@@ -511,16 +512,19 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     const int steps = (tile.end - tile.first) * p.block_steps;
     const int row = tile.row + wg * (64 * MS);
     float d[MS][TN / 2] = {}, sums[MS][TN / 2] = {};  // of this tile alone: no state is kept for the next
+    int keep = 1;                                     // whether d has products that `sums` lack
 #pragma unroll 1
     for (int step = 0; step < steps;) {
-      multiply_step(d, nibbles[0], step);
+      multiply_step(d, nibbles[0], step, keep);
+      keep = 1;
       if (++step == steps) break;
-      multiply_step(d, nibbles[1], step);
+      multiply_step(d, nibbles[1], step, keep);
       ++step;
       if constexpr (PROMOTE > 0)
         if (step % (PROMOTE ? PROMOTE : 2) == 0) {  // the compiler evaluates it with PROMOTE 0 too
           finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
           add_to(sums, d);
+          keep = 0;
         }
     }
     Rows rows[MS];  // loaded before the last products are done
@@ -528,6 +532,9 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     for (int m = 0; m < MS; m++) rows[m] = rows_of(p, row + 64 * m + 16 * warp, lane);
     finish_products(d);
     if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
+    if (PROMOTE && !keep)
+#pragma unroll
+      for (int i = 0; i < MS * TN / 2; i++) d[i / (TN / 2)][i % (TN / 2)] = 0.f;
     if (PROMOTE) add_to(d, sums);
     if constexpr (COMBINE > 0) {
 #pragma unroll 1
