@@ -32,8 +32,7 @@
    compiles this file as it is. */
 
 #define PTX __device__ __forceinline__
-typedef unsigned short u16; typedef unsigned int u32;
-typedef unsigned long long u64; typedef long long i64;
+typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64;
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -69,8 +68,7 @@ constexpr int C_AT = B_AT + STAGES * B_BYTES, E_AT = C_AT + WGS * C_BOXES * BOX_
 constexpr int FULL_AT = E_AT + STAGES * E_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "hopper_24.py counts shared memory differently");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "swizzled tiles begin at multiples of 1024");
-static_assert(PROMOTE % 2 == 0, "steps go in pairs");
-static_assert(FP8 || !PROMOTE, "16-bit products are summed in float32 as it is");
+static_assert(PROMOTE % 2 == 0 && (FP8 || !PROMOTE), "steps go in pairs; sums of 16 bits are float32 as it is");
 static_assert(!FP8 || !B_ROW, "wgmma reads FP8 along K only");
 static_assert(!LISTS || CLUSTER == 1, "tiles below each other have lists of their own");
 
@@ -92,8 +90,7 @@ PTX void barrier_expect(u32 at, u32 bytes) {
 // Arrives at the barrier at `at` in CTA `rank` of the cluster. It needs no .release.cluster, which would fence all
 // memory in every step: wgmma that was waited for, or threads that have fenced, have read the guarded data.
 PTX void barrier_arrive(u32 at, u32 rank) {
-  if constexpr (CLUSTER == 1)
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+  if constexpr (CLUSTER == 1) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
   else
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -118,8 +115,7 @@ PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
 
 // The same to the same address in every CTA of the cluster; each CTA's own barrier counts the bytes.
 PTX void tma_load_all(u32 to, const TensorMap& map, u32 landed, int x, int y) {
-  if constexpr (CLUSTER == 1)
-    tma_load(to, map, landed, x, y);
+  if constexpr (CLUSTER == 1) tma_load(to, map, landed, x, y);
   else
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -160,9 +156,7 @@ PTX void cluster_sync() {
 PTX void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 PTX void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most N groups are in flight.
-template <int N> PTX void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
+template <int N> PTX void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
 // Marks x as written here, so that its readers stay after the preceding wait.
 PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
@@ -301,10 +295,8 @@ PTX Tile tile_at(const Params& p, int t, int rank) {
 
 struct Range { int begin, end, by; };
 PTX Range my_tiles(const Params& p) {
-  if constexpr (LISTS)
-    return {p.starts[blockIdx.x], p.starts[blockIdx.x + 1], 1};
-  else
-    return {(int)blockIdx.x / CLUSTER, p.row_groups * p.col_tiles, (int)gridDim.x / CLUSTER};
+  if constexpr (LISTS) return {p.starts[blockIdx.x], p.starts[blockIdx.x + 1], 1};
+  else return {(int)blockIdx.x / CLUSTER, p.row_groups * p.col_tiles, (int)gridDim.x / CLUSTER};
 }
 
 struct Ring {

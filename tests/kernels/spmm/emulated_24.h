@@ -231,7 +231,7 @@ static u32 nibble_of(const std::vector<Operands>& ops, int sel, int r, int j) {
   if (FP8) return *ops[first + 2 * (j / 16) + high].nibbles >> 4 * (j / 2 % 8) & 15;
   return *ops[first + 2 * sel + j / 8].nibbles >> (16 * high + 4 * (j / 2 % 4)) & 15;
 }
-template <int SEL> static void product(Cta* c, const std::vector<Operands>& ops, u64 a, u64 b) {
+template <int SEL> static void product(Cta* c, const std::vector<Operands>& ops, u64 a, u64 b, int keep) {
   constexpr int K = FP8 ? 64 : 32;
   static float A[64][K], B[K][TN];
   memset(A, 0, sizeof A);
@@ -246,16 +246,17 @@ template <int SEL> static void product(Cta* c, const std::vector<Operands>& ops,
   for (int r = 0; r < 64; r++)
     for (int n = 0; n < TN; n++) {
       float& s = ops[32 * (r / 16) + 4 * (r % 8) + n % 8 / 2].d[n / 8 * 4 + r % 16 / 8 * 2 + n % 2];
+      if (!keep) s = 0.f;
       for (int k = 0; k < K; k++) if (A[r][k] != 0.f) s += A[r][k] * B[k][n];
     }
 }
-template <int SEL> static void wgmma(float (&d)[TN / 2], u64 a, u64 b, const u32& nibbles) {
+template <int SEL> static void wgmma(float (&d)[TN / 2], u64 a, u64 b, const u32& nibbles, int keep) {
   auto& all = handed[head()];
   all.resize(128);
   all[me->tid.x % 128] = {d, &nibbles};
   if (!meet_all(200, 128)) return;
   Cta* c = me->cta;
-  head()->open.push_back([c, ops = all, a, b] { product<SEL>(c, ops, a, b); });
+  head()->open.push_back([c, ops = all, a, b, keep] { product<SEL>(c, ops, a, b, keep); });
 }
 static void wgmma_commit() {
   if (me->tid.x % 128 == 0) me->groups.push_back(std::move(me->open)), me->open.clear();

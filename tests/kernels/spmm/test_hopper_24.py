@@ -90,7 +90,7 @@ def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
 @needs_nvrtc
 def test_the_code_that_lets_two_steps_share_registers_is_found() -> None:
     """On a GPU it multiplied by the nibbles of the next step (2026-11-22)."""
-    shared = edited("multiply_step(d, nibbles[1], step);", "multiply_step(d, nibbles[0], step);")
+    shared = edited("multiply_step(d, nibbles[1], step, keep);", "multiply_step(d, nibbles[0], step, keep);")
     found = code.compiled(Config(), shared).overwritten
     assert any("LDS" in each for each in found), found
 
@@ -155,8 +155,8 @@ def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
 
 MISTAKES = {
     "two steps share registers": (
-        "multiply_step(d, nibbles[1], step);",
-        "multiply_step(d, nibbles[0], step);",
+        "multiply_step(d, nibbles[1], step, keep);",
+        "multiply_step(d, nibbles[0], step, keep);",
     ),
     "bits of the cluster in a descriptor": ("(at & 0x3FFFF) >> 4", "at >> 4"),
     "the other matrix is not waited for": (
