@@ -55,7 +55,7 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
             # Wait until warpgroup w has finished with this slot's Q.
             mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
             landed = q_full.index(q_slot * GROUPS + w)
-            mbarrier.expect(landed, 64 * T.dim * 2)
+            mbarrier.expect(landed, 64 * T.dim * T.itemsize)
             tma_load(
                 q_desc, [b, h // T.pack, pos + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w)
             )
@@ -71,11 +71,14 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
             key = col * T.block[1] + i % SUB * KEYS
             # Wait until every warpgroup has multiplied the K in this slot.
             mbarrier.wait(k_empty.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
+            mbarrier.expect(k_full.index(slot), KEYS * T.dim * T.itemsize)
             tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
             mbarrier.wait(v_empty.index(slot), phase)  # and the V
-            mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * 2)
-            tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
+            mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * T.itemsize)
+            if T.v_turned:
+                tma_load(v_desc, [b, kv, 0, key], v_full.index(slot), v_s.index(slot))
+            else:
+                tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
             slot += 1
             if slot == T.stages:
                 slot = 0

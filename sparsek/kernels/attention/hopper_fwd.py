@@ -150,18 +150,44 @@ def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
 
 
 @gluon.jit
+def finished(T: gl.constexpr, WG: gl.constexpr, o_desc, acc, lse, r, at, where, outs, at_q, q_s, o_s, bars):
+    """Writes O and lse, in base 2, of a tile or of its part: of its rows r, at positions `at`. The next slot of Q."""
+    DTYPE: gl.constexpr = o_desc.dtype
+    VDIM: gl.constexpr = T.v_dim
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    b, h, pos, part, q_len, heads = where
+    lse_ptr, part_ptr, part_lse_ptr = outs
+    q_slot, q_phase = at_q
+    if T.split:
+        if part >= 0:
+            own = part.to(gl.int64) * 128 + r
+            gl.store(part_lse_ptr + own, lse)
+            own = gl.expand_dims(gl.convert_layout(own, O_ROW), 1) * VDIM
+            gl.store(part_ptr + own + gl.expand_dims(gl.arange(0, VDIM, gl.SliceLayout(0, O_LAYOUT)), 0), acc)
+    if T.lse:
+        if part < 0:
+            row = (b.to(gl.int64) * heads + h + r % T.pack) * q_len + at
+            gl.store(lse_ptr + row, lse * LN2, mask=at < q_len)
+    o = room_of_o(T, WG, q_slot, q_s, o_s)
+    if part < 0:
+        o.reshape((64, VDIM)).store(acc.to(DTYPE))
+        fence_async_shared()
+        tma_store(o_desc, [b, h // T.pack, pos + WG * (64 // T.pack), 0, 0], o)
+    return stored(T, WG, at_q, bars)
+
+
+@gluon.jit
 def attend(
     T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s,
     o_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
-    VDIM: gl.constexpr = T.v_dim
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.keys, 16]))
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     lo_ptr, hi_ptr = bounds
-    lse_ptr, part_ptr, part_lse_ptr = outs
     q_len, heads, kv_len, bound_item, bound_head, bound_group = sizes
     cap, alibi, learned = changes
     slopes, slope_item, slope_head, ahead = alibi
@@ -201,24 +227,10 @@ def attend(
             divided = gl.where(seen, 1.0 / l, 0.0)
         acc = acc * gl.expand_dims(gl.convert_layout(divided, O_ROW), 1)
         lse = gl.where(seen, m + gl.log2(l), float("-inf"))
-        if T.split:
-            if part >= 0:
-                own = part.to(gl.int64) * 128 + r
-                gl.store(part_lse_ptr + own, lse)
-                own = gl.expand_dims(gl.convert_layout(own, O_ROW), 1) * VDIM
-                gl.store(
-                    part_ptr + own + gl.expand_dims(gl.arange(0, VDIM, gl.SliceLayout(0, O_LAYOUT)), 0), acc
-                )
-        if T.lse:
-            if part < 0:
-                row = (b.to(gl.int64) * heads + h + r % T.pack) * q_len + at
-                gl.store(lse_ptr + row, lse * LN2, mask=at < q_len)
-        o = room_of_o(T, WG, q_slot, q_s, o_s)
-        if part < 0:
-            o.reshape((64, VDIM)).store(acc.to(DTYPE))
-            fence_async_shared()
-            tma_store(o_desc, [b, h // T.pack, pos + WG * (64 // T.pack), 0, 0], o)
-        q_slot, q_phase = stored(T, WG, (q_slot, q_phase), bars)
+        where = (b, h, pos, part, q_len, heads)
+        q_slot, q_phase = finished(
+            T, WG, o_desc, acc, lse, r, at, where, outs, (q_slot, q_phase), q_s, o_s, bars
+        )
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
@@ -324,7 +336,7 @@ class HopperAttention:
             for keys in (128, 64):
                 if keys > min(widest, p.block[1]) or (groups == 1 and keys == 128 and max(dim, v_dim) > 64):
                     continue
-                for pack in _packs(p):
+                for pack in packs(p):
                     c = Config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
                     c = fitted(c, p.card.smem_bytes)
                     found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
@@ -333,16 +345,17 @@ class HopperAttention:
     def _shape(self, p: AttentionProblem, c: Config) -> Shape:
         return Shape(c.positions, c.pack, p.card.sm_count * c.ctas_per_sm)
 
-    def seconds(self, p: AttentionProblem, c: Config) -> float:
-        """Steps of the fullest SM, and begin and end of every tile; or the memory traffic, if that is longer.
+    def _step_seconds(self, p: AttentionProblem, c: Config) -> float:
+        """A step of a whole SM. What softcap and ALiBi cost is a guess by their instructions."""
+        return step_seconds(c, p.card, (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0))
 
-        What softcap and ALiBi cost is a guess by their instructions.
-        """
+    def seconds(self, p: AttentionProblem, c: Any) -> float:
+        """Steps of the fullest SM, and begin and end of every tile; or the memory traffic, if that is longer."""
         shape = self._shape(p, c)
         tiles = tiling.tiles_of(p, shape)
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
-        step = step_seconds(c, p.card, (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0))
+        step = self._step_seconds(p, c)
         tile = max(1.0, per_tile) * step + 1.2e-6 * c.rows / 128
         longest = min(p.longest, tiling.part_blocks(p, shape)) * (p.block[1] // c.keys) * step
         compute = max(tiles * tile / sms, longest * (1 if c.split else c.ctas_per_sm))
@@ -377,17 +390,15 @@ class HopperAttention:
         lse_part = out.new_empty(room, dtype=torch.float32) if c.split else none
         # Parts are as wide as a tile; merge_parts reads the width of the output.
         whole = out.new_empty((*out.shape[:3], c.v_dim)) if c.split and c.v_dim != out.shape[3] else out
-        bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
-        own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
-        lists = (mask.partial.indices, mask.full.indices, mask.rules, mask.bits, *bounds)
+        lists, strides = mask_args(mask, q.shape[2], none)
         args = (
-            _rows(q, c.pack, c.dim),
+            query_rows(q, c.pack, c.dim),
             describe_heads(k, c.keys, c.dim),
             describe_heads(v, c.keys, c.v_dim),
-            _rows(whole, c.pack, c.v_dim),
+            query_rows(whole, c.pack, c.v_dim),
             made.tiles,
             made.count,
-            *(none if x is None or x.numel() == 0 else x for x in lists),
+            *lists,
             none if lse is None else lse,
             o_part,
             lse_part,
@@ -396,8 +407,7 @@ class HopperAttention:
             q.shape[2],
             heads,
             k.shape[2],
-            mask.heads * q.shape[2] if own_bounds and mask.batch > 1 else 0,
-            q.shape[2] if own_bounds and mask.heads > 1 else 0,
+            *strides,
             heads // mask.heads,
             score_args.cap(scale, scores),
             *score_args.slopes(scores, q.shape[2], k.shape[2]),
@@ -413,7 +423,16 @@ class HopperAttention:
             out.copy_(whole[..., : out.shape[3]])
 
 
-def _packs(p: AttentionProblem) -> list[int]:
+def mask_args(mask: BlockMask, q_len: int, none: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+    """A mask's lists, rules and bounds, `none` for what it lacks; and the strides of bounds by item and head."""
+    bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
+    own = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
+    lists = (mask.partial.indices, mask.full.indices, mask.rules, mask.bits, *bounds)
+    strides = (mask.heads * q_len if own and mask.batch > 1 else 0, q_len if own and mask.heads > 1 else 0)
+    return tuple(none if x is None or x.numel() == 0 else x for x in lists), strides
+
+
+def packs(p: AttentionProblem) -> list[int]:
     """Query heads per tile: 1, and the largest power of two that divides the group, if that makes fewer tiles."""
     pack = min(64, p.group & -p.group)
     if pack == 1 or p.mask_heads not in (1, p.kv_heads) or p.q_len > p.block[0] // 2:
@@ -421,7 +440,7 @@ def _packs(p: AttentionProblem) -> list[int]:
     return [1, pack]
 
 
-def _rows(x: Tensor, pack: int, dim: int) -> Described:
+def query_rows(x: Tensor, pack: int, dim: int) -> Described:
     """TMA description of q or out: 64 rows of [query, head of the pack]."""
     (b, h, s, d), (sb, sh, ss, _) = x.shape, x.stride()
     return Described(x, (b, h // pack, s, pack, d), (sb, sh * pack, ss, sh, 1), (1, 1, 64 // pack, pack, dim))

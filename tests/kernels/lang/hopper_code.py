@@ -176,10 +176,10 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
         )
     )
     described = {
-        "q_desc": attention_fwd._rows(q, c.pack, c.dim),
+        "q_desc": attention_fwd.query_rows(q, c.pack, c.dim),
         "k_desc": describe_heads(k, c.keys, c.dim),
         "v_desc": describe_heads(v, c.keys, c.v_dim),
-        "o_desc": attention_fwd._rows(o, c.pack, c.v_dim),
+        "o_desc": attention_fwd.query_rows(o, c.pack, c.v_dim),
     }
     types = {name: _descriptor(each.box, dtype) for name, each in described.items()} | {"scale": "fp32"}
     types |= dict.fromkeys(("tiles", "count", "partial", "full", "rules", "bits", "lo", "hi"), "*i32")
