@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparsek import nn, policies
     from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
     from sparsek.files.io import load, save
+    from sparsek.mask.heads8 import QuantizedHeads, quantize_heads
     from sparsek.mask.mask import BlockMask
     from sparsek.mask.pages import PageLists
     from sparsek.mask.rule import MaskPolicy
@@ -52,6 +53,7 @@ __all__ = [
     "PageLists",
     "Plan",
     "Quantized",
+    "QuantizedHeads",
     "QuantizedTensor",
     "Semi24",
     "SparseKError",
@@ -73,6 +75,7 @@ __all__ = [
     "plan_spmm",
     "policies",
     "quantize",
+    "quantize_heads",
     "random_bsr",
     "save",
     "sddmm",
@@ -93,6 +96,7 @@ _HOMES = {
     "PageLists": "sparsek.mask.pages",
     "Plan": "sparsek.plan.plan",
     "Quantized": "sparsek.matrix.quantized",
+    "QuantizedHeads": "sparsek.mask.heads8",
     "QuantizedTensor": "sparsek.matrix.dense8",
     "Semi24": "sparsek.matrix.semi24",
     "SparseKError": "sparsek.core.errors",
@@ -114,6 +118,7 @@ _HOMES = {
     "plan_spgemm": "sparsek.ops.spgemm",
     "plan_spmm": "sparsek.ops.spmm",
     "quantize": "sparsek.matrix.quantized",
+    "quantize_heads": "sparsek.mask.heads8",
     "random_bsr": "sparsek.matrix.random",
     "save": "sparsek.files.io",
     "sddmm": "sparsek.ops.sddmm",

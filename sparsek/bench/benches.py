@@ -22,6 +22,7 @@ HELP = {
     "rounds.",
     "attention-backward": "The gradients of attention against their peers, alone or with the forward pass of a "
     "training step.",
+    "attention-fp8": "Attention of q, k and v in FP8 over the blocks of a mask, against the same in bf16.",
     "serving": "Attention over paged keys: chunks of prompts and decoding steps, beside unpaged kernels and a copy.",
     "fresh": "Attention whose mask is new in every call, host included, over a kept mask and over FlexAttention.",
     "policies": "Blocks of attention chosen from q and k: what that takes alone and in a call, and the mass kept.",
@@ -29,7 +30,7 @@ HELP = {
     "fastest.",
     "host": "The host's time of calls as users write them, each over torch's: the suite, or the calls given by hand.",
 }
-MODULES = {"attention-backward": "attention_grad"}
+MODULES = {"attention-backward": "attention_grad", "attention-fp8": "attention_fp8"}
 
 
 class Benches(UserDict[str, Any]):

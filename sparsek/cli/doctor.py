@@ -20,6 +20,7 @@ from sparsek.core.device import H200, Card, card_of
 from sparsek.core.errors import Unsupported
 from sparsek.core.machine import smi_facts, version_of
 from sparsek.kernels import names_for
+from sparsek.mask.heads8 import quantize_heads
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.attention_paged import plan_attention_paged
 from sparsek.ops.linear import plan_layer
@@ -29,6 +30,7 @@ from sparsek.ops.spgemm import plan_spgemm
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan, time_text
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
+from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.cases import BSR24_CASES, ROW, SEMI24_CASES, Case
 from sparsek.testing.paged_budget import check_attention_paged
@@ -174,7 +176,7 @@ def _typical(device: torch.device) -> dict[str, Callable[[], Plan]]:
     a, b = TYPICAL.make(device)
     x, weight = b.T, torch.randn(SIDE, SIDE, dtype=bf16, device=device)
     q, k, v, mask = WINDOW.operands(device)[0].given
-    blocks = sk.BSR24.from_bsr(a)
+    blocks, heads = sk.BSR24.from_bsr(a), quantize_heads(q, k, v, check=False)
     return {
         "spmm, BSR": lambda: plan_spmm(a, b),
         "spmm, 2:4": lambda: plan_layer(x, sk.Semi24.from_dense(weight)),
@@ -183,6 +185,7 @@ def _typical(device: torch.device) -> dict[str, Callable[[], Plan]]:
         "sddmm": lambda: plan_sddmm(b, x, a.pattern),
         "spgemm": lambda: plan_spgemm(a, a),
         "attention": lambda: plan_attention(q, k, v, mask),
+        "attention, FP8": lambda: plan_attention(*heads, mask),
         "attention, backward": lambda: plan_attention_backward(q, k, v, mask),
     }
 
@@ -269,6 +272,7 @@ def _checked(device: torch.device) -> list[Checked]:
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
+        *_checks("attention_fp8", _in_fp8(device)),
         *_checks("attention_backward", _gradients(device)),
         *_checks("attention_paged", _paged(device)),
     ]
@@ -311,6 +315,14 @@ def _attention(device: torch.device) -> Check:
     q, k, v, mask = ATTENTION.operands(device)[0].given
     return lambda name: check_attention(
         q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
+    )
+
+
+def _in_fp8(device: torch.device) -> Check:
+    q, k, v, mask = ATTENTION.operands(device)[0].given
+    heads = quantize_heads(q, k, v)
+    return lambda name: check_attention_fp8(
+        *heads, mask, plan_attention(*heads, mask, kernel=name)(*heads, mask)
     )
 
 

@@ -14,6 +14,7 @@ OF_BENCH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "sddmm": ("sddmm", ("",)),
     "spgemm": ("spgemm", ("",)),
     "attention": ("attention", ("",)),
+    "attention-fp8": ("attention_fp8", ("",)),
     "attention-backward": ("attention_backward", ("",)),
     "serving": ("attention_paged", ("",)),
 }

@@ -16,6 +16,7 @@ OPERATIONS = {
     "sddmm": "X @ Y at the stored blocks of a pattern.",
     "spgemm": "BSR x BSR.",
     "attention": "Attention over the blocks of a mask.",
+    "attention-fp8": "Attention of q, k and v in FP8.",
     "attention-backward": "The gradients of attention.",
     "serving": "Attention over paged keys and values.",
 }

@@ -51,6 +51,8 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("attention", "portable.attention_fwd", "attention.portable_fwd", ""),
     ("attention", "cpu.attention", "attention.cpu_fwd", ""),
     ("attention", "reference.attention", "attention.reference", ""),
+    ("attention_fp8", "hopper.attention_fp8", "attention.hopper_fp8", ""),
+    ("attention_fp8", "reference.attention_fp8", "attention.reference", ""),
     ("attention_backward", "hopper.attention_bwd", "attention.hopper_bwd", ""),
     ("attention_backward", "portable.attention_bwd", "attention.portable_bwd", ""),
     ("attention_backward", "cpu.attention_bwd", "attention.cpu_bwd", ""),

@@ -25,7 +25,10 @@ def check_tensors(
     """
     for name, x in (("q", q), ("k", k)) if v is k else (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
+            both = "; quantize_heads(q, k, v) makes all three" if type(x).__name__ == "QuantizedHeads" else ""
+            raise InvalidInput(
+                f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}{both}"
+            )
         arguments.dense(name, x)
         if x.is_meta and not predicted:
             raise InvalidInput(
@@ -39,7 +42,7 @@ def check_tensors(
             )
         arguments.one_device("q is", q.device, name, x.device, MOVE)
     dtypes.name(q.dtype)
-    _check_shapes(q.shape, k.shape, v.shape)
+    check_shapes(q.shape, k.shape, v.shape)
 
 
 def _autocast(device: str) -> str:
@@ -50,7 +53,8 @@ def _autocast(device: str) -> str:
     return f". torch.autocast casts neither float64 nor the operands of plan=: cast all three, to {wanted}"
 
 
-def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    """InvalidInput unless q [B, Hq, S, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] fit together."""
     if not q[0] == k[0] == v[0]:
         raise InvalidInput(f"q, k and v have {q[0]}, {k[0]} and {v[0]} batch items; they must have as many")
     if k[1] != v[1]:

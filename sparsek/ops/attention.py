@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.accepted import MaskLike, block_mask
+from sparsek.mask.heads8 import QuantizedHeads
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import bound
@@ -21,6 +22,7 @@ from sparsek.ops.attention_autograd import (
     check_untransformed,
     run_forward,
 )
+from sparsek.ops.attention_fp8 import attention_fp8, plan_attention_fp8
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, checked
 from sparsek.ops.attention_refused import refuse
@@ -28,6 +30,7 @@ from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
+from sparsek.plan.attention_fp8 import AttentionFp8Plan
 from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.plan.operands import check_no_tangent, wants_gradient
 from sparsek.plan.plan import check_plan
@@ -70,16 +73,50 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: QuantizedHeads,
+    k: QuantizedHeads,
+    v: QuantizedHeads,
+    mask: MaskLike | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    plan: AttentionFp8Plan | None = None,
+    kernel: str | None = None,
+    deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    q: QuantizedHeads,
+    k: QuantizedHeads,
+    v: QuantizedHeads,
+    mask: MaskLike | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    plan: AttentionFp8Plan | None = None,
+    kernel: str | None = None,
+    deterministic: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
     mask: MaskLike | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
-    plan: AttentionPlan | None = None,
+    plan: Any = None,
     kernel: str | None = None,
     deterministic: bool = True,
     softcap: float = 0.0,
@@ -108,7 +145,8 @@ def attention(
         v: Values [B, Hkv, T, Dv]. All three have one dtype and one device, and any strides; none is copied. GPU kernels
             take bf16 and fp16: hopper.attention_fwd with D and Dv up to 256 that are multiples of 8,
             portable.attention_fwd with D and Dv of 32, 64, 96, 128, 192 or 256. The CPU and the reference also take
-            float32, float64 and any D.
+            float32, float64 and any D. Or all three are QuantizedHeads, which `quantize_heads` makes: attention in FP8
+            by hopper.attention_fp8, with D up to 256 and Dv up to 128 that are multiples of 16, or the reference.
         mask: Which keys a query sees; all of them for None. On the device of q.
 
             - A `BlockMask` of S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
@@ -144,8 +182,8 @@ def attention(
             instead.
 
     Returns:
-        out [B, Hq, S, Dv] in the dtype of q; in memory [B, S, Hq, Dv] if q is. With return_lse (out, lse), lse
-        [B, Hq, S] in float32, or float64 for float64.
+        out [B, Hq, S, Dv] in the dtype of q, for QuantizedHeads in q.source_dtype; in memory [B, S, Hq, Dv] if q is.
+        With return_lse (out, lse), lse [B, Hq, S] in float32, or float64 for float64.
 
     Raises:
         InvalidInput: For operands that do not fit together; the message gives shapes and a cure.
@@ -154,7 +192,8 @@ def attention(
     Gradients: for q, k, v and sink_logits, also through lse, once: their own gradients raise InvalidInput. The backward
     pass keeps q, k, v, out and lse, and no memory that grows with the number of blocks. It computes the gradients of q,
     k and v if one is wanted. They are dense in memory, [B, L, H, E] where the operand is. A gradient of out is copied
-    first if its last dim is not contiguous or it is not aligned as q, k and v are.
+    first if its last dim is not contiguous or it is not aligned as q, k and v are. Attention in FP8 has no gradients:
+    it raises InvalidInput where one is wanted.
 
     Synchronization: once planned, GPU kernels do not wait for the device. They allocate outputs and, where a plan cuts
     long tiles, a workspace. The host learns the exact size of lists that were made on a GPU after the first call, which
@@ -181,6 +220,9 @@ def attention(
         >>> torch.equal(sk.attention(q, k, v, is_causal=True), sk.attention(q, k, v, sk.MaskPolicy()))
         True
     """
+    if q.__class__ is QuantizedHeads:
+        changes = softcap, alibi_slopes, sink_logits
+        return attention_fp8(q, k, v, mask, is_causal, scale, return_lse, plan, kernel, changes, refused)
     if autocasts() and plan is None:
         q, k, v = follow_autocast(q, k, v)
     if type(return_lse) is not bool or type(deterministic) is not bool:
@@ -239,6 +281,7 @@ def attention(
     return cast(Any, both if return_lse else both[0])
 
 
+@overload
 def plan_attention(
     q: Tensor,
     k: Tensor,
@@ -252,7 +295,36 @@ def plan_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
-) -> AttentionPlan:
+) -> AttentionPlan: ...
+@overload
+def plan_attention(
+    q: QuantizedHeads,
+    k: QuantizedHeads,
+    v: QuantizedHeads,
+    mask: MaskLike | None = None,
+    *,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+    return_lse: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> AttentionFp8Plan: ...
+def plan_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: MaskLike | None = None,
+    *,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+    return_lse: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> AttentionPlan | AttentionFp8Plan:
     """Return the plan that `attention(q, k, v, mask)` uses without autocast: frozen, callable, with `explain()`.
 
     The schedule is made on the mask's device, without a host sync.
@@ -271,7 +343,8 @@ def plan_attention(
         sink_logits: As in `attention`.
 
     Returns:
-        An `AttentionPlan`. Call it, `plan(q, k, v, mask)`, or pass it on, `attention(q, k, v, mask, plan=plan)`.
+        An `AttentionPlan`, for QuantizedHeads an `AttentionFp8Plan`. Call it, `plan(q, k, v, mask)`, or pass it on,
+        `attention(q, k, v, mask, plan=plan)`.
 
     Raises:
         InvalidInput: For operands that do not fit together, and for an unknown kernel, config or card.
@@ -288,6 +361,9 @@ def plan_attention(
         'hopper.attention_fwd'
     """
     arguments.flag("return_lse", return_lse)
+    if q.__class__ is QuantizedHeads:
+        changes = softcap, alibi_slopes, sink_logits
+        return plan_attention_fp8(q, k, v, mask, kernel, config, device, return_lse, changes)
     found = _planned(q, k, v, mask, kernel, device, "plan_attention")
     scores = operands.checked_scores(q, softcap, alibi_slopes, sink_logits, here=device is None)
     plan = ATTENTION.plan(Attended(q, k, v, found, lse=return_lse, scores=scores), kernel, config, device)

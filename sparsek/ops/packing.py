@@ -84,6 +84,11 @@ def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     return None if kernel is None else kernel(x, dtype)
 
 
+def _round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) -> Tensor | None:
+    kernel = _kernel("heads_to_fp8", "round_heads", x, scale)
+    return None if kernel is None else kernel(x, scale, rows, stored, turned)
+
+
 def _choose_blocks(c: Choice) -> Parts | None:
     tensors = (c.given, c.lengths, c.limit, c.always, c.counts)
     plain = [each for each in tensors if isinstance(each, Tensor)]
@@ -97,5 +102,6 @@ KERNELS.update(
     pack24=_pack24,
     unpack24=_unpack24,
     round_rows=_round_rows,
+    round_heads=_round_heads,
     choose_blocks=_choose_blocks,
 )

@@ -76,10 +76,8 @@ def alike(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Any, ...]:
     return q.shape, k.shape[1], v.shape[3], q.dtype, mask.sizes.exact
 
 
-def sizes(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, layout: operands.Layout, scores: Scores
-) -> dict[str, Any]:
-    """Fields that the problems of both passes share."""
+def sizes(q: Any, k: Any, v: Any, mask: BlockMask, layout: operands.Layout, scores: Scores) -> dict[str, Any]:
+    """Fields that the problems of both passes share, and those in FP8."""
     batch, q_heads, q_len, dim = q.shape
     return {
         "batch": batch,
@@ -89,7 +87,7 @@ def sizes(
         "kv_len": k.shape[2],
         "dim": dim,
         "v_dim": v.shape[3],
-        "dtype": dtypes.name(q.dtype),
+        "dtype": dtypes.shown(q.dtype),
         "block": mask.block,
         "mask_batch": mask.batch,
         "mask_heads": mask.heads,
@@ -119,14 +117,14 @@ class MaskPlan(Plan):
     label: str = ""
     unmasked: bool = False
 
-    def checked(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> BlockMask:
+    def checked(self, q: Any, k: Any, v: Any, mask: BlockMask | None) -> BlockMask:
         """The mask to use. InvalidInput for another mask, and for operands of other shapes, dtypes or alignment."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             raise InvalidInput(
                 "plans do not go through torch.compile and torch.func; call attention(q, k, v, mask) there"
             )
         self.refuse_unless_ready()
-        check_tensors(q, k, v, planner=self.planner)
+        q_values, k_values = self._checked_operands(q, k, v)
         planned = self.mask()
         found = planned if mask is None and self.unmasked else mask
         if found is None or found is not planned:
@@ -134,23 +132,28 @@ class MaskPlan(Plan):
                 f"this plan was made for another mask; call {self.planner}(q, k, v, mask) for this one, "
                 "or attention(q, k, v, mask)"
             )
-        operands.check_mask(q, k, found)
+        operands.check_mask(q_values, k_values, found)
         self._check_planned(q, k, v)
         return found
+
+    def _checked_operands(self, q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor]:
+        """Tensors with the shapes of q and k, after the checks that need no mask."""
+        check_tensors(q, k, v, planner=self.planner)
+        return q, k
 
     def check_scores(self, scores: Scores) -> None:
         """InvalidInput unless the plan is for scores that are changed so."""
         p = self.problem
         sinks = scores.sink_logits
         found = *operands.changes(scores), "" if sinks is None else dtypes.name(sinks.dtype)
-        planned = p.softcap, p.alibi, p.sink_logits if p.op == "attention" else found[2]
+        planned = p.softcap, p.alibi, p.sink_logits if p.op != "attention_backward" else found[2]
         if found != planned:
             raise InvalidInput(
                 f"this plan is for {_changed(*planned)} and the call has {_changed(*found)}; give {self.planner} the "
                 "softcap, alibi_slopes and sink_logits of its calls"
             )
 
-    def _check_planned(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _check_planned(self, q: Any, k: Any, v: Any) -> None:
         p = self.problem
         planned = (p.batch, p.q_heads, p.q_len, p.dim), (p.batch, p.kv_heads, p.kv_len, p.v_dim)
         if (tuple(q.shape), tuple(v.shape)) != planned or dtypes.name(q.dtype) != p.dtype:
@@ -260,13 +263,13 @@ class AttentionPlan(MaskPlan):
         if out.numel() == 0:
             return out, lse
         if mask.kv_len == 0:
-            return out.zero_(), None if lse is None else _without_keys(lse, scores.sink_logits)
+            return out.zero_(), None if lse is None else without_keys(lse, scores.sink_logits)
         kernel, config, _ = self.choice
         kernel.launch(config, self.work, AttentionCall(q, k, v, mask, scale, out, lse, scores))
         return out, lse
 
 
-def _without_keys(lse: Tensor, sinks: Tensor | None) -> Tensor:
+def without_keys(lse: Tensor, sinks: Tensor | None) -> Tensor:
     """`lse` [B, Hq, S] of queries that see no key."""
     return lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[None, :, None].expand_as(lse))
 

@@ -104,17 +104,23 @@ def checked_scale(scale: Any, dim: int) -> float:
 
 
 def checked_scores(
-    q: Tensor, softcap: Any, alibi_slopes: Any, sink_logits: Any, *, here: bool = True
+    q: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sink_logits: Any,
+    *,
+    here: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Scores:
     """What changes the scores of q. InvalidInput for a softcap, slopes or sinks that do not fit q.
 
     `here`: slopes and sinks must be on the device of q. A call that is only predicted takes them on any; on the meta
-    device only if q is there too.
+    device only if q is there too. `dtype`: of results, q's own for None.
     """
     cap = checked_softcap(softcap)
     if cap == 0 and alibi_slopes is None and sink_logits is None:
         return PLAIN
-    (batch, heads), kinds = q.shape[:2], {torch.float32, q.dtype}
+    (batch, heads), kinds = q.shape[:2], {torch.float32, dtype or q.dtype}
     if alibi_slopes is not None:
         _check_heads("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), {torch.float32}, here)
         if wants_gradient(alibi_slopes):
@@ -182,12 +188,15 @@ def is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
 
 
-def empty_out(q: Tensor, v_dim: int) -> Tensor:
-    """An uninitialised, gapless out [B, Hq, S, Dv]: in memory [B, S, Hq, Dv] if q is stored so, else as its shape."""
+def empty_out(q: Tensor, v_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised, gapless out [B, Hq, S, Dv]: in memory [B, S, Hq, Dv] if q is stored so, else as its shape.
+
+    In q's dtype for None.
+    """
     batch, heads, length, _ = q.shape
     if heads > 1 and length > 1 and q.stride(1) < q.stride(2):
-        return q.new_empty((batch, length, heads, v_dim)).transpose(1, 2)
-    return q.new_empty((batch, heads, length, v_dim))
+        return q.new_empty((batch, length, heads, v_dim), dtype=dtype).transpose(1, 2)
+    return q.new_empty((batch, heads, length, v_dim), dtype=dtype)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -59,13 +59,15 @@ def activation_seconds(p: SpmmProblem) -> float:
     return p.card.launch_seconds + moved * 1.4 / (0.58 * p.card.bandwidth)
 
 
-def unless_hopper(p: ProductProblem | AttentionProblem | PagedProblem) -> list[str]:
-    """Why 16-bit wgmma and TMA cannot run `p`: its card, its dtype."""
+def unless_hopper(
+    p: ProductProblem | AttentionProblem | PagedProblem, multiplied: tuple[str, ...] = ("bf16", "fp16")
+) -> list[str]:
+    """Why wgmma over these dtypes and TMA cannot run `p`: its card, its dtype."""
     reasons = []
     if p.card.capability != (9, 0):
         reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
-    if p.dtype not in ("bf16", "fp16"):
-        reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+    if p.dtype not in multiplied:
+        reasons.append(f"multiplies {' and '.join(multiplied)}, not {p.dtype}")
     return reasons
 
 
@@ -156,12 +158,13 @@ class AttentionCall(NamedTuple):
 
     `out` [B, Hq, S, Dv] and `lse` [B, Hq, S] are preallocated and fully overwritten. `out` is stored as [B, Hq, S,
     Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No dim of either is 0, nor T. `scale` is positive and
-    multiplies q k^T, base e. `scores`: what changes the product; its slopes and sinks have any strides.
+    multiplies q k^T, base e. `scores`: what changes the product; its slopes and sinks have any strides. Of attention in
+    FP8 q, k and v are QuantizedHeads, and `out` has q.source_dtype.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Any
+    k: Any
+    v: Any
     mask: BlockMask
     scale: float
     out: Tensor

@@ -17,6 +17,7 @@ GOOD_CASE = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
 KERNELS = {
     "spmm": "cpu.spmm",
     "attention": "cpu.attention",
+    "attention_fp8": "reference.attention_fp8",
     "attention_backward": "reference.attention_bwd",
     "attention_train": "reference.attention + reference.attention_bwd",
     "sddmm": "reference.sddmm",

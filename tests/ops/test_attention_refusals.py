@@ -83,7 +83,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
         r"a function \(b, h, q_idx, kv_idx\) becomes a mask by BlockMask.from_mask_mod\(fn, B, H, S, T\)",
     ),
     "mask of a plan": (
-        lambda q, k, v: sk.plan_attention(q, k, v)(q, k, v, torch.ones(192, 192).bool()),  # type: ignore[arg-type]
+        lambda q, k, v: sk.plan_attention(q, k, v)(q, k, v, torch.ones(192, 192).bool()),
         "this plan was made for another mask",
     ),
     "mask of floats": (

@@ -384,6 +384,12 @@ def layers() -> Any:
     return outputs, [(each, each.grad) for each in parameters if each.grad is not None], other(dense(7, 80))
 
 
+def attention_fp8() -> Any:
+    q, k, v = dense(1, 2, 70, 32), dense(1, 1, 70, 32), dense(1, 1, 70, 32)
+    heads = sk.quantize_heads(q, k, v, "block", rows=64)
+    return heads, sk.attention(*heads, is_causal=True, return_lse=True)
+
+
 def files(tmp_path: Path) -> Any:
     path = tmp_path / "all.safetensors"
     things = {
@@ -397,8 +403,8 @@ def files(tmp_path: Path) -> Any:
 
 
 RECIPES = (
-    spmm, low, sddmm, spgemm, two_four, fp8, attention, backward, masks, varlen, paged, plans, formats, through_scipy,
-    layers, files,
+    spmm, low, sddmm, spgemm, two_four, fp8, attention, attention_fp8, backward, masks, varlen, paged, plans, formats,
+    through_scipy, layers, files,
 )  # fmt: skip
 
 
@@ -410,7 +416,7 @@ def parts(x: Any) -> list[Any]:
         return parts((x.values, x.meta))
     if isinstance(x, sk.Quantized):
         return parts((x.matrix.values.view(torch.uint8), x.scale))
-    if isinstance(x, sk.QuantizedTensor):
+    if isinstance(x, sk.QuantizedTensor | sk.QuantizedHeads):
         return parts((x.values.view(torch.uint8), x.scale))
     if isinstance(x, sk.BlockPattern):
         return parts((x.indptr, x.indices))
@@ -447,6 +453,7 @@ def test_every_public_function_has_a_recipe() -> None:
         "FormatChoice": "choose_format",
         "Plan": "plan_spmm",
         "Quantized": "quantize",
+        "QuantizedHeads": "quantize_heads",
         "QuantizedTensor": "quantize",
     }
     others = {"InvalidFile", "InvalidInput", "SparseKError", "Unsupported"}

@@ -1,4 +1,4 @@
-"""reference.attention and reference.attention_bwd: the specification as kernels.
+"""reference.attention, reference.attention_fp8 and reference.attention_bwd: the specification as kernels.
 
 Any device, dtype and layout; they visit every query-key pair, so they are slow, and predicted to be.
 """
@@ -12,6 +12,7 @@ from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
 from sparsek.plan.kernel import AttentionCall, AttentionGradCall
 from sparsek.plan.problem import AttentionProblem
 from sparsek.reference.attention import attention, attention_backward
+from sparsek.reference.attention_fp8 import attention_fp8
 
 
 class _Reference(FixedKernel):
@@ -49,6 +50,24 @@ class ReferenceAttention(_Reference):
                 lse.copy_(sums)
 
 
+class ReferenceAttentionFp8(_Reference):
+    """`sparsek.reference.attention_fp8` as a kernel: any device, and the baseline for tests."""
+
+    name = "reference.attention_fp8"
+    passes = 12
+    widths = 2
+    calls = 28  # four more for scales
+
+    def launch(self, c: Fixed, work: None, call: AttentionCall) -> None:
+        q, k, v, mask, scale, out, lse, scores = call
+        with torch.no_grad():
+            dtype = torch.promote_types(out.dtype, torch.float32)
+            result, sums = attention_fp8(q, k, v, mask, scale=scale, scores=scores, dtype=dtype)
+            out.copy_(result)
+            if lse is not None:
+                lse.copy_(sums)
+
+
 class ReferenceAttentionBackward(_Reference):
     """`sparsek.reference.attention.attention_backward` as a kernel: the last resort."""
 
@@ -65,4 +84,6 @@ class ReferenceAttentionBackward(_Reference):
                 mine.copy_(theirs)
 
 
-KERNELS: dict[str, Any] = {each.name: each for each in (ReferenceAttention(), ReferenceAttentionBackward())}
+KERNELS: dict[str, Any] = {
+    each.name: each for each in (ReferenceAttention(), ReferenceAttentionFp8(), ReferenceAttentionBackward())
+}

@@ -48,7 +48,7 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _quotients(x, scale, DIVIDE: tl.constexpr):
+def quotients(x, scale, DIVIDE: tl.constexpr):
     """x / scale[:, None] in float32, rounded to nearest.
 
     Markstein, IBM J. Res. Dev. 34 (1990): with r = 1 / s rounded, q = x r, and q + r (x - q s) by two fused
@@ -104,7 +104,7 @@ def _round_rows(
     for k0 in range(0, k, STEP):
         if not ONCE:
             held = _row_part(x, k0 + kt, k, sx_k, inside, LIES, UNIT, WIDE)
-        made = _quotients(held.to(tl.float32), found, DIVIDE).to(values.dtype.element_ty)
+        made = quotients(held.to(tl.float32), found, DIVIDE).to(values.dtype.element_ty)
         to = first[:, None] + (k0 + kt)[None, :]
         if UNIT > 1:
             to = tl.multiple_of(to, (1, 16))

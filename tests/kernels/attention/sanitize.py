@@ -1,6 +1,7 @@
-"""hopper.attention_fwd or hopper.attention_bwd over small awkward inputs, for `compute-sanitizer --tool memcheck`."""
+"""One of Hopper's attention kernels over small awkward inputs, for `compute-sanitizer --tool memcheck`."""
 
 import sys
+from itertools import product
 
 import torch
 
@@ -8,6 +9,7 @@ from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import AttentionCase, random_bits
+from tests.kernels.attention import test_hopper_fp8_gpu
 from tests.kernels.attention.grad_cases import hold
 from tests.kernels.planned import attend
 from tests.kernels.planned import attention_problem as problem
@@ -35,12 +37,21 @@ BACKWARD = (
 )
 
 
+FP8 = (
+    *(case for case in FORWARD if case.dims[1] <= 128),
+    AttentionCase("padded heads", lambda d: BlockMask.causal(q_len=200, kv_len=333, device=d), dims=(96, 48)),
+)
+
+
 def main(name: str) -> None:
     kernel = load(name)
     if name == "hopper.attention_bwd":
         for case in BACKWARD:
             for deterministic in (True, False):
                 hold(kernel, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic)
+    elif name == "hopper.attention_fp8":
+        for case, scale in product(FP8, ("head", "block")):
+            test_hopper_fp8_gpu.hold(case, torch.bfloat16, scale)
     else:
         for case in FORWARD:
             q, k, v, mask = case.make("cuda", torch.bfloat16)

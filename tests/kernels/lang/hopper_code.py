@@ -17,6 +17,7 @@ from triton.runtime.cache import get_cache_manager
 
 from sparsek.core import dtypes
 from sparsek.kernels.attention import hopper_bwd as attention_bwd
+from sparsek.kernels.attention import hopper_fp8 as attention_fp8
 from sparsek.kernels.attention import hopper_fwd as attention_fwd
 from sparsek.kernels.lang.gluon import describe_heads, shared_layout
 from sparsek.kernels.paged import hopper as attention_paged
@@ -32,6 +33,7 @@ Config = (
     | spmm_fp8.Config
     | sddmm.Config
     | attention_fwd.Config
+    | attention_fp8.Config
     | attention_bwd.Config
     | attention_paged.Config
 )
@@ -39,7 +41,7 @@ Config = (
 VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
 # Arguments with any alignment.
-ANYWHERE = ("slopes", "sinks")
+ANYWHERE = ("slopes", "sinks", "q_scale", "k_scale", "v_scale")
 READERS = sha256(Path(__file__).read_bytes() + Path(sass.__file__).read_bytes()).hexdigest()
 # What Triton calls what torch and SparseK call otherwise.
 FP8 = {"e4m3": ("fp8e4nv", torch.float8_e4m3fn), "e5m2": ("fp8e5", torch.float8_e5m2)}
@@ -79,6 +81,9 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     if isinstance(c, attention_fwd.Config):
         options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
         function, source, types = _attention(c, dtype)
+    elif isinstance(c, attention_fp8.Config):
+        options = c.options
+        function, source, types = _attention_fp8(c, dtype)
     elif isinstance(c, attention_bwd.Config):
         options = {}
         function, source, types = _attention_bwd(c, dtype)
@@ -190,6 +195,18 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
         {"sinks": f"*{c.sinks}"} if c.sinks else dict.fromkeys(("sinks", "sink_step"), "constexpr")
     )
     return attention_fwd.attention_kernel, attention_fwd.SOURCE, types
+
+
+def _attention_fp8(c: attention_fp8.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
+    """`dtype`: that of the output."""
+    rows = (1, 1, 64 // c.pack, c.pack)
+    boxes = {"q_desc": (*rows, c.dim), "k_desc": (1, 1, c.keys, c.dim), "v_desc": (1, 1, c.v_dim, c.keys)}
+    types = {name: _descriptor(box, "e4m3") for name, box in boxes.items()}
+    types |= {"o_desc": _descriptor((*rows, c.v_dim), dtype), "scale": "fp32"}
+    types |= dict.fromkeys(("tiles", "count", "partial", "full", "rules", "bits", "lo", "hi"), "*i32")
+    types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32") | {"lse": "*fp32" if c.lse else "*i32"}
+    types |= dict.fromkeys(("part", "part_lse"), "*fp32" if c.split else "*i32")
+    return attention_fp8.attention_fp8_kernel, attention_fp8.SOURCE, types
 
 
 def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:

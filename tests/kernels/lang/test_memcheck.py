@@ -23,6 +23,7 @@ KERNELS = {
     "hopper.semi24_fp8": ("semi24", sanitize_24),
     "hopper.bsr24_fp8": ("semi24", sanitize_24),
     "hopper.attention_fwd": ("attention_kernel", sanitize_attention),
+    "hopper.attention_fp8": ("attention_fp8", sanitize_attention),
     "hopper.attention_bwd": ("attention_bwd", sanitize_attention),
 }
 
