@@ -32,6 +32,7 @@ GROUP = 16  # keys of v that lie in an order of their own
 # of each eight, and needs four neighbours of the left operand of the next product.
 KEY_ORDER = tuple(8 * a + 2 * t + b for t in range(4) for a in range(2) for b in range(2))
 ROWS = 128
+MOST_ROWS = 65536
 
 
 @record(leaves=("values", "scale"), own=("values", "scale"))
@@ -46,7 +47,7 @@ class QuantizedHeads(Record):
         values: torch.float8_e4m3fn [B, H, L, D] with contiguous rows; of `turned` heads [B, H, D, Lp], where Lp is
             the next multiple of 16 and the places of each 16 keys hold those in the order of `KEY_ORDER`.
         scale: float32, contiguous: [B, H], one for each head, or [B, H, ceil(L / rows)], one for each `rows` rows.
-        rows: Rows that share a scale, a multiple of 64; 0 where a head does.
+        rows: Rows that share a scale, a multiple of 64 up to 65536; 0 where a head does.
         turned: Whether the values lie along L, as v must.
         length: L of turned heads; 0 for others, whose values have it.
         source_dtype: The dtype that was rounded: results of attention have that of q.
@@ -73,9 +74,9 @@ class QuantizedHeads(Record):
                 raise InvalidInput(
                     f"values are turned and have {most} keys; pad them to a multiple of {GROUP}"
                 )
-        elif self.length:
+        elif arguments.integer("length", self.length):
             raise InvalidInput(f"length is {self.length}; it is for turned values, others have their own")
-        if arguments.integer("rows", self.rows) % 64:
+        if arguments.integer("rows", self.rows, 0, MOST_ROWS) % 64:
             raise InvalidInput(
                 f"rows is {self.rows}; a scale is for a multiple of 64 rows, or for 0, a whole head"
             )
@@ -189,7 +190,7 @@ def quantize_heads(
         k: Keys [B, Hkv, T, D].
         v: Values [B, Hkv, T, Dv]. They are stored with the keys of a head contiguous, as FP8 tensor cores read them.
         scale: What shares a scale: each "head" of a batch item, or each "block" of `rows` rows of a head.
-        rows: Rows of a block, a multiple of 64.
+        rows: Rows of a block, a multiple of 64 up to 65536.
         check: Refuse NaN and Inf, with one sync for each tensor. Without it a NaN or Inf makes NaN of all values that
             share its scale.
 
@@ -212,7 +213,7 @@ def quantize_heads(
     """
     check_tensors(q, k, v)
     arguments.one_of("scale", scale, SCALES)
-    if arguments.integer("rows", rows, 64) % 64:
+    if arguments.integer("rows", rows, 64, MOST_ROWS) % 64:
         raise InvalidInput(f"rows is {rows}; it must be a multiple of 64, as blocks of masks are")
     arguments.flag("check", check)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -251,6 +252,7 @@ def _largest(x: Tensor, rows: int) -> Tensor:
         if not length * dim:
             return x.new_zeros((b, h), dtype=wide)
         return torch.linalg.vector_norm(x, ord=torch.inf, dim=(2, 3), dtype=wide)
+    rows = min(rows, max(1, length))
     blocks = -(-length // rows)
     padded = functional.pad(x, (0, 0, 0, blocks * rows - length)).reshape(b, h, blocks, rows * dim)
     if not padded.numel():

@@ -69,7 +69,9 @@ def mlp(
     """
     if autocasts():
         x, W_up, W_down, bias_up, bias_down = follow_autocast(x, W_up, W_down, bias_up, bias_down)
-    if isinstance(W_up, BSR) and isinstance(W_down, BSR):
+    given = (each for each in (bias_up, bias_down) if each is not None)
+    plain = all(isinstance(each, Tensor) for each in (x, *given))
+    if plain and isinstance(W_up, BSR) and isinstance(W_down, BSR):
         act: Any = activation
         learns = operands.wants_gradient(x, bias_up, bias_down, W_up.values, W_down.values)
         if learns and writes_slope(x, W_up, bias_up, act, kernel):

@@ -76,6 +76,15 @@ def scaled_tensor(turned: bool = False) -> sk.QuantizedTensor:
     return made.mT if turned else made
 
 
+QKV = (torch.randn(1, 4, 100, 32).bfloat16(), torch.randn(1, 2, 130, 32).bfloat16())
+
+
+@lru_cache
+def heads(which: int = 0) -> sk.QuantizedHeads:
+    """Queries (0), keys (1) or values (2) in FP8."""
+    return sk.quantize_heads(QKV[0], QKV[1], QKV[1], "block", rows=64)[which]
+
+
 @lru_cache
 def mask(kind: str = "causal") -> sk.BlockMask:
     if kind == "window":
@@ -169,6 +178,14 @@ def _quantized(random: Random) -> Any:
     a = random.choice((any_bsr(random), any_24(random), dense(), dense(dtype=torch.bfloat16)[None]))
     options = {"dtype": random.choice((E4M3, E5M2)), "scale": random.choice(("row", "tensor")), "check": True}
     return sk.quantize, {"a": a, **options} | ({} if isinstance(a, Tensor) else {"fast_accum": False})
+
+
+def _parts_of_heads(random: Random) -> Any:
+    each = heads(random.choice((0, 2)))
+    return sk.QuantizedHeads, {
+        "values": each.values, "scale": each.scale, "rows": each.rows, "turned": each.turned, "length": each.length,
+        "source_dtype": each.source_dtype,
+    }  # fmt: skip
 
 
 def _scaled_parts(random: Random) -> Any:
@@ -361,6 +378,14 @@ CALLS: dict[str, Call] = {
         method("dequantize", lambda random: scaled_tensor(True), dtype=torch.float32)
     ),
     "QuantizedTensor.error": Call(method("error", lambda random: scaled_tensor(), x=dense())),
+    "QuantizedHeads": Call(_parts_of_heads),
+    "QuantizedHeads.to": Call(method("to", lambda random: heads(2), device="cpu"), PLACE),
+    "QuantizedHeads.dequantize": Call(method("dequantize", lambda random: heads(2), dtype=torch.float32)),
+    "QuantizedHeads.error": Call(method("error", lambda random: heads(), x=QKV[0])),
+    "quantize_heads": Call(
+        function(sk.quantize_heads, q=QKV[0], k=QKV[1], v=QKV[1], scale="block", rows=64, check=True),
+        {"scale": "none text"},
+    ),
     "quantize": Call(_quantized, {"a": "tensor BSR Semi24"}),
     "random_bsr": Call(_sizes, {**BLOCK, **PLACE, "density": "int"}),
     "save": Call(_saved, {"path": "text", "obj": "dict BSR Semi24 Quantized BlockMask"}, errors=(OSError,)),
@@ -479,7 +504,7 @@ def _parts(a: Any) -> dict[str, Any]:
 # What has no arguments to spoil, or says that it checks none.
 REASONS = {
     **dict.fromkeys(("PageLists", "PageLists.from_indices", "PageLists.of_masks"), "drawn in calls_ops.py"),
-    "unchecked": "says that it checks nothing: parts are known to be right",
+    **dict.fromkeys(("unchecked", "of_fields"), "says that it checks nothing: parts are known to be right"),
     "from_host": "says that it checks nothing: the indices are known to be right",
     **dict.fromkeys(
         ("register_matmul", "register_linear"), "for the operations, once, when sparsek is imported"

@@ -215,6 +215,10 @@ CALLS: dict[str, Call] = {
         function(sk.swiglu, x=X, W_gate=bsr(), W_up=two_four(), kernel=None),
         LAYER | {"W_gate": MATRIX, "W_up": MATRIX},
     ),
+    "mlp": Call(
+        function(sk.mlp, x=X, W_up=bsr(), W_down=bsr().T, activation="silu", kernel=None),
+        LAYER | {"W_up": f"tensor {MATRIX}", "W_down": f"tensor {MATRIX}"},
+    ),
     "swiglu (FP8)": Call(function(sk.swiglu, x=rounded(), W_gate=fp8(), W_up=fp8(), kernel=None), LAYER),
     "sddmm": Call(function(sk.sddmm, **SAMPLED, plan=None, kernel=None), NAMED),
     "sddmm (plan)": Call(

@@ -137,6 +137,7 @@ def spmm() -> Any:
             learned(lambda v, b: sk.spmm(weight(v), b, **yes), a.values, dense(80, 5)),
             learned(lambda v, x, c: sk.linear(x, weight(v), c, "gelu", **yes), a.values, dense(7, 80), bias),
             learned(lambda v, x: sk.swiglu(x, weight(v), weight(v.neg()), **yes), a.values, dense(7, 80)),
+            learned(lambda v, x: sk.mlp(x, weight(v), weight(v).T, **yes), a.values, dense(7, 80)),
         )
 
     return of_every_kernel("bsr", call), matrix() @ dense(80, 5), dense(5, 80) @ matrix().T

@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -52,6 +51,10 @@ _address = Tensor.data_ptr
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _allocate: Any = getattr(_guards, "_empty_strided_cuda", None)
 _threads = threading.local()  # .recorder: the Recorder of the call in progress
+
+
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 class Address(NamedTuple):
@@ -251,7 +254,7 @@ class Recorder(TorchDispatchMode):
         sides = tuple(made.shape), made.stride()
         filled = torch.are_deterministic_algorithms_enabled() or made.device.index != self.device
         if _allocate is None or filled:
-            self._makes(partial(torch.empty_strided, dtype=made.dtype, device=made.device), sides, made)
+            self._makes(_empty, (*sides, made.dtype, made.device), made)
         else:
             self._makes(_allocate, (*sides, made.dtype), made)
 

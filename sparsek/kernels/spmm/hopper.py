@@ -57,6 +57,7 @@ from sparsek.kernels.spmm.multiply_held import multiply_held
 from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
+from sparsek.plan.plan import arithmetic_seconds
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import deal_on_device, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -432,6 +433,7 @@ class HopperSpmm:
         share = 0.80 if p.n <= 64 else 0.7 if p.n <= 256 else 0.92
         traffic = p.compulsory_bytes / (share * p.card.bandwidth)
         both = max(busy, traffic) if p.n <= 64 else beside(busy, traffic)
+        both = max(both, arithmetic_seconds(p))  # no product is faster than the card sustains
         return both + extra + p.card.launch_seconds
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:

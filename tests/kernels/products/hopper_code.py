@@ -61,7 +61,8 @@ def check_code_of_next(cases: Sequence[tuple[Config, str]]) -> None:
     for (c, dtype), code in zip(cases, codes, strict=True):
         # ptxas of CUDA 13.4 spills 52 bytes where fp16 has every part of an epilogue and rows are split (2026-11-21).
         fullest = dtype == "fp16" and c.bias and c.has_alpha and c.split and c.activation and c.combine
-        check_code(c, dtype, code, *((16, 64) if fullest else (0, 0)))
+        held = isinstance(c, spmm.Config) and c.held > 0  # 8 bytes spilled (2026-11-26)
+        check_code(c, dtype, code, *((16, 64) if fullest else (8, 8) if held else (0, 0)))
 
 
 def boxes_of(c: Config, wg: int) -> list[tuple[int, int]]:
