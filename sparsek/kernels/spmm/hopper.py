@@ -51,10 +51,21 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply
-from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
+from sparsek.kernels.spmm.parts import (
+    Parts,
+    beside_c,
+    busy_seconds,
+    dealt,
+    drift,
+    limits,
+    merge_parts,
+    tall,
+    uneven,
+)
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.ring import BUSY_SLOTS, GLUON_LAUNCHES, Ring, flops_per_second, ring_seconds
 from sparsek.plan.schedule import deal_on_device, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
@@ -312,7 +323,7 @@ class HopperSpmm:
         return limits(p, self.configs, reasons)
 
     def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+        return min(self.configs(p), key=lambda c: self.rank(p, c))
 
     def configs(self, p: SpmmProblem) -> list[Config]:
         bm, bk = p.block
@@ -352,16 +363,12 @@ class HopperSpmm:
         split = [replace(c, split=True) for c in found] if uneven(p) else []
         return [*found, *split]
 
-    def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Predicted time: the tiles of the fullest SM, but no less than all bytes from memory once.
+    def rank(self, p: SpmmProblem, c: Config) -> float:
+        """Seconds by which tiles are compared with each other: the model of 2026-11-20, whose choices are measured.
 
-        A tile takes the larger of multiply and load time (a smooth maximum) plus a fixed cost. Constants were
-        measured on an H200 (2026-11-20; steps and bytes 2026-11-22): 2048 multiply-adds per cycle at 1.75 GHz; 35 ns
-        per step; L2 to shared memory at `card.fabric`; 30 ns for every further A box of a step. Begin, end and store
-        of a tile of 128x256 or as large take 1.1 us with stages 64 deep and 0.9 us with stages 32 deep, which add 2 %
-        to every step. With very uneven rows CTAs drift apart, and large tiles lose 25 % (Zipf 1.2, the longest row 8
-        times the mean; no loss at twice the mean). Split rows write their sums to memory and read them again in a
-        second launch. With few columns, only A's bytes count.
+        `seconds` is nearer to times, but prefers tiles that were not timed beside these. 35 ns a step, 30 ns for every
+        further A box, 1.1 us a tile of 128x256 with stages 64 deep, 0.9 us with stages 32 deep, which add 2 % to every
+        step.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -384,6 +391,40 @@ class HopperSpmm:
         both = max(busy, traffic) if p.n <= 64 else beside(busy, traffic)
         return both + extra + p.card.launch_seconds
 
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
+        """Predicted time by the model of a ring (plan/ring.py).
+
+        L2 serves rows of 128 bytes 1.5 times as fast as shorter ones (fitted). An epilogue beyond scale and bias takes
+        0.7 us a tile of 128x256; stages 32 deep leave little time for it, then 2.5 us (2026-11-20).
+        """
+        if p.nnzb == 0 or p.n == 0:
+            return p.card.launch_seconds
+        joined, depth = c.joined_rows, p.block[1]
+        slices = max(1, -(-p.block[0] // c.rows)) if joined == 1 else 1
+        units = -(-p.grid[0] // joined) * slices
+        steps = slices * (dict(p.stats.merged).get(joined, p.nnzb) if joined > 1 else p.nnzb)
+        longest, added = tall(p, c, steps, units)
+        cols = min(c.block_cols, -(-p.n // 8) * 8)
+        wide = 1.5 if c.width >= 64 else 1.0
+        lines = c.a_rows / (1.5 if c.a_col else wide) + cols / (wide if c.b_col else 1.5)
+        area = max(0.25, c.rows * c.block_cols / 32768)
+        ring = Ring(
+            units=units,
+            columns=-(-p.n // c.block_cols) * p.batch,
+            workers=p.card.sm_count,
+            steps=steps / units,
+            longest=longest,
+            multiply=2 * c.rows * c.block_cols * depth / flops_per_second(p.card),
+            copied=2 * depth * (c.a_rows + c.block_cols),
+            crossing=2 * depth * lines,
+            in_flight=(c.stages - BUSY_SLOTS) * c.stage_bytes * c.ctas_per_sm,
+            boxes=c.per_block * ((c.rows // 64 if c.a_col else joined) + c.wg_n),
+            stored=2 * c.rows * cols,
+            more=area * (2.5e-6 if c.pieces * c.width <= 32 else 0.7e-6) if c.finishes else 0.0,
+        )
+        taken = ring_seconds(p.card, ring, p.compulsory_bytes) * drift(p, c)
+        return taken + added + GLUON_LAUNCHES * p.card.launch_seconds
+
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         units = a.pattern.derived(
             ("walk", c.rows, c.joined_rows), lambda: walk(a.pattern, c.rows, c.joined_rows)
@@ -399,7 +440,7 @@ class HopperSpmm:
         """As `prepare` for another pattern, on its device without a host sync; no rows are joined or split."""
         if c.joined_rows > 1 or c.split:
             alone = [each for each in self.configs(p) if each.joined_rows == 1 and not each.split]
-            c = min(alone, key=lambda each: self.seconds(p, each))
+            c = min(alone, key=lambda each: self.rank(p, each))
         tiles, starts = deal_on_device(a.pattern, p.n, c.rows, c.block_cols, p.card.sm_count * c.ctas_per_sm)
         made = torch.zeros(len(tiles) + 2, RECORD.value, dtype=torch.int32, device=a.device)
         made[:-2, :4], made[:-2, 4], made[:-2, 6] = tiles[:, :4], tiles[:, 3], tiles[:, 4]

@@ -52,15 +52,17 @@ from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm import multiply_fp8 as scale_prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes
 from sparsek.kernels.spmm.multiply_fp8 import multiply
-from sparsek.kernels.spmm.parts import Dealt, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
+from sparsek.kernels.spmm.parts import Dealt, beside_c, dealt, drift, limits, merge_parts, tall, uneven
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
-from sparsek.plan.kernel import SpmmKernel, beside, rounding_seconds
+from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.ring import BUSY_SLOTS, GLUON_LAUNCHES, Ring, flops_per_second, ring_seconds
 from sparsek.plan.schedule import walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 PROMOTED = 128  # values of K that tensor cores accumulate before promotion to float32
+RATE = 1.56  # over that of dense 16-bit products: promotion leaves 78 % of twice it (fitted)
 
 
 @dataclass(frozen=True, repr=False)
@@ -344,24 +346,35 @@ class HopperSpmmFp8:
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Predicted time, as for hopper.spmm: tiles of the fullest SM, but no less than all bytes from memory once.
+        """Predicted time by the model of a ring, as of hopper.spmm.
 
-        Twice its multiply-adds per cycle, half its bytes, and the clock that an H200 holds in FP8 layers of all sizes
-        (2026-11-22). The same for `fast_accum`, which is as fast with 12.5 % stored in blocks of 128 at 8192^3, and
-        takes 428 us instead of 473 with 50 % (by script).
+        The same for `fast_accum`, which is as fast with 12.5 % stored in blocks of 128 at 8192^3, and takes 428 us
+        instead of 473 with 50 % (by script).
         """
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds + rounding
-        slices = max(1, -(-p.block[0] // c.rows))
-        mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.36e9 * p.card.pace)
-        bytes_ = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8))
-        fetch = bytes_ * p.card.sm_count / p.card.fabric
-        step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0) + 3.5e-8
-        fixed = 0.55e-6 * c.c_bytes + (0.7e-6 if c.finishes else 0.0)
-        busy, extra = busy_seconds(p, c, p.nnzb * slices, p.grid[0] * slices, step, fixed)
-        traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
-        return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
+        depth, slices = p.block[1], max(1, -(-p.block[0] // c.rows))
+        units, steps = p.grid[0] * slices, p.nnzb * slices
+        longest, added = tall(p, c, steps, units)
+        cols = min(c.block_cols, -(-p.n // 8) * 8)
+        stage = c.pieces * c.width * (c.rows + c.block_cols)
+        ring = Ring(
+            units=units,
+            columns=-(-p.n // c.block_cols) * p.batch,
+            workers=p.card.sm_count,
+            steps=steps / units,
+            longest=longest,
+            multiply=2 * c.rows * c.block_cols * depth / (RATE * flops_per_second(p.card)),
+            copied=depth * (c.rows + c.block_cols),
+            crossing=depth * (c.rows + cols),
+            in_flight=(c.stages - BUSY_SLOTS) * stage * c.ctas_per_sm,
+            boxes=-(-depth // c.width) * (1 + c.wg_n),
+            stored=c.c_bytes * c.rows * cols,
+            more=max(0.25, c.rows * c.block_cols / 32768) * 0.7e-6 if c.finishes else 0.0,
+        )
+        taken = ring_seconds(p.card, ring, p.compulsory_bytes) * drift(p, c)
+        return taken + added + GLUON_LAUNCHES * p.card.launch_seconds + rounding
 
     def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Dealt:
         pattern = a.matrix.pattern

@@ -141,6 +141,31 @@ def busy_seconds(
     return max(tiles / sms, longest / mean) * tile * (1 + 0.25 * lopsided * area**2), extra
 
 
+def tall(p: SpmmProblem, c: Any, steps: float, units: int) -> tuple[float, float]:
+    """The steps of the longest tile, and the seconds of adding the parts of split rows, for `steps` in `units` rows of
+    tiles.
+
+    Few CTAs add them, at a quarter of the bandwidth: 5000x7000x3000, Zipf, blocks of 64, took 100 us with 156 parts
+    and 85 us unsplit (H200, 2026-11-23 and 2026-11-20).
+    """
+    columns, mean = -(-p.n // c.block_cols), steps / units
+    longest = max(mean, min(p.row_max, p.grid[1]))
+    if not c.split:
+        return longest, 0.0
+    most = part_limit(steps * columns, p.card.sm_count)
+    parts = max(2 * max(0.0, longest - most) / most * columns * p.batch, p.card.sm_count)
+    added = p.card.launch_seconds + parts * 8 * c.rows * c.block_cols / (0.25 * p.card.bandwidth)
+    return min(longest, float(most)), added
+
+
+def drift(p: SpmmProblem, c: Any) -> float:
+    """Time relative to even rows: with very uneven ones CTAs read columns of B at different times, and large tiles lose
+    25 % (Zipf 1.2, the longest row 8 times the mean; no loss at twice the mean; H200, 2026-11-20).
+    """
+    uneven = p.row_max * p.grid[0] / max(1, p.nnzb)
+    return 1 + 0.25 * min(1.0, max(0.0, (uneven - 2) / 2)) * min(1.0, c.rows * c.block_cols / 32768) ** 2
+
+
 def beside_c(other: Tensor | None, c_col: bool, beta: float, none: Tensor) -> tuple[Any, ...]:
     """Kernel arguments for the epilogue's matrix: it, its leading stride / 8, rows and columns / 8, beta."""
     if other is None:
