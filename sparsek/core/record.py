@@ -46,6 +46,15 @@ class Record:
             object.__setattr__(made, name, begin())
         return made
 
+    @classmethod
+    def of_fields(cls, **fields: Any) -> Self:
+        """As `unchecked`, of every field by name. A third of its time; not for functions that torch.compile traces."""
+        made = object.__new__(cls)
+        for name, begin in cls._made.items():
+            fields[name] = begin()
+        made.__dict__.update(fields)
+        return made
+
     def __copy__(self) -> Self:
         """A new object with the same parts; an object that is never written to returns itself."""
         return self.unchecked(**self._parts()) if self._own else self

@@ -102,6 +102,10 @@ class Conversions(OfDenseBlocks):
             >>> sk.BSR.from_dense(torch.eye(256), block=(64, 64), threshold=0).density
             0.25
         """
+        if keep is not None and mask is threshold is None and _is_on_gpu(w):
+            made = by_kernel("pack_bsr_again", w, block, keep, scope)
+            if made is not None:
+                return made
         block = block_sides(block)
         arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
         shape = matrix_sides(tuple(w.shape), block)
@@ -458,6 +462,11 @@ def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:
     if pattern.nnzb and _has_words(tiles):
         return tiles.view(WORD)[rows, :, columns].contiguous().view(tiles.dtype)
     return tiles[rows, :, columns].contiguous()
+
+
+def _is_on_gpu(x: Any) -> bool:
+    """Whether x, which may be anything, is on a GPU, outside torch.compile."""
+    return getattr(x, "is_cuda", False) is True and not torch.compiler.is_compiling()
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -189,3 +189,15 @@ def test_no_blocks_is_a_matrix_of_zeros():
     assert a.to_dense().shape == (40, 0)
     assert a.T.to_dense().shape == (0, 40)
     assert repr(a)
+
+
+def test_of_fields_makes_what_unchecked_makes() -> None:
+    a = random_bsr(64, 96, 16, 0.4, seed=0)
+    p = a.pattern
+    fields = {"shape": p.shape, "block": p.block, "indptr": p.indptr, "indices": p.indices}
+    pattern, other = BlockPattern.of_fields(**fields), BlockPattern.unchecked(**fields)
+    assert vars(pattern) == vars(other)
+    assert pattern._memo is not other._memo
+    made = BSR.of_fields(pattern=pattern, values=a.values, order=None)
+    assert vars(made) == vars(BSR.unchecked(pattern, a.values))
+    assert torch.equal(made.to_dense(), a.to_dense())

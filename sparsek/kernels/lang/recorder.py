@@ -1,7 +1,8 @@
 """Records a call while it launches its kernels, so that it can be repeated quickly.
 
     Recorder                notes each launch: function, grid, argument block, tensor maps
-    Recorded(*operands)     writes the addresses that changed, calls cuLaunchKernelEx
+    Recorded(*operands)     allocates, writes the addresses that changed, calls cuLaunchKernelEx; in the order of the
+                            recorded call, so that its first kernel runs while the host prepares the others
 
 A recorded call keeps what a launch would compute again each time. Between two calls of the same shapes, strides and
 alignments only addresses change. Operands and tensors allocated during the call are roles, and their addresses are
@@ -19,6 +20,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +47,10 @@ VIEWS = {  # and operators that only read dtypes, or keep memory alive for a str
 ALIGNED = 15  # Triton specializes for addresses that are multiples of 16, and TMA requires them
 MISS: Any = object()
 _address = Tensor.data_ptr
+# What torch's compiled code allocates with, on the current device: 1 us less than torch.empty_strided. It does not fill
+# memory under torch.use_deterministic_algorithms. Not in every torch.
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_allocate: Any = getattr(_guards, "_empty_strided_cuda", None)
 _threads = threading.local()  # .recorder: the Recorder of the call in progress
 
 
@@ -52,21 +59,6 @@ class Address(NamedTuple):
 
     role: int
     offset: int
-
-
-class Allocation(NamedTuple):
-    """A tensor that the call allocates. `stride` is None for a contiguous tensor on the operands' device; `like` is
-    then an operand of its dtype, if there is one.
-    """
-
-    shape: torch.Size
-    stride: tuple[int, ...] | None
-    dtype: torch.dtype
-    device: torch.device
-    like: int | None
-
-
-WORD: Any = object()  # in place of an Allocation: a word for faults (core/words.py)
 
 
 class Result(NamedTuple):
@@ -105,6 +97,34 @@ class Launch:
         self.cells, self.kept = cells, (attribute, kept)
 
 
+class Part:
+    """What a call allocates, and what it then runs before it allocates again: functions and their arguments.
+
+    `cells` are (8-byte cell, role, offset), of the argument blocks of launches from this part on. `maps` are (tensor
+    map, role, offset). `last` are the addresses of all roles so far that were written at last.
+    """
+
+    __slots__ = ("allocations", "cells", "last", "maps", "steps")
+
+    def __init__(self) -> None:
+        self.allocations: list[tuple[Any, Any]] = []
+        self.cells: list[tuple[Any, int, int]] = []
+        self.maps: list[tuple[Any, int, int]] = []
+        self.steps: list[tuple[Any, Any]] = []
+        self.last: list[int] = []
+
+    def point(self, addresses: list[int]) -> None:
+        """Writes the addresses of this call into the argument blocks."""
+        last, self.last = self.last, []  # if interrupted here, the next call writes all addresses again
+        for cell, role, offset in self.cells:
+            cell.value = addresses[role] + offset
+        for tensor_map, role, offset in self.maps:
+            if not last or last[role] != addresses[role]:
+                address = ctypes.c_void_p(addresses[role] + offset)
+                driver.check(driver.cuda().cuTensorMapReplaceAddress(ctypes.byref(tensor_map), address))
+        self.last = [*addresses]
+
+
 class Recorded:
     """A call ready to run again: `Recorded(*operands)`, with operands of the recorded shapes, strides and dtypes.
 
@@ -114,34 +134,18 @@ class Recorded:
     """
 
     __slots__ = (
-        "aligned",
-        "allocations",
-        "cells",
-        "constants",
-        "device",
-        "fresh",
-        "last",
-        "like",
-        "maps",
-        "results",
-        "runtime",
-        "single",
-        "steps",
-        "stream",
+        "aligned", "constants", "device", "fresh", "parts", "pick", "results", "runtime", "single", "stream",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool) -> None:
-        self.allocations = tuple(recorder.allocations)
-        cells = (*recorder.cells.items(), *recorder.fields)
-        self.cells = tuple((cell, at.role, at.offset) for at, cell in cells)
-        self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
-        self.steps = tuple(recorder.steps)
+        self.parts = tuple(recorder.parts)
         self.fresh = tuple(recorder.sources)
         self.results, self.single = tuple(results), single
+        roles = [each.role for each in results if each is not None and not each.view]
+        self.pick = itemgetter(*roles) if len(roles) == len(results) and single == (len(roles) == 1) else None
         self.constants = recorder.launches, recorder.constants
         self.device, self.stream = recorder.device, recorder.stream
-        self.aligned = tuple(x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands])
-        self.last: list[int] = []
+        self.aligned = [x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands]]
         self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
 
     def __call__(self, *operands: Tensor) -> Any:
@@ -151,50 +155,30 @@ class Recorded:
                 return MISS
         if self.runtime is not None and _listens(self.runtime):
             return MISS
-        tensors = [*operands]
-        for each in self.allocations:
-            if each is WORD:
-                tensors.append(words.ring().take())
-                continue
-            shape, stride, dtype, device, like = each
-            if stride is not None:
-                tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-            elif like is not None:
-                tensors.append(operands[like].new_empty(shape))
-            else:
-                tensors.append(operands[0].new_empty(shape, dtype=dtype))
-        addresses = [*map(_address, tensors)]
-        if addresses != self.last and not self._point(addresses):
+        tensors, addresses = [*operands], [*map(_address, operands)]
+        if [address & ALIGNED for address in addresses] != self.aligned:
             return MISS
-        for run, given in self.steps:
-            status = run(*given)
-            if status:
-                self._retry(run, given, status)
-        if not self.single:
-            return tuple([_seen(tensors, each) for each in self.results])
-        result = self.results[0]
-        return tensors[result.role] if result is not None and not result.view else _seen(tensors, result)
+        for part in self.parts:
+            for run, given in part.allocations:
+                made = run(*given)
+                tensors.append(made)
+                addresses.append(made.data_ptr())
+            if addresses != part.last:
+                part.point(addresses)
+            for run, given in part.steps:
+                status = run(*given)
+                if status:
+                    self._retry(run, given, status)
+        if self.pick is not None:
+            return self.pick(tensors)
+        found = tuple([_seen(tensors, each) for each in self.results])
+        return found[0] if self.single else found
 
     def is_fresh(self) -> bool:
         """False once a tensor was written that the call's constants were derived from."""
         return all(
             (source := ref()) is not None and source._version == version for ref, version in self.fresh
         )
-
-    def _point(self, addresses: list[int]) -> bool:
-        """Writes the addresses of this call into the argument blocks. False if an operand has another alignment."""
-        for address, aligned in zip(addresses, self.aligned, strict=False):
-            if address & ALIGNED != aligned:
-                return False
-        replace = driver.cuda().cuTensorMapReplaceAddress
-        last, self.last = self.last, []  # if interrupted here, the next call writes all addresses again
-        for cell, role, offset in self.cells:
-            cell.value = addresses[role] + offset
-        for tensor_map, role, offset, _ in self.maps:
-            if not last or last[role] != addresses[role]:
-                driver.check(replace(tensor_map, ctypes.c_void_p(addresses[role] + offset)))
-        self.last = addresses
-        return True
 
     def _retry(self, run: Any, given: Any, status: int) -> None:
         if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set a context yet
@@ -214,9 +198,11 @@ def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
     if result is None:
         return None
     x = tensors[result.role]
-    if not result.view:
-        return x
-    return torch.as_strided(x, result.shape, result.stride, x.storage_offset() + result.offset)
+    return (
+        x
+        if not result.view
+        else torch.as_strided(x, result.shape, result.stride, x.storage_offset() + result.offset)
+    )
 
 
 class Recorder(TorchDispatchMode):
@@ -225,12 +211,10 @@ class Recorder(TorchDispatchMode):
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
         self.reason = ""
-        self.steps: list[tuple[Any, Any]] = []
+        self.parts = [Part()]
         self.launches: list[Launch] = []
-        self.cells: dict[Address, Any] = {}
-        self.fields: list[tuple[Address, Any]] = []  # of structures, each with memory of its own
-        self.maps: list[tuple[Any, Address]] = []
-        self.allocations: list[Any] = []  # each an Allocation or WORD
+        self.cells: dict[Address, Any] = {}  # one for all launches
+        self.words: set[int] = set()  # the roles of words for faults
         self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # recorded calls may be kept with these
         self.constants: list[Tensor] = []
         self.roles: list[Tensor] = list(operands)
@@ -258,22 +242,36 @@ class Recorder(TorchDispatchMode):
             size = ctypes.c_size_t(made.nbytes)
             step = self.cell(made.data_ptr(), made), ctypes.c_ubyte(0), size, ctypes.c_void_p(self.stream)
             if made.nbytes:
-                self.steps.append((driver.cuda().cuMemsetD8Async, step))
+                self._runs(driver.cuda().cuMemsetD8Async, step)
         elif name.removeprefix("aten::") not in VIEWS or _is_copy(made, args):
             self.reason = self.reason or f"{name} runs between its launches"
         return made
 
     def _allocated(self, made: Tensor) -> None:
-        given = self.roles[: self.operands]
-        stride = None if made.is_contiguous() and made.device == given[0].device else made.stride()
-        like = next((role for role, x in enumerate(given) if x.dtype == made.dtype), None)
-        self.allocations.append(Allocation(made.shape, stride, made.dtype, made.device, like))
+        sides = tuple(made.shape), made.stride()
+        filled = torch.are_deterministic_algorithms_enabled() or made.device.index != self.device
+        if _allocate is None or filled:
+            self._makes(partial(torch.empty_strided, dtype=made.dtype, device=made.device), sides, made)
+        else:
+            self._makes(_allocate, (*sides, made.dtype), made)
+
+    def _makes(self, function: Any, given: Any, made: Tensor) -> None:
+        if self.parts[-1].steps:
+            self.parts.append(Part())
+        self.parts[-1].allocations.append((function, given))
         self.roles.append(made)
+
+    def _runs(self, function: Any, given: Any) -> None:
+        self.parts[-1].steps.append((function, given))
 
     def word(self, made: Tensor) -> None:
         """Notes a word for faults, a new one for each call."""
-        self.allocations.append(WORD)
-        self.roles.append(made)
+        self.words.add(len(self.roles))
+        self._makes(words.ring().take, (), made)
+
+    def mark(self, event: ctypes.c_void_p) -> None:
+        """Notes that an event is recorded here."""
+        self._runs(driver.cuda().cuEventRecord, (event, ctypes.c_void_p(self.stream)))
 
     def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
         """The role that owns an address; None for a constant."""
@@ -299,20 +297,24 @@ class Recorder(TorchDispatchMode):
         """Notes a launch."""
         step.config.stream = self.stream
         self.launches.append(step)
-        self.steps.append((driver.cuda().cuLaunchKernelEx, step.launch))
+        self._runs(driver.cuda().cuLaunchKernelEx, step.launch)
 
     def cell(self, pointer: int, tensor: Tensor | None = None) -> Any:
         """An 8-byte cell of the argument block that holds an address."""
         at = self.at(pointer, tensor)
         if at is None:
             return ctypes.c_uint64(pointer)
-        return self.cells.setdefault(at, ctypes.c_uint64(pointer))
+        cell = self.cells.get(at)
+        if cell is None:
+            cell = self.cells[at] = ctypes.c_uint64(pointer)
+            self.parts[-1].cells.append((cell, *at))
+        return cell
 
     def tensor_map(self, made: Any, pointer: int, tensor: Tensor | None = None) -> Any:
         """A tensor map whose address follows its role."""
         at = self.at(pointer, tensor)
         if at is not None:
-            self.maps.append((made, at))
+            self.parts[-1].maps.append((made, *at))
         return made
 
     def structure(self, given: ctypes.Structure) -> None:
@@ -321,7 +323,7 @@ class Recorder(TorchDispatchMode):
             at = self.at(getattr(given, name) or 0) if kind is ctypes.c_void_p else None
             if at is not None:
                 place = ctypes.c_uint64.from_buffer(given, getattr(type(given), name).offset)
-                self.fields.append((at, place))
+                self.parts[-1].cells.append((place, *at))
 
     def watch(self, *sources: Tensor) -> None:
         """The call's constants depend on `sources`; a write to one invalidates the recorded call."""
@@ -335,7 +337,7 @@ class Recorder(TorchDispatchMode):
         """The recorded call that returned `output`; None if it cannot be repeated."""
         several = isinstance(output, tuple)
         results = [self._result(x) for x in (output if several else (output,))]
-        if not self.steps:
+        if not any(part.steps for part in self.parts):
             self.reason = self.reason or "nothing was launched"
         if self.reason:
             return None
@@ -348,14 +350,11 @@ class Recorder(TorchDispatchMode):
             if x is made:
                 return Result(place)
         storage = x.untyped_storage().data_ptr() if x.numel() else None
-        words_ = {
-            self.operands + at for at, each in enumerate(self.allocations) if each is WORD
-        }  # of one storage
         shared = [
             at
             for at, made in enumerate(self.roles)
-            if at not in words_ and made.untyped_storage().data_ptr() == storage
-        ]
+            if at not in self.words and made.untyped_storage().data_ptr() == storage
+        ]  # all words are of one storage
         if shared:  # among operands in one storage, a view of the one that it begins with
             place = min(shared, key=lambda at: self.roles[at].data_ptr() != x.data_ptr())
             if x.dtype != self.roles[place].dtype:

@@ -12,16 +12,19 @@
 Where w is aligned, w and values move 16 bytes at once. Every sum has a fixed order, and there are no atomics. Ragged
 sides are masked; nothing is padded.
 
-A norm may be NaN or Inf, or so small that squares underflow and decide the selection. The kernels flag this in a slot
+A norm may be NaN or Inf, or so small that squares underflow and decide the selection. The kernels flag this in a word
 of the host's memory, and the host then leaves the whole selection to torch, which checks again and refuses NaN and
 Inf. Under `keep`, where the host knows the number of blocks, it waits for `_norms` only, while the GPU selects and
 gathers.
 
-`ops/packing.py` registers a function with `matrix/convert.py` that imports this file at the first CUDA tensor.
+Bottleneck: memory, and the host between two calls: `_choose` and `_gather` of one call take 18 us, in which the host
+should begin the next. So calls under `keep` are recorded (lang/recorder.py): a repeated one launches `_norms` first,
+and the host does the rest while it runs.
+
+`ops/packing.py` registers functions with `matrix/convert.py` that import this file at the first CUDA tensor.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,6 +35,8 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.mark import set_mark, wait_for_mark
+from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.convert import Rule, least_sure
@@ -48,14 +53,10 @@ GATHER_BYTES, GATHER_WARPS = 16384, 4
 MIN_CHUNK, MAX_CHUNK, KEYS_PER_THREAD = 256, 4096, 16
 CELLS = 2**20
 
-# Contents of a slot: whether a norm is NaN or Inf; whether one is too small to be reliable; and the number of stored
-# blocks, if the host does not know it.
-STRANGE, SMALL, COUNT = (tl.constexpr(i) for i in range(3))
-
 # Triton does not specialize for these: neither a size nor an alignment triggers a compilation. UNIT marks rows of
 # whole 16-byte words: the elements of a word, otherwise 1.
 _SIZES = ("rows", "columns", "w_row", "count", "cells", "across", "least")
-_ANYWHERE = ("w", "keys", "where", "indptr", "slot", "indices", "values")
+_ANYWHERE = ("w", "keys", "where", "indptr", "word", "indices", "values")
 
 
 @triton.jit
@@ -93,22 +94,17 @@ def _there(
     return tl.max((found != 0).to(tl.int32), 0)
 
 
-@triton.jit
-def _note(slot, flags):
-    """Writes 1 if any flag is true."""
-    tl.store(slot + tl.zeros(flags.shape, tl.int32), 1, mask=flags)
-
-
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _norms(
-    w, keys, slot, rows, columns, w_row,
+    w, keys, word, rows, columns, w_row,
     SQUARES: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
     KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """SIDE adjacent blocks, TALL rows of them per step. A row of a block has WIDE >= BK lanes.
 
-    Keys are of norms if SQUARES. KIND, the dtype of w, distinguishes compiled kernels.
+    Keys are of norms if SQUARES; 1 goes to `word` if one is NaN or Inf, or too small to be reliable. KIND, the dtype of
+    w, distinguishes compiled kernels.
     """
     across = (columns + (BK - 1)) // BK
     chunks = (across + (SIDE - 1)) // SIDE
@@ -138,8 +134,7 @@ def _norms(
             # Zeros, or their squares have underflowed.
             there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED, AHEAD)
             key = tl.maximum(key, tl.max(tl.reshape(there, (SIDE, WIDE)), 1).to(key.dtype))
-        _note(slot + STRANGE, strange)
-        _note(slot + SMALL, (key > 0) & (key < SURE))
+        tl.store(word + tl.zeros(key.shape, tl.int32), 1, mask=strange | ((key > 0) & (key < SURE)))
     else:
         there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED, AHEAD)
         key = tl.max(tl.reshape(there, (SIDE, WIDE)), 1)
@@ -208,12 +203,13 @@ def _last(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _choose(
-    keys, where, indptr, slot, least, count, cells, across,
+    keys, where, indptr, word, least, count, cells, across,
     RANKED: tl.constexpr, CHECKED: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program has `cells` keys in order, of whole block rows of `across` blocks. It stores the `count` largest if
-    RANKED, otherwise those over `least`. `where` receives the stored cells. CHECKED: keys are norms.
+    RANKED, otherwise those over `least`, whose number goes to `word`. `where` receives the stored cells. CHECKED: keys
+    are norms.
     """
     group = tl.program_id(0)
     first = group * cells
@@ -246,7 +242,7 @@ def _choose(
     if group == tl.num_programs(0) - 1:
         tl.store(indptr + (first + cells) // across, start + found)
     if not RANKED:
-        tl.store(slot + COUNT, found)
+        tl.store(word, found)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
@@ -302,7 +298,30 @@ class Source(NamedTuple):
     view: View
 
 
-def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
+# `again(what, tensors, run)`: `run()`, which consists of launches and allocations and reads these tensors, or a
+# recorded call of it. `what` and their shapes determine the rest of it.
+Again = Callable[[Hashable, Sequence[Tensor], Callable[[], Any]], Any]
+
+
+class Kept(NamedTuple):
+    """What a call under `keep` makes: the parts of a BSR; the word of host memory that is 1, once the mark of this
+    thread is reached, if a norm may not decide; and from what that can be found out, all keys and the stored cells.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    values: Tensor
+    word: Tensor
+    keys: Tensor
+    where: Tensor
+
+
+def pack_bsr(
+    w: Tensor,
+    block: tuple[int, int],
+    rule: Rule,
+    again: Again = lambda what, tensors, run: run(),
+) -> BSR | None:
     """The blocks of w [M, K] that `rule` selects, as in `convert.from_dense`. One sync.
 
     Any float dtype; rows without gaps, of a mask of elements too. None for unsupported inputs: other strides, sides
@@ -318,32 +337,49 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
     count = None if rule.keep is None else rule.count(rows * columns // groups)
     if asked is None or (count and rows * columns // groups > CELLS):
         return None
+    shape = source.view.sizes[:2]
+    if count:
+        what = block, rule.keep, rule.scope
+        made = finished(again(what, (w,), lambda: _kept(source, groups, count)[:4]), shape, block)
+        return _examined(_kept(source, groups, count), shape, block) if made is None else made
 
-    free = _free_slot(w.device)
-    slot, event = free
+    by_norm, word = rule.keep is not None or rule.threshold is not None, None
     if mask is not None and asked is source:
         keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
     else:
-        keys = _keys(asked, slot, rule.keep is not None or rule.threshold is not None)
-    # Under `keep` the result of `_norms` suffices: the rest is launched, and assembled, before the host waits.
-    wait, made = _mark(event, w.device), None
-    indptr, where = _chosen(keys, slot, rule, groups, count)
-    if not count:  # `_choose` writes to the slot too
-        wait = _mark(event, w.device)
-    if count is not None:
-        made = _gathered(source, indptr, where)
-    wait()
-    strange, small, found = slot.tolist()
-    if strange or small:
-        slot.zero_()
-    _SLOTS[w.device].append(free)
-    where = where if made else where[:found]
-    if strange or (small and _are_unsure(keys, where)):
+        keys, word = _keys(asked, by_norm)
+    where, indptr, found = _over(keys, rule, groups)
+    set_mark(w.device)
+    wait_for_mark(w.device)
+    where = where[: _taken(found)]
+    if word is not None and _taken(word) and _is_undecided(keys, where):
         return None
-    made = made or _gathered(source, indptr, where)
+    indices, values = _gathered(source, where)
     if asked is not source:
-        made.values.masked_fill_(_gathered(asked, indptr, where).values.view(torch.bool).logical_not_(), 0)
+        _, flags = _gathered(asked, where)
+        values.masked_fill_(flags.view(torch.bool).logical_not_(), 0)
+    return _assembled(shape, block, indptr, indices, values)
+
+
+def finished(parts: Sequence[Tensor], shape: tuple[int, int], block: tuple[int, int]) -> BSR | None:
+    """The BSR of the first four fields of a `Kept`; None if its norms may not decide.
+
+    It is assembled before the host waits, while the GPU works.
+    """
+    *parts, word = parts
+    made = _assembled(shape, block, *parts)
+    wait_for_mark(made.device)
+    if int(word):
+        _taken(word)
+        return None
     return made
+
+
+def _examined(kept: Kept, shape: tuple[int, int], block: tuple[int, int]) -> BSR | None:
+    """The BSR of a `Kept`; None if norms do not decide."""
+    wait_for_mark(kept.keys.device)
+    _taken(kept.word)
+    return None if _is_undecided(kept.keys, kept.where) else _assembled(shape, block, *kept[:3])
 
 
 def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
@@ -384,39 +420,13 @@ def _tile(block: tuple[int, int], elements: int) -> tuple[int, int, int]:
     return tall, wide, elements // (tall * wide)
 
 
-class Slot(NamedTuple):
-    """int32 [3] of pinned memory for the kernels' flags, and an event of their device. On a CPU: None."""
-
-    memory: Tensor
-    event: torch.cuda.Event | None
-
-
-# The free slots of each device, all 0 but for COUNT, and the memory of all slots ever made. It is never returned to
-# torch, because a kernel of a failed call may still write to its slot.
-_SLOTS: dict[torch.device, list[Slot]] = defaultdict(list)
-_PINNED: list[Tensor] = []
-
-
-def _free_slot(device: torch.device) -> Slot:
-    try:
-        return _SLOTS[device].pop()
-    except IndexError:
-        on_gpu = device.type == "cuda"
-        with torch.inference_mode(False):
-            _PINNED.append(torch.zeros(64, 3, dtype=torch.int32, device="cpu", pin_memory=on_gpu))
-            first, *rest = (
-                Slot(each, torch.cuda.Event() if on_gpu else None) for each in _PINNED[-1].unbind()
-            )
-        _SLOTS[device] += rest
-        return first
-
-
-def _mark(event: torch.cuda.Event | None, device: torch.device) -> Callable[[], None]:
-    """An event after all work that is queued on the device's current stream now."""
-    if event is None:
-        return lambda: None
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
+def _taken(word: Tensor) -> int:
+    """What a kernel wrote to a word of host memory, which is 0 again."""
+    seen = word.numpy()
+    value = int(seen[0])
+    if value:
+        seen[0] = 0
+    return value
 
 
 @lru_cache
@@ -436,49 +446,78 @@ def _limits(keys: torch.dtype) -> tuple[int, int]:
     return _bits(least_sure(floats), floats), BITS[floats][1]
 
 
-def _keys(source: Source, slot: Tensor, by_norm: bool) -> Tensor:
-    """The keys of the blocks, [Mb, Kb]: of their norms, or 1 for a block that is not zero."""
-    x, view = source
+def _keys(source: Source, by_norm: bool) -> tuple[Tensor, Tensor]:
+    """The keys of the blocks, [Mb, Kb]: of their norms, or 1 for a block that is not zero; and the word of `_norms`."""
+    (x, view), word = source, fault_word(source.x.device)
     keys = x.new_empty(view.grid, dtype=torch.int64 if by_norm and x.dtype == torch.float64 else torch.int32)
     constants = by_norm, *_limits(keys.dtype), *view.norms
-    launch_unspecialized(_norms, x.device, view.programs, (x, keys, slot, *view.sizes), constants, NORM_WARPS)
-    return keys
+    launch_unspecialized(_norms, x.device, view.programs, (x, keys, word, *view.sizes), constants, NORM_WARPS)
+    return keys, word
 
 
-def _are_unsure(keys: Tensor, where: Tensor) -> bool:
-    """Whether one of the cells in `where` has a norm that may be far off: it is small, and not 0. One sync."""
-    stored = keys.view(-1)[where]
-    return bool(((stored > 0) & (stored < _limits(keys.dtype)[0])).any())
+def _is_undecided(keys: Tensor, where: Tensor) -> bool:
+    """Whether a norm is NaN or Inf, or that of a cell in `where` may be far off: it is small, and not 0. One sync."""
+    stored, (sure, infinity) = keys.view(-1)[where], _limits(keys.dtype)
+    return bool((keys == infinity).any() | ((stored > 0) & (stored < sure)).any())
 
 
-def _chosen(keys: Tensor, slot: Tensor, rule: Rule, groups: int, count: int | None) -> tuple[Tensor, Tensor]:
-    """indptr [Mb+1], and the stored cells: `count` of each group, if that is known."""
-    (rows, columns), (sure, infinity) = keys.shape, _limits(keys.dtype)
-    cells = rows * columns // groups
-    by_norm, least = rule.keep is not None or rule.threshold is not None, 0
+def _kept(source: Source, groups: int, count: int) -> Kept:
+    """The blocks of the `count` largest norms of each group. The mark is set where the norms are known."""
+    keys, word = _keys(source, True)
+    set_mark(keys.device)
+    where = keys.new_empty(groups * count, dtype=torch.int32)
+    indptr = _choose_in(keys, where, groups, True, count=count)
+    return Kept(indptr, *_gathered(source, where), word, keys, where)
+
+
+def _over(keys: Tensor, rule: Rule, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for all cells, which begins with those that are stored; indptr; and the word of their number."""
+    by_norm, least = rule.threshold is not None or rule.keep is not None, 0
+    sure, infinity = _limits(keys.dtype)
     if rule.threshold is not None:
         # No norm but 0 ranks below `sure`. So this changes nothing, and gives `least` the width of keys.
         least = max(_bits(rule.threshold, _floats(keys.dtype)), sure - 1)
-    elif rule.keep is not None:
+    elif by_norm:
         least = infinity
+    where, found = keys.new_empty(keys.numel(), dtype=torch.int32), fault_word(keys.device)
+    return where, _choose_in(keys, where, groups, by_norm, found, least), found
+
+
+def _choose_in(
+    keys: Tensor,
+    where: Tensor,
+    groups: int,
+    by_norm: bool,
+    found: Tensor | None = None,
+    least: int = 0,
+    count: int = 0,
+) -> Tensor:
+    """Launches `_choose` for groups of block rows. Its indptr [Mb+1]."""
+    (rows, columns), (sure, infinity) = keys.shape, _limits(keys.dtype)
+    cells = rows * columns // groups
     indptr = keys.new_empty(rows + 1, dtype=torch.int32)
-    where = keys.new_empty(cells if count is None else groups * count, dtype=torch.int32)
     chunk = min(MAX_CHUNK, max(MIN_CHUNK, 1 << (cells - 1).bit_length()))
-    args = keys, where, indptr, slot, least, count or 0, cells, columns
+    args = keys, where, indptr, found, least, count, cells, columns
     constants = bool(count), by_norm, sure, infinity, 1 if cells % 4 else 4, chunk
-    launch_unspecialized(
-        _choose, keys.device, groups, args, constants, max(1, chunk // (32 * KEYS_PER_THREAD))
-    )
-    return indptr, where
+    warps = max(1, chunk // (32 * KEYS_PER_THREAD))
+    launch_unspecialized(_choose, keys.device, groups, args, constants, warps)
+    return indptr
 
 
-def _gathered(source: Source, indptr: Tensor, where: Tensor) -> BSR:
-    """The matrix of the cells in `where`."""
+def _gathered(source: Source, where: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices and values of the blocks at these cells."""
     (x, view), count = source, where.numel()
-    indices, values = torch.empty_like(where), x.new_empty((count, *view.block))
+    indices, values = where.new_empty(count), x.new_empty((count, *view.block))
     tall, _, side = view.gather[-3:]
     programs = view.block[0] // tall * -(-count // side)
     if programs:
         args = x, where, indices, values, *view.sizes, count
         launch_unspecialized(_gather, x.device, programs, args, view.gather, GATHER_WARPS)
-    return BSR.unchecked(BlockPattern.unchecked(view.sizes[:2], view.block, indptr, indices), values)
+    return indices, values
+
+
+def _assembled(
+    shape: tuple[int, int], block: tuple[int, int], indptr: Tensor, indices: Tensor, values: Tensor
+) -> BSR:
+    pattern = BlockPattern.of_fields(shape=shape, block=block, indptr=indptr, indices=indices)
+    return BSR.of_fields(pattern=pattern, values=values, order=None)

@@ -1,6 +1,7 @@
 """kernels/pack/to_bsr.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_gpu_finds_the_largest_keys_of_any(count: int):
     ):
         keys = keys.to(torch.int32).cuda()
         rule = kept(count / cells)
-        indptr, where, unsure = chosen(keys, rule)
+        indptr, where, unsure = chosen(keys, rule.count(cells))
         stored = convert._picked(keys.view(torch.float32), rule).view(-1).nonzero().view(-1)
         assert torch.equal(where, stored.to(torch.int32))
         assert indptr.tolist() == [0, count]
@@ -194,6 +195,51 @@ def test_a_gpu_refuses_nan_and_inf_and_ranks_what_is_tiny_and_huge(dtype: torch.
                     assert of_row[kept_of_row].min() * (1 + 1e-5) >= of_row[~kept_of_row].max()
             elements = by_blocks(stored, (160, 330), (32, 48))
             assert torch.equal(a.to_dense().cpu(), other.cpu().masked_fill(~elements, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_repeated_call_stores_what_the_first_does(monkeypatch: pytest.MonkeyPatch):
+    """On two streams, of other matrices each time, also where norms do not decide."""
+    shape, block = (160, 330), (32, 48)
+    rule: Any = {"keep": 0.3, "scope": "row"}
+    ws = [torch.randn(shape, device="cuda") for _ in range(3)]
+    right = [BSR.from_dense(w.cpu(), block, **rule) for w in ws]
+    bad, tiny = ws[0].clone(), ws[1].clone()
+    bad[159, 329] = torch.nan
+    tiny[:32, :48] = torch.finfo(torch.float32).tiny
+    of_tiny = BSR.from_dense(tiny.cpu(), block, **rule)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                BSR.from_dense(ws[0], block, **rule)
+            with monkeypatch.context() as patch:
+                patch.setattr(convert, "matrix_sides", lambda *given: pytest.fail("checked again"))
+                for w, of_w in zip(ws * 2, right * 2, strict=True):
+                    made = BSR.from_dense(w, block, **rule)
+                    assert torch.equal(made.to_dense().cpu(), of_w.to_dense())
+                    assert made.pattern.same_as(of_w.pattern)
+            with pytest.raises(InvalidInput, match="1 elements that are NaN or Inf"):
+                BSR.from_dense(bad, block, **rule)
+            assert torch.equal(BSR.from_dense(tiny, block, **rule).to_dense().cpu(), of_tiny.to_dense())
+    refusals: Any = ({"keep": True}, {"keep": 0.3, "scope": "column"}, {"keep": 0.3, "threshold": 1.0})
+    for refused in refusals:
+        with pytest.raises(InvalidInput):
+            BSR.from_dense(ws[0], block, **refused)
+
+
+@pytest.mark.gpu
+def test_threads_repeat_calls_of_their_own():
+    ws = [torch.randn(512, 512, device="cuda").half() for _ in range(4)]
+    right = [BSR.from_dense(w, 64, keep=0.25).to_dense() for w in ws]
+
+    def packed_often(at: int) -> bool:
+        return all(
+            torch.equal(BSR.from_dense(ws[at], 64, keep=0.25).to_dense(), right[at]) for _ in range(50)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(packed_often, range(4)))
 
 
 @pytest.mark.gpu

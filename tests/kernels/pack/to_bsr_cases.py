@@ -97,7 +97,7 @@ def norms_of(w: Tensor, block: tuple[int, int]) -> Tensor:
     """The norms [Mb, Kb] of the kernel, which are held to those in float64."""
     source = portable._source(w, block)
     assert source is not None
-    keys = portable._keys(source, portable._free_slot(w.device).memory, True)
+    keys, _ = portable._keys(source, True)
     norms = keys.view(torch.float64 if w.dtype == torch.float64 else torch.float32)
     # By rows first: over both dims at once a CPU adds all squares in one chain.
     by_row = torch.linalg.vector_norm(convert.tiles_of(w, block).double(), dim=3)
@@ -108,9 +108,8 @@ def norms_of(w: Tensor, block: tuple[int, int]) -> Tensor:
     return norms
 
 
-def chosen(keys: Tensor, rule: Rule) -> tuple[Tensor, Tensor, bool]:
-    """indptr, the cells that are stored of one block row, and whether a norm among them is unsure."""
-    indptr, where = portable._chosen(
-        keys, portable._free_slot(keys.device).memory, rule, 1, rule.count(keys.numel())
-    )
-    return indptr, where, portable._are_unsure(keys, where)
+def chosen(keys: Tensor, count: int) -> tuple[Tensor, Tensor, bool]:
+    """indptr, the cells that are stored of one block row, and whether norms decide nothing."""
+    where = keys.new_empty(count)
+    indptr = portable._choose_in(keys, where, 1, True, count=count)
+    return indptr, where, portable._is_undecided(keys, where)

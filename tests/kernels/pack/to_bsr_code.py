@@ -9,7 +9,7 @@ from tests.kernels.lang.portable_code import Code, compiled
 from tests.problems import CARDS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-TYPES = {"keys": "*i32", "where": "*i32", "indptr": "*i32", "slot": "*i32", "indices": "*i32"}
+TYPES = {"keys": "*i32", "where": "*i32", "indptr": "*i32", "word": "*i64", "indices": "*i32"}
 
 
 def source_code(
@@ -40,7 +40,7 @@ def choice_code(card: str, chunk: int, ranked: bool, wide: bool) -> Code:
         "INFINITY": infinity,
         "UNIT": 4,
         "CHUNK": chunk,
-    }
+    } | ({"word": None} if ranked else {})
     types = TYPES | ({"keys": "*i64", "least": "i64"} if wide else {})
     warps = chunk // (32 * portable.KEYS_PER_THREAD)
     return compiled(portable._choose, types, constants, CARDS[card], warps, 1)

@@ -3,15 +3,18 @@
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparsek.core.operations import KERNELS
+from sparsek.kernels.lang.recorder import Recorded
 from sparsek.kernels.pack import to_bsr as portable
 from sparsek.matrix import convert
 from sparsek.matrix.convert import Rule
+from sparsek.ops import bound
 from sparsek.ops import packing as ops
 from tests.kernels.pack.to_bsr_cases import (
     LAYOUTS,
@@ -104,7 +107,7 @@ def test_the_largest_keys_of_any_are_found(count: int, monkeypatch: pytest.Monke
     ):
         keys = keys.to(torch.int32)
         rule = kept(count / cells)
-        indptr, where, unsure = chosen(keys, rule)
+        indptr, where, unsure = chosen(keys, rule.count(cells))
         sure = convert.least_sure(torch.float32)
         stored = convert._picked(keys.view(torch.float32).clamp(min=sure), rule)
         assert where.tolist() == stored.view(-1).nonzero().view(-1).tolist()
@@ -187,6 +190,73 @@ def test_what_the_kernels_do_not_take_is_left_to_torch(monkeypatch: pytest.Monke
     assert portable.pack_bsr(w, (16, 16), kept(0.5)) is None
     same(w, (16, 16), kept(0.5, "row"))
     same(w, (16, 16), over(16.0))
+
+
+class Again(Recorded):
+    """A recorded call that runs the recorded function."""
+
+    __slots__ = ("ran", "run")
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run, self.ran, self.device, self.stream = run, 0, 0, 0
+
+    def __call__(self, *given: Tensor) -> Any:
+        self.ran += 1
+        return self.run()
+
+    def is_fresh(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+    """The calls that are recorded, on a CPU that passes for a GPU: each runs again when it is found."""
+    made: list[Again] = []
+
+    def record(run: Callable[[], Any], given: Any) -> tuple[Any, Again]:
+        made.append(Again(run))
+        return run(), made[-1]
+
+    monkeypatch.setattr(bound, "record", record)
+    monkeypatch.setattr(bound, "_device", lambda: 0)
+    monkeypatch.setattr(bound, "_stream", lambda device: 0)
+    monkeypatch.setattr(bound, "_capturing", lambda: False)
+    monkeypatch.setattr(Tensor, "get_device", lambda x: 0)
+    monkeypatch.setattr(ops, "_calls", bound.Calls())
+    return made
+
+
+def test_a_third_call_with_the_same_options_is_repeated(recorded: list[Again]):
+    pack, again = KERNELS["pack_bsr"], KERNELS["pack_bsr_again"]
+    w, rule = torch.randn(32, 64), kept(0.5, "row")
+    assert again(w, 16, 0.5, "row") is None
+    right = pack(w, (16, 16), rule)
+    assert again(w, 16, 0.5, "row") is None
+    equal(pack(w, (16, 16), rule), right)
+    assert len(recorded) == 1
+    for block in (16, (16, 16)):
+        equal(again(w, block, 0.5, "row"), right)
+    assert recorded[0].ran == 2
+    # Options that differ, are not what was checked, or are no options at all; and another matrix.
+    for options in (
+        (32, 0.5, "row"), (16, 0.25, "row"), (16, 0.5, "global"), (16, 0.5, ["row"]), (16, None, "row"),
+        (16.0, 0.5, "row"), ([16, 16], 0.5, "row"), ((16.0, 16), 0.5, "row"), (None, 0.5, "row"),
+    ):  # fmt: skip
+        assert again(w, *options) is None, options
+    assert again([w], 16, 0.5, "row") is None
+    assert again(w.double(), 16, 0.5, "row") is None
+    assert again(torch.randn(64, 64), 16, 0.5, "row") is None
+    for same_as_one in (1, True):
+        for _ in range(2):
+            pack(w, (16, 16), kept(1.0))
+        assert again(w, 16, 1.0, "global") is not None
+        assert again(w, 16, same_as_one, "global") is None, same_as_one
+    # A norm that does not decide is not overlooked, and the word for it is used again.
+    w[20, 40] = torch.nan
+    assert again(w, 16, 0.5, "row") is None
+    assert pack(w, (16, 16), rule) is None
+    w[20, 40] = 0
+    assert again(w, 16, 0.5, "row") is not None
 
 
 def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_by_op():

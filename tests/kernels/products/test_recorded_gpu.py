@@ -352,6 +352,6 @@ def test_a_thread_is_not_recorded_with_another() -> None:
 
     _, made = record(both, (x, y))
     assert made is not None
-    assert len(made.steps) == 1
+    assert [len(part.steps) for part in made.parts] == [1]
     x, y = drawn(), drawn()
     same(made(x, y), right(x, y))
