@@ -1,5 +1,6 @@
 """Predictions for an H200 stay near what was measured on one: near the newest records of every case and kernel."""
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -8,19 +9,24 @@ import pytest
 import torch
 
 import sparsek as sk
+from sparsek import kernels
 from sparsek.bench.engine import records
+from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core import dtypes
-from sparsek.core.device import CPU, UNITS_OVER_FP32
+from sparsek.core.device import CPU, H200, UNITS_OVER_FP32
 from sparsek.kernels import kinds
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import planning
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan, bound_seconds
+from sparsek.plan.problem import SpgemmProblem
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
-RECORDS = [record for record in records.newest(records.read(FOLDER)) if record["op"] == "spmm"]
+NEWEST = records.newest(records.read(FOLDER))
+RECORDS = [record for record in NEWEST if record["op"] == "spmm"]
+OF_SPGEMM = [record for record in NEWEST if record["kernel"] == "hopper.spgemm"]
 
 
 def planned(case: SpmmCase, kernel: str, recorded: dict[str, Any] | None = None) -> Plan:
@@ -52,6 +58,26 @@ def test_there_are_records_of_both_gpu_kernels() -> None:
 def test_a_record_is_predicted_within_25_percent(record: records.Record) -> None:
     plan = planned(SpmmCase.from_record(record["case"]), record["kernel"], record["config"])
     assert plan.seconds * 1e3 == pytest.approx(record["ms"]["median"], rel=0.25), plan.explain()
+
+
+@pytest.mark.parametrize("record", OF_SPGEMM, ids=lambda record: SpgemmCase.from_record(record["case"]).name)
+def test_a_record_of_spgemm_is_predicted_within_12_percent(record: records.Record) -> None:
+    """Its pairs follow from its rate, and its blocks of C from their mean number, as places are drawn."""
+    case, took, kernel = (
+        SpgemmCase.from_record(record["case"]),
+        record["ms"]["median"],
+        kernels.load("hopper.spgemm"),
+    )
+    (bm, bk), (_, bn) = case.a_block, case.b_block
+    rows, depth, columns = case.m // bm, case.k // bk, case.n // bn
+    pairs = round(record["tflops"]["useful"] * took * 1e9 / (2 * bm * bk * bn))
+    blocks = rows * columns
+    some = round(-blocks * math.expm1(-pairs / blocks))
+    p = SpgemmProblem(
+        case.m, case.k, case.n, case.a_block, case.b_block, round(case.density * rows * depth),
+        round(case.density * depth * columns), some, pairs, 8, case.dtype, H200, case.out == "dense",
+    )  # fmt: skip
+    assert kernel.seconds(p, kernel.default(p)) * 1e3 == pytest.approx(took, rel=0.12)
 
 
 @pytest.mark.parametrize("name", ["hopper.spmm", "portable.spmm"])
