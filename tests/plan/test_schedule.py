@@ -221,9 +221,19 @@ def test_column_groups_come_in_turn_and_the_longest_units_first_in_each():
     assert one.tiles[:-1, 3].tolist() == [64 * c for c in range(10) for _ in lengths]
     assert steps.tolist() == [9, 9, 4, 3, 1] * 10
     assert one.tiles[:-1, 2].tolist() == [64, 192, 256, 0, 128] * 10, "ties by position"
-    unit, column = _tile_order(np.array([1, 0]), 5, 2)
+    unit, column = _tile_order(np.array([2.0, 3.0]), 5, 2, 1)
     assert unit.tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 0]
     assert column.tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 4, 4]
+
+
+def test_a_long_tile_begins_while_an_earlier_group_is_walked_and_ends_with_its_own():
+    """Two workers, columns of 8 steps each for both: the tile of 14 steps in column 1 begins after 2 of 16."""
+    unit, column = _tile_order(np.array([1.0, 1.0, 14.0]), 2, 1, 2)
+    assert list(zip(unit.tolist(), column.tolist(), strict=True)) == [
+        (2, 0), (2, 1), (0, 0), (1, 0), (0, 1), (1, 1),
+    ]  # fmt: skip
+    deal = balance(units_of([0, 0, 13]), 128, 64, 2)
+    assert deal.imbalance == 1.0
 
 
 def test_a_cta_walks_a_group_longest_first_or_if_odd_shortest_first():
