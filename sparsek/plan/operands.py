@@ -161,12 +161,11 @@ def check_epilogue(
     reference.check_epilogue(epilogue, shape, dtype, device)
     if epilogue.bias is not None:
         _check_bias(epilogue.bias, shape[-2])
-    other = epilogue.other
-    if other is not None:
-        along = -1 if out_layout == "row" else -2
-        if other.stride(along) != 1 and other.shape[along] > 1:
+    along = -1 if out_layout == "row" else -2
+    for name, part in (("other matrix", epilogue.other), ("slope", epilogue.slope)):
+        if part is not None and part.stride(along) != 1 and part.shape[along] > 1:
             raise InvalidInput(
-                f"the other matrix of the epilogue must have contiguous rows, got strides {other.stride()}"
+                f"the {name} of the epilogue must have contiguous rows, got strides {part.stride()}"
                 "; call .contiguous()"
             )
 

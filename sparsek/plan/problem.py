@@ -101,7 +101,8 @@ class SpmmProblem(ProductProblem):
     `aligned`: pointers and leading strides of A's values, B and C are multiples of 16 bytes. c.layout is "col" if C
     is the transpose view of a row-major [n, m], which is computed as B^T A^T. The epilogue
     (`reference.epilogue.Epilogue`): `has_alpha` (alpha is not 1), `bias`, `activation`, and `combine`: "add" or "mul"
-    with another matrix, "" without one. `in_place`: the other matrix is C.
+    with another matrix, "" without one. `in_place`: the other matrix is C. `slope`: a second matrix gets the
+    derivative of the activation.
 
     A quantized A has a quantized B, whose values are contiguous along k: C = act(alpha * scale_A[m] * scale_B[n] *
     (A8 @ B8) + bias), and so on. A scale per block of A is inside the sum.
@@ -124,6 +125,7 @@ class SpmmProblem(ProductProblem):
     activation: EpilogueActivation = ""
     combine: Combine | Literal[""] = ""
     in_place: bool = False
+    slope: bool = False
 
     @property
     def dtype(self) -> str:
@@ -172,8 +174,10 @@ class SpmmProblem(ProductProblem):
 
     @property
     def dense_bytes(self) -> float:
-        """B before rounding and the epilogue's matrices read once, C written once; float32 row and column scales."""
-        of_c = (self.batch * self.n * (2 if self.combine else 1) + self.bias) * self.m
+        """B before rounding and the epilogue's matrices read once, C and slopes written once; float32 row and column
+        scales.
+        """
+        of_c = (self.batch * self.n * (1 + bool(self.combine) + self.slope) + self.bias) * self.m
         of_b = self.batch * self.n * self.k * dtypes.itemsize(self.b.rounds or self.b.dtype)
         scales = 0
         if self.a.quantized:

@@ -51,6 +51,8 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
     candidates = []
     for name, kernel in by_name.items():
         why_not = tuple(kernel.why_not(p))
+        if getattr(p, "slope", False) and not getattr(kernel, "writes_slope", False):
+            why_not += ("writes one matrix, and the slope of the activation is a second one",)
         if why_not:
             candidates.append(Candidate(name, why_not=why_not))
             continue

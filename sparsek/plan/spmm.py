@@ -73,15 +73,14 @@ class Product(NamedTuple):
         """
         on_left = operands.is_sparse(a)
         found = dtype_of(a, b, dtype) if on_left else dtype_of(b, a, dtype)
-        dtype, other = (found if out is None else out.dtype), epilogue.other
+        dtype, other, slope = (found if out is None else out.dtype), epilogue.other, epilogue.slope
         if on_left:
             return cls(a, False, b, out, epilogue, "row", dtype)
         lies = not a.turned if isinstance(a, QuantizedTensor) else joins(a, a)
-        if a.ndim > 2 and lies and all(x is None or joins(x, a) for x in (out, other)):
+        if a.ndim > 2 and lies and all(x is None or joins(x, a) for x in (out, other, slope)):
             a = a.rows() if isinstance(a, QuantizedTensor) else a.flatten(0, -2)
-            out, other = (None if x is None else x.flatten(0, -2) for x in (out, other))
-        if other is not None:
-            epilogue = replace(epilogue, other=other.mT)
+            out, other, slope = (None if x is None else x.flatten(0, -2) for x in (out, other, slope))
+        epilogue = _turned(epilogue, other, slope)
         stands, transposed = (b, True) if isinstance(b, (Semi24, BSR24)) else (b.T, False)
         return cls(stands, transposed, a.mT, None if out is None else out.mT, epilogue, "col", dtype)
 
@@ -92,8 +91,8 @@ class Product(NamedTuple):
         """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` refers to [..., N]."""
         dtype = dtype_of(w, x, dtype)
         rows: Any = x.rows() if isinstance(x, QuantizedTensor) else tokens(x)
-        if epilogue.other is not None:
-            epilogue = replace(epilogue, other=tokens(epilogue.other).mT)
+        other, slope = (None if x is None else tokens(x) for x in (epilogue.other, epilogue.slope))
+        epilogue = _turned(epilogue, other, slope)
         return cls(w, False, rows.mT, None, epilogue, "col", dtype)
 
     @property
@@ -166,6 +165,7 @@ class Product(NamedTuple):
             activation=epilogue.activation,
             combine="" if plain or other is None else epilogue.combine,
             in_place=self._in_place,
+            slope=epilogue.slope is not None,
         )
 
     def key(self) -> tuple[Any, ...]:
@@ -188,7 +188,8 @@ class Product(NamedTuple):
         said = stored, view, values.dtype, values.data_ptr() % 16, b.dtype, dense, out_layout, dtype
         if out is None and (epilogue is PLAIN or epilogue.is_plain):
             return said
-        more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in (out, epilogue.other)]
+        beside = out, epilogue.other, epilogue.slope
+        more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in beside]
         combine = epilogue.combine if epilogue.other is not None else ""
         after = epilogue.alpha != 1, epilogue.bias is not None, epilogue.activation, combine, self._in_place
         return *said, *more, *after
@@ -226,7 +227,7 @@ class Product(NamedTuple):
             return False
         row = self.shape[0] if out_layout == "col" else b.shape[-1]
         return (row * dtype.itemsize % ALIGNMENT == 0 if out is None else True) and operands.aligned(
-            out, other
+            out, other, epilogue.slope
         )
 
     @property
@@ -453,12 +454,21 @@ class SpmmPlan(Plan):
         self._passed[:] = [known]
 
 
+def _turned(epilogue: Epilogue, other: Tensor | None, slope: Tensor | None) -> Epilogue:
+    """The epilogue with the transposes of these matrices."""
+    if other is None and slope is None:
+        return epilogue
+    return replace(
+        epilogue, other=None if other is None else other.mT, slope=None if slope is None else slope.mT
+    )
+
+
 def _operands(p: SpmmProblem) -> tuple[Any, ...]:
     return replace(p.a, blocks=None), replace(p.b, gapless=True), p.c, p.n, p.batch
 
 
 def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:
-    return p.has_alpha, p.bias, p.activation, p.combine, p.in_place
+    return p.has_alpha, p.bias, p.activation, p.combine, p.in_place, p.slope
 
 
 def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.dtype:
@@ -499,4 +509,5 @@ def formula(p: SpmmProblem, product: str) -> str:
     elif p.combine == "mul" and p.bias:
         inner = f"({inner})"
     other = "C" if p.in_place else "other"
-    return {"": inner, "add": f"{inner} + beta * {other}", "mul": f"{inner} * {other}"}[p.combine]
+    whole = {"": inner, "add": f"{inner} + beta * {other}", "mul": f"{inner} * {other}"}[p.combine]
+    return f"{whole}, and the slope of {p.activation}" if p.slope else whole

@@ -3,6 +3,8 @@
     C = act(alpha * (A @ B) + bias[:, None])  + beta * other        (combine "add")
                                               * other               (combine "mul")
 
+With a slope, act'(alpha * (A @ B) + bias[:, None]) is written too: a backward pass multiplies with it.
+
 The bias has one number per row of A, which is an output feature of `linear` (x @ W.T is (W @ x.T).T).
 """
 
@@ -40,8 +42,9 @@ LARGEST = torch.finfo(torch.float32).max  # of alpha and beta: kernels take them
 class Epilogue:
     """`bias` is [M] and `other` [..., M, N], both in C's dtype on its device. `other` may be C itself.
 
-    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul" and has no effect without `other`. `beta`
-    belongs to "add". Raises InvalidInput for an alpha or beta that is not finite in float32, and for unknown names.
+    `slope` [..., M, N] is written, and belongs to an activation. `activation` is a key of ACTIVATIONS; `combine` is
+    "add" or "mul" and has no effect without `other`. `beta` belongs to "add". Raises InvalidInput for an alpha or beta
+    that is not finite in float32, for unknown names, and for a slope without an activation.
     """
 
     alpha: float = 1.0
@@ -50,6 +53,7 @@ class Epilogue:
     other: Tensor | None = None
     combine: Combine = "add"
     beta: float = 1.0
+    slope: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Every call of a layer passes here: the common case needs no function call.
@@ -62,6 +66,8 @@ class Epilogue:
             arguments.one_of("activation", activation, ACTIVATION_NAMES)
         if type(self.combine) is not str or self.combine not in COMBINES:
             arguments.one_of("combine", self.combine, COMBINES)
+        if self.slope is not None and not activation:
+            raise InvalidInput("a slope is that of an activation; this epilogue has none")
 
     @property
     def is_plain(self) -> bool:
@@ -69,11 +75,13 @@ class Epilogue:
         return self.alpha == 1 and self.bias is None and not self.activation and self.other is None
 
     def apply(self, z: Tensor) -> Tensor:
-        """Applies the epilogue to z = A @ B [..., M, N] in the accumulation dtype. Differentiable."""
+        """Applies the epilogue to z = A @ B [..., M, N] in the accumulation dtype. Differentiable, without `slope`."""
         if self.alpha != 1:
             z = z * self.alpha
         if self.bias is not None:
             z = z + self.bias.to(z.dtype)[..., None]
+        if self.slope is not None:
+            self.slope.copy_(slope(self.activation, z))
         z = ACTIVATIONS[self.activation](z)
         if self.other is None:
             return z
@@ -82,6 +90,13 @@ class Epilogue:
 
 
 PLAIN = Epilogue()
+
+
+def slope(activation: str, z: Tensor) -> Tensor:
+    """The derivative of the activation of that name at z."""
+    with torch.enable_grad():
+        at = z.detach().requires_grad_()
+        return torch.autograd.grad(ACTIVATIONS[activation](at).sum(), at)[0]
 
 
 def in_float64(epilogue: Epilogue) -> Epilogue:
@@ -94,7 +109,8 @@ def check_epilogue(
     epilogue: Epilogue, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     """InvalidInput unless the tensors of `epilogue` fit a C [..., M, N] of that shape, dtype and device."""
-    for name, part, wanted in (("bias", epilogue.bias, shape[-2:-1]), ("other", epilogue.other, shape)):
+    parts = (("bias", epilogue.bias, shape[-2:-1]), ("other", epilogue.other, shape))
+    for name, part, wanted in (*parts, ("slope", epilogue.slope, shape)):
         if part is None:
             continue
         arguments.dense(name, part)

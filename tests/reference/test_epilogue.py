@@ -101,6 +101,15 @@ def test_second_gradients_are_right(activation: Activation):
     assert torch.autograd.gradgradcheck(product, parts, fast_mode=True)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_a_slope_is_the_derivative_of_the_activation(matrix: BSR, activation: EpilogueActivation):
+    b, bias, slopes = normal(35, 6), normal(40), torch.full((40, 6), torch.nan, dtype=torch.float64)
+    z = (0.5 * (matrix.to_dense() @ b) + bias[:, None]).requires_grad_()
+    c = spmm(matrix, b, Epilogue(0.5, bias, activation, slope=slopes))
+    torch.testing.assert_close(c, ACTIVATIONS[activation](z).detach())
+    torch.testing.assert_close(slopes, torch.autograd.grad(ACTIVATIONS[activation](z).sum(), z)[0])
+
+
 def test_plain_is_plain():
     assert PLAIN.is_plain
     others = (
@@ -126,6 +135,11 @@ def test_plain_is_plain():
         ({"bias": [1.0] * 40}, "bias must be a dense torch.Tensor, got list"),
         ({"alpha": 10**39}, "alpha is 1000.*; it must be a finite number from -3.4"),
         ({"beta": float("nan")}, "beta is nan; it must be a finite number"),
+        ({"slope": normal(40, 6)}, "a slope is that of an activation"),
+        (
+            {"slope": normal(6, 40), "activation": "gelu"},
+            r"slope is torch.float64 \[6, 40\] on cpu; .* \[40, 6\]",
+        ),
         ({"activation": ["relu"]}, r"activation is \['relu'\]; use one of"),
     ],
 )

@@ -139,7 +139,7 @@ class HopperSpgemm:
         args = (
             a_desc, b_desc, describe(lies, c.c_shape), *work.tiles, work.positions("b", b, matches.right),
             work.positions("a", a, matches.left), b.nnzb, a.nnzb, none, 0, 1.0, none,
-            lies, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, 0.0, c, SOURCE,
+            lies, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, 0.0, None, c, SOURCE,
         )  # fmt: skip
         launch_on(out.device, spmm_kernel, work.ctas, args, c.options)
         if out.dim() == 3:

@@ -49,8 +49,9 @@ from sparsek.kernels.lang.gluon import (
     reinterpret,
     tma_load,
 )
+from sparsek.kernels.spmm import activation
 from sparsek.kernels.spmm import multiply as prims
-from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply
+from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply, owned_boxes
 from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
@@ -92,7 +93,9 @@ class Config(Tile):
             f"{'col' if col else 'row'}-major {name}"
             for name, col in (("A", self.a_col), ("B", self.b_col), ("C", self.c_col))
         )
-        flags = ("bias", "has_alpha", "activation", "combine", "split", "b_stack", "owned", "direct")
+        flags = (
+            "bias", "has_alpha", "activation", "slope", "combine", "preload", "split", "b_stack", "owned", "direct",
+        )  # fmt: skip
         more = "".join(f", {name} {getattr(self, name)}" for name in flags if getattr(self, name))
         return (
             f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups, {merged}blocks {bm}x{bk}, "
@@ -104,7 +107,9 @@ class Config(Tile):
 
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
 # computes from its fields, so the source of these files is a constant too.
-SOURCE = sha256(Path(__file__).read_bytes() + Path(prims.__file__).read_bytes()).hexdigest()[:16]
+SOURCE = sha256(
+    b"".join(Path(str(f)).read_bytes() for f in (__file__, prims.__file__, activation.__file__))
+).hexdigest()[:16]
 
 
 @gluon.jit
@@ -218,15 +223,15 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
 @gluon.jit(do_not_specialize=["no_col", "no_block", "m", "alpha", "lead8", "rows", "cols8", "beta"])
 def spmm_kernel(
     a_desc, b_desc, c_desc, tiles, starts, cols, blocks, no_col, no_block,
-    bias, m, alpha, part_sums, other, lead8, rows, cols8, beta,
+    bias, m, alpha, part_sums, other, lead8, rows, cols8, beta, beside_desc,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """CTA p computes tiles starts[p] to starts[p+1], RECORD numbers each.
 
     Step s multiplies stored blocks blocks[s*joined : (s+1)*joined] with block column (or stored block of B) cols[s].
     `no_col` and `no_block` are indices outside B and A. The remaining arguments belong to the epilogue: `m` rows of
-    C, `other` with its leading stride / 8, and `rows` and columns / 8 of C as stored. SOURCE only enters Triton's
-    cache key.
+    C, `other` with its leading stride / 8, and `rows` and columns / 8 of C as stored. `beside_desc` is the matrix of
+    slopes, with `preload` the other matrix, or None. SOURCE only enters Triton's cache key.
     """
     DTYPE: gl.constexpr = a_desc.dtype
     PARTS: gl.constexpr = T.stages * T.pieces
@@ -250,6 +255,10 @@ def spmm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
+    if T.preload:
+        landed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+        for wg in gl.static_range(GROUPS):
+            mbarrier.init(landed.index(wg), count=owned_boxes(T, wg))
     fence_async_shared()
     lists = (tiles, starts)
     before = (bias, m, alpha, part_sums)
@@ -257,6 +266,11 @@ def spmm_kernel(
     steps = (cols, blocks, no_col, no_block)
     slots = (a_boxes, b_boxes, full, empty)
     joined = (other, lead8, rows, cols8, beta)
+    if T.slope:
+        slopes = gl.allocate_shared_memory(DTYPE, [GROUPS] + beside_desc.block_type.shape, beside_desc.layout)
+        joined = (other, lead8, rows, cols8, beta, beside_desc, slopes)
+    if T.preload:
+        joined = (other, lead8, rows, cols8, beta, beside_desc, landed)
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -294,6 +308,7 @@ class HopperSpmm:
     """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.spmm"
+    writes_slope = True
     paced = ("every",)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
@@ -329,6 +344,8 @@ class HopperSpmm:
             "has_alpha": p.has_alpha,
             "activation": p.activation,
             "combine": p.combine,
+            "slope": p.slope,
+            "preload": p.combine != "" and p.activation == "",
         }
         merges = [1] if p.a.transposed else [1, *(rows for rows, _ in p.stats.merged if rows * bm <= 128)]
         found: dict[Config, None] = {}
@@ -348,20 +365,22 @@ class HopperSpmm:
                     # The producer keeps an index of every A box of a stage in registers; more than 8 would spill.
                     pieces = min(depth // narrow, 8 // joined)
                     c = Config(p.block, wg_m, wg_n, cols, narrow, pieces, 3, joined, **flags)
+                    c = replace(c, box=32) if c.finishes else c
                     found[_paced(p, deepened(c, p.card.smem_bytes))] = None
-        split = [replace(c, split=True) for c in found] if uneven(p) else []
+        # `merge_parts` writes no slopes.
+        split = [replace(c, split=True) for c in found] if uneven(p) and not p.slope else []
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Predicted time: the tiles of the fullest SM, but no less than all bytes from memory once.
 
         A tile takes the larger of multiply and load time (a smooth maximum) plus a fixed cost. Constants were
-        measured on an H200 (2026-11-20; steps and bytes 2026-11-22): 2048 multiply-adds per cycle at 1.75 GHz; 35 ns
-        per step; L2 to shared memory at `card.fabric`; 30 ns for every further A box of a step. Begin, end and store
-        of a tile of 128x256 or as large take 1.1 us with stages 64 deep and 0.9 us with stages 32 deep, which add 2 %
-        to every step. With very uneven rows CTAs drift apart, and large tiles lose 25 % (Zipf 1.2, the longest row 8
-        times the mean; no loss at twice the mean). Split rows write their sums to memory and read them again in a
-        second launch. With few columns, only A's bytes count.
+        measured on an H200 (2026-11-20; steps and bytes 2026-11-22; matrices beside C 2026-11-26): 2048 multiply-adds
+        per cycle at 1.75 GHz; 35 ns per step; L2 to shared memory at `card.fabric`; 30 ns for every further A box of a
+        step. Begin, end and store of a tile of 128x256 or as large take 1.1 us with stages 64 deep and 0.9 us with
+        stages 32 deep, which add 2 % to every step. With very uneven rows CTAs drift apart, and large tiles lose 25 %
+        (Zipf 1.2, the longest row 8 times the mean; no loss at twice the mean). Split rows write their sums to memory
+        and read them again in a second launch. With few columns, only A's bytes count.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -376,7 +395,9 @@ class HopperSpmm:
         step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.joined_rows - 1)
         fixed = 0.9e-6 if shallow else 1.1e-6
         if c.finishes:  # stages 32 deep leave little time for it
-            fixed += 2.5e-6 if shallow else 0.7e-6
+            fixed += (2.5e-6 if shallow else 0.7e-6) + 1.0e-6 * c.slope + 2.5e-6 * bool(c.combine)
+        elif c.preload:
+            fixed += 1.0e-6
         busy, extra = busy_seconds(p, c, steps * slices, units, step, fixed)
         # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of copy bandwidth; 2026-11-22: N = 256 at 0.7
         share = 0.80 if p.n <= 64 else 0.7 if p.n <= 256 else 0.92
@@ -434,10 +455,12 @@ class HopperSpmm:
         describe_b = describe_transposed if c.b_col else describe
         describe_c = describe_transposed if c.c_col else describe
         bias, alpha = none if epilogue.bias is None else epilogue.bias, float(epilogue.alpha)
-        for b_one, c_one, other in _triples(b, out, epilogue.other):
+        for b_one, c_one, other, slope in _each(b, out, epilogue.other, epilogue.slope):
+            beside = other if c.preload else slope
             args = (
                 a_desc, describe_b(b_one, b_box), describe_c(c_one, c_box), *lists,
-                bias, out.shape[-2], alpha, sums, *beside_c(other, c.c_col, epilogue.beta, none), c, SOURCE,
+                bias, out.shape[-2], alpha, sums, *beside_c(other, c.c_col, epilogue.beta, none),
+                None if beside is None else describe_c(beside, c_box), c, SOURCE,
             )  # fmt: skip
             launch_on(out.device, spmm_kernel, work.ctas, args, options)
             if work.parts is not None:
@@ -449,11 +472,13 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
 
     With an epilogue, boxes have 32 rows, and as many stages between them as a tile of mean length allows.
     """
-    if not c.finishes:
-        return replace(c, every=max(1, 2 * c.c_box // (c.width * c.pieces)))
-    c = replace(c, box=32)
     steps = dict(p.stats.merged).get(c.joined_rows, p.nnzb) * c.joined_rows / max(1, p.grid[0])
-    return replace(c, every=max(1, int(steps * c.per_block / c.pieces / max(1, most_boxes(c)))))
+    stages, boxes, plain = steps * c.per_block / c.pieces, most_boxes(c), 2 * c.c_box // (c.width * c.pieces)
+    if c.preload:
+        every = min(plain, int(stages / (boxes + 2)))
+    else:
+        every = int(stages / max(1, boxes)) if c.finishes else plain
+    return replace(c, every=max(1, every))
 
 
 @cache
@@ -463,12 +488,14 @@ def _boxes(c: Config) -> tuple[Any, ...]:
     return a_box, (c.cols, c.width) if c.b_col else (c.width, c.cols), c.c_shape, c.options
 
 
-def _triples(b: Tensor, out: Tensor, other: Tensor | None) -> Any:
-    """B, C and the epilogue's matrix, for every product of a batch."""
-    if b.dim() == 2:
-        return ((b, out, other),)
-    others = [None] * out.shape[:-2].numel() if other is None else _matrices(other)
-    return zip(_matrices(b), _matrices(out), others, strict=True)
+def _each(*batched: Tensor | None) -> Any:
+    """B, C, and the epilogue's other matrix and slopes, for every product of a batch; an absent one is None."""
+    first = batched[0]
+    assert first is not None
+    if first.dim() == 2:
+        return (batched,)
+    count = first.shape[:-2].numel()
+    return zip(*([None] * count if x is None else _matrices(x) for x in batched), strict=True)
 
 
 def _matrices(x: Tensor) -> list[Tensor]:

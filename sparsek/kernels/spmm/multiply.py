@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.kernels.lang.gluon import reinterpret, tma_store, tma_store_wait
+from sparsek.kernels.lang.gluon import reinterpret, tma_load, tma_store, tma_store_wait
+from sparsek.kernels.spmm.activation import activation_ptx, slope_ptx
 
 RECORD = gl.constexpr(8)
 
@@ -43,7 +44,9 @@ class Tile:
     `pieces` of them. `block` is a block of A (of S, for a sampled product); `joined_rows` block rows share a tile.
     `a_col`, `b_col`, `c_col`: the matrix is stored as its transpose, row-major. `every`: the number of stages between
     two stores of C boxes. `box`: the most rows or columns of one. With `every` 0, for tiles of few stages, all
-    boxes are stored at once; with `direct` also without TMA, whose queue would delay later loads.
+    boxes are stored at once; with `direct` also without TMA, whose queue would delay later loads. `slope`: a second
+    matrix gets the derivative of the activation; a warpgroup holds one box of it in shared memory. `preload`: the other
+    matrix of `combine` is loaded into the staged tile, box by box as these are stored, and joins the sums in float32.
     """
 
     block: tuple[int, int]
@@ -65,6 +68,8 @@ class Tile:
     every: int = 2
     box: int = 64
     direct: bool = False
+    slope: bool = False
+    preload: bool = False
 
     sampled: ClassVar[bool] = False
 
@@ -119,12 +124,13 @@ class Tile:
     @property
     def smem_bytes(self) -> int:
         ring = 2 * self.stages * self.pieces * self.width * (self.rows + self.block_cols)
-        return ring + 2 * self.rows * self.block_cols + 16 * self.stages + 1024
+        slopes = 2 * self.wg_m * self.wg_n * self.c_box * self.panel if self.slope else 0
+        return ring + 2 * self.rows * self.block_cols + slopes + 16 * self.stages + 1024
 
     @property
     def finishes(self) -> bool:
         """Whether an epilogue is applied to boxes before they are stored."""
-        return bool(self.activation or self.combine)
+        return bool(self.activation or (self.combine and not self.preload))
 
     @property
     def ctas_per_sm(self) -> int:
@@ -197,38 +203,6 @@ def bias_of(T: gl.constexpr, LAYOUT: gl.constexpr, bias, row, m):
     return gl.load(bias + r, mask=r < m, other=0.0).to(gl.float32)
 
 
-@gluon.constexpr_function
-def activation_ptx(name: str, half: bool) -> str:
-    """PTX that computes y from z: y = z sigmoid(2 u), where u depends on the activation.
-
-    The tanh form of GELU and SiLU are sigmoids exactly. GELU's distribution function is fitted. For bf16: sigmoid(2 z
-    (a + b z^2)), with an error of z Phi(z) of at most 2.8e-4. For fp16: with a term of z^5, at most 2.6e-5. For bf16
-    the sigmoid is one instruction with an error of at most 2^-12; for fp16 it is accurate to float32.
-
-    The PTX handles one element. As operations on tensors, all first steps of a tile would come before all second
-    steps and spill. Numbers are float32 in hexadecimal: 0.80015708 and 0.03470089; 0.79750788, 0.03700565 and
-    -0.00035151683 up to |z| = 6; sqrt(2 / pi) and 0.044715 of it; a half.
-    """
-    exact = (
-        "min.f32 u, $1, 0f40C00000; max.f32 u, u, 0fC0C00000; mul.f32 s, u, u; "
-        "fma.rn.f32 p, s, 0fB9B84BCA, 0f3D17933C; fma.rn.f32 p, s, p, 0f3F4C297A; mul.f32 u, u, p;"
-    )
-    short = "mul.f32 s, $1, $1; fma.rn.f32 s, s, 0f3D0E2286, 0f3F4CD718; mul.f32 u, $1, s;"
-    inner = {
-        "silu": "mul.f32 u, $1, 0f3F000000;",
-        "gelu_tanh": "mul.f32 s, $1, $1; fma.rn.f32 s, s, 0f3D122279, 0f3F4C422A; mul.f32 u, $1, s;",
-        "gelu": exact if half else short,
-    }[name]
-    if half:
-        sigmoid = (
-            "mul.f32 u, u, 0fC038AA3B; ex2.approx.ftz.f32 u, u; add.f32 u, u, 0f3F800000; "
-            "rcp.approx.ftz.f32 u, u;"
-        )
-    else:
-        sigmoid = "tanh.approx.f32 u, u; fma.rn.f32 u, u, 0f3F000000, 0f3F000000;"
-    return f"{{.reg .f32 u, s, p; {inner} {sigmoid} mul.f32 $0, $1, u;}}"
-
-
 @gluon.jit
 def activated(T: gl.constexpr, z, DTYPE: gl.constexpr):
     """The activation in float32, to be rounded to DTYPE. Few instructions: the next stage's wgmma waits for them."""
@@ -239,6 +213,15 @@ def activated(T: gl.constexpr, z, DTYPE: gl.constexpr):
     else:
         PTX: gl.constexpr = activation_ptx(T.activation, DTYPE == gl.float16)
         return gl.inline_asm_elementwise(PTX, "=f,f", [z], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def activated_with_slope(T: gl.constexpr, z, DTYPE: gl.constexpr):
+    """The activation and its slope in float32, to be rounded to DTYPE."""
+    PTX: gl.constexpr = slope_ptx(T.activation, DTYPE == gl.float16)
+    return gl.inline_asm_elementwise(
+        PTX, "=f,=f,f", [z], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -263,7 +246,7 @@ def corner(T: gl.constexpr, WG: gl.constexpr, box, row, col, ahead):
 @gluon.jit
 def cells(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined):
     """Pointers to the elements of box number `box` in a matrix of C's layout, and the mask of those that exist."""
-    other, lead8, rows, cols8, beta = joined
+    other, lead8, rows, cols8 = joined[0], joined[1], joined[2], joined[3]
     HIGH: gl.constexpr = T.c_shape[0]
     WIDE: gl.constexpr = T.c_shape[1]
     LAYOUT: gl.constexpr = box_layout(T)
@@ -285,7 +268,7 @@ def look_ahead(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined, due):
         r, c, place = box_at(T, WG, box)
         at = col * T.groups + (T.cols * (WG // T.wg_m) + c) // T.piece
         return gl.load(stored + at, mask=due, other=0), gl.load(columns + at, mask=due, other=0) % T.side
-    elif T.combine != "":
+    elif T.combine != "" and not T.preload:
         at, there = cells(T, WG, box, row, col, joined)
         return gl.load(at, mask=there & due, other=0.0)
     else:
@@ -294,12 +277,19 @@ def look_ahead(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined, due):
 
 @gluon.jit
 def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ahead, joined):
-    """Applies the epilogue to box number `box` and stores it to global memory."""
+    """Applies the epilogue to box number `box` and stores it, and its slopes, to global memory."""
     LAYOUT: gl.constexpr = box_layout(T)
     down, along, place = corner(T, WG, box, row, col, ahead)
     at = boxes.index(place)
     if T.finishes:
-        z = activated(T, at.load(LAYOUT).to(gl.float32), c_desc.dtype)
+        z = at.load(LAYOUT).to(gl.float32)
+        if T.slope:
+            z, slope = activated_with_slope(T, z, c_desc.dtype)
+            slopes = joined[6].index(WG)
+            tma_store_wait(0)  # until TMA has read the slopes of the box before
+            slopes.store(slope.to(c_desc.dtype))
+        else:
+            z = activated(T, z, c_desc.dtype)
         if T.combine == "mul":
             z = z * ahead.to(gl.float32)
         elif T.combine == "add":
@@ -307,6 +297,29 @@ def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ah
         at.store(z.to(c_desc.dtype))
         fence_async_shared()
     tma_store(c_desc, [down, along], at)
+    if T.slope:
+        tma_store(joined[5], [down, along], slopes)
+
+
+@gluon.jit
+def ask_box(T: gl.constexpr, WG: gl.constexpr, box, row, col, boxes, joined):
+    """Starts to load box number `box` of the other matrix to its place in the stage."""
+    other_desc, landed = joined[5], joined[6].index(WG)
+    down, along, place = corner(T, WG, box, row, col, 0)
+    mbarrier.expect(landed, 2 * T.c_box * T.panel)
+    tma_load(other_desc, [down, along], landed, boxes.index(place))
+
+
+@gluon.jit
+def combined(T: gl.constexpr, sums, staged, beta):
+    """The sums of a tile with the other matrix, which is staged."""
+    if T.c_col:
+        staged = staged.permute((1, 0))
+    other = staged.load(sums.type.layout).to(gl.float32)
+    if T.combine == "mul":
+        return sums * other
+    else:
+        return sums + beta * other
 
 
 @gluon.jit
@@ -323,8 +336,10 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
     """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and stores them during the next tile.
 
     `lists` is (tiles, starts); `before` (bias, rows of C, alpha, workspace); `ring` (A slots, B slots, full, empty).
-    `joined` is (other matrix, its leading stride / 8, rows, columns / 8 of C in memory, beta), or in a sampled
-    product (first columns, positions among the stored blocks), `groups` of each for a tile.
+    `joined` is (other matrix, its leading stride / 8, rows, columns / 8 of C in memory, beta). With `slope` it goes on
+    with (matrix of slopes, boxes of it in shared memory), with `preload` with (other matrix, a barrier for each
+    warpgroup). In a sampled product it is (first columns, positions among the stored blocks), `groups` of each for a
+    tile.
     """
     tiles, starts = lists
     bias, m, alpha, part_sums = before
@@ -346,6 +361,8 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
     phase = 0
+    loaded = 0  # the phase of the barrier of the other matrix
+    unasked = 0  # boxes of it that are to be loaded for this tile
     unsent = 0  # boxes of the previous tile that are still staged in shared memory, and their destination
     old_row = 0
     old_col = 0
@@ -364,13 +381,15 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
         next_col = gl.load(tiles + RECORD * t + RECORD + 3)
         next_part = gl.load(tiles + RECORD * t + RECORD + 5)
         pieces = (end - begin) * PER
+        if T.preload:
+            unasked = BOXES + 0
         start = gl.zeros((64, COLS), gl.float32, LAYOUT)
         if T.bias:
             if not T.has_alpha and not T.split:
                 start = start + gl.expand_dims(shift, 1)
         acc = warpgroup_mma_init(start)
         for q in range(0, pieces, PIECES):
-            due = (unsent > 0) & (q // PIECES % EVERY == EVERY // 2 * WG % EVERY)
+            due = (unsent + unasked > 0) & (q // PIECES % EVERY == EVERY // 2 * WG % EVERY)
             ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, due)
             mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
             for i in gl.static_range(PIECES):
@@ -382,7 +401,16 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                 if T.b_col:
                     b = b.permute((1, 0))
                 acc = warpgroup_mma(a, b, acc, is_async=True)
-            if not T.finishes and T.every > 0:
+            if T.preload:
+                if due:  # one box is stored, and the one before, which TMA has read, makes room
+                    tma_store_wait(0)
+                    if unasked > unsent:
+                        ask_box(T, WG, BOXES - unasked, row + ROW0, col, boxes, joined)
+                        unasked -= 1
+                    if unsent > 0:
+                        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                        unsent -= 1
+            elif not T.finishes and T.every > 0:
                 if due:
                     send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
                     unsent -= 1
@@ -403,6 +431,16 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
         out = warpgroup_mma_wait(0, deps=(acc,))
         if pieces > 0:
             mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+        if T.preload:
+            while unsent > 0:
+                send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, 0, joined)
+                unsent -= 1
+            tma_store_wait(0)
+            while unasked > 0:
+                ask_box(T, WG, BOXES - unasked, row + ROW0, col, boxes, joined)
+                unasked -= 1
+            mbarrier.wait(joined[6].index(WG), loaded)  # until TMA has written the whole stage
+            loaded ^= 1
         if T.split and part >= 0:
             r = ROW0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
             c = COL0 + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
@@ -414,7 +452,9 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
             if T.bias:
                 if T.has_alpha or T.split:
                     out = out + gl.expand_dims(shift, 1)
-            if not T.direct:
+            if T.preload:
+                out = combined(T, out, stage, joined[4])
+            elif not T.direct:
                 while unsent > 0:  # the tile was too short to store all boxes during its stages
                     ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
                     send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)

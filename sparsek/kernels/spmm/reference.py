@@ -75,6 +75,7 @@ class ReferenceSpmm(FixedKernel):
     predicted: Callable[[SpmmProblem], float]
     made: Callable[..., Tensor]
     storages: tuple[str, ...]
+    writes_slope = True
 
     def seconds(self, p: SpmmProblem, c: Fixed) -> float:
         return self.predicted(p)

@@ -135,6 +135,7 @@ def _spmm(c: spmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
     types |= {"alpha": "fp32", "beta": "fp32"} | ({"part_sums": "*fp32"} if c.split else {})
     there = (("bias", c.bias), ("other", bool(c.combine) or c.direct))
     types |= {name: f"*{dtype}" for name, given in there if given}
+    types |= {"beside_desc": _descriptor(c.c_shape, dtype) if c.slope or c.preload else "constexpr"}
     return spmm.spmm_kernel, spmm.SOURCE, types
 
 

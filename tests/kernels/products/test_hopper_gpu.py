@@ -23,7 +23,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.plan.operands import layout
 from sparsek.plan.problem import SpmmProblem
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.epilogue import PLAIN, Epilogue, slope
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out
 from sparsek.testing.poison import poisoned
@@ -197,40 +197,76 @@ def test_every_form_of_a_product_in_every_block(name: str, block: tuple[int, int
         check_c(SPMM.default(p), p, a, b, out, PLAIN, seed)
 
 
+@pytest.mark.parametrize(("activation", "combine"), [("gelu", "add"), ("", "add"), ("", "mul")])
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("block", [(128, 128), (32, 32)], ids=str)
 @pytest.mark.parametrize("name", FORMS)
-def test_every_config_of_every_form_with_an_epilogue(name: str, block: tuple[int, int], part: int) -> None:
+def test_every_config_of_every_form_with_an_epilogue(
+    name: str, block: tuple[int, int], part: int, activation: Any, combine: Any
+) -> None:
     for n, seed in ((328, fresh()), (24, fresh())):
         a, b, out, lies = form(name, 1000, 648, n, block, 0.5, seed=seed)
         bias = torch.randn(a.shape[0], device="cuda").to(HALF)
         other = padded(laid_out(lies, tuple(out.shape), HALF, "cuda", seed + 2))
-        epilogue = Epilogue(0.7, bias, "gelu", other, "add", -0.5)
+        epilogue = Epilogue(0.7, bias, activation, other, combine, -0.5)
         p = problem(a, b, out, epilogue, lies)
         for c in SPMM.configs(p)[part::4]:
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, seed)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (48, 96)], ids=str)
+def test_every_config_writes_the_slope_of_the_rounded_sum(
+    block: tuple[int, int], dtype: str, activation: Any
+) -> None:
+    """C has the bits that it has with another slope, and the slope is that of the published formula."""
+    kind = dtypes.parse(dtype)
+    unit = torch.finfo(kind).eps
+    for name, n, seed in (("B @ A.T", 328, fresh()), ("A @ B", 24, fresh())):
+        a, b, out, lies = form(name, 1000, 648, n, block, 0.5, seed=seed)
+        a, b, out = a.to(dtype=kind), padded(b.to(kind)), room(lies, *out.shape, dtype=kind)
+        slopes = room(lies, *out.shape, dtype=kind)
+        bias = torch.randn(a.shape[0], device="cuda").to(kind)
+        epilogue = Epilogue(0.1, bias, activation, slope=slopes)
+        p = problem(a, b, out, epilogue, lies)
+        z = 0.1 * (a.to_dense().double() @ b.double()) + bias.double()[:, None]
+        near = 2e-3 * (kind == HALF) + 2e-4 + 2 * unit * (1 + z.abs())
+        for c in SPMM.configs(p):
+            slopes.fill_(torch.nan)
+            check_c(c, p, a, b, out.fill_(torch.nan), replace(epilogue, slope=slopes), seed)
+            wrong = (slopes.double() - slope(activation, z)).abs() > near
+            assert not bool(wrong.any()), f"{c} on {p}: {int(wrong.sum())} slopes are wrong, seed {seed}"
+            assert not bool(slopes.isnan().any()), f"{c} on {p} left slopes out, seed {seed}"
+            assert kept_inside(slopes), f"{c} on {p} wrote beside the slopes, seed {seed}"
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"), [*product(FORMS, ["full", "in place"]), ("A @ B", "plain"), ("B @ A.T", "plain")]
+    ("name", "kind"),
+    [
+        *product(FORMS, ["full", "in place", "added", "added in place"]),
+        ("A @ B", "plain"),
+        ("B @ A.T", "plain"),
+    ],
 )
 def test_every_config_with_split_rows(name: str, kind: str) -> None:
     """Rows of up to 32 blocks in parts of 4 or a few more."""
     seed = fresh()
     a, b, out, lies = form(name, 2048, 2048, 264, (64, 64), 0.2, seed=seed, pattern="powerlaw")
     epilogue = PLAIN
-    if kind == "full":
+    if kind in ("full", "added"):
         bias = torch.randn(a.shape[0], device="cuda").to(HALF)
         other = padded(laid_out(lies, tuple(out.shape), HALF, "cuda", seed + 2))
-        epilogue = Epilogue(0.7, bias, "gelu", other, "add", -2.0)
-    if kind == "in place":
-        epilogue = Epilogue(other=out, beta=0.5, activation="silu")
+        epilogue = Epilogue(0.7, bias, "gelu" if kind == "full" else "", other, "add", -2.0)
+    in_place = kind.endswith("in place")
+    if in_place:
+        epilogue = Epilogue(other=out, beta=0.5, activation="silu" if kind == "in place" else "")
     p = problem(a, b, out, epilogue, lies)
     for c in dict.fromkeys(replace(c, split=True) for c in SPMM.configs(p)):
         parts = SPMM.prepare(p, c, a).parts
         assert parts is not None
         assert parts.slots > 0, "nothing was split"
-        check_c(c, p, a, b, out.fill_(1.0 if kind == "in place" else torch.nan), epilogue, seed)
+        check_c(c, p, a, b, out.fill_(1.0 if in_place else torch.nan), epilogue, seed)
 
 
 @pytest.mark.parametrize("lies", ["row", "col"])

@@ -90,6 +90,8 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
     {"combine": "add"},
     {"combine": "add", "bias": True, "has_alpha": True, "activation": "gelu"},
     {"combine": "add", "in_place": True},
+    {"combine": "mul"},
+    *({"bias": True, "activation": name, "slope": True} for name in ACTIVATIONS if name != "relu"),
 )
 
 
@@ -123,6 +125,8 @@ def choices(case: tuple[Config, str]) -> list[Hashable]:
         "has_alpha",
         "activation",
         "combine",
+        "slope",
+        "preload",
         "split",
         "box",
     )
@@ -137,7 +141,7 @@ CASES = [
 DRAW = Random(0)
 FLAGGED = covering(
     {
-        replace(c, split=c.split or DRAW.random() < 0.4): DRAW.choice(("bf16", "fp16"))
+        replace(c, split=c.split or (not c.slope and DRAW.random() < 0.4)): DRAW.choice(("bf16", "fp16"))
         for p in flagged_problems(DRAW, 16)
         for c in KERNEL.configs(p)
     }.items(),
@@ -178,7 +182,8 @@ FIELDS = {
     "stages": st.integers(2, 12),
     "joined_rows": st.sampled_from((1, 2, 4, 8)),
     **dict.fromkeys(
-        ("a_col", "b_col", "c_col", "bias", "has_alpha", "split", "b_stack", "direct"), st.booleans()
+        ("a_col", "b_col", "c_col", "bias", "has_alpha", "slope", "preload", "split", "b_stack", "direct"),
+        st.booleans(),
     ),
     "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
     "combine": st.sampled_from(("", "add", "mul")),
@@ -451,36 +456,48 @@ def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
     assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"
 
 
-def boxes_sent(c: Config, stages: tuple[int, ...], group: int) -> list[list[tuple[int, int]]]:
-    """(tile, box) that warpgroup `group` sends during each tile, which has so many stages: the control flow of
-    `multiply`. The last list is sent after all tiles."""
-    boxes, unsent, sent = len(boxes_of(c, group)), 0, []
+def boxes_moved(c: Config, stages: tuple[int, ...], group: int) -> list[list[tuple[str, int, int]]]:
+    """What ("store" or "load", tile, box) warpgroup `group` moves during each tile, which has so many stages: the
+    control flow of `multiply`. The last list is moved after all tiles."""
+    boxes, unsent, moved = len(boxes_of(c, group)), 0, []
     every = max(c.every, 1)
     for tile, count in enumerate(stages):
-        now = []
+        now: list[tuple[str, int, int]] = []
+        unasked = boxes if c.preload else 0
         for stage in range(count):
-            if unsent > 0 and stage % every == every // 2 * group % every:
-                now.append((tile - 1, boxes - unsent))
-                unsent -= 1
-        while unsent > 0:
-            now.append((tile - 1, boxes - unsent))
-            unsent -= 1
-        if c.every > 0:
-            unsent = boxes
-        else:
-            now += [(tile, box) for box in range(boxes)]
-        sent.append(now)
-    return [*sent, [(len(stages) - 1, boxes - left) for left in range(unsent, 0, -1)]]
+            if unsent + unasked > 0 and stage % every == every // 2 * group % every:
+                if unasked > unsent:
+                    now.append(("load", tile, boxes - unasked))
+                    unasked -= 1
+                if unsent > 0:
+                    now.append(("store", tile - 1, boxes - unsent))
+                    unsent -= 1
+        now += [("store", tile - 1, boxes - left) for left in range(unsent, 0, -1)]
+        now += [("load", tile, boxes - left) for left in range(unasked, 0, -1)]
+        unsent = boxes if c.every > 0 else 0
+        if c.every == 0:
+            now += [("store", tile, box) for box in range(boxes)]
+        moved.append(now)
+    return [*moved, [("store", len(stages) - 1, boxes - left) for left in range(unsent, 0, -1)]]
 
 
 @pytest.mark.parametrize("c", [*CONFIGS[::7], *(c for c, _ in FLAGGED)], ids=str)
-def test_every_box_of_a_tile_is_sent_once_and_in_order_while_the_next_is_multiplied(c: Config) -> None:
+def test_every_box_of_a_tile_is_stored_once_and_in_order_while_the_next_is_multiplied(c: Config) -> None:
     stages = (3, 0, 1, 40, 2, 0)
     for group in range(c.wg_m * c.wg_n):
         boxes = len(boxes_of(c, group))
         assert boxes * c.c_box * c.panel == min(64, c.height - 64 * (group % c.wg_m)) * c.cols
-        for pace in (c, replace(c, every=0)):
-            sent = boxes_sent(pace, stages, group)
-            assert list(chain(*sent)) == [(tile, box) for tile in range(len(stages)) for box in range(boxes)]
-        assert boxes_sent(c, stages, group)[0] == []
+        for pace in (c, replace(c, every=0, preload=False)):
+            moved = boxes_moved(pace, stages, group)
+            stored = [(tile, box) for kind, tile, box in chain(*moved) if kind == "store"]
+            assert stored == [(tile, box) for tile in range(len(stages)) for box in range(boxes)]
+        moved = boxes_moved(c, stages, group)
+        assert not any(kind == "store" for kind, *_ in moved[0])
         assert c.every >= 1
+        if c.preload:
+            of_first = [(kind, tile) for kind, tile, box in chain(*moved) if box == 0]
+            assert of_first == [(kind, tile) for tile in range(len(stages)) for kind in ("load", "store")]
+            for tile, now in enumerate(moved[:-1]):
+                assert [each for each in now if each[0] == "load"] == [
+                    ("load", tile, box) for box in range(boxes)
+                ], "all of the other matrix has been asked for when the tile ends"
