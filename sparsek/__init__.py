@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparsek.ops.attention_varlen import attention_varlen
     from sparsek.ops.choose import FormatChoice, choose_format
     from sparsek.ops.linear import linear, swiglu
+    from sparsek.ops.mlp import mlp
     from sparsek.ops.sddmm import plan_sddmm, sddmm
     from sparsek.ops.spgemm import plan_spgemm, spgemm
     from sparsek.ops.spmm import plan_spmm, spmm
@@ -62,6 +63,7 @@ __all__ = [
     "linear",
     "load",
     "merge_attention",
+    "mlp",
     "nn",
     "plan_attention",
     "plan_attention_backward",
@@ -101,6 +103,7 @@ _HOMES = {
     "linear": "sparsek.ops.linear",
     "load": "sparsek.files.io",
     "merge_attention": "sparsek.reference.attention",
+    "mlp": "sparsek.ops.mlp",
     "nn": "sparsek.nn",
     "policies": "sparsek.policies",
     "plan_attention": "sparsek.ops.attention",

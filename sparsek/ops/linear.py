@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
-from sparsek.core.errors import InvalidInput
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor, quantize_dense
@@ -26,10 +27,13 @@ from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.bound import Slot
 from sparsek.ops.spmm import SPMM, How, Multiplied, multiply
 from sparsek.plan import operands
+from sparsek.plan.kernel import activation_seconds
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Epilogue
 
 Weight = BSR | Semi24 | BSR24 | Quantized
+# The activations whose derivative is not known from their result.
+SLOPED = ("gelu", "gelu_tanh", "silu")
 
 
 def linear(
@@ -63,17 +67,17 @@ def linear(
 
     Returns:
         y [..., N], contiguous, accumulated in float32 (float64 for float64) and rounded to the output dtype once.
-        `hopper.spmm` also rounds before an activation or a residual, as torch does: in fp16, sums over 65504 become inf
-        there.
+        `hopper.spmm` also rounds before an activation, as torch does: in fp16, sums over 65504 become inf there.
 
     Raises:
         InvalidInput: For operands that do not fit.
         Unsupported: If no kernel can run; the message has the reasons of each.
 
     Differentiable in x, the values of a BSR, bias and residual; double backward works. If a gradient is needed, torch
-    applies gelu, gelu_tanh or silu to the rounded x @ W.T + bias, which the backward pass reads, and adds a residual
-    that follows an activation. Under torch.autocast all operands are cast to its dtype, which is that of y; with
-    `dtype` they are not.
+    applies gelu, gelu_tanh or silu to the rounded x @ W.T + bias, which the backward pass reads. For a BSR that learns
+    `hopper.spmm` writes the activation and its derivative instead, except under torch.compile and torch.func. Torch
+    adds a residual that follows an activation. Under torch.autocast all operands are cast to its dtype, which is that
+    of y; with `dtype` they are not.
 
     Examples:
         >>> W = sk.random_bsr(256, 128, block=32, density=0.25)
@@ -105,7 +109,7 @@ def linear(
         operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
-    rows = _in_rows(bias), _in_rows(residual)
+    rows = in_rows(bias), in_rows(residual)
     if not slot.learns and (rows[0] is not bias or rows[1] is not residual):
         # In a recorded call, a copy made before the launch would be a constant.
         slot = bound.UNBOUND
@@ -115,7 +119,12 @@ def linear(
     apart = act != "" and not isinstance(W, Quantized) and _wanted(x, W.values, bias, residual)
     cut = apart and act != "relu"
     inside, beside = (None if cut else activation), (None if apart else residual)
-    if slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized):
+    if cut and writes_slope(x, W, bias, act, kernel):
+        cut = False
+        how = How(True, False, 1.0, False, kernel, act)
+        both = functools.partial(with_slope, x, W, bias, act, kernel)
+        y = Multiplied.apply(W.values, x, bias, None, W, how, both)
+    elif slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized):
         how = How(True, False, 1.0, inside == "relu", kernel)
         again = functools.partial(linear, x, W, bias, inside, beside, kernel=kernel, dtype=dtype)
         y = Multiplied.apply(W.values, x, bias, beside, W, how, again)
@@ -229,7 +238,57 @@ def _wanted(*tensors: Any) -> bool:
     return operands.wants_gradient(*tensors) or transforms.active()
 
 
-def _in_rows(x: Tensor | None) -> Tensor | None:
+def writes_slope(x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
+    """Whether one kernel that writes act(z) and act'(z) is predicted to be faster than a product, and torch on z.
+
+    Only for a weight that learns, because a second derivative reads x too.
+    """
+    if activation not in SLOPED or not isinstance(x, Tensor) or not x.is_cuda or not isinstance(w, BSR):
+        return False
+    if not w.values.requires_grad or not transforms.untraced(x, w.values, bias):
+        return False
+    known: dict[Any, bool] = w.home().derived("writes slope", dict)
+    facts = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, w.values.data_ptr() % 16, w.order is None
+    key = *facts, bias is None, activation, kernel
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _predicts_slope(x, w, bias, activation, kernel)
+    return found
+
+
+def _predicts_slope(x: Tensor, w: BSR, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
+    operands.check_linear(x, w, bias, activation, None)
+    call = _layer(x, w, Epilogue(bias=bias))
+    p = call.problem(card_of(x.device))
+    try:
+        whole, product = (
+            SPMM.choose(each, kernel, None) for each in (replace(p, activation=activation, slope=True), p)
+        )
+    except Unsupported:
+        return False
+    return whole.seconds < product.seconds + activation_seconds(p)
+
+
+def with_slope(
+    x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: str | None
+) -> tuple[Tensor, Tensor]:
+    """act(z) [..., N] and act'(z) [T, N] of z = x @ w.T + bias, by one kernel; no gradient."""
+    more = "slope", bias is None, activation, kernel
+    slot = bound.product(w, x, more, () if bias is None else (bias,))
+    if slot.__class__ is not Slot:
+        return slot
+
+    def run() -> tuple[Tensor, Tensor]:
+        operands.check_linear(x, w, bias, activation, None)
+        slope = x.new_empty(x.shape[:-1].numel(), w.shape[0])
+        call = _layer(x, w, Epilogue(bias=bias, activation=activation, slope=slope))
+        y = SPMM.run(call, kernel)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[0]), slope
+
+    return slot.run(run)
+
+
+def in_rows(x: Tensor | None) -> Tensor | None:
     """A bias or a residual, copied unless its last dim is contiguous, as epilogues read it."""
     return x if x is None or x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 

@@ -33,7 +33,7 @@ from sparsek.plan import operands
 from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
 from sparsek.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, tokens
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
 SPMM = Operation(SpmmPlan, choose)
 
@@ -66,8 +66,7 @@ def spmm(
             (each row of A).
         out: Written instead of a new tensor: [..., M, N], with contiguous rows, sharing no memory with A or B.
         alpha: A number, finite in float32.
-        beta: A number, finite in float32. If it is not 0, `out` is read first, and the sum is rounded once;
-            `hopper.spmm` also rounds alpha * A @ B.
+        beta: A number, finite in float32. If it is not 0, `out` is read first, and the sum is rounded once.
         plan: From `plan_spmm`. By default a plan is made once, and cached with the pattern.
         kernel: The name of a kernel, for example "hopper.spmm". It runs or raises Unsupported. The backward pass uses
             kernels of the same family.
@@ -335,7 +334,8 @@ transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_
 class How(NamedTuple):
     """The product that `Multiplied` computes of a matrix A and a dense operand.
 
-    `rows`: X A^T, with X [..., T, K], or X A if also `turned`; otherwise A B, or A^T B. `relu` follows it.
+    `rows`: X A^T, with X [..., T, K], or X A if also `turned`; otherwise A B, or A^T B. `relu` follows it. `slope`: the
+    name of another activation that follows it, whose slope the product also returns.
     """
 
     rows: bool
@@ -343,12 +343,14 @@ class How(NamedTuple):
     alpha: float
     relu: bool
     kernel: str | None
+    slope: str = ""
 
 
 class Multiplied(torch.autograd.Function):
     """A product with gradients for plain tensors; the torch.library op takes more host time.
 
-    `multiply()` computes act(alpha * product + bias) + other, with the leading dims and the layout of `dense`.
+    `multiply()` computes act(alpha * product + bias) + other, with the leading dims and the layout of `dense`. With
+    `how.slope` it returns a pair, this and act' [T, N], by which the gradient is multiplied.
     """
 
     @staticmethod
@@ -360,24 +362,26 @@ class Multiplied(torch.autograd.Function):
         other: Tensor | None,
         a: BSR | Semi24 | BSR24,
         how: How,
-        multiply: Callable[[], Tensor],
+        multiply: Callable[[], Any],
     ) -> Tensor:
         of_values, of_b, of_bias, *_ = ctx.needs_input_grad
         two_four = not isinstance(a, BSR)
         if of_values and two_four:
             raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
-        c = multiply()
-        cut = c if how.relu and (of_values or of_b or of_bias) else None
-        save_for_backward(ctx, values if of_b else None, dense if of_values else None, cut)
         none: Any = None
+        c, slope = multiply() if how.slope else (multiply(), none)
+        cut = c if how.relu and (of_values or of_b or of_bias) else None
+        all_ = slope is not None  # a second derivative computes the product again
+        kept = values if of_b or all_ else None, dense if of_values or all_ else None, bias if all_ else None
+        save_for_backward(ctx, *kept, cut, slope)
         ctx.a, ctx.how, ctx.shape = a._each(lambda _: none), how, dense.shape
         ctx.b_by_columns = how.rows or gradients.lies_by_columns(dense)
         return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, dense, out = ctx.saved_tensors
-        a, (rows, turned, alpha, _, kernel), by_columns = ctx.a, ctx.how, ctx.b_by_columns
+        values, dense, bias, out, slope = ctx.saved_tensors
+        a, (rows, turned, alpha, _, kernel, activation), by_columns = ctx.a, ctx.how, ctx.b_by_columns
         two_four = not isinstance(a, BSR)
         view = not two_four and a.order is not None
 
@@ -397,6 +401,11 @@ class Multiplied(torch.autograd.Function):
             return spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
 
         of_other = grad
+        if slope is not None and not torch.is_grad_enabled():
+            grad = tokens(grad) * slope
+        elif slope is not None:
+            z = multiply(Product.layer(dense, a._each(lambda _: values), Epilogue(bias=bias)), kernel)
+            (grad,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
         if rows:
             parts = (None if x is None else tokens(x).mT for x in (grad, dense, out))
             grad, dense, out = parts  # type: ignore[assignment]

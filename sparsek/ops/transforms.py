@@ -37,6 +37,11 @@ def active() -> bool:
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
+def untraced(*tensors: Any) -> bool:
+    """Whether autograd alone differentiates this call, by reverse mode, and nothing traces it."""
+    return forward_ad._current_level < 0 and not library_args.traced() and library_args.are_plain(*tensors)
+
+
 def check(*tensors: Any) -> None:
     """Raise InvalidInput if forward-mode differentiation expects a tangent; under torch.func the jvp rule raises it."""
     if forward_ad._current_level >= 0 and not active():

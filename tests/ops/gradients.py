@@ -59,6 +59,24 @@ def _linear(act: Activation | None, residual: bool) -> Form:
     )
 
 
+def _mlp(act: Activation) -> Form:
+    def exact(up: BSR, down: BSR, x: Tensor, *biases: Tensor) -> Tensor:
+        return reference_linear.linear(reference_linear.linear(x, up, biases[0], act), down, biases[1])
+
+    def plain(up: Tensor, down: Tensor, x: Tensor, *biases: Tensor) -> Tensor:
+        hidden = ACTIVATIONS[act](torch.nn.functional.linear(x, up, biases[0]))
+        return torch.nn.functional.linear(hidden, down, biases[1])
+
+    return Form(
+        ("mk", "nm"),
+        ("2nk", "m", "n"),
+        "spmm",
+        lambda up, down, x, b, c, kernel: sk.mlp(x, up, down, b, c, act, kernel=kernel),
+        exact,
+        plain,
+    )
+
+
 def _swiglu_plain(gate: Tensor, up: Tensor, x: Tensor) -> Tensor:
     return torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT)
 
@@ -99,6 +117,7 @@ FORMS: dict[str, Form] = {
     **{f"linear {act}": _linear(act, residual=False) for act in (None, "relu", "gelu", "gelu_tanh", "silu")},
     "linear with a residual": _linear(None, residual=True),
     "linear relu with a residual": _linear("relu", residual=True),
+    **{f"mlp {act}": _mlp(act) for act in ("relu", "gelu", "silu")},
     "swiglu": Form(
         ("mk", "mk"),
         ("nk",),

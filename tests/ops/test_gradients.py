@@ -1,5 +1,6 @@
 """Gradients of every product: against the float64 reference, of second order, for which inputs, and of what size."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import sparsek as sk
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import gradients, library_args
+from sparsek.ops.spmm import SPMM
+from sparsek.plan.spmm import Product
 from tests.ops.gradients import FORMS, hold, inputs_of
 from tests.ops.operands import pair
 
@@ -25,6 +28,31 @@ FAMILIES = {
     "portable": {"spmm": "portable.spmm", "sddmm": "portable.sddmm", "spgemm": "portable.spgemm"},
 }
 F32 = torch.float32
+
+
+def takes_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that learn write slopes, as on a device with a kernel that is fast at it."""
+
+    def takes(x: Tensor, w: BSR, *given: Any) -> bool:
+        return w.values.requires_grad
+
+    for name in ("linear", "mlp"):
+        monkeypatch.setattr(import_module(f"sparsek.ops.{name}"), "writes_slope", takes)
+
+
+@pytest.fixture
+def sloped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that write slopes during a test."""
+    kernels: list[str] = []
+    run = SPMM.run
+
+    def watched(call: Product, kernel: str | None) -> Any:
+        if call.epilogue.slope is not None:
+            kernels.append(SPMM.cached(call, kernel, False).kernel)
+        return run(call, kernel)
+
+    monkeypatch.setattr(SPMM, "run", watched)
+    return kernels
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -48,6 +76,49 @@ def test_gradients_on_a_gpu_are_within_the_error_budget(family: str | None, dtyp
     form = FORMS[name]
     kernel = None if family is None else FAMILIES[family][form.op]
     hold(form, *inputs_of(form, {"m": 512, "k": 384, "n": 256}, dtype, "cuda"), kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["linear gelu", "linear gelu_tanh", "linear silu", "mlp gelu", "mlp silu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_slopes_on_a_gpu_are_within_the_error_budget(dtype: torch.dtype, name: str, sloped: list[str]):
+    form = FORMS[name]
+    hold(form, *inputs_of(form, {"m": 1024, "k": 512, "n": 392}, dtype, "cuda"), None)
+    assert len(sloped) == (torch.cuda.get_device_capability() == (9, 0))
+    sloped.clear()
+    (up, *down), (x, *rest) = inputs_of(form, {"m": 64, "k": 64, "n": 96}, dtype, "cuda")
+    frozen = form.mine(up, *down, x.requires_grad_(), *rest, kernel=None)
+    assert frozen.requires_grad
+    assert sloped == []
+
+
+@pytest.mark.parametrize("name", ["linear gelu", "linear gelu_tanh", "linear silu", "mlp gelu", "mlp silu"])
+def test_slopes_by_the_reference_are_within_the_error_budget(
+    name: str, monkeypatch: pytest.MonkeyPatch, sloped: list[str]
+):
+    """On the CPU no kernel but the reference writes slopes, and none is chosen for that."""
+    takes_slopes(monkeypatch)
+    form = FORMS[name]
+    hold(form, *inputs_of(form, SIZES, F32), None)
+    assert sloped == ["reference.spmm"]
+
+
+@pytest.mark.parametrize("name", ["linear gelu", "linear gelu_tanh", "linear silu", "mlp gelu", "mlp silu"])
+def test_first_and_second_derivatives_by_slopes_are_those_of_finite_differences(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    takes_slopes(monkeypatch)
+    form = FORMS[name]
+    matrices, tensors = inputs_of(form, {"m": 35, "k": 20, "n": 50}, torch.float64)
+    count = len(matrices)
+
+    def run(*inputs: Tensor) -> Tensor:
+        made = [BSR.unchecked(a.pattern, v) for a, v in zip(matrices, inputs, strict=False)]
+        return form.mine(*made, *inputs[count:], kernel=None)
+
+    leaves = [x.clone().requires_grad_() for x in (*(a.values for a in matrices), *tensors)]
+    assert gradcheck(run, leaves, fast_mode=True)
+    assert gradgradcheck(run, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -17,11 +17,12 @@ from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
 from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
 from sparsek.matrix.bsr import BSR
-from sparsek.ops.linear import linear
+from sparsek.ops.linear import writes_slope
+from sparsek.ops.mlp import mlp
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
-from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Epilogue
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import near_dense, worst
 from sparsek.testing.product_budget import stored
@@ -86,10 +87,14 @@ class MlpOperands(Operands):
         if dy is None:
             up = plan_spmm(x, w1.T, epilogue=Epilogue(activation=self.activation))
             return {"up": up, "down": plan_spmm(hidden, w2.T)}
+        of_up = of_hidden = PLAIN
+        if self.mode == "eager" and writes_slope(self.x, self.w1, None, self.activation, None):
+            of_up = Epilogue(activation=self.activation, slope=torch.empty_like(hidden))
+            of_hidden = Epilogue(other=hidden, combine="mul")
         return {
-            "up": plan_spmm(x, w1.T),
+            "up": plan_spmm(x, w1.T, epilogue=of_up),
             "down": plan_spmm(hidden, w2.T),
-            "gradient of hidden": plan_spmm(dy, w2),
+            "gradient of hidden": plan_spmm(dy, w2, epilogue=of_hidden),
             "gradient of W2": plan_sddmm(dy.mT, hidden, w2.pattern),
             "gradient of x": plan_spmm(hidden, w1),
             "gradient of W1": plan_sddmm(hidden.mT, x, w1.pattern),
@@ -121,7 +126,7 @@ class MlpOperands(Operands):
 
 def _forward(activation: Activation) -> Callable[..., Tensor]:
     """The layer: a function of x, W1 and W2."""
-    return lambda x, w1, w2: linear(linear(x, w1, None, activation), w2)
+    return lambda x, w1, w2: mlp(x, w1, w2, activation=activation)
 
 
 @cache
