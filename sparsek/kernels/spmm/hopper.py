@@ -51,7 +51,9 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.kernels.spmm import activation
 from sparsek.kernels.spmm import multiply as prims
+from sparsek.kernels.spmm import multiply_held as held_prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply, owned_boxes
+from sparsek.kernels.spmm.multiply_held import multiply_held
 from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
@@ -94,7 +96,8 @@ class Config(Tile):
             for name, col in (("A", self.a_col), ("B", self.b_col), ("C", self.c_col))
         )
         flags = (
-            "bias", "has_alpha", "activation", "slope", "combine", "preload", "split", "b_stack", "owned", "direct",
+            "bias", "has_alpha", "activation", "slope", "held", "combine", "preload", "split", "b_stack", "owned",
+            "direct",
         )  # fmt: skip
         more = "".join(f", {name} {getattr(self, name)}" for name in flags if getattr(self, name))
         return (
@@ -105,10 +108,15 @@ class Config(Tile):
     __repr__ = __str__
 
 
+HELD = 32  # columns of a piece of a tile that is held in registers
+
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
 # computes from its fields, so the source of these files is a constant too.
 SOURCE = sha256(
-    b"".join(Path(str(f)).read_bytes() for f in (__file__, prims.__file__, activation.__file__))
+    b"".join(
+        Path(str(f)).read_bytes()
+        for f in (__file__, prims.__file__, held_prims.__file__, activation.__file__)
+    )
 ).hexdigest()[:16]
 
 
@@ -248,8 +256,11 @@ def spmm_kernel(
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(PIECE, DTYPE)
     b_s = gl.allocate_shared_memory(DTYPE, [PARTS * T.wg_n] + PIECE, B_LAYOUT)
     b_boxes = reinterpret(b_s, DTYPE, [PARTS * T.wg_n] + b_desc.block_type.shape, b_desc.layout)
-    STAGE: gl.constexpr = [T.cols, 64] if T.c_col else [64, T.cols]
-    c_s = gl.allocate_shared_memory(DTYPE, [GROUPS] + STAGE, c_desc.layout)
+    if T.held > 0:
+        STAGE: gl.constexpr = [2 * GROUPS] + c_desc.block_type.shape
+    else:
+        STAGE: gl.constexpr = [GROUPS] + ([T.cols, 64] if T.c_col else [64, T.cols])
+    c_s = gl.allocate_shared_memory(DTYPE, STAGE, c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -279,6 +290,16 @@ def spmm_kernel(
             ],
             [1],
             [56],
+        )
+    elif T.held > 0:
+        gl.warp_specialize(
+            [
+                (multiply_held, (T, 0, c_desc, lists, before, ring, c_s)),
+                (multiply_held, (T, 1, c_desc, lists, before, ring, c_s)),
+                (load, (T, a_desc, b_desc, lists, steps, slots)),
+            ],
+            [4, 1],
+            [224, 56],
         )
     else:
         gl.warp_specialize(
@@ -367,8 +388,13 @@ class HopperSpmm:
                     c = Config(p.block, wg_m, wg_n, cols, narrow, pieces, 3, joined, **flags)
                     c = replace(c, box=32) if c.finishes else c
                     found[_paced(p, deepened(c, p.card.smem_bytes))] = None
-        # `merge_parts` writes no slopes.
-        split = [replace(c, split=True) for c in found] if uneven(p) and not p.slope else []
+                    alone = not (p.combine or p.slope)
+                    if alone and wg_m * wg_n == 2 and c.height == c.rows and cols >= 2 * HELD:
+                        c = replace(c, held=HELD, box=64)
+                        found[_paced(p, deepened(c, p.card.smem_bytes))] = None
+        # `merge_parts` writes no slopes, and a tile that is held is never a part.
+        may_split = uneven(p) and not p.slope
+        split = [replace(c, split=True) for c in found if not c.held] if may_split else []
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
@@ -378,9 +404,10 @@ class HopperSpmm:
         measured on an H200 (2026-11-20; steps and bytes 2026-11-22; matrices beside C 2026-11-26): 2048 multiply-adds
         per cycle at 1.75 GHz; 35 ns per step; L2 to shared memory at `card.fabric`; 30 ns for every further A box of a
         step. Begin, end and store of a tile of 128x256 or as large take 1.1 us with stages 64 deep and 0.9 us with
-        stages 32 deep, which add 2 % to every step. With very uneven rows CTAs drift apart, and large tiles lose 25 %
-        (Zipf 1.2, the longest row 8 times the mean; no loss at twice the mean). Split rows write their sums to memory
-        and read them again in a second launch. With few columns, only A's bytes count.
+        stages 32 deep, which add 2 % to every step. A tile that is held takes 0.5 us less, its activation 0.5 us. With
+        very uneven rows CTAs drift apart, and large tiles lose 25 % (Zipf 1.2, the longest row 8 times the mean; no
+        loss at twice the mean). Split rows write their sums to memory and read them again in a second launch. With few
+        columns, only A's bytes count.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -394,7 +421,9 @@ class HopperSpmm:
         fetch = bytes_ * p.card.sm_count / p.card.fabric
         step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.joined_rows - 1)
         fixed = 0.9e-6 if shallow else 1.1e-6
-        if c.finishes:  # stages 32 deep leave little time for it
+        if c.held:
+            fixed += 0.0 if c.activation else -0.5e-6
+        elif c.finishes:  # stages 32 deep leave little time for it
             fixed += (2.5e-6 if shallow else 0.7e-6) + 1.0e-6 * c.slope + 2.5e-6 * bool(c.combine)
         elif c.preload:
             fixed += 1.0e-6
@@ -477,7 +506,7 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
     if c.preload:
         every = min(plain, int(stages / (boxes + 2)))
     else:
-        every = int(stages / max(1, boxes)) if c.finishes else plain
+        every = int(stages / max(1, boxes)) if c.finishes or c.held else plain
     return replace(c, every=max(1, every))
 
 

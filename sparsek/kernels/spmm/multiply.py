@@ -5,7 +5,8 @@
 Each product has its own producer, which fills the ring. Consumer warpgroups multiply from shared memory with wgmma,
 round their 64 x cols of a tile, and stage it in shared memory. It is stored to C box by box, in parallel with the
 wgmma of the next tile. An activation, or the product or sum with another matrix, is applied to a box just before it
-is stored. The next wgmma waits for that, so boxes with an epilogue are small and spread over the tile. Alternatives
+is stored. The next wgmma waits for that, so boxes with an epilogue are small and spread over the tile. Plain products
+and activations have a second way, through registers (spmm/multiply_held.py). Alternatives
 that were tried (docs/lab-notes.md, 2026-11-21): the epilogue in registers before staging; two extra warps, too slow
 for short tiles; four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
 
@@ -47,6 +48,7 @@ class Tile:
     boxes are stored at once; with `direct` also without TMA, whose queue would delay later loads. `slope`: a second
     matrix gets the derivative of the activation; a warpgroup holds one box of it in shared memory. `preload`: the other
     matrix of `combine` is loaded into the staged tile, box by box as these are stored, and joins the sums in float32.
+    `held`: the finished tile waits in registers, in pieces of so many columns (spmm/multiply_held.py); 0: it is staged.
     """
 
     block: tuple[int, int]
@@ -70,6 +72,7 @@ class Tile:
     direct: bool = False
     slope: bool = False
     preload: bool = False
+    held: int = 0
 
     sampled: ClassVar[bool] = False
 
@@ -105,12 +108,12 @@ class Tile:
     @property
     def c_box(self) -> int:
         """Rows of one C box: the largest power of two that divides each warpgroup's part."""
-        return min(64 if self.c_col else self.box, self.height & -self.height)
+        return min(64 if self.c_col or self.held else self.box, self.height & -self.height)
 
     @property
     def panel(self) -> int:
         """Columns of one C box."""
-        return min(self.box if self.c_col else 64, self.cols)
+        return self.held or min(self.box if self.c_col else 64, self.cols)
 
     @property
     def c_shape(self) -> tuple[int, int]:
@@ -124,8 +127,9 @@ class Tile:
     @property
     def smem_bytes(self) -> int:
         ring = 2 * self.stages * self.pieces * self.width * (self.rows + self.block_cols)
-        slopes = 2 * self.wg_m * self.wg_n * self.c_box * self.panel if self.slope else 0
-        return ring + 2 * self.rows * self.block_cols + slopes + 16 * self.stages + 1024
+        box = 2 * self.wg_m * self.wg_n * self.c_box * self.panel
+        staged = 2 * box if self.held else 2 * self.rows * self.block_cols + box * self.slope
+        return ring + staged + 16 * self.stages + 1024
 
     @property
     def finishes(self) -> bool:

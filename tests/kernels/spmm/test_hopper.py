@@ -127,6 +127,7 @@ def choices(case: tuple[Config, str]) -> list[Hashable]:
         "combine",
         "slope",
         "preload",
+        "held",
         "split",
         "box",
     )
@@ -141,7 +142,9 @@ CASES = [
 DRAW = Random(0)
 FLAGGED = covering(
     {
-        replace(c, split=c.split or (not c.slope and DRAW.random() < 0.4)): DRAW.choice(("bf16", "fp16"))
+        replace(c, split=c.split or (not c.slope and not c.held and DRAW.random() < 0.4)): DRAW.choice(
+            ("bf16", "fp16")
+        )
         for p in flagged_problems(DRAW, 16)
         for c in KERNEL.configs(p)
     }.items(),
@@ -189,6 +192,7 @@ FIELDS = {
     "combine": st.sampled_from(("", "add", "mul")),
     "every": st.integers(0, 9),
     "box": st.sampled_from((16, 32, 64)),
+    "held": st.sampled_from((0, 32, 64)),
     "owned": st.sampled_from((0, 48, 128)),
 }
 ANY_CONFIG = st.builds(Config, **FIELDS)
@@ -329,6 +333,8 @@ def test_every_config_fits_the_card(
         assert c.rows % c.a_boxed == 0, c
         assert c.cols % c.panel == 0, c
         assert c.joined_rows == 1 or not c.a_col, "boxes of a transposed A hold one block"
+        assert not c.held or (c.c_box == 64 and c.height == c.rows and c.cols % (2 * c.held) == 0), c
+        assert not (c.held and (c.preload or c.slope or c.split)), c
         assert c.joined_rows == 1 or c.a_box * c.joined_rows <= c.rows, c
         assert c.height % c.c_box == 0, c
         assert all(c.height > 64 * w for w in range(c.wg_m)), "every warpgroup owns rows"
@@ -463,6 +469,9 @@ def boxes_moved(c: Config, stages: tuple[int, ...], group: int) -> list[list[tup
     every = max(c.every, 1)
     for tile, count in enumerate(stages):
         now: list[tuple[str, int, int]] = []
+        if c.held:  # a loop over stages for every piece, of as many as there are, and one over the rest
+            moved.append([("store", tile - 1, box) for box in range(boxes) if tile > 0])
+            continue
         unasked = boxes if c.preload else 0
         for stage in range(count):
             if unsent + unasked > 0 and stage % every == every // 2 * group % every:
@@ -478,7 +487,9 @@ def boxes_moved(c: Config, stages: tuple[int, ...], group: int) -> list[list[tup
         if c.every == 0:
             now += [("store", tile, box) for box in range(boxes)]
         moved.append(now)
-    return [*moved, [("store", len(stages) - 1, boxes - left) for left in range(unsent, 0, -1)]]
+    last = len(stages) - 1
+    left = boxes if c.held else unsent
+    return [*moved, [("store", last, box) for box in range(boxes - left, boxes)]]
 
 
 @pytest.mark.parametrize("c", [*CONFIGS[::7], *(c for c, _ in FLAGGED)], ids=str)
@@ -487,10 +498,11 @@ def test_every_box_of_a_tile_is_stored_once_and_in_order_while_the_next_is_multi
     for group in range(c.wg_m * c.wg_n):
         boxes = len(boxes_of(c, group))
         assert boxes * c.c_box * c.panel == min(64, c.height - 64 * (group % c.wg_m)) * c.cols
-        for pace in (c, replace(c, every=0, preload=False)):
+        for pace in (c, replace(c, every=0, preload=False, held=0)):
             moved = boxes_moved(pace, stages, group)
             stored = [(tile, box) for kind, tile, box in chain(*moved) if kind == "store"]
-            assert stored == [(tile, box) for tile in range(len(stages)) for box in range(boxes)]
+            count = len(boxes_of(pace, group))
+            assert stored == [(tile, box) for tile in range(len(stages)) for box in range(count)]
         moved = boxes_moved(c, stages, group)
         assert not any(kind == "store" for kind, *_ in moved[0])
         assert c.every >= 1

@@ -121,6 +121,7 @@ FIELDS = {
     "joined_rows": st.sampled_from((1, 2)),
     **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "has_alpha", "split", "direct"), st.booleans()),
     **dict.fromkeys(("slope", "preload"), st.just(False)),  # of hopper.spmm alone
+    "held": st.just(0),
     "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
     "combine": st.sampled_from(("", "add", "mul")),
     "every": st.integers(0, 9),
