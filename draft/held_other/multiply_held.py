@@ -1,0 +1,251 @@
+"""Consumer warpgroups of Hopper's products with an activation: the finished tile waits in registers, not in memory.
+
+    sums [64, cols]  -- rounded, two in a register -->  held: pieces of `held` columns
+    one piece at a time, while the next tile is multiplied:
+        held piece  -- activation in float32, rounded -->  a box of shared memory  -- TMA -->  C
+                    -- its slope ---------------------->  a second box             -- TMA -->  slopes
+
+spmm/multiply.py stages the whole tile in shared memory, and reads and writes each box there once more to apply an
+activation. Shared memory is what wgmma and TMA wait for. Here a tile passes through it once, and needs two boxes
+instead of a stage, which leaves room for one more stage of the ring.
+
+A register array has constant indices only, so the loop over the stages of a tile is cut into one loop for every piece,
+and one for the rest.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from sparsek.kernels.lang.gluon import tma_load, tma_store, tma_store_wait
+from sparsek.kernels.spmm.multiply import RECORD, activated, activated_with_slope, bias_of
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of x [64, 2 C]; no data moves between threads."""
+    C: gl.constexpr = x.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(x, [64, 2, C]), [0, 2, 1]))
+
+
+@gluon.jit
+def pieces_of(words, COUNT: gl.constexpr):
+    """x [64, C] as a tuple of COUNT pieces, from left to right."""
+    if COUNT == 1:
+        return (words,)
+    else:
+        left, right = halves(words)
+        return pieces_of(left, COUNT // 2) + pieces_of(right, COUNT // 2)
+
+
+@gluon.jit
+def hold(T: gl.constexpr, sums, DTYPE: gl.constexpr):
+    """The sums of a tile, rounded, two neighbours in a 32-bit word, in pieces of T.held columns."""
+    C: gl.constexpr = sums.shape[1] // 2
+    low, high = gl.split(gl.reshape(sums, [64, C, 2]))
+    KIND: gl.constexpr = "f16x2" if DTYPE == gl.float16 else "bf16x2"
+    PTX: gl.constexpr = "cvt.rn." + KIND + ".f32 $0, $2, $1;"
+    words = gl.inline_asm_elementwise(PTX, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    return pieces_of(words, T.cols // T.held)
+
+
+@gluon.jit
+def unfold(T: gl.constexpr, words, DTYPE: gl.constexpr):
+    """A held piece [64, held] in float32, in wgmma's layout."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.held, 16])
+    low = (words & 65535).to(gl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    both = gl.reshape(gl.join(low, high), [64, T.held])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True).to(gl.float32)
+
+
+@gluon.jit
+def fill(T: gl.constexpr, box, values, DTYPE: gl.constexpr):
+    """Rounds a piece into a box of shared memory, which is stored as C is."""
+    if T.c_col:
+        box.permute((1, 0)).store(values.to(DTYPE))
+    else:
+        box.store(values.to(DTYPE))
+
+
+@gluon.jit
+def finish(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, c_desc, words, row, col, boxes, joined):
+    """Applies the activation to a held piece and stores it, and its slopes, to global memory."""
+    DTYPE: gl.constexpr = c_desc.dtype
+    down, along = place(T, WG, PIECE, row, col)
+    z = unfold(T, words, DTYPE)
+    if T.slope:
+        y, slope = activated_with_slope(T, z, DTYPE)
+        box = boxes.index(4 * WG + PIECE % 2 * 2)
+        slopes = boxes.index(4 * WG + PIECE % 2 * 2 + 1)
+        tma_store_wait(2)  # until TMA has read these boxes, which the piece before the last one used
+        fill(T, box, y, DTYPE)
+        fill(T, slopes, slope, DTYPE)
+        fence_async_shared()
+        tma_store(c_desc, [down, along], box)
+        tma_store(joined[5], [down, along], slopes)
+    else:
+        y = activated(T, z, DTYPE)
+        box = boxes.index(2 * WG + PIECE % 2)
+        tma_store_wait(1)  # until TMA has read this box
+        fill(T, box, y, DTYPE)
+        fence_async_shared()
+        tma_store(c_desc, [down, along], box)
+
+
+@gluon.jit
+def place(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, row, col):
+    """Row and column of a piece in memory."""
+    along = col + T.cols * (WG // T.wg_m) + PIECE * T.held
+    if T.c_col:
+        return along, row
+    else:
+        return row, along
+
+
+@gluon.jit
+def ask(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, row, col, boxes, joined):
+    """Starts to load a piece of the other matrix into the box that it will leave through."""
+    landed = joined[6].index(4 * WG + PIECE % 4)
+    down, along = place(T, WG, PIECE, row, col)
+    mbarrier.expect(landed, 128 * T.held)
+    tma_load(joined[5], [down, along], landed, boxes.index(4 * WG + PIECE % 4))
+
+
+@gluon.jit
+def combine(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, c_desc, words, row, col, boxes, joined, turn):
+    """Combines a held piece with the other matrix's and stores it. `turn`: how often its box was loaded before."""
+    DTYPE: gl.constexpr = c_desc.dtype
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.held, 16])
+    box = boxes.index(4 * WG + PIECE % 4)
+    mbarrier.wait(joined[6].index(4 * WG + PIECE % 4), turn & 1)  # until TMA has written the box
+    if T.c_col:
+        other = box.permute((1, 0)).load(LAYOUT).to(gl.float32)
+    else:
+        other = box.load(LAYOUT).to(gl.float32)
+    z = unfold(T, words, DTYPE)
+    if T.combine == "mul":
+        z = z * other
+    else:
+        z = z + joined[4] * other
+    fill(T, box, z, DTYPE)
+    fence_async_shared()
+    down, along = place(T, WG, PIECE, row, col)
+    tma_store(c_desc, [down, along], box)
+
+
+@gluon.jit
+def leave(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, c_desc, words, row, col, boxes, joined, turn):
+    """Sends a held piece to memory, and asks for what the piece after the next will be combined with."""
+    COUNT: gl.constexpr = T.cols // T.held
+    if T.preload:
+        combine(T, WG, PIECE, c_desc, words, row, col, boxes, joined, turn + PIECE // 4)
+        if PIECE + 2 < COUNT:
+            tma_store_wait(2)  # until TMA has read that box
+            ask(T, WG, PIECE + 2, row, col, boxes, joined)
+    else:
+        finish(T, WG, PIECE, c_desc, words, row, col, boxes, joined)
+
+
+@gluon.jit
+def stage(T: gl.constexpr, WG: gl.constexpr, acc, q, slot, phase, ring):
+    """Multiplies one stage, asynchronously, and frees the one before. Returns the sums, and the next slot and phase."""
+    a_s, b_s, full, empty = ring
+    PIECES: gl.constexpr = T.pieces
+    STAGES: gl.constexpr = T.stages
+    WG_M: gl.constexpr = T.wg_m
+    WG_N: gl.constexpr = T.wg_n
+    mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
+    for i in gl.static_range(PIECES):
+        if T.a_col:
+            a = a_s.index((slot * PIECES + i) * WG_M + WG % WG_M).permute((1, 0))
+        else:
+            a = a_s.index(slot * PIECES + i).slice(64 * (WG % WG_M), 64)
+        b = b_s.index((slot * PIECES + i) * WG_N + WG // WG_M)
+        if T.b_col:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+    acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the previous stage has been read
+    acc = warpgroup_mma_init(acc)
+    if q > 0:
+        mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return acc, slot, phase
+
+
+@gluon.jit
+def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, ring, boxes):
+    """Consumer warpgroup WG; the arguments are those of `multiply`, with two or four boxes for each warpgroup."""
+    tiles, starts = lists
+    bias, m, alpha, part_sums = before
+    empty = ring[3]
+    PIECES: gl.constexpr = T.pieces
+    PER: gl.constexpr = T.per_block
+    STAGES: gl.constexpr = T.stages
+    COLS: gl.constexpr = T.cols
+    COUNT: gl.constexpr = T.cols // T.held
+    GAP: gl.constexpr = T.every * T.pieces
+    ROW0: gl.constexpr = 64 * (WG % T.wg_m)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.cols, 16])
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    slot = 0
+    phase = 0
+    old_row = 0
+    old_col = 0
+    turn = 0  # loads of each box of the other matrix before this tile's
+    held = hold(T, gl.zeros((64, COLS), gl.float32, LAYOUT), c_desc.dtype)
+    begin = gl.load(tiles + RECORD * first)
+    end = gl.load(tiles + RECORD * first + 1)
+    row = gl.load(tiles + RECORD * first + 2)
+    col = gl.load(tiles + RECORD * first + 3)
+    for t in range(first, last):
+        # The next tile's record is prefetched during a whole tile; the schedule ends with one spare record.
+        next_begin = gl.load(tiles + RECORD * t + RECORD)
+        next_end = gl.load(tiles + RECORD * t + RECORD + 1)
+        next_row = gl.load(tiles + RECORD * t + RECORD + 2)
+        next_col = gl.load(tiles + RECORD * t + RECORD + 3)
+        pieces = (end - begin) * PER
+        if T.bias:
+            shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
+        acc = warpgroup_mma_init(gl.zeros((64, COLS), gl.float32, LAYOUT))
+        for i in gl.static_range(COUNT):
+            for q in range(i * GAP, gl.minimum(pieces, (i + 1) * GAP), PIECES):
+                acc, slot, phase = stage(T, WG, acc, q, slot, phase, ring)
+            if t > first:  # in parallel with the last stage's wgmma
+                leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, joined, turn)
+            if T.preload:
+                if i + 2 >= COUNT:  # for the first two pieces of this tile
+                    tma_store_wait(2)
+                    ask(T, WG, i + 2 - COUNT, row + ROW0, col, boxes, joined)
+        for q in range(COUNT * GAP, pieces, PIECES):
+            acc, slot, phase = stage(T, WG, acc, q, slot, phase, ring)
+        out = warpgroup_mma_wait(0, deps=(acc,))
+        if pieces > 0:
+            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+        if T.has_alpha:
+            out = out * alpha
+        if T.bias:
+            out = out + gl.expand_dims(shift, 1)
+        held = hold(T, out, c_desc.dtype)
+        if t > first:
+            turn += COUNT // 4
+        old_row = row + ROW0
+        old_col = col
+        begin = next_begin
+        end = next_end
+        row = next_row
+        col = next_col
+    if last > first:
+        for i in gl.static_range(COUNT):
+            leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, joined, turn)
+    tma_store_wait(0)  # shared memory must outlive the copies that read it
