@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.tracing import save_for_backward
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import gradients
@@ -67,6 +68,8 @@ def mlp(
         >>> sk.mlp(torch.randn(10, 128), up, down).shape
         torch.Size([10, 128])
     """
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     if autocasts():
         x, W_up, W_down, bias_up, bias_down = follow_autocast(x, W_up, W_down, bias_up, bias_down)
     given = (each for each in (bias_up, bias_down) if each is not None)
@@ -114,11 +117,14 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        given: list[Any]
         *given, hidden, slope = ctx.saved_tensors
+        needs, again = ctx.needs_input_grad, torch.is_grad_enabled()
+        if again:  # aliases, at which the derivative stops, also where one tensor has two places or x comes of a weight
+            given = [None if each is None else each.view_as(each) for each in given]
         x, up, bias_up, down, bias_down = given
         layers = ctx.layers.each(up, down)
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # a second derivative is wanted: that of the two layers
+        if again:  # a second derivative is wanted: that of the two layers
             y = linear(linear(x, layers.up, bias_up, layers.activation), layers.down, bias_down)
             wanted = [each for each, needed in zip(given, needs, strict=False) if needed]
             found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))

@@ -121,6 +121,34 @@ def test_first_and_second_derivatives_by_slopes_are_those_of_finite_differences(
     assert gradgradcheck(run, leaves, fast_mode=True)
 
 
+STACKS: dict[str, Any] = {
+    "the same layers twice": lambda mlp, x, w, v: mlp(mlp(x, w, v), w, v),
+    "a weight twice": lambda mlp, x, w, v: mlp(x, w, w) + mlp(x, v, v),
+    "tied": lambda mlp, x, w, v: mlp(x, w.T, w) + mlp(x, v, v),
+    "x of a weight": lambda mlp, x, w, v: mlp(sk.linear(x, w), w, v),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_an_mlp_whose_weights_stand_in_several_places_has_the_derivatives_of_two_layers(
+    stack: str, monkeypatch: pytest.MonkeyPatch
+):
+    """With create_graph=True, of first and second order (2026-11-26: what stood in two places was counted twice)."""
+    w, v = (random_bsr(48, 48, 16, 0.5, dtype=torch.float64, seed=seed).requires_grad_() for seed in (1, 2))
+    x = torch.randn(5, 48, dtype=torch.float64, requires_grad=True)
+
+    def derivatives(mlp: Any) -> list[Tensor]:
+        leaves = [x, w.values, v.values]
+        first = torch.autograd.grad(STACKS[stack](mlp, x, w, v).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(torch.cat([each.flatten() for each in first]).square().sum(), leaves)
+        return [*first, *second]
+
+    right = derivatives(lambda x, up, down: sk.linear(sk.linear(x, up, None, "gelu"), down))
+    takes_slopes(monkeypatch)
+    for found, exact in zip(derivatives(sk.mlp), right, strict=True):
+        assert (found - exact).norm() <= 1e-12 * exact.norm()
+
+
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=5)
 @given(

@@ -18,7 +18,11 @@ def set_mark(device: torch.device) -> None:
     """Sets the mark of this thread behind all work that is queued on the device's current stream. Nothing on a CPU."""
     if device.type != "cuda":
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
+    current = torch.cuda.current_device()
+    index = current if device.index is None else device.index
+    if index != current:
+        with torch.cuda.device(index):  # event and stream are of this device's context
+            return set_mark(device)
     _, event = _events.get((threading.get_ident(), index)) or _new(index)
     stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
     driver.check(driver.cuda().cuEventRecord(event, stream))
