@@ -28,6 +28,20 @@ def tile_at(T: gl.constexpr, tiles, t):
 
 
 @gluon.jit
+def bounds_at(T: gl.constexpr, bounds, b, h, at, q_len, kv_len):
+    """The first key that queries `at` of head h see, and the end: those of the mask if the config reads intervals."""
+    lo_ptr, hi_ptr, bound_item, bound_head, bound_group = bounds
+    if T.interval:
+        base = b * bound_item + h // bound_group * bound_head
+        lo = gl.load(lo_ptr + base + at, mask=at < q_len, other=0)
+        hi = gl.load(hi_ptr + base + at, mask=at < q_len, other=0)
+    else:
+        lo = at * 0
+        hi = at * 0 + kv_len
+    return lo, hi
+
+
+@gluon.jit
 def masked_column(T: gl.constexpr, partial, begin, i):
     """Block column of masked step i. A tile without blocks has one step without an entry, beyond the last key."""
     SUB: gl.constexpr = T.block[1] // T.keys

@@ -37,13 +37,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sparsek.kernels.attention import pipeline, score_args
-from sparsek.kernels.attention.fwd_load import load, masked_column, tile_at
+from sparsek.kernels.attention.fwd_load import bounds_at, load, masked_column, tile_at
 from sparsek.kernels.attention.hopper_fwd import (
     HopperAttention,
     Work,
@@ -52,8 +51,8 @@ from sparsek.kernels.attention.hopper_fwd import (
     mask_args,
     packs,
     query_rows,
+    too_long,
 )
-from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.pipeline import Pipeline, after, fitted, rings
 from sparsek.kernels.attention.softmax_fp8 import (
     PEAK,
@@ -260,8 +259,7 @@ def attend(
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.keys, 32]))
     O_ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 32]))
-    lo_ptr, hi_ptr = bounds
-    q_len, heads, kv_len, group, bound_item, bound_head, bound_group = sizes
+    q_len, heads, kv_len, group = sizes
     q_scale, k_scale, v_scale, of_q, of_k, of_v, q_rows, k_rows, v_rows = scales
     r = WG * 64 + gl.arange(0, 64, ROW)
     slot = 0
@@ -272,13 +270,7 @@ def attend(
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
         pos, b, h, p_begin, masked, f_begin, steps, part = tile_at(T, tiles, t)
         at = pos + r // T.pack
-        if T.interval:
-            base = b * bound_item + h // bound_group * bound_head
-            lo = gl.load(lo_ptr + base + at, mask=at < q_len, other=0)
-            hi = gl.load(hi_ptr + base + at, mask=at < q_len, other=0)
-        else:
-            lo = at * 0
-            hi = at * 0 + kv_len
+        lo, hi = bounds_at(T, bounds, b, h, at, q_len, kv_len)
         kv = b * (heads // group) + h // group
         k_scales = k_scale + kv * of_k
         v_scales = v_scale + kv * of_v
@@ -325,10 +317,11 @@ def attention_fp8_kernel(
     q_s, k_s, v_s, o_s, bars = rings(T, q_desc, o_desc)
     turns = turn_barriers(T)
     outs = (lse, part, part_lse)
-    sizes = (q_len, heads, kv_len, group, bound_item, bound_head, bound_group)
+    sizes = (q_len, heads, kv_len, group)
+    bounds = (lo, hi, bound_item, bound_head, bound_group)
     scales = (q_scale, k_scale, v_scale, of_q, of_k, of_v, q_rows, k_rows, v_rows)
     lists = (partial, rules, bits, full)
-    of_tiles = (lists, (lo, hi), outs, scale, sizes, scales)
+    of_tiles = (lists, bounds, outs, scale, sizes, scales)
     consumer = (o_desc, tiles, count) + of_tiles + (q_s, k_s, v_s, o_s, bars, turns)
     producer = (q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars)
     if GROUPS == 1:
@@ -361,9 +354,7 @@ class HopperAttentionFp8(HopperAttention):
             reasons.append(
                 "TMA needs contiguous rows and pointers and strides of the values that are multiples of 16 bytes"
             )
-        if p.mask_batch * p.mask_heads * p.q_len >= 2**31 or max(p.q_len, p.kv_len) > p.block[1] << 22:
-            reasons.append("positions are 32 bits: lengths may be 2^22 key blocks, and bounds 2^31")
-        return reasons
+        return reasons + too_long(p)
 
     def configs(self, p: Any) -> Iterable[Config]:
         dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
@@ -394,26 +385,19 @@ class HopperAttentionFp8(HopperAttention):
         return max(busy, c.keys * (c.dim + c.v_dim) * card.sm_count / (0.9 * card.fabric))
 
     def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
-        q, k, v, mask, scale, out, lse, scores = call
-        made, none = work
+        q, k, v, mask, scale, _, _, scores = call
         heads, kv_heads = q.shape[1], k.shape[1]
-        room = (max(1, made.slots), tiling.SLOT_ROWS)
-        o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
-        lse_part = out.new_empty(room, dtype=torch.float32) if c.split else none
-        # Parts are as wide as a tile; merge_parts reads the width of the output.
-        whole = out.new_empty((*out.shape[:3], c.v_dim)) if c.split and c.v_dim != out.shape[3] else out
-        lists, strides = mask_args(mask, q.shape[2], none)
+        outs = work.outputs(c, call)
+        lists, strides = mask_args(mask, q.shape[2], work.none)
         args = (
             query_rows(q.values, c.pack, c.dim),
             describe_heads(k.values, c.keys, c.dim),
             describe_turned(v.values, c.keys, c.v_dim),
-            query_rows(whole, c.pack, c.v_dim),
-            made.tiles,
-            made.count,
+            query_rows(outs.whole, c.pack, c.v_dim),
+            work.schedule.tiles,
+            work.schedule.count,
             *lists,
-            none if lse is None else lse,
-            o_part,
-            lse_part,
+            *outs.sums,
             q.scale,
             k.scale,
             v.scale,
@@ -429,12 +413,8 @@ class HopperAttentionFp8(HopperAttention):
             c,
             SOURCE,
         )
-        ctas = min(made.ctas, len(made.tiles))
-        launch_on(out.device, attention_fp8_kernel, ctas, args, c.options)
-        if c.split and made.merges is not None:
-            merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows, score_args.sinks(scores))
-        if whole is not out:
-            out.copy_(whole[..., : out.shape[3]])
+        launch_on(q.device, attention_fp8_kernel, work.ctas, args, c.options)
+        work.finish(c, outs, call)
 
 
 def describe_turned(values: Any, keys: int, v_dim: int) -> Described:

@@ -37,7 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from sparsek.kernels.attention import pipeline, score_args
-from sparsek.kernels.attention.fwd_load import load, masked_column, tile_at
+from sparsek.kernels.attention.fwd_load import bounds_at, load, masked_column, tile_at
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.pipeline import (
     LN2,
@@ -187,8 +187,7 @@ def attend(
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.keys, 16]))
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    lo_ptr, hi_ptr = bounds
-    q_len, heads, kv_len, bound_item, bound_head, bound_group = sizes
+    q_len, heads, kv_len = sizes
     cap, alibi, learned = changes
     slopes, slope_item, slope_head, ahead = alibi
     sinks, sink_step = learned
@@ -200,13 +199,7 @@ def attend(
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
         pos, b, h, p_begin, masked, f_begin, steps, part = tile_at(T, tiles, t)
         at = pos + r // T.pack
-        if T.interval:
-            base = b * bound_item + h // bound_group * bound_head
-            lo = gl.load(lo_ptr + base + at, mask=at < q_len, other=0)
-            hi = gl.load(hi_ptr + base + at, mask=at < q_len, other=0)
-        else:
-            lo = at * 0
-            hi = at * 0 + kv_len
+        lo, hi = bounds_at(T, bounds, b, h, at, q_len, kv_len)
         place, slope = 0, 0
         if T.alibi:
             place = at + ahead
@@ -268,13 +261,14 @@ def attention_kernel(
     q_s, k_s, v_s, o_s, bars = rings(T, q_desc, o_desc)
     lists = (partial, rules, bits, full)
     outs = (lse, part, part_lse)
-    sizes = (q_len, heads, kv_len, bound_item, bound_head, bound_group)
+    sizes = (q_len, heads, kv_len)
+    bounds = (lo, hi, bound_item, bound_head, bound_group)
     changes = (
         cap if T.softcap else 0,
         (slopes, slope_item, slope_head, ahead) if T.alibi else (0, 0, 0, 0),
         (sinks, sink_step) if T.sinks != "" else (0, 0),
     )
-    consumer = (o_desc, tiles, count, lists, (lo, hi), outs, scale, sizes, changes, q_s, k_s, v_s, o_s, bars)
+    consumer = (o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s, o_s, bars)
     producer = (q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars)
     if GROUPS == 1:
         gl.warp_specialize([(attend, (T, 0) + consumer), (load, (T,) + producer)], [1], [40])
@@ -286,6 +280,13 @@ def attention_kernel(
         )
 
 
+class Outputs(NamedTuple):
+    """What a launch writes: O as wide as a tile, and lse, O and lse of parts of tiles, or placeholders for these."""
+
+    whole: Tensor
+    sums: tuple[Tensor, Tensor, Tensor]
+
+
 class Work(NamedTuple):
     """A schedule on the device, and a placeholder for tensors that a mask or call lacks."""
 
@@ -295,6 +296,31 @@ class Work(NamedTuple):
     @property
     def imbalance(self) -> Any:
         return self.schedule.imbalance
+
+    @property
+    def ctas(self) -> int:
+        return min(self.schedule.ctas, len(self.schedule.tiles))
+
+    def outputs(self, c: Any, call: AttentionCall) -> Outputs:
+        """The call's outputs, and a workspace for parts if tiles may be cut."""
+        made, none = self
+        out, lse = call.out, none if call.lse is None else call.lse
+        if not c.split:
+            return Outputs(out, (lse, none, none))
+        room = (max(1, made.slots), tiling.SLOT_ROWS)
+        o_part, lse_part = (out.new_empty(shape, dtype=torch.float32) for shape in ((*room, c.v_dim), room))
+        # Parts are as wide as a tile; merge_parts reads the width of the output.
+        whole = out if c.v_dim == out.shape[3] else out.new_empty((*out.shape[:3], c.v_dim))
+        return Outputs(whole, (lse, o_part, lse_part))
+
+    def finish(self, c: Any, outs: Outputs, call: AttentionCall) -> None:
+        """Merges parts, and copies O where it is narrower than a tile."""
+        whole, (_, o_part, lse_part) = outs
+        if c.split and self.schedule.merges is not None:
+            sinks = score_args.sinks(call.scores)
+            merge_parts(o_part, lse_part, self.schedule.merges, whole, call.lse, c.pack, c.rows, sinks)
+        if whole is not call.out:
+            call.out.copy_(whole[..., : call.out.shape[3]])
 
 
 class HopperAttention:
@@ -313,9 +339,7 @@ class HopperAttention:
             reasons.append(
                 "TMA needs contiguous last dims and pointers and strides of q, k and v that are multiples of 16 bytes"
             )
-        if p.mask_batch * p.mask_heads * p.q_len >= 2**31 or max(p.q_len, p.kv_len) > p.block[1] << 22:
-            reasons.append("positions are 32 bits: lengths may be 2^22 key blocks, and bounds 2^31")
-        return reasons
+        return reasons + too_long(p)
 
     def default(self, p: AttentionProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
@@ -382,26 +406,19 @@ class HopperAttention:
         return Work(made, made.count)
 
     def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
-        q, k, v, mask, scale, out, lse, scores = call
-        made, none, sinks = *work, score_args.sinks(scores)
+        q, k, v, mask, scale, _, _, scores = call
         heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
-        room = (max(1, made.slots), tiling.SLOT_ROWS)
-        o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
-        lse_part = out.new_empty(room, dtype=torch.float32) if c.split else none
-        # Parts are as wide as a tile; merge_parts reads the width of the output.
-        whole = out.new_empty((*out.shape[:3], c.v_dim)) if c.split and c.v_dim != out.shape[3] else out
-        lists, strides = mask_args(mask, q.shape[2], none)
+        outs = work.outputs(c, call)
+        lists, strides = mask_args(mask, q.shape[2], work.none)
         args = (
             query_rows(q, c.pack, c.dim),
             describe_heads(k, c.keys, c.dim),
             describe_heads(v, c.keys, c.v_dim),
-            query_rows(whole, c.pack, c.v_dim),
-            made.tiles,
-            made.count,
+            query_rows(outs.whole, c.pack, c.v_dim),
+            work.schedule.tiles,
+            work.schedule.count,
             *lists,
-            none if lse is None else lse,
-            o_part,
-            lse_part,
+            *outs.sums,
             score_args.factor(scale, scores),
             per_key,
             q.shape[2],
@@ -411,16 +428,19 @@ class HopperAttention:
             heads // mask.heads,
             score_args.cap(scale, scores),
             *score_args.slopes(scores, q.shape[2], k.shape[2]),
-            *sinks,
+            *score_args.sinks(scores),
             c,
             SOURCE,
         )
-        ctas = min(made.ctas, len(made.tiles))
-        launch_on(out.device, attention_kernel, ctas, args, c.options)
-        if c.split and made.merges is not None:
-            merge_parts(o_part, lse_part, made.merges, whole, lse, c.pack, c.rows, sinks)
-        if whole is not out:
-            out.copy_(whole[..., : out.shape[3]])
+        launch_on(q.device, attention_kernel, work.ctas, args, c.options)
+        work.finish(c, outs, call)
+
+
+def too_long(p: AttentionProblem) -> list[str]:
+    """The reason why_not, if positions or bounds exceed 32 bits."""
+    if p.mask_batch * p.mask_heads * p.q_len < 2**31 and max(p.q_len, p.kv_len) <= p.block[1] << 22:
+        return []
+    return ["positions are 32 bits: lengths may be 2^22 key blocks, and bounds 2^31"]
 
 
 def mask_args(mask: BlockMask, q_len: int, none: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
