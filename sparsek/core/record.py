@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
@@ -34,25 +35,26 @@ class Record:
     @classmethod
     def unchecked(cls, *parts: Any, **named: Any) -> Self:
         """An object of fields that are known to be right, given as to the constructor: no check, no sync."""
-        made = object.__new__(cls)
+        found = {}
         for at, (name, default) in enumerate(cls._fields.items()):
-            part = parts[at] if at < len(parts) else named.pop(name, default)
+            found[name] = part = parts[at] if at < len(parts) else named.pop(name, default)
             if part is MISSING:
                 raise TypeError(f"{cls.__name__}.unchecked needs {name}")
-            object.__setattr__(made, name, part)
         if named or len(parts) > len(cls._fields):
             raise TypeError(f"{cls.__name__} has no field {', '.join(named) or len(parts)}")
-        for name, begin in cls._made.items():
-            object.__setattr__(made, name, begin())
-        return made
+        return cls.of_fields(found)
 
     @classmethod
-    def of_fields(cls, **fields: Any) -> Self:
-        """As `unchecked`, of every field by name. A third of its time; not for functions that torch.compile traces."""
+    def of_fields(cls, fields: dict[str, Any]) -> Self:
+        """`unchecked` of every field by name, in a third of its time. Takes over the dict."""
         made = object.__new__(cls)
         for name, begin in cls._made.items():
             fields[name] = begin()
-        made.__dict__.update(fields)
+        if torch.compiler.is_compiling():  # which traces no change of __dict__
+            for name, part in fields.items():
+                object.__setattr__(made, name, part)
+        else:
+            made.__dict__.update(fields)
         return made
 
     def __copy__(self) -> Self:

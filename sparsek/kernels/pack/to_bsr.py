@@ -519,5 +519,5 @@ def _gathered(source: Source, where: Tensor) -> tuple[Tensor, Tensor]:
 def _assembled(
     shape: tuple[int, int], block: tuple[int, int], indptr: Tensor, indices: Tensor, values: Tensor
 ) -> BSR:
-    pattern = BlockPattern.of_fields(shape=shape, block=block, indptr=indptr, indices=indices)
-    return BSR.of_fields(pattern=pattern, values=values, order=None)
+    pattern = BlockPattern.of_fields({"shape": shape, "block": block, "indptr": indptr, "indices": indices})
+    return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
