@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
-from sparsek.core.record import Record, record
+from sparsek.core.record import record
 from sparsek.core.tracing import not_traced
 from sparsek.mask.operands import check_tensors
-from sparsek.matrix.dense8 import check_finite, check_scale
+from sparsek.matrix.dense8 import ScaledTensor, check_finite, check_scale
 from sparsek.matrix.float8 import rounded, scales_of
 
 HeadScale: TypeAlias = Literal["head", "block"]
@@ -37,7 +37,7 @@ MOST_ROWS = 65536
 
 @record(leaves=("values", "scale"), own=("values", "scale"))
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedHeads(Record):
+class QuantizedHeads(ScaledTensor):
     """Heads [B, H, L, D] of q, k or v in e4m3: scale * values. `sparsek.quantize_heads` makes three.
 
     An operand of `attention`, without gradients. Construction checks the parts, and that every scale is positive and
@@ -96,21 +96,6 @@ class QuantizedHeads(Record):
         return torch.Size((b, h, self.length, rows)) if self.turned else torch.Size((b, h, rows, columns))
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the values, torch.float8_e4m3fn."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of values and scales."""
-        return self.values.device
-
-    @property
-    def ndim(self) -> int:
-        """4."""
-        return self.values.ndim
-
-    @property
     def kind(self) -> HeadScale:
         """What shares a scale: a "head", or a "block" of its rows."""
         return "block" if self.rows else "head"
@@ -137,21 +122,6 @@ class QuantizedHeads(Record):
         if self.rows:
             scale = scale.expand(*self.scale.shape, self.rows).flatten(2)[:, :, : self.shape[2]]
         return (values.to(wide) * scale[..., None]).to(dtype)
-
-    def error(self, x: Tensor) -> float:
-        """Return the relative error of the quantization, ||scale * values - x|| / ||x||, in Frobenius norms.
-
-        Computed in float64, with one sync. Raises InvalidInput if `x` has another shape or device.
-        """
-        if arguments.tensor("x", x, dtypes.FLOATS).shape != self.shape or x.device != self.device:
-            raise InvalidInput(
-                f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
-                f"got {list(x.shape)} on {x.device}"
-            )
-        exact = x.detach().double()
-        size = torch.linalg.vector_norm(exact)
-        off = torch.linalg.vector_norm(self.dequantize(torch.float64) - exact)
-        return float(torch.where(size == 0, off, off / size))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the values as bytes, because torch pickles no FP8 tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -21,9 +21,52 @@ DenseScale: TypeAlias = Literal["tensor", "row"]
 SCALES = get_args(DenseScale)
 
 
+class ScaledTensor(Record):
+    """What a QuantizedTensor and QuantizedHeads share: dense values in FP8, and float32 scales."""
+
+    values: Tensor
+    scale: Tensor
+
+    if TYPE_CHECKING:
+
+        @property
+        def shape(self) -> torch.Size: ...
+        def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values, torch.float8_e4m3fn or torch.float8_e5m2."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of values and scales."""
+        return self.values.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.values.ndim
+
+    def error(self, x: Tensor) -> float:
+        """Return the relative error of the quantization, ||scale * values - x|| / ||x||, in Frobenius norms.
+
+        Computed in float64, with one sync. Raises InvalidInput if `x` has another shape or device.
+        """
+        if arguments.tensor("x", x, dtypes.FLOATS).shape != self.shape or x.device != self.device:
+            raise InvalidInput(
+                f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
+                f"got {list(x.shape)} on {x.device}"
+            )
+        exact = x.detach().double()
+        size = torch.linalg.vector_norm(exact)
+        off = torch.linalg.vector_norm(self.dequantize(torch.float64) - exact)
+        return float(torch.where(size == 0, off, off / size))
+
+
 @record(leaves=("values", "scale"), own=("values", "scale"))
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedTensor(Multiplied, Record):
+class QuantizedTensor(Multiplied, ScaledTensor):
     """A dense tensor [..., K] with FP8 values and float32 scales: scale * values. `sparsek.quantize` makes one.
 
     It is the dense operand of products with a `Quantized`; made once, it saves each product the rounding. FP8 tensor
@@ -59,21 +102,6 @@ class QuantizedTensor(Multiplied, Record):
             return self.values.shape
         *batch, rows, columns = self.values.shape
         return torch.Size((*batch, columns, rows))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the values, torch.float8_e4m3fn or torch.float8_e5m2."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of values and scales."""
-        return self.values.device
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return self.values.ndim
 
     @property
     def kind(self) -> DenseScale:
@@ -124,21 +152,6 @@ class QuantizedTensor(Multiplied, Record):
         scale = self.scale.unsqueeze(-1) if self.kind == "row" else self.scale
         made = (self.values.to(wide) * scale).to(dtype)
         return made.mT if self.turned else made
-
-    def error(self, x: Tensor) -> float:
-        """Return the relative error of the quantization, ||scale * values - x|| / ||x||, in Frobenius norms.
-
-        Computed in float64, with one sync. Raises InvalidInput if `x` has another shape or device.
-        """
-        if arguments.tensor("x", x, dtypes.FLOATS).shape != self.shape or x.device != self.device:
-            raise InvalidInput(
-                f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
-                f"got {list(x.shape)} on {x.device}"
-            )
-        exact = x.detach().double()
-        size = torch.linalg.vector_norm(exact)
-        off = torch.linalg.vector_norm(self.dequantize(torch.float64) - exact)
-        return float(torch.where(size == 0, off, off / size))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the values as bytes, because torch pickles no FP8 tensor."""
