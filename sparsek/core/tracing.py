@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
@@ -112,6 +112,26 @@ def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
             if x is not None:
                 arguments.kept("an operand, a pattern or a mask", x)
     ctx.save_for_backward(*tensors)
+
+
+class Later(NamedTuple):
+    """An input that only a second derivative reads. For a first one it may change in place, unlike a saved tensor."""
+
+    input: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor | None) -> "Later | None":
+        return None if x is None else cls(x, 0 if x.is_inference() else x._version)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The input. InvalidInput if it has changed."""
+        if not self.input.is_inference() and self.input._version != self.version:
+            raise InvalidInput(
+                f"{name} was changed in place after the forward pass, and the second derivative needs its values of "
+                "then; change it after the backward pass, or pass a clone of it"
+            )
+        return self.input
 
 
 # Not empty while a function decorated with `constant` runs: as Python, although torch reports that it compiles. Ask

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.tracing import save_for_backward
+from sparsek.core.tracing import Later, save_for_backward
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import gradients
 from sparsek.ops.autocast import autocasts, follow_autocast
@@ -111,24 +111,30 @@ class Mlp(torch.autograd.Function):
     ) -> Tensor:
         hidden, slope = with_slope(x, layers.up, bias_up, layers.activation, layers.kernel)
         y = linear(hidden, layers.down, bias_down, kernel=layers.kernel)
-        save_for_backward(ctx, x, up, bias_up, down, bias_down, hidden, slope)
-        ctx.layers = layers.each(None, None)
+        save_for_backward(ctx, x, up, down, hidden, slope)
+        ctx.layers, ctx.bias_up = layers.each(None, None), Later.of(bias_up)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        given: list[Any]
-        *given, hidden, slope = ctx.saved_tensors
+        x, up, down, hidden, slope = ctx.saved_tensors
         needs, again = ctx.needs_input_grad, torch.is_grad_enabled()
-        if again:  # aliases, at which the derivative stops, also where one tensor has two places or x comes of a weight
-            given = [None if each is None else each.view_as(each) for each in given]
-        x, up, bias_up, down, bias_down = given
-        layers = ctx.layers.each(up, down)
         if again:  # a second derivative is wanted: that of the two layers
-            y = linear(linear(x, layers.up, bias_up, layers.activation), layers.down, bias_down)
+            bias_up = None if ctx.bias_up is None else ctx.bias_up.read("bias_up")
+            # Aliases, at which the derivative stops, also where one tensor has two places or x comes of a weight.
+            given: list[Any] = [
+                None if each is None else each.view_as(each) for each in (x, up, bias_up, down)
+            ]
+            x, up, bias_up, down = given
+            layers = ctx.layers.each(up, down)
             wanted = [each for each, needed in zip(given, needs, strict=False) if needed]
-            found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-            return *[next(found) if needed else None for needed in needs[:5]], None
+            found = iter(())
+            if wanted:
+                y = linear(linear(x, layers.up, bias_up, layers.activation), layers.down)
+                found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+            of_four = [next(found) if needed else None for needed in needs[:4]]
+            return *of_four, tokens(grad).sum(0) if needs[4] else None, None
+        layers = ctx.layers.each(up, down)
         dy, rows, kernel = tokens(grad), tokens(x), gradients.turning(layers.kernel, False)
 
         def through(dy: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import save_for_backward
+from sparsek.core.tracing import Later, save_for_backward
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
@@ -372,15 +372,16 @@ class Multiplied(torch.autograd.Function):
         c, slope = multiply() if how.slope else (multiply(), none)
         cut = c if how.relu and (of_values or of_b or of_bias) else None
         all_ = slope is not None  # a second derivative computes the product again
-        kept = values if of_b or all_ else None, dense if of_values or all_ else None, bias if all_ else None
+        kept = values if of_b or all_ else None, dense if of_values or all_ else None
         save_for_backward(ctx, *kept, cut, slope)
         ctx.a, ctx.how, ctx.shape = a._each(lambda _: none), how, dense.shape
+        ctx.bias = Later.of(bias) if all_ else None
         ctx.b_by_columns = how.rows or gradients.lies_by_columns(dense)
         return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, dense, bias, out, slope = ctx.saved_tensors
+        values, dense, out, slope = ctx.saved_tensors
         a, (rows, turned, alpha, _, kernel, activation), by_columns = ctx.a, ctx.how, ctx.b_by_columns
         two_four = not isinstance(a, BSR)
         view = not two_four and a.order is not None
@@ -404,6 +405,7 @@ class Multiplied(torch.autograd.Function):
         if slope is not None and not torch.is_grad_enabled():
             grad = tokens(grad) * slope
         elif slope is not None:
+            bias = None if ctx.bias is None else ctx.bias.read("bias")
             z = multiply(Product.layer(dense, a._each(lambda _: values), Epilogue(bias=bias)), kernel)
             (grad,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
         if rows:

@@ -12,6 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
+from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import gradients, library_args
@@ -147,6 +148,50 @@ def test_an_mlp_whose_weights_stand_in_several_places_has_the_derivatives_of_two
     takes_slopes(monkeypatch)
     for found, exact in zip(derivatives(sk.mlp), right, strict=True):
         assert (found - exact).norm() <= 1e-12 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["linear gelu", "mlp gelu", "mlp silu"])
+def test_biases_may_change_in_place_before_a_backward_pass_but_not_before_a_second_derivative(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Their values are saved for no first derivative (2026-11-26: the change of one was refused)."""
+    takes_slopes(monkeypatch)
+    form = FORMS[name]
+    matrices, tensors = inputs_of(form, SIZES, torch.float64)
+    matrices = [a.requires_grad_() for a in matrices]
+    leaves = [x.requires_grad_() for x in tensors]
+    inputs = [*(a.values for a in matrices), *leaves]
+
+    def backward(change: tuple[Tensor, ...], **more: Any) -> tuple[Tensor, ...]:
+        y = form.mine(*matrices, *leaves, kernel=None)
+        with torch.no_grad():
+            for bias in change:
+                bias += 1
+        found = torch.autograd.grad(y.square().sum(), inputs, **more)
+        with torch.no_grad():
+            for bias in change:
+                bias -= 1
+        return found
+
+    _, up, *down = leaves
+    right = backward(())
+    for found, exact in zip(backward((up, *down)), right, strict=True):
+        assert torch.equal(found, exact)
+    for found, exact in zip(backward(tuple(down), create_graph=True), right, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+    with pytest.raises(InvalidInput, match=r"bias.* was changed in place after the forward pass"):
+        backward((up,), create_graph=True)
+
+
+def test_a_derivative_by_the_last_bias_alone_can_be_differentiated(monkeypatch: pytest.MonkeyPatch):
+    takes_slopes(monkeypatch)
+    form = FORMS["mlp gelu"]
+    matrices, tensors = inputs_of(form, SIZES, torch.float64)
+    *_, bias = tensors = [x.requires_grad_() for x in tensors]
+    y = form.mine(*(a.requires_grad_() for a in matrices), *tensors, kernel=None)
+    (first,) = torch.autograd.grad(y.square().sum(), bias, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), bias)
+    torch.testing.assert_close(second, torch.full_like(bias, 2.0 * y.shape[:-1].numel()))
 
 
 @pytest.mark.parametrize("name", FORMS)
