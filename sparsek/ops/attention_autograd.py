@@ -17,7 +17,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import save_for_backward
 from sparsek.mask.mask import BlockMask
-from sparsek.ops import bound, gradients
+from sparsek.ops import bound, gradients, transforms
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, differentiated, fixed
 from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
@@ -90,6 +90,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
+@transforms.one_by_one
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads
     q, k, v, sinks, out, lse = ctx.saved_tensors

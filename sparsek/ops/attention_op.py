@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.ops import bound, gradients
+from sparsek.ops import bound, gradients, transforms
 from sparsek.ops.attention_args import (
     AttentionArgs,
     AttentionBackwardArgs,
@@ -113,7 +113,9 @@ def _check_fake(args: AttentionArgs | AttentionBackwardArgs) -> None:
         operands.check_mask(args.q, args.k, put_together(args.mask, args.numbers))
 
 
-attention_op.register_autograd(gradients.of_attention, setup_context=gradients.save_attention)
+attention_op.register_autograd(
+    transforms.one_by_one(gradients.of_attention), setup_context=gradients.save_attention
+)
 attention_backward_op.register_autograd(gradients.of_attention_backward)
 
 

@@ -24,6 +24,7 @@ from sparsek.ops.linear import Weight, in_rows, linear, with_slope, writes_slope
 from sparsek.ops.planning import same_family
 from sparsek.ops.sddmm import sampled
 from sparsek.ops.spmm import multiply, spmm
+from sparsek.ops.transforms import one_by_one
 from sparsek.plan import operands
 from sparsek.plan.spmm import Product, tokens
 from sparsek.reference.epilogue import Activation, Epilogue
@@ -116,6 +117,7 @@ class Mlp(torch.autograd.Function):
         return y
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, up, down, hidden, slope = ctx.saved_tensors
         needs, again = ctx.needs_input_grad, torch.is_grad_enabled()

@@ -168,5 +168,6 @@ class Sddmm(torch.autograd.Function):
         return values
 
     @staticmethod
+    @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *gradients.of_sddmm(ctx, grad), None

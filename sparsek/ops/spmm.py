@@ -380,6 +380,7 @@ class Multiplied(torch.autograd.Function):
         return c
 
     @staticmethod
+    @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         values, dense, out, slope = ctx.saved_tensors
         a, (rows, turned, alpha, _, kernel, activation), by_columns = ctx.a, ctx.how, ctx.b_by_columns

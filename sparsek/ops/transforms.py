@@ -6,12 +6,13 @@ autograd.Function with a separate setup_context. So each op has one here, which 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from sparsek.core.errors import InvalidInput
@@ -26,6 +27,7 @@ NO_TANGENT = (
 )
 
 Made = TypeVar("Made")
+Backward = Callable[..., tuple[Any, ...]]
 Vmap = Callable[[Any, Any, Any], tuple[Tensor, int] | None]
 
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
@@ -82,12 +84,40 @@ def call(name: str, *args: Any) -> Tensor:
     return getattr(torch.ops.sparsek, name)(*args)
 
 
+def one_by_one(backward: Backward) -> Backward:
+    """`backward(ctx, *grads)`, called for each item where torch.autograd.grad(..., is_grads_batched=True) hands over
+    gradients of many items as one tensor without storage."""
+
+    @functools.wraps(backward)
+    def whole(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        batched = [x is not None and is_legacy_batchedtensor(x) for x in grads]
+        if True not in batched:
+            return backward(ctx, *grads)
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        # torch reads the size, 1, only for a tensor without a batch dim.
+        joined = [
+            torch._remove_batch_dim(x, level, 1, 0) if it else x for x, it in zip(grads, batched, strict=True)
+        ]
+        items = [
+            backward(ctx, *(x[i] if it else x for x, it in zip(joined, batched, strict=True)))
+            for i in range(len(joined[batched.index(True)]))
+        ]
+        return tuple(
+            torch._add_batch_dim(torch.stack(each), 0, level) if isinstance(each[0], Tensor) else each[0]
+            for each in zip(*items, strict=True)
+        )
+
+    return whole
+
+
 def differentiable(op: Any, gradient: Any, save: Any, at_once: Vmap | None = None) -> None:
     """Register the gradient of a torch.library op, for autograd and for torch.func.
 
     at_once(size, in_dims, args): the result for all items of a vmap, and its dim, if one call can compute it; otherwise
     None, and each item is a call.
     """
+    gradient = one_by_one(gradient)
     op.register_autograd(gradient, setup_context=save)
     name = op._opoverload._schema.name.split("::")[1]
     _DIRECT[name] = op._init_fn
