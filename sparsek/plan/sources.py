@@ -1,7 +1,7 @@
 """The source of a measurement: a hash over the code that ran, without comments, docstrings and layout.
 
 In files with device functions (Triton's and Gluon's) it covers what is compiled: those functions, the constants of
-the module and the classes Config and Tile. So planning around a kernel may change, and its functions may move to
+the module and the classes of SETTINGS. So planning around a kernel may change, and its functions may move to
 another file, and its times still hold. The same applies to files of Hopper kernels without such functions. Other
 files, CUDA C++ among them, count as a whole. SCHEDULES and LAUNCHING name the exceptions.
 """
@@ -25,7 +25,7 @@ CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 CUDA_NAME = re.compile(r"""["'](\w+\.cu)["']""")
 LAST_COMMA = re.compile(r",(?=[])}])")
 DEVICE = ("jit", "constexpr_function", "builtin")
-SETTINGS = ("Config", "Tile")
+SETTINGS = ("Config", "Tile", "Pipeline")
 # Kernels whose schedule is part of what is timed: it determines which sums their CTAs wait for.
 SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
 # The launcher determines the host time of a call, not the time of a kernel: benchmarks of host time name it.

@@ -1,5 +1,6 @@
 """What a record's source hash follows: the code that was measured, and nothing beside it."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from sparsek import kernels
 from sparsek.bench.engine import records
 from sparsek.core.errors import InvalidInput
 from sparsek.plan import sources
-from sparsek.plan.sources import code_in, code_of, source_files, source_hash
+from sparsek.plan.sources import SETTINGS, code_in, code_of, source_files, source_hash
 
 DEVICE = """
 LAG = gl.constexpr(8)
@@ -199,3 +200,17 @@ def test_every_kernel_has_code_that_counts(name: str) -> None:
     assert all(text for _, text in texts)
     assert bool(device) == name.startswith(("hopper.", "portable."))
     assert source_hash(name) == sources.source_hash(name, sources.ROOT)
+
+
+def test_what_settings_derive_from_are_settings() -> None:
+    """A change of a base changes what is compiled (2026-11-26: that of attention's pipelines did not count)."""
+    kernels = Path(sources.__file__).parents[1] / "kernels"
+    bases = {
+        base.id
+        for file in kernels.rglob("*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in SETTINGS
+        for base in node.bases
+        if isinstance(base, ast.Name)
+    }
+    assert {"Tile", "Pipeline"} <= bases <= set(SETTINGS)
