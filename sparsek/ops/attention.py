@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -36,20 +36,22 @@ from sparsek.plan.operands import check_no_tangent, wants_gradient
 from sparsek.plan.plan import check_plan
 from sparsek.reference.scores import PLAIN
 
+Heads = TypeVar("Heads", Tensor, QuantizedHeads)
+
 _compiling = torch.compiler.is_compiling  # a name, because a cached call looks it up each time
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Heads,
+    k: Heads,
+    v: Heads,
     mask: MaskLike | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[False] = False,
-    plan: AttentionPlan | None = None,
+    plan: AttentionPlan | AttentionFp8Plan | None = None,
     kernel: str | None = None,
     deterministic: bool = True,
     softcap: float = 0.0,
@@ -58,49 +60,15 @@ def attention(
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Heads,
+    k: Heads,
+    v: Heads,
     mask: MaskLike | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[True],
-    plan: AttentionPlan | None = None,
-    kernel: str | None = None,
-    deterministic: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(
-    q: QuantizedHeads,
-    k: QuantizedHeads,
-    v: QuantizedHeads,
-    mask: MaskLike | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    return_lse: Literal[False] = False,
-    plan: AttentionFp8Plan | None = None,
-    kernel: str | None = None,
-    deterministic: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor: ...
-@overload
-def attention(
-    q: QuantizedHeads,
-    k: QuantizedHeads,
-    v: QuantizedHeads,
-    mask: MaskLike | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    return_lse: Literal[True],
-    plan: AttentionFp8Plan | None = None,
+    plan: AttentionPlan | AttentionFp8Plan | None = None,
     kernel: str | None = None,
     deterministic: bool = True,
     softcap: float = 0.0,

@@ -26,6 +26,8 @@ w = torch.randn(256, 128)
 x = torch.randn(8, 128)
 A = sk.BSR.from_dense(w, 64, keep=0.5)
 layer = sk.nn.BlockSparseLinear.from_dense(torch.nn.Linear(128, 256), 64, keep=0.5)
+q = torch.randn(1, 2, 128, 64)
+q8, _, v8 = sk.quantize_heads(q, q, q)
 """
 REVEALED = {
     "A": "BSR",
@@ -61,6 +63,11 @@ REVEALED = {
     'sk.load("file", kind=sk.BSR)': "BSR",
     'sk.load("file", "name", "cuda", kind=sk.Quantized)': "Quantized",
     "sk.BlockMask.causal(1024)": "BlockMask",
+    "sk.attention(q, q, q)": "Tensor",
+    "sk.attention(q, q, q, return_lse=True, plan=sk.plan_attention(q, q, q))": "tuple[Tensor, Tensor]",
+    "sk.attention(*sk.quantize_heads(q, q, q))": "Tensor",
+    "sk.attention(q8, q8, q8, plan=sk.plan_attention(q8, q8, q8), return_lse=True)": "tuple[Tensor, Tensor]",
+    "sk.plan_attention(q8, q8, q8)": "AttentionFp8Plan",
 }
 WRONG = [
     'sk.linear(x, A, activation="tanh")',
@@ -72,6 +79,9 @@ WRONG = [
     "sk.spmm(A, [1.0])",
     "A @ 7",
     'sk.load("file", kind=sk.BSR).dequantize()',
+    "sk.attention(q, q8, q8)",
+    "sk.attention(q, q, q, return_lse=1)",
+    "sk.attention(q, q, q, plan=sk.plan_spmm(A, x.T))",
 ]
 
 
