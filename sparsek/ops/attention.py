@@ -188,14 +188,14 @@ def attention(
         >>> torch.equal(sk.attention(q, k, v, is_causal=True), sk.attention(q, k, v, sk.MaskPolicy()))
         True
     """
+    if type(return_lse) is not bool or type(deterministic) is not bool:
+        arguments.flag("return_lse", return_lse)
+        arguments.flag("deterministic", deterministic)
     if q.__class__ is QuantizedHeads:
         changes = softcap, alibi_slopes, sink_logits
         return attention_fp8(q, k, v, mask, is_causal, scale, return_lse, plan, kernel, changes, refused)
     if autocasts() and plan is None:
         q, k, v = follow_autocast(q, k, v)
-    if type(return_lse) is not bool or type(deterministic) is not bool:
-        arguments.flag("return_lse", return_lse)
-        arguments.flag("deterministic", deterministic)
     if kernel is not None:
         arguments.text("kernel", kernel)
     if refused or is_causal is not False or not (mask is None or isinstance(mask, BlockMask)):

@@ -47,7 +47,6 @@ def attention_fp8(
     """`sparsek.attention` of three QuantizedHeads. `changes`: softcap, alibi_slopes, sink_logits."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise InvalidInput("FP8 attention does not go through torch.compile and torch.func; call it outside")
-    arguments.flag("return_lse", return_lse)
     refuse("attention", refused)
     check_heads(q, k, v)
     found = _mask_of(mask, q, k, is_causal)

@@ -160,6 +160,8 @@ def test_other_refusals() -> None:
         sk.attention(*heads, kernel="hopper.attention_fp8")
     with pytest.raises(sk.InvalidInput, match="return_lse is 1"):
         attention(*heads, return_lse=1)
+    with pytest.raises(sk.InvalidInput, match="deterministic is 3"):
+        attention(*heads, deterministic=3)
 
 
 def test_the_gate_passes_the_reference_and_refuses_faults() -> None:
