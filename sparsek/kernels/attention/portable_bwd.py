@@ -29,9 +29,9 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
 from sparsek.kernels.attention import score_args
+from sparsek.kernels.attention.bwd_walks import Walks, parts_of, room, walks
 from sparsek.kernels.attention.delta import prepare_rows
-from sparsek.kernels.attention.lengths import Lengths, walked
-from sparsek.kernels.attention.parts import FIELDS, Walk, add_parts, longest_part, share, turn
+from sparsek.kernels.attention.parts import FIELDS, add_parts, longest_part, share, turn
 from sparsek.kernels.attention.portable_tiles import (
     admitted,
     bias,
@@ -41,10 +41,8 @@ from sparsek.kernels.attention.portable_tiles import (
     padded,
     slope_of_cap,
 )
-from sparsek.kernels.attention.transposed import transposed
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
-from sparsek.mask.lists import TransposedLists
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
 from sparsek.plan.problem import AttentionGradProblem
@@ -78,15 +76,6 @@ class Config:
     keys: Tile
     queries: Tile
     apart: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """The order of tiles of both kernels, and the lists of key blocks."""
-
-    keys: Walk
-    queries: Walk
-    lists: TransposedLists
 
 
 @triton.jit
@@ -476,33 +465,12 @@ class PortableAttentionGrad(common.PortableKernel):
         )
 
     def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
-        said = super().notes(p, c)
-        part = longest_part(p.visited, p.block, p.card.sm_count)
-        if max(p.grid[0] * p.group, p.longest) > part:
-            said.append(
-                f"tiles of more than {part} blocks are cut into parts, whose float32 sums need a workspace"
-            )
-        return said
+        return super().notes(p, c) + parts_of(p)
 
-    def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
-        """The order of both kernels' tiles, on the mask's device, without a sync."""
-        (tiles, columns), lists = mask.grid, transposed(mask)
-        part = longest_part(p.visited, p.block, p.card.sm_count)
-        members = p.group if mask.heads > p.kv_heads else 1
-        visits = Lengths(
-            lists.partial.counts, lists.full.counts, mask.batch * mask.heads // members, columns, tiles * p.group,
-            members, p.group // members,
-        )  # fmt: skip
-        per_query, per_key = ((p.dim + p.v_dim) * dtypes.itemsize(p.dtype) * n for n in (p.q_len, p.kv_len))
-        heads = p.batch * p.kv_heads
-        side_by_side = common.section(p, heads, p.group * per_query, 1)
-        keys = walked(visits, p.visited, part, side_by_side, heads)
-        heads = p.batch * p.q_heads
-        side_by_side = common.section(p, heads, per_key, p.group)
-        visits = Lengths(mask.partial.counts, mask.full.counts, mask.batch * mask.heads, tiles, p.longest)
-        return Work(keys, walked(visits, p.visited, part, side_by_side, heads), lists)
+    def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Walks:
+        return walks(p, mask)
 
-    def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
+    def launch(self, c: Config, work: Walks, call: AttentionGradCall) -> None:
         """Computes the gradients of attention into `dq`, `dk` and `dv`; all tensors may have any strides. No sync.
 
         Allocates two float32 per row of q, and the float32 sums of split tiles.
@@ -518,7 +486,7 @@ class PortableAttentionGrad(common.PortableKernel):
         factor = score_args.factor(scale, scores)
         changed = score_args.cap(scale, scores), *score_args.slopes(scores, q_len, k.shape[2])
         with torch.cuda.device_of(q):
-            order, sums = work.keys.order, _room(work.keys, mask.block[1], dim + v_dim, q.device)
+            order, sums = work.keys.order, room(work.keys, mask.block[1], dim + v_dim, q.device)
             programs = order.shape[1] * (mask.block[1] // c.keys.rows) * batch * kv_heads
             for each in ((dk, None), (None, dv)) if c.apart else ((dk, dv),):
                 launch(
@@ -535,7 +503,7 @@ class PortableAttentionGrad(common.PortableKernel):
             if sums is not None:
                 add_parts(sums, 0, work.keys, mask.batch, scale, dk)
                 add_parts(sums, dim, work.keys, mask.batch, 1.0, dv)
-            order, sums = work.queries.order, _room(work.queries, mask.block[0], dim, q.device)
+            order, sums = work.queries.order, room(work.queries, mask.block[0], dim, q.device)
             launch(
                 _queries, (order.shape[1] * (mask.block[0] // c.queries.rows) * batch * heads,),
                 q, k, v, grad, rows[0], rows[1], dq, sums, order, *mask.partial, *mask.full, *rules,
@@ -551,13 +519,6 @@ class PortableAttentionGrad(common.PortableKernel):
 
 def _options(t: Tile) -> dict[str, Any]:
     return {"num_warps": t.num_warps, "num_stages": t.num_stages}
-
-
-def _room(taken: Walk, rows: int, width: int, device: torch.device) -> Tensor | None:
-    """Slots for the float32 sums of parts, or None."""
-    if not taken.slots:
-        return None
-    return torch.empty((taken.replicas * taken.slots, rows, width), dtype=torch.float32, device=device)
 
 
 KERNEL: AttentionGradKernel = PortableAttentionGrad()
