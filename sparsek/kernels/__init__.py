@@ -54,6 +54,7 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("attention_fp8", "hopper.attention_fp8", "attention.hopper_fp8", ""),
     ("attention_fp8", "reference.attention_fp8", "attention.reference", ""),
     ("attention_backward", "hopper.attention_bwd", "attention.hopper_bwd", ""),
+    ("attention_backward", "hopper.attention_bwd_wide", "attention.hopper_bwd_wide", ""),
     ("attention_backward", "portable.attention_bwd", "attention.portable_bwd", ""),
     ("attention_backward", "cpu.attention_bwd", "attention.cpu_bwd", ""),
     ("attention_backward", "reference.attention_bwd", "attention.reference", ""),

@@ -77,6 +77,7 @@ def test_a_plan_for_an_h200_is_made_on_any_machine_and_explains_the_real_table()
     assert "  not        cpu.attention_bwd: runs on CPU tensors only" in text
     for name in (
         "hopper.attention_bwd",
+        "hopper.attention_bwd_wide",
         "portable.attention_bwd",
         "cpu.attention_bwd",
         "reference.attention_bwd",

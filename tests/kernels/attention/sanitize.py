@@ -37,6 +37,20 @@ BACKWARD = (
 )
 
 
+WIDE = (
+    AttentionCase("bits", BITS.mask, dims=(256, 256)),
+    AttentionCase(
+        "blocks of 64 keys", lambda d: random_bits(d, (300, 333), (128, 64), heads=2), dims=(192, 256)
+    ),
+    AttentionCase("two dims", lambda d: BlockMask.causal(q_len=200, kv_len=333, device=d), dims=(256, 40)),
+    AttentionCase("grouped heads", lambda d: BlockMask.causal(400, device=d), heads=(4, 2), dims=(256, 128)),
+    AttentionCase(
+        "cut",
+        lambda d: BlockMask.sliding_window(4000, 200, sinks=130, device=d),
+        heads=(2, 1),
+        dims=(256, 256),
+    ),
+)
 FP8 = (
     *(case for case in FORWARD if case.dims[1] <= 128),
     AttentionCase("padded heads", lambda d: BlockMask.causal(q_len=200, kv_len=333, device=d), dims=(96, 48)),
@@ -49,6 +63,9 @@ def main(name: str) -> None:
         for case in BACKWARD:
             for deterministic in (True, False):
                 hold(kernel, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic)
+    elif name == "hopper.attention_bwd_wide":
+        for case in WIDE:
+            hold(kernel, case, device="cuda", dtype=torch.bfloat16)
     elif name == "hopper.attention_fp8":
         for case, scale in product(FP8, ("head", "block")):
             test_hopper_fp8_gpu.hold(case, torch.bfloat16, scale)

@@ -16,7 +16,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
 
 from sparsek.core import dtypes
+from sparsek.kernels.attention import bwd_wide_keys, bwd_wide_queries
 from sparsek.kernels.attention import hopper_bwd as attention_bwd
+from sparsek.kernels.attention import hopper_bwd_wide as attention_bwd_wide
 from sparsek.kernels.attention import hopper_fp8 as attention_fp8
 from sparsek.kernels.attention import hopper_fwd as attention_fwd
 from sparsek.kernels.lang.gluon import describe_heads, shared_layout
@@ -27,6 +29,14 @@ from sparsek.kernels.spmm import hopper_fp8 as spmm_fp8
 from tests.kernels.lang import sass
 from tests.kernels.lang.sass import Loop
 
+
+class WidePass(NamedTuple):
+    """One of the two kernels of hopper.attention_bwd_wide: that over keys, or that over queries."""
+
+    config: attention_bwd_wide.Config
+    over_keys: bool
+
+
 # hopper.spgemm runs the kernel of hopper.spmm.
 Config = (
     spmm.Config
@@ -35,6 +45,7 @@ Config = (
     | attention_fwd.Config
     | attention_fp8.Config
     | attention_bwd.Config
+    | WidePass
     | attention_paged.Config
 )
 # Of TTGIR.
@@ -78,6 +89,7 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     Reading machine code takes as long as compiling. What was found stays in Triton's cache, by the hash of the kernel's
     source, its constants, this Triton, and the files that read the code.
     """
+    anywhere = ANYWHERE
     if isinstance(c, attention_fwd.Config):
         options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
         function, source, types = _attention(c, dtype)
@@ -87,6 +99,10 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     elif isinstance(c, attention_bwd.Config):
         options = {}
         function, source, types = _attention_bwd(c, dtype)
+    elif isinstance(c, WidePass):
+        options = {}
+        function, source, types = _attention_bwd_wide(c, dtype)
+        anywhere = tuple(types)
     else:
         options = c.options
         if isinstance(c, spmm_fp8.Config):
@@ -100,13 +116,13 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     aligned = [
         at
         for at, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") and name not in ANYWHERE
+        if kind.startswith("*") and name not in anywhere
     ]
     ast = GluonASTSource(
         function,
         signature,
         constexprs={name: None for name, kind in signature.items() if kind == "constexpr"}
-        | {"T": c, "SOURCE": source},
+        | {"T": c.config if isinstance(c, WidePass) else c, "SOURCE": source},
         attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
     )
     options = {"num_warps": 4} | options
@@ -219,6 +235,20 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
     types |= _changes(c)
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
+
+
+def _attention_bwd_wide(c: WidePass, dtype: str) -> tuple[Any, str, dict[str, str]]:
+    config, over_keys = c
+    wide = {"q_desc": config.dim, "k_desc": config.dim, "v_desc": config.v_dim, "do_desc": config.v_dim}
+    wide |= {"dk_desc": config.dim, "dv_desc": config.v_dim} if over_keys else {"dq_desc": config.dim}
+    types = {name: _descriptor((1, 1, 64, dim), dtype) for name, dim in wide.items()}
+    types |= dict.fromkeys(("scale", "factor"), "fp32") | {"sums": "*fp32"}
+    types |= {"rows_desc": _descriptor((1, 64), "fp32")} if over_keys else {"row_numbers": "*fp32"}
+    pointers = ("order", "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices")
+    types |= dict.fromkeys((*pointers, "lo", "hi", "rules", "bits"), "*i32")
+    types |= {"entry_of": "*i32"} if over_keys else {}
+    kernel = bwd_wide_keys.attention_bwd_keys if over_keys else bwd_wide_queries.attention_bwd_queries
+    return kernel, attention_bwd_wide.SOURCE, types
 
 
 def _attention_paged(c: attention_paged.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:

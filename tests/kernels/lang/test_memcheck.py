@@ -25,6 +25,7 @@ KERNELS = {
     "hopper.attention_fwd": ("attention_kernel", sanitize_attention),
     "hopper.attention_fp8": ("attention_fp8", sanitize_attention),
     "hopper.attention_bwd": ("attention_bwd", sanitize_attention),
+    "hopper.attention_bwd_wide": ("attention_bwd", sanitize_attention),
 }
 
 

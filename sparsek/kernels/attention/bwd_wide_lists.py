@@ -1,0 +1,102 @@
+"""Device pieces of attention's backward pass for wide heads: lists of blocks, rules of partial ones, and sums."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsek.kernels.attention.parts import FIELDS, share
+
+ORDER = gl.constexpr(FIELDS)
+# Parameters of both kernels for which Triton does not specialize: a new length or mask compiles nothing.
+NUMBERS = [
+    "q_len", "kv_len", "rows", "plane", "tiles", "heads", "group", "shared", "mask_step", "order_item", "order_group",
+    "rule_step", "entries", "lead", "section", "all_heads", "slots",
+]  # fmt: skip
+POINTERS = [
+    "sums", "order", "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices", "entry_of", "lo", "hi",
+    "rules", "bits",
+]  # fmt: skip
+
+
+@gluon.jit
+def tile_of(order, ROWS: gl.constexpr, inside, length):
+    """A tile of this order entry, its first row, the first and last of its blocks, and its slot.
+
+    A CTA without a tile gets one without blocks after the last row, where TMA stores nothing.
+    """
+    tile = gl.load(order)
+    first = tile * ROWS + inside
+    there = (tile >= 0) & (first < length)
+    return (
+        gl.where(there, tile, 0),
+        gl.where(there, first, length),
+        gl.where(there, gl.load(order + 1), 0),
+        gl.where(there, gl.load(order + 2), 0),
+        gl.where(there, gl.load(order + 3), -1),
+    )
+
+
+@gluon.jit
+def taken(lists, row, begin, end, before):
+    """Of the list in `row`, the entries that are blocks `begin` to `end` of a tile that has `before` blocks already:
+    the first partial entry and their number, the first full one and their number; and the blocks up to here.
+    """
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices = lists
+    partial = gl.load(p_counts + row)
+    full = gl.load(f_counts + row)
+    p_first, p_count, f_first, f_count = share(partial, full, begin, end, before)
+    p_first += gl.load(p_starts + row)
+    f_first += gl.load(f_starts + row)
+    return p_first, p_count, f_first, f_count, before + partial + full
+
+
+@gluon.jit
+def visited(lists, entries, i):
+    """The tile of the other side that block i of `entries` visits."""
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices = lists
+    p_first, p_count, f_first, f_count, before = entries
+    where = f_indices + f_first + i - p_count
+    if i < p_count:
+        where = p_indices + p_first + i
+    return gl.load(where)
+
+
+@gluon.jit
+def ruled(T: gl.constexpr, s, entry, low, high, query, key, rules, bits, kv_len):
+    """Scores after the rule of a partial block's entry. `low`, `high`, `query` and `key` broadcast to them."""
+    BM: gl.constexpr = T.block[0]
+    BK: gl.constexpr = T.block[1]
+    if T.bits:
+        rule = gl.load(rules + entry)
+        if rule >= 0:
+            words = bits + rule.to(gl.int64) * (BM * (BK // 32))
+            word = gl.load(words + (query % BM * (BK // 32) + key % BK // 32))
+            s = gl.where((word >> (key % 32)) & 1 != 0, s, float("-inf"))
+        else:
+            s = gl.where((low <= key) & (key < high), s, float("-inf"))
+    else:
+        s = gl.where((low <= key) & (key < high), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def bounds_of(T: gl.constexpr, lo, hi, query, q_len, kv_len):
+    """First key and end of the keys of every query."""
+    if T.interval:
+        there = query < q_len
+        return gl.load(lo + query, mask=there, other=0), gl.load(hi + query, mask=there, other=0)
+    else:
+        return query * 0, query * 0 + kv_len
+
+
+@gluon.jit
+def again(x):
+    """The same int32, which LLVM takes for another one: it moves no address that comes of it out of a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def put_sums(sums, x, width, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """A part's float32 sums into its slot, whose rows have `width` columns."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
+    col = gl.arange(0, COLS, gl.SliceLayout(0, x.type.layout))
+    gl.store(sums + (gl.expand_dims(row * width, 1) + gl.expand_dims(col, 0)), x)
