@@ -202,10 +202,7 @@ def predict(
     plan = plan_of(x, stored, short, kernel)
     if plan.kernel.startswith("reference.") and not card.is_cpu:
         raise Unsupported("no kernel", {plan.kernel: ["runs it, and is there to specify, not to be fast"]})
-    seconds = plan.seconds
-    if kernel == DENSE_FP8:
-        seconds = max(seconds, dense_seconds(card, "fp8", tokens, *weight.shape))
-    return Predicted(plan.kernel, seconds)
+    return Predicted(plan.kernel, plan.seconds)
 
 
 def plan_of(

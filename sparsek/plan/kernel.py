@@ -42,13 +42,13 @@ def beside(busy: float, moved: float) -> float:
 def rounding_seconds(p: SpmmProblem) -> float:
     """Seconds to round B to FP8 before the product; 0 for a B that is not rounded.
 
-    At 78 % of copy bandwidth, or as long as one program takes for a row (H200, 2026-11-22: 58 us at 8192x8192, 4.4 us
-    at 16x14336).
+    A launch, bytes at 78 % of copy bandwidth, and the time that one program takes for a row (H200, 2026-11-22: 58 us
+    at 8192x8192, 4.4 us at 16x14336).
     """
     if not p.b.rounds:
         return 0.0
     moved = p.batch * p.n * p.k * (dtypes.itemsize(p.b.rounds) + 1)
-    return 1.5e-6 + max(moved / (0.78 * p.card.bandwidth), 0.2e-9 * p.k)
+    return 2.2e-6 + beside(moved / (0.78 * p.card.bandwidth), 0.2e-9 * p.k)
 
 
 def activation_seconds(p: SpmmProblem) -> float:

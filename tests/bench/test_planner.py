@@ -130,7 +130,7 @@ def test_the_table_shows_the_share_and_the_worst(clock, chooses) -> None:
 
 
 def test_a_case_names_a_suite_that_is_there() -> None:
-    with pytest.raises(InvalidInput, match="no suite is called 'all'; known: models, other, few"):
+    with pytest.raises(InvalidInput, match="no suite is called 'all'; known: models, other, unseen, few"):
         PlannerCase("all")
     with pytest.raises(InvalidInput, match="no format is called 'csr'"):
         PlannerCase("few", formats="dense+csr")

@@ -58,6 +58,25 @@ class Layer:
 SHAPES = ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
 TOKENS = (16, 256, 1024, 4096, 8192)
 KEEPS = ((0.5, 0.125), (0.25, 0.0625))
+# Shapes, tokens and densities for which no model was fitted. Of the first four shapes suite "other" has the first four
+# numbers of tokens.
+UNSEEN_SHAPES = (
+    *((5120, 5120), (11008, 4096), (4096, 11008), (3072, 12288), (6144, 6144)),
+    *((13824, 5120), (5120, 13824), (18944, 3584), (3584, 18944), (2560, 7680)),
+)
+UNSEEN_TOKENS = (32, 512, 2048, 6144, 96)
+UNSEEN_KEEPS = ((0.375, 0.1), (0.2, 0.07))  # of the first four shapes, and of the others
+
+
+def _unseen(shapes: int, tokens: int) -> tuple[Layer, ...]:
+    """The layers of so many of these shapes and numbers of tokens."""
+    return tuple(
+        Layer(count, n, k, UNSEEN_KEEPS[at >= 4][(at + place) % 2])
+        for at, (n, k) in enumerate(UNSEEN_SHAPES[:shapes])
+        for place, count in enumerate(UNSEEN_TOKENS[:tokens])
+    )
+
+
 LAYERS: Mapping[str, tuple[Layer, ...]] = {
     "models": tuple(
         Layer(tokens, n, k, keep)
@@ -65,12 +84,8 @@ LAYERS: Mapping[str, tuple[Layer, ...]] = {
         for at, tokens in enumerate(TOKENS)
         for keep in KEEPS[at % 2]
     ),
-    # For which no model was fitted: other shapes, tokens and densities.
-    "other": tuple(
-        Layer(tokens, n, k, (0.375, 0.1)[(at + place) % 2])
-        for at, (n, k) in enumerate(((5120, 5120), (11008, 4096), (4096, 11008), (3072, 12288)))
-        for place, tokens in enumerate((32, 512, 2048, 6144))
-    ),
+    "other": _unseen(4, 4),
+    "unseen": _unseen(10, 5),
     "few": (Layer(64, 128, 256, 0.5), Layer(48, 256, 128, 0.25)),
 }
 

@@ -235,8 +235,8 @@ class PortableSpgemm:
 
     def seconds(self, p: SpgemmProblem, c: Config) -> float:
         """Launch + the longest of: arithmetic of whole tiles, at portable.spmm's rate for tile_m, with 1.5 us to
-        begin and end each wave of tiles; the block of most pairs on one SM; compulsory bytes at 80 % of copy
-        bandwidth; tiles of A and B from L2. Not measured yet (2026-11-21).
+        begin and end each wave of tiles; the block of most pairs on one SM; tiles of A and B from L2. Nothing hides the
+        compulsory bytes, at 90 % of copy bandwidth (8192^3, 12.5 % of blocks of 128 to dense, H200, 2026-11-23).
         """
         subs, programs = _subs(p, c), _targets(p) * _subs(p, c)
         depth = p.pairs * subs * p.a_block[1]
@@ -252,8 +252,8 @@ class PortableSpgemm:
         arithmetic = waves + 2.0 * c.tile_m * c.tile_n * depth / (rate * busy)
         longest = 2.0 * c.tile_m * c.tile_n * p.pairs_max * p.a_block[1] / (rate / p.card.sm_count)
         fed = (c.tile_m + c.tile_n) * depth * dtypes.itemsize(p.dtype) / p.card.fabric
-        moved = p.compulsory_bytes / (0.8 * p.card.bandwidth)
-        return p.card.launch_seconds + 1.5e-6 + max(arithmetic, longest, fed, moved)
+        moved = p.compulsory_bytes / (0.9 * p.card.bandwidth)
+        return p.card.launch_seconds + 1.5e-6 + max(arithmetic, longest, fed) + moved
 
     def prepare(self, p: SpgemmProblem, c: Config, matches: Matches) -> Work:
         """The blocks of C that are written, most pairs first; on the pattern's device, without a sync."""

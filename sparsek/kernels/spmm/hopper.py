@@ -49,7 +49,7 @@ from sparsek.kernels.lang.gluon import (
     reinterpret,
     tma_load,
 )
-from sparsek.kernels.spmm import activation
+from sparsek.kernels.spmm import activation, hopper_ring
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm import multiply_held as held_prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply, owned_boxes
@@ -349,7 +349,7 @@ class HopperSpmm:
         return limits(p, self.configs, reasons)
 
     def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+        return min(self.configs(p), key=lambda c: self.rank(p, c))
 
     def configs(self, p: SpmmProblem) -> list[Config]:
         bm, bk = p.block
@@ -399,7 +399,10 @@ class HopperSpmm:
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Predicted time: the tiles of the fullest SM, but no less than all bytes from memory once.
+        return hopper_ring.seconds(p, c)
+
+    def rank(self, p: SpmmProblem, c: Config) -> float:
+        """Seconds by which tiles are compared with each other: a model whose choices were measured.
 
         A tile takes the larger of multiply and load time (a smooth maximum) plus a fixed cost. Constants were
         measured on an H200 (2026-11-20; steps and bytes 2026-11-22; matrices beside C 2026-11-26): 2048 multiply-adds
@@ -451,7 +454,7 @@ class HopperSpmm:
         """As `prepare` for another pattern, on its device without a host sync; no rows are joined or split."""
         if c.joined_rows > 1 or c.split:
             alone = [each for each in self.configs(p) if each.joined_rows == 1 and not each.split]
-            c = min(alone, key=lambda each: self.seconds(p, each))
+            c = min(alone, key=lambda each: self.rank(p, each))
         tiles, starts = deal_on_device(a.pattern, p.n, c.rows, c.block_cols, p.card.sm_count * c.ctas_per_sm)
         made = torch.zeros(len(tiles) + 2, RECORD.value, dtype=torch.int32, device=a.device)
         made[:-2, :4], made[:-2, 4], made[:-2, 6] = tiles[:, :4], tiles[:, 3], tiles[:, 4]

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import tensors_in
 from sparsek.kernels.lang import driver, nvrtc
@@ -44,6 +43,7 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel, beside
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.ring import BUSY_SLOTS, DRIVER_LAUNCHES, Ring, flops_per_second, ring_seconds, share_of_h200
 from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 
 SOURCE = Path(__file__).with_name("hopper_24.cu")
@@ -399,13 +399,10 @@ SHAPES = (
 # In FP8 each element has two sums, the tensor core's and the float32 one, except with `fast_accum`.
 SHAPES_FP8 = ((2, 1, 192, 3), (2, 1, 128, 2), (1, 1, 128, 2), (2, 1, 64, 1), (1, 1, 64, 1))
 PROMOTE = 4
-# L2 bandwidth where no CTAs share, dense-equivalent FLOP rate, and the port of shared memory, 128 bytes a cycle:
-# fitted to 50 layers on an H200 (2026-11-22), most of which end before the card reaches its power limit.
-L2_BYTES_PER_SECOND = 9.6e12
-FLOPS_PER_SECOND = 1270e12
-CYCLES_PER_SECOND = 2.1e9
-TILE_SECONDS = 0.8e-6  # begin, end and store of a tile of 128 x 256
-JOIN_SECONDS = 0.7e-6  # for another matrix in the epilogue, as in hopper.spmm
+# Rate of products over that of dense 16-bit ones of all values: fitted (plan/ring.py). In FP8 with promotion, and
+# without.
+RATE, RATES_FP8 = 1.9, (2.75, 3.0)
+JOIN_SECONDS = 1.6e-6  # for another matrix in the epilogue of a tile of 128x256
 
 
 def tiles_of(p: SpmmProblem, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
@@ -431,51 +428,68 @@ def tiles_of(p: SpmmProblem, clusters: Sequence[int], lists: bool = False) -> It
             yield c
 
 
-def step_seconds(c: Config, p: SpmmProblem, tiles: int) -> float:
-    """One step of one tile: the longest of L2 reads, multiplication, and shared memory traffic.
+def ring_of(p: SpmmProblem, c: Config, units: int, steps: float, longest: float) -> Ring:
+    """The model of the kernel (plan/ring.py) for `units` rows of tiles with `steps` each, of bk columns of A.
 
-    A wgmma of 64 rows reads all of B; A's values are read once; TMA writes both and the nibbles. CTAs of a cluster
-    share B. With few columns and fewer `tiles` than SMs, L2 serves each tile up to a quarter faster.
+    CTAs of a cluster share B and count as one worker. Another matrix passes through the ring, in place of B in some
+    steps.
     """
-    share = p.card.sm_count / H200.sm_count
-    reading = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
-    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * reading / (L2_BYTES_PER_SECOND * share)
-    rate = FLOPS_PER_SECOND * share * p.card.pace
-    products = 2 * c.tm * c.tn * 64 * p.card.sm_count / rate  # FP8: twice the FLOP, at twice the rate
-    port = c.tm // 64 * c.tn + c.tm / 2 + (c.tm * c.a_row + c.tn * 128) / 128
-    return max(fetch, products, port / CYCLES_PER_SECOND)
+    rate = RATE
+    if p.a.quantized:  # a step has twice the columns
+        rate = RATES_FP8[0 if c.promote else 1] / 2
+    copied = c.tm * c.a_row + c.tn * 128
+    return Ring(
+        units=units,
+        columns=-(-p.n // c.tn),
+        workers=max(1, p.card.sm_count // c.cluster),
+        steps=steps,
+        longest=longest,
+        multiply=2 * c.tm * c.tn * 64 / (rate * flops_per_second(p.card)),
+        copied=copied,
+        crossing=c.tm * c.a_row * c.cluster + c.tn * 128,
+        in_flight=(c.stages - BUSY_SLOTS) * copied,
+        boxes=2 * c.bk / p.block[1] if c.lists else 1,
+        stored=2 * c.tm * c.tn * c.cluster,
+        more=c.tm * c.tn / 32768 * JOIN_SECONDS if c.combine else 0.0,
+    )
+
+
+def seconds_of(p: SpmmProblem, ring: Ring) -> float:
+    """All items of a batch, each of which is a launch."""
+    batch = max(1, p.batch)
+    launch = DRIVER_LAUNCHES * p.card.launch_seconds
+    return batch * (ring_seconds(p.card, ring, p.compulsory_bytes / batch) + launch)
 
 
 def whole_seconds(p: SpmmProblem, c: Config) -> float:
-    """A product of all of A: rounds of tiles, no less than the compulsory bytes. Each item of a batch is a launch."""
+    """A product of all of A."""
     if not (p.m and p.n and p.k):
         return p.card.launch_seconds
+    steps = -(-p.k // c.bk)
+    return seconds_of(p, ring_of(p, c, -(-p.m // (c.tm * c.cluster)), steps, steps))
+
+
+def rank(p: SpmmProblem, c: Config) -> float:
+    """Seconds by which tiles of a whole A are compared with each other: rounds of tiles whose steps take the longest of
+    L2 reads, multiplication and shared memory traffic (2026-11-22), whose choices are measured. A wgmma of 64 rows
+    reads all of B; A's values are read once; TMA writes both and the nibbles. `seconds` is nearer to times, but
+    prefers tiles that were not timed beside these.
+    """
+    share = share_of_h200(p.card)
     tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
+    reading = p.card.sm_count
+    if p.n <= 64:
+        reading = min(max(tiles * c.cluster, 0.75 * reading), reading)
+    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * reading / (9.6e12 * share)
+    products = 2 * c.tm * c.tn * 64 * p.card.sm_count / (1270e12 * share * p.card.pace)
+    port = (c.tm // 64 * c.tn + c.tm / 2 + (c.tm * c.a_row + c.tn * 128) / 128) / 2.1e9
     rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
-    busy = rounds * (-(-p.k // c.bk) * step_seconds(c, p, tiles * c.cluster) + tile_seconds(c))
-    return items_seconds(p, c, busy)
-
-
-def items_seconds(p: SpmmProblem, c: Config, busy: float) -> float:
-    """All items of a batch: each takes the larger of `busy` seconds and its compulsory bytes, plus a launch.
-
-    Bytes move at 85 % of copy bandwidth. With few columns tiles wait for A, 64 bytes a row in each step: at 55 %,
-    and at 42 % if a tile has 64 rows (16 columns, H200, 2026-11-22). For a launch through the driver 0.7 of the
-    card's launch time fits best.
-    """
-    share = 0.85 if p.n > 64 else 0.55 if c.tm > 64 else 0.42
-    moved = p.compulsory_bytes / max(1, p.batch) / (share * p.card.bandwidth)
-    return p.batch * (beside(busy, moved) + 0.7 * p.card.launch_seconds)
-
-
-def tile_seconds(c: Config) -> float:
-    """The time of a tile apart from its steps. Another matrix passes through the ring, in place of B in some steps.
-
-    The model gives 7 us for the residual of 14336 -> 4096 with 4096 tokens; measured were 11 (H200, 2026-11-22).
-    """
-    area = c.tm * c.tn / 32768
-    joining = area * (JOIN_SECONDS + 65536 * H200.sm_count / L2_BYTES_PER_SECOND) if c.combine else 0.0
-    return TILE_SECONDS * max(0.25, area) + joining
+    tile = 0.8e-6 * max(0.25, c.tm * c.tn / 32768)
+    busy = rounds * (-(-p.k // c.bk) * max(fetch, products, port) + tile)
+    few = 0.55 if c.tm > 64 else 0.42
+    return beside(
+        busy, p.compulsory_bytes / max(1, p.batch) / ((0.85 if p.n > 64 else few) * p.card.bandwidth)
+    )
 
 
 class HopperSemi24:
@@ -492,7 +506,7 @@ class HopperSemi24:
         return reasons
 
     def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+        return min(self.configs(p), key=lambda c: rank(p, c))
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         return tiles_of(p, (2, 1))

@@ -34,13 +34,6 @@ def why_not(p: SpmmProblem) -> list[str]:
     return reasons
 
 
-def waiting(c: Config) -> float:
-    """Time relative to the model of shared memory and wgmma: promotion makes wgmma wait, `fast_accum` less (50
-    layers, H200, 2026-11-22; 8192^3, 2026-11-26: 0.596 and 0.546 ms).
-    """
-    return 1.04 if c.promote else 0.95
-
-
 def launch(
     c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
 ) -> None:
@@ -71,7 +64,7 @@ class HopperSemi24Fp8:
         return semi24.tiles_of(p, (2, 1))
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        return waiting(c) * semi24.whole_seconds(p, c) + rounding_seconds(p)
+        return semi24.whole_seconds(p, c) + rounding_seconds(p)
 
     def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
         assert isinstance(a.matrix, Semi24)

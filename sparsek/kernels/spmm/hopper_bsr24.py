@@ -9,7 +9,6 @@ which bounds tiles of 128 x 256. Blocks of 128, 12.5 % stored, 8192^3 in bf16 on
 fast as hopper.spmm on the same blocks with all values.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,19 +27,13 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 def blocks_seconds(p: SpmmProblem, c: Config) -> float:
-    """Tiles of the fullest SM, at least one of the longest block row, and no less than the compulsory bytes.
-
-    Differing lists leave waits of 0.4 of a tile (50 layers on an H200, 2026-11-22).
-    """
+    """A product of the stored blocks of A."""
     if not (p.m and p.n and p.nnzb):
         return p.card.launch_seconds
-    units, columns = p.grid[0] * (p.block[0] // c.tm), -(-p.n // c.tn)
-    block = p.block[1] // c.bk * semi24.step_seconds(c, p, units * columns)
-    tile = p.nnzb / p.grid[0] * block + semi24.tile_seconds(c)
-    longest = p.row_max * block + semi24.tile_seconds(c)
-    each = units * columns / p.card.sm_count
-    busy = max((math.ceil(each) if longest < 1.25 * tile else each + 0.4) * tile, longest)
-    return semi24.items_seconds(p, c, busy)
+    of_block = p.block[1] // c.bk
+    mean, longest = p.nnzb / p.grid[0] * of_block, p.row_max * of_block
+    units = p.grid[0] * (p.block[0] // c.tm)
+    return semi24.seconds_of(p, semi24.ring_of(p, c, units, mean, max(mean, longest)))
 
 
 def lists_of(p: SpmmProblem, c: Config, a: BSR24) -> Lists:

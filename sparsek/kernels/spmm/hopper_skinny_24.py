@@ -35,6 +35,7 @@ from sparsek.kernels.spmm.hopper_24 import ACTS, JOINS, OPTIONS, unable
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.ring import DRIVER_LAUNCHES
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 SOURCE = Path(__file__).with_name("hopper_skinny_24.cu")
@@ -132,7 +133,7 @@ def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Para
 # and 16 columns of B.
 SHAPES = ((4, 2, 3), (4, 4, 2), (8, 4, 1), (4, 4, 1), (8, 2, 1))
 DEEPEST = 4  # steps in flight
-START_SECONDS = 1.0e-6  # first bytes, and the end: sums of the warps, C
+START_SECONDS = 1.6e-6  # first bytes, and the end: sums of the warps, C
 PHASE_SECONDS = 1.2e-6  # another wave of CTAs
 LATENCY_SECONDS = 1.3e-6  # of bytes in flight
 GATHER_SECONDS = 3.4e-6  # for 8 columns of B in a step, loaded element by element
@@ -190,7 +191,7 @@ class HopperSemi24Skinny:
         moved = one / (0.9 * p.card.bandwidth)
         waves = -(-each // c.resident)
         busy = each * steps * c.step_bytes / rate + (waves - 1) * PHASE_SECONDS + waves * gathers
-        return max(1, p.batch) * (0.7 * p.card.launch_seconds + START_SECONDS + max(busy, moved))
+        return max(1, p.batch) * (DRIVER_LAUNCHES * p.card.launch_seconds + START_SECONDS + max(busy, moved))
 
     def prepare(self, p: SpmmProblem, c: Config, a: Semi24) -> None:
         """Loads the kernel on a GPU."""

@@ -120,26 +120,41 @@ def busy_seconds(
 ) -> tuple[float, float]:
     """Seconds of the fullest SM, and of adding the parts of split rows.
 
-    `steps` of `step` seconds in `units` rows of tiles; each row takes `fixed` more if its tiles are 128x256. Few CTAs
-    merge, at a quarter of the bandwidth: 5000x7000x3000, Zipf, blocks of 64, took 100 us with 156 parts and 85 us
-    unsplit (H200, 2026-11-23 and 2026-11-20). Where the longest row has 2.6 to 8 times the mean, tiles of 128x256 lose
-    7 to 16 %, those of 128x128 with twice as many steps under way 4 to 7 % (2026-11-26).
+    `steps` of `step` seconds in `units` rows of tiles; each row takes `fixed` more if its tiles are 128x256.
     """
-    sms, columns = p.card.sm_count, -(-p.n // c.block_cols)
-    tiles, mean = units * columns * p.batch, steps / units
-    longest = max(mean, min(p.row_max, p.grid[1]))
-    lopsided = min(1.0, max(0.0, (longest / mean - 2) / 0.6))
-    area = c.rows * c.block_cols / 32768
-    tile = mean * step + fixed * max(0.25, area)
-    extra = 0.0
-    if c.split:
-        most = part_limit(steps * columns, sms)
-        parts = max(2 * max(0.0, longest - most) / most * columns * p.batch, sms)
-        extra = p.card.launch_seconds + parts * 8 * c.rows * c.block_cols / (0.25 * p.card.bandwidth)
-        longest = min(longest, float(most))
+    sms, tiles, mean = p.card.sm_count, units * -(-p.n // c.block_cols) * p.batch, steps / units
+    longest, extra = tall(p, c, steps, units)
+    tile = mean * step + fixed * max(0.25, c.rows * c.block_cols / 32768)
     if longest <= 1.25 * mean:
         return -(-tiles // sms) * tile, extra
-    return max(tiles / sms, longest / mean) * tile * (1 + 0.22 * lopsided * max(0.0, 2 * area - 1)), extra
+    return max(tiles / sms, longest / mean) * tile * (1 + 0.22 * drift(p, c, mean)), extra
+
+
+def tall(p: SpmmProblem, c: Any, steps: float, units: int) -> tuple[float, float]:
+    """The steps of the longest tile, and the seconds of adding the parts of split rows, for `steps` in `units` rows of
+    tiles.
+
+    Few CTAs add them, at a quarter of the bandwidth: 5000x7000x3000, Zipf, blocks of 64, took 100 us with 156 parts
+    and 85 us unsplit (H200, 2026-11-23 and 2026-11-20).
+    """
+    columns, mean = -(-p.n // c.block_cols), steps / units
+    longest = max(mean, min(p.row_max, p.grid[1]))
+    if not c.split:
+        return longest, 0.0
+    most = part_limit(steps * columns, p.card.sm_count)
+    parts = max(2 * max(0.0, longest - most) / most * columns * p.batch, p.card.sm_count)
+    added = p.card.launch_seconds + parts * 8 * c.rows * c.block_cols / (0.25 * p.card.bandwidth)
+    return min(longest, float(most)), added
+
+
+def drift(p: SpmmProblem, c: Any, mean: float) -> float:
+    """How far CTAs with tiles of `mean` steps drift apart, 0 to 1: they then read columns of B at different times.
+
+    Where the longest row has 2.6 to 8 times the mean, tiles of 128x256 lose 7 to 16 %, those of 128x128 with twice as
+    many steps under way 4 to 7 % (H200, 2026-11-26).
+    """
+    lopsided = min(1.0, max(0.0, (max(mean, min(p.row_max, p.grid[1])) / mean - 2) / 0.6))
+    return lopsided * max(0.0, 2 * c.rows * c.block_cols / 32768 - 1)
 
 
 def beside_c(other: Tensor | None, c_col: bool, beta: float, none: Tensor) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.ring import TRITON_LAUNCHES
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -214,16 +215,16 @@ class PortableSpmm:
             rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
         else:
             rate = {128: 614.0, 64: 517.0, 32: 308.0}.get(c.tile_m, 175.0) * p.card.sustained(p.dtype) / 690.0
-        rate *= 1e12 * min(1.0, c.tile_n / 64)
+        rate *= 1e12 * min(1.0, c.tile_n / 128) ** 0.75
         tile = 2.0 * c.tile_m * p.block[1] * c.tile_n
         slices = -(-p.block[0] // c.tile_m)
         busy = max(1, min(p.card.sm_count, down * along)) / p.card.sm_count
-        waves = 1.5e-6 * -(-down * along // p.card.sm_count)
+        waves = 1.2e-6 * -(-down * along // p.card.sm_count)
         arithmetic = waves + tile * slices * p.nnzb * along / (rate * busy)
-        longest = 1.5e-6 + tile * p.row_max / (rate / p.card.sm_count)
+        longest = 1.2e-6 + tile * p.row_max / (rate / p.card.sm_count)
         first, share = (1.5e-6, 0.6) if p.n <= 64 else (0.0, 0.8)
         moved = first + p.compulsory_bytes / (share * p.card.bandwidth)
-        return p.card.launch_seconds + beside(max(arithmetic, longest), moved)
+        return TRITON_LAUNCHES * p.card.launch_seconds + beside(max(arithmetic, longest), moved)
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""

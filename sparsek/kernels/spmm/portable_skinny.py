@@ -37,8 +37,9 @@ from sparsek.kernels.lang.epilogue import store_finished
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.kernel import SpmmKernel, beside
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.ring import DRIVER_LAUNCHES
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 WIDEST = 64
@@ -331,10 +332,10 @@ class PortableSpmmSkinny:
                     yield config
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Launch + the longer of two: compulsory bytes at 92 % of copy bandwidth; from L2, A, B for each tile of A,
-        and sums of parts. Plus 1 us for each further wave of programs and for combining parts. At least the longest
-        part at four times one SM's share of the bandwidth. H200, 2026-11-21: 0.92 to 0.95 of copy bandwidth for
-        16384^2, 25 %, N = 16.
+        """Launch + two beside each other: the longer of compulsory bytes at 92 % of copy bandwidth and, from L2, A, B
+        for each tile of A, and sums of parts; and the longest part at 2.7 times one SM's share of the bandwidth, which
+        is what one program has in flight. Plus 1 us for each further wave of programs and for combining parts. Fitted
+        to 20 rows of op planner (H200, 2026-11-23).
         """
         parts, slots = _counts(p, c)
         tiles = p.nnzb * _subs(p, c) * p.batch
@@ -352,7 +353,7 @@ class PortableSpmmSkinny:
             p.compulsory_bytes / (0.92 * p.card.bandwidth), (tiles * block + sums) / (0.75 * p.card.fabric)
         )
         late = 1e-6 * (waves - 1 + (slots > 0))
-        return p.card.launch_seconds + max(moved, longest / 4) + late
+        return DRIVER_LAUNCHES * p.card.launch_seconds + beside(moved, longest / 2.7) + late
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         """The parts of all block rows and the slots of split rows; on A's device, without a sync."""

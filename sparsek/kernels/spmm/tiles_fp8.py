@@ -23,6 +23,7 @@ from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.plan.kernel import rounding_seconds
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.ring import TRITON_LAUNCHES
 from sparsek.reference.epilogue import Epilogue
 
 LEAST_K = 32  # minimum K of an FP8 product on tensor cores
@@ -206,19 +207,21 @@ class Fp8Kernel:
 
 def seconds(p: Any, c: Config, tiles: int, flops: float, longest: float, steps: int) -> float:
     """Launch + the longest of: `flops` with padding at 50 % of the FP8 rate, 27 % where tiles are unpacked (less for
-    lower tiles), with 1.5 us for each wave of tiles; `longest` FLOP on one SM; compulsory bytes at 80 % of copy
-    bandwidth. Plus the rounding of B. Tiles of 128 rows were measured (H200, 2026-11-22); the rest is a guess. In the
-    interpreter, `steps` of all tiles count.
+    lower tiles), with 1.5 us for each wave of tiles; `longest` FLOP on one SM, where unpacking takes 0.5 us a step;
+    compulsory bytes at 80 % of copy bandwidth. Plus the rounding of B. Tiles of 128 and 64 rows were measured (H200,
+    2026-11-22); the rest is a guess. In the interpreter, `steps` of all tiles count.
     """
     if p.on_cpu:  # about two milliseconds for each program and step
         return 2e-3 * (tiles + steps)
-    rate = p.card.sustained("fp8") * 1e12 * {128: 0.5, 64: 0.4, 32: 0.2}.get(c.tile_m, 0.1)
+    rate = p.card.sustained("fp8") * 1e12 * {128: 0.5, 64: 0.46, 32: 0.2}.get(c.tile_m, 0.1)
     rate *= min(1.0, c.tile_n / 64) * (1.0 if not p.a.two_four else 0.55)
     busy = max(1, min(p.card.sm_count, tiles)) / p.card.sm_count
     arithmetic = 1.5e-6 * -(-tiles // p.card.sm_count) + flops / (rate * busy)
     alone = 1.5e-6 + longest * p.card.sm_count / rate
+    if p.a.two_four:
+        alone = max(alone, 1.5e-6 + 0.5e-6 * longest / (2 * c.tile_m * c.tile_n * c.tile_k))
     moved = 1.5e-6 + p.compulsory_bytes / (0.8 * p.card.bandwidth)
-    return p.card.launch_seconds + max(arithmetic, alone, moved) + rounding_seconds(p)
+    return TRITON_LAUNCHES * p.card.launch_seconds + max(arithmetic, alone, moved) + rounding_seconds(p)
 
 
 def why_not(p: Any) -> list[str]:

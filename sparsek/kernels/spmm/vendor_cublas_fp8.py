@@ -31,6 +31,7 @@ from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Matrix, Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import FP8
+from sparsek.plan.dense import dense_seconds
 from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.operands import is_readable, readable
 from sparsek.plan.problem import SpmmProblem
@@ -126,15 +127,13 @@ class VendorCublasFp8:
         return [self.default(p)]
 
     def seconds(self, p: Any, c: CublasConfig) -> float:
-        """The dense product at the card's FP8 rate, and passes over C in float32 for what torch._scaled_mm leaves."""
-        product = max(
-            p.dense_flops / (p.card.tflops["fp8"] * 1e12), (p.m * p.k + p.dense_bytes) / p.card.bandwidth
-        )
+        """The dense product (plan/dense.py), and passes over C in float32 for what torch._scaled_mm leaves."""
+        product = dense_seconds(p.card, "fp8", p.n * p.batch, p.m, p.k)
         along = p.c.dtype == "bf16" and not (p.has_alpha or p.activation or p.combine)
         along = along and (p.c.layout == "col" or not p.bias)
         parts = 0 if along else 3 + p.has_alpha + p.bias + bool(p.activation) + 2 * bool(p.combine)
         finished = 2 * 4 * parts * p.m * p.n * p.batch / p.card.bandwidth
-        return product + finished + (p.batch + parts) * p.card.launch_seconds + rounding_seconds(p)
+        return product + finished + (p.batch - 1 + parts) * p.card.launch_seconds + rounding_seconds(p)
 
     def prepare(self, p: SpmmProblem, c: CublasConfig, a: Quantized) -> None:
         with torch.no_grad():
