@@ -348,6 +348,11 @@ def test_the_default_is_the_config_of_the_lowest_rank() -> None:
         assert KERNEL.seconds(p, default) > p.compulsory_bytes / H200.bandwidth
 
 
+def test_layers_in_blocks_of_64_take_tiles_of_64x256() -> None:
+    chosen = {n: KERNEL.default(problem((64, 64), n, "col")) for n in (512, 2048, 8192)}
+    assert [(c.rows, c.block_cols, c.held) for c in chosen.values()] == [(64, 256, 32)] * 3
+
+
 def walked(c: Config, a: BSR, b: np.ndarray, m: int, n: int, work: Work) -> np.ndarray:
     """The kernel's index arithmetic, tile by tile, in numpy, and after it that of `merge_parts`. Returns C."""
     tiles, starts, cols, blocks = (x.numpy() for x in (work.tiles, work.starts, work.cols, work.blocks))
