@@ -1,12 +1,48 @@
-"""Device pieces of attention's backward pass: the warps that write dQ, and slots that stage it, dK and dV for TMA."""
+"""Device pieces of attention's backward pass: dQ, its slots and the warps that write it; sums of two warpgroups."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
 from sparsek.kernels.lang.gluon import reinterpret, tma_store, tma_store_wait
+
+
+@gluon.jit
+def opaque(x):
+    """x as a value that the compiler does not know: it keeps no address computed from it in registers across steps."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def start_dq(T: gl.constexpr, SIDE: gl.constexpr, pair, k_s, ds_s, dq_bars):
+    """Starts to multiply the dQ of step 2 `pair` + SIDE of this CTA."""
+    DIM: gl.constexpr = T.dim
+    HALVES: gl.constexpr = T.halves
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
+    ds_full, ds_empty, dq_full, dq_empty = dq_bars
+    if HALVES == 2:
+        mbarrier.wait(ds_full.index(SIDE), pair & 1)  # until both warpgroups have written dS
+    dq = gl.zeros((64, DIM), gl.float32, LAYOUT)
+    none = opaque(0)
+    for w in gl.static_range(HALVES):
+        left = ds_s.index(SIDE + none).slice(w * 64, 64).permute((1, 0))
+        dq = warpgroup_mma(left, k_s.index(w + none).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def stage_dq(T: gl.constexpr, SIDE: gl.constexpr, pair, dq, dq_s, dq_bars):
+    """Stages that dQ for its writer warp."""
+    DIM: gl.constexpr = T.dim
+    ds_full, ds_empty, dq_full, dq_empty = dq_bars
+    if T.halves == 2:
+        mbarrier.arrive(ds_empty.index(SIDE), count=1)
+    wait_for_dq(T, SIDE, pair, dq_empty)
+    dq_s.index(SIDE if T.dq_slots == 2 else 0).reshape((2 * DIM, 32)).store(as_held(dq, DIM))
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(SIDE), count=1)
 
 
 @gluon.jit
@@ -19,29 +55,28 @@ def wait_for_dq(T: gl.constexpr, WG: gl.constexpr, pair, dq_empty):
 
 
 @gluon.jit
-def staged(T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk_desc, dv_desc, dq_s, spare_s):
-    """Where warpgroup WG stages dK and dV: side by side in its dQ slot, or dV separately if its width differs."""
-    halves = reinterpret(dq_s.index(WG), DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout)
-    dk_s = halves.index(0)
-    if T.spare:
-        dv_s = reinterpret(spare_s.index(WG), DTYPE, [2] + dv_desc.block_type.shape, dv_desc.layout).index(0)
-    else:
-        dv_s = halves.index(1)
-    return dk_s, dv_s
+def as_held(x, DIM: gl.constexpr):
+    """Sums [64, DIM] as lines of 128 bytes, in the order in which threads hold them: each stores 16 bytes at a time,
+    8 threads a line, without bank conflicts. delta.cast_quantized reads them.
+    """
+    # Rows of warps, halves and lanes; columns of products, lanes and pairs.
+    x = x.reshape((4, 2, 8, DIM // 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
+    return x.reshape((2 * DIM, 32))
 
 
 @gluon.jit
-def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare_s, dq_empty, done):
+def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare_s, dq_bars, done):
     """dK of both warpgroups in the first one, dV of both in the second; one sum is exchanged after the other."""
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
-    dk_s = dq_s.index(0).reshape((64, DIM))
+    SUMS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], gl.float32)
+    dk_s = reinterpret(dq_s.index(0), gl.float32, [64, DIM], SUMS)
     if T.spare:
         dv_s = spare_s.index(0).reshape((64, VDIM))
     else:
         dv_s = dk_s
     if WG == 0:
-        wait_for_dq(T, 0, pair, dq_empty)
+        wait_for_dq(T, 0, pair, dq_bars[3])
         dv_s.store(dv)
     # `done` has three phases a tile: dV is written, dV is read, dK is written.
     mbarrier.arrive(done, count=1)
@@ -61,10 +96,10 @@ def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare
 
 @gluon.jit
 def write(
-    T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars
+    T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, dq_bars
 ):
     """Writer warp of every second step: adds its dQ to memory; in order, the first of a query tile is stored."""
-    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    ds_full, ds_empty, dq_full, dq_empty = dq_bars
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
@@ -80,9 +115,9 @@ def write(
                     acquire()
             mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
             if ticket == 0:
-                tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
+                tma_store(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
             else:
-                tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
+                tma_add(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
             tma_store_wait(0)  # until TMA has read it
             # With one slot the other warpgroup fills it next.
             mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)

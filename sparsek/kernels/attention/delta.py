@@ -1,10 +1,11 @@
 """Attention's backward pass apart from its products: a pass over rows before it, and a cast after it.
 
-    prepare_rows      rows[0] = lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse     reads out and grad once
-    cast_quantized    dq = scale acc                                                      reads acc once, writes dq once
+    prepare_rows      rows[0] = unit lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse   reads out and grad once
+    cast_quantized    dq = scale acc                                                         reads acc once, writes dq
 
 A weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). Rows without any key, and rows after the
-last query, have rows[0] = +inf: weight and ds are 0 there, without a test in the kernel.
+last query, have rows[0] = +inf: weight and ds are 0 there, without a test in the kernel. With `unit` -1 / (scale
+log2(e)), a weight is exp2(scale log2(e) (s + rows[0])): products of s start from rows[0].
 """
 
 from typing import Any
@@ -34,9 +35,9 @@ def deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV: tl.
     return delta
 
 
-@triton.jit(do_not_specialize=("q_len", "rows", "heads", "plane", "sl_b", "sl_h", "sn_b", "sn_h"))
+@triton.jit(do_not_specialize=("unit", "q_len", "rows", "heads", "plane", "sl_b", "sl_h", "sn_b", "sn_h"))
 def _prepare_rows(
-    out, grad, lse, grad_lse, made, q_len, rows, heads, plane,
+    out, grad, lse, grad_lse, made, unit, q_len, rows, heads, plane,
     so_b, so_h, so_m, so_d, sg_b, sg_h, sg_m, sg_d, sl_b, sl_h, sl_m, sn_b, sn_h, sn_m,
     DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -56,18 +57,20 @@ def _prepare_rows(
     delta = deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV)
 
     made += head.to(tl.int64) * rows + at
-    tl.store(made, tl.where(seen | (lg != lg), lg * 1.4426950408889634, float("inf")), mask=at < rows)
+    tl.store(made, tl.where(seen | (lg != lg), lg * 1.4426950408889634, float("inf")) * unit, mask=at < rows)
     tl.store(made + plane, tl.where(seen, delta, 0.0), mask=at < rows)
 
 
-def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: int) -> Tensor:
-    """float32 [2, B, Hq, rows], contiguous: lse in base 2, and delta = rowsum(grad * out) - grad_lse.
+def prepare_rows(
+    out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: int, unit: float = 1.0
+) -> Tensor:
+    """float32 [2, B, Hq, rows], contiguous: lse in base 2 times `unit`, and delta = rowsum(grad * out) - grad_lse.
 
     out, grad: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B, Hq, S], natural logarithm; grad_lse: its
     gradient or None; any strides. `rows` is at least S. Rows without any key (lse = -inf) and rows from S on are +inf
-    and 0, whatever grad and grad_lse are there. Sums are float32, in an order that follows the strides of out and
-    grad, because Triton distributes a tile over threads by them: the same values with other strides differ in the
-    last bits. No sync.
+    times `unit` and 0, whatever grad and grad_lse are there. Sums are float32, in an order that follows the strides of
+    out and grad, because Triton distributes a tile over threads by them: the same values with other strides differ in
+    the last bits. No sync.
     """
     batch, heads, q_len, v_dim = out.shape
     made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
@@ -78,7 +81,7 @@ def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
     with torch.cuda.device_of(out):
         launch(
             _prepare_rows, (batch * heads * triton.cdiv(rows, tile),),
-            out, grad, lse, grad_lse, made, q_len, rows, heads, batch * heads * rows,
+            out, grad, lse, grad_lse, made, unit, q_len, rows, heads, batch * heads * rows,
             *out.stride(), *grad.stride(), *lse.stride(), *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
             DV=v_dim, ROWS=tile, **options,
         )  # fmt: skip
@@ -90,35 +93,39 @@ def _cast_quantized(
     acc, turns, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    PADDED: tl.constexpr = triton.next_power_of_2(D)
+    # Sums are in the order of bwd_dq.as_held: 16 rows together, and of these 8 columns, a row, a pair of columns.
     tiles = tl.cdiv(q_len, ROWS)
     head = tl.program_id(0) // tiles
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    at = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    col = tl.arange(0, PADDED).to(tl.int64)
-
-    live = (at < q_len)[:, None] & (col < D)[None, :]
-    acc += head.to(tl.int64) * rows * WIDTH
-    there = live
+    start = (tl.program_id(0) % tiles * ROWS).to(tl.int64)
+    slab = start + tl.arange(0, ROWS // 16) * 16
+    there = slab < q_len
     if turns is not None:
-        turn = tl.load(turns + head.to(tl.int64) * (rows // 64) + at // 64, mask=at < q_len, other=0)
-        there = live & (turn > 0)[:, None]
-    x = tl.load(acc + (at * WIDTH)[:, None] + col[None, :], mask=there, other=0.0) * scale
+        there &= tl.load(turns + head.to(tl.int64) * (rows // 64) + slab // 64, mask=there, other=0) > 0
+    acc += head.to(tl.int64) * rows * WIDTH
+    place = (slab * WIDTH)[:, None] + tl.arange(0, 16 * WIDTH)[None, :]
+    x = tl.load(acc + place, mask=there[:, None], other=0.0)
+    x = tl.reshape(x, (ROWS // 16, WIDTH // 8, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, WIDTH)) * scale
+    at = start + tl.arange(0, ROWS)
+    col = tl.arange(0, WIDTH).to(tl.int64)
     dq += b * sq_b + h * sq_h
+    live = (at < q_len)[:, None] & (col < D)[None, :]
     tl.store(dq + (at * sq_m)[:, None] + (col * sq_d)[None, :], x.to(dq.dtype.element_ty), mask=live)
 
 
 def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
     """dq = scale * acc, rounded once. No sync.
 
-    acc: float32 [B, Hq, R, Dp], contiguous. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp; the
-    rest of acc is not read. With turns, int32 [B * Hq * R / 64], groups of 64 rows without a turn count as 0.
+    acc: float32 [B, Hq, R, Dp], contiguous, every 16 rows in the order of bwd_dq.as_held; R is a multiple of 64, and Dp
+    a power of two from 32 to 256. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp. With turns,
+    int32 [B * Hq * R / 64], groups of 64 rows without a turn count as 0.
     """
     batch, heads, q_len, dim = dq.shape
     if dq.numel() == 0:
         return
-    tile = ELEMENTS // triton.next_power_of_2(dim)
+    tile = ELEMENTS // acc.shape[3]
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(dq):
         launch(

@@ -12,10 +12,11 @@
                                                                                dQ = dS K          64 x dim, to memory
 
 S and dP are computed transposed, so that P^T and dS^T are wgmma operands directly from registers (Shah et al. 2024,
-arXiv:2407.08608). dS passes through shared memory once more for dQ. With blocks of 128 keys (`halves` 2) dQ needs the
-dS of both warpgroups, and they alternate: while one multiplies a step's dQ, the other computes the next step's S.
-With blocks of 64 keys both hold the same keys, each computes every second step alone, and they add up dK and dV at
-the end (`halves` 1).
+arXiv:2407.08608). S starts from -lse / scale, so that P is one exp2 of it, and needs no registers for lse. dS passes
+through shared memory once more for dQ. With blocks of 128 keys (`halves` 2) dQ needs the dS of both warpgroups. In
+every second step a warpgroup multiplies the dQ of the step before, whose dS the other one has written by then: so
+neither waits for the other. With blocks of 64 keys both hold the same keys, each computes every second step alone, and
+they add up dK and dV at the end (`halves` 1).
 
 Two writer warps, each for every second step, add dQ to float32 in memory by TMA. In deterministic mode every visit of
 a query tile has a ticket, assigned by the schedule in its own time order, and waits for its turn. To wait for the
@@ -44,7 +45,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek.kernels.attention import bwd_sums as tma_sums
 from sparsek.kernels.attention import score_args
-from sparsek.kernels.attention.bwd_dq import exchanged, staged, wait_for_dq, write
+from sparsek.kernels.attention.bwd_dq import exchanged, opaque, stage_dq, start_dq, write
+from sparsek.kernels.attention.bwd_load import load, load_keys
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
 from sparsek.kernels.attention.delta import cast_quantized, prepare_rows
@@ -54,7 +56,7 @@ from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
     launch_on,
-    tma_load,
+    reinterpret,
     tma_store,
     tma_store_wait,
 )
@@ -109,13 +111,13 @@ class Config:
 
     @property
     def spare(self) -> bool:
-        """Whether dV has staging memory of its own."""
-        return self.v_dim != self.dim
+        """Whether dV is exchanged through memory of its own."""
+        return self.halves == 1 and self.v_dim != self.dim
 
     @property
     def smem_bytes(self) -> int:
         halves = (self.keys + 64 * self.stages) * (self.dim + self.v_dim) + 2 * self.keys * 64
-        spare = self.halves * 64 * self.v_dim if self.spare else 0
+        spare = 64 * self.v_dim if self.spare else 0
         floats = self.dq_slots * 64 * self.dim + spare + 64 * self.row_slots * self.stages
         return 2 * halves + 4 * floats + 24 * self.barriers + 512
 
@@ -140,62 +142,11 @@ ORDER_PRICE = {2: 1.06, 1: 1.4}  # cost of adding dQ in order, by halves: H200, 
 
 
 @gluon.jit
-def load(
-    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane,
-    bounds, k_s, v_s, q_s, do_s, rows_s, bars,
-):  # fmt: skip
-    """Producer warp: K and V of every tile, then Q and dO of its steps."""
-    DIM: gl.constexpr = T.dim
-    VDIM: gl.constexpr = T.v_dim
-    HALVES: gl.constexpr = T.halves
-    NUMBERS: gl.constexpr = T.row_slots
-    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
-    bound_item, bound_head, bound_group, bound_plane = bounds
-    turn = 0
-    at = 0
-    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
-        b, g, key, first, masked, pairs = tile_at(tiles, t)
-        mbarrier.wait(kv_empty, turn ^ 1)  # until both warpgroups have finished the previous tile
-        mbarrier.expect(kv_full, HALVES * 64 * (DIM + VDIM) * 2)
-        for w in gl.static_range(HALVES):
-            tma_load(k_desc, [b, g, key + w * 64, 0], kv_full, k_s.index(w))
-            tma_load(v_desc, [b, g, key + w * 64, 0], kv_full, v_s.index(w))
-        turn ^= 1
-        for i in range(2 * pairs):
-            pos, h, entry, ticket = step_at(T, visits, first, i)
-            slot = at % T.stages
-            bar = at % T.barriers
-            # Wait until nobody reads the Q and dO in this slot, those of `stages` steps before.
-            freed = at + T.barriers - T.stages
-            mbarrier.wait(ring_empty.index(freed % T.barriers), (freed // T.barriers & 1) ^ 1)
-            q_bar = q_full.index(bar)
-            do_bar = do_full.index(bar)
-            row = ((b * heads + h) * rows + pos) // 64
-            if T.interval:
-                if i < 2 * masked:
-                    bound = (b * bound_item + h // bound_group * bound_head + pos) // 64
-                    mbarrier.expect(q_bar, 64 * DIM * 2 + 3 * 256)
-                    tma_load(bounds_desc, [bound, 0], q_bar, rows_s.index(NUMBERS * slot + 2))
-                    tma_load(bounds_desc, [bound + bound_plane, 0], q_bar, rows_s.index(NUMBERS * slot + 3))
-                else:
-                    mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
-            else:
-                mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
-            tma_load(q_desc, [b, h, pos, 0], q_bar, q_s.index(slot))
-            tma_load(rows_desc, [row, 0], q_bar, rows_s.index(NUMBERS * slot))
-            mbarrier.expect(do_bar, 64 * VDIM * 2 + 256)
-            tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
-            tma_load(rows_desc, [row + plane, 0], do_bar, rows_s.index(NUMBERS * slot + 1))
-            at += 1
-
-
-@gluon.jit
 def step(
     T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, at, partial, visits, first, i, key, scale,
-    lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+    lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
 ):  # fmt: skip
-    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. Warpgroup `side`, the parity of `at`, computes
-    its dQ.
+    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. `side` is the parity of `at`.
 
     `partial`: the step may belong to a partial block.
     """
@@ -203,71 +154,91 @@ def step(
     VDIM: gl.constexpr = T.v_dim
     HALF: gl.constexpr = WG if T.halves == 2 else 0
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
     COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    q_full, do_full, ring_empty = ring_bars
+    ds_full, ds_empty, dq_full, dq_empty = dq_bars
     rules, bits, kv_len = lists
     cap, slopes, slope_head, ahead = changes
     NUMBERS: gl.constexpr = T.row_slots
     slot = at % T.stages
     bar = at % T.barriers
     phase = at // T.barriers & 1
-    zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
     q = q_s.index(slot).reshape((64, DIM))
     do = do_s.index(slot).reshape((64, VDIM))
     mbarrier.wait(q_full.index(bar), phase)  # until Q has landed
+    less = gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0)
+    zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
     k = k_s.index(HALF).reshape((64, DIM))
-    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    start = zero if T.softcap else zero + less
+    s = warpgroup_mma(k, q.permute((1, 0)), start, use_acc=not T.softcap, is_async=True)
     mbarrier.wait(do_full.index(bar), phase)  # until dO has landed
-    v = v_s.index(HALF).reshape((64, VDIM))
+    v = v_s.index(HALF + opaque(0)).reshape((64, VDIM))
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if not T.softcap:
+        delta = gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is done, dP still runs
     if T.softcap:
         s = capped(s, cap)
     if partial:
-        pos, h, entry, ticket = step_at(T, visits, first, i)
-        if entry >= 0:
-            # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
-            low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
-            high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
-            s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
-    less = gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0)
+        # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
+        low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
+        high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
+        if T.bits:
+            pos, h, entry, ticket = step_at(T, visits, first, i)
+            if entry >= 0:
+                s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
+        else:
+            s = allowed(T, s, 0, key + HALF * 64, 0, rules, bits, low, high, kv_len)
+    above = s
+    if T.softcap:
+        above += less
     if T.alibi:
         pos, h, entry, ticket = step_at(T, visits, first, i)
         away = key + HALF * 64 - pos - ahead + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-        less += distances(s, away) * (gl.load(slopes + h * slope_head) * LOG2E)
-    p = gl.exp2(s * scale - less)
+        p = gl.exp2(above * scale - distances(s, away) * (gl.load(slopes + h * slope_head) * LOG2E))
+    else:
+        p = gl.exp2(above * scale)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     D_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    of_scores = p
-    if T.softcap:
+    if T.softcap:  # S is needed until dS, so that registers are short: dV waits
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        delta = gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0)
         bounded = gl.maximum(s, -1.0)  # a masked score is -inf, and 0 * inf NaN
-        of_scores = p * (1.0 - bounded * bounded)
-    delta = gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0)
-    ds = (of_scores * (dp - delta)).to(DTYPE)
-    dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
-    # Nobody reads this dS any more: the dQ two steps ago was waited for before the dS of the step before was stored.
-    ds_s.index(side * T.halves + HALF).store(ds)
-    fence_async_shared()
-    dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
+        ds = (p * (1.0 - bounded * bounded) * (dp - delta)).to(DTYPE)
+    else:
+        dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))  # dP is done, dV still runs
+        ds = (p * (dp - delta)).to(DTYPE)
     if T.halves == 2:
-        mbarrier.arrive(ds_full.index(side), count=1)
-    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K only
-    if side == WG:
-        if T.halves == 2:
-            mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is written too
-        dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
-        HALVES: gl.constexpr = T.halves
-        for w in gl.static_range(HALVES):
-            left = ds_s.index(side * T.halves + w).permute((1, 0))
-            dq = warpgroup_mma(left, k_s.index(w).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        wait_for_dq(T, WG, at // 2, dq_empty)
-        dq_s.index(WG if T.dq_slots == 2 else 0).reshape((64, DIM)).store(dq)
+        if side == WG:
+            # Until the other warpgroup has read the dS of two steps ago. Where this one reads it, it has.
+            mbarrier.wait(ds_empty.index(side), (at // 2 & 1) ^ 1)
+    ds_s.index(side).slice(HALF * 64, 64).store(ds)
+    if T.softcap:
+        dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    ds = gl.convert_layout(ds, D_LAYOUT)
+    if T.halves == 2:
+        in_flight = warpgroup_mma(ds, q, dk, is_async=True)
         fence_async_shared()
-        mbarrier.arrive(dq_full.index(WG), count=1)
+        mbarrier.arrive(ds_full.index(side), count=1)
+        if (side == WG) & (i > 0):
+            pair = (at - 1) // 2
+            dq = start_dq(T, 1 - WG, pair, k_s, ds_s, dq_bars)
+            # dK is done, dQ still runs. It reads dS and K only, and the next Q and dO take longer to load than dQ.
+            dk = warpgroup_mma_wait(2, deps=(in_flight,))
+            mbarrier.arrive(ring_empty.index(bar), count=1)
+            stage_dq(T, 1 - WG, pair, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+        else:
+            dk = warpgroup_mma_wait(0, deps=(in_flight,))
+            mbarrier.arrive(ring_empty.index(bar), count=1)
+    else:
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        fence_async_shared()
+        dq = start_dq(T, WG, at // 2, k_s, ds_s, dq_bars)
+        dk = warpgroup_mma_wait(1, deps=(dk,))
+        mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K only
+        stage_dq(T, WG, at // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
     return dk, dv
 
 
@@ -282,7 +253,8 @@ def differentiate(
     VDIM: gl.constexpr = T.v_dim
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
-    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    tile_bars, ring_bars, dq_bars, done = bars
+    k_full, k_empty, v_full, v_empty = tile_bars
     cap, alibi = changes
     slopes, slope_item, slope_head, ahead = alibi
     turn = 0
@@ -292,28 +264,38 @@ def differentiate(
         of_tile = (cap, slopes + b * slope_item if T.alibi else 0, slope_head, ahead)
         dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
-        mbarrier.wait(kv_full, turn)  # until K and V have landed
+        mbarrier.wait(k_full, turn)  # until K has landed
+        mbarrier.wait(v_full, turn)  # until V has landed
         UNROLLED: gl.constexpr = 1 if T.halves == 2 else 2
         for i in range(0, 2 * pairs, UNROLLED):
             for side in gl.static_range(UNROLLED):
                 if T.halves == 2 or side == WG:
                     dk, dv = step(
                         T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, at + side, i < 2 * masked, visits,
-                        first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                        first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars,
+                        dq_bars,
                     )  # fmt: skip
             at += UNROLLED
         if T.halves == 2:
-            mbarrier.arrive(kv_empty, count=1)
-            wait_for_dq(T, WG, at // 2, dq_empty)
-            dk_s, dv_s = staged(T, WG, DTYPE, dk_desc, dv_desc, dq_s, spare_s)
+            if WG == 0:
+                if pairs > 0:
+                    dq = start_dq(T, 1, (at - 1) // 2, k_s, ds_s, dq_bars)
+                    stage_dq(T, 1, (at - 1) // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+            mbarrier.arrive(k_empty, count=1)
+            # dK is staged in place of the last dS that this warpgroup read, and dV in place of V. Both write dS there
+            # again only after the next V has landed, which waits for `v_empty`.
+            SLOTS: gl.constexpr = [128 // DIM] + dk_desc.block_type.shape
+            dk_s = reinterpret(ds_s.index(1 - WG), DTYPE, SLOTS, dk_desc.layout).index(0)
+            dv_s = v_s.index(WG)
             dk_s.reshape((64, DIM)).store((dk * factor).to(DTYPE))
             dv_s.reshape((64, VDIM)).store(dv.to(DTYPE))
             fence_async_shared()
             tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
             tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
             tma_store_wait(0)  # until TMA has read them
+            mbarrier.arrive(v_empty, count=1)
         else:
-            dk, dv = exchanged(T, WG, dk, dv, at // 2, turn, dq_s, spare_s, dq_empty, done)
+            dk, dv = exchanged(T, WG, dk, dv, at // 2, turn, dq_s, spare_s, dq_bars, done)
             if WG == 0:
                 k_s.index(0).reshape((64, DIM)).store((dk * factor).to(DTYPE))
                 fence_async_shared()
@@ -323,7 +305,8 @@ def differentiate(
                 fence_async_shared()
                 tma_store(dv_desc, [b, g, key, 0], v_s.index(0))
             tma_store_wait(0)  # until TMA has read it
-            mbarrier.arrive(kv_empty, count=1)
+            mbarrier.arrive(k_empty, count=1)
+            mbarrier.arrive(v_empty, count=1)
         turn ^= 1
 
 
@@ -368,26 +351,31 @@ def attention_bwd_kernel(
     rows_s = gl.allocate_shared_memory(
         gl.float32, [T.row_slots * STAGES] + rows_desc.block_type.shape, rows_desc.layout
     )
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
-    ds_s = gl.allocate_shared_memory(DTYPE, [2 * HALVES, 64, 64], DS)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALVES * 64, 64], DTYPE)
+    ds_s = gl.allocate_shared_memory(DTYPE, [2, HALVES * 64, 64], DS)
     dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
     if T.spare:
         SPARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, VDIM], gl.float32)
-        spare_s = gl.allocate_shared_memory(gl.float32, [HALVES, 1, 64, VDIM], SPARE)
+        spare_s = gl.allocate_shared_memory(gl.float32, [1, 1, 64, VDIM], SPARE)
     else:
         spare_s = dq_s
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
     ring_empty = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(k_empty, count=2)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
     mbarrier.init(done, count=2)
     for i in gl.static_range(BARS):
         mbarrier.init(q_full.index(i), count=1)
@@ -395,32 +383,36 @@ def attention_bwd_kernel(
         mbarrier.init(ring_empty.index(i), count=HALVES)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=1)
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
-    bars = (kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done)
+    tile_bars = (k_full, k_empty, v_full, v_empty)
+    ring_bars = (q_full, do_full, ring_empty)
+    dq_bars = (ds_full, ds_empty, dq_full, dq_empty)
     lists = (rules, bits, kv_len)
     bounds = (bound_item, bound_head, bound_group, bound_plane)
     changes = (cap if T.softcap else 0, (slopes, slope_item, slope_head, ahead) if T.alibi else (0, 0, 0, 0))
     consumer = (
         dk_desc, dv_desc, tiles, starts, visits, lists, changes, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
-        spare_s, bars,
+        spare_s, (tile_bars, ring_bars, dq_bars, done),
     )  # fmt: skip
     producer = (
-        q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane, bounds, k_s,
-        v_s, q_s, do_s, rows_s, bars,
+        q_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane, bounds, q_s, do_s, rows_s,
+        ring_bars,
     )  # fmt: skip
-    writer = (dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars)
+    writer = (dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, dq_bars)
     gl.warp_specialize(
         [
             (differentiate, (T, 0) + consumer),
             (differentiate, (T, 1) + consumer),
+            (load_keys, (T, k_desc, v_desc, tiles, starts, k_s, v_s, tile_bars)),
             (load, (T,) + producer),
             (write, (T, 0) + writer),
             (write, (T, 1) + writer),
         ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
     )
 
 
@@ -516,7 +508,8 @@ class HopperAttentionGrad:
         made, bounds, none = work
         batch, heads = q.shape[:2]
         rows = made.rows
-        known = prepare_rows(out, grad, lse, grad_lse, rows).view(-1, 64)
+        factor = score_args.factor(scale, scores)
+        known = prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor).view(-1, 64)
         # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
         acc = q.new_empty((batch * heads, rows, c.dim), dtype=torch.float32)
         if not c.ordered:
@@ -528,10 +521,10 @@ class HopperAttentionGrad:
             describe_heads(q, 64, c.dim), describe_heads(k, 64, c.dim),
             describe_heads(v, 64, c.v_dim), describe_heads(grad, 64, c.v_dim),
             *(Described(x, tuple(x.shape), (64, 1), (1, 64)) for x in (known, held)),
-            Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
+            Described(acc, (batch * heads, rows * c.dim // 32, 32), (rows * c.dim, 32, 1), (1, 2 * c.dim, 32)),
             describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
-            score_args.factor(scale, scores), scale, k.shape[2], rows, len(known) // 2, heads,
+            factor, scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
             heads // mask.heads, lists * (rows // 64),
             score_args.cap(scale, scores), *score_args.slopes(scores, q.shape[2], k.shape[2]), c, SOURCE,

@@ -17,6 +17,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def held(x: Tensor) -> Tensor:
+    """float32 [B, H, R, D] in the order of bwd_dq.as_held: 16 rows, of these 8 columns, a row, a pair of columns."""
+    batch, heads, rows, width = x.shape
+    parts = x.view(batch, heads, rows // 16, 2, 8, width // 8, 4, 2)
+    return parts.permute(0, 1, 2, 5, 4, 6, 3, 7).reshape(x.shape)
+
+
 def check_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: int) -> None:
     made = prepare_rows(out, grad, lse, grad_lse, rows)
     q_len = out.shape[2]
@@ -62,6 +69,15 @@ def test_rows_are_read_with_any_strides() -> None:
         check_rows(out, grad, lse.contiguous(), lse, 40)
 
 
+def test_lse_is_in_the_unit_asked_for() -> None:
+    out, lse = normal(1, 2, 50, 64).to(HALF), normal(1, 2, 50) * 5
+    lse[:, :, 7] = -INF
+    made, plain = prepare_rows(out, out, lse, None, 64, -8.0), prepare_rows(out, out, lse, None, 64)
+    assert torch.equal(made[0], plain[0] * -8)
+    assert torch.equal(made[1], plain[1])
+    assert (made[0, :, :, 7] == -INF).all()
+
+
 def test_there_may_be_nothing_to_prepare() -> None:
     nothing = torch.empty(2, 0, 5, 64, dtype=HALF)
     assert prepare_rows(nothing, nothing, torch.empty(2, 0, 5), None, 64).shape == (2, 2, 0, 64)
@@ -70,11 +86,11 @@ def test_there_may_be_nothing_to_prepare() -> None:
 @pytest.mark.parametrize("dim", [32, 96, 128, 192, 256])
 def test_a_cast_scales_and_rounds_once(dim: int) -> None:
     width = 1 << (dim - 1).bit_length()
-    for rows, more in ((128, 0), (70, width)):
+    for rows, more in ((128, 0), (192, 256 - width)):
         acc = normal(2, 3, rows, width + more)
         acc[:, :, 70:], acc[..., dim:] = torch.nan, torch.nan
         dq = poisoned((2, 3, 70, dim), HALF)
-        cast_quantized(acc, 0.3, dq)
+        cast_quantized(held(acc), 0.3, dq)
         assert torch.equal(dq, (acc[:, :, :70, :dim] * torch.tensor(0.3)).to(HALF))
 
 
@@ -82,18 +98,18 @@ def test_rows_without_a_turn_are_zero_whatever_the_sum_holds() -> None:
     acc, dq = normal(2, 3, 256, 64), poisoned((2, 3, 200, 64), HALF)
     turns = torch.randint(0, 3, (2, 3, 4), dtype=torch.int32)
     seen = (turns > 0).repeat_interleave(64, 2)[..., None]
-    cast_quantized(acc.masked_fill(~seen, torch.nan), 0.5, dq, turns.flatten())
+    cast_quantized(held(acc.masked_fill(~seen, torch.nan)), 0.5, dq, turns.flatten())
     assert torch.equal(dq, torch.where(seen, acc * 0.5, 0)[:, :, :200].to(HALF))
 
 
 def test_a_cast_writes_any_strides_and_nothing_beside() -> None:
     acc, room = normal(2, 3, 64, 64), poisoned((2, 60, 4, 72), HALF)
     dq = room[:, :50, :3, :64].transpose(1, 2)
-    cast_quantized(acc, 2.0, dq)
+    cast_quantized(held(acc), 2.0, dq)
     assert torch.equal(dq, (acc[:, :, :50] * 2).to(HALF))
     dq.fill_(torch.nan)
     assert room.isnan().all()
     turned = poisoned((2, 3, 64, 50), HALF).mT
-    cast_quantized(acc, 1.0, turned)
+    cast_quantized(held(acc), 1.0, turned)
     assert torch.equal(turned, acc[:, :, :50].to(HALF))
     cast_quantized(acc[:0], 1.0, turned[:0])

@@ -48,6 +48,11 @@ MORE: tuple[AttentionCase, ...] = (
         heads=(4, 2),
     ),
     AttentionCase(
+        "large blocks of keys that no query visits",
+        lambda device: _columns(device, [[0, 1], [], [2], [], [0]], (384, 600), LARGE),
+        heads=(4, 2),
+    ),
+    AttentionCase(
         "one key block that all visit",
         lambda device: _columns(device, [[0], list(range(40)), [1], [2]], (40 * 64, 4 * 64), SMALL),
         heads=(2, 1),
