@@ -15,9 +15,13 @@ Accumulation. Hopper's tensor cores keep about 14 bits of a sum of FP8 products 
 3.3.2). Partial sums over at most 128 of K are therefore promoted to float32 registers, times the scale of the block
 if there is one. The error is 1.3e-4 at K = 32768 (H200, 2026-11-22). A numpy model gives the same, and 5e-4 if all
 products are positive; without promotion it gives 5e-3 and a third. A thread cannot hold two sums of 64 x 256, so
-wgmma computes 64 x `chunk` at a time, and while one warpgroup promotes a chunk, the other uses the tensor cores.
-Gluon's max_num_imprecise_acc has the same meaning but adds before it waits, and ptxas then serializes wgmma (C7514,
-Triton 3.6, 2026-11-22). With `fast_accum` nothing is promoted, and the loop is that of hopper.spmm.
+wgmma computes 64 x `chunk` at a time, two chunks in flight: while one is promoted, the other is multiplied. A comes
+from registers, because every chunk would read it from shared memory again. Gluon's max_num_imprecise_acc has the same
+meaning but adds before it waits, and ptxas then serializes wgmma (C7514, Triton 3.6, 2026-11-22). With `fast_accum`
+nothing is promoted, and the loop is that of hopper.spmm.
+
+A finished tile waits in registers and leaves during the next one (spmm/multiply_fp8_held.py), or in shared memory
+(spmm/multiply_fp8.py) where something joins it, where C is float32 or where rows are split.
 
 Scaling. Scales per row of A are applied at each promotion; scales per column of B when a tile is done, with bias and
 alpha, in float32. Activations and other matrices are applied to boxes of C before they are stored (spmm/multiply.py).
@@ -51,8 +55,11 @@ from sparsek.kernels.lang.gluon import (
 from sparsek.kernels.spmm import hopper_ring
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm import multiply_fp8 as scale_prims
+from sparsek.kernels.spmm import multiply_fp8_held as scale_held
+from sparsek.kernels.spmm import multiply_held as held_prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes
 from sparsek.kernels.spmm.multiply_fp8 import multiply
+from sparsek.kernels.spmm.multiply_fp8_held import multiply_held, multiply_held_sums
 from sparsek.kernels.spmm.parts import Dealt, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
@@ -62,18 +69,19 @@ from sparsek.plan.schedule import walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 PROMOTED = 128  # values of K that tensor cores accumulate before promotion to float32
+HELD = 32  # columns of a piece of a tile that is held in registers
 
 
 @dataclass(frozen=True, repr=False)
 class Config(Tile):
     """The tensor cores accumulate `promote` pieces, `chunk` columns at a time; a stage holds a multiple of them. With
-    `promote` 0, for `fast_accum`, they accumulate a whole tile in one chunk.
+    `promote` 0, for `fast_accum`, they accumulate a whole tile in one chunk. `held`: the finished tile waits in
+    registers and leaves in pieces of so many columns.
 
     `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `types`: of A, B and C.
     """
 
     b_col: bool = True
-    chunk: int = 128
     promote: int = 1
     a_scale: str = "row"
     b_scale: str = "column"
@@ -82,6 +90,11 @@ class Config(Tile):
     @property
     def per_block(self) -> int:
         return self.block[1] // self.width
+
+    @property
+    def chunk(self) -> int:
+        """Columns of one sum in the tensor cores."""
+        return min(self.cols, 64) if self.promote else self.cols
 
     @property
     def chunks(self) -> int:
@@ -112,8 +125,11 @@ class Config(Tile):
     @property
     def smem_bytes(self) -> int:
         ring = self.stages * (self.stage_bytes + 16)
-        across = 4 * self.wg_m * self.wg_n * self.chunk if self.b_scale == "column" else 0
-        return ring + self.c_bytes * self.rows * self.block_cols + across + 1024
+        across = 4 * self.block_cols * self.wg_m if self.b_scale == "column" else 0
+        staged = (
+            2 * self.wg_m * self.wg_n * self.c_box * self.panel if self.held else self.rows * self.block_cols
+        )
+        return ring + self.c_bytes * staged + across + 1024
 
     def __str__(self) -> str:
         """Names every field, because Triton caches compiled kernels by the text of their constants."""
@@ -124,7 +140,7 @@ class Config(Tile):
             f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}, {sums}, "
             f"{a} x {b} to {out}, a scale per {self.a_scale} and {self.b_scale}, every {self.every}, box {self.box}"
         )
-        said = ("block", "wg_m", "wg_n", "cols", "width", "pieces", "stages", "chunk", "promote", "types")
+        said = ("block", "wg_m", "wg_n", "cols", "width", "pieces", "stages", "promote", "types")
         said = (*said, "a_scale", "b_scale", "every", "box")
         rest = {each.name: each.default for each in fields(self) if each.name not in said}
         unusual = [name for name, usual in rest.items() if getattr(self, name) != usual]
@@ -136,7 +152,10 @@ class Config(Tile):
 # Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
 # computes from its fields, so the source of these files is a constant too.
 SOURCE = sha256(
-    b"".join(Path(str(f)).read_bytes() for f in (__file__, prims.__file__, scale_prims.__file__))
+    b"".join(
+        Path(str(f)).read_bytes()
+        for f in (__file__, prims.__file__, held_prims.__file__, scale_prims.__file__, scale_held.__file__)
+    )
 ).hexdigest()[:16]
 
 
@@ -237,8 +256,11 @@ def spmm_fp8_kernel(
     GROUPS: gl.constexpr = T.wg_m * T.wg_n
     a_s = gl.allocate_shared_memory(a_desc.dtype, [PARTS, T.rows, T.width], a_desc.layout)
     b_s = gl.allocate_shared_memory(b_desc.dtype, [PARTS * T.wg_n, T.cols, T.width], b_desc.layout)
-    STAGE: gl.constexpr = [T.cols, 64] if T.c_col else [64, T.cols]
-    c_s = gl.allocate_shared_memory(c_desc.dtype, [GROUPS] + STAGE, c_desc.layout)
+    if T.held > 0:
+        STAGE: gl.constexpr = [2 * GROUPS] + c_desc.block_type.shape
+    else:
+        STAGE: gl.constexpr = [GROUPS] + ([T.cols, 64] if T.c_col else [64, T.cols])
+    c_s = gl.allocate_shared_memory(c_desc.dtype, STAGE, c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -259,6 +281,29 @@ def spmm_fp8_kernel(
             ],
             [1],
             [56],
+        )
+    elif T.held > 0 and T.promote > 0:
+        columns_s = gl.allocate_shared_memory(
+            gl.float32, [GROUPS, T.cols], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        gl.warp_specialize(
+            [
+                (multiply_held_sums, (T, 0, c_desc, lists, scales, before, ring, c_s, columns_s)),
+                (multiply_held_sums, (T, 1, c_desc, lists, scales, before, ring, c_s, columns_s)),
+                (load, (T, a_desc, b_desc, lists, steps, ring)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    elif T.held > 0:
+        gl.warp_specialize(
+            [
+                (multiply_held, (T, 0, c_desc, lists, scales, before, ring, c_s)),
+                (multiply_held, (T, 1, c_desc, lists, scales, before, ring, c_s)),
+                (load, (T, a_desc, b_desc, lists, steps, ring)),
+            ],
+            [4, 1],
+            [232, 40],
         )
     else:
         gl.warp_specialize(
@@ -328,20 +373,19 @@ class HopperSpmmFp8:
                 continue
             for depth in (PROMOTED, PROMOTED // 2):
                 width, pieces, promote = _pieces(p, depth)
-                chunk = min(cols, 128)
                 if p.a.fast_accum:
-                    chunk, promote = cols, 0
-                c = Config(
-                    p.block, wg_m, wg_n, cols, width, pieces, 3, chunk=chunk, promote=promote, **flags
-                )  # fmt: skip
+                    promote = 0
+                c = Config(p.block, wg_m, wg_n, cols, width, pieces, 3, promote=promote, **flags)
                 c = deepened(c, p.card.smem_bytes)
                 if c.ctas_per_sm * (c.smem_bytes + 1024) <= p.card.smem_bytes + 1024:
                     found[_paced(p, c)] = None
+                if _holdable(p, c):
+                    found[_paced(p, deepened(replace(c, held=HELD), p.card.smem_bytes))] = None
                 if (
                     c.stages > 2
                 ):  # with two stages TMA waits for the tensor cores; four of half the depth may be better
                     break
-        split = [replace(c, split=True) for c in found] if uneven(p) else []
+        split = [replace(c, split=True) for c in found if not c.held] if uneven(p) else []
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
@@ -352,8 +396,8 @@ class HopperSpmmFp8:
         than all bytes from memory once.
 
         Twice its multiply-adds per cycle, half its bytes, and the clock that an H200 holds in FP8 layers of all sizes
-        (2026-11-22). The same for `fast_accum`, which is as fast with 12.5 % stored in blocks of 128 at 8192^3, and
-        takes 428 us instead of 473 with 50 % (by script).
+        (2026-11-22). Promotion adds 6 % to a step. A tile of 128x256 that is held takes 1.1 us less, with float32 sums
+        0.6 us (an H100, in ratios to cuBLAS; 2026-11-26).
         """
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:
@@ -363,7 +407,12 @@ class HopperSpmmFp8:
         bytes_ = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8))
         fetch = bytes_ * p.card.sm_count / p.card.fabric
         step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0) + 3.5e-8
-        fixed = 0.55e-6 * c.c_bytes + (0.7e-6 if c.finishes else 0.0)
+        step *= 1.06 if c.promote else 1.0
+        fixed = 0.55e-6 * c.c_bytes
+        if c.held:
+            fixed += (0.5e-6 if c.activation else 0.0) - (0.6e-6 if c.promote else 1.1e-6)
+        elif c.finishes:
+            fixed += 0.7e-6
         busy, extra = busy_seconds(p, c, p.nnzb * slices, p.grid[0] * slices, step, fixed)
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
         return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
@@ -422,16 +471,22 @@ def _pieces(p: SpmmProblem, depth: int) -> tuple[int, int, int]:
     return width, promote * max(1, depth // (promote * width)), promote
 
 
+def _holdable(p: SpmmProblem, c: Config) -> bool:
+    """Whether the tile may wait in registers: it leaves whole, in 16 bits, with nothing beside it."""
+    fits = c.c_bytes == 2 and c.cols >= 2 * HELD and c.wg_m * c.wg_n == 2
+    return fits and c.height == c.rows and not p.combine
+
+
 def _paced(p: SpmmProblem, c: Config) -> Config:
     """The config with stores of C spread over the next tile: one box of 64 rows at every stage.
 
     Faster than at every second or fourth stage (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200,
     2026-11-22, lab-notes). With an epilogue, boxes have 32 rows, and as many stages between them as a tile of mean
-    length allows.
+    length allows; so have the pieces of a held tile. Held float32 sums all leave in the first stage.
     """
-    if not c.finishes:
+    if (c.held > 0 and c.promote > 0) or not (c.held or c.finishes):
         return replace(c, every=1)
-    c = replace(c, box=32)
+    c = c if c.held else replace(c, box=32)
     stages = p.nnzb / max(1, p.grid[0]) * c.per_block / c.pieces
     every = max(1, int(stages / max(1, most_boxes(c))))
     return replace(c, every=every)

@@ -12,6 +12,7 @@ from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.ring import BUSY_SLOTS, GLUON_LAUNCHES, Ring, flops_per_second, ring_seconds
 
 RATE_FP8 = 1.56  # over that of dense 16-bit products: promotion leaves 78 % of twice it (fitted)
+RATE_FAST = 1.9  # with sums in the tensor cores (an H100, in ratios to cuBLAS FP8, 2026-11-26)
 
 
 def seconds(p: SpmmProblem, c: Any) -> float:
@@ -63,26 +64,24 @@ def ring_of(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
 
 
 def ring_of_fp8(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
-    """As `ring_of`. The same for `fast_accum`, which is as fast with 12.5 % stored in blocks of 128 at 8192^3, and
-    takes 428 us instead of 473 with 50 % (by script, 2026-11-22).
-    """
+    """As `ring_of`."""
     depth, slices = p.block[1], max(1, -(-p.block[0] // c.rows))
     units, steps = p.grid[0] * slices, p.nnzb * slices
     longest, added = tall(p, c, steps, units)
-    cols = min(c.block_cols, -(-p.n // 8) * 8)
+    cols, rate = min(c.block_cols, -(-p.n // 8) * 8), RATE_FP8 if c.promote else RATE_FAST
     ring = Ring(
         units=units,
         columns=-(-p.n // c.block_cols) * p.batch,
         workers=p.card.sm_count,
         steps=steps / units,
         longest=longest,
-        multiply=2 * c.rows * c.block_cols * depth / (RATE_FP8 * flops_per_second(p.card)),
+        multiply=2 * c.rows * c.block_cols * depth / (rate * flops_per_second(p.card)),
         copied=depth * (c.rows + c.block_cols),
         crossing=depth * (c.rows + cols),
         in_flight=(c.stages - BUSY_SLOTS) * c.pieces * c.width * (c.rows + c.block_cols) * c.ctas_per_sm,
         boxes=-(-depth // c.width) * (1 + c.wg_n),
         stored=c.c_bytes * c.rows * cols,
-        more=max(0.25, c.rows * c.block_cols / 32768) * (0.7e-6 if c.finishes else 0.0),
+        more=max(0.25, c.rows * c.block_cols / 32768) * (0.5e-6 if c.held else 0.7e-6) * c.finishes,
     )
     return ring, added
 

@@ -28,7 +28,7 @@ def check_code(c: Config, dtype: str, code: Code, stack: int = 0, spills: int = 
     if isinstance(c, spmm_fp8.Config):
         a, b, _ = c.types
         name, one_stage = f"m64n{c.chunk}k32.f32.{a}.{b}", c.pieces * c.chunks * c.width // 32
-        waits = [0] if c.promote else [c.pieces]
+        waits = [0, *[c.promote] * (c.chunks > 1)] if c.promote else [c.pieces]
     else:
         kind = {"bf16": "bf16", "fp16": "f16"}[dtype]
         name, one_stage, waits = f"m64n{c.cols}k16.f32.{kind}.{kind}", c.pieces * c.width // 16, [c.pieces]

@@ -8,7 +8,7 @@ another.
 import re
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -52,26 +52,33 @@ def problem(block: tuple[int, int], n: int, **more: object) -> SpmmProblem:
     return fp8_problem(**fields | {"row_max": 8192 // 8 // block[1]} | more)
 
 
-WIDE = KERNEL.default(problem((128, 128), 8192))
+def held(**more: object) -> Config:
+    """The largest tile that waits in registers."""
+    return max(KERNEL.configs(problem((128, 128), 8192, **more)), key=lambda c: (c.held, c.cols))
+
+
+def staged(**more: object) -> Config:
+    """The largest tile that waits in shared memory."""
+    return min(KERNEL.configs(problem((128, 128), 8192, **more)), key=lambda c: (c.held, -c.cols))
+
+
+WIDE = staged()
+EVERYTHING = {"bias": True, "activation": "gelu", "out_dtype": "fp16", "out_layout": "col"}
 COMPILED = [
     WIDE,
-    KERNEL.default(
-        problem(
-            (128, 128),
-            8192,
-            a_scale="block",
-            out_layout="col",
-            bias=True,
-            activation="gelu",
-            out_dtype="fp16",
-        )
-    ),
+    staged(a_scale="block", **EVERYTHING),
+    staged(a_scale="tensor", b_scale="tensor", out_layout="col"),
+    staged(fast_accum=True, out_layout="col"),
+    held(),
+    held(a_scale="block", **EVERYTHING),
+    held(a_scale="tensor", b_scale="tensor", dtype="e5m2"),
+    held(fast_accum=True),
+    held(fast_accum=True, a_scale="tensor", b_scale="tensor", **EVERYTHING),
     max(
         KERNEL.configs(problem((64, 64), 8192, a_scale="block", dtype="e5m2", row_max=2000)),
         key=lambda c: (c.split, c.block_cols),
     ),
     KERNEL.default(problem((96, 96), 200, b_scale="tensor", out_dtype="fp32", out_layout="col")),
-    KERNEL.default(problem((128, 128), 8192, fast_accum=True, out_layout="col")),
     next(
         c
         for c in KERNEL.configs(
@@ -91,8 +98,9 @@ COMPILED = [
 
 
 def test_the_configs_that_are_compiled_are_of_every_kind() -> None:
-    assert {c.chunks for c in COMPILED} == {1, 2}
-    assert {(c.promote == 0, c.chunk) for c in COMPILED if c.cols == 256} == {(True, 256), (False, 128)}
+    assert {c.chunks for c in COMPILED} == {1, 4}
+    assert {(c.promote == 0, c.chunk) for c in COMPILED if c.cols == 256} == {(True, 256), (False, 64)}
+    assert {(c.promote > 0, c.held > 0) for c in COMPILED} == set(product((False, True), repeat=2))
     assert {c.wg_m * c.wg_n for c in COMPILED} == {1, 2}
     assert {c.a_scale for c in COMPILED} == {"tensor", "row", "block"}
     assert {c.b_scale for c in COMPILED} == {"tensor", "column"}
@@ -103,7 +111,9 @@ def test_the_configs_that_are_compiled_are_of_every_kind() -> None:
 
 @pytest.mark.parametrize("c", COMPILED, ids=str)
 def test_fp8_configs_compile_to_wgmma_and_tma_without_spills(c: Config) -> None:
-    check_code(c, "", compiled(c, ""))
+    # One register is spilled outside the loops where float32 sums leave through bias and GELU.
+    fullest = c.held and c.promote and c.bias
+    check_code(c, "", compiled(c, ""), *((8, 8) if fullest else (0, 0)))
 
 
 def test_the_newest_triton_compiles_fp8_as_well() -> None:
@@ -121,12 +131,11 @@ FIELDS = {
     "joined_rows": st.sampled_from((1, 2)),
     **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "has_alpha", "split", "direct"), st.booleans()),
     **dict.fromkeys(("slope", "preload"), st.just(False)),  # of hopper.spmm alone
-    "held": st.just(0),
+    "held": st.sampled_from((0, 32)),
     "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
     "combine": st.sampled_from(("", "add", "mul")),
     "every": st.integers(0, 9),
     "box": st.sampled_from((16, 32, 64)),
-    "chunk": st.sampled_from((16, 64, 128)),
     "promote": st.sampled_from((0, 1, 2, 4)),
     "a_scale": st.sampled_from(("tensor", "row", "block")),
     "b_scale": st.sampled_from(("tensor", "column")),
@@ -217,7 +226,9 @@ def test_every_config_fits_the_card(
             assert c.promote * c.width <= PROMOTED, "so much of K does a tensor core add up at most"
             assert a_scale != "block" or c.per_block % c.promote == 0, "no sum reaches over two blocks"
             assert c.cols % c.chunk == 0, c
-            assert (c.cols + c.chunk) // 2 <= 192, "sums of a tile and of a chunk are a thread's registers"
+            assert (c.cols + 2 * c.chunk) // 2 <= 192, (
+                "sums of a tile and of two chunks are a thread's registers"
+            )
         assert max(c.rows, c.c_box, c.panel, c.cols) <= 256, "a TMA box has at most 256 rows"
         assert c.c_bytes * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
         assert c.height % c.c_box == 0, c
@@ -305,7 +316,8 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     q = Quantized.unchecked(a, stretch, a_scale)
     p = problem(block, n, m=m, k=k, nnzb=a.nnzb, a_scale=a_scale, out_layout=out_layout)
     p = changed(p, card=replace(H200, sm_count=data.draw(st.sampled_from((1, 3, 132)))))
-    c = replace(data.draw(st.sampled_from(KERNEL.configs(p))), split=split)
+    c = data.draw(st.sampled_from(KERNEL.configs(p)))
+    c = replace(c, split=split and not c.held)
     work = KERNEL.prepare(p, c, q)
     b = torch.randn(k, n, dtype=torch.float64).numpy()
     found = walked(c, a, stretch.numpy(), b, m, n, work)
