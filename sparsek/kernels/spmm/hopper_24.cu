@@ -91,8 +91,7 @@ PTX void barrier_expect(u32 at, u32 bytes) {
 // memory in every step: wgmma that was waited for, or threads that have fenced, have read the guarded data.
 PTX void barrier_arrive(u32 at, u32 rank) {
   if constexpr (CLUSTER == 1) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-  else
-    asm volatile(
+  else asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(at), "r"(rank) : "memory");
 }
@@ -108,24 +107,21 @@ PTX void barrier_wait(u32 at, u32 phase) {
 }
 
 PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed) : "memory");
 }
 
 // The same to the same address in every CTA of the cluster; each CTA's own barrier counts the bytes.
 PTX void tma_load_all(u32 to, const TensorMap& map, u32 landed, int x, int y) {
   if constexpr (CLUSTER == 1) tma_load(to, map, landed, x, y);
-  else
-    asm volatile(
+  else asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%2, %3}], [%4], %5;"
         ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
 }
 
 PTX void bulk_load(u32 to, const void* from, u32 bytes, u32 landed) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       ::"r"(to), "l"(from), "r"(bytes), "r"(landed) : "memory");
 }
 
@@ -314,15 +310,18 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
               int rank) {
   Ring ring{smem, 0, 1};  // a fresh barrier passes for parity 1: every slot begins empty
   const Range tiles = my_tiles(p);
+  Tile next = tile_at(p, tiles.begin, rank);
+  int next_col = 0, next_block = 0;  // of the next block, also past the end of a tile, so that no step waits for them
+  auto prefetch = [&](int i, int end) { if (LISTS && i < end) next_col = p.cols[i], next_block = p.blocks[i]; };
+  prefetch(next.first, next.end);
   for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
-    const Tile tile = tile_at(p, t, rank);
-    int next_col = 0, next_block = 0;
-    if (LISTS && tile.first < tile.end) next_col = p.cols[tile.first], next_block = p.blocks[tile.first];
+    const Tile tile = next;
+    next = tile_at(p, t + tiles.by, rank);  // the list has a spare record
+    if (tile.first == tile.end) prefetch(next.first, next.end);
     for (int i = tile.first; i < tile.end; i++) {
       const int a_row = LISTS ? next_block * p.bm + tile.in_block : tile.row;
       const int k_begin = LISTS ? next_col * p.bk : 0;
-      // Prefetched by one block, so that no step waits for it.
-      if (LISTS && i + 1 < tile.end) next_col = p.cols[i + 1], next_block = p.blocks[i + 1];
+      if (i + 1 < tile.end) prefetch(i + 1, tile.end); else prefetch(next.first, next.end);
       for (int step = 0; step < p.block_steps; step++, ring.next()) {
         // Wait until the consumers in every CTA that receives this slot's B have multiplied its previous contents.
         barrier_wait(ring.empty(), ring.phase);
@@ -499,8 +498,10 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
   // written again two steps later, after the wait of the step between has completed its wgmma.
   u32 nibbles[2][MS][CHUNKS] = {};
   const Range tiles = my_tiles(p);
+  Tile next = tile_at(p, tiles.begin, rank);
   for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
-    const Tile tile = tile_at(p, t, rank);
+    const Tile tile = next;
+    next = tile_at(p, t + tiles.by, rank);  // read one tile ahead, so that no tile waits for its record
     const int steps = (tile.end - tile.first) * p.block_steps;
     const int row = tile.row + wg * (64 * MS);
     float d[MS][TN / 2] = {}, sums[MS][TN / 2] = {};  // of this tile alone: no state is kept for the next

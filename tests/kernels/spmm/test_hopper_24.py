@@ -119,6 +119,11 @@ RUNS: dict[str, tuple[Config, Case, int]] = {
         Case(296, 272, 13, None, "few", bias=True, layouts=COL),
         4,
     ),
+    "rows without blocks": (
+        Config(2, 1, 64, 3, 1, 1, lists=True, b_row=True),
+        Case(1280, 512, 136, (128, 64), "powerlaw", 0.1, two_four=True, pattern="powerlaw"),
+        3,
+    ),
     "blocks added in place": (
         Config(2, 1, 128, 3, 1, 2, lists=True, c_col=True, has_alpha=True, combine="add"),
         Case(
@@ -163,6 +168,14 @@ MISTAKES = {
         "          barrier_wait(ring.full(), ring.phase);\n          if (w == wg)",
         "          if (w == wg)",
     ),
+    "no block for the first step behind a tile without steps": (
+        "if (tile.first == tile.end) prefetch(next.first, next.end);",
+        "",
+    ),
+    "the first block of a tile is that of the tile before": (
+        "else prefetch(next.first, next.end);",
+        "",
+    ),
     "the other matrix comes into a slot in use": (
         "barrier_wait(ring.empty(), ring.phase);  // as above:",
         "//",
@@ -178,8 +191,10 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     if "descriptor" in name:
         c = replace(c, tn=128, boxes=2)  # of more panels than one, whose distance stands beside the address
     c = replace(c, combine="mul" if "other" in name else "")
-    joined = "mul" if c.combine else ""
-    a, b, epilogue, out = Case(128, 400, 128, None, "small", combine=joined).make("cpu", torch.bfloat16)
+    case = Case(128, 400, 128, None, "small", combine="mul" if c.combine else "")
+    if "first" in name:
+        c, case, _ = RUNS["rows without blocks"]
+    a, b, epilogue, out = case.make("cpu", torch.bfloat16)
     found = []
     for order in (emulated.MIXED, emulated.LATE):
         said = emulated.multiply(c, a, b, out, epilogue, order=order, source=source)
