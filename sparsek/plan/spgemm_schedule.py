@@ -1,7 +1,8 @@
 """The schedule of C = A @ B for two BSR matrices, made on the device, without a host sync.
 
 A tile is a block of C or a part of one; its steps are the pairs of blocks that add to it. Concurrent CTAs have
-adjacent tiles, which read the same blocks of A and of B.
+adjacent tiles, which read the same blocks of A and of B. Block rows of C that read the same block of B may be far
+apart: a B larger than the L2 cache is read in several sweeps over its columns, each of which stays there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.matches import Matches
 
 FIELDS = 8
@@ -27,8 +29,11 @@ class SpgemmTiles(NamedTuple):
     starts: Tensor
 
 
-def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int) -> SpgemmTiles:
-    """Tiles of `rows` x `cols` of every block of C: all of them if C is dense, the stored ones otherwise.
+def spgemm_tiles(
+    matches: Matches, dense: bool, rows: int, cols: int, ctas: int, sweeps: int = 1
+) -> SpgemmTiles:
+    """Tiles of `rows` x `cols` of every block of C: all of them if C is dense, the stored ones otherwise, which come in
+    `sweeps` over the columns.
 
     In every round the CTAs take a window of adjacent tiles, longest first, in alternating directions; every two
     rounds the starting CTA shifts. The last slice of a block overlaps the previous one if `rows` does not divide the
@@ -47,6 +52,8 @@ def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int)
         begin, end = firsts, lasts
     tile = torch.arange(blocks * down * across, device=device)
     block = tile // (down * across)
+    if sweeps > 1 and not dense:
+        block = swept(pattern, sweeps).long()[block]
     row = (tile // across % down * rows).clamp(max=max(bm - rows, 0))
     col = tile % across * cols
     c_row, c_col = block * bm + row, col
@@ -66,6 +73,17 @@ def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int)
     tiles[starts[place] + window] = made[order]
     tiles[:, 5] = -1
     return SpgemmTiles(tiles, starts.int())
+
+
+def swept(pattern: BlockPattern, sweeps: int) -> Tensor:
+    """The stored blocks, int32 [nnzb], in order of the sweep over columns that they are in, then of rows."""
+    sweep = pattern.indices.long() // width_of(pattern, sweeps)
+    return torch.argsort(sweep * pattern.grid[0] + pattern.block_rows.long(), stable=True).int()
+
+
+def width_of(pattern: BlockPattern, sweeps: int) -> int:
+    """Block columns of a sweep."""
+    return max(1, -(-pattern.grid[1] // sweeps))
 
 
 def counts_of(matches: Matches, dense: bool, rows: int, cols: int) -> tuple[int, int, int]:

@@ -104,24 +104,32 @@ def test_shares_count_rows_within_10_percent() -> None:
     assert last == "all: 2 of 3 within 10 %, 66.7 %"
 
 
-@pytest.mark.parametrize("record", OF_SPGEMM, ids=lambda record: SpgemmCase.from_record(record["case"]).name)
-def test_a_record_of_spgemm_is_predicted_within_12_percent(record: records.Record) -> None:
+def spgemm_problem(record: records.Record) -> SpgemmProblem:
     """Its pairs follow from its rate, and its blocks of C from their mean number, as places are drawn."""
-    case, took, kernel = (
-        SpgemmCase.from_record(record["case"]),
-        record["ms"]["median"],
-        kernels.load("hopper.spgemm"),
-    )
+    case, took = SpgemmCase.from_record(record["case"]), record["ms"]["median"]
     (bm, bk), (_, bn) = case.a_block, case.b_block
     rows, depth, columns = case.m // bm, case.k // bk, case.n // bn
     pairs = round(record["tflops"]["useful"] * took * 1e9 / (2 * bm * bk * bn))
     blocks = rows * columns
     some = round(-blocks * math.expm1(-pairs / blocks))
-    p = SpgemmProblem(
+    return SpgemmProblem(
         case.m, case.k, case.n, case.a_block, case.b_block, round(case.density * rows * depth),
         round(case.density * depth * columns), some, pairs, 8, case.dtype, H200, case.out == "dense",
     )  # fmt: skip
-    assert kernel.seconds(p, kernel.default(p)) * 1e3 == pytest.approx(took, rel=0.12)
+
+
+@pytest.mark.parametrize("record", OF_SPGEMM, ids=lambda record: SpgemmCase.from_record(record["case"]).name)
+def test_a_record_of_spgemm_is_predicted_within_12_percent(record: records.Record) -> None:
+    p, kernel = spgemm_problem(record), kernels.load("hopper.spgemm")
+    recorded = replace(kernel.default(p), direct=record["config"]["direct"])
+    assert kernel.seconds(p, recorded) * 1e3 == pytest.approx(record["ms"]["median"], rel=0.12)
+
+
+def test_a_bsr_product_in_sweeps_with_streaming_stores_is_predicted() -> None:
+    """32768 squared, 3 % of blocks of 64, on an H200, 2026-11-26: 370 us, and 434 in one sweep with TMA stores."""
+    record = next(each for each in OF_SPGEMM if each["case"]["m"] == 32768)
+    p, kernel = spgemm_problem(record), kernels.load("hopper.spgemm")
+    assert kernel.seconds(p, kernel.default(p)) == pytest.approx(370e-6, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["hopper.spmm", "portable.spmm"])

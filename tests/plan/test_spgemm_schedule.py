@@ -126,6 +126,27 @@ def test_a_round_gives_every_cta_a_tile_and_all_ctas_about_as_much_to_do() -> No
     assert load.max() <= 1.25 * load.mean()
 
 
+@pytest.mark.parametrize("sweeps", [2, 3, 100])
+def test_sweeps_take_columns_of_c_one_after_another(sweeps: int) -> None:
+    a = random_bsr(640, 1024, 64, 0.2, pattern="powerlaw", seed=1).pattern
+    matches = match(a, random_bsr(1024, 1344, 64, 0.2, seed=2).pattern)
+    once, made = (spgemm_tiles(matches, False, 64, 64, 3, each) for each in (1, sweeps))
+    assert sorted(made.tiles[:-2].tolist()) == sorted(once.tiles[:-2].tolist())
+    width = -(-21 // sweeps)
+    places = []  # sweep and row of each tile, in the order in which windows of CTAs take them
+    dealt = runs(made, 3)
+    for window in range(max(map(len, dealt))):
+        blocks = [own[window][2] // 64 for own in dealt if len(own) > window]
+        places.append(
+            [
+                (int(matches.pattern.indices[at]) // width, int(matches.pattern.block_rows[at]))
+                for at in blocks
+            ]
+        )
+    for one, then in pairwise(places):
+        assert max(one) <= min(then)
+
+
 def test_the_same_matches_are_dealt_in_the_same_way() -> None:
     a = random_bsr(1024, 1024, 64, 0.3, pattern="powerlaw", seed=1).pattern
     one, other = (spgemm_tiles(match(a, a), True, 64, 64, 33) for _ in range(2))

@@ -7,7 +7,9 @@ lists: a tile of C is a block or a part of one, a step is a pair, and B is a sta
 matrix. Tiles of a dense C without a step are written as zeros. The work list is made on the device.
 
 Bottleneck: memory, not the tensor cores. C is written once and every pair is read from L2. At 12.5 % of blocks of 128
-a block of C has one pair on average, 64 KB read for 32 KB written and 4.2 MFLOP.
+a block of C has one pair on average, 64 KB read for 32 KB written and 4.2 MFLOP. A B larger than the L2 cache would be
+read from memory again and again: a BSR C is then computed in several sweeps over its columns, and stored as streaming
+data.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ class HopperSpgemm:
     def seconds(self, p: SpgemmProblem, c: Config) -> float:
         """The time of every SM to multiply, load and store its share, and no less than the compulsory traffic.
 
-        Constants were fitted to the seven records of an H200 (2026-11-26; within 5 %, 9 % where B is read in sweeps).
+        Streaming stores take their bytes at the card's bandwidth, those through TMA 60 ns a tile more. Constants were
+        fitted to the seven records of an H200 (2026-11-26; within 6 %).
         """
         sms = p.card.sm_count
         slices = max(1, -(-p.block[0] // c.rows)) * max(1, -(-p.block[1] // c.block_cols))
@@ -103,7 +106,7 @@ class HopperSpgemm:
         ring = {2: 1.5, 3: 1.25, 4: 1.1}.get(c.stages, 1.0)
         step = 1.04 * (mma**4 + fetch**4) ** 0.25 * ring
         stored = 2 * c.rows * c.owned_cols * sms / p.card.bandwidth
-        fixed = 0.06e-6
+        fixed = 0.0 if c.direct else 0.06e-6
         busy = (p.pairs * slices * step + blocks * slices * (stored + fixed)) / sms
         longest = p.pairs_max * step
         traffic = p.compulsory_bytes / (0.85 * p.card.bandwidth)
@@ -113,7 +116,7 @@ class HopperSpgemm:
         ctas = p.card.sm_count * c.ctas_per_sm
         if not p.dense_out and matches.pattern.is_ragged:
             padding_of(matches.pattern)  # for the zeros that `launch` writes: looked up once, with a sync
-        tiles = spgemm_tiles(matches, p.dense_out, c.rows, c.block_cols, ctas)
+        tiles = spgemm_tiles(matches, p.dense_out, c.rows, c.block_cols, ctas, sweeps(p))
         return Work(tiles, ctas)
 
     def place(self, work: Work, a: BSR, b: BSR, matches: Matches) -> None:
@@ -149,9 +152,21 @@ class HopperSpgemm:
             zero_padding(matches.pattern, out)  # zero padding becomes NaN when multiplied by NaN
 
 
+def sweeps(p: SpgemmProblem) -> int:
+    """In how many sweeps over its columns a BSR C is computed, so that the blocks of B of one stay in the L2 cache.
+
+    32768 squared, 3 % of blocks of 64, B of 64 MB (H200, 2026-11-26): 434 us in one sweep, 370 in three with streaming
+    stores. In another kernel with the same loop and these stores 421 in one, 375 in three, 379 in six.
+    """
+    b_bytes = 2 * p.nnzb_b * p.b_block[0] * p.b_block[1]
+    if p.dense_out or b_bytes <= 0.8 * p.card.l2_bytes:
+        return 1
+    return max(1, min(p.grid[1], -(-b_bytes // int(0.4 * p.card.l2_bytes))))
+
+
 def _memory_bound(p: SpgemmProblem) -> bool:
-    """Whether writing a dense C takes longer than multiplying."""
-    return p.dense_out and memory_seconds(p) > arithmetic_seconds(p)
+    """Whether moving A, B and C takes longer than multiplying."""
+    return memory_seconds(p) > arithmetic_seconds(p)
 
 
 KERNEL: SpgemmKernel = HopperSpgemm()

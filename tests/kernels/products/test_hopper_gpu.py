@@ -414,7 +414,7 @@ def test_every_case_of_spgemm(case: SpgemmCase, dtype: str) -> None:
             why = SPGEMM.why_not(spgemm_problem(a, b, match(a.pattern, b.pattern, wanted), dense))
             assert any("rows of a dense C, that are multiples of 16 bytes" in reason for reason in why), why
             continue
-        for direct in (True, False) if dense else (False,):
+        for direct in (True, False):
             out = joined(a, b, wanted, dense, lambda p, d=direct: replace(SPGEMM.default(p), direct=d))
             gate = check_spgemm(a, b, out)
             assert gate.passed, f"{case} dense {dense} direct {direct}: {gate}, seed {seed}"
@@ -462,7 +462,7 @@ def test_every_config_of_spgemm(views: tuple[bool, bool], dense: bool, block: in
 
     a, b = made(views[0], 0), made(views[1], 1)
     p = spgemm_problem(a, b, match(a.pattern, b.pattern), dense)
-    for c in dict.fromkeys(replace(c, direct=d) for c in SPGEMM.configs(p) for d in {False, dense}):
+    for c in dict.fromkeys(replace(c, direct=d) for c in SPGEMM.configs(p) for d in (False, True)):
         found = [joined(a, b, None, dense, lambda p, c=c: c) for _ in range(3)]
         gate = check_spgemm(a, b, found[0])
         assert gate.passed, f"{c}: {gate}, seed {seed}"

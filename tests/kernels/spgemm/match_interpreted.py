@@ -7,6 +7,7 @@ import torch
 
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.spgemm import match as portable
+from sparsek.kernels.spgemm import tiles
 from sparsek.kernels.spgemm.tiles import spgemm_tiles
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import matches, spgemm_schedule
@@ -151,10 +152,10 @@ def test_too_many_pairs_are_refused_before_they_are_listed(monkeypatch):
     assert portable.match(a, b).pairs == 12
 
 
-def check_tiles(found: matches.Matches, dense: bool, rows: int, cols: int, ctas: int) -> int:
+def check_tiles(found: matches.Matches, dense: bool, rows: int, cols: int, ctas: int, sweeps: int = 1) -> int:
     """How many tiles there are, which are those of torch, bit for bit."""
-    ours = spgemm_tiles(found, dense, rows, cols, ctas)
-    theirs = spgemm_schedule.spgemm_tiles(found, dense, rows, cols, ctas)
+    ours = spgemm_tiles(found, dense, rows, cols, ctas, sweeps)
+    theirs = spgemm_schedule.spgemm_tiles(found, dense, rows, cols, ctas, sweeps)
     for one, other in zip(ours, theirs, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert torch.equal(one, other)
@@ -162,7 +163,7 @@ def check_tiles(found: matches.Matches, dense: bool, rows: int, cols: int, ctas:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_tiles_are_those_of_torch(seed):
+def test_tiles_are_those_of_torch(seed, monkeypatch):
     draw = random.Random(seed)
     grid = draw.randint(1, 9), draw.randint(1, 30), draw.randint(1, 40)
     a, b = pair(grid, (draw.choice((0.05, 0.3, 1.0)), draw.choice((0.05, 0.3, 1.0))), seed)
@@ -170,6 +171,10 @@ def test_tiles_are_those_of_torch(seed):
     for dense in (True, False):
         rows, cols, ctas = draw.choice((16, 64)), draw.choice((16, 32, 64)), draw.choice((7, 16, 33, 132))
         check_tiles(found, dense, rows, cols, ctas)
+    monkeypatch.setattr(tiles, "RUNS", draw.choice((8, 64)))
+    monkeypatch.setattr(tiles, "LISTED", 4)
+    for sweeps in (2, draw.randint(3, 50)):
+        check_tiles(found, False, rows, cols, ctas, sweeps)
 
 
 @pytest.mark.parametrize("block", [(48, 96, 80), (512, 112, 128), (80, 16, 64)], ids=str)

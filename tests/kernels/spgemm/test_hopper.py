@@ -25,7 +25,7 @@ from sparsek.plan.problem import SpgemmProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.spgemm.hopper import Work
+from sparsek.kernels.spgemm.hopper import Work, sweeps
 from sparsek.kernels.spmm.hopper import Config
 from tests.kernels.lang.covering import covering
 from tests.kernels.lang.hopper_code import compiled
@@ -256,6 +256,7 @@ def walked(c: Config, work: Work, a: BSR, b: BSR, matches: Matches, out: np.ndar
     kind=st.sampled_from(("dense", "bsr", "wanted")),
     sms=st.sampled_from((1, 3, 132)),
     direct=st.booleans(),
+    cache=st.sampled_from((1 << 12, H200.l2_bytes)),
     data=st.data(),
 )
 def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
@@ -267,6 +268,7 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     kind: str,
     sms: int,
     direct: bool,
+    cache: int,
     data: st.DataObject,
 ) -> None:
     bm, bk, bn = blocks
@@ -281,9 +283,10 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     wanted = random_bsr(m, n, (bm, bn), 0.5, seed=3).pattern if kind == "wanted" else None
     matches = match(a.pattern, b.pattern, wanted)
     p = problem(
-        blocks, views, kind == "dense", matches.pairs, m=m, k=k, n=n, card=replace(H200, sm_count=sms)
-    )
-    c = replace(data.draw(st.sampled_from(list(KERNEL.configs(p)))), direct=direct and p.dense_out)
+        blocks, views, kind == "dense", matches.pairs, m=m, k=k, n=n, nnzb_b=b.nnzb,
+        card=replace(H200, sm_count=sms, l2_bytes=cache),
+    )  # fmt: skip
+    c = replace(data.draw(st.sampled_from(list(KERNEL.configs(p)))), direct=direct)
     work = KERNEL.prepare(p, c, matches)
     assert len(work.tiles.starts) == work.ctas + 1 == sms * c.ctas_per_sm + 1
     exact = a.to_dense().numpy() @ b.to_dense().numpy()
@@ -297,6 +300,14 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
         out = np.full(exact.shape, np.nan)
     walked(c, work, a, b, matches, out)
     np.testing.assert_allclose(out, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_a_large_b_is_read_in_sweeps_that_stay_in_the_cache() -> None:
+    """32768 squared, 3 % of blocks of 64 stored: B has 64 MB."""
+    small = problem((64, 64, 64), dense=False)
+    large = replace(small, m=32768, k=32768, n=32768, nnzb_b=7680)
+    assert (sweeps(small), sweeps(large), sweeps(replace(large, dense_out=True))) == (1, 3, 1)
+    assert sweeps(replace(large, nnzb_b=10**6)) <= large.grid[1]
 
 
 def test_positions_among_the_values_of_a_view_are_looked_up_by_the_plan() -> None:

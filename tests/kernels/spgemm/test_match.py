@@ -52,18 +52,32 @@ def test_the_sum_of_the_chunks_compiles_without_spills(card):
 
 
 @pytest.mark.parametrize("lanes", [256, 512])
-@pytest.mark.parametrize("dense", [False, True], ids=["bsr", "dense"])
+@pytest.mark.parametrize("kind", ["bsr", "swept", "dense"])
 @pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-def test_tiles_are_dealt_in_registers_and_stored_16_bytes_at_once(card, dense, lanes):
+def test_tiles_are_dealt_in_registers_and_stored_16_bytes_at_once(card, kind, lanes):
     constants = {"LANES": lanes, "STEP": tiles.STEP}
-    constants |= {} if dense else {"c_indptr": None, "c_indices": None}
+    constants |= {} if kind == "dense" else {"c_indptr": None, "c_indices": None}
+    constants |= {} if kind == "swept" else {"order": None}
     names = *tiles._LISTS, "tiles", "starts"
     types: dict[str, str] = dict.fromkeys(names, "*i32")
     code = compiled(tiles._deal, types, constants, CARDS[card], tiles.WARPS, 1)
-    assert code.stack == 0
+    assert code.stack <= (16 if kind == "swept" else 0)
     assert code.registers <= 64 * lanes // 256 + 16, "32 warps on an SM for one CTA an SM, 20 for two"
     assert "v4.b32" in code.stores
     assert "atom" not in code.ptx
+
+
+@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+def test_runs_are_counted_and_listed_in_registers(card):
+    lists = "c_indptr", "c_indices", "begins", "order"
+    for kernel, constants, warps in (
+        (tiles._count_runs, {"RUNS": tiles.RUNS}, tiles.WARPS),
+        (tiles._list_runs, {"LISTED": tiles.LISTED}, 1),
+    ):
+        code = compiled(kernel, dict.fromkeys(lists, "*i32"), constants, CARDS[card], warps, 1)
+        assert code.stack == 0
+        assert code.registers <= 64
+        assert "atom" not in code.ptx
 
 
 class Launches:

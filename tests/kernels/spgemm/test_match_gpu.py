@@ -114,14 +114,15 @@ def test_tiles_are_those_of_torch_and_wait_for_nothing(ctas, dense):
         a = drawn((32 * rows - 5, 64 * 30), (32, 64), 0.1, seed, "cuda")
         b = drawn((64 * 30, 48 * columns - 7), (64, 48), 0.1, seed + 1, "cuda")
         found = portable.match(a, b)
-        for height, width in ((64, 64), (16, 16)):
-            right = spgemm_schedule.spgemm_tiles(found, dense, height, width, ctas)
+        for height, width, sweeps in ((64, 64, 1), (16, 16, 1), (64, 64, 3), (64, 16, 60)):
+            given = found, dense, height, width, ctas, sweeps
+            right = spgemm_schedule.spgemm_tiles(*given)
             with poisoned():
-                ours = spgemm_tiles(found, dense, height, width, ctas)
+                ours = spgemm_tiles(*given)
             for one, other in zip(ours, right, strict=True):
                 assert (one.dtype, one.device) == (other.dtype, other.device)
                 assert torch.equal(one, other)
-            assert waits(lambda m=found, h=height, w=width: spgemm_tiles(m, dense, h, w, ctas)) == []
+            assert waits(lambda given=given: spgemm_tiles(*given)) == []
 
 
 def test_new_sizes_and_patterns_compile_nothing():
