@@ -95,8 +95,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads
     q, k, v, sinks, out, lse = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
-    # create_graph=True, or torch.func; otherwise there is nothing to record.
-    run = AttentionBackward.apply if torch.is_grad_enabled() else AttentionBackward.forward
+    # create_graph=True, or torch.func, also where that maps over gradients alone; otherwise there is nothing to record.
+    recorded = torch.is_grad_enabled() or transforms.active()
+    run = AttentionBackward.apply if recorded else AttentionBackward.forward
     learned = sinks if ctx.needs_input_grad[3] else None
     found = run(q, k, v, out, lse, grad, grad_lse, learned, ctx.call)
     wanted = zip(found[:3], ctx.needs_input_grad, strict=False)

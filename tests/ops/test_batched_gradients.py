@@ -63,6 +63,20 @@ def test_so_has_attention_with_lse_and_without(through_op: bool):
                 assert torch.equal(found[i], exact)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_vmap_maps_over_gradients_of_attention(create_graph: bool):
+    """torch.vmap of torch.autograd.grad (2026-11-26: without create_graph, wrapped tensors came to the kernel)."""
+    q, k, v = leaves = [torch.randn(2, 2, 64, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    results: Any = sk.attention(q, k, v, sk.BlockMask.causal(64), return_lse=True)
+    many = [torch.randn(3, *x.shape, dtype=x.dtype) for x in results]
+
+    def gradients(*one: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(results, leaves, one, retain_graph=True, create_graph=create_graph)
+
+    for found, *exact in zip(torch.vmap(gradients)(*many), *map(gradients, *many), strict=True):
+        assert torch.equal(found, torch.stack(exact))
+
+
 def test_a_jacobian_may_be_vectorized():
     w = sk.random_bsr(32, 48, 16, 0.5, dtype=torch.float64).requires_grad_()
     x = torch.randn(2, 48, dtype=torch.float64)
