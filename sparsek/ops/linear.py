@@ -67,7 +67,8 @@ def linear(
 
     Returns:
         y [..., N], contiguous, accumulated in float32 (float64 for float64) and rounded to the output dtype once.
-        `hopper.spmm` also rounds before an activation, as torch does: in fp16, sums over 65504 become inf there.
+        `hopper.spmm` also rounds before an activation or a residual, as torch does: in fp16, sums over 65504 become
+        inf there.
 
     Raises:
         InvalidInput: For operands that do not fit.

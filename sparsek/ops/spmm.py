@@ -66,7 +66,8 @@ def spmm(
             (each row of A).
         out: Written instead of a new tensor: [..., M, N], with contiguous rows, sharing no memory with A or B.
         alpha: A number, finite in float32.
-        beta: A number, finite in float32. If it is not 0, `out` is read first, and the sum is rounded once.
+        beta: A number, finite in float32. If it is not 0, `out` is read first. `hopper.spmm` also
+            rounds before it adds.
         plan: From `plan_spmm`. By default a plan is made once, and cached with the pattern.
         kernel: The name of a kernel, for example "hopper.spmm". It runs or raises Unsupported. The backward pass uses
             kernels of the same family.

@@ -146,7 +146,7 @@ def spmm_kernel(
     b_s = gl.allocate_shared_memory(DTYPE, [PARTS * T.wg_n] + PIECE, B_LAYOUT)
     b_boxes = reinterpret(b_s, DTYPE, [PARTS * T.wg_n] + b_desc.block_type.shape, b_desc.layout)
     if T.held > 0:
-        STAGE: gl.constexpr = [2 * GROUPS] + c_desc.block_type.shape
+        STAGE: gl.constexpr = [T.held_boxes * GROUPS] + c_desc.block_type.shape
     else:
         STAGE: gl.constexpr = [GROUPS] + ([T.cols, 64] if T.c_col else [64, T.cols])
     c_s = gl.allocate_shared_memory(DTYPE, STAGE, c_desc.layout)
@@ -155,7 +155,11 @@ def spmm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
-    if T.preload:
+    if T.preload and T.held > 0:
+        landed = gl.allocate_shared_memory(gl.int64, [T.held_boxes * GROUPS, 1], mbarrier.MBarrierLayout())
+        for box in gl.static_range(T.held_boxes * GROUPS):
+            mbarrier.init(landed.index(box), count=1)
+    elif T.preload:
         landed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
         for wg in gl.static_range(GROUPS):
             mbarrier.init(landed.index(wg), count=owned_boxes(T, wg))
@@ -183,8 +187,8 @@ def spmm_kernel(
     elif T.held > 0:
         gl.warp_specialize(
             [
-                (multiply_held, (T, 0, c_desc, lists, before, ring, c_s)),
-                (multiply_held, (T, 1, c_desc, lists, before, ring, c_s)),
+                (multiply_held, (T, 0, c_desc, lists, before, joined, ring, c_s)),
+                (multiply_held, (T, 1, c_desc, lists, before, joined, ring, c_s)),
                 (load, (T, a_desc, b_desc, lists, steps, slots)),
             ],
             [4, 1],
@@ -277,8 +281,8 @@ class HopperSpmm:
                     c = Config(p.block, wg_m, wg_n, cols, narrow, pieces, 3, joined, **flags)
                     c = replace(c, box=32) if c.finishes else c
                     found[_paced(p, deepened(c, p.card.smem_bytes))] = None
-                    alone = not (p.combine or p.slope)
-                    if alone and wg_m * wg_n == 2 and c.height == c.rows and cols >= 2 * HELD:
+                    simple = not p.slope and (c.preload or not p.combine)
+                    if simple and wg_m * wg_n == 2 and c.height == c.rows and cols >= HELD * c.held_boxes:
                         c = replace(c, held=HELD, box=64)
                         found[_paced(p, deepened(c, p.card.smem_bytes))] = None
         # `merge_parts` writes no slopes, and a tile that is held is never a part.
@@ -296,10 +300,10 @@ class HopperSpmm:
         measured on an H200 (2026-11-20; steps and bytes 2026-11-22; matrices beside C 2026-11-26): 2048 multiply-adds
         per cycle at 1.75 GHz; 35 ns per step; L2 to shared memory at `card.fabric`; 30 ns for every further A box of a
         step. Begin, end and store of a tile of 128x256 or as large take 1.1 us with stages 64 deep and 0.9 us with
-        stages 32 deep, which add 2 % to every step. A tile that is held takes 0.5 us less, or 0.1 us with stages 32
-        deep, and its activation 0.5 us. With very uneven rows CTAs drift apart, and large tiles lose 25 % (Zipf 1.2,
-        the longest row 8 times the mean; no loss at twice the mean). Split rows write their sums to memory and read
-        them again in a second launch. With few columns, only A's bytes count.
+        stages 32 deep, which add 2 % to every step. Another matrix that TMA loads takes 1.0 us. A tile that is held
+        takes 0.5 us less, or 0.1 us with stages 32 deep, and its activation 0.5 us. With very uneven rows CTAs drift
+        apart, and large tiles lose 25 % (Zipf 1.2, the longest row 8 times the mean; no loss at twice the mean). Split
+        rows write their sums to memory and read them again in a second launch. With few columns, only A's bytes count.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -313,13 +317,13 @@ class HopperSpmm:
         fetch = bytes_ * p.card.sm_count / p.card.fabric
         # Layers in blocks of 64 take 0.95 of the time with held tiles of 64x256 instead of 64x512, whose stages are 32
         # deep (0.81 to 1.01 in 21 layers, H100, 2026-11-26). 1.35 ranks all of them so.
-        may_hold = not (p.combine or p.slope)
-        apart = may_hold and shallow and c.b_col and c.wg_n == 2 and depth >= 64
+        alone = not (p.combine or p.slope)
+        apart = alone and shallow and c.b_col and c.wg_n == 2 and depth >= 64
         loses = 1.35 if apart else 1.02 if shallow else 1.0
         step = (mma**4 + fetch**4) ** 0.25 * loses + 3.5e-8 + 3e-8 * (c.joined_rows - 1)
         fixed = 0.9e-6 if shallow else 1.1e-6
         if c.held:
-            fixed += (-0.1e-6 if shallow else -0.5e-6) + (0.5e-6 if c.activation else 0.0)
+            fixed += (-0.1e-6 if shallow else -0.5e-6) + 0.5e-6 * bool(c.activation) + 1.0e-6 * c.preload
         elif c.finishes:  # stages 32 deep leave little time for it
             fixed += (2.5e-6 if shallow else 0.7e-6) + 1.0e-6 * c.slope + 2.5e-6 * bool(c.combine)
         elif c.preload:
@@ -401,7 +405,7 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
     """
     steps = dict(p.stats.merged).get(c.joined_rows, p.nnzb) * c.joined_rows / max(1, p.grid[0])
     stages, boxes, plain = steps * c.per_block / c.pieces, most_boxes(c), 2 * c.c_box // (c.width * c.pieces)
-    if c.preload:
+    if c.preload and not c.held:
         every = min(plain, int(stages / (boxes + 2)))
     else:
         every = int(stages / max(1, boxes)) if c.finishes or c.held else plain

@@ -89,7 +89,7 @@ def ring_of_fp8(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
 def epilogue_seconds(c: Any) -> float:
     """What the epilogue of a tile of 128x256 takes besides (H200, 2026-11-20 and 26)."""
     if c.held:
-        return 0.5e-6 if c.activation else 0.0
+        return 0.5e-6 if c.activation or c.preload else 0.0
     if c.finishes:  # stages 32 deep leave little time for it
         return (2.5e-6 if c.pieces * c.width <= 32 else 0.7e-6) + 1.0e-6 * c.slope + 2.5e-6 * bool(c.combine)
     return 1.0e-6 if c.preload else 0.0

@@ -5,10 +5,10 @@
 Each product has its own producer, which fills the ring. Consumer warpgroups multiply from shared memory with wgmma,
 round their 64 x cols of a tile, and stage it in shared memory. It is stored to C box by box, in parallel with the
 wgmma of the next tile. An activation, or the product or sum with another matrix, is applied to a box just before it
-is stored. The next wgmma waits for that, so boxes with an epilogue are small and spread over the tile. Plain products
-and activations have a second way, through registers (spmm/multiply_held.py). Alternatives
-that were tried (docs/lab-notes.md, 2026-11-21): the epilogue in registers before staging; two extra warps, too slow
-for short tiles; four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
+is stored. The next wgmma waits for that, so boxes with an epilogue are small and spread over the tile. Tiles of full
+height have a second way, through registers (spmm/multiply_held.py), without slopes. Alternatives that were tried
+(docs/lab-notes.md, 2026-11-21): the epilogue in registers before staging; two extra warps, too slow for short tiles;
+four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
 
 T is a Config with the fields of `Tile`. A record of `tiles` has RECORD numbers: first step, end step, row and column
 of C, column of B, workspace slot or -1, row inside the block of A, 0. In a sampled product (sddmm) a tile is several
@@ -116,6 +116,11 @@ class Tile:
         return self.held or min(self.box if self.c_col else 64, self.cols)
 
     @property
+    def held_boxes(self) -> int:
+        """Boxes of shared memory that the pieces of a warpgroup's held tile leave through, in turn."""
+        return 4 if self.preload else 2
+
+    @property
     def c_shape(self) -> tuple[int, int]:
         """Shape of one C box in memory."""
         return (self.panel, self.c_box) if self.c_col else (self.c_box, self.panel)
@@ -128,7 +133,7 @@ class Tile:
     def smem_bytes(self) -> int:
         ring = 2 * self.stages * self.pieces * self.width * (self.rows + self.block_cols)
         box = 2 * self.wg_m * self.wg_n * self.c_box * self.panel
-        staged = 2 * box if self.held else 2 * self.rows * self.block_cols + box * self.slope
+        staged = self.held_boxes * box if self.held else 2 * self.rows * self.block_cols + box * self.slope
         return ring + staged + 16 * self.stages + 1024
 
     @property

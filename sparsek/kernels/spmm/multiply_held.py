@@ -3,10 +3,12 @@
     sums [64, cols]  -- rounded, two in a register -->  held: pieces of T.held columns
     while the next tile is multiplied, one piece after another:
         held piece  -- activation in float32, rounded -->  a box of shared memory  -- TMA -->  C
+        other matrix  -- TMA -->  box;  held piece and box, combined in float32, rounded -->  box  -- TMA -->  C
 
 spmm/multiply.py stages the whole tile in shared memory. It reads and writes each box there once more to apply an
 activation, and nothing is multiplied while it stages a tile. Shared memory is what wgmma and TMA wait for. Here a tile
-passes through it once, in two boxes for each warpgroup, and the ring gets a further stage.
+passes through it once, in two boxes for each warpgroup, and the ring gets a further stage. A piece of the other
+matrix is loaded into the box that the combined piece leaves by, two pieces ahead; so there are four.
 
 The registers of a tile have constant indices only. So the loop over the stages of a tile is cut into one for every
 piece, and one for the rest. The sums of a tile, its predecessor and the addresses take up to 224 registers a thread.
@@ -22,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.kernels.lang.gluon import tma_store, tma_store_wait
+from sparsek.kernels.lang.gluon import tma_load, tma_store, tma_store_wait
 from sparsek.kernels.spmm.multiply import RECORD, activated, bias_of
 
 
@@ -65,22 +67,78 @@ def unfold(T: gl.constexpr, words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def leave(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, c_desc, words, row, col, boxes):
-    """Applies the activation to a held piece and stores it to global memory."""
-    DTYPE: gl.constexpr = c_desc.dtype
-    down = row
+def place(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, row, col):
+    """The position in memory of a piece of the tile whose part of the warpgroup begins at row `row` of C."""
     along = col + T.cols * (WG // T.wg_m) + PIECE * T.held
     if T.c_col:
-        down, along = along, down
-    y = activated(T, unfold(T, words, DTYPE), DTYPE).to(DTYPE)
-    box = boxes.index(2 * WG + PIECE % 2)
-    tma_store_wait(1)  # until TMA has read this box, which the piece before the last one left through
+        return along, row
+    else:
+        return row, along
+
+
+@gluon.jit
+def ask(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, row, col, boxes, joined):
+    """Starts to load a piece of the other matrix into its box."""
+    BOX: gl.constexpr = T.held_boxes * WG + PIECE % T.held_boxes
+    tma_store_wait(2)  # until TMA has read this box; two later pieces may still be on their way to C
+    landed = joined[6].index(BOX)
+    down, along = place(T, WG, PIECE, row, col)
+    mbarrier.expect(landed, 128 * T.held)
+    tma_load(joined[5], [down, along], landed, boxes.index(BOX))
+
+
+@gluon.jit
+def combined(T: gl.constexpr, z, box, beta):
+    """A held piece in float32 with the other matrix's, which is in its box."""
+    if T.c_col:
+        box = box.permute((1, 0))
+    other = box.load(z.type.layout).to(gl.float32)
+    if T.combine == "mul":
+        return z * other
+    else:
+        return z + beta * other
+
+
+@gluon.jit
+def leave(
+    T: gl.constexpr,
+    WG: gl.constexpr,
+    PIECE: gl.constexpr,
+    c_desc,
+    words,
+    row,
+    col,
+    boxes,
+    joined=None,
+    tile=0,
+):
+    """Applies the epilogue to a piece of the CTA's tile number `tile`, which is held, and stores it to global memory.
+
+    Of another matrix the piece after the next is asked for.
+    """
+    DTYPE: gl.constexpr = c_desc.dtype
+    BOXES: gl.constexpr = T.held_boxes
+    COUNT: gl.constexpr = T.cols // T.held
+    BOX: gl.constexpr = BOXES * WG + PIECE % BOXES
+    box = boxes.index(BOX)
+    z = unfold(T, words, DTYPE)
+    if T.preload:
+        turn = tile * (COUNT // BOXES) + PIECE // BOXES  # how often this box was loaded before
+        mbarrier.wait(joined[6].index(BOX), turn & 1)  # until TMA has written it
+        y = combined(T, z, box, joined[4]).to(DTYPE)
+    else:
+        y = activated(T, z, DTYPE).to(DTYPE)
+        tma_store_wait(1)  # until TMA has read this box, which the piece before the last one left through
     if T.c_col:
         box.permute((1, 0)).store(y)
     else:
         box.store(y)
     fence_async_shared()
+    down, along = place(T, WG, PIECE, row, col)
     tma_store(c_desc, [down, along], box)
+    if T.preload:
+        if PIECE + 2 < COUNT:
+            ask(T, WG, PIECE + 2, row, col, boxes, joined)
 
 
 @gluon.jit
@@ -113,8 +171,11 @@ def stage(T: gl.constexpr, WG: gl.constexpr, acc, q, slot, phase, ring):
 
 
 @gluon.jit
-def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, ring, boxes):
-    """Consumer warpgroup WG. The arguments are those of `multiply`, and two boxes of C for each warpgroup."""
+def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, ring, boxes):
+    """Consumer warpgroup WG. The arguments are those of `multiply`, but `boxes` are T.held_boxes for each warpgroup.
+
+    In `joined` every box of the other matrix has a barrier.
+    """
     tiles, starts = lists
     bias, m, alpha, part_sums = before
     empty = ring[3]
@@ -151,7 +212,10 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, ring
             for q in range(i * GAP, gl.minimum(pieces, (i + 1) * GAP), PIECES):
                 acc, slot, phase = stage(T, WG, acc, q, slot, phase, ring)
             if t > first:  # in parallel with the last stage's wgmma
-                leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes)
+                leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, joined, t - first - 1)
+            if T.preload:
+                if i + 2 >= COUNT:  # what the first pieces of this tile will be combined with
+                    ask(T, WG, i + 2 - COUNT, row + ROW0, col, boxes, joined)
         for q in range(COUNT * GAP, pieces, PIECES):
             acc, slot, phase = stage(T, WG, acc, q, slot, phase, ring)
         out = warpgroup_mma_wait(0, deps=(acc,))
@@ -170,5 +234,5 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, ring
         col = next_col
     if last > first:
         for i in gl.static_range(COUNT):
-            leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes)
+            leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, joined, last - first - 1)
     tma_store_wait(0)  # shared memory must outlive the copies that read it

@@ -333,8 +333,8 @@ def test_every_config_fits_the_card(
         assert c.rows % c.a_boxed == 0, c
         assert c.cols % c.panel == 0, c
         assert c.joined_rows == 1 or not c.a_col, "boxes of a transposed A hold one block"
-        assert not c.held or (c.c_box == 64 and c.height == c.rows and c.cols % (2 * c.held) == 0), c
-        assert not (c.held and (c.preload or c.slope or c.split)), c
+        held_right = c.c_box == 64 and c.height == c.rows and c.cols % (c.held_boxes * c.held or 1) == 0
+        assert not c.held or (held_right and not (c.slope or c.split) and c.preload == bool(c.combine)), c
         assert c.joined_rows == 1 or c.a_box * c.joined_rows <= c.rows, c
         assert c.height % c.c_box == 0, c
         assert all(c.height > 64 * w for w in range(c.wg_m)), "every warpgroup owns rows"
@@ -475,7 +475,7 @@ def boxes_moved(c: Config, stages: tuple[int, ...], group: int) -> list[list[tup
     for tile, count in enumerate(stages):
         now: list[tuple[str, int, int]] = []
         if c.held:  # a loop over stages for every piece, of as many as there are, and one over the rest
-            moved.append([("store", tile - 1, box) for box in range(boxes) if tile > 0])
+            moved.append(pieces_moved(c, boxes, tile - 1, tile))
             continue
         unasked = boxes if c.preload else 0
         for stage in range(count):
@@ -493,8 +493,22 @@ def boxes_moved(c: Config, stages: tuple[int, ...], group: int) -> list[list[tup
             now += [("store", tile, box) for box in range(boxes)]
         moved.append(now)
     last = len(stages) - 1
-    left = boxes if c.held else unsent
-    return [*moved, [("store", last, box) for box in range(boxes - left, boxes)]]
+    if c.held:
+        return [*moved, pieces_moved(c, boxes, last, None)]
+    return [*moved, [("store", last, box) for box in range(boxes - unsent, boxes)]]
+
+
+def pieces_moved(c: Config, count: int, held: int, tile: int | None) -> list[tuple[str, int, int]]:
+    """The same of `multiply_held`, which holds tile `held`, if any (-1), and multiplies `tile`, if any."""
+    now: list[tuple[str, int, int]] = []
+    for piece in range(count):
+        if held >= 0:
+            now.append(("store", held, piece))
+            if c.preload and piece + 2 < count:
+                now.append(("load", held, piece + 2))
+        if c.preload and tile is not None and piece + 2 >= count:
+            now.append(("load", tile, piece + 2 - count))
+    return now
 
 
 @pytest.mark.parametrize("c", [*CONFIGS[::7], *(c for c, _ in FLAGGED)], ids=str)
@@ -514,6 +528,11 @@ def test_every_box_of_a_tile_is_stored_once_and_in_order_while_the_next_is_multi
         if c.preload:
             of_first = [(kind, tile) for kind, tile, box in chain(*moved) if box == 0]
             assert of_first == [(kind, tile) for tile in range(len(stages)) for kind in ("load", "store")]
+            if c.held:  # every box of shared memory is loaded and stored in turn
+                for place in range(c.held_boxes):
+                    kinds = [kind for kind, _, box in chain(*moved) if box % c.held_boxes == place]
+                    assert kinds == ["load", "store"] * (len(kinds) // 2)
+                continue
             for tile, now in enumerate(moved[:-1]):
                 assert [each for each in now if each[0] == "load"] == [
                     ("load", tile, box) for box in range(boxes)
