@@ -3,6 +3,10 @@
     tiles of the CTA  -->  steps of each  -->  pieces of A's block and of B's rows  -- TMA -->  a slot of the ring
 
 hopper.spmm and hopper.spgemm share it. T is hopper.spmm's Config.
+
+In hopper.spmm the CTAs read all of A at about the same time, and again for the next columns of B. C, and the matrix
+that it is combined with, stream through L2 meanwhile and displace A. So every other tile of a CTA walks its blocks
+backwards, and the blocks that were read last are still in L2. Sums of such a tile are added in that order.
 """
 
 from triton.experimental import gluon
@@ -14,10 +18,11 @@ from sparsek.kernels.spmm.multiply import RECORD
 
 
 @gluon.jit
-def indices(T: gl.constexpr, steps, begin, end, q):
+def indices(T: gl.constexpr, steps, begin, end, q, back):
     """Block columns (or blocks of B) and blocks of A of the stage that begins at piece q of a tile's steps.
 
-    Pieces after the last one are outside A and B, where TMA fills in zeros.
+    `back`: the tile walks its steps from the last to the first. Pieces beyond them are outside A and B, where TMA fills
+    in zeros.
     """
     cols, blocks, no_col, no_block = steps
     PER: gl.constexpr = T.per_block
@@ -28,6 +33,8 @@ def indices(T: gl.constexpr, steps, begin, end, q):
     for i in gl.static_range(PIECES):
         step = begin + (q + i) // PER
         inside = step < end
+        if not T.b_stack:
+            step = gl.where(back, begin + end - 1 - step, step)
         js = js + (gl.load(cols + step, mask=inside, other=no_col),)
         for r in gl.static_range(MERGE):
             bs = bs + (gl.load(blocks + step * MERGE + r, mask=inside, other=no_block),)
@@ -65,17 +72,18 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     next_end = gl.load(at + RECORD + 1)
     next_col = gl.load(at + RECORD + 4)
     next_row = gl.load(at + RECORD + 6)
-    js, bs = indices(T, steps, begin, end, 0)
+    js, bs = indices(T, steps, begin, end, 0, False)
     for t in range(first, last):
+        back = (t - first) % 2 == 1
         at = tiles + RECORD * t + 2 * RECORD
         then_begin = gl.load(at)
         then_end = gl.load(at + 1)
         then_col = gl.load(at + 4)
         then_row = gl.load(at + 6)
-        next_js, next_bs = indices(T, steps, next_begin, next_end, 0)
+        next_js, next_bs = indices(T, steps, next_begin, next_end, 0, (t - first) % 2 == 0)
         pieces = (end - begin) * PER
         for q in range(0, pieces, PIECES):
-            later_js, later_bs = indices(T, steps, begin, end, q + PIECES)
+            later_js, later_bs = indices(T, steps, begin, end, q + PIECES, back)
             mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has read the slot
             landed = full.index(slot)
             mbarrier.expect(landed, T.stage_bytes)

@@ -362,13 +362,16 @@ def walked(c: Config, a: BSR, b: np.ndarray, m: int, n: int, work: Work) -> np.n
     c_mem = Memory(out)
     sums = np.full((work.parts.slots if work.parts else 0, c.rows, c.block_cols), np.nan)
     assert len(tiles) == starts[-1] + 2, "two records to spare for the read ahead"
-    for t in (t for first, last in pairwise(starts) for t in range(first, last)):
+    for t, back in (
+        (t, (t - first) % 2 == 1) for first, last in pairwise(starts) for t in range(first, last)
+    ):
         begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
         acc = np.zeros((c.rows, c.block_cols))
         count = (end - begin) * c.per_block
         for q in range(-(-count // c.pieces) * c.pieces):
             inside = q < count
             step, k = begin + q // c.per_block, q % c.per_block * c.width
+            step = begin + end - 1 - step if back else step
             j = int(cols[step]) if inside else a.grid[1]
             a_part = np.full((c.rows, c.width), np.nan)
             if c.a_col:

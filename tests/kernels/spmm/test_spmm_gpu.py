@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
 from tests.kernels.lang.drawn import fresh, randn
-from tests.kernels.planned import problem
+from tests.kernels.planned import multiply, problem
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,6 +224,27 @@ def test_a_hundred_runs_give_the_same_bits(size: str, name: str) -> None:
         out.fill_(float("nan"))
         sk.spmm(a, b, out=out, kernel=name)
         assert torch.equal(out.view(torch.int16), first.view(torch.int16)), f"run {turn}, seed {seed}"
+
+
+def test_every_other_tile_of_a_cta_adds_its_blocks_backwards() -> None:
+    """In float32, (1 + 2^26) - 2^26 is 0, and (-2^26 + 2^26) + 1 is 1."""
+    kernel = kernels.load("hopper.spmm")
+    dense = torch.zeros(128, 3 * 128, dtype=HALF, device="cuda")
+    dense[:, 0], dense[:, 128], dense[:, 256] = 1, 2.0**26, -(2.0**26)
+    a, b = (
+        BSR.from_dense(dense, block=128, threshold=0),
+        torch.ones(3 * 128, 256 * 500, dtype=HALF, device="cuda"),
+    )
+    p = problem(a, b)
+    c = kernel.default(p)
+    tiles, starts, *_ = kernel.prepare(p, c, a)
+    right = torch.full((b.shape[1],), float("nan"))
+    for first, last in pairwise(starts.tolist()):
+        for t in range(first, last):
+            right[int(tiles[t, 3]) :][: c.block_cols] = (t - first) % 2
+    out = multiply(kernel, a, b, config=c)
+    assert torch.equal(out.float().cpu(), right.expand(128, -1))
+    assert set(right.tolist()) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("name", FAST)
