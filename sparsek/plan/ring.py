@@ -92,7 +92,8 @@ def fullest(units: int, columns: int, workers: int, mean: float, longest: float)
     """
     tiles = units * columns
     full = int(tiles / workers + 1e-9)
-    found = max(longest, norm(3, tiles / workers * mean, longest - mean))
+    # Parts of split rows may all be shorter than the mean of whole rows.
+    found = max(longest, norm(3, tiles / workers * mean, max(0.0, longest - mean)))
     if not full or tiles == full * workers:
         return found
     place = min(1.0, full * workers / tiles)
