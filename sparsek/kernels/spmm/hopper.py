@@ -301,10 +301,10 @@ class HopperSpmm:
         per cycle at 1.75 GHz; 35 ns per step; L2 to shared memory at `card.fabric`; 30 ns for every further A box of a
         step. Begin, end and store of a tile of 128x256 or as large take 1.1 us with stages 64 deep and 0.9 us with
         stages 32 deep, which add 2 % to every step. Another matrix that TMA loads takes 1.0 us. A tile that is held
-        takes 0.5 us less, or 0.1 us with stages 32 deep, and its activation or other matrix 0.5 us. With very uneven
-        rows CTAs drift apart, and large tiles lose 25 % (Zipf 1.2, the longest row 8 times the mean; no loss at twice
-        the mean). Split rows write their sums to memory and read them again in a second launch. With few columns, only
-        A's bytes count.
+        takes 0.5 us less, or 0.1 us with stages 32 deep; one of 64x512, whose stages are, 0.5 us more (two H100, 3 to
+        5 % of blocks of 64). Its activation or other matrix takes 0.5 us. With very uneven rows CTAs drift apart, and
+        large tiles lose 25 % (Zipf 1.2, the longest row 8 times the mean; no loss at twice the mean). Split rows write
+        their sums to memory and read them again in a second launch. With few columns, only A's bytes count.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -324,7 +324,8 @@ class HopperSpmm:
         step = (mma**4 + fetch**4) ** 0.25 * loses + 3.5e-8 + 3e-8 * (c.joined_rows - 1)
         fixed = 0.9e-6 if shallow else 1.1e-6
         if c.held:
-            fixed += (-0.1e-6 if shallow else -0.5e-6) + 0.5e-6 * bool(c.activation) + 0.5e-6 * c.preload
+            saved = 0.5e-6 if not shallow else 0.1e-6 if c.wg_m == 2 else -0.5e-6
+            fixed += 0.5e-6 * bool(c.activation) + 0.5e-6 * c.preload - saved
         elif c.finishes:  # stages 32 deep leave little time for it
             fixed += (2.5e-6 if shallow else 0.7e-6) + 1.0e-6 * c.slope + 2.5e-6 * bool(c.combine)
         elif c.preload:
