@@ -137,17 +137,14 @@ def test_quantized_heads_have_the_bits_of_the_cpu(dtype: torch.dtype, scale: Any
             assert torch.equal(a.values.cpu().view(torch.uint8), b.values.view(torch.uint8))
 
 
-def test_calls_repeat_without_a_sync_and_in_a_graph() -> None:
+def test_calls_repeat_without_a_sync_and_in_a_graph(no_sync: Any) -> None:
     torch.manual_seed(fresh())
     heads = sk.quantize_heads(*drawn(4, 512))
     mask = BlockMask.causal(512, device="cuda")
     wanted = sk.attention(*heads, mask)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         repeated = [sk.attention(*heads, mask) for _ in range(5)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(each, wanted) for each in repeated)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
