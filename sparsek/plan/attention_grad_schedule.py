@@ -6,6 +6,9 @@ first takes the next tile (Graham 1966), by the schedule's own clock: a tick per
 start in their lists a golden section apart, so that their sums do not collide in the same rows. If order does not
 matter and no head fits in L2, all CTAs start at the same rows, to share their reads and additions.
 
+Where the visits of one query tile are all of neighbouring key tiles, as in a window, CTAs that take these together wait
+for each other's additions. `band_sections` then makes larger sections, whose heads take each column in turn.
+
 A query tile's dQ is a sum over visits of many CTAs. For reproducible bits it is added in the order of that clock.
 Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run.
 
@@ -31,6 +34,7 @@ FULL = -1  # entry of a full block
 NO_TICKET = -1
 TILE_TICKS = 2  # begin and end of a tile, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
+BAND = 0.7  # of L2, for the rows in use where the heads of a section take each column in turn
 GOLDEN_BITS = 16
 GOLDEN = 25033  # 2^16 times the golden section of a list, between the starts of two CTAs: no two of many come close
 
@@ -88,6 +92,28 @@ def sections(p: AttentionProblem, ctas: int) -> int:
     return -(-heads // max(heads_in_section(p), -(-19 * ctas // (10 * columns))))
 
 
+def band_room(p: AttentionProblem) -> int:
+    """Query tiles whose q, grad and dq fit in the share of L2 for rows in use, of every query head of a group."""
+    return int(BAND * p.card.l2_bytes / (2 * (3 * p.dim + p.v_dim) * p.block[0] * p.group))
+
+
+def band_sections(p: AttentionProblem, n: Tensor, span: int, ctas: int) -> int:
+    """The number of sections whose heads take each column in turn, or 0 for a mask that does not gain.
+
+    The CTAs then work on ctas / heads neighbouring key tiles of each head of a section. Let `span` be the most key
+    blocks from the first to the last of a query tile. With about `span` tiles of a head or fewer, a query tile's
+    visits are spread over more than one tile of a CTA, and wait less for each other. Where all heads are too few for
+    that, up to twice as many tiles still gain. The rows in use, ctas + heads * span query tiles, must fit in L2. Tiles
+    must be about equally long, or else those next in line are no neighbours. Syncs.
+    """
+    heads = max(1, p.batch * p.kv_heads)
+    count = max(1, heads * (span + 1) // ctas)
+    reach = -(-heads // count) * span
+    fits = ctas <= 2 * reach and ctas + reach <= band_room(p)
+    even = 4 * int(n.max()) * len(n) <= 5 * int(n.sum())
+    return count if fits and even and count < sections(p, ctas) else 0
+
+
 def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     """The CTA and start time of every tile, int32: the first CTA to finish takes the next tile. Syncs."""
     free = [(0, cta) for cta in range(ctas)]
@@ -109,7 +135,8 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     counts = listed.edges.diff()[lists]
     n, partial = counts.sum((-1, -2)).flatten(), counts[..., 0, :].sum(-1).flatten()
     odd = n % 2 if single else torch.zeros_like(n)
-    line = _lined_up(p, n, ctas)
+    band = band_sections(p, n, span_of_rows(mask), ctas) if ordered and mask.rows and len(n) else 0
+    line = _lined_up(p, n, band or sections(p, ctas), in_turn=band > 0)
     taker, began = deal((n + odd + TILE_TICKS)[line].int(), ctas)
     cta, start = torch.empty_like(n), torch.empty_like(n)
     cta[line], start[line] = taker.long(), began.long()
@@ -197,14 +224,27 @@ def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
     return (item * mask.heads + head) * columns + upto(columns).view(1, 1, -1, 1, 1) + whole
 
 
-def _lined_up(p: AttentionProblem, n: Tensor, ctas: int) -> Tensor:
+def span_of_rows(mask: BlockMask) -> int:
+    """The most key blocks from the first to the last that a query tile sees. Syncs."""
+    first = torch.full((mask.rows,), mask.grid[1], dtype=torch.int32, device=mask.device)
+    last = torch.full_like(first, -1)
+    for lists in (mask.partial, mask.full):
+        there = lists.counts > 0
+        begin, end = lists.starts[there].long(), (lists.starts + lists.counts)[there].long()
+        first[there] = torch.minimum(first[there], lists.indices[begin])
+        last[there] = torch.maximum(last[there], lists.indices[end - 1])
+    return int((last - first + 1).clamp(min=0).max())
+
+
+def _lined_up(p: AttentionProblem, n: Tensor, sections: int, *, in_turn: bool) -> Tensor:
     """Tiles section by section, longest first; those far longer than the mean, such as sinks, come before all
-    sections.
+    sections. Of equally long ones those of a head come together, or with `in_turn` those of a column.
     """
     heads, columns = max(1, p.batch * p.kv_heads), max(1, p.grid[1])
-    section = torch.arange(len(n), device=n.device) // columns * sections(p, ctas) // heads + 1
-    section = torch.where(n * len(n) > 4 * n.sum(), 0, section)
-    return torch.argsort(section * (1 << 32) - n, stable=True)
+    every = torch.arange(len(n), device=n.device)
+    section = torch.where(n * len(n) > 4 * n.sum(), 0, every // columns * sections // heads + 1)
+    line = every.view(-1, columns).T.flatten() if in_turn else every
+    return line[torch.argsort((section * (1 << 32) - n)[line], stable=True)]
 
 
 def _tickets(queue: Tensor, clock: Tensor) -> Tensor:

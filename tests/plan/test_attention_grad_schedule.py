@@ -142,3 +142,38 @@ def test_without_order_there_are_no_tickets() -> None:
     mask = BlockMask.causal(1024)
     made = schedule(problem(mask, 1, 2, 2), mask, 5, ordered=False)
     assert (made.visits[:, 3] == NO_TICKET).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "heads"), [(32768, 512, 16), (32768, 2048, 8), (32768, 4096, 4), (8192, 2048, 8)]
+)
+def test_a_windows_columns_are_taken_by_many_heads_in_turn(length: int, window: int, heads: int) -> None:
+    """CTAs begin with no more neighbouring tiles of a head than visit one query tile, or with all heads."""
+    mask = BlockMask.sliding_window(length, window)
+    made = schedule(problem(mask, 1, 16, 16), mask, 132)
+    begun = made.tiles[made.starts[:-1].long()]
+    assert set(begun[:, 1].tolist()) == set(range(heads))
+    for head in range(heads):
+        columns = (begun[begun[:, 1] == head, 2] // 128).sort().values
+        assert columns.diff().eq(1).all()
+        assert len(columns) <= mask.sizes.longest or heads == 16
+    assert ends(visits_of(made, 128)), "CTAs wait for each other in a circle"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BlockMask.full(8192),
+        lambda: BlockMask.causal(16384),
+        lambda: BlockMask.sliding_window(8192, 4096),
+        lambda: BlockMask.sliding_window(8192, 128),
+        lambda: BlockMask.sliding_window(16384, 2048, sinks=128),
+        lambda: BlockMask.block_diagonal([700, 2000, 4000, 1500] * 2),
+        lambda: BlockMask.topk(torch.rand(1, 1, 64, 64), 8, seq_len=8192),
+    ],
+    ids=["full", "causal", "half", "narrow", "sinks", "documents", "topk"],
+)
+def test_other_masks_are_taken_head_by_head(make: Any) -> None:
+    mask = make()
+    p = problem(mask, 1, 16, 16)
+    assert torch.equal(schedule(p, mask, 132).tiles, schedule(p, mask, 132, ordered=False).tiles)

@@ -1,7 +1,7 @@
 """The schedule of attention's backward pass by five kernels: number for number that of plan/attention_grad_schedule.py.
 
     tally     every entry of the mask: a count for its key block's list, and a slot of its own
-    _measure  visits of every key tile; room for every list
+    _measure  visits of every key tile, and the most; room for every list; the widest row's span
     _line_up  the place of every key tile in the line, longest first; the rows that every list has, in any order
     _deal     the CTA and start of every key tile; the rank of every entry in its list
     _visit    the records of key tiles, and the visits of every query tile with their tickets
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.core.memory import carved
+from sparsek.kernels.attention.schedule_line import band_sections, place_alike, place_tiles
 from sparsek.kernels.attention.transposed import (
     ENTRIES,
     LISTED,
@@ -55,6 +56,9 @@ from sparsek.plan.attention_grad_schedule import (
 )
 from sparsek.plan.problem import AttentionProblem
 
+TOTALS = (
+    5  # entries of the mask, visits, entries of lists, the widest row's span, the most visits of a key tile
+)
 TILES = 32  # of keys, by a program
 STREAM = 128  # key tiles that others are compared with together
 ALIKE_TILES, ALIKE_STREAM = 8, 256  # the same where all heads share lists
@@ -70,7 +74,8 @@ _SCRATCH = (
 )  # fmt: skip
 _SIZES = (
     "rows", "grid_rows", "columns", "lists", "p_size", "f_size", "longest", "capacity", "key_tiles", "kv_heads",
-    "group", "share", "item_lists", "shared", "sections", "heads", "programs", "ctas", "q_heads", "absent",
+    "group", "share", "item_lists", "shared", "sections", "heads", "band_room", "programs", "row_programs", "ctas",
+    "q_heads", "absent",
 )  # fmt: skip
 
 
@@ -93,135 +98,70 @@ def _lengths(
     tl.store(partial + tile, of_p, mask=live)
     tl.store(n + tile, of_p + of_f, mask=live)
     tl.atomic_add(totals + 1, tl.sum(of_p + of_f, 0), sem="relaxed")
+    tl.atomic_max(totals + 4, tl.max(of_p + of_f, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCRATCH)
+@triton.jit
+def _span(
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, totals, rows, p_size, f_size, longest, program,
+    LISTS: tl.constexpr
+):  # fmt: skip
+    """The most columns from the first to the last of a row, whose partial and full entries ascend."""
+    row = program * LISTS + tl.arange(0, LISTS)
+    p_first, p, f_first, f = rows_of(
+        p_starts, p_counts, f_starts, f_counts, row, row < rows, p_size, f_size, longest
+    )
+    first = tl.minimum(
+        tl.load(p_indices + p_first, mask=p > 0, other=2147483647),
+        tl.load(f_indices + f_first, mask=f > 0, other=2147483647),
+    )
+    last = tl.maximum(
+        tl.load(p_indices + p_first + p - 1, mask=p > 0, other=-1),
+        tl.load(f_indices + f_first + f - 1, mask=f > 0, other=-1),
+    )
+    tl.atomic_max(totals + 3, tl.max(tl.where(p + f > 0, last - first + 1, 0), 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _measure(
-    counts, totals, n, partial, room, columns, lists, key_tiles, kv_heads, group, share, item_lists, programs,
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, counts, totals, n, partial, room, rows, columns,
+    lists, p_size, f_size, longest, key_tiles, kv_heads, group, share, item_lists, programs, row_programs,
     TILES: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < programs:
         _lengths(
             counts, totals, n, partial, columns, lists, key_tiles, kv_heads, group, share, item_lists, TILES,
         )  # fmt: skip
+    elif tl.program_id(0) < programs + row_programs:
+        _span(
+            p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, totals, rows, p_size, f_size, longest,
+            tl.program_id(0) - programs, LISTS,
+        )  # fmt: skip
     else:
-        reserve_lists(counts, totals, room, lists, tl.program_id(0) - programs, LISTS)
-
-
-@triton.jit
-def _section(tile, n, total, key_tiles, columns, sections, heads):
-    """0 for tiles far longer than the mean."""
-    own = tile // columns * sections // heads + 1
-    return tl.where(n.to(tl.int64) * key_tiles > 4 * total.to(tl.int64), 0, own)
-
-
-@triton.jit
-def _place(
-    totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE: tl.constexpr,
-    TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr
-):  # fmt: skip
-    """The place of key tiles in the line, and their first visits."""
-    total = tl.load(totals + 1)
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    live = tile < key_tiles
-    own = tl.load(n + tile, mask=live, other=0)
-    section = _section(tile, own, total, key_tiles, columns, sections, heads)
-    place = tl.zeros((TILES,), dtype=tl.int32)
-    before = tl.zeros((TILES,), dtype=tl.int32)
-    for start in range(0, key_tiles, STREAM):
-        other = start + tl.arange(0, STREAM)
-        there = other < key_tiles
-        length = tl.load(n + other, mask=there, other=0)
-        of_other = _section(other, length, total, key_tiles, columns, sections, heads)[None, :]
-        lower = other[None, :] < tile[:, None]
-        same = length[None, :] == own[:, None]
-        ahead = (length[None, :] > own[:, None]) | (same & lower)
-        ahead = (of_other < section[:, None]) | ((of_other == section[:, None]) & ahead)
-        place += tl.sum((ahead & there[None, :]).to(tl.int32), 1)
-        if SINGLE:
-            length += length % 2
-        before += tl.sum(tl.where(lower, length[None, :], 0), 1)
-    if SINGLE:
-        own += own % 2
-    tl.store(rank + tile, place, mask=live)
-    tl.store(first + tile, before, mask=live)
-    tl.store(ticks + place, own + TILE_TICKS, mask=live)
-
-
-@triton.jit
-def _place_alike(
-    totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE: tl.constexpr,
-    TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr, HEADS: tl.constexpr
-):  # fmt: skip
-    """The same where all heads have the same lists: of TILES key blocks, the tiles of all heads."""
-    most = 4 * tl.load(totals + 1).to(tl.int64)
-    column = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    live = column < columns
-    own = tl.load(n + column, mask=live, other=0)
-    of_longer = tl.zeros((TILES, STREAM), dtype=tl.int32)
-    of_equal = tl.zeros((TILES, STREAM), dtype=tl.int32)
-    of_lower = tl.zeros((TILES, STREAM), dtype=tl.int32)
-    of_before = tl.zeros((TILES, STREAM), dtype=tl.int32)
-    of_far = tl.zeros((STREAM,), dtype=tl.int32)
-    of_head = tl.zeros((STREAM,), dtype=tl.int32)
-    for start in range(0, columns, STREAM):
-        other = start + tl.arange(0, STREAM)
-        length = tl.load(n + other, mask=other < columns, other=-1)
-        lower = other[None, :] < column[:, None]
-        same = length[None, :] == own[:, None]
-        of_longer += (length[None, :] > own[:, None]).to(tl.int32)
-        of_equal += same.to(tl.int32)
-        of_lower += (same & lower).to(tl.int32)
-        of_far += (length.to(tl.int64) * key_tiles > most).to(tl.int32)
-        visits = tl.maximum(length, 0)
-        if SINGLE:
-            visits += visits % 2
-        of_before += tl.where(lower, visits[None, :], 0)
-        of_head += visits
-    # Of one head: tiles that are longer, as long, and as long and before; tiles far longer than the mean; visits.
-    longer = tl.sum(of_longer, 1)[None, :]
-    equal = tl.sum(of_equal, 1)[None, :]
-    lower = tl.sum(of_lower, 1)[None, :]
-    before = tl.sum(of_before, 1)[None, :]
-    far = tl.sum(of_far, 0)
-    visits = tl.sum(of_head, 0)
-    is_far = (own.to(tl.int64) * key_tiles > most)[None, :]
-    if SINGLE:
-        own += own % 2
-    for start in range(0, heads, HEADS):
-        head = (start + tl.arange(0, HEADS))[:, None]
-        section = head * sections // heads
-        begin = (section * heads + sections - 1) // sections
-        end = ((section + 1) * heads + sections - 1) // sections
-        place = (
-            heads * far + begin * (columns - far) + (end - begin) * (longer - far) + (head - begin) * equal
-        )
-        place = tl.where(is_far, heads * longer + head * equal, place) + lower
-        tile = head * columns + column[None, :]
-        there = (head < heads) & live[None, :]
-        tl.store(rank + tile, place, mask=there)
-        tl.store(first + tile, head * visits + before, mask=there)
-        tl.store(ticks + place, own[None, :] + TILE_TICKS + head * 0, mask=there)
+        reserve_lists(counts, totals, room, lists, tl.program_id(0) - programs - row_programs, LISTS)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=MASK + _SCRATCH)
 def _line_up(
-    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, totals, n, room, listed, whose, rank,
-    first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections,
-    heads, programs,
+    p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, totals, n, room, listed, whose,
+    rank, first, ticks, rows, grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, sections,
+    heads, band_room, ctas, programs,
     SINGLE: tl.constexpr, ALIKE: tl.constexpr, TILE_TICKS: tl.constexpr, TILES: tl.constexpr, STREAM: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """ALIKE: all heads have the same lists."""
     if tl.program_id(0) < programs:
+        band = band_sections(totals, key_tiles, sections, heads, ctas, band_room)
+        in_turn = band > 0
+        sections = tl.where(in_turn, band, sections)
         if ALIKE:
-            _place_alike(
-                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE, TILE_TICKS,
+            place_alike(
+                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, in_turn, SINGLE, TILE_TICKS,
                 TILES, STREAM, HEADS,
             )  # fmt: skip
         else:
-            _place(
-                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, SINGLE, TILE_TICKS,
+            place_tiles(
+                totals, n, rank, first, ticks, columns, key_tiles, sections, heads, in_turn, SINGLE, TILE_TICKS,
                 TILES, STREAM,
             )  # fmt: skip
     else:
@@ -472,7 +412,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     items = mask.heads * columns if mask.batch > 1 else 0
     long = ordered and p.longest > VISITS
 
-    counted = torch.zeros(2 * lists + 3, dtype=torch.int32, device=device)
+    counted = torch.zeros(2 * lists + TOTALS, dtype=torch.int32, device=device)
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
     lanes = triton.next_power_of_2(ctas)
     room = max(1, capacity)
@@ -497,30 +437,19 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     args = (*entries, base, nth, counts, totals, mask.rows, *of_mask)
     launch(tally, row_programs, args, (ROWS, ENTRIES), WARPS)
 
-    programs = -(-key_tiles // LISTS)
+    programs, of_rows = -(-key_tiles // LISTS), -(-mask.rows // LISTS)
     args = (
-        counts,
-        totals,
-        n,
-        partial,
-        bases,
-        columns,
-        lists,
-        key_tiles,
-        p.kv_heads,
-        p.group,
-        share,
-        items,
-        programs,
-    )
-    launch(_measure, programs + -(-2 * lists // LISTS), args, (LISTS, LISTS), WARPS)
+        *entries, counts, totals, n, partial, bases, mask.rows, columns, lists, p_size, f_size, p.longest, key_tiles,
+        p.kv_heads, p.group, share, items, programs, of_rows,
+    )  # fmt: skip
+    launch(_measure, programs + of_rows + -(-2 * lists // LISTS), args, (LISTS, LISTS), WARPS)
 
     alike = mask.batch == mask.heads == 1
     together, stream = (ALIKE_TILES, ALIKE_STREAM) if alike else (TILES, STREAM)
     line_programs = -(-(columns if alike else key_tiles) // together)
     args = (
         *entries, base, nth, totals, n, bases, listed, whose, rank, first, ticks, mask.rows, *of_mask, key_tiles,
-        plan.sections(p, ctas), p.batch * p.kv_heads, line_programs,
+        plan.sections(p, ctas), p.batch * p.kv_heads, plan.band_room(p) if ordered else 0, ctas, line_programs,
     )  # fmt: skip
     constants = (single, alike, TILE_TICKS, together, stream, HEADS, ROWS, ENTRIES)
     launch(_line_up, line_programs + row_programs, args, constants, WARPS)

@@ -74,6 +74,19 @@ def test_sections_of_heads() -> None:
     check(mask, tiny, 2, ordered=False)
 
 
+@pytest.mark.parametrize("lists", [1, 6])
+@pytest.mark.parametrize("block", [64, 128])
+def test_heads_that_take_each_column_in_turn(block: int, lists: int) -> None:
+    near = torch.ones(24, 24, dtype=torch.bool).tril().triu(-2)
+    mask = BlockMask.from_block_map(near.expand(1, lists, -1, -1), 24 * block, causal=True, block=block)
+    p = replace(problem(mask, 1, 6, 6), card=replace(H200, l2_bytes=block * 60_000))
+    heads = plan.schedule(p, mask, 7).tiles[:, 1]
+    assert heads[0] == 0
+    assert heads[1] != plan.schedule(p, mask, 7, ordered=False).tiles[1, 1]
+    check(mask, p, 7)
+    check(mask, p, 7, ordered=False)
+
+
 @pytest.mark.parametrize(
     ("name", "heads", "l2_bytes"),
     [

@@ -17,10 +17,18 @@ from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import GradSchedule
 from sparsek.plan.problem import AttentionProblem
 from tests.kernels.attention.grad_cases import differentiate, inputs, judged
-from tests.kernels.attention.test_schedule_fwd_gpu import CASES, uneven
+from tests.kernels.attention.test_schedule_fwd_gpu import CASES as FORWARD
+from tests.kernels.attention.test_schedule_fwd_gpu import uneven
 from tests.plan.test_attention_grad_schedule import problem
 
 pytestmark = pytest.mark.gpu
+CASES = FORWARD | {
+    "columns in turn": (lambda: BlockMask.sliding_window(4096, 500, device="cuda"), (1, 16, 16)),
+    "columns in turn, blocks of 64": (
+        lambda: BlockMask.sliding_window(2048, 200, block=64, device="cuda"),
+        (2, 16, 16),
+    ),
+}
 SMALL = replace(H200, l2_bytes=1 << 22)
 # Their visits are millions, which the plan sorts with int64 keys.
 LARGE = ("window 512K", "causal 128K")
@@ -87,7 +95,9 @@ def test_in_a_cuda_graph_the_schedule_follows_the_lists() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("name", ["top-k causal, batch", "sinks", "lists of items", "documents", "bounds"])
+@pytest.mark.parametrize(
+    "name", ["top-k causal, batch", "sinks", "lists of items", "documents", "bounds", *list(CASES)[-2:]]
+)
 def test_gradients_with_these_schedules(name: str, deterministic: bool) -> None:
     mask, p = posed(name)
     generator = torch.Generator("cuda").manual_seed(1)
