@@ -56,9 +56,8 @@ from sparsek.plan.attention_grad_schedule import (
 )
 from sparsek.plan.problem import AttentionProblem
 
-TOTALS = (
-    5  # entries of the mask, visits, entries of lists, the widest row's span, the most visits of a key tile
-)
+# Entries of the mask, visits, entries of lists, the widest row's span, the most visits of a key tile.
+TOTALS = 5
 TILES = 32  # of keys, by a program
 STREAM = 128  # key tiles that others are compared with together
 ALIKE_TILES, ALIKE_STREAM = 8, 256  # the same where all heads share lists
