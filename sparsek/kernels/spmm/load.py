@@ -6,7 +6,7 @@ hopper.spmm and hopper.spgemm share it. T is hopper.spmm's Config.
 
 In hopper.spmm the CTAs read all of A at about the same time, and again for the next columns of B. C, and the matrix
 that it is combined with, stream through L2 meanwhile and displace A. So every other tile of a CTA walks its blocks
-backwards, and the blocks that were read last are still in L2. Sums of such a tile are added in that order.
+backwards, and the blocks that were read last are still in L2. The sums of these tiles are added in that order.
 """
 
 from triton.experimental import gluon

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek.kernels.attention import bwd_walks
 from sparsek.kernels.attention import portable_bwd as portable
 from sparsek.kernels.attention.portable_bwd import Config, Tile
 from sparsek.kernels.attention.portable_tiles import DIMS
@@ -126,7 +127,7 @@ def by_groups(batch: int, heads: int) -> BlockMask:
 def test_lists_and_parts_may_differ_by_item_and_by_head_of_keys_or_queries(
     batch: int, heads: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(portable, "longest_part", lambda *given: part)
+    monkeypatch.setattr(bwd_walks, "longest_part", lambda *given: part)
     mask = by_groups(batch, heads)
     q, k, v = normal(2, 4, 150, 32), normal(2, 2, 150, 32, seed=1), normal(2, 2, 150, 32, seed=2)
     p = problem(q, k, v, mask)
@@ -140,7 +141,7 @@ def test_tiles_in_parts_are_within_budget_and_give_the_same_bits(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of partial and full blocks; key tiles that no query visits; rules of bits; blocks that differ in size."""
-    monkeypatch.setattr(portable, "longest_part", lambda *given: part)
+    monkeypatch.setattr(bwd_walks, "longest_part", lambda *given: part)
     sinks = BlockMask.sliding_window(200, 70, sinks=3, block=SMALL, device="cpu")
     bits = random_bits("cpu", (200, 140), (64, 128), heads=2, density=0.8)
     absent = BlockMask.from_blocks([0, 2, 4, 6], [0, 3, 0, 3, 0, 4], 150, 300, SMALL, device="cpu")

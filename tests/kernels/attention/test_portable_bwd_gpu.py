@@ -66,9 +66,9 @@ def test_every_case_is_within_budget_and_gives_the_same_bits(
 def test_cases_in_parts_are_within_budget(
     kernel: Any, case: AttentionCase, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsek.kernels.attention import portable_bwd as portable
+    from sparsek.kernels.attention import bwd_walks
 
-    monkeypatch.setattr(portable, "longest_part", lambda *given: part)
+    monkeypatch.setattr(bwd_walks, "longest_part", lambda *given: part)
     hold(kernel, case, device="cuda", dtype=HALF, with_lse=True)
 
 
