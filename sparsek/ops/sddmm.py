@@ -71,7 +71,8 @@ def sddmm(
         return plan(X, Y, pattern)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    return BSR.unchecked(pattern, sampled(X, Y, pattern, kernel))
+    values = sampled(X, Y, pattern, kernel)
+    return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
 
 
 def plan_sddmm(

@@ -141,4 +141,4 @@ def test_models_of_kernels_read_what_a_card_keeps_up() -> None:
     assert seconds["h100"] == pytest.approx(seconds["h200"], rel=0.2)
     assert seconds["h20"] > 3 * seconds["h200"]
     for name in seconds:
-        assert 2 < dense[name] / seconds[name] < 5
+        assert 2 < dense[name] / seconds[name] < 5.5  # the power limit slows the longer product by more

@@ -107,7 +107,7 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, befo
             for q in range(i * GAP + (PIECES if i == 0 else 0), gl.minimum(pieces, (i + 1) * GAP), PIECES):
                 acc, slot, phase = held_stage(T, WG, acc, False, slot, phase, ring)
             if t > first:  # in parallel with the last stage's wgmma
-                leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes)
+                leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, None, 0)
         for q in range(COUNT * GAP, pieces, PIECES):
             acc, slot, phase = held_stage(T, WG, acc, False, slot, phase, ring)
         out = warpgroup_mma_wait(0, deps=(acc,))
@@ -121,7 +121,7 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, befo
         begin, end, row, col, part = coming
     if last > first:
         for i in gl.static_range(COUNT):
-            leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes)
+            leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, None, 0)
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 

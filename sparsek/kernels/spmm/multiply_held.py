@@ -101,16 +101,7 @@ def combined(T: gl.constexpr, z, box, beta):
 
 @gluon.jit
 def leave(
-    T: gl.constexpr,
-    WG: gl.constexpr,
-    PIECE: gl.constexpr,
-    c_desc,
-    words,
-    row,
-    col,
-    boxes,
-    joined=None,
-    tile=0,
+    T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, c_desc, words, row, col, boxes, joined, tile
 ):
     """Applies the epilogue to a piece of the CTA's tile number `tile`, which is held, and stores it to global memory.
 
