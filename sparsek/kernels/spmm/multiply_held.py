@@ -105,7 +105,7 @@ def leave(
 ):
     """Applies the epilogue to a piece of the CTA's tile number `tile`, which is held, and stores it to global memory.
 
-    Of another matrix the piece after the next is asked for.
+    The load of another matrix's piece after the next begins here.
     """
     DTYPE: gl.constexpr = c_desc.dtype
     BOXES: gl.constexpr = T.held_boxes

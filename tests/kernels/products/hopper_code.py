@@ -62,7 +62,8 @@ def check_code_of_next(cases: Sequence[tuple[Config, str]]) -> None:
         # ptxas of CUDA 13.4 spills 52 bytes where fp16 has every part of an epilogue and rows are split (2026-11-21).
         fullest = dtype == "fp16" and c.bias and c.has_alpha and c.split and c.activation and c.combine
         held = isinstance(c, spmm.Config) and c.held > 0  # 8 bytes spilled (2026-11-26)
-        summed = isinstance(c, spmm_fp8.Config) and c.chunks > 1  # 8 bytes spilled, 20 read again (2026-11-26)
+        # 8 bytes spilled, 20 read again (2026-11-26).
+        summed = isinstance(c, spmm_fp8.Config) and c.chunks > 1
         allowed = (16, 64) if fullest else (8, 8) if held else (8, 24) if summed else (0, 0)
         check_code(c, dtype, code, *allowed)
 
