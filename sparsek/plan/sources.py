@@ -24,6 +24,7 @@ JOINED = " + "
 CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 CUDA_NAME = re.compile(r"""["'](\w+\.cu)["']""")
 LAST_COMMA = re.compile(r",(?=[])}])")
+FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", -1)  # of Python 3.12 and newer
 DEVICE = ("jit", "constexpr_function", "builtin")
 SETTINGS = ("Config", "Tile", "Pipeline")
 # Kernels whose schedule is part of what is timed: it determines which sums their CTAs wait for.
@@ -169,15 +170,15 @@ def _logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
         if token.type in (tokenize.INDENT, tokenize.DEDENT):
             depth += 1 if token.type == tokenize.INDENT else -1
         elif token.type == tokenize.NEWLINE:
-            # Python 3.12 tokenizes inside f-strings, older ones do not; without spaces and doubled braces both read
-            # alike.
+            # Python 3.12 tokenizes inside f-strings, older ones do not; without spaces both read alike.
             text = "".join("".join(parts).split()).replace("{{", "{").replace("}}", "}")
             if row not in docstrings:
                 lines.append((row, f"{depth} {LAST_COMMA.sub('', text)}"))
             parts = []
         elif token.type not in (tokenize.COMMENT, tokenize.NL):
             row = row if parts else token.start[0]
-            parts.append(token.string)
+            middle = token.type == FSTRING_MIDDLE  # which holds one brace where the source has two
+            parts.append(token.string.replace("{", "{{").replace("}", "}}") if middle else token.string)
     return lines
 
 

@@ -214,3 +214,8 @@ def test_what_settings_derive_from_are_settings() -> None:
         if isinstance(base, ast.Name)
     }
     assert {"Tile", "Pipeline"} <= bases <= set(SETTINGS)
+
+
+def test_braces_of_f_strings_read_alike_in_every_python() -> None:
+    """Python 3.12 splits f-strings into tokens, and gives one brace where the source has two."""
+    assert code_of('x = f"{{a {b}}}"\n') == [("", '0 x=f"{a{b}}"')]
