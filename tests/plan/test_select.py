@@ -160,7 +160,7 @@ def test_explain_of_the_real_table_planned_for_an_h200():
             "vendor.dense",
             "cpu.spmm",
             "reference.spmm",
-        ]  # fmt: skip
+        ]
     )
     assert "  not        cpu.spmm: runs on CPU tensors only" in losers
     assert all(

@@ -82,10 +82,29 @@ PTX void barrier_wait(u32 at, u32 phase) {
   } while (!done);
 }
 
-PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
+// What L2 keeps longest, and what it lets go first.
+PTX u64 keep_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+PTX u64 pass_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y, u64 policy) {
+#if HINTS & 1
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;"
+      ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed), "l"(policy) : "memory");
+#else
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed) : "memory");
+#endif
 }
 
 // Half of a step's rows of B: [KD, 256] as four panels of 64 columns, or [256, KD]. With `shared` to the same address in
@@ -109,9 +128,14 @@ PTX void load_half(u32 to, const TensorMap& map, u32 landed, int k, int col, boo
                  ::"r"(to), "l"(&map), COORDINATES, "r"(landed) : "memory");
 }
 
-PTX void tma_store(const TensorMap& map, u32 from, int x, int y) {
+PTX void tma_store(const TensorMap& map, u32 from, int x, int y, u64 policy) {
+#if HINTS & 2
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;"
+               ::"l"(&map), "r"(x), "r"(y), "r"(from), "l"(policy) : "memory");
+#else
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
                ::"l"(&map), "r"(x), "r"(y), "r"(from) : "memory");
+#endif
 }
 
 PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -246,6 +270,7 @@ struct Ring {
 PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u32 smem, int rank) {
   Ring ring{smem, 1};  // a fresh barrier passes for parity 1: every slot begins empty
   const int begin = p.starts[blockIdx.x / CLUSTER], last = p.starts[blockIdx.x / CLUSTER + 1];
+  const u64 policy = keep_policy();
   Tile next_tile = tile_at(p, begin);
   for (int t = begin; t < last; t++) {
     const Tile tile = next_tile;
@@ -262,7 +287,7 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u
         const u32 landed = ring.full(), a = smem + A_AT + ring.slot * A_BYTES, b = smem + B_AT + ring.slot * B_BYTES;
         barrier_expect(landed, LANDING);  // including the half of B that the other CTA loads
 #pragma unroll
-        for (int j = 0; j < JOINED; j++) tma_load(a + j * (BM * PITCH), a_map, landed, s * KD, step.block[j] * BM);
+        for (int j = 0; j < JOINED; j++) tma_load(a + j * (BM * PITCH), a_map, landed, s * KD, step.block[j] * BM, policy);
         const int k = col * BK + s * KD;
         if (shared) {
           load_half(b + rank * B_HALF, b_map, landed, k, tile.col + rank * HALF_N, true);
@@ -333,6 +358,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
   const int begin = p.starts[blockIdx.x / CLUSTER], last = p.starts[blockIdx.x / CLUSTER + 1];
   Ring ring{smem, 0};
   u32 before = 0;  // barrier of the slot that the previous step read
+  const u64 policy = pass_policy();
   Tile next_tile = tile_at(p, begin);
 #pragma unroll 1
   for (int t = begin; t < last; t++) {
@@ -385,7 +411,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
 #pragma unroll
           for (int j = 0; j < JOINED; j++) {
             const int x = tile.col + wg * HALF_N + (first + i) * BOX_N, y = rows[j];
-            tma_store(c_map, stage + i * BOX_BYTES + j * PART_BYTES, C_COL ? y : x, C_COL ? x : y);
+            tma_store(c_map, stage + i * BOX_BYTES + j * PART_BYTES, C_COL ? y : x, C_COL ? x : y, policy);
           }
         tma_store_commit();
       }

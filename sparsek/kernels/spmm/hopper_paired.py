@@ -47,7 +47,7 @@ BOX_BYTES = 8192  # 64 rows and 64 columns of C
 
 @dataclass(frozen=True)
 class Config:
-    """A compiled kernel for blocks of `block`, `joined` of which share a tile's 64 rows.
+    """A compiled kernel for blocks of `block`; `joined` block rows share the 64 rows of a tile.
 
     `boxes` of a warpgroup's part of C are staged at once. `half`: fp16 instead of bf16.
     """
@@ -62,6 +62,7 @@ class Config:
     has_alpha: bool = False
     bias: bool = False
     activation: str = ""
+    hints: int = 0
 
     @property
     def depth(self) -> int:
@@ -84,7 +85,7 @@ class Config:
             "BM": self.block[0], "BK": self.block[1], "JOINED": self.joined, "STAGES": self.stages,
             "C_BOXES": self.boxes, "B_ROW": int(self.b_row), "C_COL": int(self.c_col), "HALF": int(self.half),
             "HAS_ALPHA": int(self.has_alpha), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
-            "SMEM_BYTES": self.smem,
+            "SMEM_BYTES": self.smem, "HINTS": self.hints,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in names.items()]
 

@@ -37,18 +37,26 @@ class Pairs(NamedTuple):
 
 
 def matched(has: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Pairs [n / 2, 2] of rows with the most True in common; a last odd row is paired with -1."""
+    """Pairs [n / 2, 2] of rows with the most True in common; a last odd row is paired with -1.
+
+    In each round two rows become a pair if each is the other's best. This finds the pairs that a greedy choice, of all
+    pairs the best first and equal ones in order, would take.
+    """
     n = len(has)
-    alike = has.astype(np.float32) @ has.T.astype(np.float32)
-    np.fill_diagonal(alike, -1)
-    pairs = np.full((-(-n // 2), 2), -1, np.int64)
-    for i in range(n // 2):
-        pairs[i] = first, second = divmod(int(alike.argmax()), n)
-        alike[[first, second]] = -1
-        alike[:, [first, second]] = -1
-    if n % 2:
-        pairs[-1, 0] = np.setdiff1d(np.arange(n), pairs[:-1])[0]
-    return pairs
+    bits = has.astype(np.float32)
+    at = np.arange(n)
+    order = np.minimum(at[:, None], at) * n + np.maximum(at[:, None], at)
+    alike = (bits @ bits.T).astype(np.int64) * (n * n) - order  # no two pairs are equal
+    np.fill_diagonal(alike, np.iinfo(np.int64).min)
+    pairs, left = [], at
+    while len(left) > 1:
+        best = alike[np.ix_(left, left)].argmax(1)
+        mutual = best[best] == np.arange(len(left))
+        pairs.append(np.stack((left, left[best]), 1)[mutual & (np.arange(len(left)) < best)])
+        left = left[~mutual]
+    if len(left):
+        pairs.append(np.array([[left[0], -1]]))
+    return np.concatenate(pairs)
 
 
 def pairs_of(pattern: BlockPattern, joined: int) -> Pairs:
@@ -63,24 +71,24 @@ def pairs_of(pattern: BlockPattern, joined: int) -> Pairs:
     )  # fmt: skip
 
 
-def _window(pattern: BlockPattern, joined: int, at: int) -> tuple[NDArray[np.int64], list[tuple]]:  # type: ignore[type-arg]
+def _window(pattern: BlockPattern, joined: int, at: int) -> tuple[NDArray[np.int64], list[tuple]]:
     """Pairs and steps of WINDOW block rows from `at` on."""
     count, width = min(WINDOW, pattern.grid[0] - at), max(1, pattern.grid[1])
-    indptr, indices = pattern.host
+    (indptr, indices), nnzb = pattern.host, pattern.nnzb
     stored = np.arange(indptr[at], indptr[at + count])
-    place = np.full((count + 1, width), pattern.nnzb, np.int64)  # the last row has no blocks: -1 selects it
+    place = np.full((count + 1, width), nnzb, np.int64)  # the last row has no blocks: -1 selects it
     place[np.repeat(np.arange(count), np.diff(indptr[at : at + count + 1])), indices[stored]] = stored
     rows = np.arange(count)[:, None]
     while rows.shape[1] < 2 * joined:
-        pairs = matched((place[rows] < pattern.nnzb).any(1))
+        pairs = matched((place[rows] < nnzb).any(1))
         padded = np.concatenate((rows, np.full_like(rows[:1], -1)))
         rows = padded[pairs].reshape(len(pairs), -1)
     units = rows.reshape(-1, 2, joined)
-    steps = [_steps(place[pair], pattern.nnzb) for pair in units]
+    steps = [_steps(place[pair], nnzb) for pair in units]
     return np.where(units < 0, -1, units + at), steps
 
 
-def _steps(place: NDArray[np.int64], nnzb: int) -> tuple:  # type: ignore[type-arg]
+def _steps(place: NDArray[np.int64], nnzb: int) -> tuple:
     """The steps of a pair, from the stored blocks `place` [2, joined, columns]: their number, and fields of Pairs."""
     has = (place < nnzb).any(1)
     both, alone = has.all(0), has & ~has.all(0)
