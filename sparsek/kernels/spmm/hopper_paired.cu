@@ -11,7 +11,7 @@
    A tile has JOINED block rows, from anywhere in A: those that have many block columns in common (hopper_paired.py). So
    have the tiles of a cluster. Where both CTAs need the same rows of B in the same step, each loads half of them, and
    multicasts it to both. What a joined block row lacks in a step is loaded from outside of A, where TMA fills in zeros.
-   A cluster stays on its SMs and walks tiles. One producer thread of each CTA fills its ring (`load`); two consumer
+   A cluster stays on its SMs and walks tiles. Two producer threads of each CTA fill its ring (`load`); two consumer
    warpgroups multiply out of it (`multiply`).
 
    Bottleneck (H200, docs/lab-notes.md): L2 to shared memory. Each fetched row of B serves one or two CTAs here.
@@ -36,18 +36,24 @@ struct Params {
 };
 
 constexpr int CLUSTER = 2, WGS = 2, THREADS = 128 * (WGS + 1);
-constexpr int KD = BK % 32 ? 16 : 32, PER_BLOCK = BK / KD;  // depth of a step, steps of a block
-constexpr int PITCH = 2 * KD;                               // bytes of a row of A, or of a column of B in [N, K]
-constexpr int TN = 512, HALF_N = TN / 2;                    // columns of a tile, of a warpgroup
-constexpr int A_BYTES = 64 * PITCH, B_HALF = HALF_N * PITCH, B_BYTES = 2 * B_HALF;
-constexpr int LANDING = JOINED * BM * PITCH + B_BYTES;      // of a step
+constexpr int KD = BK == 16 ? 16 : 32, PER_BLOCK = BK / KD;  // depth of a step, steps of a block
+constexpr int A_PITCH = 2 * BK, B_PITCH = 2 * KD;             // bytes of a row of A, of a column of B in [N, K]
+constexpr int TN = 512, HALF_N = TN / 2;                      // columns of a tile, of a warpgroup
+constexpr int A_BYTES = 64 * A_PITCH, B_HALF = HALF_N * B_PITCH, B_BYTES = 2 * B_HALF;
+constexpr int A_PART = BM * A_PITCH;                          // of a block
+// Slots of A, a block each. With two steps to a block, the slot of B that a block's first step takes was read last by the
+// second step of the block that had its slot of A, or later.
+constexpr int A_SLOTS = PER_BLOCK == 1 ? STAGES : (STAGES + 2) / 2;
+// Blocks narrower than a line of 128 bytes are copied as such lines. TMA swizzles lines, wgmma rows: it finds row r of A
+// in place r ^ (r / 8 & TURN). Where C lies by columns, its rows cannot be put right by an address.
+constexpr int FOLD = C_COL ? 1 : 64 / BK, TURN = FOLD - 1;
 constexpr int ENTRY = JOINED == 1 ? 2 : JOINED == 2 ? 4 : 8;  // numbers of a step in `steps`
 constexpr int BOX_N = 64, BOX_BYTES = 64 * BOX_N * 2, BOXES = HALF_N / BOX_N;  // of C
 constexpr int PART_BYTES = BOX_BYTES * BM / 64;             // a block row's part of a box
-constexpr int B_AT = 0, A_AT = B_AT + STAGES * B_BYTES, C_AT = A_AT + STAGES * A_BYTES;
+constexpr int B_AT = 0, A_AT = B_AT + STAGES * B_BYTES, C_AT = A_AT + A_SLOTS * A_BYTES;
 constexpr int FULL_AT = C_AT + WGS * C_BOXES * BOX_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "hopper_paired.py counts shared memory differently");
-static_assert(JOINED * BM <= 64 && BOXES % C_BOXES == 0 && A_BYTES % 1024 == 0, "");
+static_assert(JOINED * BM <= 64 && 64 % BK == 0 && BOXES % C_BOXES == 0 && A_BYTES % 1024 == 0, "");
 
 // ---------------------------------------------------------------------------------------------------- PTX wrappers
 
@@ -82,29 +88,10 @@ PTX void barrier_wait(u32 at, u32 phase) {
   } while (!done);
 }
 
-// What L2 keeps longest, and what it lets go first.
-PTX u64 keep_policy() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-PTX u64 pass_policy() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y, u64 policy) {
-#if HINTS & 1
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;"
-      ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed), "l"(policy) : "memory");
-#else
+PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed) : "memory");
-#endif
 }
 
 // Half of a step's rows of B: [KD, 256] as four panels of 64 columns, or [256, KD]. With `shared` to the same address in
@@ -128,14 +115,9 @@ PTX void load_half(u32 to, const TensorMap& map, u32 landed, int k, int col, boo
                  ::"r"(to), "l"(&map), COORDINATES, "r"(landed) : "memory");
 }
 
-PTX void tma_store(const TensorMap& map, u32 from, int x, int y, u64 policy) {
-#if HINTS & 2
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;"
-               ::"l"(&map), "r"(x), "r"(y), "r"(from), "l"(policy) : "memory");
-#else
+PTX void tma_store(const TensorMap& map, u32 from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
                ::"l"(&map), "r"(x), "r"(y), "r"(from) : "memory");
-#endif
 }
 
 PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -233,8 +215,8 @@ __device__ constexpr u64 described(int group_bytes, int panel_bytes, int swizzle
          (swizzle_bytes == 128 ? 1ull : swizzle_bytes == 64 ? 2ull : 3ull) << 62;
 }
 
-constexpr u64 A_DESC = described(8 * PITCH, 16, PITCH);
-constexpr u64 B_DESC = B_ROW ? described(1024, KD * 128, 128) : described(8 * PITCH, 16, PITCH);
+constexpr u64 A_DESC = described(8 * A_PITCH, 16, A_PITCH);
+constexpr u64 B_DESC = B_ROW ? described(1024, KD * 128, 128) : described(8 * B_PITCH, 16, B_PITCH);
 
 struct Tile { int first, end, pair, col; };
 PTX Tile tile_at(const Params& p, int t) {
@@ -259,41 +241,48 @@ PTX Step step_at(const Params& p, int rank, int i) {
 
 struct Ring {
   u32 smem, phase;
-  u32 slot = 0;
+  u32 slot = 0, a_slot = 0;
 
   PTX u32 full() const { return smem + FULL_AT + slot * 8; }
   PTX u32 empty() const { return smem + EMPTY_AT + slot * 8; }
+  PTX u32 a() const { return smem + A_AT + a_slot * A_BYTES; }
+  PTX u32 b() const { return smem + B_AT + slot * B_BYTES; }
   PTX void next() { if (++slot == STAGES) slot = 0, phase ^= 1; }
+  PTX void next_block() { if (++a_slot == A_SLOTS) a_slot = 0; }
 };
 
-// Producer, one thread: for each tile of the CTA, loads its steps into the ring.
-PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u32 smem, int rank) {
+// Two producer threads: for each tile of the CTA, one loads the blocks of A, the other the rows of B of its steps.
+template <bool OF_A>
+PTX void load(const TensorMap& map, const Params& p, u32 smem, int rank) {
   Ring ring{smem, 1};  // a fresh barrier passes for parity 1: every slot begins empty
   const int begin = p.starts[blockIdx.x / CLUSTER], last = p.starts[blockIdx.x / CLUSTER + 1];
-  const u64 policy = keep_policy();
   Tile next_tile = tile_at(p, begin);
   for (int t = begin; t < last; t++) {
     const Tile tile = next_tile;
     next_tile = tile_at(p, t + 1);  // the list ends with a spare one
     Step step = step_at(p, rank, tile.first), next = step_at(p, rank, tile.first + 1);
-    for (int i = tile.first; i < tile.end; i++) {
+    for (int i = tile.first; i < tile.end; i++, ring.next_block()) {
       const Step then = step_at(p, rank, i + 2);  // prefetched by two steps
-      const bool shared = step.col < 0;
-      const int col = shared ? ~step.col : step.col;
 #pragma unroll
       for (int s = 0; s < PER_BLOCK; s++, ring.next()) {
         // Wait until the consumers of both CTAs have multiplied the slot's previous contents: B may go to both.
         barrier_wait(ring.empty(), ring.phase);
-        const u32 landed = ring.full(), a = smem + A_AT + ring.slot * A_BYTES, b = smem + B_AT + ring.slot * B_BYTES;
-        barrier_expect(landed, LANDING);  // including the half of B that the other CTA loads
+        if constexpr (OF_A) {
+          barrier_expect(ring.full(), s == 0 ? JOINED * A_PART : 0);
+          if (s == 0)
 #pragma unroll
-        for (int j = 0; j < JOINED; j++) tma_load(a + j * (BM * PITCH), a_map, landed, s * KD, step.block[j] * BM, policy);
-        const int k = col * BK + s * KD;
-        if (shared) {
-          load_half(b + rank * B_HALF, b_map, landed, k, tile.col + rank * HALF_N, true);
+            for (int j = 0; j < JOINED; j++)
+              tma_load(ring.a() + j * A_PART, map, ring.full(), 0, step.block[j] * (BM / FOLD));
         } else {
-          load_half(b, b_map, landed, k, tile.col, false);
-          load_half(b + B_HALF, b_map, landed, k, tile.col + HALF_N, false);
+          const bool shared = step.col < 0;
+          const int k = (shared ? ~step.col : step.col) * BK + s * KD;
+          barrier_expect(ring.full(), B_BYTES);  // including the half that the other CTA loads
+          if (shared) {
+            load_half(ring.b() + rank * B_HALF, map, ring.full(), k, tile.col + rank * HALF_N, true);
+          } else {
+            load_half(ring.b(), map, ring.full(), k, tile.col, false);
+            load_half(ring.b() + B_HALF, map, ring.full(), k, tile.col + HALF_N, false);
+          }
         }
       }
       step = next, next = then;
@@ -319,16 +308,20 @@ PTX float activated(float z) {
   return z * (HALF ? inverse(exp2_of(u * -2.8853901f) + 1.f) : fmaf(tanh_of(u), 0.5f, 0.5f));
 }
 
-// The affine part of the epilogue for rows y and y + 8: times alpha, plus `shift`.
+// The affine part of the epilogue for a thread's two rows of the warp's 16: times alpha, plus `shift`. `row` is the first
+// of the warp's block row.
 struct Shift { float of[2]; };
-PTX Shift shift_of(const Params& p, int y) {
+PTX Shift shift_of(const Params& p, int row, int warp, int lane) {
   Shift shift;
 #pragma unroll
-  for (int h = 0; h < 2; h++) shift.of[h] = BIAS && y + 8 * h < p.m ? widen(((const u16*)p.bias)[y + 8 * h]) : 0.f;
+  for (int h = 0; h < 2; h++) {
+    const int line = 16 * warp + 8 * h + lane / 4, y = row + (line ^ (line / 8 & TURN)) % BM;
+    shift.of[h] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
+  }
   return shift;
 }
 
-// act(alpha * e + shift) of a thread's part of 16 columns: e[0] and e[1] of row y, the next two of row y + 8, and so on.
+// act(alpha * e + shift) of a thread's part of 16 columns: e[0] and e[1] of its first row, the next two of the other, and so on.
 PTX void finish(float* e, const Params& p, const Shift& shift) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -346,7 +339,8 @@ PTX u32 in_box(int j, int warp, int lane) {
     const int turned = BM == 64 ? line & 7 : BM == 32 ? line / 2 & 3 : line / 4 & 1;
     return 16 * warp / BM * PART_BYTES + line * (2 * BM) + ((piece ^ turned) << 4);
   }
-  const int line = 16 * warp + 8 * down + lane % 8;
+  int line = 16 * warp + 8 * down + lane % 8;
+  line ^= line / 8 & TURN;
   return line * 128 + (((j + across) ^ (line & 7)) << 4);
 }
 
@@ -358,7 +352,6 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
   const int begin = p.starts[blockIdx.x / CLUSTER], last = p.starts[blockIdx.x / CLUSTER + 1];
   Ring ring{smem, 0};
   u32 before = 0;  // barrier of the slot that the previous step read
-  const u64 policy = pass_policy();
   Tile next_tile = tile_at(p, begin);
 #pragma unroll 1
   for (int t = begin; t < last; t++) {
@@ -373,8 +366,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     float d[128] = {};
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
-      const u64 a = A_DESC | place(smem + A_AT + ring.slot * A_BYTES);
-      const u64 b = B_DESC | place(smem + B_AT + ring.slot * B_BYTES + wg * B_HALF);
+      const u64 a = A_DESC | place(ring.a() + i % PER_BLOCK * B_PITCH), b = B_DESC | place(ring.b() + wg * B_HALF);
       barrier_wait(ring.full(), ring.phase);  // until the step has landed
       wgmma_fence();  // the sums are written before wgmma reads them
 #pragma unroll
@@ -384,8 +376,9 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
       if (i > 0 && lane < CLUSTER) barrier_arrive(before, lane);
       before = ring.empty();
       ring.next();
+      if (PER_BLOCK == 1 || i % PER_BLOCK) ring.next_block();
     }
-    const Shift shift = shift_of(p, row + 16 * warp % BM + lane / 4);  // loaded before the last products are done
+    const Shift shift = shift_of(p, row, warp, lane);  // loaded before the last products are done
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 128; i++) written_until_here(d[i]);
@@ -411,7 +404,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
 #pragma unroll
           for (int j = 0; j < JOINED; j++) {
             const int x = tile.col + wg * HALF_N + (first + i) * BOX_N, y = rows[j];
-            tma_store(c_map, stage + i * BOX_BYTES + j * PART_BYTES, C_COL ? y : x, C_COL ? x : y, policy);
+            tma_store(c_map, stage + i * BOX_BYTES + j * PART_BYTES, C_COL ? y : x, C_COL ? x : y);
           }
         tma_store_commit();
       }
@@ -430,7 +423,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (threadIdx.x == 0) {
     if (smem % 1024) __trap();
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(smem + FULL_AT + 8 * i, 1);
+      barrier_init(smem + FULL_AT + 8 * i, 2);  // two producers
       barrier_init(smem + EMPTY_AT + 8 * i, 4 * WGS * CLUSTER);  // one lane of every consumer warp of both CTAs
     }
     barriers_made();
@@ -438,7 +431,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   cluster_sync();  // until the barriers of both CTAs are initialised
   if (group == 0) {
     give_registers();
-    if (threadIdx.x < 32 && elected()) load(a_map, b_map, p, smem, rank);
+    if (threadIdx.x < 32 && elected()) load<true>(a_map, p, smem, rank);
+    if (threadIdx.x / 32 == 1 && elected()) load<false>(b_map, p, smem, rank);
     cluster_sync();  // the other CTA may still write here and arrive at barriers here
   } else {
     take_registers();

@@ -38,7 +38,7 @@ ENTRY = "paired_kernel"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
 ACTS = tuple(ACTIVATIONS)  # the kernel uses their indices
 COLS, CLUSTER, THREADS = 512, 2, 384
-HEIGHTS = (16, 32, 64)  # of blocks
+SIDES = (16, 32, 64)  # of blocks
 LESS = 0.90  # of the columns of neighbours, where blocks lie at random
 ARRIVE = 84e9  # bytes a second into the shared memory of an SM
 TILE_SECONDS = 1.0e-6
@@ -62,21 +62,21 @@ class Config:
     has_alpha: bool = False
     bias: bool = False
     activation: str = ""
-    hints: int = 0
 
     @property
     def depth(self) -> int:
-        """Columns of A in a slot."""
-        return 16 if self.block[1] % 32 else 32
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of A, B and two barriers."""
-        return 2 * self.depth * (64 + COLS) + 16
+        """Rows of B in a slot."""
+        return min(self.block[1], 32)
 
     @property
     def smem(self) -> int:
-        return self.stages * self.stage_bytes + 2 * self.boxes * BOX_BYTES
+        """Slots of B, of A, boxes of C, and two barriers a slot."""
+        blocks = self.stages if self.block[1] <= 32 else (self.stages + 2) // 2
+        return (
+            self.stages * (2 * self.depth * COLS + 16)
+            + blocks * 128 * self.block[1]
+            + 2 * self.boxes * BOX_BYTES
+        )
 
     @property
     def defines(self) -> list[str]:
@@ -85,7 +85,7 @@ class Config:
             "BM": self.block[0], "BK": self.block[1], "JOINED": self.joined, "STAGES": self.stages,
             "C_BOXES": self.boxes, "B_ROW": int(self.b_row), "C_COL": int(self.c_col), "HALF": int(self.half),
             "HAS_ALPHA": int(self.has_alpha), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
-            "SMEM_BYTES": self.smem, "HINTS": self.hints,
+            "SMEM_BYTES": self.smem,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in names.items()]
 
@@ -102,7 +102,10 @@ class Config:
 
     def deepened(self, smem: int) -> Config:
         """The config with as many stages as fit into `smem` bytes."""
-        return replace(self, stages=(smem - replace(self, stages=0).smem) // self.stage_bytes)
+        return max(
+            (c for c in (replace(self, stages=each) for each in range(2, 13)) if c.smem <= smem),
+            key=lambda c: c.stages,
+        )
 
 
 def code_of(c: Config) -> bytes:
@@ -175,8 +178,8 @@ class HopperPaired:
         if not reasons and torch.cuda.is_available() and nvrtc.library() is None:
             reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
         bm, bk = p.block
-        if bm not in HEIGHTS or bk % 16:
-            reasons.append(f"blocks must have 16, 32 or 64 rows and a multiple of 16 columns, not {bm}x{bk}")
+        if bm not in SIDES or bk not in SIDES:
+            reasons.append(f"the sides of blocks must be 16, 32 or 64, not {bm}x{bk}")
         if not p.nnzb:
             reasons.append("A has no stored blocks, and TMA needs a valid address")
         if p.a.transposed:
@@ -263,7 +266,9 @@ class HopperPaired:
         for name in ("tiles", "starts", "rows", "steps"):
             setattr(params, name, getattr(work, name).data_ptr())
         function, held, (bm, bk) = _function(c, index), list(tensors_in(work)), c.block
-        of_a = Boxed(a.values.data_ptr(), a.values.dtype, (bk, a.nnzb * bm), bk, (c.depth, bm))
+        wide = bk if c.c_col else 64  # the kernel says why
+        lines = bm * bk // wide
+        of_a = Boxed(a.values.data_ptr(), a.values.dtype, (wide, a.nnzb * lines), wide, (wide, lines))
         for at in np.ndindex(*b.shape[:-2]):
             of_b = _by_rows(b[at], (64, c.depth), 4) if c.b_row else _by_rows(b[at].mT, (c.depth, COLS // 2))
             of_c = _by_rows(out[at].mT, (bm, 64)) if c.c_col else _by_rows(out[at], (64, bm))

@@ -139,8 +139,8 @@ def test_what_it_leaves_to_others() -> None:
         return "; ".join(KERNEL.why_not(changed(p, **facts)))
 
     assert why_not() == ""
-    assert "16, 32 or 64 rows" in why_not((128, 128))
-    assert "16, 32 or 64 rows" in why_not((32, 8))
+    assert "16, 32 or 64, not" in why_not((128, 128))
+    assert "16, 32 or 64, not" in why_not((32, 48))
     assert "transposed" in why_not(transposed=True)
     assert "joins" in why_not(combine="add")
     assert "multiple of 8" in why_not(n=1028)
