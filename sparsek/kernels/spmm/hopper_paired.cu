@@ -1,23 +1,23 @@
-/* C = act(alpha * (A @ B) + bias[:, None]) on Hopper, where A is block-sparse with blocks of 16, 32 or 64 rows. Two CTAs
-   share what they read of B.
+/* C = act(alpha * (A @ B) + bias[:, None]) on Hopper, where A is block-sparse with blocks of 16, 32 or 64 rows. Two
+   CTAs share what they read of B.
 
-       tiles of C of a cluster                         what one step of KD columns of A brings into a slot of the ring
+       tiles of C of a cluster                            what one step, a block column, brings into shared memory
        .--------- 256 ---------.--------- 256 --------.
-       |     warpgroup 0       |     warpgroup 1      |   CTA 0: A [64, KD], B [KD, 512]
+       |     warpgroup 0       |     warpgroup 1      |   CTA 0: A [64, BK], and for each warpgroup B [BK, 256]
        '----------------------------------------------'
-       |     warpgroup 0       |     warpgroup 1      |   CTA 1: A [64, KD], B [KD, 512]
+       |     warpgroup 0       |     warpgroup 1      |   CTA 1: the same
        '----------------------------------------------'
 
-   A tile has JOINED block rows, from anywhere in A: those that have many block columns in common (hopper_paired.py). So
-   have the tiles of a cluster. Where both CTAs need the same rows of B in the same step, each loads half of them, and
-   multicasts it to both. What a joined block row lacks in a step is loaded from outside of A, where TMA fills in zeros.
-   A cluster stays on its SMs and walks tiles. Two producer threads of each CTA fill its ring (`load`); two consumer
-   warpgroups multiply out of it (`multiply`).
+   A tile has JOINED block rows, from anywhere in A: those that have many block columns in common (pairs.py). So have
+   the tiles of a cluster. Where both CTAs need the same rows of B in the same step, each loads those of one warpgroup,
+   and multicasts them to both. What a joined block row lacks in a step comes from outside of A, where TMA fills in
+   zeros. A cluster stays on its SMs and walks tiles. Two producer threads of each CTA fill its rings of A and B
+   (`load`); two consumer warpgroups multiply out of them (`multiply`).
 
-   Bottleneck (H200, docs/lab-notes.md): L2 to shared memory. Each fetched row of B serves one or two CTAs here.
+   Bottleneck (docs/lab-notes.md): L2 to shared memory. So every copy moves lines of 128 bytes, if memory has them.
 
    Capital names that are not defined here are constants of the compilation: Config.defines in hopper_paired.py, which
-   also says what a call must be. Sums are float32. No include: NVRTC compiles this file as it is. */
+   also describes what a call must be. Sums are float32. No include: NVRTC compiles this file as it is. */
 
 #define PTX __device__ __forceinline__
 typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64;
@@ -36,23 +36,21 @@ struct Params {
 };
 
 constexpr int CLUSTER = 2, WGS = 2, THREADS = 128 * (WGS + 1);
-constexpr int KD = BK == 16 ? 16 : 32, PER_BLOCK = BK / KD;  // depth of a step, steps of a block
-constexpr int A_PITCH = 2 * BK, B_PITCH = 2 * KD;             // bytes of a row of A, of a column of B in [N, K]
-constexpr int TN = 512, HALF_N = TN / 2;                      // columns of a tile, of a warpgroup
-constexpr int A_BYTES = 64 * A_PITCH, B_HALF = HALF_N * B_PITCH, B_BYTES = 2 * B_HALF;
-constexpr int A_PART = BM * A_PITCH;                          // of a block
-// Slots of A, a block each. With two steps to a block, the slot of B that a block's first step takes was read last by the
-// second step of the block that had its slot of A, or later.
-constexpr int A_SLOTS = PER_BLOCK == 1 ? STAGES : (STAGES + 2) / 2;
-// Blocks narrower than a line of 128 bytes are copied as such lines. TMA swizzles lines, wgmma rows: it finds row r of A
-// in place r ^ (r / 8 & TURN). Where C lies by columns, its rows cannot be put right by an address.
+constexpr int PITCH = 2 * BK;                                  // bytes of a row of A, of a column of B in [N, K]
+constexpr int TN = 512, HALF_N = TN / 2;                       // columns of a tile, of a warpgroup
+constexpr int A_BYTES = 64 * PITCH, B_BYTES = HALF_N * PITCH;  // of a slot
+constexpr int A_PART = BM * PITCH;                             // of a block
+constexpr int A_STAGES = (STAGES + 2) / 2;                     // a step takes one slot of A and two of B
+// Blocks narrower than a line of 128 bytes are copied as such lines. TMA swizzles lines, wgmma rows: it finds row r of
+// A in place r ^ (r / 8 & TURN). Rows of C are put right by their addresses; where C lies by columns they have none.
 constexpr int FOLD = C_COL ? 1 : 64 / BK, TURN = FOLD - 1;
-constexpr int ENTRY = JOINED == 1 ? 2 : JOINED == 2 ? 4 : 8;  // numbers of a step in `steps`
+constexpr int ENTRY = JOINED == 1 ? 2 : JOINED == 2 ? 4 : 8;                   // numbers of a step in `steps`
 constexpr int BOX_N = 64, BOX_BYTES = 64 * BOX_N * 2, BOXES = HALF_N / BOX_N;  // of C
-constexpr int PART_BYTES = BOX_BYTES * BM / 64;             // a block row's part of a box
-constexpr int B_AT = 0, A_AT = B_AT + STAGES * B_BYTES, C_AT = A_AT + A_SLOTS * A_BYTES;
+constexpr int PART_BYTES = BOX_BYTES * BM / 64;                                // a block row's part of a box
+constexpr int B_AT = 0, A_AT = B_AT + STAGES * B_BYTES, C_AT = A_AT + A_STAGES * A_BYTES;
 constexpr int FULL_AT = C_AT + WGS * C_BOXES * BOX_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
-static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "hopper_paired.py counts shared memory differently");
+constexpr int A_FULL_AT = EMPTY_AT + STAGES * 8, A_EMPTY_AT = A_FULL_AT + A_STAGES * 8;
+static_assert(A_EMPTY_AT + A_STAGES * 8 <= SMEM_BYTES, "hopper_paired.py counts shared memory differently");
 static_assert(JOINED * BM <= 64 && 64 % BK == 0 && BOXES % C_BOXES == 0 && A_BYTES % 1024 == 0, "");
 
 // ---------------------------------------------------------------------------------------------------- PTX wrappers
@@ -94,9 +92,9 @@ PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
       ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed) : "memory");
 }
 
-// Half of a step's rows of B: [KD, 256] as four panels of 64 columns, or [256, KD]. With `shared` to the same address in
-// both CTAs; each CTA's own barrier counts the bytes.
-PTX void load_half(u32 to, const TensorMap& map, u32 landed, int k, int col, bool shared) {
+// Rows of B under a block column: [BK, 256] as four panels of 64 columns, or [256, BK]. With `shared` to the same
+// address in both CTAs; each CTA's own barrier counts the bytes.
+PTX void load_b(u32 to, const TensorMap& map, u32 landed, int k, int col, bool shared) {
 #if B_ROW
 #define WHERE "[%1, {%2, %3, %4}], [%5]"
 #define COORDINATES "r"(0), "r"(k), "r"(col / 64)
@@ -215,8 +213,8 @@ __device__ constexpr u64 described(int group_bytes, int panel_bytes, int swizzle
          (swizzle_bytes == 128 ? 1ull : swizzle_bytes == 64 ? 2ull : 3ull) << 62;
 }
 
-constexpr u64 A_DESC = described(8 * A_PITCH, 16, A_PITCH);
-constexpr u64 B_DESC = B_ROW ? described(1024, KD * 128, 128) : described(8 * B_PITCH, 16, B_PITCH);
+constexpr u64 A_DESC = described(8 * PITCH, 16, PITCH);
+constexpr u64 B_DESC = B_ROW ? described(1024, BK * 128, 128) : described(8 * PITCH, 16, PITCH);
 
 struct Tile { int first, end, pair, col; };
 PTX Tile tile_at(const Params& p, int t) {
@@ -239,52 +237,57 @@ PTX Step step_at(const Params& p, int rank, int i) {
   return step;
 }
 
+// Where a role is in the ring of B, in slots, and in that of A, in steps.
 struct Ring {
-  u32 smem, phase;
+  u32 smem, phase, a_phase;
   u32 slot = 0, a_slot = 0;
 
   PTX u32 full() const { return smem + FULL_AT + slot * 8; }
   PTX u32 empty() const { return smem + EMPTY_AT + slot * 8; }
-  PTX u32 a() const { return smem + A_AT + a_slot * A_BYTES; }
   PTX u32 b() const { return smem + B_AT + slot * B_BYTES; }
-  PTX void next() { if (++slot == STAGES) slot = 0, phase ^= 1; }
-  PTX void next_block() { if (++a_slot == A_SLOTS) a_slot = 0; }
+  PTX void next(int slots) { slot += slots; if (slot >= STAGES) slot -= STAGES, phase ^= 1; }
+
+  PTX u32 a_full() const { return smem + A_FULL_AT + a_slot * 8; }
+  PTX u32 a_empty() const { return smem + A_EMPTY_AT + a_slot * 8; }
+  PTX u32 a() const { return smem + A_AT + a_slot * A_BYTES; }
+  PTX void next_step() { if (++a_slot == A_STAGES) a_slot = 0, a_phase ^= 1; }
 };
+
+PTX void load_step_of_a(const TensorMap& map, Ring& ring, const Step& step) {
+  barrier_wait(ring.a_empty(), ring.a_phase);  // until both warpgroups have multiplied the slot's contents
+  barrier_expect(ring.a_full(), JOINED * A_PART);
+#pragma unroll
+  for (int j = 0; j < JOINED; j++)
+    tma_load(ring.a() + j * A_PART, map, ring.a_full(), 0, step.block[j] * (BM / FOLD));
+  ring.next_step();
+}
+
+PTX void load_step_of_b(const TensorMap& map, Ring& ring, const Step& step, int tile_col, int rank) {
+  const bool shared = step.col < 0;
+  const int k = (shared ? ~step.col : step.col) * BK;
+#pragma unroll
+  for (int half = 0; half < 2; half++, ring.next(1)) {
+    // Wait until the half's warpgroups of both CTAs have multiplied the slot's contents: B may go to both.
+    barrier_wait(ring.empty(), ring.phase);
+    barrier_expect(ring.full(), B_BYTES);  // also where the other CTA loads them
+    if (!shared || half == rank) load_b(ring.b(), map, ring.full(), k, tile_col + half * HALF_N, shared);
+  }
+}
 
 // Two producer threads: for each tile of the CTA, one loads the blocks of A, the other the rows of B of its steps.
 template <bool OF_A>
 PTX void load(const TensorMap& map, const Params& p, u32 smem, int rank) {
-  Ring ring{smem, 1};  // a fresh barrier passes for parity 1: every slot begins empty
+  Ring ring{smem, 1, 1};  // a fresh barrier passes for parity 1: every slot begins empty
   const int begin = p.starts[blockIdx.x / CLUSTER], last = p.starts[blockIdx.x / CLUSTER + 1];
   Tile next_tile = tile_at(p, begin);
   for (int t = begin; t < last; t++) {
     const Tile tile = next_tile;
     next_tile = tile_at(p, t + 1);  // the list ends with a spare one
     Step step = step_at(p, rank, tile.first), next = step_at(p, rank, tile.first + 1);
-    for (int i = tile.first; i < tile.end; i++, ring.next_block()) {
+    for (int i = tile.first; i < tile.end; i++) {
       const Step then = step_at(p, rank, i + 2);  // prefetched by two steps
-#pragma unroll
-      for (int s = 0; s < PER_BLOCK; s++, ring.next()) {
-        // Wait until the consumers of both CTAs have multiplied the slot's previous contents: B may go to both.
-        barrier_wait(ring.empty(), ring.phase);
-        if constexpr (OF_A) {
-          barrier_expect(ring.full(), s == 0 ? JOINED * A_PART : 0);
-          if (s == 0)
-#pragma unroll
-            for (int j = 0; j < JOINED; j++)
-              tma_load(ring.a() + j * A_PART, map, ring.full(), 0, step.block[j] * (BM / FOLD));
-        } else {
-          const bool shared = step.col < 0;
-          const int k = (shared ? ~step.col : step.col) * BK + s * KD;
-          barrier_expect(ring.full(), B_BYTES);  // including the half that the other CTA loads
-          if (shared) {
-            load_half(ring.b() + rank * B_HALF, map, ring.full(), k, tile.col + rank * HALF_N, true);
-          } else {
-            load_half(ring.b(), map, ring.full(), k, tile.col, false);
-            load_half(ring.b() + B_HALF, map, ring.full(), k, tile.col + HALF_N, false);
-          }
-        }
-      }
+      if constexpr (OF_A) load_step_of_a(map, ring, step);
+      else load_step_of_b(map, ring, step, tile.col, rank);
       step = next, next = then;
     }
   }
@@ -308,8 +311,8 @@ PTX float activated(float z) {
   return z * (HALF ? inverse(exp2_of(u * -2.8853901f) + 1.f) : fmaf(tanh_of(u), 0.5f, 0.5f));
 }
 
-// The affine part of the epilogue for a thread's two rows of the warp's 16: times alpha, plus `shift`. `row` is the first
-// of the warp's block row.
+// The affine part of the epilogue for a thread's two rows of the warp's 16: times alpha, plus `shift`. `row` is the
+// first of the warp's block row.
 struct Shift { float of[2]; };
 PTX Shift shift_of(const Params& p, int row, int warp, int lane) {
   Shift shift;
@@ -321,7 +324,7 @@ PTX Shift shift_of(const Params& p, int row, int warp, int lane) {
   return shift;
 }
 
-// act(alpha * e + shift) of a thread's part of 16 columns: e[0] and e[1] of its first row, the next two of the other, and so on.
+// act(alpha * e + shift) of a thread's part of 16 columns: e[0] and e[1] of its first row, the next two of the other.
 PTX void finish(float* e, const Params& p, const Shift& shift) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -331,7 +334,8 @@ PTX void finish(float* e, const Params& p, const Shift& shift) {
 }
 
 // The address in a box of 64 x 64, as TMA swizzles it, of the row that this lane passes to `store_matrix`: of the four
-// 8 x 8 matrices in the warp's 16 rows and 16 columns from 8j on. With C_COL a box is one part for each block row, [64, BM].
+// 8 x 8 matrices in the warp's 16 rows and 16 columns from 8j on. With C_COL a box is a part [64, BM] for each block
+// row.
 PTX u32 in_box(int j, int warp, int lane) {
   const int down = (lane / 8) % 2, across = lane / 16;
   if constexpr (C_COL) {
@@ -344,14 +348,19 @@ PTX u32 in_box(int j, int warp, int lane) {
   return line * 128 + (((j + across) ^ (line & 7)) << 4);
 }
 
-// Consumer warpgroup `wg`: its 256 columns of every tile.
+// Lane 0 and 1 of a warp free a slot of B in CTA 0 and 1, lane 2 one of A in its own CTA.
+PTX void release(u32 b_empty, u32 a_empty, int lane, int rank) {
+  barrier_arrive(lane < CLUSTER ? b_empty : a_empty, lane < CLUSTER ? lane : rank);
+}
+
+// Consumer warpgroup `wg`: its 256 columns of every tile. Every second slot of B is its own.
 PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int rank) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
   const bool leader = threadIdx.x % 128 == 0;
   const u32 stage = smem + C_AT + wg * (C_BOXES * BOX_BYTES);
   const int begin = p.starts[blockIdx.x / CLUSTER], last = p.starts[blockIdx.x / CLUSTER + 1];
-  Ring ring{smem, 0};
-  u32 before = 0;  // barrier of the slot that the previous step read
+  Ring ring{smem, 0, 0, (u32)wg};
+  u32 before = 0, a_before = 0;  // barriers of the slots that the previous step read
   Tile next_tile = tile_at(p, begin);
 #pragma unroll 1
   for (int t = begin; t < last; t++) {
@@ -362,27 +371,28 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     for (int j = 0; j < JOINED; j++) rows[j] = p.rows[(tile.pair * CLUSTER + rank) * JOINED + j];
     // Of this warp's block row; loaded, because an index into registers would move them to memory.
     const int row = p.rows[(tile.pair * CLUSTER + rank) * JOINED + min(16 * warp / BM, JOINED - 1)];
-    const int steps = (tile.end - tile.first) * PER_BLOCK;
+    const int steps = tile.end - tile.first;
     float d[128] = {};
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
-      const u64 a = A_DESC | place(ring.a() + i % PER_BLOCK * B_PITCH), b = B_DESC | place(ring.b() + wg * B_HALF);
-      barrier_wait(ring.full(), ring.phase);  // until the step has landed
-      wgmma_fence();  // the sums are written before wgmma reads them
+      const u64 a = A_DESC | place(ring.a()), b = B_DESC | place(ring.b());
+      barrier_wait(ring.a_full(), ring.a_phase);  // until the blocks of A have landed
+      barrier_wait(ring.full(), ring.phase);      // and this warpgroup's rows of B
+      wgmma_fence();                              // the sums are written before wgmma reads them
 #pragma unroll
-      for (int k = 0; k < KD / 16; k++) wgmma(d, a + k * 2, b + k * (B_ROW ? 128 : 2));
+      for (int k = 0; k < BK / 16; k++) wgmma(d, a + k * 2, b + k * (B_ROW ? 128 : 2));
       wgmma_commit();
-      wgmma_wait<1>();  // the previous step is done: its slot is free; this step's wgmma continue
-      if (i > 0 && lane < CLUSTER) barrier_arrive(before, lane);
-      before = ring.empty();
-      ring.next();
-      if (PER_BLOCK == 1 || i % PER_BLOCK) ring.next_block();
+      wgmma_wait<1>();  // the previous step is done: its slots are free; this step's wgmma continue
+      if (i > 0 && lane <= CLUSTER) release(before, a_before, lane, rank);
+      before = ring.empty(), a_before = ring.a_empty();
+      ring.next(2);  // the slot between is the other warpgroup's
+      ring.next_step();
     }
     const Shift shift = shift_of(p, row, warp, lane);  // loaded before the last products are done
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 128; i++) written_until_here(d[i]);
-    if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
+    if (steps > 0 && lane <= CLUSTER) release(before, a_before, lane, rank);
 #pragma unroll
     for (int first = 0; first < BOXES; first += C_BOXES) {
       if (leader) tma_store_wait();  // until the previous boxes have been read
@@ -423,8 +433,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (threadIdx.x == 0) {
     if (smem % 1024) __trap();
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(smem + FULL_AT + 8 * i, 2);  // two producers
-      barrier_init(smem + EMPTY_AT + 8 * i, 4 * WGS * CLUSTER);  // one lane of every consumer warp of both CTAs
+      barrier_init(smem + FULL_AT + 8 * i, 1);
+      barrier_init(smem + EMPTY_AT + 8 * i, 4 * CLUSTER);  // one lane of every warp of a warpgroup of both CTAs
+    }
+    for (int i = 0; i < A_STAGES; i++) {
+      barrier_init(smem + A_FULL_AT + 8 * i, 1);
+      barrier_init(smem + A_EMPTY_AT + 8 * i, 4 * WGS);  // one lane of every warp of this CTA
     }
     barriers_made();
   }

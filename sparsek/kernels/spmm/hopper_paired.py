@@ -49,7 +49,7 @@ BOX_BYTES = 8192  # 64 rows and 64 columns of C
 class Config:
     """A compiled kernel for blocks of `block`; `joined` block rows share the 64 rows of a tile.
 
-    `boxes` of a warpgroup's part of C are staged at once. `half`: fp16 instead of bf16.
+    `stages` slots hold rows of B for one warpgroup each. `boxes` of its part of C are staged at once. `half`: fp16.
     """
 
     block: tuple[int, int]
@@ -64,19 +64,11 @@ class Config:
     activation: str = ""
 
     @property
-    def depth(self) -> int:
-        """Rows of B in a slot."""
-        return min(self.block[1], 32)
-
-    @property
     def smem(self) -> int:
-        """Slots of B, of A, boxes of C, and two barriers a slot."""
-        blocks = self.stages if self.block[1] <= 32 else (self.stages + 2) // 2
-        return (
-            self.stages * (2 * self.depth * COLS + 16)
-            + blocks * 128 * self.block[1]
-            + 2 * self.boxes * BOX_BYTES
-        )
+        """Slots of B and of A, boxes of C, and barriers."""
+        a_stages = (self.stages + 2) // 2
+        slots = self.block[1] * (self.stages * COLS + a_stages * 128)  # of 256 columns, of 64 rows
+        return slots + 2 * self.boxes * BOX_BYTES + 16 * (self.stages + a_stages)
 
     @property
     def defines(self) -> list[str]:
@@ -103,7 +95,7 @@ class Config:
     def deepened(self, smem: int) -> Config:
         """The config with as many stages as fit into `smem` bytes."""
         return max(
-            (c for c in (replace(self, stages=each) for each in range(2, 13)) if c.smem <= smem),
+            (c for c in (replace(self, stages=each) for each in range(2, 25)) if c.smem <= smem),
             key=lambda c: c.stages,
         )
 
@@ -266,11 +258,11 @@ class HopperPaired:
         for name in ("tiles", "starts", "rows", "steps"):
             setattr(params, name, getattr(work, name).data_ptr())
         function, held, (bm, bk) = _function(c, index), list(tensors_in(work)), c.block
-        wide = bk if c.c_col else 64  # the kernel says why
+        wide = bk if c.c_col else 64  # FOLD in the kernel
         lines = bm * bk // wide
         of_a = Boxed(a.values.data_ptr(), a.values.dtype, (wide, a.nnzb * lines), wide, (wide, lines))
         for at in np.ndindex(*b.shape[:-2]):
-            of_b = _by_rows(b[at], (64, c.depth), 4) if c.b_row else _by_rows(b[at].mT, (c.depth, COLS // 2))
+            of_b = _by_rows(b[at], (64, bk), 4) if c.b_row else _by_rows(b[at].mT, (bk, COLS // 2))
             of_c = _by_rows(out[at].mT, (bm, 64)) if c.c_col else _by_rows(out[at], (64, bm))
             launch_cuda(
                 function, CLUSTER * work.clusters, THREADS, c.smem, index, (of_a, of_b, of_c, params), held

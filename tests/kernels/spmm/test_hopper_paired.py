@@ -124,7 +124,7 @@ def test_machine_code(c: Config) -> None:
     products = [each for each in opcodes if each.startswith("HGMMA")]
     kind = "F32" if c.half else "F32.BF16"
     assert set(products) == {f"HGMMA.64x256x16.{kind}"}
-    assert len(products) == c.depth // 16, "each once, in one loop"
+    assert len(products) == c.block[1] // 16, "each once, in one loop"
     assert sum("MULTICAST" in each for each in opcodes) > 0
     assert code.SPILLS.search(log)[0].startswith("0 bytes stack frame, 0 bytes spill stores, 0"), log  # type: ignore[index]
     assert not [each for each in opcodes if each.startswith(("LDL", "STL"))]
