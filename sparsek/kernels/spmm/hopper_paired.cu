@@ -51,6 +51,7 @@ constexpr int B_AT = 0, A_AT = B_AT + STAGES * B_BYTES, C_AT = A_AT + A_STAGES *
 constexpr int FULL_AT = C_AT + WGS * C_BOXES * BOX_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
 constexpr int A_FULL_AT = EMPTY_AT + STAGES * 8, A_EMPTY_AT = A_FULL_AT + A_STAGES * 8;
 static_assert(A_EMPTY_AT + A_STAGES * 8 <= SMEM_BYTES, "hopper_paired.py counts shared memory differently");
+static_assert(STAGES % 2 == 0, "a slot that served both warpgroups in turns could pass two phases behind one of them");
 static_assert(JOINED * BM <= 64 && 64 % BK == 0 && BOXES % C_BOXES == 0 && A_BYTES % 1024 == 0, "");
 
 // ---------------------------------------------------------------------------------------------------- PTX wrappers

@@ -93,9 +93,9 @@ class Config:
     __repr__ = __str__
 
     def deepened(self, smem: int) -> Config:
-        """The config with as many stages as fit into `smem` bytes."""
+        """The config with as many stages as fit into `smem` bytes, an even number: each slot serves one warpgroup."""
         return max(
-            (c for c in (replace(self, stages=each) for each in range(2, 25)) if c.smem <= smem),
+            (c for c in (replace(self, stages=each) for each in range(2, 25, 2)) if c.smem <= smem),
             key=lambda c: c.stages,
         )
 
