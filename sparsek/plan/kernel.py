@@ -23,6 +23,7 @@ from sparsek.plan.problem import (
     SpgemmProblem,
     SpmmProblem,
 )
+from sparsek.plan.ring import norm
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.scores import PLAIN as PLAIN_SCORES
 from sparsek.reference.scores import Scores
@@ -36,7 +37,7 @@ def beside(busy: float, moved: float) -> float:
     Neither hides the other wholly: 50 layers on an H200 (2026-11-22, op planner of benchmarks/results/h200) follow
     the root of the sum of squares.
     """
-    return (busy * busy + moved * moved) ** 0.5
+    return norm(2, busy, moved)
 
 
 def rounding_seconds(p: SpmmProblem) -> float:

@@ -6,13 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
-from sparsek.kernels.lang.gluon import reinterpret, tma_store, tma_store_wait
-
-
-@gluon.jit
-def opaque(x):
-    """x as a value that the compiler does not know: it keeps no address computed from it in registers across steps."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+from sparsek.kernels.lang.gluon import opaque, reinterpret, tma_store, tma_store_wait
 
 
 @gluon.jit

@@ -166,7 +166,7 @@ def weigh(
                 entry = 0
                 if T.bits:
                     entry = gl.load(entry_of + entries[0] + i // SUBS)
-                s = ruled(T, s, entry, low, high, query, key, rules, bits, kv_len)
+                s = ruled(T, s, entry, low, high, query, key, rules, bits)
             p = gl.exp2(s * scale - less)
             rounded = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
             mbarrier.wait(p_empty.index(slot), phase ^ 1)  # until the P before in this slot has been read

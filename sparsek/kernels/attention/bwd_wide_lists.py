@@ -61,7 +61,7 @@ def visited(lists, entries, i):
 
 
 @gluon.jit
-def ruled(T: gl.constexpr, s, entry, low, high, query, key, rules, bits, kv_len):
+def ruled(T: gl.constexpr, s, entry, low, high, query, key, rules, bits):
     """Scores after the rule of a partial block's entry. `low`, `high`, `query` and `key` broadcast to them."""
     BM: gl.constexpr = T.block[0]
     BK: gl.constexpr = T.block[1]
@@ -86,12 +86,6 @@ def bounds_of(T: gl.constexpr, lo, hi, query, q_len, kv_len):
         return gl.load(lo + query, mask=there, other=0), gl.load(hi + query, mask=there, other=0)
     else:
         return query * 0, query * 0 + kv_len
-
-
-@gluon.jit
-def again(x):
-    """The same int32, which LLVM takes for another one: it moves no address that comes of it out of a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

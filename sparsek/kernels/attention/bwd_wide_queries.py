@@ -13,7 +13,6 @@ from sparsek.kernels.attention.bwd_wide_lists import (
     NUMBERS,
     ORDER,
     POINTERS,
-    again,
     bounds_of,
     put_sums,
     ruled,
@@ -22,7 +21,7 @@ from sparsek.kernels.attention.bwd_wide_lists import (
     visited,
 )
 from sparsek.kernels.attention.parts import turn
-from sparsek.kernels.lang.gluon import tma_load, tma_store, tma_store_wait
+from sparsek.kernels.lang.gluon import opaque, tma_load, tma_store, tma_store_wait
 
 
 @gluon.jit
@@ -77,7 +76,7 @@ def differentiate_queries(
     dq = gl.zeros((64, DIM), gl.float32, Q_LAYOUT)
     mbarrier.wait(q_full, 0)  # until Q and dO have landed
     for i in range((end - begin) * SUBS):
-        half = again(i * 0 + WG)
+        half = opaque(i * 0 + WG)
         q = q_s.index(half).reshape((64, DIM))
         do = do_s.index(half).reshape((64, VDIM))
         k_slot = i % 2
@@ -95,7 +94,7 @@ def differentiate_queries(
             key = gl.expand_dims(pos + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT)), 0)
             low, high = bounds_of(T, lo + rule_at, hi + rule_at, query, q_len, kv_len)
             low, high, place = gl.expand_dims(low, 1), gl.expand_dims(high, 1), gl.expand_dims(query, 1)
-            s = ruled(T, s, entries[0] + i // SUBS, low, high, place, key, rules, bits, kv_len)
+            s = ruled(T, s, entries[0] + i // SUBS, low, high, place, key, rules, bits)
         p = gl.exp2(s * scale - less)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(v_empty.index(v_slot), count=1)

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek.kernels.attention import bwd_sums as tma_sums
 from sparsek.kernels.attention import score_args
-from sparsek.kernels.attention.bwd_dq import exchanged, opaque, stage_dq, start_dq, write
+from sparsek.kernels.attention.bwd_dq import exchanged, stage_dq, start_dq, write
 from sparsek.kernels.attention.bwd_load import load, load_keys
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
@@ -56,6 +56,7 @@ from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
     launch_on,
+    opaque,
     reinterpret,
     tma_store,
     tma_store_wait,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -28,6 +29,14 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     """Device code: views the same bytes of shared memory as `dtype` in another shape and layout."""
     seen_as = getattr(memory, "reinterpret", None) or memory._reinterpret
     return seen_as(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def opaque(x):
+    """Device code: an int32 passed through an instruction that is not removed. No compiler knows its value, so none
+    keeps addresses that are computed from it in registers across steps.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

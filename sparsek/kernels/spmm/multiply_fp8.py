@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.kernels.lang.gluon import tma_store_wait
+from sparsek.kernels.lang.gluon import opaque, tma_store_wait
 from sparsek.kernels.spmm.multiply import RECORD, bias_of, boxed, look_ahead, owned_boxes, send_box
 
 
@@ -53,13 +53,10 @@ def block_scales(T: gl.constexpr, a_scale, begin, end, q):
 
 @gluon.jit
 def carried(bound):
-    """`bound` of an inner loop, passed through an instruction that is not removed. Under Triton 3.6 a bound that the
-    outer loop carries, and nothing else reads, keeps the first tile's value (triton-lang/triton, pull request 9036,
-    2025-12-18).
+    """`bound` of an inner loop. Under Triton 3.6 a bound that the outer loop carries, and nothing else reads, keeps the
+    first tile's value (triton-lang/triton, pull request 9036, 2025-12-18).
     """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [bound], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return opaque(bound)
 
 
 @gluon.jit
