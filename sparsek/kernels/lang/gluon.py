@@ -66,6 +66,10 @@ class Described(NamedTuple):
     box: tuple[int, ...]
     padding: str = "zero"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
 
 def describe(tensor: Tensor, box: tuple[int, int]) -> Described:
     """A TMA description of a row-major matrix, read or written one `box` at a time; TMA reads zeros outside it.
@@ -99,8 +103,7 @@ def launch_on(
     source.
     """
     full = [_full(arg) if isinstance(arg, Described) else arg for arg in args]
-    key = args[-2], args[0].base.dtype
-    launch_direct(kernel, device, ctas, args, key, full, num_warps=4, **(options or {}))
+    launch_direct(kernel, device, ctas, args, args[-2], full, num_warps=4, **(options or {}))
 
 
 def _full(d: Described) -> TensorDescriptor:

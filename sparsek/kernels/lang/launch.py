@@ -70,14 +70,15 @@ def launch_direct(
 ) -> None:
     """Launches a kernel on the current stream of `device`; bypasses the JIT once compiled, under a tested Triton.
 
-    `args` are all parameters in order, constants too; `first` the same for the JIT. `key` must differ wherever Triton
-    would compile differently.
+    `args` are all parameters in order, constants too; `first` the same for the JIT. Triton compiles for the dtypes of
+    tensors and for None by itself; `key` must differ wherever else it would compile differently.
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch_direct(kernel, device, ctas, args, key, first, **options)
         return
-    key, made, listens = (id(kernel), device.index, key), recorder(), hooked()
+    kinds = tuple([getattr(arg, "dtype", arg.__class__) for arg in args])
+    key, made, listens = (id(kernel), device.index, kinds, key), recorder(), hooked()
     compiled = _COMPILED.get(key)
     if compiled is None and not listens:
         compiled = shipped.find(kernel, first, options)
@@ -112,11 +113,10 @@ def launch_unspecialized(
 ) -> None:
     """Launches a kernel whose sizes and alignments Triton does not specialize for, on the current stream of `device`.
 
-    `constants` follow `args`. They must differ where the dtypes of `args` differ.
+    `constants` follow `args`.
     """
-    key = constants, warps, *[arg is None for arg in args]
     given = (*args, *constants)
-    launch_direct(kernel, device, programs, given, key, given, num_warps=warps, num_stages=1)
+    launch_direct(kernel, device, programs, given, (constants, warps), given, num_warps=warps, num_stages=1)
 
 
 def launch_cuda(

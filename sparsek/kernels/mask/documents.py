@@ -16,7 +16,6 @@ hold.
 Bottleneck: the host, with one launch and one allocation. Each query looks up about log2(documents) edges.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,12 +57,9 @@ def _of_document(edges, documents, query, base, low, high, length):
 def _documents(
     edges, fault, full_starts, full_counts, starts, counts, indices, lo, hi,
     documents, rows, tiles, columns, length, queries, low, high, capacity,
-    WIDE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr, LANES: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """WIDE: whether the edges are int64. `fault`: a word for 1 + the document of a fault; None if the edges are known
-    to be right.
-    """
+    """`fault`: a word for 1 + the document of a fault; None if the edges are known to be right."""
     pid, row_programs, column_programs = tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, LANES)
     query_programs = tl.cdiv(queries, LANES)
     if pid < row_programs:
@@ -139,7 +135,7 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool
     made = room_of_documents(place, band, True, batch)
     tensors = *made.full[:2], *made.partial, made.lo, made.hi
     sizes = edges.numel() - 1, rows, tiles, columns, length, queries, band.low, band.high, capacity
-    constants = edges.dtype == torch.int64, bq, bk, ROWS, ENTRIES, LANES
+    constants = bq, bk, ROWS, ENTRIES, LANES
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (queries, LANES)))
     word = fault_word(place.device) if checked else None
     if checked:

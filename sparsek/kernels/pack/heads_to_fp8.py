@@ -42,7 +42,7 @@ _ANYWHERE = ("x", "values", "scale")
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _round_heads(
     x, values, scale, heads, length, stored, dim, sx_batch, sx_head, sx_row, sx_dim, per_head, rows, tiles,
-    KINDS: tl.constexpr, TURNED: tl.constexpr, UNIT_STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    TURNED: tl.constexpr, UNIT_STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """x [batch, heads, length, dim] of any strides; values [batch, heads, length, dim], or [batch, heads, dim, stored].
@@ -76,7 +76,6 @@ def _round_heads(
 class Constants(NamedTuple):
     """The constexprs of `_round_heads`, in its order."""
 
-    kinds: str
     turned: bool
     unit_stride: bool
     rows: int
@@ -103,6 +102,6 @@ def round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) 
         per_head = scale.shape[2] if rows else 1
         args = (x, values, scale, h, length, stored, dim, *x.stride(), per_head, rows or 1 << 30, tiles)
         side = max(16, 1 << (dim - 1).bit_length())
-        constants = Constants(str(x.dtype), turned, x.stride(3) == 1, ROWS, side, env.interpreting())
+        constants = Constants(turned, x.stride(3) == 1, ROWS, side, env.interpreting())
         launch_unspecialized(_round_heads, x.device, tiles * b * h, args, constants, WARPS)
     return values if values.dtype == torch.float8_e4m3fn else rounded(values, torch.float8_e4m3fn)

@@ -98,13 +98,12 @@ def _there(
 def _norms(
     w, keys, word, rows, columns, w_row,
     SQUARES: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
-    KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """SIDE adjacent blocks, TALL rows of them per step. A row of a block has WIDE >= BK lanes.
 
-    Keys are of norms if SQUARES; 1 goes to `word` if one is NaN or Inf, or too small to be reliable. KIND, the dtype of
-    w, distinguishes compiled kernels.
+    Keys are of norms if SQUARES; 1 goes to `word` if one is NaN or Inf, or too small to be reliable.
     """
     across = (columns + (BK - 1)) // BK
     chunks = (across + (SIDE - 1)) // SIDE
@@ -248,7 +247,7 @@ def _choose(
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _gather(
     w, where, indices, values, rows, columns, w_row, count,
-    KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """TALL rows of each of SIDE stored blocks, which are adjacent in `values`."""
@@ -280,7 +279,7 @@ def _gather(
 
 class View(NamedTuple):
     """How a matrix [M, K] is read in blocks: its grid; rows, columns and the row stride; the programs of `_norms`;
-    and, from KIND on, the constants for which `_norms` and `_gather` are compiled.
+    and, from BM on, the constants for which `_norms` and `_gather` are compiled.
     """
 
     block: tuple[int, int]
@@ -400,7 +399,7 @@ def _view(
     if not aligned or step % unit or columns % unit:
         unit = 1
     grid = grid_of(shape, block)
-    common = str(dtype), *block, unit, rows % block[0] != 0 or columns % block[1] != 0
+    common = *block, unit, rows % block[0] != 0 or columns % block[1] != 0
     wide = triton.next_power_of_2(block[1])
     of_norms = NORM_ROWS, wide, max(1, NORM_ROW_BYTES // dtype.itemsize // wide)
     of_gather = _tile(block, GATHER_BYTES // dtype.itemsize)

@@ -71,7 +71,7 @@ def quotients(x, scale, DIVIDE: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _round_rows(
     x, values, scale, rows, k, sx_batch, sx_row, sx_k, row_tiles,
-    KINDS: tl.constexpr, TOP: tl.constexpr, LIES: tl.constexpr, UNIT: tl.constexpr,
+    TOP: tl.constexpr, LIES: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """x [batch, rows, k] of any strides; values [batch, rows, k] and scale [batch, rows] contiguous."""
@@ -125,7 +125,6 @@ def _row_part(
 class Constants(NamedTuple):
     """The constexprs of `_round_rows`, in its order."""
 
-    kinds: str
     top: float
     lies: str
     unit: int
@@ -152,8 +151,8 @@ def _constants(x: Tensor, dtype: torch.dtype) -> tuple[Constants, int]:
         step = max(16, 1 << (k - 1).bit_length()) if k <= WHOLE else STEP
         rows = max(1, min(16, 1024 // step))
         warps = max(1, min(16, rows * step // (32 * (EACH if k <= step else STEP_EACH))))
-    kinds, top = f"{x.dtype} {dtype}", torch.finfo(dtype).max
-    return Constants(kinds, top, lies, unit, rows, step, k <= step, wide, env.interpreting()), warps
+    top = torch.finfo(dtype).max
+    return Constants(top, lies, unit, rows, step, k <= step, wide, env.interpreting()), warps
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

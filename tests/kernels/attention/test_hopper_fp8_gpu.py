@@ -99,6 +99,16 @@ def test_schedules(name: str) -> None:
         hold(AttentionCase(name, mask, heads=heads, dims=(dim, dim), batch=2), torch.bfloat16, scale)
 
 
+def test_outputs_in_both_dtypes_in_one_process() -> None:
+    seed = fresh()
+    for dtype in (*LOW, *LOW):
+        q, k, v, mask = AttentionCase("causal", causal, dims=(64, 64)).make("cuda", dtype, seed)
+        heads = sk.quantize_heads(q, k, v, "block")
+        out, lse = attend(heads, mask)
+        gate = check_attention_fp8(*heads, mask, out, lse)
+        assert gate.passed, f"{dtype}, seed {seed}: {gate}"
+
+
 def test_ten_thousand_launches_on_uneven_rows_give_the_same_bits() -> None:
     torch.manual_seed(fresh())
     heads = sk.quantize_heads(*drawn(12, 3000))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsek.kernels.lang import driver, launch
 from sparsek.kernels.lang.driver import Code
+from sparsek.kernels.lang.gluon import describe, launch_on
 
 KINDS = ("*bf16", "i32", "constexpr", "fp32", "*i32")
 
@@ -60,3 +61,24 @@ def test_codes_and_threads_have_argument_blocks_of_their_own(seen: list[tuple[An
         found = {blocks(codes[0]), blocks(codes[1]), other.submit(blocks, codes[0]).result()}
     assert len(found) == 3
     assert [each[2] for each in seen] == [0, 1] * 3
+
+
+def test_an_output_in_another_dtype_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands in FP8 come with outputs in bf16 and fp16, under one config. Code for one must not write the other."""
+    asked: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        arg_names = ("a_desc", "out_desc", "scale", "T", "SOURCE")
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: asked.append(args) or SimpleNamespace()
+
+    monkeypatch.setattr(driver, "is_tested", lambda: True)
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    kernel, a, scale = Kernel(), torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(1)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        out = torch.zeros(16, 16, dtype=dtype)
+        launch_on(
+            a.device, kernel, 1, (describe(a, (16, 16)), describe(out, (16, 16)), scale, "config", "source")
+        )
+    assert [args[1].base.dtype for args in asked] == [torch.bfloat16, torch.float16, torch.float32]

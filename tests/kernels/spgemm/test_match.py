@@ -120,11 +120,11 @@ def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypa
     assert ready.ran == []
     launch_unspecialized(kernel, cpu, 8, (some, 6), (16,), 4)
     assert ready.ran == ([(8, 1, 1, 22, 11, (4, 1), None, None, None, some, 6, 16)] if direct else [])
-    for args, constants in (((some, None), (16,)), ((some, 5), (32,))):
+    for args, constants in (((some, None), (16,)), ((some, 5), (32,)), ((some.half(), 5), (16,))):
         before = len(kernel.made)
         launch_unspecialized(kernel, cpu, 7, args, constants, 4)
         assert len(kernel.made) == before + 1, (
-            "other constants are another kernel, and so is an argument not given"
+            "other constants are another kernel, and so are an argument not given and another dtype"
         )
 
 
