@@ -69,6 +69,10 @@ def test_cases_in_parts_are_within_budget(
     from sparsek.kernels.attention import bwd_walks
 
     monkeypatch.setattr(bwd_walks, "longest_part", lambda *given: part)
+    q, k, v, mask = case.make("cuda", HALF)
+    p = problem(q, k, v, mask)
+    work = kernel.prepare(p, kernel.default(p), mask)
+    assert (work.keys.slots > 0, work.queries.slots > 0) == (part < p.grid[0] * p.group, part < p.longest)
     hold(kernel, case, device="cuda", dtype=HALF, with_lse=True)
 
 
