@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -69,14 +70,16 @@ def of_options(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
 
 
 def _key(args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Hashable | None:
-    """The arguments but for tensors, which are added to `tensors`; None for a subclass of them or what has no hash."""
+    """The arguments but for tensors, which are added to `tensors`; None for a subclass of them, for what has no hash,
+    and for a policy that may equal another one and choose differently.
+    """
     options: list[Any] = [*kwargs]
     for each in (*args, *kwargs.values()):
         kind = each.__class__
         options.append(kind)
         if kind in _TENSORS:
             tensors.append(each)
-        elif isinstance(each, Tensor):
+        elif isinstance(each, Tensor) or (getattr(kind, "of_fields", False) and not is_determined(each)):
             return None
         else:
             options.append(each)
@@ -86,6 +89,27 @@ def _key(args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> 
     except TypeError:
         return None
     return key
+
+
+def is_determined(policy: Any) -> bool:
+    """Whether class and fields determine a policy, which cannot change: a frozen dataclass, or a class without
+    attributes. Others may change between calls, or be equal and choose differently.
+    """
+    names = _fields_of(policy.__class__)
+    if names is None or not policy.__dict__.keys() <= names:
+        return False
+    return all(is_determined(each) for each in policy.__dict__.values() if getattr(each, "of_fields", False))
+
+
+@functools.lru_cache(maxsize=256)
+def _fields_of(kind: type[Any]) -> frozenset[str] | None:
+    """The names of the fields of a class; None if they may be written to, or == leaves some out."""
+    if not is_dataclass(kind):
+        return frozenset()
+    params: Any = getattr(kind, "__dataclass_params__")  # noqa: B009
+    found = fields(kind)
+    fixed = params.frozen and params.eq and all(each.compare and each.hash is not False for each in found)
+    return frozenset(each.name for each in found) if fixed else None
 
 
 def _recorded(

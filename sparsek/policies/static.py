@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.tracing import CONSTANT, constant
+from sparsek.mask.again import is_determined
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
@@ -48,7 +49,7 @@ class Static(Policy):
         """The mask, of checked arguments."""
         place = given.place
         key = self, place.q_len, place.kv_len, place.q_offset, place.device
-        found = kept_mask(key, lambda: self._made(given))
+        found = kept_mask(key, lambda: self._made(given)) if is_determined(self) else self._made(given)
         if given.kv_lengths is None:
             return found
         return given.from_map(block_map(found), self.causal)

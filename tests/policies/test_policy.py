@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
+from sparsek.mask import again
 from tests.policies.drawn import chosen, lengths_of, normal, slow_scores
 
 policies = sk.policies
@@ -211,6 +213,68 @@ def test_a_policy_of_a_user_needs_no_block_and_returns_a_mask() -> None:
         Short().mask(q, q)
     with pytest.raises(InvalidInput, match=r"Policy has no method choose"):
         policies.Policy().mask(q, q)
+
+
+class Changing(policies.Policy):
+    def __init__(self, topk: int) -> None:
+        self.topk = topk
+
+    def choose(self, given: Any) -> Any:
+        scores = torch.ones(1, 1, *given.place.grid, device=given.q.device)
+        return given.topk(scores, self.topk, self.causal)
+
+
+class Hiding(policies.XAttention):
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "more", more)
+
+
+@dataclass(frozen=True)
+class Unequal(policies.Policy):
+    topk: int = field(default=1, compare=False)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Changing(1),
+        Hiding(1),
+        Unequal(),
+        Changing(1) | Own(),
+        policies.XAttention() & (policies.XAttention() | Hiding(1)),
+    ],
+    ids=str,
+)
+def test_calls_of_a_policy_that_may_be_another_one_are_not_repeated(policy: Any) -> None:
+    """Recorded calls are found again by == of the options."""
+    assert not again.is_determined(policy)
+    assert again._key((policy, torch.zeros(1)), {}, []) is None
+
+
+@pytest.mark.parametrize("policy", [Own(), policies.VSA(), policies.VSA() | policies.VSA(topk=3)], ids=str)
+def test_calls_of_a_policy_of_fixed_fields_are_repeated(policy: Any) -> None:
+    assert again.is_determined(policy)
+    assert again._key((policy, torch.zeros(1)), {}, []) is not None
+
+
+def test_masks_of_a_static_policy_that_changes_are_not_kept() -> None:
+    class Wider(policies.Streaming):
+        def pairs(self, place: Any) -> Any:
+            return super().pairs(place) | getattr(self, "every", False)
+
+    q, policy = normal(1, 2, 2048, 16), Wider(window=128, sinks=128)
+    few = policy.mask(q, q).density
+    object.__setattr__(policy, "every", True)
+    assert policy.mask(q, q).density > few
+
+
+@pytest.mark.gpu
+def test_a_policy_that_changes_is_asked_in_every_call() -> None:
+    q, policy = normal(1, 2, 512, 64).cuda(), Changing(1)
+    for topk in (1, 1, 1, 1, 3, 3, 2):
+        policy.topk = topk
+        assert policy.mask(q, q).density == topk / 4
 
 
 @pytest.mark.parametrize("sign", ["|", "&"])
