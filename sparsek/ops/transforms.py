@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from sparsek.core.errors import InvalidInput
@@ -90,7 +90,7 @@ def one_by_one(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def whole(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        batched = [x is not None and is_legacy_batchedtensor(x) for x in grads]
+        batched = [x is not None and _is_of_many(x) for x in grads]
         if True not in batched:
             return backward(ctx, *grads)
         level = torch._C._vmapmode_increment_nesting() - 1
@@ -109,6 +109,13 @@ def one_by_one(backward: Backward) -> Backward:
         )
 
     return whole
+
+
+def _is_of_many(x: Any) -> bool:
+    """Whether x has the gradients of many items, maybe inside torch.vmap, whose wrapper is then around them."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return is_legacy_batchedtensor(x)
 
 
 def differentiable(op: Any, gradient: Any, save: Any, at_once: Vmap | None = None) -> None:

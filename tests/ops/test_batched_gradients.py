@@ -77,6 +77,24 @@ def test_vmap_maps_over_gradients_of_attention(create_graph: bool):
         assert torch.equal(found, torch.stack(exact))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["attention", *FORMS])
+def test_gradients_of_many_items_at_once_go_inside_vmap(name: str):
+    if name in FORMS:
+        leaves, y = leaves_and_result(name)
+    else:
+        leaves = [torch.randn(1, 2, 64, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        y = sk.attention(*leaves, sk.BlockMask.causal(64))
+    many = torch.randn(2, 3, *y.shape, dtype=y.dtype)
+
+    def batched(grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, leaves, grad, is_grads_batched=True, retain_graph=True)
+
+    each = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in many.flatten(0, 1)]
+    for found, *exact in zip(torch.vmap(batched)(many), *each, strict=True):
+        assert torch.equal(found.flatten(0, 1), torch.stack(exact))
+
+
 def test_a_jacobian_may_be_vectorized():
     w = sk.random_bsr(32, 48, 16, 0.5, dtype=torch.float64).requires_grad_()
     x = torch.randn(2, 48, dtype=torch.float64)
