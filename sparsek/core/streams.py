@@ -44,6 +44,22 @@ def wait_for(made: Ready, tensors: Iterable[Tensor | None]) -> None:
                 tensor.record_stream(current)
 
 
+class Contents(NamedTuple):
+    """What shows that a tensor was written to: torch's counter of writes, and where and what it is.
+
+    `x.data = other` counts no write. Those to `x.data`, and to memory that NumPy shares, show nowhere.
+    """
+
+    version: int
+    pointer: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Contents | None:
+        """None for a tensor of inference mode, which counts no writes."""
+        return None if x.is_inference() else cls(x._version, x.data_ptr(), x.dtype)
+
+
 def captured(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.streams import Contents
 from sparsek.core.tracing import constant, not_traced
 from sparsek.mask.cache import ByTensor, KeptMask, kept_mask, values_of
 from sparsek.mask.lists import Frame
@@ -191,11 +192,11 @@ def kept_conversion(
     tensors = [each for each in read if isinstance(each, Tensor)]
     if any(each.is_inference() for each in tensors):
         return build()
-    versions = [each._version for each in tensors]
+    held = [Contents.of(each) for each in tensors]
     known = _OF_FLEX.get(owner)
-    if known is None or known[1] != versions or not _same(known[0], read):
+    if known is None or known[1] != held or not _same(known[0], read):
         _refuse_capture(device, what)
-        known = [*map(_reference, read)], versions, KeptMask.of(build())
+        known = [*map(_reference, read)], held, KeptMask.of(build())
         _OF_FLEX[owner] = known
     return known[2].here()
 

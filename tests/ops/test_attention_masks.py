@@ -266,6 +266,17 @@ def test_a_tensor_that_was_written_to_gives_a_new_mask(view: bool, conversions: 
     assert conversions == ["from_dense"] * 4
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_tensor_whose_memory_was_replaced_gives_a_new_mask(view: bool, conversions: list[str]):
+    q, k, v = (x.double() for x in qkv(130))
+    mask = torch.rand(1, 130, 130)[0] < 0.5 if view else torch.rand(130, 130) < 0.5
+    for _ in range(2):
+        want = dense_attention(q, k, v, mask)[0]
+        torch.testing.assert_close(sk.attention(q, k, v, mask), want, rtol=0, atol=1e-12)
+        mask.data = ~mask  # torch counts no write
+    assert conversions == ["from_dense"] * 2
+
+
 def test_a_tensor_of_inference_mode_is_read_every_time(conversions: list[str]):
     q, k, v = (x.double() for x in qkv(130))
     with torch.inference_mode():

@@ -6,21 +6,21 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsek.core.streams import Ready, captured, wait_for
+from sparsek.core.streams import Contents, Ready, captured, wait_for
 from sparsek.kernels.lang.launch import recorder
 
 
 class Memo:
-    """One derived tensor and the versions of its sources. `made` is the stream and event after which it is ready."""
+    """One derived tensor and what its sources held. `made` is the stream and event after which it is ready."""
 
     def __init__(self) -> None:
         self.held: Tensor | None = None
         self.made: Ready | None = None
-        self.shown: tuple[tuple[Any, int], ...] = ()
+        self.shown: tuple[tuple[Any, Contents | None], ...] = ()
         self.in_graphs: list[Tensor] = []
 
     def of(self, make: Callable[[], Tensor], *sources: Tensor) -> Tensor:
-        """The result of `make` for `sources`; rebuilt if torch's version counters show a write to them.
+        """The result of `make` for `sources`; rebuilt if `Contents` shows a write to them.
 
         A tensor made under CUDA graph capture belongs to the graph and is not kept. A captured graph keeps the tensor
         that it was captured with. Another stream waits for the tensor.
@@ -34,8 +34,7 @@ class Memo:
             if capturing:
                 return held
             self.held, self.made = held, Ready.here(held.device)
-            counted = not any(each.is_inference() for each in sources)
-            self.shown = tuple((weakref.ref(each), each._version) for each in sources) if counted else ()
+            self.shown = tuple((weakref.ref(each), Contents.of(each)) for each in sources)
         elif capturing:
             if not any(each is self.held for each in self.in_graphs):
                 self.in_graphs.append(self.held)
@@ -44,6 +43,7 @@ class Memo:
         return self.held
 
     def _fresh(self, sources: tuple[Tensor, ...]) -> bool:
-        if len(self.shown) != len(sources) or any(each.is_inference() for each in sources):
-            return False
-        return all(ref() is x and version == x._version for (ref, version), x in zip(self.shown, sources))
+        return len(self.shown) == len(sources) and all(
+            ref() is x and held is not None and held == Contents.of(x)
+            for (ref, held), x in zip(self.shown, sources)
+        )

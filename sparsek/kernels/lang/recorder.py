@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek.core import words
+from sparsek.core.streams import Contents
 from sparsek.kernels.lang import driver
 from sparsek.kernels.lang.driver import COOPERATIVE, LaunchAttribute, LaunchConfig
 
@@ -152,10 +153,8 @@ class Recorded:
         self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
 
     def __call__(self, *operands: Tensor) -> Any:
-        for ref, version in self.fresh:
-            source = ref()
-            if source is None or source._version != version:
-                return MISS
+        if self.fresh and not self.is_fresh():
+            return MISS
         if self.runtime is not None and _listens(self.runtime):
             return MISS
         tensors, addresses = [*operands], [*map(_address, operands)]
@@ -179,9 +178,11 @@ class Recorded:
 
     def is_fresh(self) -> bool:
         """False once a tensor was written that the call's constants were derived from."""
-        return all(
-            (source := ref()) is not None and source._version == version for ref, version in self.fresh
-        )
+        for ref, held in self.fresh:
+            source = ref()
+            if source is None or Contents.of(source) != held:
+                return False
+        return True
 
     def _retry(self, run: Any, given: Any, status: int) -> None:
         if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set a context yet
@@ -218,7 +219,9 @@ class Recorder(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.cells: dict[Address, Any] = {}  # one for all launches
         self.words: set[int] = set()  # the roles of words for faults
-        self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # recorded calls may be kept with these
+        self.sources: list[
+            tuple[weakref.ref[Tensor], Contents | None]
+        ] = []  # recorded calls may be kept with these
         self.constants: list[Tensor] = []
         self.roles: list[Tensor] = list(operands)
         self.operands = len(operands)
@@ -334,7 +337,7 @@ class Recorder(TorchDispatchMode):
             if source.is_inference():
                 self.reason = self.reason or "torch does not count writes to a tensor of inference mode"
             else:
-                self.sources.append((weakref.ref(source), source._version))
+                self.sources.append((weakref.ref(source), Contents.of(source)))
 
     def recorded(self, output: Any) -> Recorded | None:
         """The recorded call that returned `output`; None if it cannot be repeated."""

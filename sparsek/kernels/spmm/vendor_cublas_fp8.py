@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.streams import Ready, captured, wait_for
+from sparsek.core.streams import Contents, Ready, captured, wait_for
 from sparsek.kernels.spmm.vendor_dense import limit_bytes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -51,20 +51,20 @@ class CublasConfig:
 
 
 class Dense:
-    """One A as a dense FP8 matrix, and the version of its values."""
+    """One A as a dense FP8 matrix, and what its values held."""
 
     def __init__(self) -> None:
         self.copy: Tensor | None = None
         self.of_matrix: Any = lambda: None
-        self.version = -1
+        self.held: Contents | None = None
         self.made: Ready | None = None
 
     def of(self, a: Matrix) -> Tensor:
         """The copy, made anew unless the values are known to be unchanged."""
         values = a.values
-        capturing, counted = captured(values), not values.is_inference()
+        capturing, held = captured(values), Contents.of(values)
         identity = a.meta if isinstance(a, Semi24) else a.pattern
-        fresh = counted and self.version == values._version and self.of_matrix() is identity
+        fresh = held is not None and held == self.held and self.of_matrix() is identity
         if self.copy is not None and fresh:
             if self.made is not None and not capturing:
                 wait_for(self.made, (self.copy,))
@@ -72,7 +72,7 @@ class Dense:
         copy = written_out(a)
         if not capturing:  # memory made in capture belongs to the graph
             self.copy, self.of_matrix = copy, weakref.ref(identity)
-            self.version = values._version if counted else -1
+            self.held = held
             self.made = Ready.here(copy.device)
         return copy
 

@@ -8,10 +8,10 @@ again.
 It is in the table so that a plan can show when the dense product is predicted to be faster.
 
 The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one per tensor of values, CUDA stream and side (a
-matrix and its transposed view have one each). It lives as long as the values. After a write to the values
-(`Tensor._version`) it is renewed, into the same memory. Writes through `.data` are not counted. Values made in
-inference mode have no version and are copied on every call. In a CUDA graph they are copied too, so that replays use
-the current values.
+matrix and its transposed view have one each). It lives as long as the values. After a write to the values, or
+`values.data = other`, it is renewed (`core.streams.Contents`). Writes to the memory of `values.data` are not counted.
+Values made in inference mode count no writes and are copied on every call. In a CUDA graph they are copied too, so that
+replays use the current values.
 
 The dense copy has zeros for missing blocks, so a NaN in a row of B reaches every row of C. Problems with empty block
 columns are therefore refused. float32 follows torch's own TF32 setting at the time of the call.
@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
+from sparsek.core.streams import Contents
 from sparsek.core.tracing import outside_inference
 from sparsek.kernels.kinds import Fixed, FixedKernel
 from sparsek.matrix.bsr import BSR
@@ -43,7 +44,7 @@ COPYING = threading.Lock()
 
 
 class DenseCopy:
-    """The dense copy of one A, and the version of its values."""
+    """The dense copy of one A, and what its values held."""
 
     @outside_inference
     def __init__(self, a: BSR) -> None:
@@ -53,15 +54,15 @@ class DenseCopy:
         self.columns = a.pattern.indices.to(torch.int64)
         self.cells = a.values.new_zeros(mb, bm, kb, bk)
         self.dense = self.cells.view(mb * bm, kb * bk)[: a.shape[0], : a.shape[1]]
-        self.version = -1
+        self.held: Contents | None = None
 
     def follow(self, a: BSR) -> None:
         """Copies the values unless they are known to be unchanged since the last copy."""
-        counted = not a.values.is_inference()
-        if counted and self.version == a.values._version:
+        held = Contents.of(a.values)
+        if held is not None and held == self.held:
             return
         self.cells.permute(0, 2, 1, 3)[self.rows, self.columns] = a.logical_values().detach()
-        self.version = a.values._version if counted else -1
+        self.held = held
 
 
 def dense_copy(a: BSR) -> Tensor:
@@ -76,7 +77,7 @@ def dense_copy(a: BSR) -> Tensor:
         copies: Any = _COPIES.setdefault(a.values, {})
         key = stream, a.order is not None
         copy = copies.get(key)
-        if copy is None or copy.pattern() is not a.pattern:
+        if copy is None or copy.pattern() is not a.pattern or copy.dense.dtype != a.dtype:
             copy = copies[key] = DenseCopy(a)
     copy.follow(a)
     return copy.dense

@@ -263,6 +263,8 @@ def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
     assert kept.of(make, x) is kept.of(make, x)
     x.add_(1)
     assert kept.of(make, x).item() == 4
+    x.data = torch.full((4,), 2.0)  # torch counts no write
+    assert kept.of(make, x).item() == 8
     assert kept.of(make, torch.zeros(4)) is made[-1]
     with torch.inference_mode():
         y = torch.zeros(4)

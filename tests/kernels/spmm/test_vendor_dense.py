@@ -225,3 +225,12 @@ def test_the_call_can_be_captured_in_a_cuda_graph() -> None:
     out.fill_(torch.nan)
     graph.replay()
     assert check_spmm(a, b, out).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_copy_follows_values_that_are_replaced(matrix: BSR, dtype: torch.dtype) -> None:
+    """`values.data = ...`, as torch.nn.Module.to and a swap of averaged weights assign it: torch counts no write."""
+    sk.spmm(matrix, torch.randn(96, 16), kernel="vendor.dense")
+    matrix.values.data = torch.randn_like(matrix.values, dtype=dtype)
+    b = torch.randn(96, 16, dtype=dtype)
+    assert check_spmm(matrix, b, sk.spmm(matrix, b, kernel="vendor.dense")).passed
