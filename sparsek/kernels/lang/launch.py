@@ -71,7 +71,8 @@ def launch_direct(
     """Launches a kernel on the current stream of `device`; bypasses the JIT once compiled, under a tested Triton.
 
     `args` are all parameters in order, constants too; `first` the same for the JIT. Triton compiles for the dtypes of
-    tensors and for None by itself; `key` must differ wherever else it would compile differently.
+    tensors and for None by itself; `key` must differ wherever else it would compile differently: also where an int
+    passes int32, which no kernel here does.
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -113,7 +114,7 @@ def launch_unspecialized(
 ) -> None:
     """Launches a kernel whose sizes and alignments Triton does not specialize for, on the current stream of `device`.
 
-    `constants` follow `args`.
+    `constants` follow `args`, whose ints fit int32.
     """
     given = (*args, *constants)
     launch_direct(kernel, device, programs, given, (constants, warps), given, num_warps=warps, num_stages=1)

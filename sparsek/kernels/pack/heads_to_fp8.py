@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.kernels.lang.launch import launch_unspecialized
+from sparsek.kernels.lang.launch import launch, launch_unspecialized
 from sparsek.kernels.pack.to_fp8 import quotients
 from sparsek.matrix.float8 import rounded
+from sparsek.matrix.pattern import INT32_MAX
 
 ROWS, WARPS = 64, 4
 WIDEST = 512  # columns of a head that a program holds
@@ -100,8 +101,14 @@ def round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) 
     tiles = -(-(stored if turned else length) // ROWS)
     if tiles * b * h:
         per_head = scale.shape[2] if rows else 1
-        args = (x, values, scale, h, length, stored, dim, *x.stride(), per_head, rows or 1 << 30, tiles)
+        # As in lang/tensors.py: a dim of one element may have any stride.
+        strides = [step if size > 1 else 0 for step, size in zip(x.stride(), x.shape, strict=True)]
+        args = (x, values, scale, h, length, stored, dim, *strides, per_head, rows or 1 << 30, tiles)
         side = max(16, 1 << (dim - 1).bit_length())
         constants = Constants(turned, x.stride(3) == 1, ROWS, side, env.interpreting())
-        launch_unspecialized(_round_heads, x.device, tiles * b * h, args, constants, WARPS)
+        if max(strides) > INT32_MAX:  # to Triton, 64-bit sizes are another kernel
+            with torch.cuda.device_of(x):
+                launch(_round_heads, (tiles * b * h,), *args, *constants, num_warps=WARPS)
+        else:
+            launch_unspecialized(_round_heads, x.device, tiles * b * h, args, constants, WARPS)
     return values if values.dtype == torch.float8_e4m3fn else rounded(values, torch.float8_e4m3fn)
