@@ -152,6 +152,21 @@ def test_recorded_calls_tell_a_tensor_from_a_scale_of_1() -> None:
     assert len(set(of)) == 3
 
 
+def test_calls_with_out_in_the_memory_of_q_are_not_recorded() -> None:
+    """A recorded call skips the check that refuses them."""
+    x = replace(MIXED, dtype="fp16").make()
+
+    def operands(out: Tensor) -> tuple[Tensor, ...]:
+        return _binding(
+            x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q, None, None, None, True, None, 0.0, None, None,
+            None, out, False, None,
+        )[1]  # fmt: skip
+
+    assert operands(torch.empty_like(x.q))
+    assert not operands(x.q)
+    assert not operands(x.q.view(x.q.shape))
+
+
 def test_float_scales_that_a_graph_reads_are_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "_NUMBERS", {})
     monkeypatch.setattr(planned, "_HELD", {})
