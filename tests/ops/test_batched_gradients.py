@@ -83,8 +83,8 @@ def test_gradients_of_many_items_at_once_go_inside_vmap(name: str):
     if name in FORMS:
         leaves, y = leaves_and_result(name)
     else:
-        leaves = [torch.randn(1, 2, 64, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-        y = sk.attention(*leaves, sk.BlockMask.causal(64))
+        q, k, v = (torch.randn(1, 2, 64, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        leaves, y = [q, k, v], sk.attention(q, k, v, sk.BlockMask.causal(64))
     many = torch.randn(2, 3, *y.shape, dtype=y.dtype)
 
     def batched(grad: Tensor) -> tuple[Tensor, ...]:
