@@ -1,8 +1,9 @@
 """Facts about the device of a problem. The only module that queries torch.cuda about hardware.
 
 The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/lab-notes.md). Those of other Hopper cards
-are from NVIDIA's data sheets, dense and at boost clocks. Cards without a data sheet here get rates derived from their
-SMs, clocks and memory bus. `Card.measured` and `Card.source` give the origin.
+are from NVIDIA's data sheets, dense and at boost clocks; their bandwidths are what a copy reaches if it reaches the
+share of the peak that it does on an H200. Cards without a data sheet here get rates derived from their SMs, clocks and
+memory bus. `Card.measured` and `Card.source` give the origin.
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from sparsek.core.errors import InvalidInput
 @dataclass(frozen=True)
 class Card:
     """One kind of device. Bandwidths in bytes per second, rates in 1e12 dense FLOP per second, memory in bytes.
+
+    `bandwidth` is that of a copy, read and written; `fabric` that from L2 to shared memory.
 
     `measured` names the dtypes whose rates were measured on the card; if any, the bandwidth was measured too.
     `source`: origin of the other rates; "" for guesses. `watts`: the power limit; 0 if unknown.
@@ -90,15 +93,28 @@ H200 = Card(
 )
 SHEET = "NVIDIA's data sheet"
 REPORTED = "the SMs, clocks and memory bus that the driver reports"
+# Of the data sheet's bandwidth, what a copy reaches.
+COPY_SHARE = H200.bandwidth / 4.8e12
 # That of the H100 SXM, which has the same chip.
 H200_PEAKS = {"fp8": 1978.9, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9, "fp64": 66.9}
+
+
+# Of the H200's rate from L2 to shared memory, that of a chip with 50 of the 60 MB of L2: fitted to the 50 layers
+# "models" of op planner (H100, 2026-11-26).
+FEWER_SLICES = 0.92
+
+
+def fabric_of(sm_count: int, l2_bytes: int) -> float:
+    """Bytes per second from L2 to shared memory, which no data sheet gives: by the SMs, or the slices of L2."""
+    slices = 1.0 if l2_bytes >= H200.l2_bytes else FEWER_SLICES
+    return H200.fabric * min(sm_count / H200.sm_count, slices)
 
 
 def _by_data_sheet(
     name: str, sm_count: int, memory: int, l2: int, bandwidth: float, watts: int, **tflops: float
 ) -> Card:
     """A Hopper card. `memory` in GiB as torch reports it, `l2` in MiB, `bandwidth` in TB/s. Omitted rates are an
-    H200's peaks. Data sheets have no rate from L2 to shared memory: it is the H200's for as many SMs.
+    H200's peaks.
     """
     return Card(
         name=name,
@@ -107,8 +123,8 @@ def _by_data_sheet(
         smem_bytes=H200.smem_bytes,
         l2_bytes=l2 << 20,
         memory_bytes=memory << 30,
-        bandwidth=bandwidth * 1e12,
-        fabric=H200.fabric * sm_count / H200.sm_count,
+        bandwidth=COPY_SHARE * bandwidth * 1e12,
+        fabric=fabric_of(sm_count, l2 << 20),
         tflops={**H200_PEAKS, **tflops},
         source=SHEET,
         watts=watts,
@@ -247,8 +263,8 @@ def _reported(facts: Any) -> Card:
         smem_bytes=getattr(facts, "shared_memory_per_block_optin", 101376),
         l2_bytes=facts.L2_cache_size,
         memory_bytes=facts.total_memory,
-        bandwidth=memory * (getattr(facts, "memory_bus_width", 0) or BUS) / 8,
-        fabric=H200.fabric * sms / H200.sm_count,
+        bandwidth=COPY_SHARE * memory * (getattr(facts, "memory_bus_width", 0) or BUS) / 8,
+        fabric=fabric_of(sms, facts.L2_cache_size),
         tflops={name: bf16 * peak / H200_PEAKS["bf16"] for name, peak in H200_PEAKS.items()},
         source=REPORTED,
     )

@@ -11,16 +11,16 @@ from sparsek.plan.ring import norm, throttled
 # within 10 % on these and on 16 others. Tiles have 64 to 256 rows, and columns in steps of 32; K is cut in up to
 # 8 parts, at most once for each SM.
 ROWS, COLUMNS, LARGEST, SPLITS = (64, 128, 256), range(32, 257, 32), 32768, (1, 2, 4, 8)
-# Rate of an SM at boost clocks over that of a card at the power limit, and L2 to shared memory over that of kernels
-# that share nothing in clusters.
-BOOST, SHARED = 1.29, 2.27
+# Rate of an SM at boost clocks over that of a card at the power limit; bytes per second into an SM's shared memory,
+# in clusters that share loads. An H100, whose L2 is slower, takes as long as an H200 (2026-11-26).
+BOOST, FETCH = 1.29, 1.86e11
 TILE_SECONDS = 1.3e-6  # of a tile of 128 x 256 besides multiplying
 SPLIT_SECONDS = 5.7e-6  # a second launch that adds the parts of K
 READ_SHARE = 1.07  # of copy bandwidth
-# FP8 with a scale for each row, by torch._scaled_mm: fewer tiles, K uncut, memory at half the speed for few tokens.
+# FP8 with a scale for each row, by torch._scaled_mm: fewer tiles, K uncut, and so many bytes a second for few tokens.
 # TILE_SECONDS and the launch are longer, because of the scales.
-ROWS_FP8, COLUMNS_FP8, BOOST_FP8, SHARED_FP8 = (64, 128), (128, 256), 1.42, 1.14
-TILE_SECONDS_FP8, LAUNCH_FP8, FEW, SHARE_OF_FEW = 1.85e-6, 5.7e-6, 64, 0.7
+ROWS_FP8, COLUMNS_FP8, BOOST_FP8, FETCH_FP8 = (64, 128), (128, 256), 1.42, 9.3e10
+TILE_SECONDS_FP8, LAUNCH_FP8, FEW, BYTES_OF_FEW = 1.85e-6, 5.7e-6, 64, 3.0e12
 
 
 @lru_cache(4096)
@@ -35,22 +35,24 @@ def dense_seconds(card: Card, dtype: str, m: int, n: int, k: int, *, tf32: bool 
     name = "tf32" if dtype == "fp32" and tf32 else dtype
     fp8 = dtype == "fp8"
     itemsize = 1 if fp8 else dtypes.itemsize(dtype)
-    moved = ((m * k + k * n) * itemsize + m * n * max(itemsize, 2)) / card.bandwidth
+    bytes_ = (m * k + k * n) * itemsize + m * n * max(itemsize, 2)
     rate = card.sustained(name) * 1e12
     if card.is_cpu:
-        return card.launch_seconds + max(2.0 * m * n * k / rate, moved)
+        return card.launch_seconds + max(2.0 * m * n * k / rate, bytes_ / card.bandwidth)
     of_sm = rate / card.sm_count * (BOOST_FP8 if fp8 else BOOST)
-    fabric = card.fabric / card.sm_count * (SHARED_FP8 if fp8 else SHARED)
+    fetch = FETCH_FP8 if fp8 else FETCH
     best = float("inf")
     for rows, columns in _tiles(fp8):
         tiles = -(-m // rows) * -(-n // columns)
-        step = norm(4, 2.0 * rows * columns / of_sm, (rows + columns) * itemsize / fabric)
+        step = norm(4, 2.0 * rows * columns / of_sm, (rows + columns) * itemsize / fetch)
         fixed = (TILE_SECONDS_FP8 if fp8 else TILE_SECONDS) * max(0.25, rows * columns / LARGEST)
         for parts in (1,) if fp8 else SPLITS:
             sums = SPLIT_SECONDS + 4.0 * m * n * parts / card.bandwidth if parts > 1 else 0.0
             best = min(best, -(-tiles * parts // card.sm_count) * (step * k / parts + fixed) + sums)
-    share = (SHARE_OF_FEW if m <= FEW else READ_SHARE) if fp8 else READ_SHARE
-    return (LAUNCH_FP8 if fp8 else card.launch_seconds) + throttled(norm(2, best, moved / share))
+    reading = READ_SHARE * card.bandwidth
+    if fp8 and m <= FEW:
+        reading = min(reading, BYTES_OF_FEW)
+    return (LAUNCH_FP8 if fp8 else card.launch_seconds) + throttled(norm(2, best, bytes_ / reading))
 
 
 def _tiles(fp8: bool) -> Iterator[tuple[int, int]]:

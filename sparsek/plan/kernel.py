@@ -43,13 +43,13 @@ def beside(busy: float, moved: float) -> float:
 def rounding_seconds(p: SpmmProblem) -> float:
     """Seconds to round B to FP8 before the product; 0 for a B that is not rounded.
 
-    A launch, bytes at 78 % of copy bandwidth, and the time that one program takes for a row (H200, 2026-11-22: 58 us
-    at 8192x8192, 4.4 us at 16x14336).
+    A launch; bytes at 95 % of copy bandwidth, or as its instructions allow; and the time that one program takes for a
+    row (H200, 2026-11-22: 58 us at 8192x8192, 4.4 us at 16x14336; H100, 2026-11-26: about 70 us at 8192x8192).
     """
     if not p.b.rounds:
         return 0.0
     moved = p.batch * p.n * p.k * (dtypes.itemsize(p.b.rounds) + 1)
-    return 2.2e-6 + beside(moved / (0.78 * p.card.bandwidth), 0.2e-9 * p.k)
+    return 2.2e-6 + beside(moved / min(3.34e12, 0.95 * p.card.bandwidth), 0.2e-9 * p.k)
 
 
 def activation_seconds(p: SpmmProblem) -> float:

@@ -6,6 +6,7 @@ all units to CTAs.
 """
 
 import heapq
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,11 @@ from torch import Tensor
 
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import merged_keys
+
+# What a group of twice the columns has to gain, because CTAs that walk more columns at once find less of B in L2. On an
+# H100 hopper.bsr24 took 149 us in groups of 8 or 24 columns that were 2 % better balanced, and 94 us in groups of 4
+# (6144 x 11008 to 4096, 10 % in blocks of 128, 2026-11-26).
+WIDER = 0.02
 
 
 class Walk(NamedTuple):
@@ -157,10 +163,11 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
 
     List scheduling: tiles in a fixed order, each to the CTA with the least work so far, where a tile costs its steps
     plus `tile_cost`. The order goes through groups of column tiles, so that concurrent CTAs read the same columns of B,
-    and lets long tiles of a later group begin early enough to end with it. Groups are as narrow as balance allows: on
-    an H200 a Zipf pattern lost 10 % in groups of 4 and 6 % in groups of 16, and 25 % and 8 % when all tiles of a group
-    waited for those of the group before (2026-11-26). Of equal finish times the fewest CTAs are used, because
-    they stay in step (2026-11-20: 128 beat 132 by 1 to 2 % where both need 16 rounds).
+    and lets long tiles of a later group begin early enough to end with it. Groups are as narrow as balance allows; a
+    wider one has to gain WIDER for each doubling. On an H200 a Zipf pattern lost 10 % in groups of 4 and 6 % in groups
+    of 16, and 25 % and 8 % when all tiles of a group waited for those of the group before (2026-11-26). Of equal finish
+    times the fewest CTAs are used, because they stay in step (2026-11-20: 128 beat 132 by 1 to 2 % where both need 16
+    rounds).
     """
     column_tiles = -(-n // tile_cols)
     steps = (units.end - units.begin).astype(np.float64) + tile_cost
@@ -168,16 +175,18 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
     if count == 0:
         return Schedule(np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0, np.zeros(0, np.int64))
     bound = max(steps.max(), steps.sum() * column_tiles / min(workers, count))
-    best: tuple[float, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
-    for group in _groups(len(steps), column_tiles, workers):
+    best: tuple[float, float, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
+    groups = _groups(len(steps), column_tiles, workers)
+    for group in groups:
         unit, column = _tile_order(steps, column_tiles, group, min(workers, count))
         who, span = _deal(steps[unit], min(workers, count))
-        if best is None or span < best[0] * 0.995:
-            best = (span, group, unit, column, who)
+        rated = span * (1 + WIDER * math.log2(group / groups[0]))
+        if best is None or rated < best[0]:
+            best = (rated, span, unit, column, who)
         if span <= 1.02 * bound:
             break
     assert best is not None
-    span, _, unit, column, who = best
+    _, span, unit, column, who = best
     ctas = min(workers, count)
     fewer = -(-count // -(-count // ctas))
     if fewer < ctas:

@@ -1,5 +1,6 @@
 """The benchmark of the planner's choice, with a clock that says what each option takes."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def run() -> Outcome:
     said: list[str] = []
     outcome = measure(SuiteRow(FEW), peers=(), rounds=3, device=torch.device("cpu"), report=said.append)
-    assert said == ["layer 1 of 2: 64 x 256 to 128, 50 %", "layer 2 of 2: 48 x 128 to 256, 25 %"]
+    assert said[0] == "layer 1 of 2, 0 choices good so far: 64 x 256 to 128, 50 %"
+    assert re.fullmatch(r"layer 2 of 2, [01] choices good so far: 48 x 128 to 256, 25 %", said[1])
     return outcome
 
 
@@ -68,6 +70,13 @@ def test_the_suite_is_fifty_layers_with_densities() -> None:
     assert len(set(layers)) == 50
     assert {layer.keep for layer in layers} == {0.5, 0.25, 0.125, 0.0625}
     assert {layer.tokens for layer in layers} == {16, 256, 1024, 4096, 8192}
+
+
+def test_the_calls_to_compile_are_those_of_the_options() -> None:
+    given = torch.device("cpu"), LAYERS["few"][0], FEW
+    found = dict(planner.prepared(given))
+    assert {name.split()[0] for name in found} >= {"cpu.semi24", "cpu.spmm", "cpu.bsr24", "vendor.cublas_fp8"}
+    assert all(call().shape == (64, 128) for call in found.values())
 
 
 def test_a_choice_that_is_the_best_measured_counts(clock, chooses) -> None:

@@ -10,7 +10,7 @@ import torch
 import sparsek as sk
 from sparsek.cli.doctor import rates_of
 from sparsek.core import device as devices
-from sparsek.core.device import CARDS, H200, card_named, card_of
+from sparsek.core.device import CARDS, COPY_SHARE, H200, card_named, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.plan.dense import dense_seconds
 
@@ -61,12 +61,20 @@ def test_a_card_has_the_rates_of_its_data_sheet(
     name: str, bandwidth: float, bf16: float, fp8: float, sms: int, watts: int
 ) -> None:
     card = card_named(name)
+    copies = bandwidth * COPY_SHARE
     assert (card.bandwidth / 1e12, card.tflops["bf16"], card.tflops["fp8"]) == pytest.approx(
-        (bandwidth, bf16, fp8)
+        (copies, bf16, fp8)
     )
     assert (card.sm_count, card.watts, card.capability) == (sms, watts, (9, 0))
     assert (card.source, card.measured) == ("NVIDIA's data sheet", frozenset())
     assert pickle.loads(pickle.dumps(card)) == card  # noqa: S301
+
+
+def test_l2_feeds_no_faster_than_its_slices_and_the_sms_allow() -> None:
+    assert CARDS["h200-nvl"].fabric == H200.fabric
+    assert H200.fabric * 50 / 60 < CARDS["h100"].fabric < H200.fabric
+    assert CARDS["h100-pcie"].fabric < CARDS["h100"].fabric
+    assert CARDS["h20"].fabric == pytest.approx(H200.fabric * 78 / 132)
 
 
 def test_names_are_told_apart_and_each_is_found_by_what_torch_reports(there: Any) -> None:
@@ -84,7 +92,7 @@ def test_names_are_told_apart_and_each_is_found_by_what_torch_reports(there: Any
 def test_a_card_without_a_data_sheet_follows_from_what_the_driver_reports(there: Any) -> None:
     card = there(name="NVIDIA H100 96GB HBM3", multi_processor_count=120)
     assert card.tflops["bf16"] == pytest.approx(120 * 4096 * 1.98e9 / 1e12)
-    assert card.bandwidth == pytest.approx(3.35e12, rel=0.01)
+    assert card.bandwidth == pytest.approx(3.35e12 * COPY_SHARE, rel=0.01)
     assert (card.sm_count, card.l2_bytes, card.measured) == (120, 50 << 20, frozenset())
     assert card.caveat("bf16").startswith("from the SMs, clocks and memory bus that the driver reports")
     older = there(name="NVIDIA A100-SXM4-80GB", major=8, multi_processor_count=108, clock_rate=1_410_000)

@@ -5,14 +5,15 @@ are made, checked and timed in the same rounds. The choices compared with the fa
 predictions, and that of short rounds of the planner's own, timed before.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine import options
+from sparsek.bench.engine import ahead, options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Case, rows
 from sparsek.bench.engine.data import Draw
@@ -22,10 +23,11 @@ from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
+from sparsek.core.errors import Unsupported
 from sparsek.core.parsing import named
 from sparsek.ops import choose as choosing
 from sparsek.ops.linear import linear
-from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations
+from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations, plan_of, run_plan
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import Expected, worst
 
@@ -34,7 +36,7 @@ PLANNER = "ops.weight_formats"
 # A choice within this of the best counts as good.
 NEAR = 1.05
 GATE_TOKENS = 64
-# Fifty layers with a dozen options each are to take a minute and a half.
+# Fifty layers with a dozen options each are to take a minute and a half, once their kernels are compiled.
 INNER_MS = 2.0
 OWN_ROUNDS = 3
 
@@ -133,9 +135,13 @@ class PlannerCase(Case):
         """One record of all layers. Raises GateError if a result of any option is outside its budget."""
         layers = LAYERS[self.layers]
         judged: list[Judged] = []
+        if device.type == "cuda":
+            report("compile the kernels of all layers")
+            ahead.compiled([(device, each, self) for each in layers], prepared)
         seen = Sensors(device)
         for number, layer in enumerate(layers, start=1):
-            report(f"layer {number} of {len(layers)}: {layer.name}")
+            near = sum(each.of_best(each.choice) <= NEAR for each in judged)
+            report(f"layer {number} of {len(layers)}, {near} choices good so far: {layer.name}")
             judged.append(_judge(layer, self, device, rounds))
             seen.sample()
         record = _record(self, judged, device, seen)
@@ -178,10 +184,35 @@ class Judged(NamedTuple):
         }
 
 
+def _drawn(
+    layer: Layer, case: PlannerCase, device: torch.device
+) -> tuple[Tensor, Tensor, list[WeightFormat]]:
+    """W and x of a layer, and the formats considered."""
+    draw = Draw(device, case.drawn, 0)
+    listed = list(combinations(_listed(case.formats), choosing.BLOCK, [layer.keep]))
+    return draw.weight(layer.n, layer.k), draw.normal(layer.tokens, layer.k), listed
+
+
+def prepared(
+    given: tuple[torch.device, Layer, PlannerCase],
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The kernel, block and config of every option of a layer, as text, and a call."""
+    device, layer, case = given
+    w, x, listed = _drawn(layer, case, device)
+    for form in listed:
+        if form.format == "dense" or form.why_not(w):
+            continue
+        weight = form.convert(w)
+        try:
+            plan = plan_of(x, weight, kernel=form.kernel)
+        except Unsupported:
+            continue
+        yield f"{plan.kernel} {form.block} {plan.config!r}", partial(run_plan, plan, x, weight)
+
+
 def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
-    draw, card = Draw(device, case.drawn, 0), card_of(device)
-    w, x = draw.weight(layer.n, layer.k), draw.normal(layer.tokens, layer.k)
-    listed: list[WeightFormat] = list(combinations(_listed(case.formats), choosing.BLOCK, [layer.keep]))
+    card = card_of(device)
+    w, x, listed = _drawn(layer, case, device)
     with torch.no_grad():
         found = list(choosing.consider(w, x, listed, card))
         gates = [_gated(layer, option, weight, x) for option, weight in found if weight is not None]

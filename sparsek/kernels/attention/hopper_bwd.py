@@ -65,6 +65,7 @@ from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
 from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel, unless_hopper
 from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.ring import flops_per_second, throttled
 
 
 @dataclass(frozen=True, repr=False)
@@ -474,13 +475,14 @@ class HopperAttentionGrad:
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
         """Steps of an SM, begin and end of every tile, and a pass over rows before and after.
 
-        Constants are from H200s and an H100 (2026-11-21 and 26, scripts): a step takes 1.3 times its products at 2048
-        multiply-adds a cycle and 1.6 GHz, at least 1.5 us; a tile 10 us more.
+        Constants are from records of an H200 (2026-11-26): at boost clocks a step takes 1.47 times its products, at
+        least 1.3 us; a tile 10 us more. The power limit slows the products (plan/ring.py).
         """
         steps = p.visited * (p.block[0] // 64)
-        mma = 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / (2048 * 1.6e9 * p.card.pace)
+        mma = 2 * 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / flops_per_second(p.card)
+        step = max(1.3e-6, 1.47 * mma)
         tiles = p.batch * p.kv_heads * p.grid[1]
-        busy = (steps * max(1.5e-6, 1.3 * mma) + tiles * 1e-5) / p.card.sm_count
+        busy = throttled((steps * step + tiles * 1e-5) / p.card.sm_count, mma / step)
         busy *= ORDER_PRICE[c.halves] if c.ordered else 1
         rows = p.batch * p.q_heads * p.q_len
         around = rows * (4 * p.v_dim + (8 if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth

@@ -437,7 +437,7 @@ def ring_of(p: SpmmProblem, c: Config, units: int, steps: float, longest: float)
     rate = RATE
     if p.a.quantized:  # a step has twice the columns
         rate = RATES_FP8[0 if c.promote else 1] / 2
-    copied = c.tm * c.a_row + c.tn * 128
+    copied, columns = c.tm * c.a_row + c.tn * 128, min(c.tn, -(-p.n // 8) * 8)
     return Ring(
         units=units,
         columns=-(-p.n // c.tn),
@@ -446,10 +446,10 @@ def ring_of(p: SpmmProblem, c: Config, units: int, steps: float, longest: float)
         longest=longest,
         multiply=2 * c.tm * c.tn * 64 / (rate * flops_per_second(p.card)),
         copied=copied,
-        crossing=c.tm * c.a_row * c.cluster + c.tn * 128,
+        crossing=c.tm * c.a_row * c.cluster + columns * 128,
         in_flight=(c.stages - BUSY_SLOTS) * copied,
         boxes=2 * c.bk / p.block[1] if c.lists else 1,
-        stored=2 * c.tm * c.tn * c.cluster,
+        stored=2 * c.tm * columns * c.cluster,
         more=c.tm * c.tn / 32768 * JOIN_SECONDS if c.combine else 0.0,
     )
 
