@@ -13,6 +13,7 @@ from sparsek.matrix.storage import FP8
 # every FP8 storage. The kernel's `why_not` agrees with this column, which is read without loading the kernel.
 KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "hopper.spmm", "spmm.hopper", "bsr"),
+    ("spmm", "hopper.spmm_paired", "spmm.hopper_paired", "bsr"),
     ("spmm", "portable.spmm", "spmm.portable", "bsr"),
     ("spmm", "portable.spmm_skinny", "spmm.portable_skinny", "bsr"),
     ("spmm", "vendor.dense", "spmm.vendor_dense", "bsr"),

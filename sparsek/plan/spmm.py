@@ -359,6 +359,9 @@ class SpmmPlan(Plan):
         bounds = BlockStats(p.block, new.nnzb, min(new.grid[1], new.nnzb), touches_all_columns=False)
         bounded = replace(p, a=replace(p.a, blocks=bounds))
         kernel, config, _ = self.choice
+        successor = getattr(kernel, "successor", None)
+        if successor is not None:  # a kernel whose lists are made on the host
+            kernel, config = successor, successor.default(bounded)
         why_not = kernel.why_not(bounded)
         if why_not:
             raise Unsupported(f"{kernel.name} cannot take another pattern", {kernel.name: tuple(why_not)})

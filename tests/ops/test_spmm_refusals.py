@@ -149,7 +149,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     ),
     "kernel": (
         lambda a, b: sk.spmm(a, b, kernel="hopper"),
-        "no kernel of spmm is called 'hopper'; known: hopper.spmm, portable.spmm, .*vendor.dense, cpu.spmm, ref",
+        "no kernel of spmm is called 'hopper'; known: hopper.spmm, hopper.spmm_paired, portable.spmm, .*cpu.spmm, ref",
     ),
     "kernel and plan": (
         lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a, b, kernel="cpu.spmm"), kernel="vendor.dense"),

@@ -152,10 +152,20 @@ def test_explain_of_the_real_table_planned_for_an_h200():
     told = [re.fullmatch(r"  not        ([a-z._]+): (.+)", line) for line in losers]
     names = [match[1] for match in told if match]
     assert sorted([*names, plan.kernel]) == sorted(
-        ["hopper.spmm", "portable.spmm", "portable.spmm_skinny", "vendor.dense", "cpu.spmm", "reference.spmm"]
+        [
+            "hopper.spmm",
+            "hopper.spmm_paired",
+            "portable.spmm",
+            "portable.spmm_skinny",
+            "vendor.dense",
+            "cpu.spmm",
+            "reference.spmm",
+        ]
     )
     assert "  not        cpu.spmm: runs on CPU tensors only" in losers
-    assert all(match and re.search(r"x the time$|only$|copy of A$", match[2]) for match in told)
+    assert all(
+        match and re.search(r"x the time$|only$|copy of A$|panels of 64, not 16$", match[2]) for match in told
+    )
 
 
 def test_the_roofline_of_arithmetic_is_useful_flops_over_the_dense_rate():

@@ -109,7 +109,9 @@ def _is_known(kind: Any) -> bool:
 class Boxed(NamedTuple):
     """A matrix in memory and the box of it that one TMA copy moves. Sizes in elements, the contiguous side first.
 
-    `box[0]` elements fill the width of the swizzle. Outside the matrix TMA reads zeros and writes nothing.
+    `box[0]` elements fill the width of the swizzle. Outside the matrix TMA reads zeros and writes nothing. One copy may
+    move `panels` such boxes side by side, one after another in shared memory; then the matrix must be whole boxes wide,
+    and a place in it is (0, row, panel).
     """
 
     pointer: int
@@ -117,6 +119,7 @@ class Boxed(NamedTuple):
     size: tuple[int, int]
     stride: int
     box: tuple[int, int]
+    panels: int = 1
 
 
 @cache
@@ -169,10 +172,11 @@ def function(code: bytes, name: str, shared: int, device: int) -> ctypes.c_void_
 
 def tensor_map(m: Boxed) -> Any:
     """A 128-byte tensor map at an address that is a multiple of 64."""
-    size = m.dtype.itemsize
-    return _encoded(
-        m.pointer, DTYPES[m.dtype], m.size, (m.stride * size,), m.box, SWIZZLES[m.box[0] * size], 3, 0
-    )
+    size, wide = m.dtype.itemsize, m.box[0]
+    sizes, strides, box = m.size, (m.stride * size,), m.box
+    if m.panels > 1:
+        sizes, strides, box = (wide, m.size[1], m.size[0] // wide), (*strides, wide * size), (*box, m.panels)
+    return _encoded(m.pointer, DTYPES[m.dtype], sizes, strides, box, SWIZZLES[wide * size], 3, 0)
 
 
 def encode(d: Any, meta: Any) -> Any:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 # A kernel, the part of its name that the sanitizer looks for, and the script that runs it.
 KERNELS = {
     "hopper.spmm": ("spmm", sanitize),
+    "hopper.spmm_paired": ("paired", sanitize),
     "portable.spmm": ("spmm", sanitize),
     "hopper.semi24": ("semi24", sanitize_24),
     "hopper.bsr24": ("semi24", sanitize_24),

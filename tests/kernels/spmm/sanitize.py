@@ -25,11 +25,17 @@ CASES = (
     (100, 120, 16, (32, 32), 0.3, "row"),
     (512, 224, 16, (512, 112), 1.0, "col"),
 )
+PAIRED = (
+    (300, 320, 128, (64, 64), 0.5, "row"),
+    (104, 120, 72, (32, 32), 0.3, "col"),
+    (1040, 512, 576, (16, 16), 0.2, "row"),
+    (1040, 512, 576, (16, 32), 0.2, "col"),
+)
 
 
 def main(name: str) -> None:
     kernel = kernels.load(name)
-    for m, k, n, block, density, layout in CASES:
+    for m, k, n, block, density, layout in PAIRED if name == "hopper.spmm_paired" else CASES:
         a = random_bsr(
             m, k, block, density, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=m + n
         )
@@ -38,7 +44,7 @@ def main(name: str) -> None:
             b = b.mT.contiguous().mT
         p = problem(a, b)
         every = list(kernel.configs(p))
-        chosen = [kernel.default(p)]
+        chosen = every if name == "hopper.spmm_paired" else [kernel.default(p)]
         if kernel.name == "hopper.spmm":
             # With several merged rows and with none; the widest tile of each.
             for merge in {c.joined_rows for c in every}:

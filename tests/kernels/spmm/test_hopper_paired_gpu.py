@@ -1,0 +1,131 @@
+"""hopper.spmm_paired on a GPU: right on ragged and uneven matrices with every epilogue that it has, the same bits."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek import kernels
+from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.poison import poisoned
+from tests.kernels.lang.drawn import fresh, randn
+from tests.kernels.planned import problem
+
+pytestmark = pytest.mark.gpu
+NAME = "hopper.spmm_paired"
+KERNEL: Any = kernels.load(NAME)
+LAYOUTS = ("row", "col")
+# m, k, n, density, pattern; a row of B in panels of 64
+SIDES = (
+    (256, 512, 512, 0.5, "uniform"),
+    (1000, 1016, 576, 0.2, "powerlaw"),
+    (4096, 2048, 2048, 0.02, "powerlaw"),
+    (1040, 2048, 1024, 0.9, "uniform"),
+    (2048, 1000, 64, 0.004, "powerlaw"),
+    (2048, 2048, 1088, 0.1, "banded"),
+)
+
+
+def multiplied(a: Any, b: Tensor, c: Any = None, epilogue: Epilogue = PLAIN) -> Tensor:
+    """A @ B in a tensor that was full of NaN, in B's layout, inside one that must stay so."""
+    col = b.stride(0) == 1
+    rows, columns = (b.shape[1], a.shape[0]) if col else (a.shape[0], b.shape[1])
+    whole = poisoned((rows, columns + 8), b.dtype, "cuda")
+    out = whole[:, :columns].mT if col else whole[:, :columns]
+    p = problem(a, b, out, epilogue)
+    assert KERNEL.why_not(p) == []
+    c = c or KERNEL.default(p)
+    KERNEL.launch(c, KERNEL.prepare(p, c, a), a, b, out, epilogue)
+    assert bool(whole[:, columns:].isnan().all()), "wrote beside C"
+    return out
+
+
+def drawn(k: int, n: int, layout: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return randn(n, k, dtype=dtype).mT if layout == "col" else randn(k, n, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block", [(64, 64), (32, 32), (16, 16), (64, 16), (32, 64), (16, 32)], ids=str)
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_every_config_is_right_and_writes_nothing_beside_c(
+    sides: Any, block: tuple[int, int], layout: str
+) -> None:
+    m, k, n, density, spread = sides
+    if layout == "col":
+        m, k = -(-m // 8) * 8, -(-k // 8) * 8
+    seed = fresh()
+    for dtype in (torch.bfloat16, torch.float16):
+        a = sk.random_bsr(m, k, block, density, pattern=spread, dtype=dtype, device="cuda", seed=seed)
+        b = drawn(k, n, layout, dtype)
+        for c in KERNEL.configs(problem(a, b, lies=layout)):
+            for each in (c, replace(c, stages=4)):
+                gate = check_spmm(a, b, multiplied(a, b, each))
+                assert gate.passed, (seed, dtype, each, gate)
+
+
+@pytest.mark.parametrize("activation", ["", "relu", "gelu", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("side", [16, 32, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scaled_with_bias_and_activation(layout: str, side: int, activation: Any) -> None:
+    seed = fresh()
+    for dtype in (torch.bfloat16, torch.float16):
+        a = sk.random_bsr(1040, 512, side, 0.2, pattern="powerlaw", dtype=dtype, device="cuda", seed=seed)
+        epilogue = Epilogue(alpha=-0.5, bias=randn(1040, dtype=dtype), activation=activation)
+        b = drawn(512, 576, layout, dtype)
+        for c in KERNEL.configs(problem(a, b, epilogue=epilogue, lies=layout)):
+            gate = check_spmm(a, b, multiplied(a, b, c, epilogue), epilogue)
+            assert gate.passed, (seed, dtype, c, gate)
+
+
+@pytest.mark.parametrize("side", [16, 32, 64])
+def test_what_no_block_needs_is_not_multiplied(side: int) -> None:
+    a = sk.random_bsr(1024, 1024, side, 0.02, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=3)
+    b = drawn(1024, 512, "row")
+    met = torch.zeros(a.grid[1], dtype=torch.bool, device="cuda")
+    met[a.pattern.indices.long()] = True
+    assert not bool(met.all())
+    b[~met.repeat_interleave(side)] = torch.nan
+    assert check_spmm(a, b, multiplied(a, b)).passed
+
+
+@pytest.mark.parametrize("side", [16, 32, 64])
+def test_ten_thousand_launches_on_uneven_rows_give_the_same_bits(side: int) -> None:
+    a = sk.random_bsr(
+        2048, 2048, side, 0.1, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=fresh()
+    )
+    b = drawn(2048, 1024, "row")
+    first, again = (torch.empty(2048, 1024, dtype=b.dtype, device="cuda") for _ in range(2))
+    p = problem(a, b, first)
+    c = KERNEL.default(p)
+    work = KERNEL.prepare(p, c, a)
+    KERNEL.launch(c, work, a, b, first)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10_000):
+        KERNEL.launch(c, work, a, b, again)
+        differing += (first != again).any()
+    assert int(differing) == 0
+
+
+def test_layers_and_batches_go_through_the_planner() -> None:
+    w = sk.random_bsr(1024, 512, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=fresh())
+    x, bias = randn(640, 512), randn(1024)
+    y = sk.linear(x, w, bias, "gelu", kernel=NAME)
+    epilogue = Epilogue(bias=bias, activation="gelu")
+    assert check_spmm(w, x.mT, y.mT, epilogue).passed
+    b = randn(2, 512, 256)
+    c = sk.spmm(w, b, kernel=NAME)
+    assert all(check_spmm(w, b[i], c[i]).passed for i in range(2))
+
+
+def test_a_plan_follows_moved_blocks_with_another_kernel() -> None:
+    first = sk.random_bsr(1024, 1024, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=1)
+    moved = sk.random_bsr(1024, 1024, 32, 0.1, dtype=torch.bfloat16, device="cuda", seed=2)
+    b = randn(1024, 512)
+    plan = sk.plan_spmm(first, b, kernel=NAME)
+    followed = plan.retarget(moved)
+    assert followed.kernel == "hopper.spmm"
+    assert check_spmm(moved, b, followed(moved, b)).passed
