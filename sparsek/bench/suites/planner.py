@@ -195,7 +195,7 @@ def _drawn(
 
 def prepared(
     given: tuple[torch.device, Layer, PlannerCase],
-) -> Iterator[tuple[str, Callable[[], object]]]:
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """The kernel, block and config of every option of a layer, as text, and a call."""
     device, layer, case = given
     w, x, listed = _drawn(layer, case, device)
