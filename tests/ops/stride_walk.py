@@ -21,6 +21,8 @@ CONTIGUOUS = torch.contiguous_format
 # How far a result may be from float64, in units in the last place of its norm. The budgets are for fine errors; a
 # stride that is read wrongly is wrong by a row, a column or an item, or NaN.
 UNITS = {torch.float32: 32, torch.float16: 32, torch.bfloat16: 8}
+# Around the step of an activation: how far a sum of a product and a bias may be off, in units of 1 + |bias|.
+CROSSED = 1
 
 
 class Sizes(NamedTuple):
@@ -61,9 +63,7 @@ class Form:
     fp8: bool = False
     wide: tuple[str, ...] = ()  # operands in float32 (float64 for float64), whatever the others are
     exact: bool = False  # moves and rounds numbers only: bits are equal
-    steps: bool = (
-        False  # has a step at 0, which roundings of a sum may cross: a few terms of gradients come or go
-    )
+    steps: bool = False  # its gradients have a step at 0, which a rounded sum with `bias` may cross
 
     def __str__(self) -> str:
         return self.name.replace(" ", "_").replace("@", "x").replace("+", "and")
@@ -180,7 +180,7 @@ def walk(
         placed = _placed(form, name, layout, shape, dtype, device, draw)
         assert placed is not None
         given = {**base.given, name: placed}
-        truths: dict[str, Tensor] = {}
+        truths: dict[str, Truth] = {}
         for kernel in able:
             fresh = {key: each.again() for key, each in given.items()}
             where = str(form), kernel or "chosen", name, layout.name, sizes
@@ -197,7 +197,7 @@ def walk(
                     return  # nothing runs in this process any more
                 continue
             truths = truths or _truths(form, base.sparse, given)
-            wrong = [text for key, truth in truths.items() if (text := _wrong(form, key, found[key], truth))]
+            wrong = [text for key, truth in truths.items() if (text := _wrong(form, key, found[key], *truth))]
             wrong += [
                 f"wrote around or over {key}"
                 for key, each in fresh.items()
@@ -216,28 +216,41 @@ def _can(form: Form, base: Setting, kernel: str | None) -> bool:
     return True
 
 
-def _truths(form: Form, sparse: Any, given: dict[str, Placed]) -> dict[str, Tensor]:
+class Truth(NamedTuple):
+    """What is exact, and the norm of what roundings of a sum may add to it or take away."""
+
+    exact: Tensor
+    crossed: float = 0.0
+
+
+def _truths(form: Form, sparse: Any, given: dict[str, Placed]) -> dict[str, Truth]:
     """By the reference on contiguous copies, in float64 where the form does not round its operands."""
     reference = next((name for name in form.kernels() if name and name.startswith("reference.")), None)
     copies = {name: each.x.clone(memory_format=CONTIGUOUS) for name, each in given.items()}
     if not form.exact and not form.fp8:
         sparse = tuple(map(_in_float64, sparse)) if isinstance(sparse, tuple) else _in_float64(sparse)
         copies = {name: x.double() for name, x in copies.items()}
-    return {name: x.double() for name, x in run(form, sparse, copies, reference).items()}
+    truths = {name: Truth(x.double()) for name, x in run(form, sparse, copies, reference).items()}
+    if form.steps:
+        bias = copies["bias"]
+        reach = CROSSED * torch.finfo(given["bias"].x.dtype).eps * (1 + bias.abs())
+        low, high = (run(form, sparse, {**copies, "bias": bias + way * reach}, reference) for way in (-1, 1))
+        for name in [name for name in truths if name.startswith("gradient")]:
+            crossed = float((high[name].double() - low[name].double()).norm())
+            truths[name] = truths[name]._replace(crossed=crossed)
+    return truths
 
 
 def _in_float64(sparse: Any) -> Any:
     return sparse.to(dtype=torch.float64) if hasattr(sparse, "values") else sparse
 
 
-def _wrong(form: Form, name: str, found: Tensor, exact: Tensor) -> str:
+def _wrong(form: Form, name: str, found: Tensor, exact: Tensor, crossed: float) -> str:
     if found.shape != exact.shape:
         return f"{name} has shape {list(found.shape)}, not {list(exact.shape)}"
     size, off = float(exact.norm()), float((found.double() - exact).norm())
-    allowed = 0.0
+    allowed = crossed
     if not form.exact:
         scale = max(size, exact.numel() ** 0.5)  # numbers of about 1 are added, and may cancel
-        allowed = UNITS[found.dtype] * torch.finfo(found.dtype).eps * scale
-    if form.steps and name.startswith("gradient"):
-        allowed += 0.1 * size
+        allowed += UNITS[found.dtype] * torch.finfo(found.dtype).eps * scale
     return "" if off <= allowed else f"{name} is off by {off:.3g} of {size:.3g}, allowed {allowed:.3g}"
