@@ -10,6 +10,7 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import measure
+from sparsek.bench.peers import cusparselt
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
 from sparsek.bench.suites.semi24 import Semi24Case
@@ -48,8 +49,10 @@ PEERS = {
     ids=lambda value: getattr(value, "name", None),
 )
 def test_all_peers_and_kernels_share_the_rounds_of_a_record(
-    case: Any, kernels: tuple[str, ...], wanted: set[str]
+    case: Any, kernels: tuple[str, ...], wanted: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # In fp16 algorithms of cuSPARSELt are fatal: eight children took four minutes beside other tests.
+    monkeypatch.setattr(cusparselt, "DEATHS", 3)
     if not torch.backends.cusparselt.is_available():
         wanted = wanted - {"cusparselt"}
     device = torch.device("cuda", 0)
