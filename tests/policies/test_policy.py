@@ -244,7 +244,7 @@ class Unequal(policies.Policy):
         Changing(1) | Own(),
         policies.XAttention() & (policies.XAttention() | Hiding(1)),
     ],
-    ids=str,
+    ids=["changing", "hiding", "unequal", "one of two", "one inside another"],
 )
 def test_calls_of_a_policy_that_may_be_another_one_are_not_repeated(policy: Any) -> None:
     """Recorded calls are found again by == of the options."""
@@ -252,7 +252,9 @@ def test_calls_of_a_policy_that_may_be_another_one_are_not_repeated(policy: Any)
     assert again._key((policy, torch.zeros(1)), {}, []) is None
 
 
-@pytest.mark.parametrize("policy", [Own(), policies.VSA(), policies.VSA() | policies.VSA(topk=3)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [Own(), policies.VSA(), policies.VSA() | policies.VSA(topk=3)], ids=["own", "VSA", "two"]
+)
 def test_calls_of_a_policy_of_fixed_fields_are_repeated(policy: Any) -> None:
     assert again.is_determined(policy)
     assert again._key((policy, torch.zeros(1)), {}, []) is not None
