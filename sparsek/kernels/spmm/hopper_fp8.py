@@ -36,7 +36,7 @@ from functools import cache
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,14 +50,15 @@ from sparsek.kernels.lang.gluon import (
     describe,
     describe_transposed,
     launch_on,
-    tma_load,
 )
-from sparsek.kernels.spmm import hopper_ring
+from sparsek.kernels.spmm import activation, hopper_ring
+from sparsek.kernels.spmm import load as load_prims
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm import multiply_fp8 as scale_prims
 from sparsek.kernels.spmm import multiply_fp8_held as scale_held
 from sparsek.kernels.spmm import multiply_held as held_prims
-from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes
+from sparsek.kernels.spmm.load import load
+from sparsek.kernels.spmm.multiply import Tile, deepened, most_boxes
 from sparsek.kernels.spmm.multiply_fp8 import multiply
 from sparsek.kernels.spmm.multiply_fp8_held import multiply_held, multiply_held_sums
 from sparsek.kernels.spmm.parts import Dealt, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
@@ -78,14 +79,17 @@ class Config(Tile):
     `promote` 0, for `fast_accum`, they accumulate a whole tile in one chunk. `held`: the finished tile waits in
     registers and leaves in pieces of so many columns.
 
-    `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `types`: of A, B and C.
+    `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `c_bytes`: of an element of C.
     """
 
     b_col: bool = True
     promote: int = 1
     a_scale: str = "row"
     b_scale: str = "column"
-    types: tuple[str, str, str] = ("e4m3", "e4m3", "bf16")
+    c_bytes: int = 2
+
+    in_order: ClassVar[bool] = True
+    b_stack: ClassVar[bool] = False
 
     @property
     def per_block(self) -> int:
@@ -101,11 +105,11 @@ class Config(Tile):
         return self.cols // self.chunk
 
     @property
-    def c_bytes(self) -> int:
-        return dtypes.itemsize(self.types[2])
+    def a_box(self) -> int:
+        return self.rows
 
     @property
-    def a_box(self) -> int:
+    def a_boxed(self) -> int:
         return self.rows
 
     @property
@@ -133,14 +137,14 @@ class Config(Tile):
 
     def __str__(self) -> str:
         """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        a, b, out = self.types
         sums = f"float32 sums of {self.promote}" if self.promote else "the tensor cores' own sums"
         text = (
             f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups in chunks of {self.chunk}, "
             f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}, {sums}, "
-            f"{a} x {b} to {out}, a scale per {self.a_scale} and {self.b_scale}, every {self.every}, box {self.box}"
+            f"C of {self.c_bytes} bytes an element, a scale per {self.a_scale} and {self.b_scale}, "
+            f"every {self.every}, box {self.box}"
         )
-        said = ("block", "wg_m", "wg_n", "cols", "width", "pieces", "stages", "promote", "types")
+        said = ("block", "wg_m", "wg_n", "cols", "width", "pieces", "stages", "promote", "c_bytes")
         said = (*said, "a_scale", "b_scale", "every", "box")
         rest = {each.name: each.default for each in fields(self) if each.name not in said}
         unusual = [name for name, usual in rest.items() if getattr(self, name) != usual]
@@ -154,89 +158,17 @@ class Config(Tile):
 SOURCE = sha256(
     b"".join(
         Path(str(f)).read_bytes()
-        for f in (__file__, prims.__file__, held_prims.__file__, scale_prims.__file__, scale_held.__file__)
+        for f in (
+            __file__,
+            load_prims.__file__,
+            prims.__file__,
+            held_prims.__file__,
+            scale_prims.__file__,
+            scale_held.__file__,
+            activation.__file__,
+        )
     )
 ).hexdigest()[:16]
-
-
-@gluon.jit
-def columns_of(T: gl.constexpr, cols, no_col, begin, end, q):
-    """Block columns of the stage that begins at piece q of a tile's steps; an index outside B after the last step."""
-    PIECES: gl.constexpr = T.pieces
-    PER: gl.constexpr = T.per_block
-    js = ()
-    for i in gl.static_range(PIECES):
-        step = begin + (q + i) // PER
-        js = js + (gl.load(cols + step, mask=step < end, other=no_col),)
-    return js
-
-
-@gluon.jit
-def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
-    """Producer warp: for each tile of the CTA, loads the pieces of its blocks into the ring.
-
-    `steps` is (block columns, a column outside B, a block outside A). Step s is stored block s. Pieces after a tile's
-    last are outside, where TMA fills in zeros. Records are prefetched two tiles ahead and block columns one stage
-    ahead, so a tile of one stage waits for neither.
-    """
-    tiles, starts = lists
-    cols, no_col, no_block = steps
-    a_s, b_s, full, empty = ring
-    PIECES: gl.constexpr = T.pieces
-    PER: gl.constexpr = T.per_block
-    BM: gl.constexpr = T.block[0]
-    BK: gl.constexpr = T.block[1]
-    WIDTH: gl.constexpr = T.width
-    WG_N: gl.constexpr = T.wg_n
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
-    slot = 0
-    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
-    at = tiles + RECORD * first
-    begin = gl.load(at)
-    end = gl.load(at + 1)
-    col = gl.load(at + 4)
-    a_row = gl.load(at + 6)
-    next_begin = gl.load(at + RECORD)
-    next_end = gl.load(at + RECORD + 1)
-    next_col = gl.load(at + RECORD + 4)
-    next_row = gl.load(at + RECORD + 6)
-    js = columns_of(T, cols, no_col, begin, end, 0)
-    for t in range(first, last):
-        at = tiles + RECORD * t + 2 * RECORD
-        then_begin = gl.load(at)
-        then_end = gl.load(at + 1)
-        then_col = gl.load(at + 4)
-        then_row = gl.load(at + 6)
-        next_js = columns_of(T, cols, no_col, next_begin, next_end, 0)
-        pieces = gl.maximum(1, (end - begin) * PER)  # a tile without steps gets a stage of zeros
-        for q in range(0, pieces, PIECES):
-            later_js = columns_of(T, cols, no_col, begin, end, q + PIECES)
-            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has read the slot
-            landed = full.index(slot)
-            mbarrier.expect(landed, T.stage_bytes)
-            for i in gl.static_range(PIECES):
-                part = slot * PIECES + i
-                k = (q + i) % PER * WIDTH
-                step = begin + (q + i) // PER
-                block = gl.where(step < end, step, no_block)
-                tma_load(a_desc, [block * BM + a_row, k], landed, a_s.index(part))
-                for w in gl.static_range(WG_N):
-                    tma_load(b_desc, [col + w * T.cols, js[i] * BK + k], landed, b_s.index(part * WG_N + w))
-            js = later_js
-            slot += 1
-            if slot == T.stages:
-                slot = 0
-                phase ^= 1
-        js = next_js
-        begin = next_begin
-        end = next_end
-        col = next_col
-        a_row = next_row
-        next_begin = then_begin
-        next_end = then_end
-        next_col = then_col
-        next_row = then_row
 
 
 @gluon.jit(do_not_specialize=["no_col", "no_block", "alpha", "m", "n", "lead8", "rows", "cols8", "beta"])
@@ -271,7 +203,7 @@ def spmm_fp8_kernel(
     scales = (a_scale, b_scale, alpha)
     before = (bias, m, n, part_sums)
     ring = (a_s, b_s, full, empty)
-    steps = (cols, no_col, no_block)
+    steps = (cols, None, no_col, no_block)
     joined = (other, lead8, rows, cols8, beta)
     if GROUPS == 1:
         gl.warp_specialize(
@@ -358,7 +290,7 @@ class HopperSpmmFp8:
             "combine": p.combine,
             "a_scale": p.a.scale,
             "b_scale": p.b.scale,
-            "types": (p.dtype, p.b.dtype, p.c.dtype),
+            "c_bytes": dtypes.itemsize(p.c.dtype),
         }
         found: dict[Config, None] = {}
         for (wg_m, wg_n), cols in product([(2, 1), (1, 2), (1, 1)], (16, 32, 64, 128, 256)):

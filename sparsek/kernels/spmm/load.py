@@ -2,7 +2,8 @@
 
     tiles of the CTA  -->  steps of each  -->  pieces of A's block and of B's rows  -- TMA -->  a slot of the ring
 
-hopper.spmm and hopper.spgemm share it. T is hopper.spmm's Config.
+hopper.spmm, hopper.spgemm and hopper.spmm_fp8 share it. T is the Config of hopper.spmm or of hopper.spmm_fp8, which
+multiplies the stored blocks in their order (`in_order`).
 
 In hopper.spmm the CTAs read all of A at about the same time, and again for the next columns of B. C, and the matrix
 that it is combined with, stream through L2 meanwhile and displace A. So every other tile of a CTA walks its blocks
@@ -27,25 +28,37 @@ def indices(T: gl.constexpr, steps, begin, end, q, back):
     cols, blocks, no_col, no_block = steps
     PER: gl.constexpr = T.per_block
     PIECES: gl.constexpr = T.pieces
+    IN_ORDER: gl.constexpr = T.in_order
     MERGE: gl.constexpr = T.joined_rows
     js = ()
     bs = ()
     for i in gl.static_range(PIECES):
         step = begin + (q + i) // PER
         inside = step < end
-        if not T.b_stack:
+        if not IN_ORDER and not T.b_stack:
             step = gl.where(back, begin + end - 1 - step, step)
         js = js + (gl.load(cols + step, mask=inside, other=no_col),)
-        for r in gl.static_range(MERGE):
-            bs = bs + (gl.load(blocks + step * MERGE + r, mask=inside, other=no_block),)
+        if not IN_ORDER:
+            for r in gl.static_range(MERGE):
+                bs = bs + (gl.load(blocks + step * MERGE + r, mask=inside, other=no_block),)
     return js, bs
+
+
+@gluon.jit
+def block_of(T: gl.constexpr, bs, steps, begin, end, q, I: gl.constexpr, R: gl.constexpr):
+    """The block of A in joined row R of piece I of the stage that begins at piece q."""
+    if T.in_order:
+        step = begin + (q + I) // T.per_block
+        return gl.where(step < end, step, steps[3])
+    else:
+        return bs[I * T.joined_rows + R]
 
 
 @gluon.jit
 def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     """Producer warp: for each tile of the CTA, loads the pieces of its blocks into the ring.
 
-    `steps` is (block columns or blocks of B, blocks of A, an index outside B, an index outside A). Records are
+    `steps` is (block columns or blocks of B, blocks of A or None, an index outside B, an index outside A). Records are
     prefetched two tiles ahead and indices one stage ahead, so a tile of one stage waits for neither.
     """
     tiles, starts = lists
@@ -82,6 +95,8 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
         then_row = gl.load(at + 6)
         next_js, next_bs = indices(T, steps, next_begin, next_end, 0, (t - first) % 2 == 0)
         pieces = (end - begin) * PER
+        if T.in_order:
+            pieces = gl.maximum(1, pieces)
         for q in range(0, pieces, PIECES):
             later_js, later_bs = indices(T, steps, begin, end, q + PIECES, back)
             mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has read the slot
@@ -97,7 +112,7 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
                         )
                 else:
                     for r in gl.static_range(MERGE):
-                        row = bs[i * MERGE + r] * BM + a_row
+                        row = block_of(T, bs, steps, begin, end, q, i, r) * BM + a_row
                         tma_load(a_desc, [row, k], landed, a_s.index(part * A_BOXES + r))
                 for w in gl.static_range(B_BOXES):
                     b_part = b_s.index(part * B_BOXES + w)

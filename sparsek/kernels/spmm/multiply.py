@@ -75,6 +75,9 @@ class Tile:
     held: int = 0
 
     sampled: ClassVar[bool] = False
+    # Whether step s of the schedule is stored block s of A, always walked forwards, and a tile without steps gets a
+    # stage of zeros (spmm/load.py).
+    in_order: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:

@@ -38,6 +38,17 @@ def record(tiles, t):
 
 
 @gluon.jit
+def begun(T: gl.constexpr, starts, scales):
+    """The CTA's first tile and the tile after its last, and the factor of all of C: alpha and scales of tensors."""
+    a_scale, b_scale, factor = scales
+    if T.a_scale == "tensor":
+        factor = factor * gl.load(a_scale)
+    if T.b_scale == "tensor":
+        factor = factor * gl.load(b_scale)
+    return gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1), factor
+
+
+@gluon.jit
 def block_scales(T: gl.constexpr, a_scale, begin, end, q):
     """The scales of the blocks that are promoted in the stage that begins at piece q; () if scales are not per block.
     A missing step has only zeros to scale.
@@ -212,7 +223,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     memory, beta).
     """
     tiles, starts = lists
-    a_scale, b_scale, factor = scales
+    a_scale, b_scale, alpha = scales
     bias, m, n, part_sums = before
     a_s, b_s, full, empty = ring
     PIECES: gl.constexpr = T.pieces
@@ -228,12 +239,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.chunk, 32])
     stage = c_s.index(WG)
     boxes = boxed(T, c_desc, stage)
-    if T.a_scale == "tensor":
-        factor = factor * gl.load(a_scale)
-    if T.b_scale == "tensor":
-        factor = factor * gl.load(b_scale)
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    first, last, factor = begun(T, starts, scales)
     slot = 0
     phase = 0
     unsent = 0  # boxes of the previous tile that are still staged in shared memory, and their destination

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
@@ -23,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparsek.kernels.lang.gluon import tma_store, tma_store_wait
 from sparsek.kernels.spmm.multiply import activated, bias_of
 from sparsek.kernels.spmm.multiply_fp8 import (
+    begun,
     block_scales,
     carried,
     column_scales,
@@ -37,41 +37,14 @@ from sparsek.kernels.spmm.multiply_fp8 import (
     two_sums,
     units,
 )
-from sparsek.kernels.spmm.multiply_held import hold, leave, pieces_of
-
-
-@gluon.jit
-def held_stage(T: gl.constexpr, WG: gl.constexpr, acc, FIRST: gl.constexpr, slot, phase, ring):
-    """Multiplies one stage, asynchronously, and frees the one before. Returns the sums, and the next slot and phase."""
-    a_s, b_s, full, empty = ring
-    PIECES: gl.constexpr = T.pieces
-    STAGES: gl.constexpr = T.stages
-    COLS: gl.constexpr = T.cols
-    ROW0: gl.constexpr = 64 * (WG % T.wg_m)
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.cols, 32])
-    mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
-    if FIRST:
-        acc = warpgroup_mma_init(gl.zeros((64, COLS), gl.float32, LAYOUT))
-    for i in gl.static_range(PIECES):
-        a = a_s.index(slot * PIECES + i).slice(ROW0, 64)
-        b = b_s.index((slot * PIECES + i) * T.wg_n + WG // T.wg_m)
-        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0 or not FIRST, is_async=True)
-    acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the previous stage has been read
-    acc = warpgroup_mma_init(acc)
-    if not FIRST:
-        mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
-    return acc, slot, phase
+from sparsek.kernels.spmm.multiply_held import hold, leave, pieces_of, stage
 
 
 @gluon.jit
 def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, ring, boxes):
     """Consumer warpgroup WG with sums in the tensor cores. The arguments are those of `multiply`, `boxes` two each."""
     tiles, starts = lists
-    a_scale, b_scale, factor = scales
+    a_scale, b_scale, alpha = scales
     bias, m, n, part_sums = before
     empty = ring[3]
     PIECES: gl.constexpr = T.pieces
@@ -83,12 +56,7 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, befo
     ROW0: gl.constexpr = 64 * (WG % T.wg_m)
     COL0: gl.constexpr = T.cols * (WG // T.wg_m)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.cols, 32])
-    if T.a_scale == "tensor":
-        factor = factor * gl.load(a_scale)
-    if T.b_scale == "tensor":
-        factor = factor * gl.load(b_scale)
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    first, last, factor = begun(T, starts, scales)
     slot = 0
     phase = 0
     old_row = 0
@@ -102,14 +70,15 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, befo
         across = column_scales(T, b_scale, col + COL0, n)
         if T.bias:
             shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
-        acc, slot, phase = held_stage(T, WG, 0, True, slot, phase, ring)
+        acc = warpgroup_mma_init(gl.zeros((64, COLS), gl.float32, LAYOUT))
+        acc, slot, phase = stage(T, WG, acc, True, 0, slot, phase, ring)
         for i in gl.static_range(COUNT):
             for q in range(i * GAP + (PIECES if i == 0 else 0), gl.minimum(pieces, (i + 1) * GAP), PIECES):
-                acc, slot, phase = held_stage(T, WG, acc, False, slot, phase, ring)
+                acc, slot, phase = stage(T, WG, acc, False, PIECES, slot, phase, ring)
             if t > first:  # in parallel with the last stage's wgmma
                 leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, None, 0)
         for q in range(COUNT * GAP, pieces, PIECES):
-            acc, slot, phase = held_stage(T, WG, acc, False, slot, phase, ring)
+            acc, slot, phase = stage(T, WG, acc, False, PIECES, slot, phase, ring)
         out = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
         out = scaled(T, (out,), 0, down, factors_of_chunks(T, across, factor))
@@ -199,7 +168,7 @@ def multiply_held_sums(
 ):
     """Consumer warpgroup WG with float32 sums. `columns_s`: scales of a tile's columns for each warpgroup."""
     tiles, starts = lists
-    a_scale, b_scale, factor = scales
+    a_scale, b_scale, alpha = scales
     bias, m, n, part_sums = before
     PIECES: gl.constexpr = T.pieces
     PER: gl.constexpr = T.per_block
@@ -207,12 +176,7 @@ def multiply_held_sums(
     ROW0: gl.constexpr = 64 * (WG % T.wg_m)
     COL0: gl.constexpr = T.cols * (WG // T.wg_m)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.chunk, 32])
-    if T.a_scale == "tensor":
-        factor = factor * gl.load(a_scale)
-    if T.b_scale == "tensor":
-        factor = factor * gl.load(b_scale)
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    first, last, factor = begun(T, starts, scales)
     slot = 0
     phase = 0
     old_row = 0

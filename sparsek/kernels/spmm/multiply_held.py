@@ -133,8 +133,11 @@ def leave(
 
 
 @gluon.jit
-def stage(T: gl.constexpr, WG: gl.constexpr, acc, q, slot, phase, ring):
-    """Multiplies one stage, asynchronously, and frees the one before. Returns the sums, and the next slot and phase."""
+def stage(T: gl.constexpr, WG: gl.constexpr, acc, REPLACES: gl.constexpr, q, slot, phase, ring):
+    """Multiplies the stage that begins at piece q of a tile, asynchronously, and frees the tile's stage before.
+
+    With REPLACES its products replace the sums. Returns the sums, and the next slot and phase.
+    """
     a_s, b_s, full, empty = ring
     PIECES: gl.constexpr = T.pieces
     STAGES: gl.constexpr = T.stages
@@ -149,7 +152,7 @@ def stage(T: gl.constexpr, WG: gl.constexpr, acc, q, slot, phase, ring):
         b = b_s.index((slot * PIECES + i) * WG_N + WG // WG_M)
         if T.b_col:
             b = b.permute((1, 0))
-        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma(a, b, acc, use_acc=i > 0 or not REPLACES, is_async=True)
     acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the previous stage has been read
     acc = warpgroup_mma_init(acc)
     if q > 0:
@@ -201,14 +204,14 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, join
         acc = warpgroup_mma_init(gl.zeros((64, COLS), gl.float32, LAYOUT))
         for i in gl.static_range(COUNT):
             for q in range(i * GAP, gl.minimum(pieces, (i + 1) * GAP), PIECES):
-                acc, slot, phase = stage(T, WG, acc, q, slot, phase, ring)
+                acc, slot, phase = stage(T, WG, acc, False, q, slot, phase, ring)
             if t > first:  # in parallel with the last stage's wgmma
                 leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, joined, t - first - 1)
             if T.preload:
                 if i + 2 >= COUNT:  # what the first pieces of this tile will be combined with
                     ask(T, WG, i + 2 - COUNT, row + ROW0, col, boxes, joined)
         for q in range(COUNT * GAP, pieces, PIECES):
-            acc, slot, phase = stage(T, WG, acc, q, slot, phase, ring)
+            acc, slot, phase = stage(T, WG, acc, False, q, slot, phase, ring)
         out = warpgroup_mma_wait(0, deps=(acc,))
         if pieces > 0:
             mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)

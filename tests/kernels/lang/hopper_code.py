@@ -84,7 +84,7 @@ class Code(NamedTuple):
 
 
 def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
-    """`c` for bf16 or fp16, or for the types it names, with the arguments that `launch` gives to the kernel.
+    """`c` for bf16 or fp16, or the types of A, B and C, with the arguments that `launch` gives to the kernel.
 
     Reading machine code takes as long as compiling. What was found stays in Triton's cache, by the hash of the kernel's
     source, its constants, this Triton, and the files that read the code.
@@ -106,7 +106,7 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     else:
         options = c.options
         if isinstance(c, spmm_fp8.Config):
-            function, source, types = _spmm_fp8(c)
+            function, source, types = _spmm_fp8(c, dtype)
         elif isinstance(c, attention_paged.Config):
             function, source, types = _attention_paged(c, dtype)
         else:
@@ -160,8 +160,9 @@ def _spmm(c: spmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
     return spmm.spmm_kernel, spmm.SOURCE, types
 
 
-def _spmm_fp8(c: spmm_fp8.Config) -> tuple[Any, str, dict[str, str]]:
-    a, b, out = c.types
+def _spmm_fp8(c: spmm_fp8.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
+    """`dtype`: those of A, B and C, with spaces between."""
+    a, b, out = dtype.split()
     described = {
         "a_desc": ((c.rows, c.width), a),
         "b_desc": ((c.cols, c.width), b),

@@ -26,7 +26,7 @@ def check_code(c: Config, dtype: str, code: Code, stack: int = 0, spills: int = 
     where = f"{c} in {dtype}:\n{code}"
     groups = c.wg_m * c.wg_n
     if isinstance(c, spmm_fp8.Config):
-        a, b, _ = c.types
+        a, b, _ = dtype.split()
         name, one_stage = f"m64n{c.chunk}k32.f32.{a}.{b}", c.pieces * c.chunks * c.width // 32
         waits = [0, *[c.promote] * (c.chunks > 1)] if c.promote else [c.pieces]
     else:
