@@ -87,6 +87,8 @@ class Config(Tile):
     a_scale: str = "row"
     b_scale: str = "column"
     c_bytes: int = 2
+    halves: bool = False
+    stagger: bool = False
 
     in_order: ClassVar[bool] = True
     b_stack: ClassVar[bool] = False
@@ -218,10 +220,13 @@ def spmm_fp8_kernel(
         columns_s = gl.allocate_shared_memory(
             gl.float32, [GROUPS, T.cols], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
+        turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(turn, count=1)
+        fence_async_shared()
         gl.warp_specialize(
             [
-                (multiply_held_sums, (T, 0, c_desc, lists, scales, before, ring, c_s, columns_s)),
-                (multiply_held_sums, (T, 1, c_desc, lists, scales, before, ring, c_s, columns_s)),
+                (multiply_held_sums, (T, 0, c_desc, lists, scales, before, ring, c_s, columns_s, turn)),
+                (multiply_held_sums, (T, 1, c_desc, lists, scales, before, ring, c_s, columns_s, turn)),
                 (load, (T, a_desc, b_desc, lists, steps, ring)),
             ],
             [4, 1],

@@ -3,12 +3,15 @@
 Sums of the tensor cores (`fast_accum`): rounded, two in a register, the tile waits for its turn, as in
 spmm/multiply_held.py. Float32 sums leave no room for that. They stay where they are:
 
-    first stage of a tile, chunk by chunk:  sums of the tile before  -- scales, bias, activation -->  C
-                                            the first promotion replaces them
+    last stage of a tile:   the first chunks are done early  -- scales, bias, activation -->  first half of C
+    first stage of the next:  sums of the tile before  -- scales, bias, activation -->  other half of C
+                              the first promotions replace them
 
-Both happen in parallel with wgmma. A tile passes through two boxes of shared memory for each warpgroup, and the ring
-gets a further stage.
+One piece leaves beside every unit of the tensor cores, or two. A tile passes through T.held_boxes boxes of shared
+memory for each warpgroup, and the ring gets a further stage.
 """
+
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +40,7 @@ from sparsek.kernels.spmm.multiply_fp8 import (
     two_sums,
     units,
 )
-from sparsek.kernels.spmm.multiply_held import hold, leave, pieces_of, stage
+from sparsek.kernels.spmm.multiply_held import hold, leave, pieces_of, place, stage
 
 
 @gluon.jit
@@ -94,45 +97,65 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, befo
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
+@gluon.constexpr_function
+def beside(t: Any, piece: int) -> int:
+    """The unit beside which a piece of a tile of float32 sums leaves: negative ones are the last of the tile's last
+    stage, others the first of the next tile's first stage. The first half leaves early if its sums are done by then.
+    """
+    early = t.chunks if t.halves and t.chunks > 1 else 0
+    each = t.chunk // t.held  # pieces of a chunk
+    if piece < early:
+        return max(piece, 1) - t.chunks  # its chunk is promoted beside unit `piece // each + 1`
+    return piece - early if early else piece // each
+
+
 @gluon.jit
-def leave_chunk(T: gl.constexpr, WG: gl.constexpr, C: gl.constexpr, c_desc, sums, tile, boxes):
-    """Finishes chunk C of the float32 sums of a tile, and stores it. `tile`: its row, column, factors and bias."""
+def leave_piece(T: gl.constexpr, WG: gl.constexpr, P: gl.constexpr, c_desc, sums, tile, boxes):
+    """Finishes piece P of the float32 sums of a tile, and stores it. `tile`: its row, column, factors and bias."""
     row, col, columns_s, factor, shift = tile
-    CHUNK: gl.constexpr = T.chunk
-    COUNT: gl.constexpr = T.chunk // T.held
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.chunk, 32])
+    EACH: gl.constexpr = T.chunk // T.held
+    HELD: gl.constexpr = T.held
+    BOXES: gl.constexpr = T.held_boxes
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.held, 32])
     DTYPE: gl.constexpr = c_desc.dtype
+    z = gl.convert_layout(pieces_of(sums[P // EACH], EACH)[P % EACH], LAYOUT, assert_trivial=True)
     if T.b_scale == "column":
-        across = columns_s.index(WG).slice(C * CHUNK, CHUNK).load(gl.SliceLayout(0, SUMS))
-        z = sums[C] * gl.expand_dims(across, 0)
+        across = columns_s.index(WG).slice(P * HELD, HELD).load(gl.SliceLayout(0, LAYOUT))
+        z = z * gl.expand_dims(across, 0)
     else:
-        z = sums[C] * factor
+        z = z * factor
     if T.bias:
-        z = z + gl.expand_dims(shift, 1)
-    pieces = pieces_of(activated(T, z, DTYPE).to(DTYPE), COUNT)
-    for i in gl.static_range(COUNT):
-        y = gl.convert_layout(pieces[i], LAYOUT, assert_trivial=True)
-        down = row
-        along = col + T.cols * (WG // T.wg_m) + C * CHUNK + i * T.held
-        if T.c_col:
-            down, along = along, down
-        box = boxes.index(2 * WG + (C * COUNT + i) % 2)
-        tma_store_wait(1)  # until TMA has read this box, which the piece before the last one left through
-        if T.c_col:
-            box.permute((1, 0)).store(y)
-        else:
-            box.store(y)
-        fence_async_shared()
-        tma_store(c_desc, [down, along], box)
+        z = z + gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
+    y = activated(T, z, DTYPE).to(DTYPE)
+    down, along = place(T, WG, P, row, col)
+    box = boxes.index(BOXES * WG + P % BOXES)
+    tma_store_wait(BOXES - 1)  # until TMA has read this box, which the piece BOXES before left through
+    if T.c_col:
+        box.permute((1, 0)).store(y)
+    else:
+        box.store(y)
+    fence_async_shared()
+    tma_store(c_desc, [down, along], box)
+
+
+@gluon.jit
+def leave_beside(
+    T: gl.constexpr, WG: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, c_desc, sums, tile, boxes
+):
+    """Stores the pieces that leave beside units FROM to TO - 1."""
+    COUNT: gl.constexpr = T.cols // T.held
+    for p in gl.static_range(COUNT):
+        if beside(T, p) >= FROM and beside(T, p) < TO:
+            leave_piece(T, WG, p, c_desc, sums, tile, boxes)
 
 
 @gluon.jit
 def sums_stage(
-    T: gl.constexpr, WG: gl.constexpr, FIRST: gl.constexpr, c_desc, sums, two, slot, phase, stretch, down, ring,
-    leaves, tile, boxes,
+    T: gl.constexpr, WG: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, c_desc, sums, two, slot, phase,
+    stretch, down, ring, tile, leaves, boxes, turn,
 ):  # fmt: skip
-    """Multiplies and promotes one stage. In the first one of a tile, the sums of the tile before leave if `leaves`.
+    """Multiplies and promotes one stage. Beside its units leave pieces of `tile`, if `leaves`: in the FIRST stage of a
+    tile those of the tile before, in the LAST one of several its own.
 
     Returns the sums, and the next slot and phase.
     """
@@ -140,8 +163,12 @@ def sums_stage(
     CHUNKS: gl.constexpr = T.chunks
     PROMOTE: gl.constexpr = T.promote
     UNITS: gl.constexpr = units(T)
+    STAGGER: gl.constexpr = T.stagger
     ROW0: gl.constexpr = 64 * (WG % T.wg_m)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.chunk, 32])
+    if FIRST and STAGGER and WG == 1:
+        if not leaves:  # half a stage behind the other warpgroup, whose pauses its products fill
+            mbarrier.wait(turn, 0)
     mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
     for u in gl.static_range(UNITS):
         if u % CHUNKS == 0:
@@ -149,9 +176,15 @@ def sums_stage(
         two = started(T, WG, rows_of_a, b_s, slot, u, two)
         if u > 0:
             sums, two = promoted(T, sums, u - 1, PROMOTE, two, stretch, down)
-        if FIRST and u < CHUNKS:
-            if leaves:  # in parallel with unit u; the registers of the other unit are free
-                leave_chunk(T, WG, u, c_desc, sums, tile, boxes)
+        if leaves:  # in parallel with unit u
+            if FIRST:
+                leave_beside(T, WG, u, u + 1, c_desc, sums, tile, boxes)
+            if LAST:
+                leave_beside(T, WG, u - UNITS, u - UNITS + 1, c_desc, sums, tile, boxes)
+        elif FIRST and STAGGER and WG == 0:
+            if u == UNITS // 2:  # of the first tile
+                mbarrier.arrive(turn, count=1)
+        if FIRST and u < CHUNKS:  # the first promotion of this chunk comes next
             sums = sums[:u] + (gl.zeros_like(sums[u]),) + sums[u + 1 :]
     sums, two = promoted(T, sums, UNITS - 1, 0, two, stretch, down)
     mbarrier.arrive(empty.index(slot), count=1)
@@ -164,7 +197,7 @@ def sums_stage(
 
 @gluon.jit
 def multiply_held_sums(
-    T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, ring, boxes, columns_s
+    T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, ring, boxes, columns_s, turn
 ):
     """Consumer warpgroup WG with float32 sums. `columns_s`: scales of a tile's columns for each warpgroup."""
     tiles, starts = lists
@@ -195,25 +228,32 @@ def multiply_held_sums(
         later = block_scales(T, a_scale, begin, end, PIECES)
         old = (old_row, old_col, columns_s, factor, shift)
         sums, two, slot, phase = sums_stage(
-            T, WG, True, c_desc, sums, two, slot, phase, stretch, down, ring, t > first, old, boxes
+            T, WG, True, False, c_desc, sums, two, slot, phase, stretch, down, ring, old, t > first, boxes, turn
         )
         stretch = later
         across = column_scales(T, b_scale, col + COL0, n)
         if T.bias:
             shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
-        for q in range(PIECES, pieces, PIECES):
+        for q in range(PIECES, pieces - PIECES, PIECES):
             later = block_scales(T, a_scale, begin, end, q + PIECES)
             sums, two, slot, phase = sums_stage(
-                T, WG, False, c_desc, sums, two, slot, phase, stretch, down, ring, False, old, boxes
+                T, WG, False, False, c_desc, sums, two, slot, phase, stretch, down, ring, old, False, boxes, turn
             )
             stretch = later
         if T.b_scale == "column":
             columns_s.index(WG).store(across * factor)
+        own = (row + ROW0, col, columns_s, factor, shift)
+        if pieces > PIECES:
+            sums, two, slot, phase = sums_stage(
+                T, WG, False, True, c_desc, sums, two, slot, phase, stretch, down, ring, own, True, boxes, turn
+            )
+        else:  # in a tile of one stage, the tile before leaves beside its units
+            leave_beside(T, WG, -CHUNKS, 0, c_desc, sums, own, boxes)
         old_row = row + ROW0
         old_col = col
         begin, end, row, col, part = coming
         stretch = block_scales(T, a_scale, begin, end, 0)
     if last > first:
-        for c in gl.static_range(CHUNKS):
-            leave_chunk(T, WG, c, c_desc, sums, (old_row, old_col, columns_s, factor, shift), boxes)
+        old = (old_row, old_col, columns_s, factor, shift)
+        leave_beside(T, WG, 0, CHUNKS, c_desc, sums, old, boxes)
     tma_store_wait(0)  # shared memory must outlive the copies that read it
