@@ -34,7 +34,7 @@ from sparsek.core.errors import SparseKError
 from tests.sampling import EVERY
 
 CALLS = "SPARSEK_FUZZ_CALLS"  # this environment variable sets how many calls of each function are drawn
-LONGEST = 600  # characters of an error's text
+LONGEST = 700  # characters of an error's text
 
 Made = tuple[Callable[..., Any], dict[str, Any]]
 

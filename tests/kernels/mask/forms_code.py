@@ -28,8 +28,6 @@ def codes(card: str) -> dict[str, Code]:
         found[f"window, sinks {sinks}"] = _code(forms._band, lists, forms, card, SINKS=sinks, SLOTS=slots)
     for wide in (False, True):
         types = {"fault": "*i64"} | ({"edges": "*i64"} if wide else {})
-        found[f"documents {wide}"] = _code(
-            documents._documents, documents._LISTS, documents, card, types, WIDE=wide
-        )
+        found[f"documents {wide}"] = _code(documents._documents, documents._LISTS, documents, card, types)
     found["bigbird"] = _code(bigbird._bigbird, bigbird._LISTS, bigbird, card, DRAWS=4, BOUNDED=True, SHIFT=7)
     return found
