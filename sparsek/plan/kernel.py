@@ -77,7 +77,8 @@ class Kernel(Protocol[P]):
 
     Optional attributes. `only_by_name`, a reason: the kernel is chosen only if `kernel=` names it. `notes(p, c) ->
     list[str]`: further lines of `explain()` for that choice. `paced`: names of config fields that follow from the
-    problem, which a tuned config may have with other values.
+    problem, which a tuned config may have with other values. `successor`: the kernel of a retargeted plan, for a
+    kernel whose lists are made on the host.
     """
 
     name: str

@@ -35,7 +35,7 @@ LAUNCHING = tuple(f"sparsek.kernels.lang.{name}" for name in ("launch", "recorde
 
 def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
     """The kernel's own file; the files of sparsek.kernels that it imports, directly or indirectly, except the
-    launcher; its schedule's file; and the CUDA C++ files in the same folders that these name.
+    launcher; its schedule's file; and the CUDA C++ files in the same folders that these name, or include.
 
     `kernel` is a name of the kernels' table, or a module of sparsek.kernels ("pack.to_bsr") or of sparsek
     ("mask.structured").
@@ -48,13 +48,11 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
         if file in found:
             continue
         found.append(file)
-        if file.suffix == ".cu":
-            continue
         source = file.read_text(encoding="utf-8")
         waiting += [
             file.with_name(name) for name in CUDA_NAME.findall(source) if file.with_name(name).is_file()
         ]
-        for module in imports(source):
+        for module in imports(source) if file.suffix == ".py" else ():
             target = root.parent / (module.replace(".", "/") + ".py")
             followed = module.startswith("sparsek.kernels.") and module not in LAUNCHING
             if followed and target.is_file():

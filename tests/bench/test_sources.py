@@ -189,8 +189,13 @@ def test_cuda_code_counts_with_the_settings_it_is_compiled_with(tree: Path) -> N
     assert not changed(code, "// one", "/* two\n lines */")
     assert not changed(code, "{ return", "{\n    return")
     assert not changed(host, "return 1", "return 2")
-    (folder / "other.cu").write_text("int g();\n")
+    other = folder / "other.cu"
+    other.write_text("int g();\n")
     assert source_hash("spmm.hopper_twin", tree) == before
+    code.write_text('#include "other.cu"\n' + code.read_text())
+    assert source_files("spmm.hopper_twin", tree) == [host, code, other]
+    before = source_hash("spmm.hopper_twin", tree)
+    assert changed(other, "int g", "int h")
 
 
 @pytest.mark.parametrize("name", [name for _, name, *_ in kernels.KERNELS])

@@ -122,6 +122,13 @@ class Boxed(NamedTuple):
     panels: int = 1
 
 
+def by_rows(x: torch.Tensor, box: tuple[int, int], panels: int = 1) -> Boxed:
+    """A row-major matrix. A single row may have any stride, and gets one that TMA accepts."""
+    rows, columns = x.shape
+    stride = x.stride(0) if rows > 1 else -(-columns // 8) * 8
+    return Boxed(x.data_ptr(), x.dtype, (columns, rows), stride, box, panels)
+
+
 @cache
 def cuda() -> ctypes.CDLL:
     """The driver library."""

@@ -11,17 +11,20 @@ compiles for itself.
 import ctypes
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparsek.core import env
 from sparsek.core.errors import Unsupported
-from sparsek.kernels.lang import shipped
+from sparsek.kernels.lang import driver, shipped
 from sparsek.kernels.lang.progress import patient
 
 NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
@@ -29,6 +32,8 @@ NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 PACKAGES = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
 TOOLKITS = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")
 DIGEST = 64
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
+INCLUDE = re.compile(r'#include "(\w+\.cu)"\n')
 
 
 class CompilerError(RuntimeError):
@@ -72,6 +77,13 @@ def _opened(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL if "builtins" in name else ctypes.DEFAULT_MODE)
     except OSError:
         return None
+
+
+def missing() -> list[str]:
+    """The reason of a kernel in CUDA C++ not to run, where a GPU is but NVRTC is not."""
+    if torch.cuda.is_available() and library() is None:
+        return ["NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC"]
+    return []
 
 
 @cache
@@ -134,6 +146,30 @@ def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
             kept = compile_cuda(source, name, options)[0]
         _write(path, kept)
     return kept
+
+
+@dataclass(frozen=True)
+class Program:
+    """A CUDA C++ file with one kernel, `entry`. Its configs have `defines`, options of the compiler, and `smem`."""
+
+    path: Path
+    entry: str
+
+    @property
+    def source(self) -> str:
+        """The file, with others of its folder in the place of the lines that include them."""
+        text = self.path.read_text(encoding="utf-8")
+        return INCLUDE.sub(lambda line: self.path.with_name(line[1]).read_text(encoding="utf-8"), text)
+
+    def code(self, c: Any) -> bytes:
+        """The cubin of the config `c`."""
+        return compiled(self.source, self.path.name, [*OPTIONS, *c.defines])
+
+
+@cache
+def loaded(program: Program, c: Any, device: int) -> ctypes.c_void_p:
+    """The kernel of the config `c`, on `device`."""
+    return driver.function(program.code(c), program.entry, c.smem, device)
 
 
 def _read(path: Path) -> bytes | None:

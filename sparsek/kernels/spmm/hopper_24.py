@@ -22,7 +22,6 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 from threading import RLock
@@ -36,9 +35,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import tensors_in
 from sparsek.kernels.lang import driver, nvrtc
-from sparsek.kernels.lang.driver import Boxed
+from sparsek.kernels.lang.driver import Boxed, by_rows
 from sparsek.kernels.lang.launch import launch_cuda
 from sparsek.kernels.lang.memo import Memo
+from sparsek.kernels.lang.nvrtc import Program
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel, beside
@@ -46,9 +46,7 @@ from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.ring import BUSY_SLOTS, DRIVER_LAUNCHES, Ring, flops_per_second, ring_seconds, share_of_h200
 from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 
-SOURCE = Path(__file__).with_name("hopper_24.cu")
-ENTRY = "semi24_kernel"
-OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
+PROGRAM = Program(Path(__file__).with_name("hopper_24.cu"), "semi24_kernel")
 ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # the kernel uses their indices
 BOX_BYTES = 8192  # 64 rows and 64 columns of C
 
@@ -150,19 +148,9 @@ class Config:
     __repr__ = __str__
 
 
-def code_of(c: Config) -> bytes:
-    """The cubin of `c`."""
-    return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *_compiled(c).defines])
-
-
 def _compiled(c: Config) -> Config:
     """`c` without the fields that are not compiled in."""
     return replace(c, group=1)
-
-
-@cache
-def _function(c: Config, device: int) -> ctypes.c_void_p:
-    return driver.function(code_of(c), ENTRY, c.smem, device)
 
 
 class Params(ctypes.Structure):
@@ -266,7 +254,7 @@ def prepared(p: SpmmProblem, c: Config, a: Semi24 | BSR24, lists: Lists | None =
     with torch.no_grad(), torch.cuda.device_of(a.values):
         work.nibbles(a)
         if a.values.is_cuda:
-            _function(_compiled(c), a.values.device.index)
+            nvrtc.loaded(PROGRAM, _compiled(c), a.values.device.index)
     return work
 
 
@@ -288,7 +276,7 @@ def launch(
             return launch(c, work, a, b, out, epilogue, scales)
     nibbles = work.nibbles(a)
     driver.enter(index)  # in a new thread torch may not have set a context yet
-    function = _function(_compiled(c), index)
+    function = nvrtc.loaded(PROGRAM, _compiled(c), index)
     held = [nibbles, *([] if work.lists is None else tensors_in(work.lists))]
     for at in np.ndindex(*b.shape[:-2]):
         b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
@@ -348,16 +336,8 @@ def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor, other: Tensor | Non
     half = values.shape[-1]
     a_box = Boxed(values.data_ptr(), values.dtype, (half, values.numel() // half), half, (c.bk // 2, c.tm))
     b_lies, b_box = (b, (64, 64 // c.cluster)) if c.b_row else (b.mT, (c.bk, columns_of_b(c, b.shape[1])))
-    like_c = [_by_rows(x.mT if c.c_col else x, (64, 64)) for x in (out, other) if x is not None]
-    return [a_box, _by_rows(b_lies, b_box), *like_c]
-
-
-def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
-    """A row-major matrix. A single row may have any stride, and gets one that TMA accepts."""
-    rows, columns = x.shape
-    return Boxed(
-        x.data_ptr(), x.dtype, (columns, rows), x.stride(0) if rows > 1 else -(-columns // 8) * 8, box
-    )
+    like_c = [by_rows(x.mT if c.c_col else x, (64, 64)) for x in (out, other) if x is not None]
+    return [a_box, by_rows(b_lies, b_box), *like_c]
 
 
 def unable(p: SpmmProblem, dtype: str) -> list[str]:
@@ -365,8 +345,8 @@ def unable(p: SpmmProblem, dtype: str) -> list[str]:
     reasons = []
     if p.card.capability != (9, 0):
         reasons.append(f"needs a Hopper card (sm_90), this is {p.card.name}")
-    elif torch.cuda.is_available() and nvrtc.library() is None:
-        reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
+    else:
+        reasons += nvrtc.missing()
     if dtype not in ("bf16", "fp16"):
         reasons.append(f"C must be bf16 or fp16, not {dtype}")
     if p.a.transposed:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +25,11 @@ from torch import Tensor
 
 from sparsek.core.streams import tensors_in
 from sparsek.kernels.lang import driver, nvrtc
-from sparsek.kernels.lang.driver import Boxed
+from sparsek.kernels.lang.driver import by_rows
 from sparsek.kernels.lang.launch import launch_cuda
+from sparsek.kernels.lang.nvrtc import Program
 from sparsek.kernels.spmm import hopper
+from sparsek.kernels.spmm.hopper_24 import ACTS, BOX_BYTES
 from sparsek.kernels.spmm.pairs import Pairs, pairs_of
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
@@ -36,12 +37,9 @@ from sparsek.plan.plan import arithmetic_seconds
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.ring import flops_per_second, fullest, norm
 from sparsek.plan.schedule import Walk, balance
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.reference.epilogue import PLAIN, Epilogue
 
-SOURCE = Path(__file__).with_name("hopper_paired.cu")
-ENTRY = "paired_kernel"
-OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
-ACTS = tuple(ACTIVATIONS)  # the kernel uses their indices
+PROGRAM = Program(Path(__file__).with_name("hopper_paired.cu"), "paired_kernel")
 COLS, CLUSTER, THREADS = 512, 2, 384
 SIDES = (16, 32, 64)  # of blocks
 LESS = 0.90  # of the columns of neighbours, where blocks lie at random
@@ -50,7 +48,6 @@ LESS = 0.90  # of the columns of neighbours, where blocks lie at random
 LINE_SECONDS = {128: 1.6e-9, 64: 1.05e-9, 32: 0.8e-9}
 TILE_SECONDS = 1.0e-6
 SPARE = 32  # a warp loads as many steps at once
-BOX_BYTES = 8192  # 64 rows and 64 columns of C
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Config:
     def defines(self) -> list[str]:
         """The constants of hopper_paired.cu."""
         names = {
-            "BM": self.block[0], "BK": self.block[1], "JOINED": self.joined, "STAGES": self.stages,
+            "CLUSTER": CLUSTER, "BM": self.block[0], "BK": self.block[1], "JOINED": self.joined, "STAGES": self.stages,
             "C_BOXES": self.boxes, "B_ROW": int(self.b_row), "C_COL": int(self.c_col), "HALF": int(self.half),
             "HAS_ALPHA": int(self.has_alpha), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
             "SMEM_BYTES": self.smem,
@@ -114,16 +111,6 @@ class Config:
             (c for c in (replace(self, stages=each) for each in range(4, 25, 2)) if c.smem <= smem),
             key=lambda c: c.stages,
         )
-
-
-def code_of(c: Config) -> bytes:
-    """The cubin of `c`."""
-    return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *c.defines])
-
-
-@cache
-def _function(c: Config, device: int) -> ctypes.c_void_p:
-    return driver.function(code_of(c), ENTRY, c.smem, device)
 
 
 class Params(ctypes.Structure):
@@ -183,8 +170,8 @@ class HopperPaired:
         if foreign := p.a.unless("bsr"):
             return foreign
         reasons = unless_hopper(p)
-        if not reasons and torch.cuda.is_available() and nvrtc.library() is None:
-            reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
+        if not reasons:
+            reasons += nvrtc.missing()
         bm, bk = p.block
         if bm not in SIDES or bk not in SIDES:
             reasons.append(f"the sides of blocks must be 16, 32 or 64, not {bm}x{bk}")
@@ -264,7 +251,7 @@ class HopperPaired:
         steps = entries(pairs, a.grid[1])
         if a.values.is_cuda:  # a launch that is captured must not load the kernel
             with torch.cuda.device_of(a.values):
-                _function(c, a.values.device.index)
+                nvrtc.loaded(PROGRAM, c, a.values.device.index)
         return Work(*map(put, (deal.tiles, deal.starts, rows, steps)), deal.ctas, deal.imbalance)
 
     def launch(
@@ -282,18 +269,11 @@ class HopperPaired:
         params.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
         for name in ("tiles", "starts", "rows", "steps"):
             setattr(params, name, getattr(work, name).data_ptr())
-        function, held, bm = _function(c, index), [a.values, *tensors_in(work)], c.block[0]
+        function, held, bm = nvrtc.loaded(PROGRAM, c, index), [a.values, *tensors_in(work)], c.block[0]
         for at in np.ndindex(*b.shape[:-2]):
-            of_b = _by_rows(b[at], (64, c.slice), 4) if c.b_row else _by_rows(b[at].mT, (c.slice, COLS // 2))
-            of_c = _by_rows(out[at].mT, (bm, 64)) if c.c_col else _by_rows(out[at], (64, bm))
+            of_b = by_rows(b[at], (64, c.slice), 4) if c.b_row else by_rows(b[at].mT, (c.slice, COLS // 2))
+            of_c = by_rows(out[at].mT, (bm, 64)) if c.c_col else by_rows(out[at], (64, bm))
             launch_cuda(function, CLUSTER * work.clusters, THREADS, c.smem, index, (of_b, of_c, params), held)
-
-
-def _by_rows(x: Tensor, box: tuple[int, int], panels: int = 1) -> Boxed:
-    """A row-major matrix. A single row may have any stride, and gets one that TMA accepts."""
-    rows, columns = x.shape
-    stride = x.stride(0) if rows > 1 else -(-columns // 8) * 8
-    return Boxed(x.data_ptr(), x.dtype, (columns, rows), stride, box, panels)
 
 
 KERNEL: SpmmKernel = HopperPaired()

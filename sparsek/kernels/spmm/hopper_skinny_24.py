@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,15 @@ from torch import Tensor
 
 from sparsek.kernels.lang import driver, nvrtc
 from sparsek.kernels.lang.launch import launch_cuda
-from sparsek.kernels.spmm.hopper_24 import ACTS, JOINS, OPTIONS, unable
+from sparsek.kernels.lang.nvrtc import Program
+from sparsek.kernels.spmm.hopper_24 import ACTS, JOINS, unable
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.ring import DRIVER_LAUNCHES
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-SOURCE = Path(__file__).with_name("hopper_skinny_24.cu")
-ENTRY = "semi24_skinny_kernel"
+PROGRAM = Program(Path(__file__).with_name("hopper_skinny_24.cu"), "semi24_skinny_kernel")
 WIDEST = 32
 STEP = 128  # columns of A in a step of a warp
 RESERVED = 1024  # bytes of shared memory that CUDA reserves per CTA
@@ -82,16 +81,6 @@ class Config:
             "RESIDENT": self.resident, "NT": self.tiles, "HALF": int(self.half), "SMEM_BYTES": self.smem,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in names.items()]
-
-
-def code_of(c: Config) -> bytes:
-    """The cubin of `c`."""
-    return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *c.defines])
-
-
-@cache
-def _function(c: Config, device: int) -> ctypes.c_void_p:
-    return driver.function(code_of(c), ENTRY, c.smem, device)
 
 
 class Params(ctypes.Structure):
@@ -197,7 +186,7 @@ class HopperSemi24Skinny:
         """Loads the kernel on a GPU."""
         if a.values.is_cuda:
             with torch.cuda.device_of(a.values):
-                _function(c, a.values.device.index)
+                nvrtc.loaded(PROGRAM, c, a.values.device.index)
 
     def launch(
         self, c: Config, work: None, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
@@ -210,7 +199,7 @@ class HopperSemi24Skinny:
             with torch.cuda.device(index):
                 return self.launch(c, work, a, b, out, epilogue)
         driver.enter(index)  # in a new thread torch may not have set a context yet
-        function, grid = _function(c, index), -(-a.shape[0] // c.tm) * c.parts
+        function, grid = nvrtc.loaded(PROGRAM, c, index), -(-a.shape[0] // c.tm) * c.parts
         for at in np.ndindex(*b.shape[:-2]):
             other = None if epilogue.other is None else epilogue.other[at]
             one = Epilogue(

@@ -16,8 +16,8 @@ FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
 @cache
 def library(c: Any, source: str, wrappers: Path) -> ctypes.CDLL:
     """`source` in the place of the .cu file of the config `c`; its PTX wrappers are those of the header `wrappers`."""
-    constants, rest = source.split("// " + "-" * 100 + " PTX wrappers")
-    roles = rest.split("// " + "-" * 100 + " tiles and roles")[1]
+    constants, *parts = source.split("// " + "-" * 100 + " PTX wrappers")
+    roles = "".join(part.split("// " + "-" * 100 + " tiles and roles")[1] for part in parts)
     header = wrappers.read_text(encoding="utf-8")
     text = f"{constants}\n{header}\n{roles}\n#define RUNS\n{header}"
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import triton
 
 from sparsek.kernels.lang import nvrtc
-from sparsek.kernels.spmm.hopper_24 import OPTIONS, SOURCE, Config
+from sparsek.kernels.lang.nvrtc import OPTIONS
+from sparsek.kernels.spmm.hopper_24 import PROGRAM, Config
 from tests.kernels.lang import sass
 from tests.kernels.lang.kept import kept
 from tests.kernels.lang.sass import Instruction, Program
@@ -49,8 +50,8 @@ def disassembled(source: str, name: str, options: Sequence[str]) -> tuple[str, s
 
 def compiled(c: Config, source: str = "") -> Code:
     """The kernel of `c`, of `source` in the place of hopper_24.cu if given."""
-    given = source or SOURCE.read_text(encoding="utf-8")
-    text, log = disassembled(given, SOURCE.name, [*OPTIONS, *c.defines])
+    given = source or PROGRAM.source
+    text, log = disassembled(given, PROGRAM.path.name, [*OPTIONS, *c.defines])
     program = sass.parsed(text)
     opcodes = [each.opcode for each in program.code]
     spills = SPILLS.search(log)

@@ -16,7 +16,7 @@ from sparsek.core.device import H200
 from sparsek.kernels.lang.driver import Boxed
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
-from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, Scales, Work
+from sparsek.kernels.spmm.hopper_24 import PROGRAM, Config, Scales, Work
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -68,7 +68,7 @@ def run(
     maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out, epilogue.other)]
     size = ctypes.c_int64(nibbles.numel() * 4)
     return (
-        library(c, source or SOURCE.read_text(encoding="utf-8"), WRAPPERS)
+        library(c, source or PROGRAM.source, WRAPPERS)
         .launch(*maps[:3], ctypes.byref(params), maps[-1], grid, order, order, size)
         .decode()
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsek.kernels.spmm.hopper_skinny_24 import SOURCE, Config, launch_params
+from sparsek.kernels.spmm.hopper_skinny_24 import PROGRAM, Config, launch_params
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from tests.kernels.spmm.emulated_library import library
@@ -30,5 +30,5 @@ def multiply(
 ) -> str:
     """Writes the product into `out`. What went wrong, or ""."""
     params, grid = launch_params(a, b, out, epilogue), -(-a.shape[0] // c.tm) * c.parts
-    run = library(c, source or SOURCE.read_text(encoding="utf-8"), WRAPPERS).launch
+    run = library(c, source or PROGRAM.source, WRAPPERS).launch
     return run(ctypes.byref(params), grid, order, order).decode()

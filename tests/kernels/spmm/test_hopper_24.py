@@ -28,7 +28,7 @@ from sparsek.kernels.lang import nvrtc
 from sparsek.kernels.lang.memo import Memo
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
-from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, in_wgmma_order
+from sparsek.kernels.spmm.hopper_24 import PROGRAM, Config, in_wgmma_order
 from tests.kernels.planned import problem
 from tests.kernels.spmm import hopper_24_code as code
 from tests.kernels.spmm import hopper_24_emulated as emulated
@@ -97,7 +97,7 @@ def test_the_code_that_lets_two_steps_share_registers_is_found() -> None:
 
 def edited(old: str, new: str) -> str:
     """hopper_24.cu with one place changed."""
-    text = SOURCE.read_text(encoding="utf-8")
+    text = PROGRAM.source
     assert text.count(old) == 1, old
     return text.replace(old, new)
 

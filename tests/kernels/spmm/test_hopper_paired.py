@@ -16,8 +16,9 @@ from tests.problems import changed, spmm_problem
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
 from sparsek.kernels.lang import nvrtc
+from sparsek.kernels.lang.nvrtc import OPTIONS
 from sparsek.kernels.spmm import hopper_paired as paired
-from sparsek.kernels.spmm.hopper_paired import COLS, KERNEL, SOURCE, Config, Work
+from sparsek.kernels.spmm.hopper_paired import COLS, KERNEL, PROGRAM, Config, Work
 from sparsek.kernels.spmm.pairs import WINDOW, matched, pairs_of
 from tests.kernels.lang import sass
 from tests.kernels.planned import problem
@@ -116,9 +117,7 @@ CONFIGS = [
 @pytest.mark.parametrize("c", CONFIGS, ids=lambda c: f"{c.block[0]}x{c.block[1]}{c.activation}")
 def test_machine_code(c: Config) -> None:
     c = c.deepened(H200.smem_bytes)
-    text, log = code.disassembled(
-        SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*paired.OPTIONS, *c.defines]
-    )
+    text, log = code.disassembled(PROGRAM.source, PROGRAM.path.name, [*OPTIONS, *c.defines])
     program = sass.parsed(text)
     opcodes = [each.opcode for each in program.code]
     products = [each for each in opcodes if each.startswith("HGMMA")]

@@ -21,9 +21,9 @@ pytest.importorskip("triton")  # its nvdisasm reads the code
 
 from sparsek.kernels import load, names_for
 from sparsek.kernels.lang import nvrtc
+from sparsek.kernels.lang.nvrtc import OPTIONS
 from sparsek.kernels.spmm import hopper_skinny_24 as skinny
-from sparsek.kernels.spmm.hopper_24 import OPTIONS
-from sparsek.kernels.spmm.hopper_skinny_24 import KERNEL, SOURCE, Config
+from sparsek.kernels.spmm.hopper_skinny_24 import KERNEL, PROGRAM, Config
 from tests.kernels.lang import sass
 from tests.kernels.planned import problem
 from tests.kernels.spmm import hopper_skinny_24_emulated as emulated
@@ -51,7 +51,7 @@ COMPILED = every_shape()[::3]
 @needs_nvrtc
 @pytest.mark.parametrize("c", COMPILED, ids=str)
 def test_configs_compile_to_sparse_mma_and_wide_copies_without_spills(c: Config) -> None:
-    text, log = disassembled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *c.defines])
+    text, log = disassembled(PROGRAM.source, PROGRAM.path.name, [*OPTIONS, *c.defines])
     opcodes = [each.opcode for each in sass.parsed(text).code]
     kind = "" if c.half else ".BF16"
     assert {each for each in opcodes if "MMA" in each} == {f"HMMA.SP.16832.F32{kind}"}
@@ -143,7 +143,7 @@ MISTAKES = {
 @needs_compiler
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_the_roles_are_seen(name: str) -> None:
-    source, (old, new) = SOURCE.read_text(encoding="utf-8"), MISTAKES[name]
+    source, (old, new) = PROGRAM.source, MISTAKES[name]
     assert source.count(old) == 1
     c, found = Config(2, 2, 2, 3, 1, 2), []
     a, b, epilogue, out = Case(64, 2048, 16, None, "small", layouts=COL).make("cpu", torch.bfloat16)
