@@ -1,11 +1,13 @@
 """Kernels compiled before they are timed: each is launched once, by one of several processes."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparsek.bench.engine import ahead
 
@@ -23,6 +25,11 @@ def _write(path: Path) -> None:
 
 def failing(folder: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "c", lambda: 1 / 0
+    yield from noted(folder)
+
+
+def dying(folder: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    yield "d", partial(os._exit, 1)
 
 
 def test_what_another_process_has_claimed_is_not_launched(tmp_path: Path) -> None:
@@ -34,8 +41,38 @@ def test_what_another_process_has_claimed_is_not_launched(tmp_path: Path) -> Non
 
 
 def test_a_kernel_that_fails_is_left_to_the_benchmark(tmp_path: Path) -> None:
-    ahead.launch_unclaimed(failing, tmp_path, "")
-    assert len(list(tmp_path.iterdir())) == 1
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    ahead.launch_unclaimed(failing, claims, str(tmp_path))
+    assert len(list(claims.iterdir())) == 3
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["once ", "once "], (
+        "those after it are launched"
+    )
+
+
+def test_an_error_that_shows_when_the_gpu_is_waited_for_is_left_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+
+    def fail() -> None:
+        waited.append(True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    ahead.launch_unclaimed(noted, tmp_path, str(tmp_path))
+    assert waited
+
+
+def test_a_process_that_dies_ends_the_compiling_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    thread = threading.Thread(target=ahead.compiled, args=([str(tmp_path)] * 3, dying), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive(), "waits for a process that is gone"
 
 
 def test_items_go_to_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

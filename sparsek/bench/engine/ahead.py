@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,18 @@ MOST_PROCESSES = 12  # each holds a CUDA context of half a GB
 def compiled(items: Sequence[Any], prepare: Prepare) -> None:
     """Launches every kernel of `prepare(item)` once in some process; `prepare` is a function of a module.
 
-    A kernel that fails is left for the benchmark to report. With fewer than four processors nothing is done.
+    A kernel that fails is left for the benchmark to report. With fewer than four processors nothing is done. If a
+    process dies, the rest is left to be compiled at its first launch.
     """
     count = min(MOST_PROCESSES, len(items), (os.cpu_count() or 1) - 1)
     if count < 3:
         return
     with tempfile.TemporaryDirectory() as folder:
         run = partial(launch_unclaimed, prepare, Path(folder))
-        with multiprocessing.get_context("spawn").Pool(count) as pool:
-            for _ in pool.imap_unordered(run, items):
+        spawn = multiprocessing.get_context("spawn")
+        # multiprocessing.Pool would wait for ever for a process that died.
+        with ProcessPoolExecutor(count, spawn) as pool, contextlib.suppress(BrokenProcessPool):
+            for _ in pool.map(run, items):
                 pass
 
 
@@ -46,7 +51,9 @@ def launch_unclaimed(prepare: Prepare, folder: Path, item: Any) -> None:
                 (folder / hashlib.sha256(name.encode()).hexdigest()).touch(exist_ok=False)
             except FileExistsError:
                 continue
-            call()
+            with contextlib.suppress(Exception):  # the other kernels of the item are launched all the same
+                call()
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        with contextlib.suppress(Exception):  # a failed kernel may be reported only here
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
