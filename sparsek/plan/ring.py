@@ -38,7 +38,8 @@ class Ring:
 
     A tile has `steps` on average, `longest` in the longest unit. For one step: `multiply` seconds of the tensor
     cores, `copied` bytes into a CTA's shared memory in `boxes` boxes, `crossing` bytes from L2. A ring has `in_flight`
-    bytes under way. A tile writes `stored` bytes and takes `more` seconds besides.
+    bytes under way. A tile writes `stored` bytes and takes `more` seconds besides. All that is repeated in so many
+    `launches`, for the items of a batch: each waits for the fullest CTA of the one before.
     """
 
     units: int
@@ -53,6 +54,7 @@ class Ring:
     boxes: float
     stored: float
     more: float = 0.0
+    launches: int = 1
 
 
 def flops_per_second(card: Card) -> float:
@@ -67,12 +69,12 @@ def norm(power: float, *seconds: float) -> float:
 
 def ring_seconds(card: Card, r: Ring, moved: float) -> float:
     """Seconds of a product that reads and writes `moved` bytes of memory at least, without its launch."""
-    tiles = r.units * r.columns
+    tiles = r.units * r.columns * r.launches
     fetch = r.copied / r.in_flight * LATENCY + r.boxes * BOX_SECONDS
     step = norm(3, r.multiply, fetch)
     spans = fullest(r.units, r.columns, r.workers, r.steps * step + r.more, r.longest * step + r.more)
     through = tiles * (r.steps * r.crossing + r.stored) / card.fabric
-    busy = norm(3, spans, through)
+    busy = norm(3, r.launches * spans, through)
     multiplying = tiles * r.steps * r.multiply / r.workers
     return norm(1.5, throttled(busy, min(1.0, multiplying / busy)), moved / (READ_SHARE * card.bandwidth))
 

@@ -216,7 +216,8 @@ class HopperPaired:
         return [spread] if c.joined > 1 else []
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Predicted time: tiles of the fullest cluster, but no less than all bytes from memory once.
+        """Predicted time: tiles of the fullest cluster for each item of a batch, but no less than all bytes from memory
+        once.
 
         A step takes the longest of what its CTA multiplies, what L2 reads for it, and the lines that TMA writes.
         """
@@ -233,8 +234,8 @@ class HopperPaired:
         arrive = of_b / line * LINE_SECONDS[line]
         step = norm(4, multiply, max(fetch, arrive))
         longest = max(steps, min(p.row_max, p.grid[1])) * step + TILE_SECONDS
-        columns, clusters = -(-p.n // COLS) * p.batch, p.card.sm_count // CLUSTER
-        busy = fullest(pairs, columns, clusters, steps * step + TILE_SECONDS, longest)
+        columns, clusters = -(-p.n // COLS), p.card.sm_count // CLUSTER
+        busy = p.batch * fullest(pairs, columns, clusters, steps * step + TILE_SECONDS, longest)
         moved = p.compulsory_bytes / (0.92 * p.card.bandwidth)
         return max(beside(busy, moved), arithmetic_seconds(p)) + p.batch * p.card.launch_seconds
 

@@ -27,10 +27,12 @@ def seconds_fp8(p: SpmmProblem, c: Any) -> float:
 
 
 def _whole(p: SpmmProblem, c: Any, ring: Ring, added: float) -> float:
-    """A launch and the ring of all tiles, no faster than the card sustains, and the sums of `added` seconds."""
+    """The launches of a batch and the ring of all tiles, no faster than the card sustains, and the sums of `added`
+    seconds.
+    """
     busy = ring_seconds(p.card, ring, p.compulsory_bytes) * (1 + 0.12 * drift(p, c, ring.steps))
     taken = max(busy, arithmetic_seconds(p))
-    return taken + added + GLUON_LAUNCHES * p.card.launch_seconds
+    return taken + added + GLUON_LAUNCHES * p.batch * p.card.launch_seconds
 
 
 def ring_of(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
@@ -50,7 +52,8 @@ def ring_of(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
     lines = c.a_rows / (1.5 if c.a_col else wide) + cols / of_b
     ring = Ring(
         units=units,
-        columns=-(-p.n // c.block_cols) * p.batch,
+        columns=-(-p.n // c.block_cols),
+        launches=max(1, p.batch),
         workers=p.card.sm_count,
         steps=steps / units,
         longest=longest,
@@ -73,7 +76,8 @@ def ring_of_fp8(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
     cols, rate = min(c.block_cols, -(-p.n // 8) * 8), RATE_FP8 if c.promote else RATE_FAST
     ring = Ring(
         units=units,
-        columns=-(-p.n // c.block_cols) * p.batch,
+        columns=-(-p.n // c.block_cols),
+        launches=max(1, p.batch),
         workers=p.card.sm_count,
         steps=steps / units,
         longest=longest,

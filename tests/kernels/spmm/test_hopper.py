@@ -348,6 +348,14 @@ def test_the_default_is_the_config_of_the_lowest_rank() -> None:
         assert KERNEL.seconds(p, default) > p.compulsory_bytes / H200.bandwidth
 
 
+def test_every_item_of_a_batch_is_predicted_as_a_launch() -> None:
+    """64 tiles on 132 CTAs. Eight items are eight launches, and do not share one round of tiles."""
+    one = changed(problem((64, 64), 512), m=1024, k=2048, nnzb=256)
+    c = KERNEL.default(one)
+    assert 7.5 < KERNEL.seconds(changed(one, batch=8), c) / KERNEL.seconds(one, c) < 8.1
+    assert KERNEL.seconds(changed(one, batch=0), c) > 0
+
+
 def test_layers_in_blocks_of_64_take_tiles_of_64x256() -> None:
     chosen = {n: KERNEL.default(problem((64, 64), n, "col")) for n in (512, 2048, 8192)}
     assert [(c.rows, c.block_cols, c.held) for c in chosen.values()] == [(64, 256, 32)] * 3

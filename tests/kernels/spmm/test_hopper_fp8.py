@@ -244,6 +244,13 @@ def test_every_config_fits_the_card(
         assert c.stage_bytes < 2**20, "a barrier counts less than 1 MB"
 
 
+def test_every_item_of_a_batch_is_predicted_as_a_launch() -> None:
+    one = changed(problem((128, 128), 512), m=1024, k=2048, nnzb=64)
+    c = KERNEL.default(one)
+    assert 7.5 < KERNEL.seconds(changed(one, batch=8), c) / KERNEL.seconds(one, c) < 8.1
+    assert KERNEL.seconds(changed(one, batch=0), c) > 0
+
+
 def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
     even = problem((128, 128), 128)
     assert not any(c.split for c in KERNEL.configs(even))

@@ -167,3 +167,10 @@ def test_the_planner_takes_it_for_low_blocks_and_many_columns(side: int) -> None
 
     assert chosen(8192) == "hopper.spmm_paired"
     assert chosen(64) != "hopper.spmm_paired", "a tile has 512 columns"
+
+
+def test_every_item_of_a_batch_has_a_last_round_of_its_own() -> None:
+    """16 pairs of tiles on 66 clusters: eight launches of them take eight times as long as one, not twice."""
+    one = spmm_problem(1024, 2048, 512, (32, 32), 1024, "bf16", H200)
+    c = next(c for c in KERNEL.configs(one) if c.joined == 1)
+    assert KERNEL.seconds(changed(one, batch=8), c) == pytest.approx(8 * KERNEL.seconds(one, c), rel=0.01)
