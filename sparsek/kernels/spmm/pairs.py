@@ -3,9 +3,10 @@
     block rows  -- match, 0 to 2 times -->  units of 1, 2 or 4 rows  -- match -->  pairs of units
     a pair's steps:  where both units have blocks, both take the column in the same step; the rest in order
 
-Pairs are matched greedily, those with the most columns in common first, among WINDOW neighbours. Of uniformly random
-rows with an eighth of their blocks stored (128 to 512 rows), pairs need 0.86 to 0.88 of the columns that their rows
-have; pairs of joined pairs 0.74, of joined fours 0.60.
+Pairs are matched greedily, those with the most columns in common first, among WINDOW neighbours. In a band that may
+make one pair of its two ends; there neighbours are paired in order. Of uniformly random rows with an eighth of their
+blocks stored (128 to 512 rows), pairs need 0.86 to 0.88 of the columns that their rows have; pairs of joined pairs
+0.74, of joined fours 0.60.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from sparsek.matrix.pattern import BlockPattern
 
 WINDOW = 512
+NEAR = 0.04  # what neighbours may cost more than rows that are alike
 
 
 class Pairs(NamedTuple):
@@ -82,14 +84,37 @@ def _window(pattern: BlockPattern, joined: int, at: int) -> tuple[NDArray[np.int
     stored = np.arange(indptr[at], indptr[at + count])
     place = np.full((count + 1, width), nnzb, np.int64)  # the last row has no blocks: -1 selects it
     place[np.repeat(np.arange(count), np.diff(indptr[at : at + count + 1])), indices[stored]] = stored
+    rows = _chosen(place < nnzb, joined)
+    steps = [_steps(place[pair], nnzb) for pair in rows]
+    return np.where(rows < 0, -1, rows + at), steps
+
+
+def _chosen(has: NDArray[np.bool_], joined: int) -> NDArray[np.int64]:
+    """Rows of the pairs of units [pairs, 2, joined] of a window; `has` ends with an empty row, which -1 selects.
+
+    Of a band, a greedy choice leaves the two ends to each other, and no cluster can share the long pair that they
+    make. So neighbours are taken where their longest pair is shorter and they cost little more.
+    """
+    count = len(has) - 1
     rows = np.arange(count)[:, None]
     while rows.shape[1] < 2 * joined:
-        pairs = matched((place[rows] < nnzb).any(1), together=rows.shape[1] == joined)
+        pairs = matched(has[rows].any(1), together=rows.shape[1] == joined)
         padded = np.concatenate((rows, np.full_like(rows[:1], -1)))
         rows = padded[pairs].reshape(len(pairs), -1)
-    units = rows.reshape(-1, 2, joined)
-    steps = [_steps(place[pair], nnzb) for pair in units]
-    return np.where(units < 0, -1, units + at), steps
+    alike = rows.reshape(-1, 2, joined)
+    neighbours = np.full(alike.shape, -1)
+    neighbours.flat[:count] = np.arange(count)
+    longest, *costs = _costs(has, alike)
+    shorter, *others = _costs(has, neighbours)
+    near = all(other <= (1 + NEAR) * cost for other, cost in zip(others, costs, strict=True))
+    return neighbours if shorter < longest and near else alike
+
+
+def _costs(has: NDArray[np.bool_], rows: NDArray[np.int64]) -> tuple[int, int, int]:
+    """Steps of the longest pair, and of all pairs, and the block columns of B that they load."""
+    needs = has[rows].any(2)
+    steps = needs.sum(2).max(1)
+    return int(steps.max()), int(steps.sum()), int(needs.any(1).sum())
 
 
 def _steps(place: NDArray[np.int64], nnzb: int) -> tuple:

@@ -32,6 +32,7 @@ SHAPES = (
     (64, 512, (64, 32), 0.5, "uniform"),
     (16, 48, (16, 16), 0.5, "uniform"),
     (16 * (WINDOW + 3), 256, (16, 64), 0.1, "powerlaw"),
+    (8144, 8144, (16, 16), 0.02, "banded"),
 )
 
 
@@ -93,6 +94,17 @@ def test_rows_that_share_columns_are_found() -> None:
     for first, second in matched(has):
         assert (has[first] == has[second]).all()
     assert matched(has[:5])[-1, 1] == -1, "an odd row stays alone"
+
+
+@pytest.mark.parametrize(("size", "density"), [(8192, 0.02), (8144, 0.02), (4096, 0.05), (2048, 0.1)])
+@pytest.mark.parametrize("joined", [1, 2, 4])
+def test_the_ends_of_a_band_are_not_paired(joined: int, size: int, density: float) -> None:
+    a = matrix(size, size, (16, 16), density, "banded")
+    pairs = pairs_of(a.pattern, joined)
+    steps = pairs.end - pairs.begin
+    assert steps.max() <= 1.3 * steps.mean()
+    loads = (pairs.cols >= 0).sum() - pairs.shared.sum()
+    assert loads <= a.nnzb, "neighbours share nearly all columns"
 
 
 @pytest.mark.parametrize(("side", "joined", "most"), [(64, 1, 0.87), (32, 2, 0.76), (16, 4, 0.62)])
