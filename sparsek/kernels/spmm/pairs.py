@@ -43,16 +43,17 @@ def matched(has: NDArray[np.bool_], together: bool = False) -> NDArray[np.int64]
 
     Rows that walk their columns `together` wait for the longer one: what they differ in length counts against them.
     In each round two rows become a pair if each is the other's best. This finds the pairs that a greedy choice, of all
-    pairs the best first and equal ones in order, would take.
+    pairs the best first, would take. Of equally good ones those come first whose indices differ in the lowest bits: so
+    each of many equal rows has another partner, and all of them pair in few rounds.
     """
     n = len(has)
     bits = has.astype(np.float32)
     at = np.arange(n)
-    order = np.minimum(at[:, None], at) * n + np.maximum(at[:, None], at)
+    order = (at[:, None] ^ at) * n + np.minimum(at[:, None], at)
     common, lengths = (bits @ bits.T).astype(np.int64), has.sum(1)
     if together:
         common -= np.abs(lengths[:, None] - lengths)
-    alike = common * (n * n) - order  # no two pairs are equal
+    alike = common * (2 * n * n) - order  # no two pairs are equal
     np.fill_diagonal(alike, np.iinfo(np.int64).min)
     pairs, left = [], at
     while len(left) > 1:

@@ -96,6 +96,13 @@ def test_rows_that_share_columns_are_found() -> None:
     assert matched(has[:5])[-1, 1] == -1, "an odd row stays alone"
 
 
+def test_equal_rows_pair_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, whole = [], np.ix_
+    monkeypatch.setattr(np, "ix_", lambda *at: rounds.append(len(at[0])) or whole(*at))
+    assert matched(np.ones((512, 64), np.bool_)).tolist() == [[i, i + 1] for i in range(0, 512, 2)]
+    assert rounds == [512]
+
+
 @pytest.mark.parametrize(("size", "density"), [(8192, 0.02), (8144, 0.02), (4096, 0.05), (2048, 0.1)])
 @pytest.mark.parametrize("joined", [1, 2, 4])
 def test_the_ends_of_a_band_are_not_paired(joined: int, size: int, density: float) -> None:
