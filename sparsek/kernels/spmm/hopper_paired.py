@@ -270,7 +270,7 @@ class HopperPaired:
         params.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
         for name in ("tiles", "starts", "rows", "steps"):
             setattr(params, name, getattr(work, name).data_ptr())
-        function, held, bm = nvrtc.loaded(PROGRAM, c, index), [a.values, *tensors_in(work)], c.block[0]
+        function, held, bm = nvrtc.loaded(PROGRAM, c, index), list(tensors_in(work)), c.block[0]
         for at in np.ndindex(*b.shape[:-2]):
             of_b = by_rows(b[at], (64, c.slice), 4) if c.b_row else by_rows(b[at].mT, (c.slice, COLS // 2))
             of_c = by_rows(out[at].mT, (bm, 64)) if c.c_col else by_rows(out[at], (64, bm))

@@ -151,6 +151,24 @@ def test_machine_code(c: Config) -> None:
     assert c.smem <= H200.smem_bytes
 
 
+def test_a_launch_holds_its_lists_and_not_the_values_of_a(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded call keeps what a launch holds. A's values are an operand, whose address follows each call."""
+    given: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(paired.driver, "enter", lambda index: None)
+    monkeypatch.setattr(paired, "_function", lambda c, index: None)
+    monkeypatch.setattr(paired, "launch_cuda", lambda *args: given.append(args))
+    a = matrix(128, 128, (32, 32), 0.5)
+    c, work = prepared(a, 1)
+    b = torch.empty(2, 128, 1024, dtype=torch.bfloat16)
+    KERNEL.launch(c, work, a, b, torch.empty_like(b))
+    assert len(given) == 2, "one for each item of the batch"
+    for *_, (of_b, of_c, params), held in given:
+        assert params.values == a.values.data_ptr()
+        assert of_b.pointer != of_c.pointer
+        assert {id(each) for each in held} == {id(each) for each in work if isinstance(each, torch.Tensor)}
+
+
 def test_what_it_leaves_to_others() -> None:
     def why_not(block: tuple[int, int] = (32, 32), **facts: Any) -> str:
         p = spmm_problem(1024, 1024, 1024, block, 200, "bf16", H200)
