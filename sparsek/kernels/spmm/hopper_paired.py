@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core.device import H200
 from sparsek.core.streams import tensors_in
 from sparsek.kernels.lang import driver, nvrtc
 from sparsek.kernels.lang.driver import by_rows
@@ -35,7 +36,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
 from sparsek.plan.plan import arithmetic_seconds
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.ring import flops_per_second, fullest, norm
+from sparsek.plan.ring import flops_per_second, fullest, norm, share_of_h200
 from sparsek.plan.schedule import Walk, balance
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
@@ -44,7 +45,7 @@ COLS, CLUSTER, THREADS = 512, 2, 384
 SIDES = (16, 32, 64)  # of blocks
 LESS = 0.90  # of the columns of neighbours, where blocks lie at random
 # Seconds of TMA for a line of so many bytes in shared memory, from L2 or by multicast, while all SMs load: of an H100,
-# over 1.15, by which hopper.spmm is faster on an H200 (2026-11-26).
+# over 1.15, by which hopper.spmm is faster on an H200 (2026-11-26). Of other cards by their fabric for each SM.
 LINE_SECONDS = {128: 1.6e-9, 64: 1.05e-9, 32: 0.8e-9}
 TILE_SECONDS = 1.0e-6
 SPARE = 32  # a warp loads as many steps at once
@@ -231,7 +232,8 @@ class HopperPaired:
         of_a, of_b = 2 * bm * bk * p.nnzb / units, 2 * bk * COLS
         fetch = (of_a + loads * of_b) / steps * p.card.sm_count / p.card.fabric
         line = 128 if c.b_row else 2 * bk
-        arrive = of_b / line * LINE_SECONDS[line]
+        slower = H200.fabric / p.card.fabric * share_of_h200(p.card)
+        arrive = of_b / line * LINE_SECONDS[line] * slower
         step = norm(4, multiply, max(fetch, arrive))
         longest = max(steps, min(p.row_max, p.grid[1])) * step + TILE_SECONDS
         columns, clusters = -(-p.n // COLS), p.card.sm_count // CLUSTER

@@ -211,3 +211,12 @@ def test_every_item_of_a_batch_has_a_last_round_of_its_own() -> None:
     one = spmm_problem(1024, 2048, 512, (32, 32), 1024, "bf16", H200)
     c = next(c for c in KERNEL.configs(one) if c.joined == 1)
     assert KERNEL.seconds(changed(one, batch=8), c) == pytest.approx(8 * KERNEL.seconds(one, c), rel=0.01)
+
+
+def test_lines_arrive_as_slowly_as_the_fabric_of_the_card() -> None:
+    """Of a column-major B in blocks of 16, lines of 32 bytes are all that counts."""
+    p = spmm_problem(8192, 8192, 8192, (16, 16), 32768, "bf16", H200, b_layout="col")
+    p = changed(p, out_layout="col")
+    c = next(c for c in KERNEL.configs(p) if c.joined == 4)
+    slow = replace(H200, fabric=H200.fabric / 2)
+    assert KERNEL.seconds(changed(p, card=slow), c) > 1.9 * KERNEL.seconds(p, c)
