@@ -192,10 +192,8 @@ class HopperPaired:
             reasons.append(
                 "TMA reads a row-major B or its transpose view; this B has gaps between its elements"
             )
-        if max(p.nnzb * bm, p.m, p.k, p.n) > 2**31 - 1024:
-            reasons.append(
-                "TMA coordinates are 32 bits: sides, and all stored rows, must stay 1024 below 2^31"
-            )
+        if max(p.nnzb, p.m, p.k, p.n) > 2**31 - 1024:
+            reasons.append("coordinates and blocks have 32 bits: sides and blocks must stay 1024 below 2^31")
         return reasons
 
     def default(self, p: SpmmProblem) -> Config:

@@ -184,6 +184,9 @@ def test_what_it_leaves_to_others() -> None:
     assert why_not(n=1032, b_layout="col") == ""
     assert "no stored blocks" in why_not(nnzb=0)
     assert "gaps" in why_not(b_layout="strided")
+    assert why_not(nnzb=2**27) == "", "A does not come by TMA: 2^32 stored rows have no coordinates"
+    assert "2^31" in why_not(nnzb=2**31)
+    assert "2^31" in why_not(m=2**31)
 
 
 def test_a_retargeted_plan_goes_on_with_hopper_spmm() -> None:
