@@ -41,7 +41,9 @@ from sparsek.plan.schedule import Walk, balance
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 PROGRAM = Program(Path(__file__).with_name("hopper_paired.cu"), "paired_kernel")
-COLS, CLUSTER, THREADS = 512, 2, 384
+COLS = 512  # each on a line of its own: plan/sources.py hashes constants of one name
+CLUSTER = 2
+THREADS = 384
 SIDES = (16, 32, 64)  # of blocks
 LESS = 0.90  # of the columns of neighbours, where blocks lie at random
 # Seconds of TMA for a line of so many bytes in shared memory, from L2 or by multicast, while all SMs load: of an H100,

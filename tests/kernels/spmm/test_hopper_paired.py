@@ -11,6 +11,7 @@ import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
+from sparsek.plan.sources import code_in
 from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
@@ -167,6 +168,11 @@ def test_a_launch_holds_its_lists_and_not_the_values_of_a(monkeypatch: pytest.Mo
         assert params.values == a.values.data_ptr()
         assert of_b.pointer != of_c.pointer
         assert {id(each) for each in held} == {id(each) for each in work if isinstance(each, torch.Tensor)}
+
+
+def test_the_tile_counts_where_measurements_name_their_source() -> None:
+    names = {name for name, _ in code_in(SOURCE.with_suffix(".py"))}
+    assert {"COLS", "CLUSTER", "THREADS", "SIDES", "Config"} <= names
 
 
 def test_what_it_leaves_to_others() -> None:
