@@ -1,4 +1,6 @@
-"""hopper.spmm_paired on a GPU: right on ragged and uneven matrices with every epilogue that it has, the same bits."""
+"""hopper.spmm_paired on a GPU: right on ragged and uneven matrices with every epilogue that it has, the same
+bits, graphs and recorded calls.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +11,9 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek import kernels
+from sparsek.kernels.lang.recorder import MISS, Recorded
+from sparsek.matrix.bsr import BSR
+from sparsek.plan.operands import layout
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
@@ -30,9 +35,9 @@ SIDES = (
 )
 
 
-def multiplied(a: Any, b: Tensor, c: Any = None, epilogue: Epilogue = PLAIN) -> Tensor:
-    """A @ B in a tensor that was full of NaN, in B's layout, inside one that must stay so."""
-    col = b.stride(0) == 1
+def multiplied(a: Any, b: Tensor, c: Any = None, epilogue: Epilogue = PLAIN, lies: str = "") -> Tensor:
+    """A @ B in a tensor that was full of NaN, which `lies` as B does if not said, inside one that must stay so."""
+    col = (lies or layout(b)) == "col"
     rows, columns = (b.shape[1], a.shape[0]) if col else (a.shape[0], b.shape[1])
     whole = poisoned((rows, columns + 8), b.dtype, "cuda")
     out = whole[:, :columns].mT if col else whole[:, :columns]
@@ -65,6 +70,21 @@ def test_every_config_is_right_and_writes_nothing_beside_c(
             for each in (c, replace(c, stages=4)):
                 gate = check_spmm(a, b, multiplied(a, b, each))
                 assert gate.passed, (seed, dtype, each, gate)
+
+
+@pytest.mark.parametrize("side", [16, 32, 64])
+@pytest.mark.parametrize("of_c", LAYOUTS)
+@pytest.mark.parametrize("of_b", LAYOUTS)
+def test_b_and_c_lie_in_any_layouts(of_b: str, of_c: str, side: int) -> None:
+    seed = fresh()
+    a = sk.random_bsr(
+        1000, 1016, side, 0.2, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=seed
+    )
+    b = drawn(1016, 576, of_b)
+    for c in KERNEL.configs(problem(a, b, lies=of_c)):
+        assert (c.b_row, c.c_col) == (of_b == "row", of_c == "col")
+        gate = check_spmm(a, b, multiplied(a, b, c, lies=of_c))
+        assert gate.passed, (seed, c, gate)
 
 
 @pytest.mark.parametrize("activation", ["", "relu", "gelu", "silu", "gelu_tanh"])
@@ -119,6 +139,45 @@ def test_layers_and_batches_go_through_the_planner() -> None:
     b = randn(2, 512, 256)
     c = sk.spmm(w, b, kernel=NAME)
     assert all(check_spmm(w, b[i], c[i]).passed for i in range(2))
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["matrix", "batch"])
+def test_a_captured_graph_replays_with_new_values_in_place(batch: tuple[int, ...]) -> None:
+    a = sk.random_bsr(1024, 512, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=fresh())
+    b = randn(*batch, 512, 576)
+    out = poisoned((*batch, 1024, 576), b.dtype, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        sk.spmm(a, b, out=out, kernel=NAME)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sk.spmm(a, b, out=out, kernel=NAME)
+    for _ in range(3):
+        b.copy_(torch.randn_like(b))
+        a.values.copy_(torch.randn_like(a.values))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert check_spmm(a, b, out).passed
+
+
+def test_a_recorded_call_follows_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated, repeat = [], Recorded.__call__
+
+    def counted(self: Recorded, *operands: Tensor) -> Any:
+        made = repeat(self, *operands)
+        repeated.append(made is not MISS)
+        return made
+
+    monkeypatch.setattr(Recorded, "__call__", counted)
+    first = sk.random_bsr(1024, 512, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=fresh())
+    kept = []
+    for _ in range(5):
+        a, b = BSR(first.pattern, randn(*first.values.shape)), randn(512, 576)
+        kept.append((a, b))  # so that every call has other addresses
+        assert check_spmm(a, b, sk.spmm(a, b, kernel=NAME)).passed
+    assert sum(repeated) == 3, "from the third call on"
 
 
 def test_a_plan_follows_moved_blocks_with_another_kernel() -> None:
