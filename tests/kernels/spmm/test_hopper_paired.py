@@ -157,7 +157,7 @@ def test_a_launch_holds_its_lists_and_not_the_values_of_a(monkeypatch: pytest.Mo
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
     monkeypatch.setattr(paired.driver, "enter", lambda index: None)
-    monkeypatch.setattr(paired, "_function", lambda c, index: None)
+    monkeypatch.setattr(paired.nvrtc, "loaded", lambda program, c, index: None)
     monkeypatch.setattr(paired, "launch_cuda", lambda *args: given.append(args))
     a = matrix(128, 128, (32, 32), 0.5)
     c, work = prepared(a, 1)
@@ -171,7 +171,7 @@ def test_a_launch_holds_its_lists_and_not_the_values_of_a(monkeypatch: pytest.Mo
 
 
 def test_the_tile_counts_where_measurements_name_their_source() -> None:
-    names = {name for name, _ in code_in(SOURCE.with_suffix(".py"))}
+    names = {name for name, _ in code_in(PROGRAM.path.with_suffix(".py"))}
     assert {"COLS", "CLUSTER", "THREADS", "SIDES", "Config"} <= names
 
 
