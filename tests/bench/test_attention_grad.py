@@ -15,7 +15,7 @@ from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.suites import attention, attention_grad
 from sparsek.bench.suites.attention import AttentionCase, sampled
-from sparsek.bench.suites.attention_grad import BENCH, PEERS, AttentionGradCase, AttentionTrainCase
+from sparsek.bench.suites.attention_grad import BENCH, GRAD_PEERS, AttentionGradCase, AttentionTrainCase
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
@@ -41,7 +41,7 @@ def measured(case: AttentionGradCase) -> run.Outcome:
     """The outcome of two rounds on the CPU, whose one record is well-formed."""
     outcome = run.measure(
         SuiteRow(case, (KERNELS[case.op],)),
-        peers=peers_named(PEERS, None, CPU),
+        peers=peers_named(GRAD_PEERS, None, CPU),
         rounds=2,
         device=CPU,
         report=lambda text: None,
@@ -314,4 +314,4 @@ def test_cases_that_differ_in_determinism_alone_stand_side_by_side() -> None:
 
 
 def test_peers_of_the_forward_pass_have_their_gradients_here() -> None:
-    assert {peer.name for peer in attention.PEERS} <= {peer.name for peer in PEERS}
+    assert {peer.name for peer in attention.PEERS} <= {peer.name for peer in GRAD_PEERS}

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsek.bench.engine import data
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.peers.attention import LONGEST_DENSE_STEP, kept_graphs, transposed_lists
-from sparsek.bench.suites.attention_grad import PEERS, AttentionGradCase, AttentionTrainCase
+from sparsek.bench.suites.attention_grad import GRAD_PEERS, AttentionGradCase, AttentionTrainCase
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference
 
@@ -24,7 +24,8 @@ SMALL = AttentionGradCase(1, 2, 2, 256, 256, 32, 32, "causal", (128, 128), "fp32
 STEP = AttentionTrainCase(1, 2, 2, 256, 256, 32, 32, "causal", (128, 128), "fp32")
 LARGE = AttentionGradCase(1, 16, 16, 8192, 8192, 128, 128, "blocks:0.125")
 LONG = AttentionTrainCase(1, 8, 8, 65536, 65536, 128, 128, "window:4096")
-BY_NAME: dict[str, Any] = {peer.name: peer for peer in PEERS}
+BY_NAME: dict[str, Any] = {peer.name: peer for peer in GRAD_PEERS}
+GPU_PEERS = ["cudnn", "fa4", "flex", "cudnn_bsa", "fa4_ordered"]
 BOTH = pytest.mark.parametrize("case", [SMALL, STEP], ids=["backward", "step"])
 
 
@@ -39,12 +40,12 @@ def ready(name: str, case: AttentionGradCase, sets: Any) -> Any:
 
 
 def able(case: AttentionGradCase) -> list[str]:
-    return [peer.name for peer in peers_named(PEERS, None, CUDA) if not peer.why_not(case, CUDA)]
+    return [peer.name for peer in peers_named(GRAD_PEERS, None, CUDA) if not peer.why_not(case, CUDA)]
 
 
 def test_each_device_has_its_peers() -> None:
-    assert [peer.name for peer in peers_named(PEERS, None, CPU)] == ["sdpa"]
-    assert [peer.name for peer in peers_named(PEERS, None, CUDA)] == ["cudnn", "fa4", "flex", "cudnn_bsa"]
+    assert [peer.name for peer in peers_named(GRAD_PEERS, None, CPU)] == ["sdpa"]
+    assert [peer.name for peer in peers_named(GRAD_PEERS, None, CUDA)] == GPU_PEERS
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,14 @@ def test_each_device_has_its_peers() -> None:
     ],
 )
 def test_which_peers_take_which_masks(mask: str, names: list[str]) -> None:
-    assert able(replace(LARGE, mask=mask)) == names
+    assert able(replace(LARGE, mask=mask)) == [*names, "fa4_ordered"]
     assert able(replace(LARGE, mask=mask, deterministic=False)) == names
 
 
 def test_a_long_step_has_no_dense_peer() -> None:
-    assert able(LONG) == ["cudnn", "fa4", "flex"]
+    assert able(LONG) == ["cudnn", "fa4", "flex", "fa4_ordered"]
     longer = replace(LONG, q_len=2 * LONGEST_DENSE_STEP, kv_len=2 * LONGEST_DENSE_STEP)
-    assert able(longer) == ["fa4", "flex"]
+    assert able(longer) == ["fa4", "flex", "fa4_ordered"]
     assert BY_NAME["cudnn"].why_not(longer, CUDA) == [
         "takes time by the square of the length: not measured beyond 64K"
     ]
@@ -172,18 +173,41 @@ class Flash:
         return out.transpose(1, 2), None
 
 
+def turns(*lists: Tensor) -> tuple[Tensor, Tensor]:
+    """FlashAttention-4's function of its lists: stands for it by whether it got counts and lists of both directions."""
+    forward, backward = lists[:4], lists[4:]
+    rows, columns = (seen(one[2], one[3], 128) for one in (forward, backward))
+    assert torch.equal(rows, columns.mT)
+    return backward[1] + 1, backward[3] + 2
+
+
+class Lists(NamedTuple):
+    """FlashAttention-4's lists, as far as they are used here."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor
+    full_block_idx: Tensor
+    block_size: tuple[int, int]
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    spt: bool | None = None
+
+
 @BOTH
+@pytest.mark.parametrize("name", ["fa4", "fa4_ordered"])
 @pytest.mark.parametrize("mask", ["full", "causal", "window:100", "blocks:0.5"])
 def test_flash_attention_gets_its_own_layout_and_lists_of_both_directions(
-    installed: Any, case: AttentionGradCase, mask: str
+    installed: Any, case: AttentionGradCase, mask: str, name: str
 ) -> None:
     case = replace(case, mask=mask)
     sets = case.operands(CPU)
     flash = Flash()
     installed("flash_attn.cute.interface", flash_attn_func=flash)
-    installed("flash_attn.cute.block_sparsity", BlockSparseTensorsTorch=SimpleNamespace)
-    fa4 = BY_NAME["fa4"]
-    made = ready("fa4", case, sets)
+    block_sparsity = {"BlockSparseTensorsTorch": Lists, "compute_dq_write_order": turns}
+    installed("flash_attn.cute.block_sparsity", **block_sparsity)
+    fa4 = BY_NAME[name]
+    made = ready(name, case, sets)
     assert made.flops is None
     for call, one in zip(made.calls, sets, strict=True):
         agree(case, call, exact(one), swapped=True)
@@ -194,11 +218,14 @@ def test_flash_attention_gets_its_own_layout_and_lists_of_both_directions(
         assert torch.equal(rows, columns.mT)
         assert backward.block_size == (128, 128)
         assert backward.full_block_idx.dtype == torch.int32
+        assert backward.spt is (False if fa4.ordered else None)
+        assert (backward.dq_write_order_full is not None) == fa4.ordered
     else:
         assert "block_sparse_tensors_bwd" not in flash.options
     # A backward pass alone has run each forward pass once, a step one for every call.
     assert flash.calls == (len(sets) * (1 + 2) if isinstance(case, AttentionTrainCase) else len(sets))
     assert fa4.device == "cuda"
+    assert flash.options.get("deterministic", False) == fa4.ordered
 
 
 @BOTH

@@ -8,7 +8,7 @@ import torch
 from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.suites.attention_grad import PEERS, AttentionGradCase, AttentionTrainCase
+from sparsek.bench.suites.attention_grad import GRAD_PEERS, AttentionGradCase, AttentionTrainCase
 
 pytestmark = pytest.mark.gpu
 SHAPES: list[tuple[Any, ...]] = [
@@ -25,11 +25,11 @@ ELSEWHERE = ("cannot be imported", "No available kernel")
 UNCOMPILED = ("InductorError", "No valid triton configs")
 
 
-@pytest.mark.parametrize("name", ["cudnn", "fa4", "flex", "cudnn_bsa"])
+@pytest.mark.parametrize("name", ["cudnn", "fa4", "fa4_ordered", "flex", "cudnn_bsa"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.name}")
 def test_a_peer_computes_every_set_within_the_budget(case: AttentionGradCase, name: str) -> None:
     device = torch.device("cuda", 0)
-    (peer,) = [peer for peer in PEERS if peer.name == name]
+    (peer,) = [peer for peer in GRAD_PEERS if peer.name == name]
     if peer.why_not(case, device):
         pytest.skip("; ".join(peer.why_not(case, device)))
     sets = case.operands(device)[:2]
@@ -44,14 +44,14 @@ def test_a_peer_computes_every_set_within_the_budget(case: AttentionGradCase, na
         for _ in range(2):
             made: Any = call()
             if ready.flops is None or case.mask in ("full", "causal"):
-                found = [x.transpose(1, 2) for x in made] if name == "fa4" else list(made)
+                found = [x.transpose(1, 2) for x in made] if name.startswith("fa4") else list(made)
                 assert one.judge(found).passed
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.op)
 def test_all_peers_and_kernels_share_the_rounds_of_a_record(case: AttentionGradCase) -> None:
     device = torch.device("cuda", 0)
-    outcome = run_case(case, peers=peers_named(PEERS, None, device), rounds=3, device=device)
+    outcome = run_case(case, peers=peers_named(GRAD_PEERS, None, device), rounds=3, device=device)
     (record,) = outcome.records
     assert records.faults(record) == []
     assert "cudnn" in record["peers"]

@@ -182,7 +182,12 @@ class Flex(Attention):
 
 @dataclass(frozen=True)
 class Flash4(Attention):
-    """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks."""
+    """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks.
+
+    `ordered`: its gradients with the same bits every time. By default it adds dq in any order.
+    """
+
+    ordered: bool = False
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         small = _by_lists(case) and case.block != (128, 128)
@@ -191,6 +196,8 @@ class Flash4(Attention):
             "its arguments describe no documents": case.mask.startswith("documents"),
             "its window has no sinks without a mask_mod of its own language": "sinks" in case.mask,
             f"its lists hold blocks of 128, not {block_name(case.block)}": small,
+            "gives the same bits every time, which the case does not ask for": self.ordered
+            and not case.deterministic,
         }
         return super().why_not(case, device) + holding(reasons)
 
@@ -208,24 +215,34 @@ class Flash4(Attention):
         return call
 
     def _options(self, case: Any, one: Any) -> dict[str, Any]:
+        order = {"deterministic": True} if self.ordered else {}
         if not _by_lists(case):
             causal = {"causal": True} if case.mask_text.causal else {}
             # Its window counts the keys before the query, ours the query too.
             window = [(int(number) - 1, 0) for number in case.mask_text.numbers]
-            return causal | ({"window_size": window[0]} if window else {})
+            return order | causal | ({"window_size": window[0]} if window else {})
         if one.mask.partial_blocks:
             raise UnavailableError("partial blocks of its lists need a mask_mod of its own language")
         lists = one.mask.to_fa4()
         count, index = lists.full_block_cnt, lists.full_block_idx
-        options = {"block_sparse_tensors": _whole_blocks(count, index, case)}
-        if case.passes != FORWARD:
-            options["block_sparse_tensors_bwd"] = _whole_blocks(*transposed_lists(one.mask), case)
-        return options
+        forward = _whole_blocks(count, index, case)
+        if case.passes == FORWARD:
+            return {"block_sparse_tensors": forward}
+        backward = _whole_blocks(*transposed_lists(one.mask), case)
+        if self.ordered:
+            backward = _with_turns(forward, backward)
+        return order | {"block_sparse_tensors": forward, "block_sparse_tensors_bwd": backward}
 
 
 def _by_lists(case: Any) -> bool:
     """Whether FlashAttention-4 needs lists of blocks for the mask; else its own arguments describe it."""
     return case.mask not in DENSE_MASKS and not case.mask_text.causal
+
+
+def _with_turns(forward: Any, backward: Any) -> Any:
+    """Its backward pass's lists with the place of every visit in the order in which dq is added."""
+    places = imported("flash_attn.cute.block_sparsity").compute_dq_write_order(*forward[:4], *backward[:4])
+    return backward._replace(dq_write_order=places[0], dq_write_order_full=places[1], spt=False)
 
 
 def _whole_blocks(count: Tensor, index: Tensor, case: Any) -> Any:
@@ -312,4 +329,8 @@ PEERS: tuple[Peer, ...] = (
     Flex("flex", "FlexAttention", "cuda"),
     CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda"),
     DenseAttention("sdpa", "torch dense", "cpu"),
+)
+GRAD_PEERS: tuple[Peer, ...] = (
+    *PEERS,
+    Flash4("fa4_ordered", "FlashAttention-4, ordered", "cuda", ordered=True),
 )

@@ -15,10 +15,9 @@ from sparsek.bench.engine.bench import Bench, Column
 from sparsek.bench.engine.case import SuiteRow, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.several import Timed, several
-from sparsek.bench.peers.attention import step
+from sparsek.bench.peers.attention import GRAD_PEERS, step
 from sparsek.bench.suites.attention import (
     EIGHTH,
-    PEERS,
     SMALL,
     TABLE,
     AttentionCase,
@@ -187,9 +186,10 @@ BACKWARD_TABLE = replace(
     note=(
         "dq, dk and dv, from out and lse. Useful TFLOPS count the pairs that the mask admits, five products "
         "each, 2.5 times the forward pass; the roofline whole blocks. Dense is cuDNN: causal where the mask is causal, "
-        "else with every pair. Over a peer: its time over SparseK's. FlashAttention-4 and cuDNN use atomics; SparseK "
-        "gives the same bits every time, except in rows that are not deterministic."
+        "else with every pair. Over a peer: its time over SparseK's. SparseK gives the same bits every time, except in "
+        "rows that are not deterministic; of the peers only FlashAttention-4, ordered, does."
     ),
+    beside=("fa4", "fa4_ordered", "cudnn_bsa"),
     kernels=("hopper.attention_bwd",),
 )
 TRAIN_TABLE = replace(
@@ -211,7 +211,7 @@ BENCH = Bench(
     suites={"published": PUBLISHED, "train": TRAINING},
     kinds=(AttentionGradCase, AttentionTrainCase),
     measures={"backward": AttentionGradCase, "train": AttentionTrainCase},
-    peers=PEERS,
+    peers=GRAD_PEERS,
     tables=(BACKWARD_TABLE, TRAIN_TABLE),
     small=SMALL,
     kernels="Kernels by name, of a step the forward pass's; auto is the planner's choice.",
