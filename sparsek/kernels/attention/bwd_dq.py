@@ -98,7 +98,11 @@ def write(
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
         for pair in range(pairs):
-            pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
+            if T.queries == 128:  # a step is a pair, and this warp's half of it 64 queries
+                pos, h, entry, ticket = step_at(T, visits, first, pair)
+                pos += 64 * SIDE
+            else:
+                pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
             slot = SIDE % T.dq_slots
             row = b * heads + h
             if T.ordered:

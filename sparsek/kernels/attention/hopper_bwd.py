@@ -16,7 +16,8 @@ arXiv:2407.08608). S starts from -lse / scale, so that P is one exp2 of it, and 
 through shared memory once more for dQ. With blocks of 128 keys (`halves` 2) dQ needs the dS of both warpgroups. In
 every second step a warpgroup multiplies the dQ of the step before, whose dS the other one has written by then: so
 neither waits for the other. With blocks of 64 keys both hold the same keys, each computes every second step alone, and
-they add up dK and dV at the end (`halves` 1).
+they add up dK and dV at the end (`halves` 1). Heads of at most 64 columns with blocks of 128 by 128 take 128 queries a
+step (bwd_narrow.py).
 
 Two writer warps, each for every second step, add dQ to float32 in memory by TMA. In deterministic mode every visit of
 a query tile has a ticket, assigned by the schedule in its own time order, and waits for its turn. To wait for the
@@ -43,8 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek.kernels.attention import bwd_narrow, score_args
 from sparsek.kernels.attention import bwd_sums as tma_sums
-from sparsek.kernels.attention import score_args
 from sparsek.kernels.attention.bwd_dq import exchanged, stage_dq, start_dq, write
 from sparsek.kernels.attention.bwd_load import load, load_keys
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
@@ -76,6 +77,7 @@ class Config:
     `halves`: warpgroups with 64 keys each; with one half both share the tile's keys. Q and dO rings have `stages`
     slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either only the
     end of the keys. `ordered`: dQ is added in the order of tickets. `softcap`, `alibi`: what changes scores.
+    `queries`: those of a step, 64, or 128 for heads of at most 64 columns in blocks of 128 by 128.
     """
 
     dim: int
@@ -89,6 +91,7 @@ class Config:
     ordered: bool = True
     softcap: bool = False
     alibi: bool = False
+    queries: int = 64
 
     @property
     def keys(self) -> int:
@@ -97,7 +100,7 @@ class Config:
     @property
     def subs(self) -> int:
         """Steps of a visit."""
-        return self.block[0] // 64
+        return self.block[0] // self.queries
 
     @property
     def barriers(self) -> int:
@@ -118,9 +121,10 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        halves = (self.keys + 64 * self.stages) * (self.dim + self.v_dim) + 2 * self.keys * 64
+        halves = (self.keys + self.queries * self.stages) * (self.dim + self.v_dim)
+        halves += 2 * self.keys * self.queries
         spare = 64 * self.v_dim if self.spare else 0
-        floats = self.dq_slots * 64 * self.dim + spare + 64 * self.row_slots * self.stages
+        floats = self.dq_slots * 64 * self.dim + spare + self.queries * self.row_slots * self.stages
         return 2 * halves + 4 * floats + 24 * self.barriers + 512
 
     def __str__(self) -> str:
@@ -129,8 +133,8 @@ class Config:
         changes = "".join(f", {name}" for name in ("softcap", "alibi") if getattr(self, name))
         return (
             f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}, blocks "
-            f"{self.block[0]}x{self.block[1]}, {self.stages} stages, {self.dq_slots} of dQ, rules {rules}, "
-            f"{'ordered' if self.ordered else 'unordered'}{changes}"
+            f"{self.block[0]}x{self.block[1]}, {self.stages} stages of {self.queries} queries, {self.dq_slots} of dQ, "
+            f"rules {rules}, {'ordered' if self.ordered else 'unordered'}{changes}"
         )
 
     __repr__ = __str__
@@ -335,7 +339,7 @@ def attention_bwd_kernel(
 ):  # fmt: skip
     """Records: see plan/attention_grad_schedule.py. `factor` is the softmax scale, `scale` that times log2(e).
 
-    `rows_desc` and `bounds_desc` describe per-query numbers in rows of 64. Query x of head h of item b has lse in
+    `rows_desc` and `bounds_desc` describe per-query numbers in rows of a step. Query x of head h of item b has lse in
     base 2 at (b * heads + h) * rows + x, and delta `plane` rows later. Its first key is at b * bound_item + h //
     bound_group * bound_head + x, and the end of its keys `bound_plane` rows later, int32 viewed as float32. SOURCE
     only enters Triton's cache key. `cap` and those behind it: as in hopper.attention_fwd.
@@ -353,8 +357,8 @@ def attention_bwd_kernel(
     rows_s = gl.allocate_shared_memory(
         gl.float32, [T.row_slots * STAGES] + rows_desc.block_type.shape, rows_desc.layout
     )
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALVES * 64, 64], DTYPE)
-    ds_s = gl.allocate_shared_memory(DTYPE, [2, HALVES * 64, 64], DS)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALVES * 64, T.queries], DTYPE)
+    ds_s = gl.allocate_shared_memory(DTYPE, [2, HALVES * 64, T.queries], DS)
     dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
     if T.spare:
         SPARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, VDIM], gl.float32)
@@ -385,7 +389,7 @@ def attention_bwd_kernel(
         mbarrier.init(ring_empty.index(i), count=HALVES)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=1)
+        mbarrier.init(ds_empty.index(i), count=T.queries // 64)
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
@@ -406,8 +410,8 @@ def attention_bwd_kernel(
     writer = (dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, dq_bars)
     gl.warp_specialize(
         [
-            (differentiate, (T, 0) + consumer),
-            (differentiate, (T, 1) + consumer),
+            (bwd_narrow.differentiate if T.queries == 128 else differentiate, (T, 0) + consumer),
+            (bwd_narrow.differentiate if T.queries == 128 else differentiate, (T, 1) + consumer),
             (load_keys, (T, k_desc, v_desc, tiles, starts, k_s, v_s, tile_bars)),
             (load, (T,) + producer),
             (write, (T, 0) + writer),
@@ -464,10 +468,13 @@ class HopperAttentionGrad:
             rings = [(4, 2), (3, 2), (4, 1), (2, 2)]
         else:  # nobody holds dQ in a slot while waiting for a ticket, so one slot suffices, used alternately
             rings = [(4, 2), (4, 1), (3, 2), (2, 2)]
+        # What changes scores needs more registers than steps of 128 queries leave.
+        narrow = p.block == (128, 128) and max(dim, v_dim) <= 64 and not (p.softcap or p.alibi)
+        steps = [(128, *ring) for ring in rings] if narrow else []
         found = []
-        for stages, slots in rings:
+        for queries, stages, slots in [*steps, *((64, *ring) for ring in rings)]:
             c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
-            c = replace(c, softcap=p.softcap, alibi=p.alibi)
+            c = replace(c, softcap=p.softcap, alibi=p.alibi, queries=queries)
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
         return found
@@ -512,24 +519,24 @@ class HopperAttentionGrad:
         batch, heads = q.shape[:2]
         rows = made.rows
         factor = score_args.factor(scale, scores)
-        known = prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor).view(-1, 64)
+        known = prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor).view(-1, c.queries)
         # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
         acc = q.new_empty((batch * heads, rows, c.dim), dtype=torch.float32)
         if not c.ordered:
             acc.zero_()
         turns = acc.new_zeros(batch * heads * (rows // 64) if c.ordered else 4, dtype=torch.int32)
         lists = 1 if bounds is None else bounds[0].numel() // rows
-        held = known if bounds is None else bounds.view(-1, 64)
+        held = known if bounds is None else bounds.view(-1, c.queries)
         args = (
-            describe_heads(q, 64, c.dim), describe_heads(k, 64, c.dim),
-            describe_heads(v, 64, c.v_dim), describe_heads(grad, 64, c.v_dim),
-            *(Described(x, tuple(x.shape), (64, 1), (1, 64)) for x in (known, held)),
+            describe_heads(q, c.queries, c.dim), describe_heads(k, 64, c.dim),
+            describe_heads(v, 64, c.v_dim), describe_heads(grad, c.queries, c.v_dim),
+            *(Described(x, tuple(x.shape), (c.queries, 1), (1, c.queries)) for x in (known, held)),
             Described(acc, (batch * heads, rows * c.dim // 32, 32), (rows * c.dim, 32, 1), (1, 2 * c.dim, 32)),
             describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
             factor, scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
-            heads // mask.heads, lists * (rows // 64),
+            heads // mask.heads, lists * (rows // c.queries),
             score_args.cap(scale, scores), *score_args.slopes(scores, q.shape[2], k.shape[2]), c, SOURCE,
         )  # fmt: skip
         # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.

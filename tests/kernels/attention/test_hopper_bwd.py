@@ -45,7 +45,7 @@ CONFIGS = list(dict.fromkeys(c for p in PROBLEMS for c in KERNEL.configs(p)))
 
 def choices(case: tuple[Config, str]) -> list[Any]:
     c, dtype = case
-    ring = ("ring", c.halves, c.stages, c.dq_slots)
+    ring = ("ring", c.halves, c.queries, c.stages, c.dq_slots)
     return [("heads", c.dim, c.v_dim), ring, c.block, ("rules", c.interval, c.bits), c.ordered, dtype]
 
 
@@ -62,14 +62,16 @@ def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
     """What every compiled kernel must show."""
     where = f"{c} in {dtype}:\n{code}"
     kind = {"bf16": "bf16", "fp16": "f16"}[dtype]
-    kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in (64, c.dim, c.v_dim)}
+    kinds = {
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in (c.queries, c.dim, c.v_dim)
+    }
     assert code.wgmma == sorted(kinds), where
     # Two warpgroups with a loop each: S, dP, dV and dK of a step, and dQ from the dS of every half. With two halves one
-    # of them multiplies a tile's last dQ after its loop.
-    products = c.dim // 16 + c.v_dim // 16 + 4 + 4 + 4 * c.halves
-    assert code.wgmma_count == 2 * products + (8 if c.halves == 2 else 0), where
+    # of them multiplies a tile's last dQ after its loop, and with 128 queries a step each one its half of that.
+    products = c.dim // 16 + c.v_dim // 16 + c.queries // 8 + 4 * c.halves
+    assert code.wgmma_count == 2 * products + (c.queries // 8 if c.halves == 2 else 0), where
     # P is computed while dP is multiplied.
-    assert all(loop.beside >= 32 for loop in code.loops), where
+    assert all(loop.beside >= c.queries // 2 for loop in code.loops), where
     assert any("reduce" in copy or "bulk_group" in copy for copy in code.copies), where
     assert "serialized" not in code.log, where
     assert "Potential Performance Loss" not in code.log, where
@@ -126,6 +128,7 @@ def test_every_ring_fits_and_a_barrier_belongs_to_one_warpgroup_where_they_take_
         assert c.halves == 2 or c.barriers % 2 == 0
         assert c.barriers % c.stages == 0
         assert c.halves == 1 or c.dq_slots == 2
+        assert c.queries == 64 or (c.halves == 2 and c.block[0] == 128 and max(c.dim, c.v_dim) <= 64)
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,9 @@ def _attention_fp8(c: attention_fp8.Config, dtype: str) -> tuple[Any, str, dict[
 def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
     wide = {"q_desc": c.dim, "k_desc": c.dim, "dk_desc": c.dim}
     wide |= {"v_desc": c.v_dim, "do_desc": c.v_dim, "dv_desc": c.v_dim}
-    types = {name: _descriptor((1, 1, 64, dim), dtype) for name, dim in wide.items()}
-    types |= {name: _descriptor((1, 64), "fp32") for name in ("rows_desc", "bounds_desc")}
+    rows = {"q_desc": c.queries, "do_desc": c.queries}
+    types = {name: _descriptor((1, 1, rows.get(name, 64), dim), dtype) for name, dim in wide.items()}
+    types |= {name: _descriptor((1, c.queries), "fp32") for name in ("rows_desc", "bounds_desc")}
     types |= {"dq_desc": _descriptor((1, 2 * c.dim, 32), "fp32")}
     types |= {"scale": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
