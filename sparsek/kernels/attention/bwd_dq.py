@@ -92,7 +92,11 @@ def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare
 def write(
     T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, dq_bars
 ):
-    """Writer warp of every second step: adds its dQ to memory; in order, the first of a query tile is stored."""
+    """Writer warp of every second step: adds its dQ to memory; in order, the first of every sum is stored.
+
+    Tickets of a query tile go to its sums in turn, and each sum has an order of its own.
+    """
+    SUMS: gl.constexpr = 2 if T.sums == 2 else 1
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
@@ -104,15 +108,16 @@ def write(
             else:
                 pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
             slot = SIDE % T.dq_slots
-            row = b * heads + h
+            row = (b * heads + h) * SUMS + (ticket & (SUMS - 1))
+            place = ticket >> (SUMS // 2)
             if T.ordered:
                 turn = turns + row * (rows // 64) + pos // 64
-                if ticket > 0:
-                    while seen(turn) < ticket:  # until the earlier ones have been added
+                if place > 0:
+                    while seen(turn) < place:  # until the earlier ones have been added
                         pass
                     acquire()
             mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
-            if ticket == 0:
+            if place == 0:
                 tma_store(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
             else:
                 tma_add(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
@@ -122,5 +127,5 @@ def write(
             if T.ordered:
                 if ticket >= 0:
                     tma_written()
-                    release(turn, ticket + 1)
+                    release(turn, place + 1)
             at += 1

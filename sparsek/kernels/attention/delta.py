@@ -1,7 +1,7 @@
 """Attention's backward pass apart from its products: a pass over rows before it, and a cast after it.
 
     prepare_rows      rows[0] = unit lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse   reads out and grad once
-    cast_quantized    dq = scale acc                                                         reads acc once, writes dq
+    cast_quantized    dq = scale (acc[0] + ... )                                             reads acc once, writes dq
 
 A weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). Rows without any key, and rows after the
 last query, have rows[0] = +inf: weight and ds are 0 there, without a test in the kernel. With `unit` -1 / (scale
@@ -91,7 +91,7 @@ def prepare_rows(
 @triton.jit(do_not_specialize=("scale", "rows", "q_len", "heads"))
 def _cast_quantized(
     acc, turns, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     # Sums are in the order of bwd_dq.as_held: 16 rows together, and of these 8 columns, a row, a pair of columns.
     tiles = tl.cdiv(q_len, ROWS)
@@ -100,12 +100,14 @@ def _cast_quantized(
     h = (head % heads).to(tl.int64)
     start = (tl.program_id(0) % tiles * ROWS).to(tl.int64)
     slab = start + tl.arange(0, ROWS // 16) * 16
-    there = slab < q_len
-    if turns is not None:
-        there &= tl.load(turns + head.to(tl.int64) * (rows // 64) + slab // 64, mask=there, other=0) > 0
-    acc += head.to(tl.int64) * rows * WIDTH
     place = (slab * WIDTH)[:, None] + tl.arange(0, 16 * WIDTH)[None, :]
-    x = tl.load(acc + place, mask=there[:, None], other=0.0)
+    x = tl.zeros((ROWS // 16, 16 * WIDTH), tl.float32)
+    for i in tl.static_range(SUMS):
+        one = head.to(tl.int64) * SUMS + i
+        there = slab < q_len
+        if turns is not None:
+            there &= tl.load(turns + one * (rows // 64) + slab // 64, mask=there, other=0) > 0
+        x += tl.load(acc + one * rows * WIDTH + place, mask=there[:, None], other=0.0)
     x = tl.reshape(x, (ROWS // 16, WIDTH // 8, 8, 4, 2, 2))
     x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, WIDTH)) * scale
     at = start + tl.arange(0, ROWS)
@@ -116,20 +118,21 @@ def _cast_quantized(
 
 
 def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
-    """dq = scale * acc, rounded once. No sync.
+    """dq = scale * (acc[:, :, 0] + acc[:, :, 1] + ...), rounded once. No sync.
 
-    acc: float32 [B, Hq, R, Dp], contiguous, every 16 rows in the order of bwd_dq.as_held; R is a multiple of 64, and Dp
-    a power of two from 32 to 256. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp. With turns,
-    int32 [B * Hq * R / 64], groups of 64 rows without a turn count as 0.
+    acc: float32 [B, Hq, sums, R, Dp], contiguous, every 16 rows in the order of bwd_dq.as_held; R is a multiple of 64,
+    and Dp a power of two from 32 to 256. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp. With
+    turns, int32 [B * Hq * sums * R / 64], groups of 64 rows of a sum without a turn count as 0.
     """
     batch, heads, q_len, dim = dq.shape
     if dq.numel() == 0:
         return
-    tile = ELEMENTS // acc.shape[3]
+    sums, rows, width = acc.shape[2:]
+    tile = ELEMENTS // width
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(dq):
         launch(
             _cast_quantized, (batch * heads * triton.cdiv(q_len, tile),),
-            acc, turns, dq, scale, acc.shape[2], q_len, heads, *dq.stride(),
-            D=dim, WIDTH=acc.shape[3], ROWS=tile, **options,
+            acc, turns, dq, scale, rows, q_len, heads, *dq.stride(),
+            D=dim, WIDTH=width, ROWS=tile, SUMS=sums, **options,
         )  # fmt: skip

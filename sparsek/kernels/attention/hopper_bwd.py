@@ -21,7 +21,9 @@ step (bwd_narrow.py).
 
 Two writer warps, each for every second step, add dQ to float32 in memory by TMA. In deterministic mode every visit of
 a query tile has a ticket, assigned by the schedule in its own time order, and waits for its turn. To wait for the
-turn, add, wait for the write and pass the turn on takes longer than a step, hence two warps.
+turn, add, wait for the write and pass the turn on takes longer than a step, hence two warps. Where many key tiles visit
+a query tile at about the same time, its tickets go to two sums in turn (`sums` 2), so that half as many wait for each
+other; the cast at the end adds them.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ from sparsek.kernels.lang.gluon import (
     tma_store_wait,
 )
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
+from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, sums_of
 from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel, unless_hopper
 from sparsek.plan.problem import AttentionGradProblem
 from sparsek.plan.ring import flops_per_second, throttled
@@ -76,7 +78,8 @@ class Config:
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
     `halves`: warpgroups with 64 keys each; with one half both share the tile's keys. Q and dO rings have `stages`
     slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either only the
-    end of the keys. `ordered`: dQ is added in the order of tickets. `softcap`, `alibi`: what changes scores.
+    end of the keys. `sums`: float32 sums of every dQ in memory,
+    added to in the order of tickets; 0 is one sum, in any order. `softcap`, `alibi`: what changes scores.
     `queries`: those of a step, 64, or 128 for heads of at most 64 columns in blocks of 128 by 128.
     """
 
@@ -88,10 +91,14 @@ class Config:
     dq_slots: int = 2
     interval: bool = False
     bits: bool = False
-    ordered: bool = True
+    sums: int = 1
     softcap: bool = False
     alibi: bool = False
     queries: int = 64
+
+    @property
+    def ordered(self) -> bool:
+        return self.sums > 0
 
     @property
     def keys(self) -> int:
@@ -134,7 +141,7 @@ class Config:
         return (
             f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}, blocks "
             f"{self.block[0]}x{self.block[1]}, {self.stages} stages of {self.queries} queries, {self.dq_slots} of dQ, "
-            f"rules {rules}, {'ordered' if self.ordered else 'unordered'}{changes}"
+            f"rules {rules}, {self.sums or 'no'} sums in order{changes}"
         )
 
     __repr__ = __str__
@@ -144,7 +151,8 @@ class Config:
 # computes from its fields, or what builtins do, so the source of these files is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
 LOG2E = gl.constexpr(log2(e))
-ORDER_PRICE = {2: 1.06, 1: 1.4}  # cost of adding dQ in order, by halves: H200, 2026-11-22, scripts
+# Cost of adding dQ in order, by halves and sums: H200, 2026-11-22, and two sums H100, 2026-11-26, scripts.
+ORDER_PRICE = {(2, 1): 1.06, (2, 2): 1.04, (1, 1): 1.4}
 
 
 @gluon.jit
@@ -471,9 +479,10 @@ class HopperAttentionGrad:
         # What changes scores needs more registers than steps of 128 queries leave.
         narrow = p.block == (128, 128) and max(dim, v_dim) <= 64 and not (p.softcap or p.alibi)
         steps = [(128, *ring) for ring in rings] if narrow else []
+        sums = sums_of(p) if p.deterministic else 0
         found = []
         for queries, stages, slots in [*steps, *((64, *ring) for ring in rings)]:
-            c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
+            c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, sums)
             c = replace(c, softcap=p.softcap, alibi=p.alibi, queries=queries)
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
@@ -483,23 +492,30 @@ class HopperAttentionGrad:
         """Steps of an SM, begin and end of every tile, and a pass over rows before and after.
 
         Constants are from records of an H200 (2026-11-26): at boost clocks a step takes 1.47 times its products, at
-        least 1.3 us; a tile 10 us more. The power limit slows the products (plan/ring.py).
+        least 1.3 us; a tile 10 us more. So does a step of 128 queries of an H100. The power limit slows the products
+        (plan/ring.py).
         """
-        steps = p.visited * (p.block[0] // 64)
-        mma = 2 * 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / flops_per_second(p.card)
+        steps = p.visited * c.subs
+        mma = 2 * c.queries * c.keys * (3 * c.dim + 2 * c.v_dim) / flops_per_second(p.card)
         step = max(1.3e-6, 1.47 * mma)
         tiles = p.batch * p.kv_heads * p.grid[1]
         busy = throttled((steps * step + tiles * 1e-5) / p.card.sm_count, mma / step)
-        busy *= ORDER_PRICE[c.halves] if c.ordered else 1
+        busy *= ORDER_PRICE[c.halves, c.sums] if c.ordered else 1
         rows = p.batch * p.q_heads * p.q_len
-        around = rows * (4 * p.v_dim + (8 if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth
+        around = (
+            rows
+            * (4 * p.v_dim + (4 + 4 * c.sums if c.ordered else 12) * c.dim + 2 * p.dim)
+            / p.card.bandwidth
+        )
         return busy + around + 4 * p.card.launch_seconds
 
     def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
         rows = p.batch * p.q_heads * padded_rows(p)
-        found = [f"dQ is summed in float32: workspace of {rows * (c.dim * 4 + 8) / 1e6:.4g} MB a call"]
+        found = [
+            f"dQ is summed in float32: workspace of {rows * (c.dim * 4 * max(1, c.sums) + 8) / 1e6:.4g} MB a call"
+        ]
         if c.ordered:
-            price = ORDER_PRICE[c.halves]
+            price = ORDER_PRICE[c.halves, c.sums]
             found.append(
                 f"dQ is added in a fixed order; by scripts, deterministic=False is {price} times as fast"
             )
@@ -508,7 +524,7 @@ class HopperAttentionGrad:
         return found
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
-        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered), None
+        made, bounds = schedule(p, mask, p.card.sm_count, sums=c.sums), None
         if c.interval and mask.lo is not None and mask.hi is not None:
             bounds = padded_bounds(mask.lo, mask.hi, made.rows)
         return Work(made, bounds, made.starts)
@@ -521,17 +537,18 @@ class HopperAttentionGrad:
         factor = score_args.factor(scale, scores)
         known = prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor).view(-1, c.queries)
         # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
-        acc = q.new_empty((batch * heads, rows, c.dim), dtype=torch.float32)
+        acc = q.new_empty((batch, heads, max(1, c.sums), rows, c.dim), dtype=torch.float32)
+        sums = batch * heads * acc.shape[2]
         if not c.ordered:
             acc.zero_()
-        turns = acc.new_zeros(batch * heads * (rows // 64) if c.ordered else 4, dtype=torch.int32)
+        turns = acc.new_zeros(sums * (rows // 64) if c.ordered else 4, dtype=torch.int32)
         lists = 1 if bounds is None else bounds[0].numel() // rows
         held = known if bounds is None else bounds.view(-1, c.queries)
         args = (
             describe_heads(q, c.queries, c.dim), describe_heads(k, 64, c.dim),
             describe_heads(v, 64, c.v_dim), describe_heads(grad, c.queries, c.v_dim),
             *(Described(x, tuple(x.shape), (c.queries, 1), (1, c.queries)) for x in (known, held)),
-            Described(acc, (batch * heads, rows * c.dim // 32, 32), (rows * c.dim, 32, 1), (1, 2 * c.dim, 32)),
+            Described(acc, (sums, rows * c.dim // 32, 32), (rows * c.dim, 32, 1), (1, 2 * c.dim, 32)),
             describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
             factor, scale, k.shape[2], rows, len(known) // 2, heads,
@@ -542,7 +559,7 @@ class HopperAttentionGrad:
         # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.
         options = {"launch_cooperative_grid": True} if c.ordered else None
         launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
-        cast_quantized(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
+        cast_quantized(acc, scale, dq, turns if c.ordered else None)
 
 
 KERNEL: AttentionGradKernel = HopperAttentionGrad()

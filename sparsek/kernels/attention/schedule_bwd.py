@@ -256,7 +256,7 @@ def _record(
 def _visits_of(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial, rank, first,
     taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size, longest, capacity, kv_heads,
-    group, share, item_lists, shared, programs, q_heads, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
+    group, share, item_lists, shared, programs, q_heads, quarters, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
     TURNED: tl.constexpr, SHARED: tl.constexpr, LONG: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr,
     BITS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr
 ):  # fmt: skip
@@ -288,8 +288,8 @@ def _visits_of(
         place = tl.load(rank + tile, mask=known, other=0)
         if TURNED:
             cta = tl.load(taker + place, mask=known, other=0)
-            share_of = (cta * GOLDEN & ((1 << BITS) - 1)).to(tl.int64)
-            within -= (share_of * length >> BITS).to(tl.int32)
+            share_of = (cta * GOLDEN & ((1 << BITS) - 1)) * quarters >> 2
+            within -= (share_of.to(tl.int64) * length >> BITS).to(tl.int32)
             within += tl.where(within < 0, length, 0)
         within += tl.load(partial + tile, mask=known & (e >= p), other=0)
         if SHARED:
@@ -337,7 +337,7 @@ def _visit(
     began, turn, starts, tiles, visits, clocks,
     grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, kv_heads, group, share,
     item_lists, shared,
-    programs, q_heads, absent,
+    programs, q_heads, absent, quarters,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     LONG: tl.constexpr, TILES: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr, BITS: tl.constexpr,
     TILE_FIELDS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr,
@@ -356,7 +356,7 @@ def _visit(
         _visits_of(
             p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial,
             rank, first, taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size,
-            longest, capacity, kv_heads, group, share, item_lists, shared, programs, q_heads, BLOCK_Q,
+            longest, capacity, kv_heads, group, share, item_lists, shared, programs, q_heads, quarters, BLOCK_Q,
             ORDERED, TURNED, SHARED, LONG, VISITS, GOLDEN, BITS, VISIT_FIELDS, FULL, NO_TICKET,
         )  # fmt: skip
 
@@ -391,14 +391,14 @@ def padded_bounds(lo: Tensor, hi: Tensor, rows: int) -> Tensor:
     return out.view(torch.float32)
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
-    """The schedule of `mask` for `p`. Without `ordered` no visit has a ticket. No sync on a GPU."""
+def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) -> GradSchedule:
+    """The schedule of `mask` for `p`. With 0 sums no visit has a ticket. No sync on a GPU."""
     if mask.full.starts.is_cuda and mask.rows and mask.grid[1]:
-        return launched(p, mask, ctas, ordered=ordered)
-    return plan.schedule(p, mask, ctas, ordered=ordered)
+        return launched(p, mask, ctas, sums=sums)
+    return plan.schedule(p, mask, ctas, sums=sums)
 
 
-def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
+def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) -> GradSchedule:
     """The schedule of at least one query and key tile: five launches and a few allocations.
 
     Only as many `visits` as the key tiles have are written.
@@ -409,7 +409,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     single = p.block[0] == 64
     share = p.q_heads // mask.heads
     items = mask.heads * columns if mask.batch > 1 else 0
-    long = ordered and p.longest > VISITS
+    long = sums > 0 and p.longest > VISITS
 
     counted = torch.zeros(2 * lists + TOTALS, dtype=torch.int32, device=device)
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
@@ -448,7 +448,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     line_programs = -(-(columns if alike else key_tiles) // together)
     args = (
         *entries, base, nth, totals, n, bases, listed, whose, rank, first, ticks, mask.rows, *of_mask, key_tiles,
-        plan.sections(p, ctas), p.batch * p.kv_heads, plan.band_room(p) if ordered else 0, ctas, line_programs,
+        plan.sections(p, ctas), p.batch * p.kv_heads, plan.band_room(p) if sums else 0, ctas, line_programs,
     )  # fmt: skip
     constants = (single, alike, TILE_TICKS, together, stream, HEADS, ROWS, ENTRIES)
     launch(_line_up, line_programs + row_programs, args, constants, WARPS)
@@ -462,9 +462,10 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     args = (
         *entries, base, nth, counts, n, partial, rank, first, taker, began, turn, starts, made, visits, clocks,
         *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), programs, p.q_heads, rows - 64,
+        plan.start_quarters(p, ctas, sums),
     )  # fmt: skip
     constants = (
-        *p.block, ordered, ordered or plan.heads_in_section(p) > 0, share % p.group == 0, long, TILES,
+        *p.block, sums > 0, sums > 0 or plan.heads_in_section(p) > 0, share % p.group == 0, long, TILES,
         min(VISITS, max(16, triton.next_power_of_2(p.longest))), GOLDEN, GOLDEN_BITS, TILE_FIELDS, VISIT_FIELDS, FULL,
         NO_TICKET,
     )  # fmt: skip

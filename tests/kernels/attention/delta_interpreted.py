@@ -18,10 +18,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def held(x: Tensor) -> Tensor:
-    """float32 [B, H, R, D] in the order of bwd_dq.as_held: 16 rows, of these 8 columns, a row, a pair of columns."""
+    """float32 [B, H, 1, R, D] in the order of bwd_dq.as_held: 16 rows, of these 8 columns, a row, a pair of columns."""
     batch, heads, rows, width = x.shape
     parts = x.view(batch, heads, rows // 16, 2, 8, width // 8, 4, 2)
-    return parts.permute(0, 1, 2, 5, 4, 6, 3, 7).reshape(x.shape)
+    return parts.permute(0, 1, 2, 5, 4, 6, 3, 7).reshape(batch, heads, 1, rows, width)
 
 
 def check_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: int) -> None:
@@ -102,6 +102,15 @@ def test_rows_without_a_turn_are_zero_whatever_the_sum_holds() -> None:
     assert torch.equal(dq, torch.where(seen, acc * 0.5, 0)[:, :, :200].to(HALF))
 
 
+def test_a_cast_adds_its_sums_where_they_had_a_turn() -> None:
+    acc, dq = normal(2, 3, 2, 256, 64), poisoned((2, 3, 200, 64), HALF)
+    turns = torch.randint(0, 3, (2, 3, 2, 4), dtype=torch.int32)
+    seen = (turns > 0).repeat_interleave(64, 3)[..., None]
+    sums = torch.cat([held(x) for x in acc.masked_fill(~seen, torch.nan).unbind(2)], 2)
+    cast_quantized(sums, 0.5, dq, turns.flatten())
+    assert torch.equal(dq, (torch.where(seen, acc, 0).sum(2) * 0.5)[:, :, :200].to(HALF))
+
+
 def test_a_cast_writes_any_strides_and_nothing_beside() -> None:
     acc, room = normal(2, 3, 64, 64), poisoned((2, 60, 4, 72), HALF)
     dq = room[:, :50, :3, :64].transpose(1, 2)
@@ -112,4 +121,4 @@ def test_a_cast_writes_any_strides_and_nothing_beside() -> None:
     turned = poisoned((2, 3, 64, 50), HALF).mT
     cast_quantized(held(acc), 1.0, turned)
     assert torch.equal(turned, acc[:, :, :50].to(HALF))
-    cast_quantized(acc[:0], 1.0, turned[:0])
+    cast_quantized(held(acc)[:0], 1.0, turned[:0])
