@@ -196,7 +196,7 @@ class Flash4(Attention):
             "its arguments describe no documents": case.mask.startswith("documents"),
             "its window has no sinks without a mask_mod of its own language": "sinks" in case.mask,
             f"its lists hold blocks of 128, not {block_name(case.block)}": small,
-            "gives the same bits every time, which the case does not ask for": self.ordered
+            "gives the same bits every time, which the case does not need": self.ordered
             and not case.deterministic,
         }
         return super().why_not(case, device) + holding(reasons)

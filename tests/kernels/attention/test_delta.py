@@ -29,7 +29,8 @@ def test_both_move_16_bytes_at_a_time_without_spills(card: str, dim: int) -> Non
     assert code.registers <= 128
     assert code.ptx.count("ld.global.v4") >= 2 * portable.ELEMENTS // (128 * 8)
     widths = {"D": dim, "WIDTH": portable.ELEMENTS // rows, "ROWS": rows, "sq_d": 1}
-    for turns, sums in (({}, 1), ({"turns": "*i32"}, 1), ({"turns": "*i32"}, 2)) if card == "sm_90" else ():  # only hopper.attention_bwd casts
+    of_turns = ({}, 1), ({"turns": "*i32"}, 1), ({"turns": "*i32"}, 2)
+    for turns, sums in of_turns if card == "sm_90" else ():  # only hopper.attention_bwd casts
         code = compiled(
             portable._cast_quantized,
             FLOATS | HALVES | turns,
