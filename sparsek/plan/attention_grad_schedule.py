@@ -111,13 +111,14 @@ def start_quarters(p: AttentionProblem, ctas: int, sums: int) -> int:
     """The quarters of their lists over which CTAs start.
 
     A second sum takes room in L2. Where a section no longer fits, CTAs start nearer to each other, and so work on fewer
-    rows at a time. The lists of sparse masks spread them anyway.
+    rows at a time. The scattered lists of sparse masks spread them anyway.
     """
     heads = -(-p.batch * p.q_heads // max(1, sections(p, ctas)))
     row = 2 * (p.dim + p.v_dim) + 4 * sums * p.dim
     if sums < 2 or heads * p.q_len * row <= ROOM * p.card.l2_bytes:
         return 4
-    return 2 if 4 * p.visited >= p.batch * p.q_heads * p.grid[0] * p.grid[1] else 1
+    scattered = not p.by_interval and 4 * p.visited < p.batch * p.q_heads * p.grid[0] * p.grid[1]
+    return 1 if scattered else 2
 
 
 def band_room(p: AttentionProblem) -> int:

@@ -92,7 +92,7 @@ def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare
 def write(
     T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, dq_bars
 ):
-    """Writer warp of every second step: adds its dQ to memory; in order, the first of every sum is stored.
+    """Writer warp of every second 64 queries: adds their dQ to memory; in order, the first of every sum is stored.
 
     Tickets of a query tile go to its sums in turn, and each sum has an order of its own.
     """
@@ -118,9 +118,9 @@ def write(
                     acquire()
             mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
             if place == 0:
-                tma_store(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
+                tma_store(dq_desc, [row, pos * (T.dim // 32), 0], dq_s.index(slot))
             else:
-                tma_add(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
+                tma_add(dq_desc, [row, pos * (T.dim // 32), 0], dq_s.index(slot))
             tma_store_wait(0)  # until TMA has read it
             # With one slot the other warpgroup fills it next.
             mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)

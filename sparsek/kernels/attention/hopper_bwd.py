@@ -19,11 +19,11 @@ neither waits for the other. With blocks of 64 keys both hold the same keys, eac
 they add up dK and dV at the end (`halves` 1). Heads of at most 64 columns with blocks of 128 by 128 take 128 queries a
 step (bwd_narrow.py).
 
-Two writer warps, each for every second step, add dQ to float32 in memory by TMA. In deterministic mode every visit of
-a query tile has a ticket, assigned by the schedule in its own time order, and waits for its turn. To wait for the
-turn, add, wait for the write and pass the turn on takes longer than a step, hence two warps. Where many key tiles visit
-a query tile at about the same time, its tickets go to two sums in turn (`sums` 2), so that half as many wait for each
-other; the cast at the end adds them.
+Two writer warps, each for every second 64 queries, add dQ to float32 in memory by TMA. In deterministic mode every
+visit of a query tile has a ticket, assigned by the schedule in its own time order, and waits for its turn. To wait for
+the turn, add, wait for the write and pass the turn on takes longer than a step, hence two warps. Where many key tiles
+visit a query tile at about the same time, its tickets go to two sums in turn (`sums` 2), so that half as many wait for
+each other; the cast at the end adds them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,17 @@ class Config:
         return self.sums > 0
 
     @property
+    def order_price(self) -> float:
+        """The time in order over that in any order."""
+        if not self.ordered:
+            return 1.0
+        if self.halves == 1:
+            return ONE_WARPGROUP
+        if self.sums == 1:
+            return ONE_SUM
+        return NARROW if max(self.dim, self.v_dim) <= 64 else TWO_SUMS
+
+    @property
     def keys(self) -> int:
         return 64 * self.halves
 
@@ -151,8 +162,8 @@ class Config:
 # computes from its fields, or what builtins do, so the source of these files is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
 LOG2E = gl.constexpr(log2(e))
-# Cost of adding dQ in order, by halves and sums: H200, 2026-11-22, and two sums H100, 2026-11-26, scripts.
-ORDER_PRICE = {(2, 1): 1.06, (2, 2): 1.04, (1, 1): 1.4}
+# Cost of adding dQ in order: H200, 2026-11-22, and with two sums H100, 2026-11-26, scripts.
+ONE_WARPGROUP, NARROW, TWO_SUMS, ONE_SUM = 1.4, 1.1, 1.04, 1.06
 
 
 @gluon.jit
@@ -499,13 +510,10 @@ class HopperAttentionGrad:
         mma = 2 * c.queries * c.keys * (3 * c.dim + 2 * c.v_dim) / flops_per_second(p.card)
         step = max(1.3e-6, 1.47 * mma)
         tiles = p.batch * p.kv_heads * p.grid[1]
-        busy = throttled((steps * step + tiles * 1e-5) / p.card.sm_count, mma / step)
-        busy *= ORDER_PRICE[c.halves, c.sums] if c.ordered else 1
+        busy = throttled((steps * step + tiles * 1e-5) / p.card.sm_count, mma / step) * c.order_price
         rows = p.batch * p.q_heads * p.q_len
         around = (
-            rows
-            * (4 * p.v_dim + (4 + 4 * c.sums if c.ordered else 12) * c.dim + 2 * p.dim)
-            / p.card.bandwidth
+            rows * (4 * p.v_dim + (8 * c.sums if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth
         )
         return busy + around + 4 * p.card.launch_seconds
 
@@ -515,9 +523,8 @@ class HopperAttentionGrad:
             f"dQ is summed in float32: workspace of {rows * (c.dim * 4 * max(1, c.sums) + 8) / 1e6:.4g} MB a call"
         ]
         if c.ordered:
-            price = ORDER_PRICE[c.halves, c.sums]
             found.append(
-                f"dQ is added in a fixed order; by scripts, deterministic=False is {price} times as fast"
+                f"dQ is added in a fixed order; by scripts, deterministic=False is {c.order_price} times as fast"
             )
         if (c.dim, c.v_dim) != (p.dim, p.v_dim):
             found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")

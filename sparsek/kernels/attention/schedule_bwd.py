@@ -74,7 +74,7 @@ _SCRATCH = (
 _SIZES = (
     "rows", "grid_rows", "columns", "lists", "p_size", "f_size", "longest", "capacity", "key_tiles", "kv_heads",
     "group", "share", "item_lists", "shared", "sections", "heads", "band_room", "programs", "row_programs", "ctas",
-    "q_heads", "absent",
+    "q_heads", "absent", "quarters",
 )  # fmt: skip
 
 

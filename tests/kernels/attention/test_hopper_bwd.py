@@ -132,6 +132,15 @@ def test_every_ring_fits_and_a_barrier_belongs_to_one_warpgroup_where_they_take_
         assert c.queries == 64 or (c.halves == 2 and c.block[0] == 128 and max(c.dim, c.v_dim) <= 64)
 
 
+def test_narrow_heads_take_128_queries_a_step_and_two_sums() -> None:
+    narrow = KERNEL.default(problem(64, block=(128, 128)))
+    assert (narrow.queries, narrow.sums) == (128, 2)
+    assert KERNEL.default(problem(64, block=(128, 128), softcap=True)).queries == 64
+    assert KERNEL.default(problem(128, block=(128, 128))).queries == 64
+    assert narrow.order_price > KERNEL.default(MANY[0]).order_price > 1
+    assert KERNEL.default(problem(64, block=(128, 128), deterministic=False)).order_price == 1
+
+
 @pytest.mark.parametrize(
     ("p", "words"),
     [

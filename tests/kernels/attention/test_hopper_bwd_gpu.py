@@ -65,13 +65,13 @@ def test_every_head_dim_and_block_in_every_ring(dims: tuple[int, int], block: tu
             assert gate.passed, f"{c}, seed {seed}: {gate}"
 
 
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("block", "dim"), [(64, 128), (128, 128), (128, 64)])
 @pytest.mark.parametrize("kind", ["topk", "causal", "window"])
-def test_many_tiles_for_every_cta(kind: str, block: int) -> None:
+def test_many_tiles_for_every_cta(kind: str, block: int, dim: int) -> None:
     """CTAs take several tiles, so that every barrier sees more than two phases of every tile."""
     kernel, seed = load("hopper.attention_bwd"), fresh()
     torch.manual_seed(seed)
-    q, k, v = (torch.randn(2, 16, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(2, 16, 2048, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     scores = torch.rand(2, 16, 2048 // block, 2048 // block, device="cuda")
     mask = {
         "topk": lambda: BlockMask.topk(scores, 5, seq_len=2048, block=block),
@@ -83,6 +83,25 @@ def test_many_tiles_for_every_cta(kind: str, block: int) -> None:
     gate = judged(given, found)
     assert gate.passed, f"seed {seed}: {gate}"
     for _ in range(20):
+        again = differentiate(kernel, given)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+
+
+@pytest.mark.parametrize("kind", ["topk", "causal"])
+def test_two_sums_of_wide_heads(kind: str) -> None:
+    """A query tile has 24 visits and more, which go to two sums in turn."""
+    kernel, seed = load("hopper.attention_bwd"), fresh()
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, 4, 6400, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    scores = torch.rand(1, 4, 50, 50, device="cuda")
+    random = BlockMask.topk(scores, 26, seq_len=6400, block=128)
+    mask = random if kind == "topk" else BlockMask.causal(6400, block=128, device="cuda")
+    assert kernel.default(problem(q, k, v, mask)).sums == 2
+    given = inputs(q, k, v, mask)
+    found = differentiate(kernel, given)
+    gate = judged(given, found)
+    assert gate.passed, f"seed {seed}: {gate}"
+    for _ in range(100):
         again = differentiate(kernel, given)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
 
@@ -103,11 +122,11 @@ def test_ten_thousand_launches_give_the_same_bits() -> None:
     kernel, seed = load("hopper.attention_bwd"), fresh()
     torch.manual_seed(seed)
     stored: list[Any] = []
-    for block in (64, 128):
+    for block, dim in ((64, 128), (128, 128), (128, 64)):
         for kind in range(5):
             heads, length = (2, 4, 16)[kind % 3], (256, 700, 1024)[kind % 3]
             q, k, v = (
-                torch.randn(1, heads, length, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+                torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)
             )
             tiles = -(-length // block)
             scores = torch.rand(1, heads, tiles, tiles, device="cuda")

@@ -55,7 +55,7 @@ def test_the_plans_schedule_without_a_sync(
 ) -> None:
     mask, posed_p = posed(name)
     for p in (posed_p,) if name in LARGE else (posed_p, replace(posed_p, card=SMALL)):
-        for sums in (0, 1, 2):
+        for sums in (2, 1, 0):
             wanted = plan.schedule(p, mask, 132, sums=sums)
             same(launched(p, mask, 132, sums=sums), wanted)
             torch.cuda.synchronize()
