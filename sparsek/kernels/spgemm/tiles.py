@@ -110,7 +110,7 @@ def _first(place, count, ctas, shift):
 _SIZES = (
     "count", "ctas", "shift", "columns", "depth", "down", "across", "rows", "cols", "bm", "bn", "last_row",
 )  # fmt: skip
-_LISTS = ("indptr", "c_indptr", "c_indices", "order", "tiles", "starts")
+_LISTS = ("indptr", "c_indptr", "c_indices", "order")
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_LISTS)

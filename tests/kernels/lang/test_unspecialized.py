@@ -23,6 +23,7 @@ def kernels() -> list[tuple[str, str]]:
 
 
 KERNELS = kernels()
+ALIGNED = {"_deal": {"tiles", "starts"}}  # of spgemm/tiles.py: its own new tensors, always a multiple of 16 bytes
 
 
 @pytest.mark.parametrize(("path", "name"), KERNELS, ids=lambda each: Path(each).stem)
@@ -34,7 +35,7 @@ def test_no_parameter_is_specialized(path: str, name: str) -> None:
         for p in getattr(module, name).params
         if not (p.is_constexpr or p.do_not_specialize or p.do_not_specialize_on_alignment)
     ]
-    assert left == [], f"{path}: {name} specializes {left}"
+    assert set(left) <= ALIGNED.get(name, set()), f"{path}: {name} specializes {left}"
 
 
 def test_kernels_are_found() -> None:
