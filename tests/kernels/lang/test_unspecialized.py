@@ -23,7 +23,8 @@ def kernels() -> list[tuple[str, str]]:
 
 
 KERNELS = kernels()
-ALIGNED = {"_deal": {"tiles", "starts"}}  # of spgemm/tiles.py: its own new tensors, always a multiple of 16 bytes
+# Of spgemm/tiles.py: its own new tensors, always at a multiple of 16 bytes.
+ALIGNED = {"_deal": {"tiles", "starts"}}
 
 
 @pytest.mark.parametrize(("path", "name"), KERNELS, ids=lambda each: Path(each).stem)
