@@ -10,8 +10,8 @@ Where the visits of one query tile are all of neighbouring key tiles, as in a wi
 for each other's additions. `band_sections` then makes larger sections, whose heads take each column in turn.
 
 A query tile's dQ is a sum over visits of many CTAs. For reproducible bits it is added in the order of that clock.
-Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run. Where a query tile has many
-visits, they add to two sums in turn (`sums_of`), so that half as many wait for each other.
+Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run. Visits of narrow heads,
+which are short, add to two sums in turn (`sums_of`), so that half as many wait for each other.
 
 This is the specification, and makes the schedules of masks on the CPU; kernels/attention/schedule_bwd.py makes the same
 on a GPU.
@@ -100,25 +100,10 @@ def sections(p: AttentionProblem, ctas: int) -> int:
 def sums_of(p: AttentionProblem) -> int:
     """The number of float32 sums that every dQ has, each in an order of its own, if order matters.
 
-    Keys in tiles of 64 take one, which is what was measured. A step of narrow heads is short beside the wait for a
-    turn.
+    Two for narrow heads, whose step is short beside a wait: 1.03 to 1.1 times as fast. Wide ones are as fast with one,
+    and their two sums fill L2. Keys in tiles of 64 take one, which is what was measured (H100, 2026-11-26).
     """
-    visits = p.visited / max(1, p.batch * p.q_heads * p.grid[0])
-    return 2 if p.block[1] > 64 and (max(p.dim, p.v_dim) <= 64 or visits >= MANY_VISITS) else 1
-
-
-def start_quarters(p: AttentionProblem, ctas: int, sums: int) -> int:
-    """The quarters of their lists over which CTAs start.
-
-    A second sum takes room in L2. Where a section no longer fits, CTAs start nearer to each other, and so work on fewer
-    rows at a time. The scattered lists of sparse masks spread them anyway.
-    """
-    heads = -(-p.batch * p.q_heads // max(1, sections(p, ctas)))
-    row = 2 * (p.dim + p.v_dim) + 4 * sums * p.dim
-    if sums < 2 or heads * p.q_len * row <= ROOM * p.card.l2_bytes:
-        return 4
-    scattered = not p.by_interval and 4 * p.visited < p.batch * p.q_heads * p.grid[0] * p.grid[1]
-    return 1 if scattered else 2
+    return 2 if p.block[1] > 64 and max(p.dim, p.v_dim) <= 64 else 1
 
 
 def band_room(p: AttentionProblem) -> int:
@@ -181,8 +166,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
     length = counts.flatten()[listing]
     there = within < length
     begin = listed.edges[lists.flatten()[listing]]
-    share = cta[tile] * GOLDEN % (1 << GOLDEN_BITS) * start_quarters(p, ctas, sums) >> 2
-    apart = share * length >> GOLDEN_BITS
+    apart = cta[tile] * GOLDEN % (1 << GOLDEN_BITS) * length >> GOLDEN_BITS
     turned = apart if sums or heads_in_section(p) else torch.zeros_like(length)
     at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
     query = listed.tile[at]

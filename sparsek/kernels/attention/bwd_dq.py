@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from sparsek.kernels.attention.bwd_records import step_at, tile_at
-from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
+from sparsek.kernels.attention.bwd_records import half_at, tile_at
+from sparsek.kernels.attention.bwd_sums import fence_tma, release, seen, tma_add, tma_written
 from sparsek.kernels.lang.gluon import opaque, reinterpret, tma_store, tma_store_wait
 
 
@@ -94,19 +94,16 @@ def write(
 ):
     """Writer warp of every second 64 queries: adds their dQ to memory; in order, the first of every sum is stored.
 
-    Tickets of a query tile go to its sums in turn, and each sum has an order of its own.
+    Tickets of a query tile go to its sums in turn, and each sum has an order of its own. Others wait for this warp, so
+    the next record is under way while TMA works.
     """
     SUMS: gl.constexpr = 2 if T.sums == 2 else 1
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
+        pos, h, ticket = half_at(T, SIDE, visits, first, 0, pairs > 0)
         for pair in range(pairs):
-            if T.queries == 128:  # a step is a pair, and this warp's half of it 64 queries
-                pos, h, entry, ticket = step_at(T, visits, first, pair)
-                pos += 64 * SIDE
-            else:
-                pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
             slot = SIDE % T.dq_slots
             row = (b * heads + h) * SUMS + (ticket & (SUMS - 1))
             place = ticket >> (SUMS // 2)
@@ -115,12 +112,13 @@ def write(
                 if place > 0:
                     while seen(turn) < place:  # until the earlier ones have been added
                         pass
-                    acquire()
+                    fence_tma()
             mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
             if place == 0:
                 tma_store(dq_desc, [row, pos * (T.dim // 32), 0], dq_s.index(slot))
             else:
                 tma_add(dq_desc, [row, pos * (T.dim // 32), 0], dq_s.index(slot))
+            next_pos, next_h, next_ticket = half_at(T, SIDE, visits, first, pair + 1, pair + 1 < pairs)
             tma_store_wait(0)  # until TMA has read it
             # With one slot the other warpgroup fills it next.
             mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
@@ -128,4 +126,7 @@ def write(
                 if ticket >= 0:
                     tma_written()
                     release(turn, place + 1)
+            pos = next_pos
+            h = next_h
+            ticket = next_ticket
             at += 1

@@ -26,3 +26,18 @@ def step_at(T: gl.constexpr, visits, first, i):
         v = visits + VISIT * (first + i)
         pos = gl.load(v)
     return pos, gl.load(v + 1), gl.load(v + 2), gl.load(v + 3)
+
+
+@gluon.jit
+def half_at(T: gl.constexpr, SIDE: gl.constexpr, visits, first, pair, there):
+    """Half SIDE of a pair of 64 queries: first query, head, ticket. 0 for those not `there`.
+
+    A pair is a visit of 128 queries, or two visits of 64.
+    """
+    if T.block[0] == 128:
+        v = visits + VISIT * (first + pair)
+        pos = gl.load(v, mask=there, other=0) + 64 * SIDE
+    else:
+        v = visits + VISIT * (first + 2 * pair + SIDE)
+        pos = gl.load(v, mask=there, other=0)
+    return pos, gl.load(v + 1, mask=there, other=0), gl.load(v + 3, mask=there, other=0)

@@ -21,9 +21,9 @@ step (bwd_narrow.py).
 
 Two writer warps, each for every second 64 queries, add dQ to float32 in memory by TMA. In deterministic mode every
 visit of a query tile has a ticket, assigned by the schedule in its own time order, and waits for its turn. To wait for
-the turn, add, wait for the write and pass the turn on takes longer than a step, hence two warps. Where many key tiles
-visit a query tile at about the same time, its tickets go to two sums in turn (`sums` 2), so that half as many wait for
-each other; the cast at the end adds them.
+the turn, add, wait for the write and pass the turn on takes longer than a step, hence two warps. A step of narrow heads
+is shorter still, so their tickets go to two sums in turn (`sums` 2), and half as many wait for each other; the cast at
+the end adds them.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ class Config:
             return 1.0
         if self.halves == 1:
             return ONE_WARPGROUP
-        if self.sums == 1:
-            return ONE_SUM
-        return NARROW if max(self.dim, self.v_dim) <= 64 else TWO_SUMS
+        return NARROW if max(self.dim, self.v_dim) <= 64 else ONE_SUM
 
     @property
     def keys(self) -> int:
@@ -162,8 +160,8 @@ class Config:
 # computes from its fields, or what builtins do, so the source of these files is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
 LOG2E = gl.constexpr(log2(e))
-# Cost of adding dQ in order: H200, 2026-11-22, and with two sums H100, 2026-11-26, scripts.
-ONE_WARPGROUP, NARROW, TWO_SUMS, ONE_SUM = 1.4, 1.1, 1.04, 1.06
+# Cost of adding dQ in order: H100, 2026-11-26, scripts; of one warpgroup H200, 2026-11-22.
+ONE_WARPGROUP, NARROW, ONE_SUM = 1.4, 1.06, 1.02
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ _SCRATCH = (
 _SIZES = (
     "rows", "grid_rows", "columns", "lists", "p_size", "f_size", "longest", "capacity", "key_tiles", "kv_heads",
     "group", "share", "item_lists", "shared", "sections", "heads", "band_room", "programs", "row_programs", "ctas",
-    "q_heads", "absent", "quarters",
+    "q_heads", "absent",
 )  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def _record(
 def _visits_of(
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial, rank, first,
     taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size, longest, capacity, kv_heads,
-    group, share, item_lists, shared, programs, q_heads, quarters, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
+    group, share, item_lists, shared, programs, q_heads, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr,
     TURNED: tl.constexpr, SHARED: tl.constexpr, LONG: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr,
     BITS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr
 ):  # fmt: skip
@@ -288,8 +288,8 @@ def _visits_of(
         place = tl.load(rank + tile, mask=known, other=0)
         if TURNED:
             cta = tl.load(taker + place, mask=known, other=0)
-            share_of = (cta * GOLDEN & ((1 << BITS) - 1)) * quarters >> 2
-            within -= (share_of.to(tl.int64) * length >> BITS).to(tl.int32)
+            share_of = (cta * GOLDEN & ((1 << BITS) - 1)).to(tl.int64)
+            within -= (share_of * length >> BITS).to(tl.int32)
             within += tl.where(within < 0, length, 0)
         within += tl.load(partial + tile, mask=known & (e >= p), other=0)
         if SHARED:
@@ -337,7 +337,7 @@ def _visit(
     began, turn, starts, tiles, visits, clocks,
     grid_rows, columns, lists, p_size, f_size, longest, capacity, key_tiles, kv_heads, group, share,
     item_lists, shared,
-    programs, q_heads, absent, quarters,
+    programs, q_heads, absent,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     LONG: tl.constexpr, TILES: tl.constexpr, VISITS: tl.constexpr, GOLDEN: tl.constexpr, BITS: tl.constexpr,
     TILE_FIELDS: tl.constexpr, VISIT_FIELDS: tl.constexpr, FULL: tl.constexpr, NO_TICKET: tl.constexpr,
@@ -356,7 +356,7 @@ def _visit(
         _visits_of(
             p_starts, p_counts, p_indices, f_starts, f_counts, f_indices, base, nth, counts, partial,
             rank, first, taker, began, visits, clocks, grid_rows, columns, lists, p_size, f_size,
-            longest, capacity, kv_heads, group, share, item_lists, shared, programs, q_heads, quarters, BLOCK_Q,
+            longest, capacity, kv_heads, group, share, item_lists, shared, programs, q_heads, BLOCK_Q,
             ORDERED, TURNED, SHARED, LONG, VISITS, GOLDEN, BITS, VISIT_FIELDS, FULL, NO_TICKET,
         )  # fmt: skip
 
@@ -462,7 +462,6 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
     args = (
         *entries, base, nth, counts, n, partial, rank, first, taker, began, turn, starts, made, visits, clocks,
         *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), programs, p.q_heads, rows - 64,
-        plan.start_quarters(p, ctas, sums),
     )  # fmt: skip
     constants = (
         *p.block, sums > 0, sums > 0 or plan.heads_in_section(p) > 0, share % p.group == 0, long, TILES,

@@ -87,25 +87,6 @@ def test_many_tiles_for_every_cta(kind: str, block: int, dim: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
 
 
-@pytest.mark.parametrize("kind", ["topk", "causal"])
-def test_two_sums_of_wide_heads(kind: str) -> None:
-    """A query tile has 24 visits and more, which go to two sums in turn."""
-    kernel, seed = load("hopper.attention_bwd"), fresh()
-    torch.manual_seed(seed)
-    q, k, v = (torch.randn(1, 4, 6400, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    scores = torch.rand(1, 4, 50, 50, device="cuda")
-    random = BlockMask.topk(scores, 26, seq_len=6400, block=128)
-    mask = random if kind == "topk" else BlockMask.causal(6400, block=128, device="cuda")
-    assert kernel.default(problem(q, k, v, mask)).sums == 2
-    given = inputs(q, k, v, mask)
-    found = differentiate(kernel, given)
-    gate = judged(given, found)
-    assert gate.passed, f"seed {seed}: {gate}"
-    for _ in range(100):
-        again = differentiate(kernel, given)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
-
-
 def test_what_no_stored_block_holds_reaches_nothing() -> None:
     kernel = load("hopper.attention_bwd")
     case = next(case for case in cases() if case.note == "keys that no query visits")
