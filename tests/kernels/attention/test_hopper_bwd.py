@@ -158,7 +158,7 @@ def test_what_it_cannot_it_says(p: AttentionGradProblem, words: str) -> None:
 def test_time_follows_the_blocks_and_order_costs() -> None:
     sparse, dense = problem(), problem(stored=64 * 64)
     assert KERNEL.seconds(dense, KERNEL.default(dense)) > 5 * KERNEL.seconds(sparse, KERNEL.default(sparse))
-    free = problem(deterministic=False)
-    assert KERNEL.seconds(free, KERNEL.default(free)) < KERNEL.seconds(sparse, KERNEL.default(sparse))
+    free = problem(stored=64 * 64, deterministic=False)  # of few blocks to set dQ to zero first costs as much
+    assert KERNEL.seconds(free, KERNEL.default(free)) < KERNEL.seconds(dense, KERNEL.default(dense))
     assert any("fixed order" in note for note in KERNEL.notes(sparse, KERNEL.default(sparse)))
     assert not any("fixed order" in note for note in KERNEL.notes(free, KERNEL.default(free)))
