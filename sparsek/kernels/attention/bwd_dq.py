@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
-from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
+from sparsek.kernels.attention.bwd_sums import acquire, acquired, proxied, release, release_relaxed, seen, tma_add, tma_written
 from sparsek.kernels.lang.gluon import opaque, reinterpret, tma_store, tma_store_wait
 
 
@@ -88,44 +88,81 @@ def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare
     return dk, dv
 
 
+import os
+V = gl.constexpr(int(os.environ.get("V", "0")))
+PREFETCH = gl.constexpr(bool(V.value & 1))
+ACQ = gl.constexpr(bool(V.value & 2))
+RELAX = gl.constexpr(bool(V.value & 4))
+EARLY = gl.constexpr(bool(V.value & 8))
+
+
+@gluon.jit
+def record(T: gl.constexpr, SIDE: gl.constexpr, visits, first, pair, there):
+    """First query, head and ticket of what this warp writes in `pair`."""
+    if T.queries == 128:  # a step is a pair, and this warp's half of it 64 queries
+        v = visits + 4 * (first + pair)
+    elif T.subs == 2:
+        v = visits + 4 * (first + pair)
+    else:
+        v = visits + 4 * (first + 2 * pair + SIDE)
+    pos = gl.load(v, mask=there, other=0)
+    if T.block[0] == 128:
+        pos += 64 * SIDE
+    return pos, gl.load(v + 1, mask=there, other=0), gl.load(v + 3, mask=there, other=0)
+
+
 @gluon.jit
 def write(
     T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, dq_bars
 ):
-    """Writer warp of every second step: adds its dQ to memory; in order, the first of every sum is stored.
-
-    Tickets of a query tile go to its sums in turn, and each sum has an order of its own.
-    """
     SUMS: gl.constexpr = 2 if T.sums == 2 else 1
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
+        pos, h, ticket = record(T, SIDE, visits, first, 0, pairs > 0)
+        now = 0
         for pair in range(pairs):
-            if T.queries == 128:  # a step is a pair, and this warp's half of it 64 queries
-                pos, h, entry, ticket = step_at(T, visits, first, pair)
-                pos += 64 * SIDE
-            else:
-                pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
+            if not PREFETCH:
+                pos, h, ticket = record(T, SIDE, visits, first, pair, pairs > 0)
             slot = SIDE % T.dq_slots
             row = (b * heads + h) * SUMS + (ticket & (SUMS - 1))
             place = ticket >> (SUMS // 2)
             if T.ordered:
                 turn = turns + row * (rows // 64) + pos // 64
-                if place > 0:
-                    while seen(turn) < place:  # until the earlier ones have been added
-                        pass
-                    acquire()
+                if place > now:
+                    if ACQ:
+                        while acquired(turn) < place:
+                            pass
+                        proxied()
+                    else:
+                        while seen(turn) < place:
+                            pass
+                        acquire()
             mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
             if place == 0:
                 tma_store(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
             else:
                 tma_add(dq_desc, [row, pos * T.dim // 32, 0], dq_s.index(slot))
+            if PREFETCH:
+                pos2, h2, ticket2 = record(T, SIDE, visits, first, pair + 1, pair + 1 < pairs)
             tma_store_wait(0)  # until TMA has read it
             # With one slot the other warpgroup fills it next.
             mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
+            if EARLY:
+                row2 = (b * heads + h2) * SUMS + (ticket2 & (SUMS - 1))
+                now = acquired(turns + row2 * (rows // 64) + pos2 // 64)
             if T.ordered:
                 if ticket >= 0:
                     tma_written()
-                    release(turn, place + 1)
+                    if RELAX:
+                        release_relaxed(turn, place + 1)
+                    else:
+                        release(turn, place + 1)
+            if EARLY:
+                proxied()
+            if PREFETCH:
+                pos = pos2
+                h = h2
+                ticket = ticket2
             at += 1

@@ -63,6 +63,38 @@ def acquire():
 
 
 @gluon.jit
+def acquired(pointer):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [pointer.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def proxied():
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def release_relaxed(pointer, value):
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; fence.proxy.async.global; elect.sync _|p, 0xffffffff;"
+        " @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, $2; }",
+        "=r,l,r",
+        [pointer.to(gl.int64), value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def release(pointer, value):
     """One lane stores a value, after all writes of this warp that have completed, by TMA too (`tma_written`)."""
     gl.inline_asm_elementwise(
