@@ -10,8 +10,7 @@ Where the visits of one query tile are all of neighbouring key tiles, as in a wi
 for each other's additions. `band_sections` then makes larger sections, whose heads take each column in turn.
 
 A query tile's dQ is a sum over visits of many CTAs. For reproducible bits it is added in the order of that clock.
-Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run. Visits of narrow heads,
-which are short, add to two sums in turn (`sums_of`), so that half as many wait for each other.
+Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run.
 
 This is the specification, and makes the schedules of masks on the CPU; kernels/attention/schedule_bwd.py makes the same
 on a GPU.
@@ -37,10 +36,6 @@ TILE_TICKS = 2  # begin and end of a tile, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 BAND = 0.7  # of L2, for the rows in use where the heads of a section take each column in turn
 GOLDEN_BITS = 16
-MANY_VISITS = (
-    24  # of a query tile: what two sums save is more than what they take to add up (H100, 2026-11-26)
-)
-ROOM = 0.6  # of L2, for what the CTAs of a section read and add to where they start all over their lists
 GOLDEN = 25033  # 2^16 times the golden section of a list, between the starts of two CTAs: no two of many come close
 
 
@@ -97,15 +92,6 @@ def sections(p: AttentionProblem, ctas: int) -> int:
     return -(-heads // max(heads_in_section(p), -(-19 * ctas // (10 * columns))))
 
 
-def sums_of(p: AttentionProblem) -> int:
-    """The number of float32 sums that every dQ has, each in an order of its own, if order matters.
-
-    Two for narrow heads, whose step is short beside a wait: 1.03 to 1.1 times as fast. Wide ones are as fast with one,
-    and their two sums fill L2. Keys in tiles of 64 take one, which is what was measured (H100, 2026-11-26).
-    """
-    return 2 if p.block[1] > 64 and max(p.dim, p.v_dim) <= 64 else 1
-
-
 def band_room(p: AttentionProblem) -> int:
     """Query tiles whose q, grad and dq fit in the share of L2 for rows in use, of every query head of a group."""
     return int(BAND * p.card.l2_bytes / (2 * (3 * p.dim + p.v_dim) * p.block[0] * p.group))
@@ -140,8 +126,8 @@ def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     return made[:, 0], made[:, 1]
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) -> GradSchedule:
-    """The key tiles and visits of `mask` for `p`. With 0 sums, in any order, no visit has a ticket. Syncs on a GPU."""
+def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
+    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. Syncs on a GPU."""
     device, (tiles, columns), group = mask.device, mask.grid, p.group
     single = p.block[0] == 64
     listed = by_key_block(mask)
@@ -149,7 +135,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
     counts = listed.edges.diff()[lists]
     n, partial = counts.sum((-1, -2)).flatten(), counts[..., 0, :].sum(-1).flatten()
     odd = n % 2 if single else torch.zeros_like(n)
-    band = band_sections(p, n, span_of_rows(mask), ctas) if sums and mask.rows and len(n) else 0
+    band = band_sections(p, n, span_of_rows(mask), ctas) if ordered and mask.rows and len(n) else 0
     line = _lined_up(p, n, band or sections(p, ctas), in_turn=band > 0)
     taker, began = deal((n + odd + TILE_TICKS)[line].int(), ctas)
     cta, start = torch.empty_like(n), torch.empty_like(n)
@@ -167,7 +153,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
     there = within < length
     begin = listed.edges[lists.flatten()[listing]]
     apart = cta[tile] * GOLDEN % (1 << GOLDEN_BITS) * length >> GOLDEN_BITS
-    turned = apart if sums or heads_in_section(p) else torch.zeros_like(length)
+    turned = apart if ordered or heads_in_section(p) else torch.zeros_like(length)
     at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
     query = listed.tile[at]
     item, kv_head = tile // (p.kv_heads * columns), tile // columns % p.kv_heads
@@ -180,7 +166,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
     visits[:, 2] = torch.where(there, listed.entry[at], FULL)
     visits[:, 3] = NO_TICKET
     firsts = (n + odd).cumsum(0) - n - odd
-    if sums:
+    if ordered:
         clock = start[tile] + number - firsts[tile]
         queue = torch.where(there, (item * p.q_heads + head) * tiles + query, p.batch * p.q_heads * tiles)
         visits[:, 3] = torch.where(there, _tickets(queue, clock), NO_TICKET)

@@ -187,7 +187,8 @@ BACKWARD_TABLE = replace(
         "dq, dk and dv, from out and lse. Useful TFLOPS count the pairs that the mask admits, five products "
         "each, 2.5 times the forward pass; the roofline whole blocks. Dense is cuDNN: causal where the mask is causal, "
         "else with every pair. Over a peer: its time over SparseK's. SparseK gives the same bits every time, except in "
-        "rows that are not deterministic; of the peers only FlashAttention-4, ordered, does."
+        "rows that are not deterministic. FlashAttention-4 and cuDNN use atomics; FlashAttention-4, ordered, is a mode "
+        "with the same bits every time."
     ),
     beside=("fa4", "fa4_ordered", "cudnn_bsa"),
     kernels=("hopper.attention_bwd",),

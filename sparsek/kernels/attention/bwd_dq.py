@@ -10,29 +10,33 @@ from sparsek.kernels.lang.gluon import opaque, reinterpret, tma_store, tma_store
 
 
 @gluon.jit
-def start_dq(T: gl.constexpr, SIDE: gl.constexpr, pair, k_s, ds_s, dq_bars):
-    """Starts to multiply the dQ of step 2 `pair` + SIDE of this CTA."""
+def start_dq(T: gl.constexpr, SIDE: gl.constexpr, place, phase, k_s, ds_s, dq_bars):
+    """Starts to multiply a dQ from the dS in `place`, that of its columns 64 SIDE to 64 SIDE + 63."""
     DIM: gl.constexpr = T.dim
     HALVES: gl.constexpr = T.halves
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
     if HALVES == 2:
-        mbarrier.wait(ds_full.index(SIDE), pair & 1)  # until both warpgroups have written dS
+        mbarrier.wait(ds_full.index(place), phase)  # until both warpgroups have written dS
     dq = gl.zeros((64, DIM), gl.float32, LAYOUT)
     none = opaque(0)
     for w in gl.static_range(HALVES):
-        left = ds_s.index(SIDE + none).slice(w * 64, 64).permute((1, 0))
-        dq = warpgroup_mma(left, k_s.index(w + none).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
+        if T.queries == 128:  # its half of the columns, of a place known only at run time
+            left = ds_s.index(place).slice(w * 64, 64).slice(SIDE * 64, 64, 1)
+        else:
+            left = ds_s.index(place + none).slice(w * 64, 64)
+        k = k_s.index(w + none).reshape((64, DIM))
+        dq = warpgroup_mma(left.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def stage_dq(T: gl.constexpr, SIDE: gl.constexpr, pair, dq, dq_s, dq_bars):
-    """Stages that dQ for its writer warp."""
+def stage_dq(T: gl.constexpr, SIDE: gl.constexpr, place, pair, dq, dq_s, dq_bars):
+    """Stages that dQ for writer warp SIDE, its number `pair`."""
     DIM: gl.constexpr = T.dim
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
     if T.halves == 2:
-        mbarrier.arrive(ds_empty.index(SIDE), count=1)
+        mbarrier.arrive(ds_empty.index(place), count=1)
     wait_for_dq(T, SIDE, pair, dq_empty)
     dq_s.index(SIDE if T.dq_slots == 2 else 0).reshape((2 * DIM, 32)).store(as_held(dq, DIM))
     fence_async_shared()
@@ -97,7 +101,7 @@ def write(
     Tickets of a query tile go to its sums in turn, and each sum has an order of its own. Others wait for this warp, so
     the next record is under way while TMA works.
     """
-    SUMS: gl.constexpr = 2 if T.sums == 2 else 1
+    SUMS: gl.constexpr = T.accumulators
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):

@@ -25,37 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.kernels.attention.bwd_dq import as_held, wait_for_dq
+from sparsek.kernels.attention.bwd_dq import stage_dq, start_dq
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
 from sparsek.kernels.lang.gluon import opaque, reinterpret, tma_store, tma_store_wait
-
-
-@gluon.jit
-def start_dq(T: gl.constexpr, WG: gl.constexpr, at, k_s, ds_s, ds_full):
-    """Starts to multiply the dQ of step `at` of this CTA, queries 64 WG to 64 WG + 63."""
-    DIM: gl.constexpr = T.dim
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
-    mbarrier.wait(ds_full.index(at & 1), at // 2 & 1)  # until both warpgroups have written dS
-    ds = ds_s.index(at & 1)
-    none = opaque(0)
-    dq = gl.zeros((64, DIM), gl.float32, LAYOUT)
-    for w in gl.static_range(2):
-        left = ds.slice(w * 64, 64).slice(WG * 64, 64, 1).permute((1, 0))
-        dq = warpgroup_mma(left, k_s.index(w + none).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def stage_dq(T: gl.constexpr, WG: gl.constexpr, at, dq, dq_s, dq_bars):
-    """Stages that dQ for its writer warp."""
-    DIM: gl.constexpr = T.dim
-    ds_full, ds_empty, dq_full, dq_empty = dq_bars
-    mbarrier.arrive(ds_empty.index(at & 1), count=1)
-    wait_for_dq(T, WG, at, dq_empty)
-    dq_s.index(WG).reshape((2 * DIM, 32)).store(as_held(dq, DIM))
-    fence_async_shared()
-    mbarrier.arrive(dq_full.index(WG), count=1)
 
 
 @gluon.jit
@@ -118,11 +91,11 @@ def step(
     fence_async_shared()
     mbarrier.arrive(ds_full.index(at & 1), count=1)
     if i > 0:
-        dq = start_dq(T, WG, at - 1, k_s, ds_s, ds_full)
+        dq = start_dq(T, WG, (at - 1) & 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
         # dK is done, dQ still runs. It reads dS and K only.
         dk = warpgroup_mma_wait(2, deps=(in_flight,))
         mbarrier.arrive(ring_empty.index(slot), count=1)
-        stage_dq(T, WG, at - 1, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+        stage_dq(T, WG, (at - 1) & 1, at - 1, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
     else:
         dk = warpgroup_mma_wait(0, deps=(in_flight,))
         mbarrier.arrive(ring_empty.index(slot), count=1)
@@ -158,8 +131,8 @@ def differentiate(
             )  # fmt: skip
             at += 1
         if steps > 0:
-            dq = start_dq(T, WG, at - 1, k_s, ds_s, dq_bars[0])
-            stage_dq(T, WG, at - 1, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+            dq = start_dq(T, WG, (at - 1) & 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
+            stage_dq(T, WG, (at - 1) & 1, at - 1, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
         mbarrier.arrive(k_empty, count=1)
         # dV is staged in place of V, and dK in place of the dS that this warpgroup writes next, in its own 64 rows: so
         # it waits here, as that step does, until both have read the dS of two steps ago.

@@ -65,7 +65,7 @@ from sparsek.kernels.lang.gluon import (
     tma_store_wait,
 )
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, sums_of
+from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
 from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel, unless_hopper
 from sparsek.plan.problem import AttentionGradProblem
 from sparsek.plan.ring import flops_per_second, throttled
@@ -78,9 +78,9 @@ class Config:
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
     `halves`: warpgroups with 64 keys each; with one half both share the tile's keys. Q and dO rings have `stages`
     slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either only the
-    end of the keys. `sums`: float32 sums of every dQ in memory,
-    added to in the order of tickets; 0 is one sum, in any order. `softcap`, `alibi`: what changes scores.
-    `queries`: those of a step, 64, or 128 for heads of at most 64 columns in blocks of 128 by 128.
+    end of the keys. `sums`: float32 sums of every dQ that are added to in the order of tickets; 0 is one sum, in any
+    order. `softcap`, `alibi`: what changes scores. `queries`: those of a step, 64, or 128 for heads of at most 64
+    columns in blocks of 128 by 128.
     """
 
     dim: int
@@ -101,13 +101,18 @@ class Config:
         return self.sums > 0
 
     @property
+    def accumulators(self) -> int:
+        """Float32 sums of every dQ in memory."""
+        return max(1, self.sums)
+
+    @property
     def order_price(self) -> float:
         """The time in order over that in any order."""
         if not self.ordered:
             return 1.0
         if self.halves == 1:
             return ONE_WARPGROUP
-        return NARROW if max(self.dim, self.v_dim) <= 64 else ONE_SUM
+        return TWO_SUMS if self.sums == 2 else ONE_SUM
 
     @property
     def keys(self) -> int:
@@ -161,7 +166,7 @@ class Config:
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
 LOG2E = gl.constexpr(log2(e))
 # Cost of adding dQ in order: H100, 2026-11-26, scripts; of one warpgroup H200, 2026-11-22.
-ONE_WARPGROUP, NARROW, ONE_SUM = 1.4, 1.06, 1.02
+ONE_WARPGROUP, TWO_SUMS, ONE_SUM = 1.4, 1.06, 1.02
 
 
 @gluon.jit
@@ -247,21 +252,21 @@ def step(
         mbarrier.arrive(ds_full.index(side), count=1)
         if (side == WG) & (i > 0):
             pair = (at - 1) // 2
-            dq = start_dq(T, 1 - WG, pair, k_s, ds_s, dq_bars)
+            dq = start_dq(T, 1 - WG, 1 - WG, pair & 1, k_s, ds_s, dq_bars)
             # dK is done, dQ still runs. It reads dS and K only, and the next Q and dO take longer to load than dQ.
             dk = warpgroup_mma_wait(2, deps=(in_flight,))
             mbarrier.arrive(ring_empty.index(bar), count=1)
-            stage_dq(T, 1 - WG, pair, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+            stage_dq(T, 1 - WG, 1 - WG, pair, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
         else:
             dk = warpgroup_mma_wait(0, deps=(in_flight,))
             mbarrier.arrive(ring_empty.index(bar), count=1)
     else:
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         fence_async_shared()
-        dq = start_dq(T, WG, at // 2, k_s, ds_s, dq_bars)
+        dq = start_dq(T, WG, WG, at // 2 & 1, k_s, ds_s, dq_bars)
         dk = warpgroup_mma_wait(1, deps=(dk,))
         mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K only
-        stage_dq(T, WG, at // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+        stage_dq(T, WG, WG, at // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
     return dk, dv
 
 
@@ -302,8 +307,8 @@ def differentiate(
         if T.halves == 2:
             if WG == 0:
                 if pairs > 0:
-                    dq = start_dq(T, 1, (at - 1) // 2, k_s, ds_s, dq_bars)
-                    stage_dq(T, 1, (at - 1) // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
+                    dq = start_dq(T, 1, 1, (at - 1) // 2 & 1, k_s, ds_s, dq_bars)
+                    stage_dq(T, 1, 1, (at - 1) // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
             mbarrier.arrive(k_empty, count=1)
             # dK is staged in place of the last dS that this warpgroup read, and dV in place of V. Both write dS there
             # again only after the next V has landed, which waits for `v_empty`.
@@ -485,10 +490,12 @@ class HopperAttentionGrad:
             rings = [(4, 2), (3, 2), (4, 1), (2, 2)]
         else:  # nobody holds dQ in a slot while waiting for a ticket, so one slot suffices, used alternately
             rings = [(4, 2), (4, 1), (3, 2), (2, 2)]
+        # A second sum is 1.03 to 1.1 times as fast for narrow heads, and no faster for wide ones (H100, 2026-11-26).
+        narrow = halves == 2 and max(dim, v_dim) <= 64
+        sums = (2 if narrow else 1) if p.deterministic else 0
         # What changes scores needs more registers than steps of 128 queries leave.
-        narrow = p.block == (128, 128) and max(dim, v_dim) <= 64 and not (p.softcap or p.alibi)
-        steps = [(128, *ring) for ring in rings] if narrow else []
-        sums = sums_of(p) if p.deterministic else 0
+        wide_steps = narrow and p.block[0] == 128 and not (p.softcap or p.alibi)
+        steps = [(128, *ring) for ring in rings] if wide_steps else []
         found = []
         for queries, stages, slots in [*steps, *((64, *ring) for ring in rings)]:
             c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, sums)
@@ -501,8 +508,8 @@ class HopperAttentionGrad:
         """Steps of an SM, begin and end of every tile, and a pass over rows before and after.
 
         Constants are from records of an H200 (2026-11-26): at boost clocks a step takes 1.47 times its products, at
-        least 1.3 us; a tile 10 us more. So does a step of 128 queries of an H100. The power limit slows the products
-        (plan/ring.py).
+        least 1.3 us; a tile 10 us more. Steps of 128 queries follow the same constants on an H100. The power limit
+        slows the products (plan/ring.py).
         """
         steps = p.visited * c.subs
         mma = 2 * c.queries * c.keys * (3 * c.dim + 2 * c.v_dim) / flops_per_second(p.card)
@@ -510,16 +517,14 @@ class HopperAttentionGrad:
         tiles = p.batch * p.kv_heads * p.grid[1]
         busy = throttled((steps * step + tiles * 1e-5) / p.card.sm_count, mma / step) * c.order_price
         rows = p.batch * p.q_heads * p.q_len
-        around = (
-            rows * (4 * p.v_dim + (8 * c.sums if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth
-        )
+        summed = 8 * c.sums if c.ordered else 12  # bytes: written and cast, in any order set to zero first
+        around = rows * (4 * p.v_dim + summed * c.dim + 2 * p.dim) / p.card.bandwidth
         return busy + around + 4 * p.card.launch_seconds
 
     def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
         rows = p.batch * p.q_heads * padded_rows(p)
-        found = [
-            f"dQ is summed in float32: workspace of {rows * (c.dim * 4 * max(1, c.sums) + 8) / 1e6:.4g} MB a call"
-        ]
+        size = rows * (c.dim * 4 * c.accumulators + 8) / 1e6
+        found = [f"dQ is summed in float32: workspace of {size:.4g} MB a call"]
         if c.ordered:
             found.append(
                 f"dQ is added in a fixed order; by scripts, deterministic=False is {c.order_price} times as fast"
@@ -529,7 +534,7 @@ class HopperAttentionGrad:
         return found
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
-        made, bounds = schedule(p, mask, p.card.sm_count, sums=c.sums), None
+        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered), None
         if c.interval and mask.lo is not None and mask.hi is not None:
             bounds = padded_bounds(mask.lo, mask.hi, made.rows)
         return Work(made, bounds, made.starts)
@@ -542,8 +547,8 @@ class HopperAttentionGrad:
         factor = score_args.factor(scale, scores)
         known = prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor).view(-1, c.queries)
         # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
-        acc = q.new_empty((batch, heads, max(1, c.sums), rows, c.dim), dtype=torch.float32)
-        sums = batch * heads * acc.shape[2]
+        acc = q.new_empty((batch, heads, c.accumulators, rows, c.dim), dtype=torch.float32)
+        sums = batch * heads * c.accumulators
         if not c.ordered:
             acc.zero_()
         turns = acc.new_zeros(sums * (rows // 64) if c.ordered else 4, dtype=torch.int32)

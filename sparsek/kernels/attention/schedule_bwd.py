@@ -391,14 +391,14 @@ def padded_bounds(lo: Tensor, hi: Tensor, rows: int) -> Tensor:
     return out.view(torch.float32)
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) -> GradSchedule:
-    """The schedule of `mask` for `p`. With 0 sums no visit has a ticket. No sync on a GPU."""
+def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
+    """The schedule of `mask` for `p`. Without `ordered` no visit has a ticket. No sync on a GPU."""
     if mask.full.starts.is_cuda and mask.rows and mask.grid[1]:
-        return launched(p, mask, ctas, sums=sums)
-    return plan.schedule(p, mask, ctas, sums=sums)
+        return launched(p, mask, ctas, ordered=ordered)
+    return plan.schedule(p, mask, ctas, ordered=ordered)
 
 
-def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) -> GradSchedule:
+def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
     """The schedule of at least one query and key tile: five launches and a few allocations.
 
     Only as many `visits` as the key tiles have are written.
@@ -409,7 +409,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
     single = p.block[0] == 64
     share = p.q_heads // mask.heads
     items = mask.heads * columns if mask.batch > 1 else 0
-    long = sums > 0 and p.longest > VISITS
+    long = ordered and p.longest > VISITS
 
     counted = torch.zeros(2 * lists + TOTALS, dtype=torch.int32, device=device)
     counts, totals = counted[: 2 * lists], counted[2 * lists :]
@@ -448,7 +448,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
     line_programs = -(-(columns if alike else key_tiles) // together)
     args = (
         *entries, base, nth, totals, n, bases, listed, whose, rank, first, ticks, mask.rows, *of_mask, key_tiles,
-        plan.sections(p, ctas), p.batch * p.kv_heads, plan.band_room(p) if sums else 0, ctas, line_programs,
+        plan.sections(p, ctas), p.batch * p.kv_heads, plan.band_room(p) if ordered else 0, ctas, line_programs,
     )  # fmt: skip
     constants = (single, alike, TILE_TICKS, together, stream, HEADS, ROWS, ENTRIES)
     launch(_line_up, line_programs + row_programs, args, constants, WARPS)
@@ -464,7 +464,7 @@ def launched(p: AttentionProblem, mask: BlockMask, ctas: int, *, sums: int = 1) 
         *of_mask, key_tiles, p.kv_heads, p.group, share, items, int(mask.batch == 1), programs, p.q_heads, rows - 64,
     )  # fmt: skip
     constants = (
-        *p.block, sums > 0, sums > 0 or plan.heads_in_section(p) > 0, share % p.group == 0, long, TILES,
+        *p.block, ordered, ordered or plan.heads_in_section(p) > 0, share % p.group == 0, long, TILES,
         min(VISITS, max(16, triton.next_power_of_2(p.longest))), GOLDEN, GOLDEN_BITS, TILE_FIELDS, VISIT_FIELDS, FULL,
         NO_TICKET,
     )  # fmt: skip
