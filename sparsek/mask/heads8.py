@@ -47,6 +47,7 @@ class QuantizedHeads(ScaledTensor):
         values: torch.float8_e4m3fn [B, H, L, D] with contiguous rows; of `turned` heads [B, H, D, Lp], where Lp is
             the next multiple of 16 and the places of each 16 keys hold those in the order of `KEY_ORDER`.
         scale: float32, contiguous: [B, H], one for each head, or [B, H, ceil(L / rows)], one for each `rows` rows.
+            Values v whose scale is below 2^-80 of another of their head may count as 0.
         rows: Rows that share a scale, a multiple of 64 up to 65536; 0 where a head does.
         turned: Whether the values lie along L, as v must.
         length: L of turned heads; 0 for others, whose values have it.

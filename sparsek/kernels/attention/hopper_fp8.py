@@ -16,7 +16,8 @@ The tensor core sums e4m3 products in about 14 bits and truncates. Q K^T is one 
 keys of a step only, and is then added to O in float32. That addition also rescales O, so maxima need not lag.
 
 Scales: those of Q and K times the softmax scale are one factor of a row. With scales of blocks of K or V (`by_block`)
-the consumer loads those of each step, and multiplies P V by the scale of V.
+the consumer loads those of each step. O is then in units of the last scale of V, and the factor that rescales its
+rows to new maxima also brings it to the next unit, so no element is multiplied by a scale.
 
 Order of a step: S of this step and P V of the one before are issued together; maxima and exp2 run beside P V. Then it
 waits for V of this step and K of the next one, so that the next step begins without a wait. The branch of that wait
@@ -56,6 +57,7 @@ from sparsek.kernels.attention.hopper_fwd import (
 from sparsek.kernels.attention.pipeline import Pipeline, after, fitted, rings
 from sparsek.kernels.attention.softmax_fp8 import (
     PEAK,
+    next_unit,
     own_sums,
     packed,
     promoted,
@@ -119,21 +121,38 @@ SOURCE = sha256(Path(__file__).read_bytes() + Path(pipeline.__file__).read_bytes
 
 
 @gluon.jit
+def reciprocal(rows):
+    """2^40 over `rows`, a multiple of 64 up to 65536 or WHOLE_HEAD, in units of 64, rounded up."""
+    sixties = rows // 64
+    high = (1 << 30) // sixties  # in two parts: a division in 64 bits would be a call
+    low = ((1 << 30) % sixties * 1024 + sixties - 1) // sixties
+    return high.to(gl.int64) * 1024 + low
+
+
+@gluon.jit
+def quotient(key, per):
+    """`key`, a multiple of 64 below 2^29, over the rows whose `reciprocal` is `per`, without the 30 instructions of an
+    integer division. Exact: `per` is too large by less than 2^10 (by 0 for powers of 2), and key has up to 2^23 units.
+    """
+    return ((key // 64).to(gl.int64) * per >> 40).to(gl.int32)
+
+
+@gluon.jit
 def step_scales(T: gl.constexpr, MASKED: gl.constexpr, i, masked, tile, scale):
     """The rows' factors of scores in step i, and the scale of its values."""
     if T.by_block:
         SUB: gl.constexpr = T.block[1] // T.keys
         p_begin, row, lo, hi, f_begin, place, slope = tile[0]
         partial, rules, bits, full = tile[1]
-        k_scale, v_scale, k_rows, v_rows, kv_len = tile[2]
+        k_scale, v_scale, per_k, per_v, kv_len = tile[2]
         if MASKED:
             col = masked_column(T, partial, p_begin, i)
         else:
             col = gl.load(full + f_begin + (i - masked) // SUB)
         key = col * T.block[1] + i % SUB * T.keys
         there = key < kv_len
-        own = scale * gl.load(k_scale + key // k_rows, mask=there, other=1.0)
-        return gl.maximum(own, LEAST), gl.load(v_scale + key // v_rows, mask=there, other=1.0)
+        of_k = gl.load(k_scale + quotient(key, per_k), mask=there, other=1.0)
+        return gl.maximum(scale * of_k, LEAST), gl.load(v_scale + quotient(key, per_v), mask=there, other=1.0)
     else:
         return scale, 1.0
 
@@ -177,26 +196,26 @@ def step(
 
     V in the slot of `state`, and K in the next one, have landed.
     """
-    acc, quads, m, l, alpha, of_v, v_slot, v_phase, turn = state
+    acc, quads, m, l, alpha, unit, most, v_slot, v_phase, turn = state
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     slot, phase = after(v_slot, v_phase, T.stages)
-    own, next_of_v = step_scales(T, MASKED, i, masked, tile, scale)
+    own, of_v = step_scales(T, MASKED, i, masked, tile, scale)
     p = unpacked(T, quads)  # before S is issued: between two wgmma ptxas would serialize both (C7513)
     s = scores(T, q, k_s, slot)
     pv = weighted(T, p, v_s, v_slot, acc)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is done, P V still runs
     mbarrier.arrive(k_empty.index(slot), count=1)
     s = allowed(T, MASKED, s, i, masked, tile)
-    p, m, next_alpha = weights(T, WG, False, s, m, own, turns, turn)
+    p, m, kept = weights(T, WG, False, s, m, own, turns, turn)
     landed(T, i, steps, slot, phase, bars)
     pass_on(T, WG, turns)
     pv = warpgroup_mma_wait(0, deps=(pv,))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
-    kept = gl.convert_layout(next_alpha, gl.SliceLayout(1, l.type.layout))
-    l = l * gl.expand_dims(kept, 1) + own_sums(T, p)
+    l = l * gl.expand_dims(gl.convert_layout(kept, gl.SliceLayout(1, l.type.layout)), 1) + own_sums(T, p)
     quads = packed(T, p)
-    acc = promoted(T, acc, alpha, pv, of_v)
-    return acc, quads, m, l, next_alpha, next_of_v, slot, phase, turn ^ 1
+    acc = promoted(acc, alpha, pv)
+    unit, most, alpha, quads = next_unit(T, of_v, unit, most, kept, quads)
+    return acc, quads, m, l, alpha, unit, most, slot, phase, turn ^ 1
 
 
 @gluon.jit
@@ -222,10 +241,10 @@ def attended(
     s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
     mbarrier.arrive(k_empty.index(slot), count=1)
     if masked > 0:
-        own, of_v = step_scales(T, True, 0, masked, tile, scale)
+        own, unit = step_scales(T, True, 0, masked, tile, scale)
         s = allowed(T, True, s, 0, masked, tile)
     else:
-        own, of_v = step_scales(T, False, 0, masked, tile, scale)
+        own, unit = step_scales(T, False, 0, masked, tile, scale)
     p, m, alpha = weights(T, WG, True, s, 0, own, turns, turn)
     landed(T, 0, steps, slot, phase, bars)
     pass_on(T, WG, turns)
@@ -233,22 +252,23 @@ def attended(
     l = own_sums(T, p)
     quads = packed(T, p)
     acc = gl.zeros((64, VDIM), gl.float32, O_LAYOUT)
+    most = unit
     for i in range(1, masked):
-        state = (acc, quads, m, l, alpha, of_v, slot, phase, turn)
-        acc, quads, m, l, alpha, of_v, slot, phase, turn = step(
+        state = (acc, quads, m, l, alpha, unit, most, slot, phase, turn)
+        acc, quads, m, l, alpha, unit, most, slot, phase, turn = step(
             T, WG, True, i, masked, steps, state, tile, scale, q, k_s, v_s, bars, turns
         )
     for i in range(gl.maximum(masked, 1), steps):
-        state = (acc, quads, m, l, alpha, of_v, slot, phase, turn)
-        acc, quads, m, l, alpha, of_v, slot, phase, turn = step(
+        state = (acc, quads, m, l, alpha, unit, most, slot, phase, turn)
+        acc, quads, m, l, alpha, unit, most, slot, phase, turn = step(
             T, WG, False, i, masked, steps, state, tile, scale, q, k_s, v_s, bars, turns
         )
     mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
     pv = warpgroup_mma_wait(0, deps=(weighted(T, unpacked(T, quads), v_s, slot, acc),))
-    acc = promoted(T, acc, alpha, pv, of_v)
+    acc = promoted(acc, alpha, pv)
     mbarrier.arrive(v_empty.index(slot), count=1)
     slot, phase = after(slot, phase, T.stages)
-    return acc, m, gl.convert_layout(gl.sum(l, 1), scale.type.layout), slot, phase, turn
+    return acc, m, gl.convert_layout(gl.sum(l, 1), scale.type.layout), unit, slot, phase, turn
 
 
 @gluon.jit
@@ -266,6 +286,8 @@ def attend(
     phase = 0
     q_slot = 0
     q_phase = 0
+    per_k = reciprocal(k_rows) if T.by_block else 0
+    per_v = reciprocal(v_rows) if T.by_block else 0
     turn = 1 - WG  # waiting on the phase before a barrier's first returns at once, so warpgroup 0 begins
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
         pos, b, h, p_begin, masked, f_begin, steps, part = tile_at(T, tiles, t)
@@ -279,14 +301,14 @@ def attend(
         if not T.by_block:
             factor = gl.maximum(factor * gl.load(k_scales), LEAST)
         where = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, 0, 0)
-        of_keys = (k_scales, v_scales, k_rows, v_rows, kv_len)
-        acc, m, l, slot, phase, turn = attended(
+        of_keys = (k_scales, v_scales, per_k, per_v, kv_len)
+        acc, m, l, unit, slot, phase, turn = attended(
             T, WG, masked, steps, (where, lists, of_keys), factor, (q_slot, q_phase), (slot, phase), turn, q_s, k_s,
             v_s, bars, turns,
         )  # fmt: skip
         seen = l > 0
         if T.by_block:
-            divided = gl.where(seen, 1.0 / l, 0.0)
+            divided = gl.where(seen, unit / l, 0.0)
         else:
             divided = gl.where(seen, gl.load(v_scales) / l, 0.0)
         acc = acc * gl.expand_dims(gl.convert_layout(divided, O_ROW), 1)
@@ -375,12 +397,12 @@ class HopperAttentionFp8(HopperAttention):
 
     def _step_seconds(self, p: Any, c: Any) -> float:
         """A step of a whole SM: 1.55 times the smooth maximum of tensor core and exp2 at 1.6 GHz. Fitted to 128x128
-        tiles at dim 128 (H200, 2026-11-26); other tiles as in bf16.
+        tiles at dim 128 (H200; scales of blocks H100; 2026-11-26); other tiles as in bf16.
         """
         card = p.card
         mma = c.rows * c.keys * (c.dim + c.v_dim) / (4096 * card.pace)
         exp = c.rows * c.keys / 16
-        slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
+        slower = (1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0) * (1.13 if c.by_block else 1.0)
         busy = 1.55 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
         return max(busy, c.keys * (c.dim + c.v_dim) * card.sm_count / (0.9 * card.fabric))
 

@@ -105,8 +105,24 @@ def weighted(T: gl.constexpr, p, v_s, slot, acc):
 
 
 @gluon.jit
-def promoted(T: gl.constexpr, acc, alpha, pv, v_scale):
-    """acc times alpha, row by row, plus P V of a step times the scale of its values: in float32."""
+def next_unit(T: gl.constexpr, v_scale, unit, most, alpha, quads):
+    """Where scales are of blocks, acc is in units of the last one: the unit once this step's P V is added, the largest
+    scale so far, the factor of acc, and P.
+
+    So the factor of the rows also brings acc to the new unit, and no element of P V is multiplied by a scale. acc is
+    less than 2^46 times the largest scale. A step whose scale is below 2^-80 of that would make acc overflow, so it
+    keeps the unit and counts as 0.
+    """
     if T.by_block:
-        pv = pv * v_scale
+        most = gl.maximum(most, v_scale)
+        far = v_scale * 2.0**80 < most
+        v_scale = gl.where(far, unit, v_scale)
+        return v_scale, most, alpha * (unit / v_scale), gl.where(far, 0, quads)
+    else:
+        return unit, most, alpha, quads
+
+
+@gluon.jit
+def promoted(acc, alpha, pv):
+    """acc times alpha, row by row, plus P V of a step: in float32."""
     return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1) + pv

@@ -3,6 +3,7 @@
 Inputs are fresh in every run; a failure prints the seed.
 """
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -97,6 +98,19 @@ def test_schedules(name: str) -> None:
     mask, heads = MANY[name]
     for dim, scale in ((64, "block"), (128, "head")):
         hold(AttentionCase(name, mask, heads=heads, dims=(dim, dim), batch=2), torch.bfloat16, scale)
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192])
+@pytest.mark.parametrize("spread", [8, 60, 160])
+def test_scales_of_values_that_lie_far_apart(rows: int, spread: int) -> None:
+    """Up to 2^80 above and below their own: far enough that not every one can be the unit of a tile's sums."""
+    torch.manual_seed(seed := fresh())
+    heads, mask = sk.quantize_heads(*drawn(12, 3000), "block", rows=rows), causal("cuda")
+    factor = torch.exp2((torch.rand_like(heads[2].scale) - 0.5) * spread)
+    heads = (heads[0], heads[1], replace(heads[2], scale=heads[2].scale * factor))
+    out, lse = attend(heads, mask)
+    gate = check_attention_fp8(*heads, mask, out, lse)
+    assert gate.passed, f"seed {seed}: {gate}"
 
 
 def test_outputs_in_both_dtypes_in_one_process() -> None:
