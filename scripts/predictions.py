@@ -1,5 +1,5 @@
 """How near predictions are to records: `scripts/predictions.py` prints, by operation and kernel, the share of the
-newest H200 records that today's models predict within 10 %, and every record that they do not.
+newest records of a card that today's models predict within 10 %, and every record that they do not.
 
 A record is predicted with its own config, if the kernel still has it. The options of the planner's layers are not
 planned again: their records hold predictions beside times.
@@ -19,7 +19,7 @@ import torch
 from sparsek.bench.engine import data, records
 from sparsek.bench.engine.bench import Record
 from sparsek.bench.suites import attention_grad
-from sparsek.core.device import H200
+from sparsek.core.device import CARDS
 from sparsek.core.errors import SparseKError
 from sparsek.plan.op import Operation
 from sparsek.plan.plan import Plan
@@ -57,7 +57,8 @@ def rows(found: Iterable[Record]) -> Iterator[Row]:
     """The rows of records. Those of a kernel that no longer runs the case are left out."""
     for record in found:
         case, took = records.case_of(record), record["ms"]["median"]
-        if record["env"]["gpu"] != H200.name:
+        card = next((short for short, known in CARDS.items() if known.name == record["env"]["gpu"]), None)
+        if card is None:
             continue
         if record["op"] == "planner":
             for layer in record["config"]["layers"]:
@@ -67,7 +68,7 @@ def rows(found: Iterable[Record]) -> Iterator[Row]:
                     )
         elif record["op"] in OPS:
             try:
-                plan = planned(case, record["kernel"])
+                plan = planned(case, record["kernel"], card)
             except SparseKError:
                 continue
             config = config_like(record["config"], plan)
@@ -75,14 +76,14 @@ def rows(found: Iterable[Record]) -> Iterator[Row]:
             yield Row(record["op"], record["kernel"], case.name, seconds * 1e3, took)
 
 
-def planned(case: Any, kernel: str) -> Plan:
-    """The plan of a case on the H200 for zeros on the CPU: it predicts, so nothing is prepared or run."""
+def planned(case: Any, kernel: str, card: str) -> Plan:
+    """The plan of a case on a card for zeros on the CPU: it predicts, so nothing is prepared or run."""
     plan, draw = Operation.plan, data.Draw(torch.device("cpu"), case.drawn, 0)
 
     def on_card(
         self: Any, call: Any, kernel: str | None = None, config: Any = None, device: str | None = None
     ) -> Any:
-        return plan(self, call, kernel, config, "h200")
+        return plan(self, call, kernel, config, card)
 
     def zeros(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sparsek.bench.engine.bench import TABLES, Record
 from sparsek.bench.engine.records import case_of
-from sparsek.bench.engine.report import dates, ordered
+from sparsek.bench.engine.report import dates, of_one_card, ordered
 from sparsek.bench.engine.tables import peer_ms
 from sparsek.bench.suites.attention import EIGHTH, AttentionCase, length_name
 from sparsek.bench.suites.host import TORCH
@@ -96,9 +96,9 @@ Number = Callable[[Row], float | None]
 
 
 def rows_of(found: Iterable[Record], op: str) -> list[Row]:
-    """The newest record of each case of an operation, of its fastest kernel, on the card that has most."""
-    every = (Row(case_of(record), record) for record in ordered(found, TABLES[op]) if record["op"] == op)
-    rows = _most(every, lambda row: row.record["env"]["gpu"])
+    """The newest record of each case of an operation, of its fastest kernel, on the card that was measured last."""
+    of_op = [record for record in ordered(found, TABLES[op]) if record["op"] == op]
+    rows = [Row(case_of(record), record) for record in of_one_card(of_op)]
     best = {row.case: row for row in sorted(rows, key=_ms, reverse=True)}
     return [row for row in rows if best[row.case] is row]
 

@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,11 +154,30 @@ def test_a_training_step_shows_its_peak(make_record: Make) -> None:
 
 
 def test_gradients_that_are_not_deterministic_have_rows_of_their_own(make_record: Make) -> None:
-    fixed, free = (entry.case for entry in (attention_grad.PUBLISHED[5], attention_grad.PUBLISHED[10]))
+    free = next(row.case for row in attention_grad.PUBLISHED if not row.case.deterministic)
+    fixed = replace(free, deterministic=True)
     table = report.markdown([make_record(free), make_record(fixed)], "attention_backward")
     names = [line.split("|")[1].strip() for line in table.splitlines()[2:4]]
     kernel = "reference.attention_bwd"
     assert names == [f"32K random 12.5 %, {kernel}", f"32K random 12.5 %, not deterministic, {kernel}"]
+
+
+def test_a_table_is_of_the_card_that_was_measured_last(make_record: Make) -> None:
+    cases = [row.case for row in BENCHES["spmm"].suites["density"][:4]]
+
+    def rows(gpu: str, day: int, count: int) -> list[Any]:
+        found = [make_record(case) for case in cases[:count]]
+        return [
+            each | {"date": f"2026-11-0{day}T00:00:00+00:00", "env": each["env"] | {"gpu": gpu}}
+            for each in found
+        ]
+
+    old, new, one = rows("NVIDIA H200", 1, 4), rows("NVIDIA H100", 2, 3), rows("NVIDIA H800", 3, 1)
+    assert report.of_one_card([*new, *old, *one]) == new, (
+        "half as many rows as another are enough, and one is not"
+    )
+    assert "H200" not in report.markdown([*new, *old, *one], "spmm")
+    assert report.of_one_card([]) == []
 
 
 def test_without_records_the_table_says_how_to_make_them() -> None:

@@ -1,5 +1,6 @@
 """Tables as Markdown, made from records and from nothing else. A row whose kernel has changed since is marked."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,18 @@ def ordered(found: Iterable[Record], table: Table) -> list[Record]:
     return sorted(records.newest(record for record in found if table_of(record) is table), key=key)
 
 
+def of_one_card(rows: Iterable[Record]) -> list[Record]:
+    """The rows of the card that was measured last, by the median of its days. A card with less than half as many rows
+    as another was not measured whole, and does not count.
+    """
+    by_card: dict[str, list[Record]] = defaultdict(list)
+    for record in rows:
+        by_card[record["env"]["gpu"]].append(record)
+    most = max(map(len, by_card.values()), default=0)
+    whole = (each for each in by_card.values() if 2 * len(each) >= most)
+    return max(whole, key=lambda each: sorted(record["date"] for record in each)[len(each) // 2], default=[])
+
+
 def measured(found: Iterable[Record]) -> list[str]:
     """The operations that have records, in the order of the tables."""
     there = {table_of(record).op for record in found}
@@ -35,7 +48,7 @@ def measured_peers(rows: Sequence[Record], table: Table) -> list[str]:
 def markdown(found: Sequence[Record], op: str) -> str:
     """The table of an operation as Markdown, with its caption below. Without records, the command that makes them."""
     table = TABLES[op]
-    rows = ordered(found, table)
+    rows = of_one_card(ordered(found, table))
     device_rows = [record for record in rows if record["op"] == op]
     if not device_rows:
         return f"No records yet: run `sparsek bench {table.command}` on an H200."

@@ -65,17 +65,17 @@ def _square(block: int, density: float, **more: Any) -> SpmmCase:
     return SpmmCase(8192, 8192, 8192, (block, block), density, **more)
 
 
-HOPPER = "hopper.spmm"
+BOTH = ("auto", "portable.spmm")
 DENSITIES = (0.5, 0.25, 0.125, 0.0625, 0.03125)
 # A @ B by block and density. 512x112 with 16 blocks in each of 16 rows holds as many values as
 # block 128 with 14 blocks in each of 64 rows: 14,680,064.
 BY_BLOCK = (
-    *rows(HOPPER, _square(128, 0.5), _square(128, 0.25)),
-    *rows((HOPPER, "portable.spmm"), _square(128, 0.125)),
-    *rows(HOPPER, _square(128, 0.0625)),
-    *rows((HOPPER, "portable.spmm"), _square(64, 0.125), _square(32, 0.125)),
+    *rows("auto", _square(128, 0.5), _square(128, 0.25)),
+    *rows(BOTH, _square(128, 0.125)),
+    *rows("auto", _square(128, 0.0625)),
+    *rows(BOTH, _square(64, 0.125), _square(32, 0.125)),
     *rows(
-        HOPPER,
+        "auto",
         _square(16, 0.125),
         SpmmCase(8192, 8192, 8192, (512, 112), 16 / 74),
         _square(128, 14 / 64),
@@ -86,13 +86,13 @@ BY_BLOCK = (
 )
 SUITES = {
     # Speed over density, one line for each block.
-    "density": rows(HOPPER, *(_square(block, share) for block in (128, 64, 32, 16) for share in DENSITIES)),
+    "density": rows("auto", *(_square(block, share) for block in (128, 64, 32, 16) for share in DENSITIES)),
     "blocks": BY_BLOCK,
     # The other three products of the same size, next to A @ B and its tuned peers.
-    "forms": rows(HOPPER, *(_square(128, 0.125, form=form) for form in FORMS)),
+    "forms": rows("auto", *(_square(128, 0.125, form=form) for form in FORMS)),
     # Sides that no tile divides, and uneven rows: the schedule must hold up here too.
     "ragged": rows(
-        HOPPER,
+        "auto",
         SpmmCase(8200, 8136, 8104, (128, 128), 0.125),
         SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"),
         SpmmCase(4096, 11008, 4096, (128, 128), 0.125),
