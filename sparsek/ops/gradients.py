@@ -6,6 +6,7 @@
     C = A B at P                           dA = (dC B^T) at A's blocks            dB = (A^T dC) at B's blocks
     C = A B, dense                         the same, dC read at the blocks that C can have
     C = A B, A 2:4, or A^T B               no dA; dB = alpha A^T dZ, or alpha A dZ; dbias, dother as above
+    y = mlp(x, A, B), h = act(z)           dz = (dy B) * act'(z), then those of y = h B^T and of z = x A^T
     out, lse = attention(q, k, v)          attention_backward, which has no gradient itself
 
 A gradient of values has their shape and order, [nnzb, bm, bk] as stored, for a transposed view too: for A = V^T, dV is
@@ -30,15 +31,17 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
 from sparsek.ops.attention_args import AttentionArgs
-from sparsek.ops.library_args import FlatMatrix, SampledArgs, SddmmArgs, SpgemmArgs, SpmmArgs
+from sparsek.ops.library_args import FlatMatrix, MlpArgs, SampledArgs, SddmmArgs, SpgemmArgs, SpmmArgs
 from sparsek.ops.planning import same_family
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
 from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
+from sparsek.plan.spmm import tokens
 
 Gradients = tuple[Any, ...]
 
 # Families whose 2:4 kernels also multiply the transpose. For another family the planner chooses among these.
 TURNING = ("portable", "cpu", "reference")
+MLP_TENSORS = ("x", "up_values", "up_indptr", "up_indices", "down_values", "down_indptr", "down_indices")
 
 
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -159,6 +162,46 @@ def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
     of_a = None if b.values is None else _at(c, b.flip(), a, kernel)
     of_b = None if a.values is None else _at(a.flip(), c, b, kernel)
     return _named(SpgemmArgs, a_values=of_a, b_values=of_b)
+
+
+def save_mlp(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    """Save x, the values of both matrices, the hidden features and their slope."""
+    args = MlpArgs(*inputs)._replace(up_bias=None, down_bias=None)
+    ctx.args = args._replace(**dict.fromkeys(MLP_TENSORS))
+    save_for_backward(ctx, *(getattr(args, name) for name in MLP_TENSORS), *output[1:])
+
+
+def of_mlp(ctx: Any, grad: Tensor, *_: Any) -> Gradients:
+    """The gradients of x, of the values of both matrices and of both biases."""
+    *given, hidden, slope = ctx.saved_tensors
+    args = ctx.args._replace(**dict(zip(MLP_TENSORS, given, strict=True)))
+    needs, named = _needs(ctx, MlpArgs), args.kernel
+
+    def layer(wanted: Sequence[Any], dz: Tensor, x: Tensor, a: FlatMatrix, other: Tensor | None) -> Any:
+        """Of the values, of x [T, K], times `other` if it is given, and of the bias; dz: the gradient of x A^T."""
+
+        def sample(left: Tensor, right: Tensor) -> Tensor:
+            return transforms.call("sddmm", left, right, *a[1:4], same_family(named, "sddmm"))
+
+        def turn(dz: Tensor) -> Tensor:
+            parts = Parts(a.values, None, None, *a[1:4], "", False, not a.transposed)
+            more = None, "", other, "add" if other is None else "mul", dz.dtype, turning(named, False)
+            return transforms.call("spmm", *SpmmArgs(*parts, dz, None, True, 1.0, *more))
+
+        return of_product((*wanted, False), dz.mT, x.mT, None, a.transposed, 1.0, sample, turn)[:3]
+
+    inner = needs.x or needs.up_values or needs.up_bias
+    of_down, dz, of_down_bias = layer(
+        (needs.down_values, inner, needs.down_bias), tokens(grad), tokens(hidden), args.down, slope.mT
+    )
+    of_up = dx = of_up_bias = None
+    if inner:
+        of_up, dx, of_up_bias = layer(
+            (needs.up_values, needs.x, needs.up_bias), dz, tokens(args.x), args.up, None
+        )
+        dx = None if dx is None else dx.view(args.x.shape)
+    found = {"x": dx, "up_values": of_up, "up_bias": of_up_bias, "down_values": of_down}
+    return _named(MlpArgs, **found, down_bias=of_down_bias)
 
 
 def save_sampled(ctx: Any, inputs: Any, output: Tensor) -> None:

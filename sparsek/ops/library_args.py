@@ -129,6 +129,34 @@ class SpgemmArgs(NamedTuple):
         return [rows, columns, bm, bn]
 
 
+class MlpArgs(NamedTuple):
+    """The arguments of `sparsek::mlp`: x [..., K], and both layers with the biases."""
+
+    x: Tensor
+    up_values: Tensor
+    up_indptr: Tensor
+    up_indices: Tensor
+    up_sizes: Sequence[int]
+    up_transposed: bool
+    up_bias: Tensor | None
+    down_values: Tensor
+    down_indptr: Tensor
+    down_indices: Tensor
+    down_sizes: Sequence[int]
+    down_transposed: bool
+    down_bias: Tensor | None
+    activation: str
+    kernel: str | None
+
+    @property
+    def up(self) -> FlatMatrix:
+        return FlatMatrix(*self[1:6])
+
+    @property
+    def down(self) -> FlatMatrix:
+        return FlatMatrix(*self[7:12])
+
+
 class SampledArgs(NamedTuple):
     """The arguments of `sparsek::sampled`."""
 

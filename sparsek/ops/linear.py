@@ -248,6 +248,11 @@ def writes_slope(x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: s
         return False
     if not w.values.requires_grad or not transforms.untraced(x, w.values, bias):
         return False
+    return slope_pays(x, w, bias, activation, kernel)
+
+
+def slope_pays(x: Tensor, w: BSR, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
+    """`writes_slope` of operands for which it is possible."""
     known: dict[Any, bool] = w.home().derived("writes slope", dict)
     facts = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, w.values.data_ptr() % 16, w.order is None
     key = *facts, bias is None, activation, kernel

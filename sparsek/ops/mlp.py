@@ -5,29 +5,41 @@ forward     h, slope = act(z), act'(z)      z = x @ W_up.T + bias_up       one k
 backward    dz = (dy @ W_down) * slope                                     one kernel
             dx = dz @ W_up      dW_up = dz.T @ x      dW_down = dy.T @ h    at the stored blocks
 
-Two calls of `linear` compute the same, and read and write dz once more.
+Two calls of `linear` compute the same, and read and write dz once more. torch.compile sees the forward pass as one op.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments
-from sparsek.core.tracing import Later, save_for_backward
+from sparsek.core import arguments, dtypes
+from sparsek.core.device import card_of
+from sparsek.core.tracing import Later, constant, save_for_backward
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import gradients
 from sparsek.ops.autocast import autocasts, follow_autocast
-from sparsek.ops.linear import Weight, in_rows, linear, with_slope, writes_slope
+from sparsek.ops.library_args import TAGS, MlpArgs, fake, flat, matrix, schema_of
+from sparsek.ops.linear import Weight, in_rows, linear, slope_pays, with_slope, writes_slope
 from sparsek.ops.planning import same_family
 from sparsek.ops.sddmm import sampled
 from sparsek.ops.spmm import multiply, spmm
 from sparsek.ops.transforms import one_by_one
 from sparsek.plan import operands
 from sparsek.plan.spmm import Product, tokens
-from sparsek.reference.epilogue import Activation, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
+
+# A torch.library op runs below autograd, so torch does not derive them there.
+SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "silu": torch.ops.aten.silu_backward,
+}
 
 
 def mlp(
@@ -78,10 +90,66 @@ def mlp(
     if plain and isinstance(W_up, BSR) and isinstance(W_down, BSR):
         act: Any = activation
         learns = operands.wants_gradient(x, bias_up, bias_down, W_up.values, W_down.values)
-        if learns and writes_slope(x, W_up, bias_up, act, kernel):
+        if learns and torch.compiler.is_compiling():
+            if act in SLOPES and one_op(x.device):
+                return _through_op(x, W_up, W_down, bias_up, bias_down, act, kernel)
+        elif learns and writes_slope(x, W_up, bias_up, act, kernel):
             layers = Layers(W_up, W_down, act, kernel)
             return Mlp.apply(x, W_up.values, in_rows(bias_up), W_down.values, bias_down, layers)
     return linear(linear(x, W_up, bias_up, activation, kernel=kernel), W_down, bias_down, kernel=kernel)
+
+
+@constant
+def one_op(device: torch.device) -> bool:
+    """Whether torch.compile sees a layer that learns as one op: where kernels write slopes. Elsewhere it fuses them."""
+    return device.type == "cuda" and card_of(device).capability == (9, 0)
+
+
+def _through_op(
+    x: Tensor, up: BSR, down: BSR, bias_up: Tensor | None, bias_down: Tensor | None, act: str, kernel: Any
+) -> Tensor:
+    _check(x, up, down, bias_up, bias_down, act)
+    args = MlpArgs(x, *flat(up), in_rows(bias_up), *flat(down), in_rows(bias_down), act, kernel)
+    y, _, _ = torch.ops.sparsek.mlp(*args)
+    return y
+
+
+def _check(x: Tensor, up: BSR, down: BSR, bias_up: Any, bias_down: Any, act: Any) -> None:
+    operands.check_linear(x, up, bias_up, act, None)
+    hidden = x.new_empty((*x.shape[:-1], up.shape[0]))
+    operands.check_linear(hidden, down, bias_down, None, None)
+
+
+@torch.library.custom_op(
+    "sparsek::mlp", mutates_args=(), schema=schema_of(MlpArgs, "(Tensor, Tensor, Tensor)"), tags=TAGS
+)
+def _mlp_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """y [..., M], h = act(z) [..., N] and act'(z) [T, N]."""
+    args = MlpArgs(*given)
+    x, act, kernel = args.x, args.activation, args.kernel
+    up, down = (matrix(*each) for each in (args.up, args.down))
+    with torch.no_grad():
+        if x.is_cuda and slope_pays(x, up, args.up_bias, act, kernel):
+            hidden, slope = with_slope(x, up, args.up_bias, act, kernel)
+        else:
+            z = linear(x, up, args.up_bias, kernel=kernel)
+            with dtypes.as_given(x.device):
+                hidden, slope = ACTIVATIONS[act](z), SLOPES[act](torch.ones_like(z), z)
+            slope = tokens(slope)
+        return linear(hidden, down, args.down_bias, kernel=kernel), hidden, slope
+
+
+@_mlp_op.register_fake
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    args = MlpArgs(*given)
+    up, down = fake(*args.up), fake(*args.down)
+    _check(args.x, up, down, args.up_bias, args.down_bias, args.activation)
+    x, lead = args.x, args.x.shape[:-1]
+    hidden = x.new_empty((*lead, up.shape[0]))
+    return x.new_empty((*lead, down.shape[0])), hidden, x.new_empty((math.prod(lead), up.shape[0]))
+
+
+_mlp_op.register_autograd(one_by_one(gradients.of_mlp), setup_context=gradients.save_mlp)
 
 
 class Layers(NamedTuple):

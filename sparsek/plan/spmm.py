@@ -6,6 +6,7 @@ A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -494,7 +495,8 @@ def joins(x: Any, a: Any) -> bool:
 
 def tokens(x: Tensor) -> Tensor:
     """x [..., K] as [T, K]: a view if its dims collapse."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    # Not Size.numel(), which torch.compile takes for a constant.
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def new_rows(b: Dense, m: int, by_columns: bool, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsek as sk
+from sparsek.core.tracing import constant
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import library_args
@@ -129,6 +130,104 @@ def test_training_steps_follow_those_of_eager():
             losses.append(float(loss.detach()))
     assert losses[:4] == losses[4:]
     assert losses[0] > losses[1] > losses[2] > losses[3]
+
+
+def layers(act: str, turned: bool, device: str = "cpu", dtype: torch.dtype = F32) -> tuple[Any, list[Tensor]]:
+    """`sk.mlp` of x and four leaves, the values of both matrices and the biases; and these."""
+    shapes = [(96, 256), (256, 96)] if turned else [(256, 96), (96, 256)]
+    a, b = (random_bsr(*s, 32, 0.3, dtype=dtype, device=device, seed=at) for at, s in enumerate(shapes))
+    biases = [torch.randn(n, device=device).to(dtype) for n in (256, 96)]
+    leaves = [x.clone().requires_grad_() for x in (a.values, b.values, *biases)]
+
+    def run(x: Tensor) -> Tensor:
+        up, down = (BSR.unchecked(m.pattern, v) for m, v in zip((a, b), leaves, strict=False))
+        up, down = (up.T, down.T) if turned else (up, down)
+        return sk.mlp(x, up, down, *leaves[2:], activation=act)  # type: ignore[arg-type]
+
+    return run, leaves
+
+
+def arguments(x: Tensor, act: str = "gelu") -> tuple[Any, ...]:
+    """Those of the op `sparsek::mlp`, without a bias of the second layer."""
+    up, down = random_bsr(256, 96, 32, 0.3, seed=0), random_bsr(96, 256, 32, 0.3, seed=1)
+    matrices = [library_args.flat(each.requires_grad_()) for each in (up, down)]
+    return x, *matrices[0], torch.randn(256, requires_grad=True), *matrices[1], None, act, None
+
+
+@pytest.fixture
+def one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose kernels write slopes."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("sparsek.ops.mlp.one_op", constant(lambda device: True))
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu"])
+def test_where_kernels_write_slopes_an_mlp_is_one_op(act: str, turned: bool, recorder: Any, one_op: None):
+    run, leaves = layers(act, turned)
+    x = torch.randn(2, 10, 96)
+    compiled = torch.compile(run, fullgraph=True, backend=recorder)
+    for mine, right in zip(step(compiled, leaves, x), step(run, leaves, x), strict=True):
+        torch.testing.assert_close(mine, right)
+    forward, backward = (
+        [str(node.target) for node in graphs[0].graph.nodes if str(node.target).startswith("sparsek")]
+        for graphs in (recorder.fw_graphs, recorder.bw_graphs)
+    )
+    assert forward == ["sparsek.mlp.default"]
+    assert sorted(backward) == ["sparsek.sddmm.default"] * 2 + ["sparsek.spmm.default"] * 2
+    assert not any(
+        f"aten.{name}" in str(recorder.bw_graphs[0].code) for name in ("gelu", "silu", "sigmoid", "mul")
+    )
+
+
+@pytest.mark.parametrize("needed", range(5))
+def test_of_an_mlp_as_one_op_each_gradient_can_be_the_only_one(needed: int, one_op: None):
+    run, leaves = layers("gelu", False)
+    x = torch.randn(10, 96)
+    given = [x, *leaves]
+    for at, each in enumerate(given):
+        each.requires_grad_(at == needed)
+    found = []
+    for made in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        y = made(x)
+        found += torch.autograd.grad(y, given[needed], torch.sin(y.detach()))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+def test_an_mlp_as_one_op_serves_any_number_of_tokens(lead: tuple[int, ...], recorder: Any, one_op: None):
+    run, leaves = layers("silu", False)
+    compiled = torch.compile(run, fullgraph=True, backend=recorder)
+    for tokens in (11, 26, 50):
+        x = torch.randn(*lead, tokens, 96, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, len(lead))
+        for mine, right in zip(step(compiled, leaves, x), step(run, leaves, x), strict=True):
+            torch.testing.assert_close(mine, right)
+    assert len(recorder.fw_graphs) == 1
+
+
+def test_the_op_of_an_mlp_is_registered_as_torch_wants_it():
+    torch.library.opcheck(torch.ops.sparsek.mlp.default, arguments(torch.randn(2, 5, 96, requires_grad=True)))
+
+
+@pytest.mark.parametrize("width", [96, 97])
+def test_operands_that_do_not_fit_are_refused_while_it_is_traced(width: int, one_op: None):
+    up, down = random_bsr(256, 96, 32, 0.3), random_bsr(96, 128 if width == 96 else 256, 32, 0.3)
+    up.requires_grad_()
+    compiled = torch.compile(lambda x: sk.mlp(x, up, down), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"columns|\b97\b|\b128\b"):
+        compiled(torch.randn(4, width))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", ["gelu", "silu"])
+def test_on_a_gpu_a_compiled_mlp_equals_eager(act: str):
+    torch._dynamo.reset()
+    run, leaves = layers(act, False, "cuda", torch.bfloat16)
+    x = torch.randn(2, 128, 96, device="cuda").bfloat16()
+    compiled = torch.compile(run, fullgraph=True)
+    for mine, right in zip(step(compiled, leaves, x), step(run, leaves, x), strict=True):
+        torch.testing.assert_close(mine, right, rtol=4e-2, atol=4e-2 * float(right.abs().max()))
 
 
 @pytest.mark.gpu

@@ -88,7 +88,7 @@ class MlpOperands(Operands):
             up = plan_spmm(x, w1.T, epilogue=Epilogue(activation=self.activation))
             return {"up": up, "down": plan_spmm(hidden, w2.T)}
         of_up = of_hidden = PLAIN
-        if self.mode == "eager" and writes_slope(self.x, self.w1, None, self.activation, None):
+        if writes_slope(self.x, self.w1, None, self.activation, None):
             of_up = Epilogue(activation=self.activation, slope=torch.empty_like(hidden))
             of_hidden = Epilogue(other=hidden, combine="mul")
         return {
