@@ -165,14 +165,19 @@ def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def save_mlp(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-    """Save x, the values of both matrices, the hidden features and their slope."""
+    """Save x, the values of both matrices, the hidden features and their slope, which have no gradients themselves."""
+    ctx.set_materialize_grads(False)
     args = MlpArgs(*inputs)._replace(up_bias=None, down_bias=None)
     ctx.args = args._replace(**dict.fromkeys(MLP_TENSORS))
     save_for_backward(ctx, *(getattr(args, name) for name in MLP_TENSORS), *output[1:])
 
 
-def of_mlp(ctx: Any, grad: Tensor, *_: Any) -> Gradients:
+def of_mlp(ctx: Any, grad: Tensor | None, *more: Tensor | None) -> Gradients:
     """The gradients of x, of the values of both matrices and of both biases."""
+    if grad is None or more != (None, None):
+        raise InvalidInput(
+            "torch.ops.sparsek.mlp has no second gradient; call sparsek.mlp outside of torch.compile, where it has one"
+        )
     *given, hidden, slope = ctx.saved_tensors
     args = ctx.args._replace(**dict(zip(MLP_TENSORS, given, strict=True)))
     needs, named = _needs(ctx, MlpArgs), args.kernel

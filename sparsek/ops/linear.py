@@ -234,6 +234,12 @@ def _layer(
     return call
 
 
+def affine(x: Tensor, w: BSR, bias: Tensor | None, kernel: str | None) -> Tensor:
+    """x @ w.T + bias, [..., N], of operands that are taken as they are, also under torch.autocast."""
+    y = multiply(_layer(x, w, Epilogue(bias=bias)), kernel)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[0])
+
+
 def _wanted(*tensors: Any) -> bool:
     """Whether a gradient is needed, or may be: vmap hides that."""
     return operands.wants_gradient(*tensors) or transforms.active()

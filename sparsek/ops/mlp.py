@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import Later, constant, save_for_backward
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import gradients
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.library_args import TAGS, MlpArgs, fake, flat, matrix, schema_of
-from sparsek.ops.linear import Weight, in_rows, linear, slope_pays, with_slope, writes_slope
+from sparsek.ops.linear import Weight, affine, in_rows, linear, slope_pays, with_slope, writes_slope
 from sparsek.ops.planning import same_family
 from sparsek.ops.sddmm import sampled
 from sparsek.ops.spmm import multiply, spmm
@@ -91,7 +93,7 @@ def mlp(
         act: Any = activation
         learns = operands.wants_gradient(x, bias_up, bias_down, W_up.values, W_down.values)
         if learns and torch.compiler.is_compiling():
-            if act in SLOPES and one_op(x.device):
+            if one_op(x.device, x.dtype, act, kernel):
                 return _through_op(x, W_up, W_down, bias_up, bias_down, act, kernel)
         elif learns and writes_slope(x, W_up, bias_up, act, kernel):
             layers = Layers(W_up, W_down, act, kernel)
@@ -100,9 +102,12 @@ def mlp(
 
 
 @constant
-def one_op(device: torch.device) -> bool:
-    """Whether torch.compile sees a layer that learns as one op: where kernels write slopes. Elsewhere it fuses them."""
-    return device.type == "cuda" and card_of(device).capability == (9, 0)
+def one_op(device: torch.device, dtype: torch.dtype, activation: Any, kernel: str | None) -> bool:
+    """Whether torch.compile sees layers that learn as one op: where a kernel writes slopes. Elsewhere it fuses them."""
+    if device.type != "cuda" or not isinstance(activation, str) or activation not in SLOPES:
+        return False
+    hopper = card_of(device).capability == (9, 0) and dtype in (torch.bfloat16, torch.float16)
+    return hopper and (kernel is None or kernel == "hopper.spmm")
 
 
 def _through_op(
@@ -114,7 +119,11 @@ def _through_op(
     return y
 
 
-def _check(x: Tensor, up: BSR, down: BSR, bias_up: Any, bias_down: Any, act: Any) -> None:
+def _check(x: Tensor, up: BSR, down: BSR, bias_up: Any, bias_down: Any, act: str) -> None:
+    if act not in SLOPES:
+        raise InvalidInput(
+            f"torch.ops.sparsek.mlp has {', '.join(SLOPES)}, not {shown(act)}; sparsek.mlp has all"
+        )
     operands.check_linear(x, up, bias_up, act, None)
     hidden = x.new_empty((*x.shape[:-1], up.shape[0]))
     operands.check_linear(hidden, down, bias_down, None, None)
@@ -128,15 +137,16 @@ def _mlp_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     args = MlpArgs(*given)
     x, act, kernel = args.x, args.activation, args.kernel
     up, down = (matrix(*each) for each in (args.up, args.down))
+    _check(x, up, down, args.up_bias, args.down_bias, act)
     with torch.no_grad():
         if x.is_cuda and slope_pays(x, up, args.up_bias, act, kernel):
             hidden, slope = with_slope(x, up, args.up_bias, act, kernel)
         else:
-            z = linear(x, up, args.up_bias, kernel=kernel)
+            z = affine(x, up, args.up_bias, kernel)
             with dtypes.as_given(x.device):
                 hidden, slope = ACTIVATIONS[act](z), SLOPES[act](torch.ones_like(z), z)
             slope = tokens(slope)
-        return linear(hidden, down, args.down_bias, kernel=kernel), hidden, slope
+        return affine(hidden, down, args.down_bias, kernel), hidden, slope
 
 
 @_mlp_op.register_fake

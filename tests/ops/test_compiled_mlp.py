@@ -1,6 +1,7 @@
 """A block-sparse MLP under torch.compile: forward and backward in one graph each, equal to eager, planned once."""
 
 import gc
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import sparsek as sk
+from sparsek.core.device import H200
+from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
-from sparsek.ops import library_args
+from sparsek.ops import library_args, mlp
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Your compiler for AOTAutograd is returning a function:UserWarning"
@@ -158,7 +161,7 @@ def arguments(x: Tensor, act: str = "gelu") -> tuple[Any, ...]:
 def one_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose kernels write slopes."""
     torch._dynamo.reset()
-    monkeypatch.setattr("sparsek.ops.mlp.one_op", constant(lambda device: True))
+    monkeypatch.setattr("sparsek.ops.mlp.one_op", constant(lambda *given: True))
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
@@ -207,27 +210,87 @@ def test_an_mlp_as_one_op_serves_any_number_of_tokens(lead: tuple[int, ...], rec
 
 
 def test_the_op_of_an_mlp_is_registered_as_torch_wants_it():
-    torch.library.opcheck(torch.ops.sparsek.mlp.default, arguments(torch.randn(2, 5, 96, requires_grad=True)))
+    # Not its comparison with AOTAutograd, which takes gradients of all outputs.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    given = arguments(torch.randn(2, 5, 96, requires_grad=True))
+    torch.library.opcheck(torch.ops.sparsek.mlp.default, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("width", [96, 97])
 def test_operands_that_do_not_fit_are_refused_while_it_is_traced(width: int, one_op: None):
     up, down = random_bsr(256, 96, 32, 0.3), random_bsr(96, 128 if width == 96 else 256, 32, 0.3)
     up.requires_grad_()
+    with pytest.raises(InvalidInput) as eager:
+        sk.mlp(torch.randn(4, width), up, down)
     compiled = torch.compile(lambda x: sk.mlp(x, up, down), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"columns|\b97\b|\b128\b"):
+    with pytest.raises(Exception, match=re.escape(str(eager.value))):
         compiled(torch.randn(4, width))
+
+
+def test_the_op_of_an_mlp_refuses_what_it_does_not_have():
+    with pytest.raises(InvalidInput, match="has gelu, gelu_tanh, silu, not 'relu'"):
+        torch.ops.sparsek.mlp(*arguments(torch.randn(4, 96), "relu"))
+    y, hidden, _ = torch.ops.sparsek.mlp(*arguments(torch.randn(4, 96, requires_grad=True)))
+    with pytest.raises(InvalidInput, match="no second gradient"):
+        (y.sum() + hidden.sum()).backward()
+
+
+def test_a_second_gradient_of_an_mlp_as_one_op_is_refused(one_op: None):
+    """By a backend without AOTAutograd, which refuses it by itself."""
+    run, leaves = layers("gelu", False)
+    y = torch.compile(run, fullgraph=True, backend="eager")(torch.randn(4, 96))
+    (first,) = torch.autograd.grad(y.sum(), leaves[1], create_graph=True)
+    with pytest.raises(InvalidInput, match="no second gradient"):
+        torch.autograd.grad(first.pow(2).sum(), leaves[0])
+
+
+def test_the_op_of_an_mlp_takes_operands_as_they_are_under_autocast():
+    given = arguments(torch.randn(4, 96))
+    wanted = torch.ops.sparsek.mlp(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.ops.sparsek.mlp(*given)
+    assert all(torch.equal(mine, right) for mine, right in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "act", "kernel"),
+    [
+        ("cpu", torch.bfloat16, "gelu", None),
+        ("cuda:0", torch.float32, "gelu", None),
+        ("cuda:0", torch.bfloat16, "relu", None),
+        ("cuda:0", torch.bfloat16, None, None),
+        ("cuda:0", torch.bfloat16, ["gelu"], None),
+        ("cuda:0", torch.bfloat16, "gelu", "portable.spmm"),
+    ],
+)
+def test_where_no_kernel_writes_a_slope_torch_fuses(
+    device: str, dtype: torch.dtype, act: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sparsek.ops.mlp.card_of", lambda device: H200)
+    assert mlp.one_op(torch.device("cuda:0"), torch.bfloat16, "gelu", None)
+    assert not mlp.one_op(torch.device(device), dtype, act, kernel)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", ["gelu", "silu"])
-def test_on_a_gpu_a_compiled_mlp_equals_eager(act: str):
+def test_on_a_gpu_a_compiled_mlp_equals_eager(act: str, monkeypatch: pytest.MonkeyPatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no kernel of this card writes slopes")
     torch._dynamo.reset()
+    wrote: list[str] = []
+
+    def with_slope(*given: Any) -> tuple[Tensor, Tensor]:
+        wrote.append(act)
+        return written(*given)
+
+    written = mlp.with_slope
+    monkeypatch.setattr(mlp, "with_slope", with_slope)
     run, leaves = layers(act, False, "cuda", torch.bfloat16)
     x = torch.randn(2, 128, 96, device="cuda").bfloat16()
     compiled = torch.compile(run, fullgraph=True)
     for mine, right in zip(step(compiled, leaves, x), step(run, leaves, x), strict=True):
         torch.testing.assert_close(mine, right, rtol=4e-2, atol=4e-2 * float(right.abs().max()))
+    assert wrote == [act, act]
 
 
 @pytest.mark.gpu

@@ -132,7 +132,8 @@ def reciprocal(rows):
 @gluon.jit
 def quotient(key, per):
     """`key`, a multiple of 64 below 2^29, over the rows whose `reciprocal` is `per`, without the 30 instructions of an
-    integer division. Exact: `per` is too large by less than 2^10 (by 0 for powers of 2), and key has up to 2^23 units.
+    integer division. Exact: `per` is too large by less than 1 (by 0 for powers of 2), so the product by less than 2^23,
+    which is less than 2^40 over 2^10.
     """
     return ((key // 64).to(gl.int64) * per >> 40).to(gl.int32)
 
@@ -152,7 +153,9 @@ def step_scales(T: gl.constexpr, MASKED: gl.constexpr, i, masked, tile, scale):
         key = col * T.block[1] + i % SUB * T.keys
         there = key < kv_len
         of_k = gl.load(k_scale + quotient(key, per_k), mask=there, other=1.0)
-        return gl.maximum(scale * of_k, LEAST), gl.load(v_scale + quotient(key, per_v), mask=there, other=1.0)
+        return gl.maximum(scale * of_k, LEAST), gl.load(
+            v_scale + quotient(key, per_v), mask=there, other=LEAST
+        )
     else:
         return scale, 1.0
 
