@@ -57,8 +57,8 @@ def rows(found: Iterable[Record]) -> Iterator[Row]:
     """The rows of records. Those of a kernel that no longer runs the case are left out."""
     for record in found:
         case, took = records.case_of(record), record["ms"]["median"]
-        card = next((short for short, known in CARDS.items() if known.name == record["env"]["gpu"]), None)
-        if card is None:
+        card = records.short_name(record["env"]["gpu"])
+        if card not in CARDS:
             continue
         if record["op"] == "planner":
             for layer in record["config"]["layers"]:

@@ -19,7 +19,7 @@ from sparsek.bench.engine.run import Outcome
 from sparsek.cli.bench_run import Device, Html, Rounds, device_of, measured, notes_of, write_html
 from sparsek.cli.output import AsJson, console, print_json
 from sparsek.core import env
-from sparsek.core.device import CARDS, card_of
+from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import listed, named
 
@@ -71,7 +71,7 @@ def everything(
         refuse_cpu(where)
     card = card_of(where).name
     rows = [row for bench in benches for row in bench.rows]
-    places = [path for path in (home / short_name(card), out) if path]
+    places = [path for path in (home / records.short_name(card), out) if path]
     found = _read(places)
     todo = rows if again else stale_rows(rows, found, where)
     say(f"{len(todo)} of {len(rows)} rows to measure on {card}, records in {out or home}")
@@ -132,16 +132,10 @@ def _read(places: Iterable[Path]) -> list[records.Record]:
     return [record for path in places if path.exists() for record in records.read(path)]
 
 
-def short_name(card: str) -> str:
-    """The folder of a card's records: "h200" of "NVIDIA H200"."""
-    short = next((name for name, known in CARDS.items() if known.name == card), card)
-    return short.lower().replace(" ", "_")
-
-
 def _sorted_in(found: Iterable[records.Record], home: Path) -> None:
     """Appends each record to the file of its card and benchmark."""
     for record in found:
-        records.append(home / short_name(record["env"]["gpu"]) / BY_OP[record["op"]].file, [record])
+        records.append(home / records.short_name(record["env"]["gpu"]) / BY_OP[record["op"]].file, [record])
 
 
 def refuse_cpu(device: torch.device) -> None:

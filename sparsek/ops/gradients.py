@@ -19,7 +19,7 @@ family: cpu.spmm leads to cpu.sddmm.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ Gradients = tuple[Any, ...]
 
 # Families whose 2:4 kernels also multiply the transpose. For another family the planner chooses among these.
 TURNING = ("portable", "cpu", "reference")
-MLP_TENSORS = ("x", "up_values", "up_indptr", "up_indices", "down_values", "down_indptr", "down_indices")
 
 
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -128,7 +127,7 @@ def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 def of_sddmm(ctx: Any, grad: Tensor) -> Gradients:
     """The gradients of X and Y."""
-    args, _ = _saved(ctx, SddmmArgs)
+    (args,) = _saved(ctx, SddmmArgs)
     lists = args.indptr, args.indices, args.sizes
     a = Parts(inside(grad, *lists), None, None, *lists, "", False, False)
     of_x = of_y = None
@@ -150,7 +149,7 @@ def save_spgemm(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
     """The gradients of the values of A and of B, for a C in BSR or a dense C."""
-    args, _ = _saved(ctx, SpgemmArgs)
+    (args,) = _saved(ctx, SpgemmArgs)
     a, b, kernel, dense = args.a, args.b, args.kernel, args.c_indptr is None
     of_a = of_b = None
     if dense:
@@ -164,12 +163,38 @@ def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
     return _named(SpgemmArgs, a_values=of_a, b_values=of_b)
 
 
+class Adjoint(NamedTuple):
+    """What the backward pass of x A^T computes with A: see `of_product`."""
+
+    transposed: bool
+    sample: Callable[[Tensor, Tensor], Tensor]
+    turn: Callable[[Tensor], Tensor]
+
+
+def of_layers(
+    needs: Sequence[Any], grad: Tensor, x: Tensor, hidden: Tensor, up: Adjoint, down: Adjoint
+) -> Gradients:
+    """The gradients of x, of the values of A and its bias, of those of B and its bias, as far as `needs` is true, in
+    y = h B^T + bias with h = act(z) and z = x A^T + bias.
+
+    down.turn(dy^T) is dz = (dy B) * act'(z), [T, N]; up.turn(dz^T) is dx, [T, K].
+    """
+
+    def layer(wanted: Sequence[Any], dz: Tensor, x: Tensor, by: Adjoint) -> Any:
+        given = dz.mT, tokens(x).mT, None, by.transposed, 1.0, by.sample, by.turn
+        return of_product((*wanted, False), *given)[:3]
+
+    of_down, dz, of_down_bias = layer((needs[3], any(needs[:3]), needs[4]), tokens(grad), hidden, down)
+    of_up, dx, of_up_bias = (
+        layer((needs[1], needs[0], needs[2]), dz, x, up) if any(needs[:3]) else (None,) * 3
+    )
+    return None if dx is None else dx.view(x.shape), of_up, of_up_bias, of_down, of_down_bias
+
+
 def save_mlp(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     """Save x, the values of both matrices, the hidden features and their slope, which have no gradients themselves."""
     ctx.set_materialize_grads(False)
-    args = MlpArgs(*inputs)._replace(up_bias=None, down_bias=None)
-    ctx.args = args._replace(**dict.fromkeys(MLP_TENSORS))
-    save_for_backward(ctx, *(getattr(args, name) for name in MLP_TENSORS), *output[1:])
+    _save(ctx, MlpArgs(*inputs)._replace(up_bias=None, down_bias=None), *output[1:])
 
 
 def of_mlp(ctx: Any, grad: Tensor | None, *more: Tensor | None) -> Gradients:
@@ -178,13 +203,10 @@ def of_mlp(ctx: Any, grad: Tensor | None, *more: Tensor | None) -> Gradients:
         raise InvalidInput(
             "torch.ops.sparsek.mlp has no second gradient; call sparsek.mlp outside of torch.compile, where it has one"
         )
-    *given, hidden, slope = ctx.saved_tensors
-    args = ctx.args._replace(**dict(zip(MLP_TENSORS, given, strict=True)))
+    args, hidden, slope = _saved(ctx, MlpArgs)
     needs, named = _needs(ctx, MlpArgs), args.kernel
 
-    def layer(wanted: Sequence[Any], dz: Tensor, x: Tensor, a: FlatMatrix, other: Tensor | None) -> Any:
-        """Of the values, of x [T, K], times `other` if it is given, and of the bias; dz: the gradient of x A^T."""
-
+    def adjoint(a: FlatMatrix, other: Tensor | None) -> Adjoint:
         def sample(left: Tensor, right: Tensor) -> Tensor:
             return transforms.call("sddmm", left, right, *a[1:4], same_family(named, "sddmm"))
 
@@ -193,20 +215,13 @@ def of_mlp(ctx: Any, grad: Tensor | None, *more: Tensor | None) -> Gradients:
             more = None, "", other, "add" if other is None else "mul", dz.dtype, turning(named, False)
             return transforms.call("spmm", *SpmmArgs(*parts, dz, None, True, 1.0, *more))
 
-        return of_product((*wanted, False), dz.mT, x.mT, None, a.transposed, 1.0, sample, turn)[:3]
+        return Adjoint(a.transposed, sample, turn)
 
-    inner = needs.x or needs.up_values or needs.up_bias
-    of_down, dz, of_down_bias = layer(
-        (needs.down_values, inner, needs.down_bias), tokens(grad), tokens(hidden), args.down, slope.mT
-    )
-    of_up = dx = of_up_bias = None
-    if inner:
-        of_up, dx, of_up_bias = layer(
-            (needs.up_values, needs.x, needs.up_bias), dz, tokens(args.x), args.up, None
-        )
-        dx = None if dx is None else dx.view(args.x.shape)
-    found = {"x": dx, "up_values": of_up, "up_bias": of_up_bias, "down_values": of_down}
-    return _named(MlpArgs, **found, down_bias=of_down_bias)
+    names = "x", "up_values", "up_bias", "down_values", "down_bias"
+    wanted = [getattr(needs, name) for name in names]
+    by = adjoint(args.up, None), adjoint(args.down, slope.mT)
+    found = of_layers(wanted, grad, args.x, hidden, *by)
+    return _named(MlpArgs, **dict(zip(names, found, strict=True)))
 
 
 def save_sampled(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -218,7 +233,7 @@ def save_sampled(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
     """The gradients of X, dense, and of the values of A, for S = (X A) at P with A in BSR."""
-    args, _ = _saved(ctx, SampledArgs)
+    (args,) = _saved(ctx, SampledArgs)
     lists = args.p_indptr, args.p_indices, args.p_sizes
     s = FlatMatrix(inside(grad, *lists), *lists, args.p_transposed)
     of_x = of_values = None
@@ -292,15 +307,16 @@ Args = TypeVar("Args", bound=tuple[Any, ...])
 
 
 def _save(ctx: Any, args: tuple[Any, ...], *more: Tensor | None) -> None:
-    """Save the arguments of an op for `_saved`, and one more tensor."""
+    """Save the arguments of an op, and more tensors, for `_saved`."""
     save_for_backward(ctx, *[x if isinstance(x, Tensor) else None for x in args], *more)
     ctx.rest = [None if isinstance(x, Tensor) else x for x in args]
 
 
-def _saved(ctx: Any, kind: type[Args]) -> tuple[Args, Tensor | None]:
+def _saved(ctx: Any, kind: type[Args]) -> tuple[Any, ...]:
+    """The arguments of an op, as `kind`, and the other tensors that were saved."""
     saved, rest = ctx.saved_tensors, ctx.rest
     both = [x if tensor is None else tensor for tensor, x in zip(saved, rest, strict=False)]
-    return kind(*both), saved[len(rest)] if len(saved) > len(rest) else None
+    return kind(*both), *saved[len(rest) :]
 
 
 def _needs(ctx: Any, kind: type[Args]) -> Args:

@@ -134,9 +134,7 @@ def linear(
         def run() -> (
             Tensor
         ):  # includes the copy of leading dims that do not join: a copy is no operand of the recorded call
-            call = _layer(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), dtype)
-            y = multiply(call, kernel)
-            return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
+            return fused(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), kernel, dtype)
 
         y = slot.run(run)
     if apart:
@@ -234,9 +232,15 @@ def _layer(
     return call
 
 
-def affine(x: Tensor, w: BSR, bias: Tensor | None, kernel: str | None) -> Tensor:
-    """x @ w.T + bias, [..., N], of operands that are taken as they are, also under torch.autocast."""
-    y = multiply(_layer(x, w, Epilogue(bias=bias)), kernel)
+def fused(
+    x: Tensor | QuantizedTensor,
+    w: Weight,
+    epilogue: Epilogue,
+    kernel: str | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The layer [..., N] by one kernel, of operands that are taken as they are, also under torch.autocast."""
+    y = multiply(_layer(x, w, epilogue, dtype), kernel)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[0])
 
 

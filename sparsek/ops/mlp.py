@@ -10,9 +10,7 @@ Two calls of `linear` compute the same, and read and write dz once more. torch.c
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.ops import gradients
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.library_args import TAGS, MlpArgs, fake, flat, matrix, schema_of
-from sparsek.ops.linear import Weight, affine, in_rows, linear, slope_pays, with_slope, writes_slope
+from sparsek.ops.linear import SLOPED, Weight, fused, in_rows, linear, slope_pays, with_slope, writes_slope
 from sparsek.ops.planning import same_family
 from sparsek.ops.sddmm import sampled
 from sparsek.ops.spmm import multiply, spmm
@@ -35,13 +33,7 @@ from sparsek.ops.transforms import one_by_one
 from sparsek.plan import operands
 from sparsek.plan.spmm import Product, tokens
 from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
-
-# A torch.library op runs below autograd, so torch does not derive them there.
-SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": torch.ops.aten.gelu_backward,
-    "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-    "silu": torch.ops.aten.silu_backward,
-}
+from sparsek.reference.epilogue import slope as slope_of
 
 
 def mlp(
@@ -104,7 +96,7 @@ def mlp(
 @constant
 def one_op(device: torch.device, dtype: torch.dtype, activation: Any, kernel: str | None) -> bool:
     """Whether torch.compile sees layers that learn as one op: where a kernel writes slopes. Elsewhere it fuses them."""
-    if device.type != "cuda" or not isinstance(activation, str) or activation not in SLOPES:
+    if device.type != "cuda" or not isinstance(activation, str) or activation not in SLOPED:
         return False
     hopper = card_of(device).capability == (9, 0) and dtype in (torch.bfloat16, torch.float16)
     return hopper and (kernel is None or kernel == "hopper.spmm")
@@ -120,9 +112,9 @@ def _through_op(
 
 
 def _check(x: Tensor, up: BSR, down: BSR, bias_up: Any, bias_down: Any, act: str) -> None:
-    if act not in SLOPES:
+    if act not in SLOPED:
         raise InvalidInput(
-            f"torch.ops.sparsek.mlp has {', '.join(SLOPES)}, not {shown(act)}; sparsek.mlp has all"
+            f"torch.ops.sparsek.mlp has {', '.join(SLOPED)}, not {shown(act)}; sparsek.mlp has all"
         )
     operands.check_linear(x, up, bias_up, act, None)
     hidden = x.new_empty((*x.shape[:-1], up.shape[0]))
@@ -142,11 +134,10 @@ def _mlp_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         if x.is_cuda and slope_pays(x, up, args.up_bias, act, kernel):
             hidden, slope = with_slope(x, up, args.up_bias, act, kernel)
         else:
-            z = affine(x, up, args.up_bias, kernel)
+            z = fused(x, up, Epilogue(bias=args.up_bias), kernel)
             with dtypes.as_given(x.device):
-                hidden, slope = ACTIVATIONS[act](z), SLOPES[act](torch.ones_like(z), z)
-            slope = tokens(slope)
-        return affine(hidden, down, args.down_bias, kernel), hidden, slope
+                hidden, slope = ACTIVATIONS[act](z), slope_of(act, tokens(z))
+        return fused(hidden, down, Epilogue(bias=args.down_bias), kernel), hidden, slope
 
 
 @_mlp_op.register_fake
@@ -215,32 +206,21 @@ class Mlp(torch.autograd.Function):
             of_four = [next(found) if needed else None for needed in needs[:4]]
             return *of_four, tokens(grad).sum(0) if needs[4] else None, None
         layers = ctx.layers.each(up, down)
-        dy, rows, kernel = tokens(grad), tokens(x), gradients.turning(layers.kernel, False)
+        kernel = gradients.turning(layers.kernel, False)
 
         def through(dy: Tensor) -> Tensor:
             call = Product.of(dy.mT, layers.down, None, Epilogue(other=slope, combine="mul"))
             return multiply(call, kernel)
 
-        of_down, dz, of_bias_down = _layer(
-            (needs[3], True, needs[4]), dy, tokens(hidden), layers.down, through, layers.kernel
-        )
-        of_up, dx, of_bias_up = _layer(
-            (needs[1], needs[0], needs[2]), dz, rows, layers.up,
-            lambda dz: spmm(dz.mT, layers.up, kernel=kernel), layers.kernel,
-        )  # fmt: skip
-        return None if dx is None else dx.view(x.shape), of_up, of_bias_up, of_down, of_bias_down, None
+        of_up = _adjoint(layers.up, lambda dz: spmm(dz.mT, layers.up, kernel=kernel), layers.kernel)
+        of_down = _adjoint(layers.down, through, layers.kernel)
+        return *gradients.of_layers(needs, grad, x, hidden, of_up, of_down), None
 
 
-def _layer(
-    needs: tuple[bool, bool, bool], grad: Any, x: Tensor, w: BSR, turn: Any, kernel: str | None
-) -> tuple[Any, ...]:
-    """The gradients of the values, of x [T, K] and of the bias in x @ w.T + bias, as far as `needs` is true.
-
-    `grad` [T, N] is that of the result; turn(grad.mT): the gradient of x.
-    """
+def _adjoint(w: BSR, turn: Any, kernel: str | None) -> gradients.Adjoint:
     view = w.order is not None
 
     def sample(left: Tensor, right: Tensor) -> Tensor:
         return sampled(left, right, w.pattern.T if view else w.pattern, same_family(kernel, "sddmm"))
 
-    return gradients.of_product((*needs, False), grad.mT, x.mT, None, view, 1.0, sample, turn)[:3]
+    return gradients.Adjoint(view, sample, turn)

@@ -37,7 +37,7 @@ from sparsek.bench.engine.bench import OPS, Record
 from sparsek.bench.engine.case import Case
 from sparsek.core import files
 from sparsek.core.clock import Times
-from sparsek.core.device import card_of
+from sparsek.core.device import CARDS, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 from sparsek.core.machine import smi_facts, version_of
 from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
@@ -169,6 +169,12 @@ def read(path: Path) -> list[Record]:
             record["env"] = dict.fromkeys(sensors.FIELDS) | record["env"]
             found.append(record)
     return found
+
+
+def short_name(card: str) -> str:
+    """The folder of a card's records: "h200" of "NVIDIA H200"."""
+    short = next((name for name, known in CARDS.items() if known.name == card), card)
+    return short.lower().replace(" ", "_")
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

@@ -153,9 +153,8 @@ def step_scales(T: gl.constexpr, MASKED: gl.constexpr, i, masked, tile, scale):
         key = col * T.block[1] + i % SUB * T.keys
         there = key < kv_len
         of_k = gl.load(k_scale + quotient(key, per_k), mask=there, other=1.0)
-        return gl.maximum(scale * of_k, LEAST), gl.load(
-            v_scale + quotient(key, per_v), mask=there, other=LEAST
-        )
+        of_v = gl.load(v_scale + quotient(key, per_v), mask=there, other=LEAST)
+        return gl.maximum(scale * of_k, LEAST), of_v
     else:
         return scale, 1.0
 
