@@ -507,15 +507,14 @@ class HopperAttentionGrad:
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
         """Steps of an SM, begin and end of every tile, and a pass over rows before and after.
 
-        Constants are from records of an H200 (2026-11-26): at boost clocks a step takes 1.47 times its products, at
-        least 1.3 us; a tile 10 us more. Steps of 128 queries follow the same constants on an H100. The power limit
-        slows the products (plan/ring.py).
+        Constants are from records of an H200 and an H100 (24 rows, 2026-11-26): at boost clocks a step takes 1.34
+        times its products, at least 1.12 us; a tile 8 us more. The power limit slows the products (plan/ring.py).
         """
         steps = p.visited * c.subs
         mma = 2 * c.queries * c.keys * (3 * c.dim + 2 * c.v_dim) / flops_per_second(p.card)
-        step = max(1.3e-6, 1.47 * mma)
+        step = max(1.12e-6, 1.34 * mma)
         tiles = p.batch * p.kv_heads * p.grid[1]
-        busy = throttled((steps * step + tiles * 1e-5) / p.card.sm_count, mma / step) * c.order_price
+        busy = throttled((steps * step + tiles * 8e-6) / p.card.sm_count, mma / step) * c.order_price
         rows = p.batch * p.q_heads * p.q_len
         summed = 8 * c.sums if c.ordered else 12  # bytes: written and cast, in any order set to zero first
         around = rows * (4 * p.v_dim + summed * c.dim + 2 * p.dim) / p.card.bandwidth

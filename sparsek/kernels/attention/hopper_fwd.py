@@ -327,6 +327,7 @@ class HopperAttention:
     """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.attention_fwd"
+    _tile_seconds = 1.2e-6  # beside the steps of a tile of 128 rows
 
     def why_not(self, p: AttentionProblem) -> list[str]:
         reasons = unless_hopper(p)
@@ -380,7 +381,7 @@ class HopperAttention:
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
         step = self._step_seconds(p, c)
-        tile = max(1.0, per_tile) * step + 1.2e-6 * c.rows / 128
+        tile = max(1.0, per_tile) * step + self._tile_seconds * c.rows / 128
         longest = min(p.longest, tiling.part_blocks(p, shape)) * (p.block[1] // c.keys) * step
         compute = max(tiles * tile / sms, longest * (1 if c.split else c.ctas_per_sm))
         merge = 1e-5 if c.split else 0.0

@@ -321,8 +321,8 @@ class HopperPaged:
     def seconds(self, p: PagedProblem, c: Config) -> float:
         """Steps of all tiles over SMs, and begin and end of every tile; or the memory traffic, if that is longer.
 
-        A step takes 4 % more with packed heads (H100 and H200: 1 to 4 %). Every request has `max_q` queries and `max_k`
-        keys, as far as there are tokens.
+        A step takes 4 % more with packed heads (H100 and H200: 1 to 4 %), and 15 % more where lists choose the keys (8
+        to 28 % at 64K and 128K). Every request has `max_q` queries and `max_k` keys, as far as there are tokens.
         """
         requests = max(1, min(p.requests, -(-p.tokens // max(1, p.max_q))))
         tiles = requests * -(-p.tokens // (requests * c.positions)) * (p.q_heads // c.pack)
@@ -331,7 +331,8 @@ class HopperPaged:
         per_tile = max(1.0, seen / c.keys)
         if p.window and not p.list_heads:
             per_tile += c.positions / c.keys
-        step = step_seconds(c, p.card, 3.0 if c.softcap else 1.0) * (1.04 if c.pack > 1 else 1.0)
+        slower = (1.04 if c.pack > 1 else 1.0) * (1.15 if p.list_heads else 1.0)
+        step = step_seconds(c, p.card, 3.0 if c.softcap else 1.0) * slower
         tile = per_tile * step + 1.2e-6 * c.rows / 128
         compute = max(tiles * tile / sms, tile * c.ctas_per_sm)
         moved = p.compulsory_bytes / (0.92 * p.card.bandwidth)

@@ -381,7 +381,7 @@ SHAPES_FP8 = ((2, 1, 192, 3), (2, 1, 128, 2), (1, 1, 128, 2), (2, 1, 64, 1), (1,
 PROMOTE = 4
 # Rate of products over that of dense 16-bit ones of all values: fitted (plan/ring.py). In FP8 with promotion, and
 # without.
-RATE, RATES_FP8 = 1.9, (2.75, 3.0)
+RATE, RATES_FP8 = 1.9, (2.2, 2.3)
 JOIN_SECONDS = 1.6e-6  # for another matrix in the epilogue of a tile of 128x256
 
 

@@ -50,6 +50,8 @@ LESS = 0.90  # of the columns of neighbours, where blocks lie at random
 # over 1.15, by which hopper.spmm is faster on an H200 (2026-11-26). Of other cards by their fabric for each SM.
 LINE_SECONDS = {128: 1.6e-9, 64: 1.05e-9, 32: 0.8e-9}
 TILE_SECONDS = 1.0e-6
+# At least for a step: in blocks of 16, 0.28 to 0.29 us at every density, on an H200 and an H100 (2026-11-26).
+STEP_SECONDS = 2.75e-7
 SPARE = 32  # a warp loads as many steps at once
 
 
@@ -234,7 +236,7 @@ class HopperPaired:
         line = 128 if c.b_row else 2 * bk
         slower = H200.fabric / p.card.fabric * share_of_h200(p.card)
         arrive = of_b / line * LINE_SECONDS[line] * slower
-        step = norm(4, multiply, max(fetch, arrive))
+        step = norm(4, multiply, max(fetch, arrive, STEP_SECONDS))
         longest = max(steps, min(p.row_max, p.grid[1])) * step + TILE_SECONDS
         columns, clusters = -(-p.n // COLS), p.card.sm_count // CLUSTER
         busy = p.batch * fullest(pairs, columns, clusters, steps * step + TILE_SECONDS, longest)
