@@ -222,7 +222,8 @@ class HopperPaired:
         """Predicted time: tiles of the fullest cluster for each item of a batch, but no less than all bytes from memory
         once.
 
-        A step takes the longest of what its CTA multiplies, what L2 reads for it, and the lines that TMA writes.
+        A step takes the longest of what its CTA multiplies, what L2 reads for it, the lines that TMA writes, and its
+        least.
         """
         if not (p.m and p.n and p.nnzb):
             return p.card.launch_seconds
