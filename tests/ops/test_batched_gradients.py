@@ -10,6 +10,7 @@ import sparsek as sk
 from sparsek.ops.attention_op import through_op as op
 from tests.ops.gradients import FORMS, inputs_of
 from tests.ops.test_gradients import SIZES, takes_slopes
+from tests.sums import alike
 
 
 def leaves_and_result(name: str) -> tuple[list[Tensor], Tensor]:
@@ -27,9 +28,9 @@ def check(y: Tensor, leaves: list[Tensor]) -> None:
     each = [torch.autograd.grad(y, leaves, one, create_graph=True) for one in many]
     exact = [torch.stack(of_leaf) for of_leaf in zip(*each, strict=True)]
     for found, right in zip(batched, exact, strict=True):
-        assert torch.equal(found, right)
+        assert alike(found, right)
     ones = [torch.ones_like(x) for x in exact]
-    assert torch.equal(*(torch.autograd.grad(found, many, ones)[0] for found in (batched, exact)))
+    assert alike(*(torch.autograd.grad(found, many, ones)[0] for found in (batched, exact)))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -60,7 +61,7 @@ def test_so_has_attention_with_lse_and_without(through_op: bool):
             for found, exact in zip(
                 batched, torch.autograd.grad(results, leaves, one, retain_graph=True), strict=True
             ):
-                assert torch.equal(found[i], exact)
+                assert alike(found[i], exact)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -74,7 +75,7 @@ def test_vmap_maps_over_gradients_of_attention(create_graph: bool):
         return torch.autograd.grad(results, leaves, one, retain_graph=True, create_graph=create_graph)
 
     for found, *exact in zip(torch.vmap(gradients)(*many), *map(gradients, *many), strict=True):
-        assert torch.equal(found, torch.stack(exact))
+        assert alike(found, torch.stack(exact))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -92,7 +93,7 @@ def test_gradients_of_many_items_at_once_go_inside_vmap(name: str):
 
     each = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in many.flatten(0, 1)]
     for found, *exact in zip(torch.vmap(batched)(many), *each, strict=True):
-        assert torch.equal(found.flatten(0, 1), torch.stack(exact))
+        assert alike(found.flatten(0, 1), torch.stack(exact))
 
 
 def test_a_jacobian_may_be_vectorized():

@@ -1,4 +1,4 @@
-"""Numbers are judged alike on CPUs of other kinds: a few numeric tests, with instruction sets capped."""
+"""Numbers are judged alike on CPUs of other kinds: a few numeric tests, with instruction sets capped or sums moved."""
 
 import os
 import subprocess
@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests import odd_cpu
+from tests.sampling import sampled
+from tests.sums import alike
 
 # How torch's own kernels, oneDNN and MKL are capped.
 CAPS = {
@@ -22,9 +26,10 @@ TESTS = (
     "tests/kernels/spgemm/test_cpu.py::test_every_config_is_within_budget",
     "tests/kernels/attention/test_cpu_bwd.py::test_every_dtype_is_within_budget",
 )
+OTHERS = sampled([name for name in CAPS if name.replace("-", "") != OWN], 1)
 
 
-@pytest.mark.parametrize("name", [name for name in CAPS if name.replace("-", "") != OWN])
+@pytest.mark.parametrize("name", OTHERS)
 def test_budgets_hold_with_other_instruction_sets(name: str) -> None:
     names = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
     root = Path(__file__).parents[2]
@@ -37,3 +42,22 @@ def test_budgets_hold_with_other_instruction_sets(name: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_cpu_adds_in_another_order_for_other_layouts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEK_TEST_CPU", "sums,addresses")
+    plain = torch.randn(3, 40, 50, generator=torch.Generator().manual_seed(0))
+    whole = torch.randint(-8, 8, (2, 30, 30)).float()
+    with odd_cpu.asked_for():
+        x, y = torch.randn(3, 40, 50), torch.randn(3, 50, 60)
+        assert x.data_ptr() % 64 == y.data_ptr() % 64 == 4
+        for run in (torch.matmul, lambda x, y: (x @ y).sum(-1), lambda x, y: (x @ y).softmax(-1)):
+            assert torch.equal(run(x, y), run(x, y))
+            assert not torch.equal(run(x, y)[0], run(x[0], y[0]))
+            assert alike(run(x, y)[0], run(x[0], y[0]), terms=1 << 14)
+        assert torch.equal((whole @ whole)[0], whole[0] @ whole[0])
+        moved = plain.exp(), (plain @ plain.mT)
+    assert torch.randn(3).data_ptr() % 64 == 0
+    for found, right in zip(moved, (plain.exp(), plain @ plain.mT), strict=True):
+        assert alike(found, right)
+        assert not torch.equal(found, right)
