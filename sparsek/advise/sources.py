@@ -3,18 +3,17 @@
 Nothing is downloaded. Whatever is passed over is listed with the reason.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from sparsek.core import env, files
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.core.parsing import json_value
 from sparsek.files.weights import PICKLES, READERS, Entry, WeightFile, open_weights
 
 INDEX = ".safetensors.index.json"
@@ -148,10 +147,7 @@ def shards_of(path: Path) -> list[str]:
     """
     if not path.name.endswith(INDEX):
         raise InvalidInput(f"{path}: is no index of safetensors; {NO_PICKLES}")
-    try:
-        content: Any = json.loads(files.content(path))
-    except ValueError as error:
-        raise InvalidFile(f"{path}: not JSON: {error}") from None
+    content = json_value(files.content(path), path)
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(each, str) for each in shards.values()):
         raise InvalidFile(f"{path}: must have a weight_map from names of tensors to names of files")

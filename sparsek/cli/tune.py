@@ -70,6 +70,7 @@ def tune(
     path = out or _own()
     if path.is_dir():
         raise InvalidInput(f"{path}: is a folder; name a file in it, by --out or SPARSEK_TUNING")
+    table.extensible(path)
     jobs = _jobs(what, tokens, formats, block, keep, dtype)
     names = None if kernel == "all" else listed("kernel", kernel, str)
     for name in names or ():
@@ -199,12 +200,14 @@ def _entries(path: Path) -> list[table.Entry]:
     try:
         return list(table.read(path).values()) if path.exists() else []
     except InvalidFile as error:
-        raise InvalidFile(f"{error}; plans ignore it, `sparsek tune` begins it anew") from None
+        raise InvalidFile(f"{error}; plans ignore it, and `sparsek tune` adds nothing to it") from None
 
 
 def _clear(out: Path | None, json: bool) -> None:
     path = out or _own()
     there = path.exists()
+    if there and not table.is_table(path):
+        raise InvalidFile(f"{path}: is no table of tuned configs; it is not removed")
     path.unlink(missing_ok=True)
     table.forget()
     if json:

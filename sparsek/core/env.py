@@ -44,8 +44,16 @@ def compiling_differently() -> bool:
 def cache_dir() -> str:
     """SPARSEK_CACHE: folder for compiled CUDA C++ kernels; default ~/.cache/sparsek. Without a home folder it is the
     null device, below which nothing can be written.
+
+    Relative paths, also of HOME, are ignored: machine code is loaded from this folder, so a working folder must
+    not choose it.
     """
-    return os.environ.get("SPARSEK_CACHE") or _home_cache() or os.devnull
+    return _absolute(os.environ.get("SPARSEK_CACHE")) or _home_cache() or os.devnull
+
+
+def _absolute(path: str | None) -> str:
+    """The path, or "" for one that depends on the working folder."""
+    return path if path and Path(path).is_absolute() else ""
 
 
 def with_caches_in(folder: Path, bytecode: Path) -> dict[str, str]:
@@ -57,7 +65,7 @@ def with_caches_in(folder: Path, bytecode: Path) -> dict[str, str]:
 
 def _home_cache() -> str:
     try:
-        return str(Path("~/.cache/sparsek").expanduser())
+        return _absolute(str(Path("~/.cache/sparsek").expanduser()))
     except RuntimeError:
         return ""
 
@@ -89,7 +97,7 @@ def tuning_file() -> str:
 @cache
 def _tuning_in(folder: str | None, home: str | None) -> str:
     """The file for these variables: a plan looks it up for every new mask, and paths take 10 us."""
-    folder = folder or _home_cache()
+    folder = _absolute(folder) or _home_cache()
     return str(Path(folder) / "tuning.json") if folder else ""
 
 

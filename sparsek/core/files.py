@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -26,6 +26,7 @@ KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFLNK: "a symbolic link",
 }
+MOST_READ = 100_000_000  # bytes that `content` reads
 # Errors caused by the path. Others, of a full or failing disk, are raised unchanged.
 OF_A_PATH = frozenset({
     errno.EACCES, errno.EBUSY, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
@@ -64,9 +65,13 @@ def regular(path: Path) -> BinaryIO:
 
 
 def content(path: Path) -> bytes:
-    """All bytes of a regular file, by its size when opened. Raises as `regular`, but accepts an empty file."""
+    """All bytes of a small regular file, by its size when opened. Raises as `regular`, but accepts an empty file, and
+    raises InvalidFile for one of more than `MOST_READ` bytes.
+    """
     file, size = _opened(path)
     with file:
+        if size > MOST_READ:
+            raise InvalidFile(f"{path}: has {size} bytes, over the limit of {MOST_READ}")
         return file.read(size)
 
 
@@ -90,6 +95,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def turn_in(folder: Path) -> Iterator[None]:
+    """Waits until no other thread or process has its turn in this folder; where folders have no locks, for nothing."""
+    handle = None
+    with suppress(OSError, ImportError):
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 @contextmanager

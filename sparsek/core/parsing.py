@@ -1,13 +1,27 @@
-"""Values as people write them on a command line: names, lists and blocks."""
+"""Text of other people: names, lists and blocks of a command line, and JSON."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 
 Made = TypeVar("Made")
 MOST_LISTED = 16  # names
+
+
+def json_value(text: str | bytes, where: object, kind: type[SparseKError] = InvalidFile) -> Any:
+    """The value of a JSON text that others wrote. Raises `kind`, with `where`, for any other text, and for one that is
+    nested more deeply than Python's parser follows.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        fault = "its lists or objects are nested too deeply"
+    except ValueError as error:
+        fault = str(error)
+    raise kind(f"{where}: not JSON: {fault}")
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:

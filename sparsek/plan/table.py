@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from sparsek.core import env, files
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.core.parsing import json_value
 from sparsek.plan.sources import source_hash
 
 FORMAT = "sparsek tuning table"
@@ -208,11 +210,10 @@ def _lenient(path: Path) -> Entries:
 def read(path: Path) -> Entries:
     """The entries of a table file. Raises InvalidFile with the fault of any other file."""
     try:
-        found = json.loads(files.content(path).decode())
-    except InvalidFile:
-        raise
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        text = files.content(path)
+    except OSError as error:
         raise InvalidFile(f"{path}: cannot be read: {error}") from None
+    found = json_value(text, path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise InvalidFile(f"{path}: is not a {FORMAT}")
     if found.get("version") != VERSION:
@@ -243,7 +244,7 @@ def _entry(found: Any) -> Entry | None:
 
 def _is_positive(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
+    return is_number and 0 < value <= sys.float_info.max  # an int of JSON may be too large for a float
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
@@ -260,11 +261,24 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
 
 
 def add(path: Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a table, replacing older ones of the same keys. An unreadable file is replaced."""
-    try:
-        there = read(path) if path.exists() else {}
-    except InvalidFile as error:
-        warnings.warn(f"the table is replaced: {error}", stacklevel=2)
-        there = {}
-    write(path, {**there, **{each.key: each for each in entries}}.values())
+    """Adds entries to a table, replacing older ones of the same keys. Processes that add to one table take turns.
+
+    Raises InvalidFile for any other file, which stays as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.turn_in(path.parent):
+        write(path, {**extensible(path), **{each.key: each for each in entries}}.values())
     forget()
+
+
+def extensible(path: Path) -> Entries:
+    """The entries of a table that `add` may extend; none if there is no file. Raises InvalidFile for any other file."""
+    try:
+        return read(path) if path.exists() else {}
+    except InvalidFile as error:
+        raise InvalidFile(f"{error}; it is not overwritten: remove it, or name another file") from None
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file begins as a table does, of any version and even if it is damaged further on."""
+    return files.content(path).startswith(f'{{"format": {json.dumps(FORMAT)},'.encode())

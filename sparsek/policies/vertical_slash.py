@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sparsek.core import arguments
-from sparsek.core.errors import InvalidInput
+from sparsek.core import arguments, files
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.core.parsing import json_value
 from sparsek.core.tracing import is_fake
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import INT32_MAX
@@ -95,22 +95,25 @@ class VerticalSlash(Policy):
         """
         layers: Any = source
         if isinstance(source, (str, Path)):
+            said = f"source is {arguments.shown(str(source))}, which is no readable JSON file"
             try:
-                layers = json.loads(Path(source).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise InvalidInput(
-                    f"source is {arguments.shown(str(source))}, which is no readable JSON file: {error}"
-                ) from error
+                layers = json_value(files.content(files.as_path("source", source)), said, InvalidInput)
+            except (OSError, InvalidFile) as error:
+                raise InvalidInput(f"{said}: {error}") from error
         if not isinstance(layers, Sequence):
             raise InvalidInput(
                 f"source is {arguments.shown(layers)}; it must be a list with a dict for each layer"
             )
         found = layers[arguments.integer("layer", layer, 0, len(layers) - 1)]
-        if not isinstance(found, Mapping) or sorted(found) != sorted(map(str, range(len(found)))):
+        if not isinstance(found, Mapping) or set(found) != set(map(str, range(len(found)))):
             raise InvalidInput(
                 f"layer {layer} of source must have heads '0' to 'H - 1'; got {arguments.shown(found)}"
             )
-        return cls(block=block, heads=[tuple(found[str(h)][:3]) for h in range(len(found))])
+        heads = [found[str(h)] for h in range(len(found))]
+        return cls(
+            block=block,
+            heads=[tuple(each[:3]) if isinstance(each, (list, tuple)) else each for each in heads],
+        )
 
     def choose(self, given: Given) -> BlockMask:
         """The mask, of checked arguments."""

@@ -94,6 +94,8 @@ def test_a_folder_without_weights_is_refused_with_what_is_in_it(model: Path) -> 
     "text",
     [
         "{",
+        "[" * 100_000,
+        '{"weight_map": ' * 100_000,
         "[]",
         '{"weight_map": 1}',
         '{"weight_map": {"a": "../b.safetensors"}}',

@@ -106,8 +106,11 @@ def test_tune_says_what_is_wrong_with_its_table(run, tmp_path: Path, monkeypatch
     broken.write_text("{")
     result = run("tune", "--show", "--out", broken)
     assert result.exit_code == 2
-    assert "t.json: cannot be read" in " ".join(result.stderr.split())
-    assert "plans ignore it, `sparsek tune` begins it anew" in " ".join(result.stderr.split())
+    assert "t.json: not JSON" in " ".join(result.stderr.split())
+    assert "plans ignore it, and `sparsek tune` adds nothing to it" in " ".join(result.stderr.split())
+    for words in (["--device", "cpu"], ["--clear"]):
+        result = run("tune", *words, "--out", broken)
+        assert (result.exit_code, broken.read_text()) == (2, "{")
 
 
 @pytest.mark.parametrize("width", [80, 120])

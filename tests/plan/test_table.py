@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -250,9 +251,9 @@ GOOD = {"format": table.FORMAT, "version": table.VERSION, "entries": []}
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "cannot be read"),
-        ("{", "cannot be read"),
-        ("[" * 100000, "cannot be read"),
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100000, "not JSON: its lists or objects are nested too deeply"),
         ("\xff\xfe", "is not a sparsek tuning table"),
         ("[]", "is not a sparsek tuning table"),
         ('{"autotune": 1}', "is not a sparsek tuning table"),
@@ -262,6 +263,7 @@ GOOD = {"format": table.FORMAT, "version": table.VERSION, "entries": []}
         (json.dumps({**GOOD, "entries": [{**asdict(entry()), "more": 1}]}), "entry 0 is malformed"),
         (json.dumps({**GOOD, "entries": [asdict(entry(seconds=-1.0))]}), "entry 0 is malformed"),
         (json.dumps({**GOOD, "entries": [asdict(entry(seconds=float("nan")))]}), "entry 0 is malformed"),
+        (json.dumps({**GOOD, "entries": [asdict(entry(seconds=10**400))]}), "entry 0 is malformed"),
         (json.dumps({**GOOD, "entries": [asdict(entry(card=""))]}), "entry 0 is malformed"),
         (json.dumps({**GOOD, "entries": [{**asdict(entry()), "config": "x"}]}), "entry 0 is malformed"),
     ],
@@ -284,16 +286,27 @@ def test_a_file_that_is_no_table_is_ignored_with_one_warning_that_names_it(
 def test_a_table_of_bytes_that_are_no_text_is_ignored(own: Path) -> None:
     own.parent.mkdir()
     own.write_bytes(b"\xff\xfe\x00")
-    with pytest.warns(UserWarning, match=r"tuning\.json: cannot be read"):
+    with pytest.warns(UserWarning, match=r"tuning\.json: not JSON"):
         assert chosen().config == Wide(64)
 
 
-def test_tuning_over_a_broken_table_begins_anew(own: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["{", '{"my": "notes"}', json.dumps({**GOOD, "version": 2})], ids=["broken", "other", "version"]
+)
+def test_a_file_that_is_no_table_is_not_overwritten(own: Path, text: str) -> None:
     own.parent.mkdir()
-    own.write_text("{")
-    with pytest.warns(UserWarning, match=r"table is replaced: .*tuning.json: cannot be read"):
+    own.write_text(text)
+    with pytest.raises(InvalidFile, match="it is not overwritten: remove it, or name another file"):
         table.add(own, [entry()])
-    assert list(table.read(own)) == [entry().key]
+    assert own.read_text() == text
+
+
+def test_threads_that_add_to_one_table_lose_nothing(own: Path) -> None:
+    """As processes do: each opens the folder for itself."""
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(table.add, own, [entry(problem=f"spmm m={each}")]) for each in range(40)]:
+            done.result()
+    assert len(table.read(own)) == 40
 
 
 def test_choices_are_remembered_until_the_tables_change(own: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,21 @@ def test_what_prompts_do_not_have_is_refused(tmp_path: Path):
         VerticalSlash(heads=[("stream_llm", 1, 2)]).mask(q, q)
     with pytest.raises(InvalidInput, match="no readable JSON file"):
         VerticalSlash.from_json(tmp_path / "none.json", 0)
+    for text in ("[" * 100_000, "{", "\ud800"):
+        (tmp_path / "odd.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        with pytest.raises(InvalidInput, match="no readable JSON file: not JSON"):
+            VerticalSlash.from_json(tmp_path / "odd.json", 0)
+    os.mkfifo(tmp_path / "fifo.json")
+    with pytest.raises(InvalidInput, match="is a FIFO"):
+        VerticalSlash.from_json(tmp_path / "fifo.json", 0)
+    os.truncate(tmp_path / "odd.json", 2**40)  # no byte of it on disk
+    with pytest.raises(InvalidInput, match="over the limit of 100000000"):
+        VerticalSlash.from_json(str(tmp_path / "odd.json"), 0)
+    for heads in ([{"0": 5}], [{"0": "stream_llm"}], [{"0": {}}]):
+        with pytest.raises(InvalidInput, match=r"heads\[0\] is"):
+            VerticalSlash.from_json(heads, 0)
+    with pytest.raises(InvalidInput, match="must have heads"):
+        VerticalSlash.from_json([{0: [], "1": []}], 0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidInput, match="layer is 1; it must be an int from 0 to 0"):
         VerticalSlash.from_json([{}], 1)
     with pytest.raises(InvalidInput, match="must have heads '0' to 'H - 1'"):

@@ -3,9 +3,9 @@
 torch with CUDA installs NVRTC, as does the package nvidia-cuda-nvrtc. It needs neither a GPU nor a CUDA toolkit. Four
 functions are called by ctypes; cuda-bindings would be one more package, whose version must match.
 
-Cache: $SPARSEK_CACHE or ~/.cache/sparsek, one file per source, options and compiler version. A file begins with the
-hash of the rest, so a truncated or foreign file is compiled anew. If the folder is not writable, every process
-compiles for itself.
+Cache: $SPARSEK_CACHE (an absolute path) or ~/.cache/sparsek, one file per source, options and compiler version. A file
+begins with the hash of the rest, so a truncated or foreign file is compiled anew. If the folder is not writable, every
+process compiles for itself.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from sparsek.core import env
-from sparsek.core.errors import Unsupported
+from sparsek.core import env, files
+from sparsek.core.errors import InvalidFile, Unsupported
 from sparsek.kernels.lang import driver, shipped
 from sparsek.kernels.lang.progress import patient
 
@@ -174,8 +174,8 @@ def loaded(program: Program, c: Any, device: int) -> ctypes.c_void_p:
 
 def _read(path: Path) -> bytes | None:
     try:
-        held = path.read_bytes()
-    except OSError:
+        held = files.content(path)
+    except (OSError, InvalidFile):
         return None
     digest, code = held[:DIGEST], held[DIGEST:]
     return code if hashlib.sha256(code).hexdigest().encode() == digest else None

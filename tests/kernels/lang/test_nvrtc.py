@@ -1,5 +1,6 @@
 """Compiling by NVRTC, and what is kept of it."""
 
+import os
 import pwd
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,36 @@ def test_who_has_no_home_compiles_all_the_same(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # raises KeyError, as for a user who is not listed
     assert compiled(SOURCE, "twice.cu", OPTIONS)[:4] == b"\x7fELF"
     assert not env.tuning_file()
+
+
+@pytest.mark.parametrize("variable", ["SPARSEK_CACHE", "HOME"])
+def test_a_relative_folder_holds_no_machine_code(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARSEK_CACHE", raising=False)
+    monkeypatch.delenv("SPARSEK_TUNING", raising=False)
+    monkeypatch.setenv(variable, "here")
+    assert Path(env.cache_dir()).is_absolute()
+    assert not env.tuning_file() or Path(env.tuning_file()).is_absolute()
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "endless", "huge", "folder"])
+def test_what_is_no_kept_code_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(nvrtc, "compile_cuda", lambda *given: (b"code", ""))
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    assert compiled(SOURCE, "twice.cu", OPTIONS) == b"code"
+    (file,) = folder.iterdir()
+    file.unlink()
+    if kind == "FIFO":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "endless":
+        file.symlink_to("/dev/zero")
+    else:
+        file.touch()
+        os.truncate(file, 2**40)  # no byte of it on disk
+    assert compiled(SOURCE, "twice.cu", OPTIONS) == b"code"
+    if kind != "folder":
+        assert file.read_bytes().endswith(b"code")
 
 
 @needs_nvrtc
