@@ -1,6 +1,6 @@
-"""FlashAttention-4's `flash_attn_func` with block-sparse lists, on SparseK's kernels.
+"""FlashAttention-4's `flash_attn_func` with block-sparse lists, and `flash_attn_varlen_func`, on SparseK's kernels.
 
-    from sparsek.integrations.flash_attention import BlockSparseTensorsTorch, flash_attn_func
+    from sparsek.integrations.flash_attention import BlockSparseTensorsTorch, flash_attn_func, flash_attn_varlen_func
     # was: from flash_attn.cute.interface, flash_attn.cute.block_sparsity
 
 A `mask_mod` is a torch function (b, h, q_idx, kv_idx), as FlexAttention has it, and not one of the CuTe DSL.
@@ -18,10 +18,13 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.integrations.refused import (
+    absent,
     check_operands,
     check_shape,
     cut_side,
     ints_on,
+    readable,
+    refusing,
     require_neutral,
 )
 from sparsek.mask.accepted import kept_conversion, read_by
@@ -30,11 +33,38 @@ from sparsek.mask.cache import kept_mask
 from sparsek.mask.documents import Window
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.rule import MaskPolicy, packed_layout
 from sparsek.mask.structured import of_window
 from sparsek.ops.attention import attention
+from sparsek.ops.attention_varlen import attention_varlen
 
 BLOCK = (128, 128)
 NO_SCORES = "attention changes scores by softcap and learnable_sink only"
+BY_CLOSURE = "mask_mod reads tensors and numbers by its closure"
+IN_PAGES = "call sparsek.attention_paged, which takes lengths and tables of pages on the device"
+ONE_SEQUENCE = "call flash_attn_func for each sequence"
+# Of FlashAttention-2 and 3.
+OLDER: dict[str, tuple[Any, str]] = {
+    "dropout_p": (0.0, "attention drops no weights"),
+    "alibi_slopes": (None, "call sparsek.attention, which has alibi_slopes"),
+    "return_attn_probs": (False, "pass return_lse=True for the lse"),
+    "attention_chunk": (0, "pass block_sparse_tensors"),
+    "sm_margin": (0, "leave it out"),
+    "fa_version": (4, "leave it out"),
+}
+PAGED: dict[str, tuple[Any, str]] = dict.fromkeys(
+    ("page_table", "block_table", "seqused_q", "seqused_k", "leftpad_k"), (None, IN_PAGES)
+)
+
+__getattr__ = absent(
+    __name__,
+    _flash_attn_fwd="call flash_attn_func(..., return_lse=True)",
+    _flash_attn_bwd="call backward on the result of flash_attn_func, whose gradients SparseK makes",
+    flash_attn_combine="call sparsek.merge_attention, which merges two results and their lse",
+    flash_attn_with_kvcache=IN_PAGES,
+    flash_attn_qkvpacked_func="call flash_attn_func(*qkv.unbind(2))",
+    flash_attn_kvpacked_func="call flash_attn_func(q, *kv.unbind(2))",
+)
 
 
 class BlockSparseTensorsTorch(NamedTuple):
@@ -65,6 +95,7 @@ class BlockSparseTensorsTorch(NamedTuple):
     spt: bool | None = None
 
 
+@refusing("flash_attn_func", **OLDER)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -139,8 +170,8 @@ def flash_attn_func(
         require_neutral(call, name, value)
     for name, value in (("score_mod", score_mod), ("score_mod_bwd", score_mod_bwd)):
         require_neutral(call, name, value, None, NO_SCORES)
-    for name, value in (("aux_tensors", aux_tensors or None), ("aux_scalars", aux_scalars or None)):
-        require_neutral(call, name, value, None, "mask_mod reads tensors and numbers by its closure")
+    for name, value in (("aux_tensors", aux_tensors), ("aux_scalars", aux_scalars)):
+        require_neutral(call, name, _unless_empty(value), None, BY_CLOSURE)
     check_operands(q, k, v, "[B, S, H, D]")
     arguments.flag("causal", causal)
     arguments.flag("return_lse", return_lse)
@@ -158,14 +189,118 @@ def flash_attn_func(
             raise InvalidInput(
                 "flash_attn_func takes window_size or block_sparse_tensors, as the original; give one"
             )
-    if learnable_sink is not None:
-        arguments.tensor("learnable_sink", learnable_sink, {torch.float32, q.dtype})
-        check_shape("learnable_sink", learnable_sink, (q.shape[1],), "a score of each head of q")
+    _check_sink(learnable_sink, q)
     both = attention(
         q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic,
         softcap=0.0 if softcap is None else softcap, sink_logits=learnable_sink,
     )  # fmt: skip
     return both[0].transpose(1, 2), both[1] if return_lse else None
+
+
+@refusing("flash_attn_varlen_func", **OLDER, **PAGED)
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: BlockSparseTensorsTorch | None = None,
+    aux_tensors: list[Tensor] | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return attention of packed sequences, each by itself, as `sparsek.attention_varlen`.
+
+    cu_seqlens on a GPU are read with one wait, once for a tensor and again after a write to it.
+
+    Args:
+        q: [total_q, Hq, D], one sequence after the other.
+        k: [total_k, Hkv, D]. Hq is a multiple of Hkv.
+        v: [total_k, Hkv, Dv].
+        cu_seqlens_q: int32 [sequences + 1]: 0, then the end of each sequence.
+        cu_seqlens_k: The same for k and v. The last query of a sequence stands at its last key.
+        max_seqlen_q: Not read: the lengths follow from cu_seqlens_q.
+        max_seqlen_k: Not read.
+        softmax_scale: The factor of the scores; D**-0.5 for None.
+        causal: Whether a query sees no key after its own.
+        window_size: (left, right) keys around a query's position; None or -1 is no bound.
+        learnable_sink: [Hq], as in flash_attn_func.
+        softcap: Scores become softcap * tanh(score / softcap); 0 for none.
+        num_splits: Not read.
+        pack_gqa: Not read.
+        deterministic: As in `sparsek.attention`.
+        score_mod: Must be None.
+        mask_mod: Must be None.
+        block_sparse_tensors: Must be None.
+        aux_tensors: Must be None.
+        return_lse: Whether to return the lse, float32 [Hq, total_q], in place of None.
+
+    Returns:
+        (out, lse): out [total_q, Hq, Dv], 0 where a query sees no key, with gradients for q, k, v and the sinks.
+
+    Raises:
+        InvalidInput: For options that SparseK does not have, and for lengths that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from sparsek.integrations.flash_attention import flash_attn_varlen_func
+        >>> q, k, v = torch.randn(3, 300, 2, 64).unbind()
+        >>> ends = torch.tensor([0, 100, 300], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, ends, ends, 200, 200, causal=True)[0].shape
+        torch.Size([300, 2, 64])
+    """
+    call = "flash_attn_varlen_func"
+    require_neutral(call, "score_mod", score_mod, None, NO_SCORES)
+    for name, value in (("mask_mod", mask_mod), ("block_sparse_tensors", block_sparse_tensors)):
+        require_neutral(call, name, value, None, ONE_SEQUENCE)
+    require_neutral(call, "aux_tensors", _unless_empty(aux_tensors), None, BY_CLOSURE)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise InvalidInput(
+            "cu_seqlens_q or cu_seqlens_k is None; give both, or call flash_attn_func for [B, S, H, D]"
+        )
+    check_operands(q, k, v, "[total, H, D]")
+    arguments.flag("causal", causal)
+    arguments.flag("return_lse", return_lse)
+    _check_sink(learnable_sink, q)
+    left, right = window = _window(window_size, causal)
+    mask: Any = MaskPolicy(causal=window == CAUSAL)
+    if left is not None and right in (0, left):
+        mask = MaskPolicy(window=left + 1, causal=right == 0)
+    elif window not in (ALL, CAUSAL):
+        layout = packed_layout(cu_seqlens_q, cu_seqlens_k, (q.shape[0], k.shape[0]))
+        near = layout._replace(near=_sides(left, right))
+        mask = mask.visible_in(near, q.device).mask_for(*(x.transpose(0, 1)[None] for x in (q, k)))
+    out, lse = attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, mask, scale=softmax_scale, return_lse=True,
+        deterministic=deterministic, softcap=0.0 if softcap is None else softcap, sink_logits=learnable_sink,
+    )  # fmt: skip
+    return out, lse if return_lse else None
+
+
+def _unless_empty(x: Any) -> Any:
+    return None if isinstance(x, (list, tuple)) and not x else x
+
+
+def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+    if sink is not None:
+        arguments.tensor("learnable_sink", sink, {torch.float32, q.dtype})
+        check_shape("learnable_sink", sink, (q.shape[1],), "a score of each head of q")
+
+
+def _sides(left: int | None, right: int | None) -> Window:
+    return Window(None if left is None else left + 1, None if right is None else right + 1)
 
 
 ALL, CAUSAL = (None, None), (None, 0)
@@ -175,7 +310,11 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
     """(left, right) keys that a query sees beside that at its position; None for no bound."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise InvalidInput(f"window_size is {arguments.shown(window_size)}; it must be (left, right)")
-    left, right = (None if n in (None, -1) else arguments.integer("window_size", n) for n in window_size)
+    unbound = [n is None or (isinstance(n, int) and n == -1) for n in window_size]
+    left, right = (
+        None if none else arguments.integer("window_size", n)
+        for n, none in zip(window_size, unbound, strict=True)
+    )
     return left, 0 if causal else right
 
 
@@ -203,8 +342,7 @@ def _near(q: Tensor, k: Tensor, window: tuple[int | None, int | None]) -> BlockM
 def _uneven(cls: type[BlockMask], left: int | None, right: int | None, **frame: Any) -> BlockMask:
     """The mask of a window with other sides."""
     place = Place.of(**frame)
-    near = Window(None if left is None else left + 1, None if right is None else right + 1)
-    return of_window(cls, place, near, f"window({left}, {right})")
+    return of_window(cls, place, _sides(left, right), f"window({left}, {right})")
 
 
 def _check_torch(mask_mod: Any) -> None:
@@ -216,8 +354,8 @@ def _check_torch(mask_mod: Any) -> None:
         )
 
 
-def _lists(lists: Any, q: Tensor) -> tuple[BlockSparseTensorsTorch, tuple[int, int]]:
-    """Checked lists and their block."""
+def _lists(lists: Any, q: Tensor, k: Tensor) -> tuple[BlockSparseTensorsTorch, tuple[int, int], int]:
+    """Checked lists, their block, and the number of key blocks."""
     wanted = BlockSparseTensorsTorch._fields
     if not isinstance(lists, tuple) or not all(hasattr(lists, name) for name in wanted[:4]):
         raise InvalidInput(
@@ -229,8 +367,8 @@ def _lists(lists: Any, q: Tensor) -> tuple[BlockSparseTensorsTorch, tuple[int, i
         require_neutral("flash_attn_func", name, getattr(lists, name), None, "it is for packed sequences")
     if (lists.full_block_cnt is None) != (lists.full_block_idx is None):
         raise InvalidInput("full_block_cnt and full_block_idx must both be given, or both be None")
-    block = BLOCK if lists.block_size is None else arguments.pair("block_size", tuple(lists.block_size), 1)
-    tiles = -(-q.shape[2] // block[0])
+    block = BLOCK if lists.block_size is None else arguments.pair("block_size", lists.block_size, 1)
+    tiles, columns = (-(-x.shape[2] // side) for x, side in zip((q, k), block, strict=True))
     for kind in ("mask", "full"):
         counts, indices = (getattr(lists, f"{kind}_block_{part}") for part in ("cnt", "idx"))
         if counts is None:
@@ -241,35 +379,74 @@ def _lists(lists: Any, q: Tensor) -> tuple[BlockSparseTensorsTorch, tuple[int, i
             batch, heads = (1 if n == 1 else m for n, m in zip(x.shape[:2], q.shape[:2], strict=True))
             name = f"{kind}_block_{part}"
             check_shape(name, x, (batch, heads, *right), "[1 or B, 1 or H, query tiles] and the entries")
-    return lists, block
+        if readable(counts) and readable(indices):
+            _check_values(kind, counts, indices, columns)
+    return lists, block, columns
 
 
-def _packed(counts: Tensor, indices: Tensor) -> Tensor:
-    """The entries that count, and -1: int [.., Mb, n]."""
+def _check_values(kind: str, counts: Tensor, indices: Tensor, columns: int) -> None:
+    """InvalidInput for counts that are more than the entries, and for key blocks that do not exist."""
+    wrong = torch.nonzero((counts < 0) | (counts > indices.shape[3]))
+    if wrong.numel():
+        at = wrong[0].tolist()
+        raise InvalidInput(
+            f"{kind}_block_cnt{at} is {int(counts[tuple(at)])}; {kind}_block_idx has room for 0 to {indices.shape[3]} "
+            "blocks"
+        )
     place = torch.arange(indices.shape[3], dtype=indices.dtype, device=indices.device)
-    return torch.where(place < counts[..., None], indices, -1)
+    wrong = torch.nonzero((place < counts[..., None]) & ((indices < 0) | (indices >= columns)))
+    if wrong.numel():
+        at = wrong[0].tolist()
+        raise InvalidInput(
+            f"{kind}_block_idx{at} is {int(indices[tuple(at)])}; key blocks are 0 to {columns - 1}"
+        )
+
+
+def _packed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """The entries that count, and -1: int [.., Mb, n]. What is wrong on a GPU becomes `columns`, which masks refuse."""
+    place = torch.arange(indices.shape[3], dtype=indices.dtype, device=indices.device)
+    listed, crowded = place < counts[..., None], (counts < 0) | (counts > indices.shape[3])
+    wrong = crowded[..., None] | listed & ((indices < 0) | (indices >= columns))
+    return torch.where(wrong, columns, torch.where(listed, indices, -1))
+
+
+class _Cut(NamedTuple):
+    """Blocks of queries and of keys as the ones of 64 or 128 that a mask has, and how many each gives."""
+
+    block: tuple[int, int]
+    parts: tuple[int, int]
+
+    @classmethod
+    def of(cls, block: tuple[int, int]) -> _Cut:
+        of_q, of_k = (cut_side(side) for side in block)
+        if of_q is None or of_k is None:
+            raise InvalidInput(f"block_size is {block}; its sides must be multiples of 64")
+        return cls((of_q[0], of_k[0]), (of_q[1], of_k[1]))
+
+    def entries(self, packed: Tensor, columns: int, lengths: tuple[int, int]) -> Tensor:
+        """The entries of `_packed`, for the blocks of the mask."""
+        (bq, bk), (q_parts, k_parts) = self.block, self.parts
+        if k_parts > 1:
+            part = torch.arange(k_parts, dtype=packed.dtype, device=packed.device)
+            cut = packed[..., None] * k_parts + part
+            beyond = (packed[..., None] < columns) & (cut >= -(-lengths[1] // bk))
+            packed = torch.where((packed[..., None] < 0) | beyond, -1, cut).flatten(-2)
+        return packed.repeat_interleave(q_parts, 2)[:, :, : -(-lengths[0] // bq)]
 
 
 def _listed(q: Tensor, k: Tensor, given: Any, causal: bool) -> BlockMask:
     """The mask of every key of the listed blocks."""
-    lists, block = _lists(given, q)
-    of_q, of_k = (cut_side(side) for side in block)
-    if of_q is None or of_k is None:
-        raise InvalidInput(f"block_size is {block}; without mask_mod its sides must be multiples of 64")
-    (bq, q_parts), (bk, k_parts) = of_q, of_k
-    frame: Any = {"q_len": q.shape[2], "kv_len": k.shape[2], "block": (bq, bk), "causal": causal}
-    if lists.full_block_idx is None and (q_parts, k_parts) == (1, 1):
+    lists, block, columns = _lists(given, q, k)
+    cut, lengths = _Cut.of(block), (q.shape[2], k.shape[2])
+    frame: Any = {"q_len": lengths[0], "kv_len": lengths[1], "block": cut.block, "causal": causal}
+    if lists.full_block_idx is None and cut.parts == (1, 1):
         return BlockMask.from_indices(lists.mask_block_idx, lists.mask_block_cnt, **frame)
-    parts = [_packed(lists.mask_block_cnt, lists.mask_block_idx)]
+    parts = [_packed(lists.mask_block_cnt, lists.mask_block_idx, columns)]
     if lists.full_block_cnt is not None and lists.full_block_idx is not None:
-        parts.append(_packed(lists.full_block_cnt, lists.full_block_idx))
+        parts.append(_packed(lists.full_block_cnt, lists.full_block_idx, columns))
     batch, heads = (max(x.shape[dim] for x in parts) for dim in (0, 1))
     entries = torch.cat([x.expand(batch, heads, -1, -1) for x in parts], -1)
-    if k_parts > 1:
-        part = torch.arange(k_parts, dtype=entries.dtype, device=entries.device)
-        entries = torch.where(entries[..., None] < 0, -1, entries[..., None] * k_parts + part).flatten(-2)
-    entries = entries.repeat_interleave(q_parts, 2)[:, :, : -(-q.shape[2] // bq)]
-    return BlockMask.from_indices(entries, **frame)
+    return BlockMask.from_indices(cut.entries(entries, columns, lengths), **frame)
 
 
 def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
@@ -284,16 +461,25 @@ def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
 
         read = (*q.shape[:2], *lengths, *read_by(mask_mod))
         return kept_conversion(mask_mod, read, q.device, "a mask_mod", everywhere)
-    lists, block = _lists(given, q)
+    lists, block, columns = _lists(given, q, k)
+    cut, nothing = _Cut.of(block), (None, None)
 
     def build() -> BlockMask:
-        batch, heads = q.shape[:2]
-        grown: list[Any] = [
-            None if x is None else x.expand(batch, heads, *x.shape[2:]).contiguous() for x in lists[:4]
-        ]
+        found: list[Any] = []
+        for kind, counts, indices in (("mask", *lists[:2]), ("full", *lists[2:4])):
+            if counts is None or indices is None:
+                found += nothing
+                continue
+            _check_values(kind, counts, indices, columns)
+            entries = cut.entries(_packed(counts, indices, columns), columns, lengths)
+            entries = entries.sort(dim=-1, descending=True).values  # with -1 at the end
+            entries = entries.expand(*q.shape[:2], -1, -1)
+            found += (entries >= 0).sum(-1, dtype=torch.int32), entries
+        # Its constructor, unlike from_kv_blocks, takes lists of fewer columns than there are key blocks.
+        make: Any = FlexMask
         return BlockMask.from_flex(
-            FlexMask.from_kv_blocks(*grown, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
+            make(lengths, *found, *nothing, *nothing, BLOCK_SIZE=cut.block, mask_mod=mask_mod)
         )
 
-    read = (*lists[:4], *q.shape[:2], *lengths, *read_by(mask_mod))
+    read = (*lists[:4], *block, *q.shape[:2], *lengths, *read_by(mask_mod))
     return kept_conversion(lists.mask_block_idx, read, q.device, "lists with a mask_mod", build)

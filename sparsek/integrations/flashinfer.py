@@ -15,12 +15,32 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.flashinfer_masks import Grid, Padded, Setting, by_positions, factor_of
-from sparsek.integrations.refused import check_operands, check_shape, ints_on, require_neutral
+from sparsek.integrations.flashinfer_masks import Grid, Padded, Setting, by_positions, check_sums, scores_of
+from sparsek.integrations.refused import (
+    absent,
+    check_operands,
+    check_shape,
+    ints_on,
+    refusing,
+    require_neutral,
+)
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
 
 NO_FP8 = "attention has no FP8 operands"
+NHD: dict[str, tuple[Any, str]] = {"kv_layout": ("NHD", "k and v are [N, num_kv_heads, head_dim]")}
+HND: dict[str, tuple[Any, str]] = {"kv_layout": ("HND", "q, k and v are [heads, tokens, head_dim]")}
+IN_PAGES = "call sparsek.attention_paged, which takes lengths and tables of pages on the device"
+
+__getattr__ = absent(
+    __name__,
+    BatchPrefillWithPagedKVCacheWrapper=IN_PAGES,
+    BatchDecodeWithPagedKVCacheWrapper=IN_PAGES,
+    BatchPrefillWithRaggedKVCacheWrapper="call sparsek.attention_varlen",
+    single_prefill_with_kv_cache="call sparsek.attention",
+    single_decode_with_kv_cache="call sparsek.attention",
+    merge_state="call sparsek.merge_attention, with lse of the natural logarithm",
+)
 
 
 class _Wrapper:
@@ -62,11 +82,13 @@ class BlockSparseAttentionWrapper(_Wrapper):
         torch.Size([128, 2, 32])
     """
 
+    @refusing("BlockSparseAttentionWrapper", **NHD)
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, backend)
         self._setting: Setting | None = None
         self._mask: BlockMask | None = None
 
+    @refusing("BlockSparseAttentionWrapper.plan")
     def plan(
         self,
         indptr: Tensor | None,
@@ -119,8 +141,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
                 the keys of a row's blocks instead, which is the same where the last block of each row is on the
                 diagonal.
             pos_encoding_mode: Must be "NONE".
-            use_fp16_qk_reduction: Must be False.
-            logits_soft_cap: Must be None or 0.
+            use_fp16_qk_reduction: Not read: scores are summed in float32.
+            logits_soft_cap: Scores become cap * tanh(score / cap); None or 0 for none.
             sm_scale: The factor of the scores; head_dim**-0.5 for None.
             rope_scale: Not read, since there is no rotation.
             rope_theta: Not read.
@@ -147,8 +169,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
         for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
             require_neutral(call, name, scale, None, NO_FP8)
         setting = Setting.of(
-            call, (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode, use_fp16_qk_reduction,
-            logits_soft_cap, sm_scale, (q_data_type, kv_data_type, o_data_type),
+            call, (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode, logits_soft_cap, sm_scale,
+            (q_data_type, kv_data_type, o_data_type),
         )  # fmt: skip
         sizes = [arguments.integer(name, n, 1) for name, n in (("M", M), ("N", N), ("R", R), ("C", C))]
         grid = Grid(*sizes, device=self.device)
@@ -168,11 +190,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
             table = grid.of_lists(q2k_indices, q2k_num, setting.heads)
         else:
             table = grid.of_rows(indptr, indices)
-        lens = kv_block_lens
-        if lens is not None:
-            check_shape(
-                "kv_block_lens", ints_on("kv_block_lens", lens, self.device, 1), (grid.columns,), "[N / C]"
-            )
+        lens = grid.lens(kv_block_lens)
         if mask is None:
             self._mask = grid.by_blocks(table, causal, lens)
         else:
@@ -184,6 +202,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
 
     begin_forward = plan
 
+    @refusing("BlockSparseAttentionWrapper.run")
     def run(
         self,
         q: Tensor,
@@ -225,9 +244,10 @@ class BlockSparseAttentionWrapper(_Wrapper):
         check_operands(q, k, v, "[tokens, H, D]")
         self._setting.check(q, k, v, 1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        found, sums = attention(q, k, v, self._mask, scale=self._setting.scale, return_lse=True)
+        found, sums = attention(q, k, v, self._mask, return_lse=True, **self._setting.scores)
         return self._setting.results(found[0].transpose(0, 1), sums[0].T, out, lse, return_lse)
 
+    @refusing("BlockSparseAttentionWrapper.forward")
     def forward(
         self,
         q: Tensor,
@@ -253,8 +273,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             scale_k: Must be None.
             scale_v: Must be None.
             pos_encoding_mode: Must be "NONE".
-            use_fp16_qk_reduction: Must be False.
-            logits_soft_cap: Must be None or 0.
+            use_fp16_qk_reduction: Not read: scores are summed in float32.
+            logits_soft_cap: Scores become cap * tanh(score / cap); None or 0 for none.
             sm_scale: The factor of the scores in place of that of `plan`; D**-0.5 for None.
             rope_scale: Not read.
             rope_theta: Not read.
@@ -266,9 +286,9 @@ class BlockSparseAttentionWrapper(_Wrapper):
             InvalidInput: As `run`, and for options that SparseK does not have.
         """
         call = "BlockSparseAttentionWrapper.forward"
-        factor = factor_of(call, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        scores = scores_of(call, pos_encoding_mode, logits_soft_cap, sm_scale)
         if self._setting is not None:
-            self._setting = self._setting._replace(scale=factor)
+            self._setting = self._setting._replace(scores=scores)
         return self.run(q, k, v, scale_q, scale_k, scale_v)
 
     def end_forward(self) -> None:
@@ -299,11 +319,13 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         torch.Size([1, 6, 32])
     """
 
+    @refusing("VariableBlockSparseAttentionWrapper", **HND)
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, backend)
         self._planned: tuple[Setting, Tensor, Tensor, Tensor, bool] | None = None
         self._made: dict[tuple[int, int], Any] = {}
 
+    @refusing("VariableBlockSparseAttentionWrapper.plan")
     def plan(
         self,
         block_mask_map: Tensor,
@@ -334,8 +356,8 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             head_dim: The dim of each head.
             causal: Whether query i sees no key after i + N - M.
             pos_encoding_mode: Must be "NONE".
-            use_fp16_qk_reduction: Must be False.
-            logits_soft_cap: Must be None or 0.
+            use_fp16_qk_reduction: Not read: scores are summed in float32.
+            logits_soft_cap: Scores become cap * tanh(score / cap); None or 0 for none.
             sm_scale: The factor of the scores; head_dim**-0.5 for None.
             rope_scale: Not read, since there is no rotation.
             rope_theta: Not read.
@@ -348,7 +370,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         """
         setting = Setting.of(
             "VariableBlockSparseAttentionWrapper.plan", (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode,
-            use_fp16_qk_reduction, logits_soft_cap, sm_scale, (q_data_type, kv_data_type, q_data_type),
+            logits_soft_cap, sm_scale, (q_data_type, kv_data_type, q_data_type),
         )  # fmt: skip
         arguments.tensor("block_mask_map", block_mask_map, (torch.bool,), 3)
         arguments.one_device("block_mask_map is", block_mask_map.device, "the workspace is", self.device)
@@ -358,6 +380,10 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         )
         ints_on("block_row_sz", block_row_sz, self.device, 2)
         ints_on("block_col_sz", block_col_sz, self.device, 2)
+        if not rows or not columns:
+            raise InvalidInput(
+                f"block_mask_map is {list(block_mask_map.shape)}; it must have a row and a column of blocks"
+            )
         check_shape("block_row_sz", block_row_sz, (heads, rows), "as block_mask_map")
         check_shape("block_col_sz", block_col_sz, (heads, columns), "as block_mask_map")
         self._planned = setting, block_mask_map, block_row_sz, block_col_sz, arguments.flag("causal", causal)
@@ -365,6 +391,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
 
     begin_forward = plan
 
+    @refusing("VariableBlockSparseAttentionWrapper.run")
     def run(
         self,
         q: Tensor,
@@ -391,7 +418,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
 
         Raises:
             InvalidInput: Before `plan`, and for tensors that it was not for; for sizes that do not sum to the lengths,
-                which are checked on the CPU only.
+                which are checked on the CPU only. On a GPU such sizes give results without meaning.
         """
         if self._planned is None:
             raise InvalidInput("VariableBlockSparseAttentionWrapper.run before plan; call plan first")
@@ -400,15 +427,17 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         setting.check(q, k, v, 0)
         lengths = q.shape[1], k.shape[1]
         if lengths not in self._made:
+            check_sums(rows, columns, *lengths)
             self._made[lengths] = (by_positions if causal else Padded.of)(blocks, rows, columns, *lengths)
         made = self._made[lengths]
         if isinstance(made, BlockMask):
-            found, sums = attention(q[None], k[None], v[None], made, scale=setting.scale, return_lse=True)
+            found, sums = attention(q[None], k[None], v[None], made, return_lse=True, **setting.scores)
             found, sums = found[0], sums[0]
         else:
-            found, sums = made.attention(q, k, v, setting.scale)
+            found, sums = made.attention(q, k, v, setting.scores)
         return setting.results(found, sums, out, lse, return_lse)
 
+    @refusing("VariableBlockSparseAttentionWrapper.forward")
     def forward(
         self,
         q: Tensor,
@@ -428,8 +457,8 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             k: [Hkv, T, D].
             v: [Hkv, T, D].
             pos_encoding_mode: Must be "NONE".
-            use_fp16_qk_reduction: Must be False.
-            logits_soft_cap: Must be None or 0.
+            use_fp16_qk_reduction: Not read: scores are summed in float32.
+            logits_soft_cap: Scores become cap * tanh(score / cap); None or 0 for none.
             sm_scale: The factor of the scores in place of that of `plan`; D**-0.5 for None.
             rope_scale: Not read.
             rope_theta: Not read.
@@ -441,7 +470,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             InvalidInput: As `run`, and for options that SparseK does not have.
         """
         call = "VariableBlockSparseAttentionWrapper.forward"
-        factor = factor_of(call, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
+        scores = scores_of(call, pos_encoding_mode, logits_soft_cap, sm_scale)
         if self._planned is not None:
-            self._planned = (self._planned[0]._replace(scale=factor), *self._planned[1:])
+            self._planned = (self._planned[0]._replace(scores=scores), *self._planned[1:])
         return self.run(q, k, v)

@@ -8,12 +8,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.refused import check_shape, cut_lengths, cut_map, cut_side, ints_on, require_neutral
+from sparsek.integrations.refused import (
+    check_shape,
+    cut_lengths,
+    cut_map,
+    cut_side,
+    ints_on,
+    readable,
+    require_neutral,
+)
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
+from sparsek.plan.attention_operands import CAPS
 
 LOG2_E = math.log2(math.e)
 
@@ -23,7 +33,7 @@ class Setting(NamedTuple):
 
     heads: tuple[int, int, int]  # of q, of k, and their dim
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of q, of k and v, of the result
-    scale: float | None
+    scores: dict[str, Any]  # how `attention` makes them
 
     @classmethod
     def of(
@@ -31,13 +41,12 @@ class Setting(NamedTuple):
         call: str,
         heads: tuple[Any, Any, Any],
         pos: Any,
-        fp16_sums: Any,
         softcap: Any,
         scale: Any,
         types: Any,
     ) -> Setting:
         """From the arguments of `plan`; InvalidInput for those that SparseK does not have."""
-        factor = factor_of(call, pos, fp16_sums, softcap, scale)
+        scores = scores_of(call, pos, softcap, scale)
         names = "num_qo_heads", "num_kv_heads", "head_dim"
         q_heads, kv_heads, dim = (arguments.integer(*each, 1) for each in zip(names, heads, strict=True))
         if q_heads % kv_heads:
@@ -48,7 +57,7 @@ class Setting(NamedTuple):
         found = [
             as_dtype(*each) for each in zip(names, (types[0], types[1] or types[0], types[2]), strict=True)
         ]
-        return cls((q_heads, kv_heads, dim), (found[0], found[1], found[2]), factor)
+        return cls((q_heads, kv_heads, dim), (found[0], found[1], found[2]), scores)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> None:
         """InvalidInput unless these are the tensors that `plan` was for."""
@@ -60,6 +69,9 @@ class Setting(NamedTuple):
             if x.dtype != kind:
                 option = "q_data_type" if name == "q" else "kv_data_type"
                 raise InvalidInput(f"{name} is {x.dtype}; plan was for {kind}: pass {option} to plan")
+        keys, values = (x.shape[1 - heads_at] for x in (k, v))
+        if keys != values:
+            raise InvalidInput(f"k has {keys} keys and v {values} values; every key needs one value")
 
     def results(self, found: Tensor, sums: Tensor, out: Any, lse: Any, return_lse: Any) -> Any:
         """The result in its dtype, and the lse to base 2, in tensors of the caller where given."""
@@ -78,12 +90,14 @@ class Setting(NamedTuple):
         return found, sums
 
 
-def factor_of(call: str, pos: Any, fp16_sums: Any, softcap: Any, scale: Any) -> float | None:
-    """`scale`, the factor of the scores; InvalidInput for options that SparseK does not have."""
+def scores_of(call: str, pos: Any, softcap: Any, scale: Any) -> dict[str, Any]:
+    """The options of `attention` that make its scores; InvalidInput for those that SparseK does not have."""
     require_neutral(call, "pos_encoding_mode", pos, "NONE", "apply rotary embeddings before the call")
-    require_neutral(call, "use_fp16_qk_reduction", fp16_sums, False)
-    require_neutral(call, "logits_soft_cap", softcap, 0.0)
-    return None if scale is None else arguments.number("sm_scale", scale)
+    cap = 0.0 if softcap is None else arguments.number("logits_soft_cap", softcap)
+    return {
+        "scale": None if scale is None else arguments.number("sm_scale", scale),
+        "softcap": arguments.number("logits_soft_cap", cap, *CAPS) if cap else 0.0,
+    }
 
 
 def as_dtype(name: str, value: Any) -> torch.dtype:
@@ -128,7 +142,7 @@ class Grid:
         check_shape("indptr", starts, (self.rows + 1,), "[ceil(M / R) + 1]")
         starts, columns = starts.long(), columns.long()
         place = torch.arange(columns.shape[0], device=self.device)
-        if starts.device.type == "cpu":
+        if readable(starts):
             self._check_starts(starts, columns.shape[0])
         sorted_starts = starts.cummax(0).values
         row = torch.searchsorted(sorted_starts, place, right=True) - 1
@@ -163,6 +177,7 @@ class Grid:
         if counts is not None:
             ints_on("q2k_num", counts, self.device, 2)
             check_shape("q2k_num", counts, (heads[0], self.rows), "[num_qo_heads, ceil(M / R)]")
+            check_range("q2k_num", counts, indices.shape[2], "the entries of a row")
             self._refuse(~right & (place < counts[..., None]), "q2k_indices", "key blocks below N / C")
             right = right & (place < counts[..., None])
         else:
@@ -179,9 +194,18 @@ class Grid:
         check_shape("block_mask", block_map, right, "[heads, ceil(M / R), N / C]")
         return block_map.long() - 1
 
+    def lens(self, given: Any) -> Tensor | None:
+        """The valid keys of each block; None for all."""
+        if given is None:
+            return None
+        lens = ints_on("kv_block_lens", given, self.device, 1)
+        check_shape("kv_block_lens", lens, (self.columns,), "[N / C]")
+        check_range("kv_block_lens", lens, self.C, "the keys of a block")
+        return lens
+
     def _refuse(self, wrong: Tensor, name: str, right: str) -> None:
         """InvalidInput for wrong entries of lists on the CPU; on a GPU they are left out."""
-        if wrong.device.type == "cpu" and bool(wrong.any()):
+        if readable(wrong) and bool(wrong.any()):
             raise InvalidInput(
                 f"{name} has entries outside of the {self.rows} x {self.columns} blocks; use {right}"
             )
@@ -215,6 +239,25 @@ class Grid:
             return seen & (k <= q + self.N - self.M) if causal else seen
 
         return BlockMask.from_mask_mod(mask_mod, 1, table.shape[0], self.M, self.N, device=self.device)
+
+
+def check_range(name: str, x: Tensor, most: int, what: str) -> None:
+    """InvalidInput for values on the CPU that are below 0 or above `most`; of others nothing is known here."""
+    if readable(x):
+        wrong = torch.nonzero((x < 0) | (x > most))
+        if wrong.numel():
+            at = wrong[0].tolist()
+            raise InvalidInput(f"{name}{at} is {int(x[tuple(at)])}; {what} are 0 to {most}")
+
+
+def check_sums(rows: Tensor, columns: Tensor, q_len: int, kv_len: int) -> None:
+    """InvalidInput for sizes of blocks on the CPU that are not those of q and k."""
+    for name, sizes, length in (("block_row_sz", rows, q_len), ("block_col_sz", columns, kv_len)):
+        check_range(name, sizes, max(length, 0), f"sizes of blocks of {length} tokens")
+        if readable(sizes) and bool((sizes.sum(1) != length).any()):
+            raise InvalidInput(
+                f"{name} has sums {sizes.sum(1).tolist()}; each head must sum to {length} tokens"
+            )
 
 
 def by_positions(blocks: Tensor, rows: Tensor, columns: Tensor, q_len: int, kv_len: int) -> BlockMask:
@@ -270,8 +313,10 @@ class Side(NamedTuple):
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [H, G, L, ...] at index [H, n]."""
+    """Rows of x [H, G, L, ...] at index [H, n]; zeros where L is 0."""
     index = index[:, None].expand(-1, x.shape[1], -1)
+    if not x.shape[2]:  # every index is 0
+        x = functional.pad(x, (0, 1) if x.ndim == 3 else (0, 0, 0, 1))
     return x.gather(2, index if x.ndim == 3 else index[..., None].expand(*index.shape, x.shape[3]))
 
 
@@ -285,13 +330,6 @@ class Padded(NamedTuple):
     @classmethod
     def of(cls, blocks: Tensor, rows: Tensor, columns: Tensor, q_len: int, kv_len: int) -> Padded:
         """The layout and its mask, made on the device of the map."""
-        for name, sizes, length in (("block_row_sz", rows, q_len), ("block_col_sz", columns, kv_len)):
-            if sizes.device.type == "cpu" and (
-                bool((sizes.sum(1) != length).any()) or bool((sizes < 0).any())
-            ):
-                raise InvalidInput(
-                    f"{name} has sums {sizes.sum(1).tolist()}; each head must sum to {length} tokens"
-                )
         q, k = Side.of(rows, q_len), Side.of(columns, kv_len)
         seen = blocks.gather(1, q.block[:, :, None].expand(-1, -1, blocks.shape[2]))
         seen = seen.gather(2, k.block[:, None].expand(-1, q.block.shape[1], -1)) & (q.valid > 0)[:, :, None]
@@ -301,11 +339,11 @@ class Padded(NamedTuple):
         )  # fmt: skip
         return cls(q, k, mask)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scores: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """out [Hq, S, D] and lse [Hq, S] of tensors [H, tokens, D]."""
         heads = k.shape[0]
         tiles = gathered(q.unflatten(0, (heads, -1)), self.q.source)
         k, v = (gathered(x[:, None], self.k.source) for x in (k, v))
-        found, sums = attention(tiles, k, v, self.mask, scale=scale, return_lse=True)
+        found, sums = attention(tiles, k, v, self.mask, return_lse=True, **scores)
         found, sums = (gathered(x, self.q.target).flatten(0, 1) for x in (found, sums))
         return found, sums

@@ -2,15 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dis
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import is_fake, watched
 
 PLAIN = (bool, int, float, str, tuple)  # a tensor has no one truth
+IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def refusing(
+    call: str, **others: tuple[Any, str]
+) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """Makes unknown keyword arguments of a call InvalidInput with their name, where Python raises TypeError.
+
+    Args:
+        call: The name of the call in messages.
+        **others: Options of other versions of the call: the value that changes nothing, and what to do instead of
+            others. With that value, or None, they are accepted.
+    """
+
+    def wrap(made: Callable[Given, Made]) -> Callable[Given, Made]:
+        known = tuple(name for name in inspect.signature(made).parameters if name != "self")
+
+        @functools.wraps(made)
+        def called(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+            for name in [each for each in kwargs if each not in known]:
+                if name not in others:
+                    raise InvalidInput(f"{call} has no argument {name}; it has {', '.join(known)}")
+                require_neutral(call, name, kwargs.pop(name), *others[name])
+            return made(*args, **kwargs)
+
+        return called
+
+    return wrap
+
+
+def absent(module: str, **cures: str) -> Callable[[str], Any]:
+    """A module's `__getattr__` for names of the other library that it lacks: ImportError in an import of the name, else
+    AttributeError, with what to use instead.
+    """
+
+    def look_up(name: str) -> Any:
+        text = f"module {module!r} has no attribute {name!r}"
+        if name not in cures:
+            raise AttributeError(text)
+        caller = sys._getframe(1)
+        if caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == IMPORT_FROM:
+            # Python replaces the text of an AttributeError here.
+            raise ImportError(f"cannot import name {name!r} from {module!r}: {cures[name]}", name=name)
+        raise AttributeError(f"{text}: {cures[name]}")
+
+    return look_up
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the values of a tensor can be checked on the host: it is on the CPU and has some."""
+    return x.device.type == "cpu" and not (watched(x) or is_fake(x))
 
 
 def require_neutral(call: str, name: str, value: Any, neutral: Any = None, instead: str = "") -> None:

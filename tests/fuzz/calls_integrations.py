@@ -147,6 +147,13 @@ CALLS: dict[str, Call] = {
         ),
         {"softmax_scale": "none int", "softcap": "none", "block_sparse_tensors": "none"},
     ),
+    "flash_attn_varlen_func": Call(
+        function(
+            flash_attention.flash_attn_varlen_func, **operands(200, 2, 16), cu_seqlens_q=ENDS, cu_seqlens_k=ENDS,
+            softmax_scale=0.2, window_size=(9, 3), causal=False, softcap=0.0, return_lse=True,
+        ),
+        {"softmax_scale": "none int", "softcap": "none"},
+    ),
     "memory_efficient_attention": Call(
         function(
             memory_efficient_attention, query=dense(1, 100, 2, 16), key=dense(1, 100, 2, 16, seed=1),

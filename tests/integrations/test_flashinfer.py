@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsek import InvalidInput
+from sparsek.integrations import flashinfer_masks
 from sparsek.integrations.flashinfer import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from tests.integrations.dense import coin, dense, expanded, operands, same, same_gradients
 
@@ -202,12 +203,15 @@ def test_what_is_refused() -> None:
     narrow = operands((64, 2, 4))[0].half()
     with pytest.raises(InvalidInput, match=r"q is \[64, 2, 4\]; plan was for 2 heads of dim 8$"):
         wrapper.run(narrow, narrow, narrow)
-    with pytest.raises(InvalidInput, match=r"forward has no logits_soft_cap"):
-        wrapper.forward(q, q, q, logits_soft_cap=30.0)
+    with pytest.raises(InvalidInput, match=r"forward has no pos_encoding_mode"):
+        wrapper.forward(q, q, q, pos_encoding_mode="ALIBI")
+    with pytest.raises(InvalidInput, match=r"k has 64 keys and v 63 values"):
+        wrapper.run(q.half(), q.half(), q[:63].half())
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+        ({"logits_soft_cap": -3.0}, "logits_soft_cap is -3"),
+        ({"logits_soft_cap": 1e9}, "logits_soft_cap is 1000000000"),
+        ({"page_size": 16}, "plan has no argument page_size; it has indptr, indices, M"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode"),
-        ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction"),
         ({"packed_mask": torch.zeros(4, dtype=torch.uint8)}, "packed_mask"),
         ({"q_scale": torch.ones(2)}, "q_scale"),
         ({"q_data_type": "int33"}, "q_data_type"),
@@ -215,18 +219,127 @@ def test_what_is_refused() -> None:
         ({"mask": coin(2, 64, 64)}, "mask is"),
         ({"mask": coin(1, 64, 64), "block_mask": coin(2, 1, 1)}, "no block_mask"),
         ({"kv_block_lens": torch.tensor([1, 2])}, "kv_block_lens is"),
+        ({"kv_block_lens": torch.tensor([65])}, r"kv_block_lens\[0\] is 65; the keys of a block are 0 to 64"),
     ]
     for change, message in wrong:
         with pytest.raises(InvalidInput, match=message):
             wrapper.plan(*good, **change)
+    lists = torch.zeros(2, 1, 1, dtype=torch.int32)
+    counts = torch.tensor([[1], [2]], dtype=torch.int32)
+    with pytest.raises(InvalidInput, match=r"q2k_num\[1, 0\] is 2; the entries of a row are 0 to 1"):
+        wrapper.plan(None, None, *good[2:], q2k_indices=lists, q2k_num=counts)
     with pytest.raises(InvalidInput, match="outside of the 1 x 1 blocks"):
         wrapper.plan(indptr, torch.tensor([1]), *good[2:])
     with pytest.raises(InvalidInput, match="multiple of C"):
         wrapper.plan(indptr, indices, 64, 65, *good[4:])
+
+
+SEVERAL = (
+    coin(2, 2, 2, share=2.0),
+    torch.tensor([[20, 30], [25, 25]]),
+    torch.tensor([[24, 30], [0, 54]]),
+    2,
+    2,
+    16,
+)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((49, 54, 54), r"block_row_sz has sums \[50, 50\]; each head must sum to 49 tokens"),
+        ((51, 54, 54), "block_row_sz has sums"),
+        ((5, 5, 5), r"block_row_sz\[0, 0\] is 20; sizes of blocks of 5 tokens are 0 to 5"),
+        ((50, 53, 53), r"block_col_sz\[1, 1\] is 54"),
+        ((50, 60, 60), "block_col_sz has sums"),
+        ((50, 54, 53), "k has 54 keys and v 53 values"),
+        ((50, 54, 55), "k has 54 keys and v 55 values"),
+    ],
+)
+def test_lengths_that_were_not_planned(lengths: tuple[int, ...], message: str, causal: bool) -> None:
+    wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
+    wrapper.plan(*SEVERAL, q_data_type="float32", causal=causal)
+    with pytest.raises(InvalidInput, match=message):
+        wrapper.run(*(torch.randn(2, length, 16) for length in lengths))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 9), (9, 0), (0, 0)])
+def test_sizes_of_no_tokens(q_len: int, kv_len: int, causal: bool) -> None:
+    wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
+    rows, columns = (torch.tensor([[length, 0]]) for length in (q_len, kv_len))
+    wrapper.plan(coin(1, 2, 2, share=2.0), rows, columns, 2, 1, 16, q_data_type="float64", causal=causal)
+    leaves = operands((2, q_len, 16), (1, kv_len, 16), (1, kv_len, 16))
+    out, lse = wrapper.run(*leaves, return_lse=True)
+    same(out, torch.zeros(2, q_len, 16))
+    same(lse, torch.full((2, q_len), -torch.inf))
+    for x, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves, allow_unused=True), strict=True):
+        assert grad is None or (grad.shape == x.shape and not grad.any())
+
+
+@pytest.mark.parametrize("rows", [[[-10, 60]] * 2, [[20, 31], [25, 25]], [[20, 20], [25, 25]]])
+def test_wrong_sizes(rows: list[list[int]]) -> None:
+    wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
+    q, k = torch.randn(2, 50, 16), torch.randn(2, 54, 16)
+    for at, causal in ((1, False), (1, True), (2, False), (2, True)):
+        given = list(SEVERAL)
+        given[at] = torch.tensor(rows)
+        wrapper.plan(*given, q_data_type="float32", causal=causal)
+        with pytest.raises(InvalidInput, match=f"^{('', 'block_row_sz', 'block_col_sz')[at]}"):
+            wrapper.run(q, k, k)
+    with pytest.raises(InvalidInput, match=r"block_mask_map is \[2, 0, 2\]"):
+        wrapper.plan(SEVERAL[0][:, :0], SEVERAL[1][:, :0], *SEVERAL[2:])
+
+
+def test_wrong_sizes_on_a_device_read_no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes on a GPU are not looked at; whatever they are, no index is out of bounds."""
+    monkeypatch.setattr(flashinfer_masks, "readable", lambda x: False)
+    random = torch.Generator().manual_seed(0)
+    for causal in (False, True):
+        for _ in range(20):
+            sizes = [torch.randint(-90, 200, (2, 2), generator=random) for _ in range(2)]
+            wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
+            wrapper.plan(SEVERAL[0], *sizes, 2, 2, 16, q_data_type="float32", causal=causal)
+            assert wrapper.run(*(torch.randn(2, length, 16) for length in (50, 54, 54))).shape == (2, 50, 16)
+
+
+@pytest.mark.parametrize("fp16_sums", [True, False, None])
+@pytest.mark.parametrize("cap", [None, 0.0, 2.5])
+def test_capped_scores(cap: float | None, fp16_sums: Any) -> None:
+    leaves = operands((64, 2, 8), (128, 1, 8), (128, 1, 8))
+    options: dict[str, Any] = {"use_fp16_qk_reduction": fp16_sums, "logits_soft_cap": cap, "sm_scale": 0.8}
+    wrapper = BlockSparseAttentionWrapper(torch.empty(0), kv_layout="NHD")
+    wrapper.plan(torch.tensor([0, 1]), torch.tensor([1]), 64, 128, 64, 64, 2, 1, 8, **options, **F64)
     several = VariableBlockSparseAttentionWrapper(torch.empty(0))
-    several.plan(
-        coin(2, 1, 1), torch.tensor([[60]] * 2), torch.tensor([[64]] * 2), 2, 2, 8, q_data_type="float64"
-    )
-    x = q.transpose(0, 1)
-    with pytest.raises(InvalidInput, match="must sum to 64"):
-        several.run(x, x, x)
+    blocks, rows, columns = torch.tensor([[[False, True]]]), torch.tensor([[64]]), torch.tensor([[64, 64]])
+    several.plan(blocks, rows, columns, 2, 1, 8, q_data_type="float64", **options)
+    q, k, v = (x.transpose(0, 1) for x in leaves)
+    for out in (wrapper.run(*leaves), several.run(q, k, v).transpose(0, 1)):
+        scores = q @ k[:, 64:].mT * 0.8
+        scores = scores if not cap else cap * torch.tanh(scores / cap)
+        wanted = (scores.softmax(-1) @ v[:, 64:]).transpose(0, 1)
+        same(out, wanted)
+        same_gradients(out, wanted, leaves)
+        q, k, v = (x.transpose(0, 1) for x in leaves)
+    wrapper.plan(torch.tensor([0, 1]), torch.tensor([1]), 64, 128, 64, 64, 2, 1, 8, **F64)
+    same(wrapper.forward(*leaves, logits_soft_cap=cap, sm_scale=0.8), wanted)
+
+
+def test_names_of_other_versions() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"BlockSparseAttentionWrapper has no kv_layout, got 'HND'; .* are \[N"
+    ):
+        BlockSparseAttentionWrapper(torch.empty(0), kv_layout="HND")
+    with pytest.raises(
+        InvalidInput, match=r"VariableBlockSparseAttentionWrapper has no kv_layout, got 'NHD'"
+    ):
+        VariableBlockSparseAttentionWrapper(torch.empty(0), kv_layout="NHD")
+    with pytest.raises(
+        InvalidInput, match="has no argument use_cuda_graph; it has float_workspace_buffer, backend"
+    ):
+        BlockSparseAttentionWrapper(torch.empty(0), use_cuda_graph=True)
+    with pytest.raises(
+        ImportError, match=r"BatchPrefillWithPagedKVCacheWrapper.*: call sparsek\.attention_paged"
+    ):
+        exec("from sparsek.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper")
