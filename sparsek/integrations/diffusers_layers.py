@@ -1,0 +1,349 @@
+"""The attention processors of diffusers that can take a policy: how each calls attention, and that call with it.
+
+A processor is known by its exact class and the parameters of its `__call__`. FORMS holds what its tokens and masks are.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import types
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.rule import MaskRule
+from sparsek.ops.attention import attention
+from sparsek.reference.attention import merge_attention
+
+DISPATCH, TORCH = "dispatch_attention_fn", "scaled_dot_product_attention"
+USUAL = ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb")
+ROTARY = (*USUAL[:4], "rotary_emb")
+
+
+class Form(NamedTuple):
+    """What a processor does with its tokens.
+
+    `text`: where it puts encoder_hidden_states among the tokens; None where these are for cross-attention.
+    `alone`: what hidden_states are in a call without them: the video, or text and video "joined".
+    `masks`: what a bool mask has: the "keys" that exist, [B, 1, 1, T], or the "pairs" of tokens that exist,
+    [B, 1, T, T]. All tokens of the video exist.
+    `cross`: the name of modules for cross-attention, where they have no attribute `is_cross_attention`.
+    """
+
+    call: tuple[str, ...] = USUAL
+    text: Literal["first", "last"] | None = None
+    alone: Literal["video", "joined"] | None = None
+    masks: Literal["keys", "pairs"] | None = None
+    cross: str = ""
+
+
+MODELS = "diffusers.models.transformers.transformer_"
+OTHERS = "diffusers.models.attention_processor."
+FORMS = {
+    f"{MODELS}wan.WanAttnProcessor": Form(ROTARY, alone="video"),
+    f"{MODELS}chronoedit.WanAttnProcessor": Form(ROTARY, alone="video"),
+    f"{MODELS}skyreels_v2.SkyReelsV2AttnProcessor": Form(ROTARY, alone="video"),
+    f"{MODELS}ltx.LTXVideoAttnProcessor": Form(alone="video", cross="attn2"),
+    f"{MODELS}kandinsky.Kandinsky5AttnProcessor": Form(
+        (*USUAL[:3], "rotary_emb", "sparse_params"), alone="video", cross="cross_attention"
+    ),
+    f"{MODELS}hunyuan_video.HunyuanVideoAttnProcessor2_0": Form(text="last", masks="keys"),
+    f"{MODELS}hunyuan_video15.HunyuanVideo15AttnProcessor2_0": Form(text="last", masks="pairs"),
+    f"{MODELS}hunyuanimage.HunyuanImageAttnProcessor": Form(text="last", masks="keys"),
+    f"{MODELS}qwenimage.QwenDoubleStreamAttnProcessor2_0": Form(
+        (*USUAL[:3], "encoder_hidden_states_mask", *USUAL[3:]), text="first", masks="keys"
+    ),
+    f"{MODELS}flux.FluxAttnProcessor": Form(text="first", alone="joined"),
+    f"{MODELS}flux2.Flux2AttnProcessor": Form(text="first", alone="joined"),
+    f"{MODELS}flux2.Flux2ParallelSelfAttnProcessor": Form(
+        (*USUAL[:2], *USUAL[3:]), text="first", alone="joined"
+    ),
+    f"{OTHERS}CogVideoXAttnProcessor2_0": Form(text="first"),
+    f"{OTHERS}JointAttnProcessor2_0": Form((*USUAL[:4], "args", "kwargs"), text="last", alone="video"),
+}
+
+
+def form_of(module: Any, layer: str, text: Literal["first", "last"] | None = None) -> Form | str:
+    """The form of the processor of an attention module of this name, or why its layer stays dense.
+
+    `text`: where a class that is not in FORMS puts its text tokens, by the word of the user.
+    """
+    kind = type(module.processor)
+    name = kind.__name__
+    own: Any = kind.__call__
+    form = FORMS.get(f"{kind.__module__}.{kind.__qualname__}")
+    names = tuple(inspect.signature(own).parameters)[1:]
+    if form is None:
+        if text is None:
+            return f"{name} is not a processor that use() knows"
+        if names[:3] != USUAL[:3]:
+            return f"{name}.__call__ does not take {', '.join(USUAL[:3])}"
+        form = Form(names, text)
+    elif form.call != names:
+        return f"{name}.__call__ takes {', '.join(names)}, which is not the form that use() knows"
+    elif text is not None and form.text not in (None, text):
+        raise InvalidInput(f"text is {text!r}; {name} has its text tokens {form.text}")
+    if getattr(module, "is_cross_attention", False) or layer.rpartition(".")[2] == form.cross:
+        return "cross-attention"
+    if isinstance(module.processor, torch.nn.Module):
+        return f"{name} has weights and cannot be replaced"
+    return _unfit(own, name) or form
+
+
+class Around:
+    """What the processors of one transformer share: the policy with its steps, and the text of the running call.
+
+    `text`: the tokens in the model's argument encoder_hidden_states, None where it has none.
+    """
+
+    def __init__(self, sparse: Any, model: Any) -> None:
+        self.sparse, self.text = sparse, None
+        self._names = tuple(inspect.signature(model.forward).parameters)
+
+    def before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before the forward pass of the model."""
+        given = kwargs.get("encoder_hidden_states")
+        if given is None and "encoder_hidden_states" in self._names[: len(args)]:
+            given = args[self._names.index("encoder_hidden_states")]
+        self.text = given.shape[1] if isinstance(given, Tensor) and given.ndim == 3 else None
+        self.sparse.count()
+
+
+class Processor:
+    """What the processors of `use` have beside the class of the one that they replace."""
+
+    _around: Around
+    _form: Form
+    _layer: str
+    _dense: Any  # diffusers' dispatch_attention_fn, or torch's scaled_dot_product_attention
+
+    def _attend(
+        self,
+        tokens: int,
+        joint: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: Any = None,
+        *,
+        backend: Any = None,
+        parallel_config: Any = None,
+    ) -> Tensor:
+        """In place of diffusers' dispatch_attention_fn: query [B, S, H, D], key and value [B, T, H, D].
+
+        In a processor that was called with `tokens` of the video and `joint` text tokens.
+        """
+        found = None
+        if self._applies(tokens, joint, query.shape[1], key.shape[1], attn_mask, dropout_p, is_causal):
+            if parallel_config is not None:
+                raise InvalidInput(
+                    "context parallelism splits the tokens of a layer, and a policy needs all of them"
+                )
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            found = self._sparsely(q, k, v, joint, attn_mask, scale)
+        if found is not None:
+            return found.transpose(1, 2)
+        return self._dense(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
+            backend=backend, parallel_config=parallel_config,
+        )  # fmt: skip
+
+    def _attend_by_heads(
+        self,
+        tokens: int,
+        joint: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """In place of torch's scaled_dot_product_attention: [B, H, S, D]."""
+        found = None
+        if self._applies(tokens, joint, query.shape[2], key.shape[2], attn_mask, dropout_p, is_causal):
+            found = self._sparsely(query, key, value, joint, attn_mask, scale)
+        if found is not None:
+            return found
+        return self._dense(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def _applies(
+        self, tokens: int, joint: int, rows: int, keys: int, mask: Any, dropout: float, causal: bool
+    ) -> bool:
+        """Whether a call is sparse: self-attention of the tokens that are known, in a sparse step."""
+        if not rows == keys == tokens + joint or tokens < 1 or not self._around.sparse.applies(tokens):
+            return False
+        if dropout or causal:
+            self._stays_dense("called with dropout" if dropout else "called as causal attention")
+            return False
+        if mask is not None and not self._reads(mask, rows):
+            self._stays_dense(f"called with a mask {list(getattr(mask, 'shape', ()))}")
+            return False
+        return True
+
+    def _reads(self, mask: Any, length: int) -> bool:
+        """Whether a mask's meaning is known, by its shape."""
+        rows = {"keys": 1, "pairs": length}.get(self._form.masks or "")
+        return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1:] == (1, rows, length)
+
+    def _stays_dense(self, reason: str) -> None:
+        if not torch.compiler.is_compiling():
+            self._around.sparse.dense[self._layer] = reason
+
+    def _sparsely(
+        self, q: Tensor, k: Tensor, v: Tensor, joint: int, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """The attention [B, H, S, D] of a call that applies."""
+        policy, first = self._around.sparse.policy, self._form.text == "first"
+        if not joint:
+            return attention(q, k, v, policy, scale=scale)
+        there = None
+        if mask is not None:  # as a token of the video sees it
+            row = mask[:, 0, joint if first and mask.shape[2] > 1 else 0]
+            there = (row[:, :joint] if first else row[:, -joint:]).expand(q.shape[0], -1)
+        return joint_attention(q, k, v, policy, joint, first, there, scale)
+
+
+def joint_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: MaskRule | BlockMask,
+    joint: int,
+    first: bool,
+    there: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Attention in which the video sees its blocks and the text, and the text sees all; [B, H, S, D].
+
+    `there` bool [B, joint]: which text tokens exist. No token sees the others, whose rows mean nothing.
+    """
+    tokens = q.shape[2] - joint
+    at = slice(joint, None) if first else slice(0, tokens)
+    of_text = slice(0, joint) if first else slice(tokens, None)
+    (qv, kv, vv), (qt, kt, vt) = ([x[:, :, part] for x in (q, k, v)] for part in (at, of_text))
+    lengths = None
+    if there is not None:  # those that exist come first: the order of keys does not matter
+        order = torch.argsort(there.to(torch.uint8), dim=1, descending=True, stable=True)[:, None, :, None]
+        kt, vt = kt.take_along_dim(order, 2), vt.take_along_dim(order, 2)
+        lengths = there.sum(1, dtype=torch.int32)
+    seen, sums = attention(qv, kv, vv, policy, scale=scale, return_lse=True)
+    to_text, text_sums = attention(
+        qv, kt, vt, _text_mask(tokens, joint, lengths, q), scale=scale, return_lse=True
+    )
+    video = merge_attention(seen, sums, to_text, text_sums)[0]
+    by_text, by_sums = attention(qt, kv, vv, scale=scale, return_lse=True)
+    own, own_sums = attention(qt, kt, vt, _text_mask(joint, joint, lengths, q), scale=scale, return_lse=True)
+    text = merge_attention(by_text, by_sums, own, own_sums)[0]
+    return torch.cat((text, video) if first else (video, text), 2)
+
+
+def _text_mask(rows: int, joint: int, lengths: Tensor | None, q: Tensor) -> BlockMask | None:
+    """The mask in which every query sees the first `lengths` of the text tokens."""
+    if lengths is None:
+        return None
+    blocks = -(-rows // 128), -(-joint // 128)
+    there = torch.ones((lengths.shape[0], 1, *blocks), dtype=torch.bool, device=q.device)
+    start = torch.arange(blocks[1], dtype=torch.int32, device=q.device) * 128
+    keys = (lengths[:, None] - start).clamp(0, 128)
+    return BlockMask.from_block_map(there, q_len=rows, kv_len=joint, kv_lengths=keys)
+
+
+def with_policy(around: Around, old: Any, layer: str, form: Form) -> Any:
+    """The processor `old` of a layer as one whose attention the policy decides."""
+    made = object.__new__(_class_of(type(old)))
+    made.__dict__.update(old.__dict__)
+    made._around, made._form, made._layer = around, form, layer
+    own: Any = type(old).__call__
+    made._dense = own.__globals__.get(DISPATCH) or torch.nn.functional.scaled_dot_product_attention
+    return made
+
+
+@functools.cache
+def _class_of(old: type) -> type:
+    """A class of processors with the signature of `old`, which models read."""
+    own: Any = old.__call__
+    redirected = _redirected(own)
+    by_heads = DISPATCH not in own.__code__.co_names
+    takes_text = "encoder_hidden_states" in own.__code__.co_varnames[: own.__code__.co_argcount]
+
+    @functools.wraps(own)
+    def call(self: Any, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = None
+        if takes_text:
+            given = kwargs.get("encoder_hidden_states", args[0] if args else None)
+        tokens, joint = math.prod(hidden_states.shape[1:-1]), 0
+        if given is not None:  # for cross-attention, a call that has no known tokens
+            joint, tokens = (given.shape[1], tokens) if self._form.text else (0, -1)
+        elif self._form.alone == "joined" and self._around.text is not None:
+            joint = self._around.text
+            tokens -= joint
+        elif self._form.alone != "video":
+            tokens = -1
+        if "sparse_params" in kwargs and tokens > 0 and self._around.sparse.applies(tokens):
+            kwargs["sparse_params"] = None  # the mask that the model would make itself
+        attend = self._attend_by_heads if by_heads else self._attend
+        kwargs[DISPATCH] = functools.partial(attend, tokens, joint)
+        return redirected(self, attn, hidden_states, *args, **kwargs)
+
+    return type(f"Sparse{old.__name__}", (Processor, old), {"__call__": call})
+
+
+def _unfit(own: Any, name: str) -> str | None:
+    """Why the function `own` of class `name` cannot be redirected."""
+    if not isinstance(own, types.FunctionType) or not {DISPATCH, TORCH} & {*own.__code__.co_names}:
+        return f"{name} does not call {DISPATCH}"
+    try:
+        function = _source(own).body[0].body[0]  # type: ignore[attr-defined]
+    except (OSError, SyntaxError) as error:
+        return f"{name} has no readable source ({error})"
+    if own.__closure__ or not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return f"{name}.__call__ is not a plain function"
+    return None
+
+
+def _source(own: types.FunctionType) -> ast.Module:
+    return ast.parse("if True:\n" + inspect.getsource(own))
+
+
+class _Calls(ast.NodeTransformer):
+    """torch's attention, by the name that has the policy."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        return ast.copy_location(ast.Name(DISPATCH, ast.Load()), node) if node.attr == TORCH else node
+
+
+def _redirected(own: types.FunctionType) -> Any:
+    """The function with an argument more, the dispatch_attention_fn that it calls.
+
+    From its source, because torch.compile must find a function's global names in those of its module.
+    """
+    code, tree = own.__code__, _source(own)
+    function: Any = tree.body[0].body[0]  # type: ignore[attr-defined]
+    function.args.kwonlyargs.append(ast.arg(DISPATCH))
+    function.args.kw_defaults.append(None)
+    if DISPATCH not in code.co_names:
+        tree = _Calls().visit(tree)
+    ast.fix_missing_locations(ast.increment_lineno(tree, code.co_firstlineno - 2))
+    flags = code.co_flags & annotations.compiler_flag  # of __future__
+    whole = compile(tree, code.co_filename, "exec", flags, dont_inherit=True)
+    inner = next(x for x in whole.co_consts if isinstance(x, types.CodeType) and x.co_name == function.name)
+    made = types.FunctionType(inner, own.__globals__, own.__name__, own.__defaults__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
