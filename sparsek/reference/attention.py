@@ -190,12 +190,13 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
     Args:
         o1: [..., Dv], the output for the first set of keys.
         lse1: [...], float32 or float64, as `attention(..., return_lse=True)` returns it. Where it is -inf, the part
-            does not count, whatever its o1.
+            is empty and does not count, whatever its o1. +inf means the same: FlashAttention-2 and
+            Block-Sparse-Attention write it for a query without keys. An lse over finite scores is never +inf.
         o2: [..., Dv], the output for the second set.
         lse2: [...], like lse1.
 
     Returns:
-        o [..., Dv] in the dtype of o1 and lse [...] in that of lse1: 0 and -inf where both lse are -inf.
+        o [..., Dv] in the dtype of o1 and lse [...] in that of lse1: 0 and -inf where both parts are empty.
 
     Raises:
         InvalidInput: For shapes, dtypes or devices that do not fit together.
@@ -214,12 +215,12 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
             arguments.kept(name, x)
     sum_dtype = torch.promote_types(o1.dtype, lse1.dtype)
     lse = torch.stack((lse1, lse2)).to(sum_dtype)
-    nothing = lse == -torch.inf
-    neither = nothing.all(0)
-    lse = lse.masked_fill(neither, 0)
+    empty = lse.isinf()
+    neither = empty.all(0)
+    lse = lse.masked_fill(empty, -torch.inf).masked_fill(neither, 0)
     first, second = (
         o.to(sum_dtype).masked_fill(gone.unsqueeze(-1), 0) * weight.unsqueeze(-1)
-        for o, gone, weight in zip((o1, o2), nothing, lse.softmax(0), strict=True)
+        for o, gone, weight in zip((o1, o2), empty, lse.softmax(0), strict=True)
     )
     return (first + second).to(o1.dtype), lse.logsumexp(0).masked_fill(neither, -torch.inf).to(lse1.dtype)
 

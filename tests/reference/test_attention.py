@@ -198,14 +198,17 @@ def test_merging_gives_the_same_bits_in_either_order() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_part_that_saw_nothing_counts_for_nothing_whatever_it_holds() -> None:
+@pytest.mark.parametrize("empty", [-torch.inf, torch.inf])
+@pytest.mark.parametrize("other", [-torch.inf, torch.inf])
+def test_a_part_that_saw_nothing_counts_for_nothing_whatever_it_holds(empty: float, other: float) -> None:
     o, lse = normal(3, 5, 4), normal(3, 5)
-    nothing = torch.full_like(lse, -torch.inf)
+    nothing, again = torch.full_like(lse, empty), torch.full_like(lse, other)
     for dead in (torch.zeros_like(o), poisoned(o.shape, o.dtype)):
-        merged, merged_lse = merge_attention(o, lse, dead, nothing)
-        assert torch.equal(merged, o)
-        torch.testing.assert_close(merged_lse, lse)
-        both, both_lse = merge_attention(dead, nothing, dead, nothing)
+        for parts in ((o, lse, dead, nothing), (dead, nothing, o, lse)):
+            merged, merged_lse = merge_attention(*parts)
+            assert torch.equal(merged, o)
+            torch.testing.assert_close(merged_lse, lse)
+        both, both_lse = merge_attention(dead, nothing, dead, again)
         assert bool((both == 0).all())
         assert bool((both_lse == -torch.inf).all())
 
@@ -217,16 +220,22 @@ def test_merging_lse_far_apart_or_large_does_not_overflow() -> None:
     torch.testing.assert_close(lse, torch.tensor([1000.6931, 0.0]))
 
 
-def test_merge_has_gradients_that_empty_parts_do_not_spoil() -> None:
+@pytest.mark.parametrize("empty", [-torch.inf, torch.inf])
+def test_merge_has_gradients_that_empty_parts_do_not_spoil(empty: float) -> None:
     o1, o2 = (normal(4, 3, seed=i).requires_grad_() for i in (1, 2))
     lse1, lse2 = (normal(4, seed=i).requires_grad_() for i in (3, 4))
     assert torch.autograd.gradcheck(merge_attention, (o1, lse1, o2, lse2))
-    nothing = torch.full((4,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    nothing = torch.full((4,), empty, dtype=torch.float64, requires_grad=True)
     merge_attention(o1, nothing, o2, nothing)[0].sum().backward()
     assert o1.grad is not None
     assert nothing.grad is not None
     assert bool((o1.grad == 0).all())
     assert bool((nothing.grad == 0).all())
+    dead = torch.full((4, 3), torch.nan, dtype=torch.float64, requires_grad=True)
+    out, lse = merge_attention(dead, nothing, o2, lse2)
+    grads = torch.autograd.grad(out.sum() + 2 * lse.sum(), (dead, nothing, o2, lse2))
+    for grad, right in zip(grads, (0.0, 0.0, 1.0, 2.0), strict=True):
+        torch.testing.assert_close(grad, torch.full_like(grad, right))
 
 
 def test_merge_refuses_what_does_not_fit() -> None:
