@@ -65,8 +65,7 @@ class Question:
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= MAX_TOKENS:
             raise InvalidInput(f"tokens must be from 1 to {MAX_TOKENS}, got {self.tokens}")
-        if not 0.0 < self.keep <= 1.0:
-            raise InvalidInput(f"keep is a fraction of blocks in (0, 1], got {self.keep}")
+        arguments.number("keep", self.keep, 0, 1)
         if self.scope not in ("global", "row"):
             raise InvalidInput(f"scope is 'global' or 'row', got {self.scope!r}")
         dtypes.parse(self.dtype)

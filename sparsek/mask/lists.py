@@ -9,7 +9,6 @@ blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -193,10 +192,9 @@ def as_device(device: str | torch.device | None) -> torch.device:
 
 def mask_block(block: Any, sides_of: tuple[int, ...] = BLOCK_SIZES) -> tuple[int, int]:
     """(bq, bk) from a pair, or from one int for square blocks; each one of `sides_of`."""
-    with suppress(InvalidInput):
-        sides = int_or_pair("block", block)
-        if all(side in sides_of for side in sides):
-            return sides
+    sides = int_or_pair(block)
+    if sides is not None and all(side in sides_of for side in sides):
+        return sides
     *some, last = sides_of
     raise InvalidInput(
         f"block is {arguments.shown(block)}; masks have blocks of {', '.join(map(str, some))} or {last}, or a pair "

@@ -232,10 +232,14 @@ def _joined(parts: Sequence[BlockLists], masks: Sequence[BlockMask], heads: int)
 
 def page_block(block: Any) -> tuple[int, int]:
     """A checked (bq, bk) of lists over pages."""
-    if isinstance(block, (tuple, list)):
-        bq, bk = int_or_pair("block", block)
-        if bq in TILES and LEAST <= bk <= MOST and not bk & (bk - 1):
-            return bq, bk
+    sides = int_or_pair(block) if isinstance(block, (tuple, list)) else None
+    if (
+        sides is not None
+        and sides[0] in TILES
+        and LEAST <= sides[1] <= MOST
+        and not sides[1] & (sides[1] - 1)
+    ):
+        return sides
     raise InvalidInput(
         f"block is {arguments.shown(block)}; it must be a pair (bq, bk) of 1, 64 or 128 queries and a power of two "
         f"of keys from {LEAST} to {MOST}"

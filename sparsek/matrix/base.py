@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes, operations
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record
-from sparsek.core.tracing import check_aligned, concrete
+from sparsek.core.tracing import check_aligned, concrete, faking, is_fake, untransformed
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
@@ -106,6 +106,25 @@ def check_readable(name: str, x: Tensor) -> None:
     if not x.is_contiguous():
         raise InvalidInput(f"{name} must be contiguous; call .contiguous()")
     check_aligned(name, x, ALIGNMENT)
+
+
+def check_finite(name: str, values: Tensor, *, wait: bool = True) -> None:
+    """Raise InvalidInput for NaN and Inf among the values that a format is to store.
+
+    One sync; with wait=False none, and values on a GPU pass. So do traced ones, and those that vmap maps over.
+    """
+    if torch.compiler.is_compiling() or faking() or is_fake(values) or (values.is_cuda and not wait):
+        return
+    try:
+        plain = concrete(values, "", "")
+    except InvalidInput:  # vmap maps over them
+        return
+    strange = untransformed(lambda: plain.numel() - int(plain.isfinite().sum()))
+    if strange:
+        raise InvalidInput(
+            f"{name} has {strange} elements that are NaN or Inf; sparse formats store finite values: "
+            f"torch.nan_to_num({name})"
+        )
 
 
 def _is_vector(x: Any) -> TypeGuard[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import outside_inference
 from sparsek.matrix import two_four
-from sparsek.matrix.base import OfBlocks
+from sparsek.matrix.base import OfBlocks, check_finite
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import padding_of, zero_outside
-from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.pattern import BlockPattern, block_sides, int_or_pair
 from sparsek.matrix.storage import Parts, Signature, Storage, block_stats
 
 BLOCK_STEP = 64
@@ -106,13 +106,12 @@ class BSR24(OfBlocks, Record):
 
         Args:
             a: A BSR with block sides that are multiples of 64. A `.T` view is copied first. Of every four neighbours in
-                a row of a block, the two of largest magnitude are kept; of equal ones, and of NaN, which counts as
-                largest, those in the lower columns.
+                a row of a block, the two of largest magnitude are kept; of equal ones those in the lower columns.
             exact: Refuse to drop a nonzero. Costs one sync; otherwise there is none.
 
         Raises:
-            InvalidInput: For other block sides, and with `exact` for groups with more than two nonzeros: the message
-                has their number and the position of the first.
+            InvalidInput: For other block sides, with `exact` for groups with more than two nonzeros (the message has
+                their number and the position of the first), and for NaN or Inf, as `Semi24.from_dense`.
         """
         if not isinstance(a, BSR):
             raise InvalidInput(
@@ -122,7 +121,9 @@ class BSR24(OfBlocks, Record):
         values = a.logical_values()
         if arguments.flag("exact", exact):
             two_four.refuse_crowded(values != 0, *two_four.NONZEROS, a.pattern)
-        return cls.unchecked(a.pattern, *two_four.pack(values))
+        made = cls.unchecked(a.pattern, *two_four.pack(values))
+        check_finite("a", made.values, wait=False)
+        return made
 
     @classmethod
     @outside_inference
@@ -155,6 +156,7 @@ class BSR24(OfBlocks, Record):
         Raises:
             InvalidInput: As `BSR.from_dense` and `from_bsr`.
         """
+        _check_block(block)
         made = BSR.from_dense(w, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
         if mask is not None and mask.shape == w.shape and mask.shape != made.grid:
             flags = BSR.from_dense(mask.to(w.dtype), block, mask=mask).values != 0
@@ -188,11 +190,13 @@ def _padding_nonzeros(a: BSR24) -> int:
     return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
 
 
-def _check_block(block: tuple[int, int]) -> None:
-    if any(side % BLOCK_STEP for side in block):
+def _check_block(block: Any) -> None:
+    sides = int_or_pair(block)
+    if sides is not None and any(side % BLOCK_STEP for side in sides):
         raise InvalidInput(
-            f"block {block[0]}x{block[1]}: the sides of 2:4 blocks must be multiples of {BLOCK_STEP}"
+            f"block {sides[0]}x{sides[1]}: the sides of 2:4 blocks must be multiples of {BLOCK_STEP}"
         )
+    block_sides(block, BLOCK_STEP)
 
 
 def _check_values(a: BSR24) -> None:

@@ -18,7 +18,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import concrete, of_values, outside_inference, untransformed, watched
-from sparsek.matrix.base import ALIGNMENT, OfDenseBlocks
+from sparsek.matrix.base import ALIGNMENT, OfDenseBlocks, check_finite
 from sparsek.matrix.padding import tiles_of, zero_padding
 from sparsek.matrix.pattern import (
     BLOCK_MAX,
@@ -40,7 +40,7 @@ WORD = torch.complex128
 
 
 class Rule(NamedTuple):
-    """Which blocks `from_dense` stores: one of the first three decides; without any, those with a nonzero or NaN."""
+    """Which blocks `from_dense` stores: one of the first three decides; without any, those with a nonzero."""
 
     mask: Tensor | None
     threshold: float | None
@@ -78,7 +78,7 @@ class Conversions(OfDenseBlocks):
             mask: bool [Mb, Kb] of blocks, or [M, K] of elements. A block is stored if any of its elements is true;
                 its elements outside the mask become 0.
             threshold: Store the blocks whose Frobenius norm is greater. 0 stores every block with a nonzero element
-                (NaN counts as one), so nothing is lost.
+                of a finite `w`, so nothing is lost.
             keep: The share of the blocks to store, 0 to 1: those of largest Frobenius norm, of equal ones the first. At
                 least one block, unless `keep` is 0.
             scope: Where `keep` chooses: in the whole matrix ("global"), or in each block row ("row").
@@ -88,7 +88,7 @@ class Conversions(OfDenseBlocks):
 
         Raises:
             InvalidInput: For none or several of `keep`, `threshold` and `mask`, for a `block` or `mask` that does not
-                fit, and for NaN or Inf in `w` where norms decide.
+                fit, and for NaN or Inf: anywhere in `w` where norms decide, and among the stored values for a mask.
 
         Norms accumulate in float32, in float64 for float64: where two differ by no more than that rounding, a GPU and a
         CPU may order them differently. Costs one sync, one pass over `w` for the norms and a gather of what
@@ -113,7 +113,10 @@ class Conversions(OfDenseBlocks):
         if mask is not None:
             _check_mask(mask, w.device, shape, grid_of(shape, block))
         made = by_kernel("pack_bsr", w, block, rule) if w.is_cuda and _is_plain(w) else None
-        return cls.unchecked(*_packed(w, shape, block, rule)) if made is None else made
+        made = cls.unchecked(*_packed(w, shape, block, rule)) if made is None else made
+        if rule.keep is rule.threshold is None:  # otherwise norms have been checked
+            check_finite("w", made.values)
+        return made
 
     def to_dense(self) -> Tensor:
         """Return the dense matrix [M, K], contiguous, in this dtype on this device. Differentiable. No sync."""

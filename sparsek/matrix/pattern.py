@@ -218,25 +218,25 @@ class BlockPattern(Home, Record, Drawable):
         return f"{self.nnzb} of {self.grid[0] * self.grid[1]} blocks, {100 * self.density:.3g} %"
 
 
-def block_sides(block: Any) -> tuple[int, int]:
-    """Check block sides, a pair or one int for square blocks, and return (bm, bk): multiples of 16 from 16 to 512."""
-    bm, bk = sides = int_or_pair("block", block)
-    for side in sides:
-        if side % BLOCK_STEP or not BLOCK_STEP <= side <= BLOCK_MAX:
-            raise InvalidInput(
-                f"block {bm}x{bk}: sides must be multiples of {BLOCK_STEP} from {BLOCK_STEP} to {BLOCK_MAX}"
-            )
+def block_sides(block: Any, step: int = BLOCK_STEP) -> tuple[int, int]:
+    """Check block sides, a pair or one int for square blocks, and return (bm, bk): multiples of `step` up to 512."""
+    sides = int_or_pair(block)
+    if sides is None or any(side % step or not step <= side <= BLOCK_MAX for side in sides):
+        raise InvalidInput(
+            f"block is {arguments.shown(block)}; it must be one or two ints, multiples of {step} from {step} to "
+            f"{BLOCK_MAX}"
+        )
     return sides
 
 
-def int_or_pair(name: str, value: Any) -> tuple[int, int]:
-    """Return a pair of ints as a tuple, or one int twice."""
+def int_or_pair(value: Any) -> tuple[int, int] | None:
+    """A pair of ints as a tuple, or one int twice; None for anything else, and for ints below 0."""
     with suppress(InvalidInput):
         if isinstance(value, (tuple, list)):
-            return arguments.pair(name, value)
-        side = arguments.integer(name, value)
+            return arguments.pair("value", value)
+        side = arguments.integer("value", value)
         return side, side
-    raise InvalidInput(f"{name} is {arguments.shown(value)}; it must be one or two ints of at least 0")
+    return None
 
 
 def matrix_sides(shape: Any, block: tuple[int, int]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import outside_inference
 from sparsek.matrix import two_four
-from sparsek.matrix.base import Stored
+from sparsek.matrix.base import Stored, check_finite
 from sparsek.matrix.storage import Parts, Signature, Storage, home_of
 
 
@@ -93,19 +93,19 @@ class Semi24(Stored, Record):
     def from_dense(cls, w: Tensor, mask: Tensor | None = None, *, exact: bool = False) -> Semi24:
         """Prune a dense matrix to 2:4: keep two of every four neighbours in a row. Differentiable in `w`.
 
-        Works on the device of `w`. A mask costs one sync, `exact` another; otherwise there is none.
+        Works on the device of `w`. A mask costs one sync, `exact` another; otherwise there is none. NaN and Inf among
+        the stored values are refused on a CPU. On a GPU that would wait, so there they count as largest, and are kept.
 
         Args:
             w: The dense matrix [M, K] in bf16, fp16, fp32 or fp64, with any strides. K is a multiple of 8.
             mask: bool [M, K], true at most twice in every four neighbours: the elements to keep. Without it the two of
-                largest magnitude are kept; of equal ones, and of NaN, which counts as largest, those in the lower
-                columns.
-            exact: Refuse to drop a nonzero. Then `w` has at most two nonzeros (NaN is one) in every four neighbours,
-                and none outside the mask.
+                largest magnitude are kept; of equal ones those in the lower columns.
+            exact: Refuse to drop a nonzero. Then `w` has at most two nonzeros in every four neighbours, and none
+                outside the mask.
 
         Raises:
-            InvalidInput: For a K that is no multiple of 8, and for groups with too many elements: the message has their
-                number and the position of the first.
+            InvalidInput: For a K that is no multiple of 8, for groups with too many elements (the message has their
+                number and the position of the first), and for NaN or Inf.
         """
         arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
         exact = arguments.flag("exact", exact)
@@ -117,7 +117,9 @@ class Semi24(Stored, Record):
                 _refuse_outside(w, mask)
         elif exact:
             two_four.refuse_crowded(w != 0, *two_four.NONZEROS)
-        return cls.unchecked(*two_four.pack(w, mask))
+        made = cls.unchecked(*two_four.pack(w, mask))
+        check_finite("w", made.values, wait=False)
+        return made
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dense matrix [M, K], contiguous, in `dtype` or this one's own. Differentiable. No sync."""

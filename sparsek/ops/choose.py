@@ -17,6 +17,7 @@ from sparsek.core.arguments import shown
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.matrix.base import check_finite
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import INT32_MAX, block_sides
@@ -280,7 +281,7 @@ def choose_format(
         A FormatChoice: call it as a layer, print its `.explain()`, or take its `.weight`.
 
     Raises:
-        InvalidInput: For operands that do not fit.
+        InvalidInput: For operands that do not fit, and for NaN or Inf in a dense W.
         Unsupported: If no option is within the bound; the message has the reasons of each.
 
     Examples:
@@ -307,6 +308,8 @@ def choose_format(
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
     rows, tokens = _rows(W, x, timed)
+    if dense is not None:
+        check_finite("W", dense)
     listed = list(combinations(asked, blocks, keeps))
     if dense is None:
         listed = [format_of(W)]

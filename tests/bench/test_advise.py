@@ -1,5 +1,6 @@
 """Which matrices are looked at, how they are grouped, and what is said of them."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,11 @@ def test_a_pruned_matrix_keeps_its_largest_blocks_and_passes_the_check(weights: 
     norms = weight.view(4, 32, 3, 32).transpose(1, 2).flatten(2).norm(dim=2).flatten()
     assert pruned.kept_norm == pytest.approx(float(norms.sort().values[-3:].norm() / norms.norm()), rel=0.01)
     assert pruned.gate.passed
+
+
+def test_a_question_may_keep_no_block(weights: WeightFile) -> None:
+    pruned = advise.prune("layer.0.w", weights.read("layer.0.w"), Question((32, 32), 0, 256, "h200"))
+    assert (pruned.matrix.nnzb, pruned.kept_norm, pruned.gate.passed) == (0, 0.0, True)
 
 
 def test_nan_in_the_file_and_overflow_in_the_cast_are_told_apart(weights: WeightFile) -> None:
@@ -247,7 +253,8 @@ def test_a_file_without_a_float_matrix_is_told_by_what_is_in_it(tmp_path: Path, 
     [
         ({"tokens": 0}, "tokens"),
         ({"tokens": 10**11}, "tokens must be from 1 to 2147482624"),
-        ({"keep": 0.0}, "keep"),
+        ({"keep": -0.1}, "keep is -0.1"),
+        ({"keep": math.nan}, "keep is nan"),
         ({"scope": "column"}, "scope"),
         ({"dtype": "int8"}, "dtype"),
     ],

@@ -210,7 +210,7 @@ def test_advise_reads_npy(run, tmp_path: Path) -> None:
         (["--device", "tpu"], "no facts about a card named 'tpu'"),
         (["--device", "cuda:x"], "device"),
         (["--block", "big"], "a block is written as"),
-        (["--keep", "0"], "keep is a fraction"),
+        (["--keep", "1.5"], "keep is 1.5; it must be a finite number from 0 to 1"),
         (["--device", "b300"], "no facts about a card named 'b300'"),
         (["--dtype", "int4"], "unknown dtype"),
         (["--block", "512"], "none of its 3 float matrices is at least 512x512"),

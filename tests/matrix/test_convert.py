@@ -1,6 +1,8 @@
 """Conversions: from dense by every rule, and there and back through torch, SciPy and lists of blocks."""
 
 import builtins
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
+from sparsek import BSR24, Semi24, choose_format, nn, quantize
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import KERNELS
@@ -198,10 +201,45 @@ def test_blocks_of_zeros_that_are_not_picked_cost_no_second_look(monkeypatch: py
     assert BSR.from_dense(w.T, 16, keep=0.6, scope="row").nnzb == 3
 
 
-def test_a_threshold_of_0_stores_the_tiniest_number_nan_and_inf():
+def test_a_threshold_of_0_stores_the_tiniest_number():
     w = torch.zeros(48, 16)
-    w[0, 0], w[40, 3], w[41, 3] = 1e-38, torch.nan, torch.inf
+    w[0, 0], w[40, 3] = 1e-38, -1e-45
     assert BSR.from_dense(w, 16, threshold=0).pattern.block_rows.tolist() == [0, 2]
+
+
+EVERY = torch.ones(128, 128, dtype=torch.bool)
+QUARTERS = torch.ones(2, 2, dtype=torch.bool)
+MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "BSR keep": lambda w: BSR.from_dense(w, 64, keep=0.5),
+    "BSR keep in rows": lambda w: BSR.from_dense(w, 64, keep=0.5, scope="row"),
+    "BSR threshold": lambda w: BSR.from_dense(w, 64, threshold=1.0),
+    "BSR every nonzero": lambda w: BSR.from_dense(w, 64, threshold=0),
+    "BSR mask": lambda w: BSR.from_dense(w, 64, mask=QUARTERS),
+    "BSR mask of elements": lambda w: BSR.from_dense(w, 64, mask=EVERY),
+    "Semi24": Semi24.from_dense,
+    "Semi24 mask": lambda w: Semi24.from_dense(w, torch.tensor([True, True, False, False]).repeat(128, 32)),
+    "Semi24 exact": lambda w: Semi24.from_dense(w.masked_fill(torch.arange(128) % 4 > 1, 0), exact=True),
+    "BSR24": lambda w: BSR24.from_dense(w, 64, keep=0.5),
+    "BSR24 every nonzero": lambda w: BSR24.from_dense(w, 64, threshold=0),
+    "BSR24 mask": lambda w: BSR24.from_dense(w, 64, mask=QUARTERS),
+    "BSR24 of a BSR": lambda w: BSR24.from_bsr(
+        BSR.from_dense(w * 0, 64, mask=QUARTERS)._each(lambda v: v + w[0, 0])
+    ),
+    "layer": lambda w: nn.BlockSparseLinear.from_dense(w, 64, keep=0.5),
+    "layer mask": lambda w: nn.BlockSparseLinear.from_dense(w, 64, mask=QUARTERS),
+    "choose_format": lambda w: choose_format((4, 128), w, min_norm=0),
+    "choose_format 2:4": lambda w: choose_format((4, 128), w, formats="semi24", min_norm=0.5),
+    "quantize": quantize,
+}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_nan_and_inf_are_refused_whatever_chooses(make: Callable[[torch.Tensor], Any], bad: float):
+    w = normal(128, 128)
+    w[0, 0] = bad
+    with pytest.raises(InvalidInput, match="NaN or Inf"):
+        make(w)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -164,7 +164,13 @@ def faulty(**change: object) -> dict[str, object]:
         ({"block": (32, 17)}, "multiples of 16"),
         ({"block": (0, 16)}, "multiples of 16"),
         ({"block": (528, 16)}, "multiples of 16"),
-        ({"block": "32"}, "block is '32'; it must be one or two ints"),
+        *(
+            (
+                {"block": block},
+                f"block is {block!r}; it must be one or two ints, multiples of 16 from 16 to 512",
+            )
+            for block in ("32", -32, 0, 32.0, True, None)
+        ),
         ({"indptr": [0, 2, 2, 3, 5]}, "indptr must be a dense torch.Tensor, got list"),
         ({"indptr": torch.tensor([0, 2, 2, 3, 5])}, "dtype of indptr is torch.int64; it must be torch.int32"),
         ({"indices": torch.zeros(5)}, "dtype of indices is torch.float32; it must be torch.int32"),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsek.matrix import two_four
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
@@ -46,6 +47,11 @@ def spread(values: Tensor, pairs: Sequence[Sequence[tuple[int, int]]]) -> Tensor
             for slot, column in enumerate(pair):
                 out[row, 4 * group + column] = values[row, 2 * group + slot]
     return out
+
+
+def pruned(w: Tensor, mask: Tensor | None = None) -> Semi24:
+    """As Semi24.from_dense, of NaN and Inf too, which it refuses on a CPU."""
+    return Semi24.unchecked(*two_four.pack(w, mask))
 
 
 def semi24(m: int = 6, k: int = 40, dtype: torch.dtype = torch.float16) -> Semi24:
