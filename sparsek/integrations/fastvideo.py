@@ -8,58 +8,105 @@ v may have fewer heads than q.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import constant, is_fake, watched
+from sparsek.core.tracing import constant
 from sparsek.integrations.refused import (
+    absent,
     check_operands,
     check_shape,
     cut_map,
     ints_on,
+    readable,
+    refusing,
 )
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.lists import BLOCK_SIZES, CHOSEN_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
-from sparsek.policies.vsa import VSA, coarse
+from sparsek.policies.vsa import VSA, coarse, only
 from sparsek.reference.estimates import block_means
 
 TILE = (6, 8, 8)  # of sliding_tile_attention: 384 tokens
 DIMS = "[B, H, S, D]"
+# What follows q, k and v, in FastVideo, in its package vsa, and in the first version of that.
+ORDER = "variable_block_sizes", "q_variable_block_sizes", "topk", "block_size", "compress_attn_weight"
+VSA_ORDER = "variable_block_sizes", "topk", "block_size", "compress_attn_weight", "q_variable_block_sizes"
+FIRST_ORDER = "topk", "block_size", "compress_attn_weight"
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+__getattr__ = absent(
+    __name__,
+    moba_attn_varlen="call sparsek.attention for each sequence, with the mask sparsek.policies.MeanTopK()",
+    sliding_tile_attention_triton="call sliding_tile_attention",
+    block_sparse_attn_triton="call block_sparse_attn",
+)
 
 
+def _in_any_order(call: Callable[Given, Made]) -> Callable[Given, Made]:
+    """`video_sparse_attn` with the positional arguments of any version, known by the place of the int `topk`."""
+
+    renamed: Any = call
+
+    @functools.wraps(call)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        counts = [isinstance(x, int) for x in args[3:5]]
+        if not any(counts):
+            return call(*args, **kwargs)
+        order = FIRST_ORDER if counts[0] else VSA_ORDER
+        named = dict(zip(order, args[3:], strict=False))
+        again = [name for name in named if name in kwargs]
+        if again or len(args) > 3 + len(order):
+            what = f"{again[0]} is given twice" if again else f"it has {len(args)} arguments"
+            raise InvalidInput(
+                f"video_sparse_attn takes (q, k, v, {', '.join(order)}) with topk there; {what}"
+            )
+        given: Any = {**named, **kwargs}
+        return renamed(*args[:3], **given)
+
+    return called
+
+
+@refusing("video_sparse_attn", sm_scale=(None, "scale q before the call"), return_aux=(False, "leave it out"))
+@_in_any_order
 def video_sparse_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    variable_block_sizes: Tensor,
-    q_variable_block_sizes: Tensor,
-    topk: int,
+    variable_block_sizes: Tensor | None = None,
+    q_variable_block_sizes: Tensor | None = None,
+    topk: int | None = None,
     block_size: int | Sequence[int] = 64,
     compress_attn_weight: Tensor | None = None,
 ) -> Tensor:
     """Return video sparse attention: a coarse branch over the means of blocks, plus attention in the best blocks.
 
-    The mean of a block is that of its valid rows; padded rows of q must be 0. The coarse branch is
-    softmax(mean q . mean k / sqrt(D)) times the means of v, the same for all queries of a block. The sparse branch
-    visits the `topk` blocks of keys with the highest coarse scores, of equal ones the first. The original rounds means
-    and scores to the dtype of q; here they are in float32. Blocks of size 0 are not seen.
+    The mean of a block is that of its valid rows. The coarse branch is softmax(mean q . mean k / sqrt(D)) times the
+    means of v, the same for all queries of a block. The sparse branch visits the `topk` blocks of keys with the highest
+    coarse scores, of equal ones the first. The original rounds means and scores to the dtype of q; here they are in
+    float32. Blocks of size 0 are not seen. Padded rows of q, k and v must be finite; those of the result are 0.
+
+    The positional order of the package vsa, (q, k, v, variable_block_sizes, topk, block_size, compress_attn_weight,
+    q_variable_block_sizes), and of its first version, (q, k, v, topk, block_size, compress_attn_weight), work too.
 
     Args:
         q: [B, Hq, S, D]; S is a multiple of the block.
         k: [B, Hkv, T, D]; Hq is a multiple of Hkv.
         v: [B, Hkv, T, D].
-        variable_block_sizes: int32 [T / block]: the valid keys of each block, its first ones.
-        q_variable_block_sizes: int32 [S / block]: the valid queries of each block.
-        topk: Key blocks of each query block; all of them where there are fewer.
+        variable_block_sizes: int32 [T / block]: the valid keys of each block, its first ones; None: all.
+        q_variable_block_sizes: int32 [S / block]: the valid queries of each block. None: those of the keys, for as many
+            blocks.
+        topk: Key blocks of each query block; all of them where there are fewer. Must be given.
         block_size: The cube (frames, height, width), or its side; 64, 128 or 256 tokens in all. An int from 64 on is
             the number of tokens, because a cube of that side has no kernel.
         compress_attn_weight: A factor of the coarse branch that broadcasts to [B, Hq, S, D]; 1 for None.
@@ -84,20 +131,34 @@ def video_sparse_attn(
     check_tensors(q, k, v)
     side = _tokens(block_size)
     gate = _gate(compress_attn_weight, q)
+    best = arguments.integer("topk", topk, 1)
+    if q_variable_block_sizes is None and variable_block_sizes is not None:
+        if q.shape[2] != k.shape[2]:
+            raise InvalidInput(
+                f"q has {q.shape[2]} tokens and k {k.shape[2]}; give q_variable_block_sizes beside variable_block_sizes"
+            )
+        q_variable_block_sizes = variable_block_sizes
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side).to(torch.int32)
     queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side).to(torch.int32)
-    best = arguments.integer("topk", topk, 1)
     if side in BLOCK_SIZES:
-        return VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
-    q_mean, k_mean = block_means(q.detach(), side, queries[None]), block_means(k.detach(), side, keys[None])
-    scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-    chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
-    mask = BlockMask.from_indices(chosen, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys)
-    means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
-    spread = means.to(q.dtype).repeat_interleave(side, 2)
-    return attention(q, k, v, mask) + (spread if gate is None else gate * spread)
+        out = VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
+    else:
+        q_mean, k_mean = (
+            block_means(q.detach(), side, queries[None]),
+            block_means(k.detach(), side, keys[None]),
+        )
+        scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
+        mask = BlockMask.from_indices(
+            chosen, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys
+        )
+        means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
+        spread = means.to(q.dtype).repeat_interleave(side, 2)
+        out = attention(q, k, v, mask) + (spread if gate is None else gate * spread)
+    return out if q_variable_block_sizes is None else only(out, side, queries[None])
 
 
+@refusing("block_sparse_attn")
 def block_sparse_attn(
     q: Tensor, k: Tensor, v: Tensor, block_map: Tensor, variable_block_sizes: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -142,6 +203,7 @@ def block_sparse_attn(
     return attention(q, k, v, mask, return_lse=True)
 
 
+@refusing("block_sparse_attn_from_indices")
 def block_sparse_attn_from_indices(
     q: Tensor, k: Tensor, v: Tensor, q2k_idx: Tensor, q2k_num: Tensor, variable_block_sizes: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -173,6 +235,7 @@ def block_sparse_attn_from_indices(
     return attention(q, k, v, mask, return_lse=True)
 
 
+@refusing("sliding_tile_attention")
 def sliding_tile_attention(
     q: Tensor,
     k: Tensor,
@@ -185,7 +248,7 @@ def sliding_tile_attention(
     """Return attention of a video in tiles of 6 x 8 x 8 tokens, each of which sees a window of tiles, and of a text.
 
     The window of a tile is centred on it, and shifted to lie inside the video. Queries of the video also see the first
-    `text_length` tokens after the video; queries there see all of the video and these tokens.
+    `text_length` tokens after the video; queries there see all of the video and these tokens, also those of padding.
 
     Args:
         q: [B, Hq, S, D]: the video in the order of its tiles, then text, with padding at its end.
@@ -213,6 +276,7 @@ def sliding_tile_attention(
         torch.Size([1, 2, 768, 64])
     """
     check_operands(q, k, v, DIMS)
+    check_tensors(q, k, v)
     arguments.flag("has_text", has_text)
     sides = _video(seq_shape)
     tiles = tuple(side // tile for side, tile in zip(sides, TILE, strict=True))
@@ -305,11 +369,14 @@ def _side_of(length: int, blocks: int, what: str) -> int:
     return side
 
 
-def _sizes(name: str, sizes: Tensor, x: Tensor, side: int) -> Tensor:
-    """The valid tokens of each block of x."""
+def _sizes(name: str, given: Tensor | None, x: Tensor, side: int) -> Tensor:
+    """The valid tokens of each block of x; all of them for None."""
+    length = x.shape[2]
+    sizes = given
+    if sizes is None:
+        sizes = torch.full((length // side,), side, dtype=torch.int32, device=x.device)
     arguments.tensor(name, sizes, (torch.int32, torch.int64))
     arguments.one_device(f"{name} is", sizes.device, "q is", x.device)
-    length = x.shape[2]
     if length % side:
         raise InvalidInput(
             f"{length} tokens are not whole blocks of {side}; pad them to {-(-length // side) * side}, and give the "
@@ -320,7 +387,7 @@ def _sizes(name: str, sizes: Tensor, x: Tensor, side: int) -> Tensor:
             f"{name} has {sizes.numel()} sizes; {length} tokens in blocks of {side} need {length // side}"
         )
     sizes = sizes.flatten()
-    if sizes.device.type == "cpu" and not (watched(sizes) or is_fake(sizes)):
+    if given is not None and readable(sizes):
         wrong = torch.nonzero((sizes < 0) | (sizes > side))
         if wrong.numel():
             at = int(wrong[0])

@@ -79,7 +79,7 @@ class VSA(Policy):
                 for 1.
             kv_lengths: int32 [Nb] or [1 or B, Nb]: the tokens of each block of keys. None: all.
             q_lengths: int32 [Mb] or [1 or B, Mb]: the tokens of each tile of queries, for its mean. Rows after them
-                choose nothing, and their results mean nothing. None: all.
+                choose nothing, their results mean nothing, and their gradients are dropped. None: all.
             scale: The factor of q @ k.T; D**-0.5 by default.
 
         Raises:
@@ -98,20 +98,22 @@ class VSA(Policy):
         if q_lengths is not None:
             q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], tiles, q.device)
         factor, traced = checked_scale(scale, q.shape[3]), torch.compiler.is_compiling() or watched(q)
+        learns = traced or wants_gradient(q, k, v, gate)
         if traced:
-            there = _only(q, self.sides[0], q_lengths)
+            there = only(q, self.sides[0], q_lengths)
             mask = self.mask(there, k, scale=scale, kv_lengths=kv_lengths)
         else:
             found = given(self.block, q, k, scale, None, kv_lengths)
             scores = block_scores(found, q_lengths=q_lengths)
             mask = found.topk(scores, self.topk, False)
         sparse = attention(q, k, v, mask, scale=scale)
-        if traced or wants_gradient(q, k, v):
+        if learns:
             means = coarse(q, k, v, self.sides, factor, q_lengths, kv_lengths)
         else:
             means = averaged(block_mass(found, scores), v, self.sides[1], kv_lengths)
         gate = None if gate is None else checked_gate(gate, sparse)
-        return with_coarse(sparse, means, gate, self.sides[0])
+        out = with_coarse(sparse, means, gate, self.sides[0])
+        return only(out, self.sides[0], q_lengths) if learns else out
 
 
 def with_coarse(sparse: Tensor, means: Tensor, gate: Tensor | None, side: int) -> Tensor:
@@ -153,8 +155,8 @@ def coarse(
     return (weights @ v_means).unflatten(2, (group, tiles)).flatten(1, 2)
 
 
-def _only(q: Tensor, side: int, lengths: Tensor | None) -> Tensor:
-    """q with 0 in the rows after the lengths of its tiles."""
+def only(q: Tensor, side: int, lengths: Tensor | None) -> Tensor:
+    """q with 0 in the rows after the lengths of its tiles, which have no gradient."""
     if lengths is None:
         return q
     row = torch.arange(q.shape[2], device=q.device)

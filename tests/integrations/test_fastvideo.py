@@ -60,7 +60,7 @@ def test_indices_in_any_order(side: int) -> None:
 def video_right(
     q: Tensor, k: Tensor, v: Tensor, sizes: Tensor, q_sizes: Tensor, topk: int, side: int, gate: Tensor | None
 ) -> Tensor:
-    """Video sparse attention row by row."""
+    """Video sparse attention row by row; 0 in padded rows."""
     group = q.shape[1] // k.shape[1]
     means = [
         (x * valid(n, side)[:, None]).unflatten(2, (-1, side)).sum(3) / n[:, None]
@@ -72,7 +72,8 @@ def video_right(
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(3, scores.topk(min(topk, scores.shape[3])).indices, True)
     seen = expanded(chosen, (side, side), (q.shape[2], k.shape[2])) & valid(sizes, side)
-    return dense(q, k, v, seen)[0] + (coarse if gate is None else coarse * gate)
+    out = dense(q, k, v, seen)[0] + (coarse if gate is None else coarse * gate)
+    return out * valid(q_sizes, side)[:, None]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,62 @@ def test_video_sparse_attention(block_size: int | tuple[int, ...], side: int, wi
     wanted = video_right(q, k, v, sizes, q_sizes, 2, side, gate)
     same(out, wanted)
     same_gradients(out, wanted, [q, k, v, *([gate] if gate is not None else [])])
+
+
+@pytest.mark.parametrize("side", [64, 128, 256])
+def test_gradients_in_padded_rows_go_nowhere(side: int) -> None:
+    sizes, q_sizes = torch.tensor([side, side // 3, 0]), torch.tensor([side // 2, side, 0])
+    q, k, v, gate = (randn(1, 2, 3 * side, 16, seed=at).requires_grad_() for at in range(4))
+    out = video_sparse_attn(q, k, v, sizes, q_sizes, 2, side, gate)
+    there, weight = valid(q_sizes, side)[:, None], randn(1, 2, 3 * side, 16, seed=9)
+    assert not (out * ~there).any()
+    found = torch.autograd.grad(out, (q, k, v, gate), weight, retain_graph=True)
+    for one, other in zip(found, torch.autograd.grad(out, (q, k, v, gate), weight * there), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for grad, rows in zip(found, (q_sizes, sizes, sizes, q_sizes), strict=True):
+        assert not (grad * ~valid(rows, side)[:, None]).any()
+
+
+def test_calls_of_other_versions() -> None:
+    q, k, v = operands((1, 2, 256, 16))
+    gate, sizes = randn(1, 2, 256, 16, seed=5), torch.tensor([64, 20, 64, 1])
+    full = torch.full((4,), 64)
+    right = video_right(q, k, v, sizes, sizes, 2, 64, None), video_right(q, k, v, sizes, sizes, 2, 64, gate)
+    cube: Any = (4, 4, 4)
+    any_call: Any = video_sparse_attn
+    same(any_call(q, k, v, sizes, topk=2), right[0])
+    same(any_call(q, k, v, variable_block_sizes=sizes, topk=2, block_size=cube), right[0])
+    same(any_call(q, k, v, sizes, 2, cube), right[0])
+    same(any_call(q, k, v, sizes, 2, block_size=cube, compress_attn_weight=gate), right[1])
+    same(any_call(q, k, v, sizes, 2, cube, gate), right[1])
+    same(any_call(q, k, v, sizes, 2, cube, gate, sizes), right[1])
+    same(
+        any_call(q, k, v, sizes, 2, cube, gate, q_variable_block_sizes=full),
+        video_right(q, k, v, sizes, full, 2, 64, gate),
+    )
+    for found in (any_call(q, k, v, 2, cube, gate), any_call(q, k, v, 2, 4, compress_attn_weight=gate)):
+        same(found, video_right(q, k, v, full, full, 2, 64, gate))
+    same(any_call(q, k, v, topk=2), video_right(q, k, v, full, full, 2, 64, None))
+    same(any_call(q=q, k=k, v=v, topk=2, block_size=cube), video_right(q, k, v, full, full, 2, 64, None))
+    same(any_call(q[:, :, :64], k, v, topk=2), video_right(q[:, :, :64], k, v, full, full[:1], 2, 64, None))
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((sizes, 2, cube), {"topk": 2}, "topk is given twice"),
+        ((2, cube, gate, sizes), {}, "it has 7 arguments"),
+        ((sizes,), {}, "topk is None"),
+        ((sizes, sizes, 2), {"sm_scale": 0.3}, "has no sm_scale"),
+        (
+            (sizes, sizes, 2),
+            {"sparsity": 0.3},
+            "has no argument sparsity; it has q, k, v, variable_block_sizes",
+        ),
+    ]
+    for args, options, message in wrong:
+        with pytest.raises(InvalidInput, match=message):
+            any_call(q, k, v, *args, **options)
+    with pytest.raises(InvalidInput, match="q has 64 tokens and k 256; give q_variable_block_sizes"):
+        any_call(q[:, :, :64], k, v, sizes, topk=2)
+    with pytest.raises(ImportError, match=r"moba_attn_varlen.*: call sparsek\.attention"):
+        exec("from sparsek.integrations.fastvideo import moba_attn_varlen")
 
 
 def test_more_blocks_than_there_are_is_all_of_them() -> None:
@@ -157,6 +214,9 @@ def test_what_is_refused() -> None:
         sliding_tile_attention(q, k, v, [(1, 1, 1)] * 2, 0, False, "5x8x8")
     with pytest.raises(InvalidInput, match="has 256 tokens"):
         sliding_tile_attention(q, k, v, [(1, 1, 1)] * 2, 0, False, "6x8x8")
+    long = operands((1, 1, 390, 16))
+    with pytest.raises(InvalidInput, match="390 keys and v 388 values"):
+        sliding_tile_attention(long[0], long[1], long[2][:, :, :388], [(1, 1, 1)], 4, True, "6x8x8")
     with pytest.raises(InvalidInput, match="for each head"):
         sliding_tile_attention(q, k, v, [(1, 1, 1)], 0, False, "6x8x8")
 

@@ -70,6 +70,18 @@ def test_gradients_flow_through_both_branches() -> None:
     assert all(each.any() for each in found)
 
 
+def test_gradients_in_rows_after_a_tile_go_nowhere() -> None:
+    leaves = [normal(1, 2, 192, 8, seed=seed).requires_grad_() for seed in range(4)]
+    lengths = torch.tensor([64, 30, 0], dtype=torch.int32)
+    there = (torch.arange(64) < lengths[:, None]).flatten()[:, None]
+    out = policies.VSA(topk=2).attention(*leaves, q_lengths=lengths, kv_lengths=lengths)
+    weight = normal(*out.shape, seed=9)
+    found = torch.autograd.grad(out, leaves, weight, retain_graph=True)
+    for one, other in zip(found, torch.autograd.grad(out, leaves, weight * there), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert not (one * ~there).any()
+
+
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("lengths", [(0, 64), (64, 0)])
 def test_no_queries_and_no_keys_give_nothing(lengths: tuple[int, int], learns: bool) -> None:
