@@ -18,8 +18,8 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import GPUS, card_named, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
-from sparsek.core.memory import gigabytes, out_of_memory
-from sparsek.files.weights import WeightFile, available_memory
+from sparsek.core.memory import available_memory, gigabytes, out_of_memory
+from sparsek.files.weights import WeightFile
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.convert import Scope

@@ -6,8 +6,11 @@ file, because a path may lead elsewhere a moment later.
 
 import errno
 import os
+import platform
+import re
 import secrets
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +29,11 @@ KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFLNK: "a symbolic link",
 }
+LONGEST_FAULT = 300  # characters
 MOST_READ = 100_000_000  # bytes that `content` reads
+# Names of half-written files: the machine's name as a number, the process, and a random number.
+OWN = f".sparsek-{zlib.crc32(platform.node().encode()):08x}-"
+ABANDONED = re.compile(r"\.sparsek-[0-9a-f]{8}-[0-9]{1,9}-[0-9a-f]{16}\.tmp")
 # Errors caused by the path. Others, of a full or failing disk, are raised unchanged.
 OF_A_PATH = frozenset({
     errno.EACCES, errno.EBUSY, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
@@ -48,7 +55,10 @@ def as_path(name: str, value: Any) -> Path:
         text = ""
     if not text or "\0" in text:
         raise InvalidInput(f"{name} is {shown(value)}; no file can have this name")
-    return Path(text)
+    path = Path(text)
+    if text.endswith((os.sep, f"{os.sep}.", os.altsep or os.sep)) and not path.is_dir():
+        raise InvalidInput(f"{name} is {shown(value)}; a name that ends so is a folder's, and there is none")
+    return path
 
 
 def regular(path: Path) -> BinaryIO:
@@ -79,22 +89,104 @@ def content(path: Path) -> bytes:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that replaces `path` once all of it is on disk, and is removed if writing fails.
 
-    Links are followed. Raises InvalidInput if `path` is anything but a regular file, before and after the file is
-    written, and for a path that may not or cannot be written.
+    Links are followed. The mode of a replaced file stays, and its owner where this process may give files away. Files
+    that a killed process left half-written in the folder are removed first. Raises InvalidInput if `path` is anything
+    but a regular file, before and after the file is written, and for a path that may not or cannot be written.
     """
     with blamed_on(path, InvalidInput, "cannot be written"):
         target = Path(os.path.realpath(path))
         _check_replaceable(path, target)
-        beside = target.with_name(f".sparsek-{secrets.token_hex(8)}.tmp")
+        _remove_abandoned(target.parent)
+        old = target.stat() if target.exists() else None
+        beside, file, lock = _begun(target.parent, 0o666 if old is None else 0o600)
         try:
-            with beside.open("xb") as file:
+            with file:
                 yield file
                 file.flush()
+                if old is not None:
+                    _give_away(file.fileno(), old)
                 os.fsync(file.fileno())
             _check_replaceable(path, target)
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
+            if lock is not None:
+                os.close(lock)
+
+
+def _begun(folder: Path, mode: int) -> tuple[Path, BinaryIO, int | None]:
+    """A new file in a folder, its path, and its lock, held while this process writes it."""
+    while True:
+        beside = folder / f"{OWN}{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        file = open(beside, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+        lock = _locked(file.fileno())
+        if lock is None or os.fstat(lock).st_nlink:
+            return beside, file, lock
+        file.close()  # another thread has taken it for abandoned before it was locked
+        os.close(lock)
+
+
+def _locked(handle: int, wait: bool = True) -> int | None:
+    """A second handle of a file, locked until it is closed or the process ends; None if it cannot be locked."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return os.dup(handle)
+    except (OSError, ImportError):
+        return None
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes half-written files of processes on this machine that have ended: their locks are free.
+
+    Names have the machine, because locks may not reach others, and the process, because it may have failed to lock.
+    """
+    if os.name != "posix":
+        return  # without locks
+    with suppress(OSError), os.scandir(folder) as listed:
+        for name in [each.name for each in listed if ABANDONED.fullmatch(each.name)]:
+            process = int(name.split("-")[2])
+            with suppress(OSError):
+                if name.startswith(OWN) and (process == os.getpid() or not _lives(process)):
+                    _remove_unlocked(folder / name)
+
+
+def _remove_unlocked(path: Path) -> None:
+    handle = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        found = os.fstat(handle)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == getattr(os, "geteuid", int)():
+            lock = _locked(handle, wait=False)
+            if lock is not None:
+                path.unlink(missing_ok=True)
+                os.close(lock)
+    finally:
+        os.close(handle)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _give_away(handle: int, old: os.stat_result) -> None:
+    """Owner, group and mode of a file as another has them. Where the group cannot stay, it may do what all may do."""
+    if not hasattr(os, "fchown"):
+        return
+    mode = stat.S_IMODE(old.st_mode) & 0o777
+    for owner in (old.st_uid, -1):
+        with suppress(OSError):
+            os.fchown(handle, owner, old.st_gid)
+            break
+    if os.fstat(handle).st_gid != old.st_gid:
+        mode = mode & ~0o070 | (mode & 0o007) << 3
+    os.fchmod(handle, mode)
 
 
 @contextmanager
@@ -111,6 +203,22 @@ def turn_in(folder: Path) -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+@contextmanager
+def faults(path: object, *errors: type[Exception]) -> Iterator[None]:
+    """Convert `errors`, which a parser raises on bad bytes, to an InvalidFile that names the file."""
+    try:
+        yield
+    except InvalidFile:
+        raise
+    except errors as error:
+        raise InvalidFile(f"{path}: {shortened(str(error) or type(error).__name__)}") from error
+
+
+def shortened(text: str) -> str:
+    """A text of a parser or of a file, cut to a length for a message: it may quote the file at any length."""
+    return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
 
 
 @contextmanager

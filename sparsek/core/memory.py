@@ -1,12 +1,16 @@
 """How much memory a call takes, running out of it, for which NumPy and torch have different errors, and sharing it."""
 
 import math
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sparsek.core.errors import InvalidFile
 
 # torch raises a plain RuntimeError when the CPU has no more memory: on Linux, and on Windows or macOS.
 TORCH_CPU = re.compile(
@@ -56,6 +60,56 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def check_free(where: object, what: str, takes: int, form: str = "") -> None:
+    """Raise InvalidFile unless `takes` bytes are free."""
+    free = available_memory()
+    if free is not None and takes > free:
+        raise InvalidFile(
+            f"{where}: {what} takes {takes / 1e9:.3g} GB{form}; {free / 1e9:.3g} GB of memory are free"
+        )
+
+
+def available_memory() -> int | None:
+    """Return the memory in bytes that this process can still take: on macOS, which does not report it, all memory; on
+    Windows None. Limits of a container, and of the process by RLIMIT_AS, count.
+    """
+    about = _read("/proc/meminfo")
+    found = re.search(r"^MemAvailable: *(\d+) kB", about, re.MULTILINE)
+    if not about:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    return max(0, min([int(found[1]) * 1024] * bool(found) + list(_limits()))) if found else None
+
+
+def _limits() -> Iterator[int]:
+    """What the limits of this process leave: of its address space, and of its control group, by version 2 and 1."""
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    pages = _read("/proc/self/statm").split()
+    if most != resource.RLIM_INFINITY and pages:
+        yield most - int(pages[0]) * resource.getpagesize()
+    group = "/sys/fs/cgroup"
+    for limit, used, cache in (
+        (f"{group}/memory.max", f"{group}/memory.current", f"{group}/memory.stat"),
+        (
+            f"{group}/memory/memory.limit_in_bytes",
+            f"{group}/memory/memory.usage_in_bytes",
+            f"{group}/memory/memory.stat",
+        ),
+    ):
+        numbers = [_read(limit).strip(), _read(used).strip()]
+        if all(each.isdigit() for each in numbers):  # "max": no limit
+            kept = re.search(r"^(?:total_)?inactive_file (\d+)", _read(cache), re.MULTILINE)
+            yield int(numbers[0]) - int(numbers[1]) + (int(kept[1]) if kept else 0)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
 
 
 def gigabytes(count: float) -> str:

@@ -1,6 +1,7 @@
 """Text of other people: names, lists and blocks of a command line, and JSON."""
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -11,17 +12,26 @@ Made = TypeVar("Made")
 MOST_LISTED = 16  # names
 
 
-def json_value(text: str | bytes, where: object, kind: type[SparseKError] = InvalidFile) -> Any:
+def json_value(
+    text: str | bytes, where: object, kind: type[SparseKError] = InvalidFile, *, once: bool = False
+) -> Any:
     """The value of a JSON text that others wrote. Raises `kind`, with `where`, for any other text, and for one that is
-    nested more deeply than Python's parser follows.
+    nested more deeply than Python's parser follows. `once`: also for an object that has a name twice.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once if once else None)
     except RecursionError:
         fault = "its lists or objects are nested too deeply"
     except ValueError as error:
         fault = str(error)
     raise kind(f"{where}: not JSON: {fault}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"an object has a name twice among {reprlib.repr([name for name, _ in pairs])}")
+    return found
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:

@@ -12,25 +12,23 @@ safetensors reader can open the file.
 """
 
 import json
-import os
-import reprlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes, files
+from sparsek.core import arguments, files
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.files import StrPath
+from sparsek.core.memory import check_free
+from sparsek.core.parsing import json_value
 from sparsek.core.tracing import outside_inference
-from sparsek.files.io_kinds import OTHER_TAGS, TAGS, Kind, Record, kind_of_object, kind_of_record
+from sparsek.files.io_kinds import Kind, Record, kind_of_object, kind_of_record
+from sparsek.files.tensor_file import TensorFile, Writer, as_bytes, opened
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -39,10 +37,7 @@ from sparsek.matrix.semi24 import Semi24
 
 VERSION = 1
 SINGLE = "matrix"  # the name of an object that was saved alone, a mask too: the format is older than masks
-HEADER_LIMIT = 100_000_000  # the limit of the safetensors format
-ALIGNMENT = 64
-ZIP = b"PK\x03\x04"  # the first bytes of a zip
-LONGEST_FAULT = 300
+LARGEST_CRC = 2**32 - 1
 
 Saved: TypeAlias = BSR | Semi24 | BSR24 | Quantized | BlockMask
 Loaded = TypeVar("Loaded")
@@ -51,15 +46,18 @@ Loaded = TypeVar("Loaded")
 def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
     """Save a BSR, Semi24, BSR24, Quantized or BlockMask, or several by name, to a .safetensors file.
 
-    The write is atomic: the data is written beside `path`, flushed to disk, and renamed to it. Tensors on a GPU are
-    copied to the host. A transposed view is saved as the matrix that it views, with a flag.
+    The write is atomic: the data is written beside `path`, flushed to disk, and renamed to it; mode and owner of a file
+    that is replaced stay. Each object is copied to the host before it is written, one at a time, so a thread that
+    writes to its values meanwhile does no harm to the file. A transposed view is saved as the matrix that it views,
+    with a flag.
 
     Args:
         obj: The object, or a dict of them by name.
         path: The file, by convention with the suffix .safetensors. It is replaced if it exists.
 
     Raises:
-        InvalidInput: For other objects, for a path that is no regular file's, and for one that cannot be written.
+        InvalidInput: For other objects, for a path that is no regular file's, for one that cannot be written, and if
+            another thread makes an object wrong while it is saved.
 
     Examples:
         >>> A = sk.random_bsr(256, 128, block=32, density=0.25)
@@ -69,15 +67,23 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
     """
     target = files.as_path("path", path)
     single = isinstance(obj, Saved)
-    tensors: dict[str, Tensor] = {}
+    kinds: dict[str, Kind] = {}
     records: dict[str, Record] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
     for name, (each, kind) in _checked({SINGLE: obj} if single else obj).items():
-        record, parts = kind.taken_apart(each)
-        records[name] = {"kind": kind.name, **record, "crc32": _crc32(parts)}
-        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-    about = json.dumps({"version": VERSION, "single": single, "matrices": records})
+        kinds[name] = kind
+        record, parts[name] = kind.taken_apart(each)
+        records[name] = {"kind": kind.name, **record, "crc32": LARGEST_CRC}
+    tensors = {f"{name}.{part}": tensor for name in parts for part, tensor in parts[name].items()}
+    longest = _metadata(single, records) | {"sparsek.crc32": str(LARGEST_CRC)}
     with files.replacing(target) as file:
-        _write(file, tensors, {"sparsek": about, "sparsek.crc32": str(zlib.crc32(about.encode()))})
+        writer = Writer(file, tensors, longest)
+        for name, kind in kinds.items():
+            copied = _snapshot(name, kind, records[name], parts[name])
+            records[name]["crc32"] = _crc32(copied)
+            for part, tensor in copied.items():
+                writer.put(f"{name}.{part}", tensor)
+        writer.finish(_metadata(single, records))
 
 
 @overload
@@ -117,12 +123,13 @@ def load(
     if kind is not None and not isinstance(kind, type):
         raise InvalidInput(f"kind is {shown(kind)}; it must be a class, like sparsek.BSR")
     with opened(path) as file:
-        single, records, kinds = _about(path, file.metadata())
+        single, records, kinds = _about(path, file.metadata)
         expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
-        _check_tensors(path, set(file.keys()), expected)
+        _check_tensors(path, set(file.tensors), expected)
         if name is not None and name not in records:
             raise unknown_name(path, name, records)
         chosen = records if name is None else {name: records[name]}
+        check_free(path, "all of it" if name is None else shown(name), _size(file, chosen, kinds))
         loaded = {
             each: _read(path, file, each, kinds[each], record).to(device) for each, record in chosen.items()
         }
@@ -134,47 +141,6 @@ def load(
         cure = f"; pass name={shown(right[0])}, one of {_few(right)}" if right else ""
         raise InvalidInput(f"{path}: it holds a {type(found).__name__}, not a {kind.__name__}{cure}")
     return found
-
-
-@contextmanager
-def faults(path: StrPath, *errors: type[Exception]) -> Iterator[None]:
-    """Convert `errors`, which a parser raises on bad bytes, to an InvalidFile that names the file."""
-    try:
-        yield
-    except InvalidFile:
-        raise
-    except errors as error:
-        raise InvalidFile(f"{path}: {shortened(str(error) or type(error).__name__)}") from error
-
-
-def shortened(text: str) -> str:
-    """A text of a parser or of a file, cut to a length for a message: it may quote the file at any length."""
-    return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a .safetensors file with the safetensors library, which refuses holes, overlaps and extra bytes.
-
-    Raises InvalidFile for bad bytes, here and while it is open, and as `files.regular` does.
-    """
-    with files.regular(path) as file:
-        head, size = file.read(8), os.fstat(file.fileno()).st_size
-        header = int.from_bytes(head, "little")
-        if head.startswith(ZIP) and (header > size - 8 or header > HEADER_LIMIT):
-            raise InvalidFile(
-                f"{path}: no .safetensors file but a zip, as torch.save writes; read it by torch.load"
-            )
-        if len(head) < 8 or header > size - 8:
-            raise InvalidFile(f"{path}: no .safetensors file: {size} bytes; its header needs {8 + header}")
-        if header > HEADER_LIMIT:
-            raise InvalidFile(f"{path}: a header of {header} bytes is over the limit of {HEADER_LIMIT}")
-        again = Path(
-            f"/dev/fd/{file.fileno()}"
-        )  # the file that was checked, even if `path` is another one by now
-        where = again if again.exists() else path
-        with faults(path, SafetensorError), safe_open(os.fspath(where), framework="pt") as parsed:
-            yield parsed
 
 
 def _few(names: Iterable[str]) -> str:
@@ -222,50 +188,26 @@ def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
 def _crc32(parts: Mapping[str, Tensor]) -> int:
     checksum = 0
     for tensor in parts.values():
-        checksum = zlib.crc32(_bytes(tensor), checksum)
+        checksum = zlib.crc32(as_bytes(tensor), checksum)
     return checksum
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # a contiguous tensor of 0 or 1 elements has any stride
-    return flat.view(torch.uint8).numpy().data
+def _metadata(single: bool, records: Mapping[str, Record]) -> dict[str, str]:
+    about = json.dumps({"version": VERSION, "single": single, "matrices": records})
+    return {"sparsek": about, "sparsek.crc32": str(zlib.crc32(about.encode()))}
 
 
-def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write header length, header and data.
+def _snapshot(name: str, kind: Kind, record: Record, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors of an object, on the CPU, which `load` accepts: another thread may write to the originals.
 
-    Values of blocks come first: their sizes are multiples of 256 bytes, so every block of a file that is mapped into
-    memory is aligned. Tensors of single bytes come last, because they may have any size.
+    Raises InvalidInput if that has made them wrong since they were checked.
     """
-    header: dict[str, Any] = {"__metadata__": metadata}
-    order = sorted(tensors, key=lambda name: _rank(name, tensors[name]))
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        tag = OTHER_TAGS.get(tensor.dtype) or TAGS[dtypes.name(tensor.dtype)]
-        start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": tag,
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    if len(text) > HEADER_LIMIT:
-        raise InvalidInput(f"{len(tensors)} tensors need a header of {len(text)} bytes, over {HEADER_LIMIT}")
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        file.write(_bytes(tensors[name]))
-
-
-def _rank(name: str, tensor: Tensor) -> int:
-    """The place of a tensor in a file: values of blocks, of whole matrices, integers and scales, single bytes."""
-    values = name.endswith(".values")
-    if values and tensor.ndim == 3:
-        return 0
-    if tensor.element_size() == 1:
-        return 3
-    return 1 if values else 2
+    copied = {part: tensor.to("cpu", copy=True).contiguous() for part, tensor in parts.items()}
+    try:
+        kind.made(record, copied)
+    except InvalidInput as error:
+        raise InvalidInput(f"{shown(name)} was changed while it was saved: {error}") from error
+    return copied
 
 
 def _about(
@@ -277,8 +219,7 @@ def _about(
     text = metadata["sparsek"]
     if metadata["sparsek.crc32"] != str(zlib.crc32(text.encode())):
         raise InvalidFile(f"{path}: its metadata is damaged: the checksum does not match")
-    with faults(path, ValueError, RecursionError):
-        about = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    about = json_value(text, f"{path}: its metadata", once=True)
     if not isinstance(about, dict) or type(about.get("version")) is not int:
         raise InvalidFile(f"{path}: its metadata has no version")
     if about["version"] != VERSION:
@@ -294,33 +235,30 @@ def _about(
     return single, records, kinds
 
 
-def _unique(path: StrPath, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = reprlib.repr([key for key, _ in pairs])
-        raise InvalidFile(f"{path}: its metadata has a name twice among {names}")
-    return out
-
-
 def _check_tensors(path: StrPath, found: set[str], expected: set[str]) -> None:
     for fault, names in (("lacks", expected - found), ("also has", found - expected)):
         if names:
             raise InvalidFile(f"{path}: {fault} {len(names)} tensors: {', '.join(sorted(names))[:200]}")
 
 
-def _read(path: StrPath, file: Any, name: str, kind: Kind, record: Record) -> Any:
-    """The object of one record, on the CPU, in its own memory: the file may change or vanish later."""
+def _size(file: TensorFile, records: Mapping[str, Record], kinds: Mapping[str, Kind]) -> int:
+    """The bytes of the tensors of these objects."""
+    names = (f"{each}.{part}" for each in records for part in kinds[each].parts(records[each]))
+    return sum(file.tensors[name].end - file.tensors[name].start for name in names)
+
+
+def _read(path: StrPath, file: TensorFile, name: str, kind: Kind, record: Record) -> Any:
+    """The object of one record, on the CPU."""
     tensors: dict[str, Tensor] = {}
     for part, (tag, rank) in kind.parts(record).items():
-        view = file.get_slice(f"{name}.{part}")
-        found, shape = view.get_dtype(), view.get_shape()
+        found, shape, *_ = file.tensors[f"{name}.{part}"]
         if found != tag or len(shape) != rank:
             must = f"{tag} of {rank} dimensions"
             raise InvalidFile(
                 f"{path}: {shown(f'{name}.{part}')} is {found} of {len(shape)} dimensions; must be {must}"
             )
-        tensors[part] = file.get_tensor(f"{name}.{part}").clone()
+        tensors[part] = file.read(f"{name}.{part}")
     if _crc32(tensors) != record["crc32"]:
         raise InvalidFile(f"{path}: {shown(name)} is damaged: its checksum does not match")
-    with faults(f"{path}: {shown(name)}", InvalidInput):
+    with files.faults(f"{path}: {shown(name)}", InvalidInput):
         return kind.made(record, tensors)

@@ -9,12 +9,12 @@ import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.files.tensor_file import FLOAT8_TAGS, TAGS
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import LISTS, BlockMask
 from sparsek.matrix.bsr import BSR, padding_nonzeros
@@ -26,9 +26,6 @@ from sparsek.matrix.semi24 import Semi24
 Record = dict[str, Any]
 Tensors = dict[str, Tensor]
 
-TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-FLOAT8_TAGS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-OTHER_TAGS = FLOAT8_TAGS | {torch.int32: "I32", torch.uint8: "U8"}
 MATRICES: dict[str, Any] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
 LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # dimensions of the optional tensors of a block mask
@@ -49,7 +46,7 @@ class Kind(Protocol):
     fields: frozenset[str]
 
     def taken_apart(self, obj: Any) -> tuple[Record, Tensors]:
-        """Return the record and the tensors of an object: contiguous, on the CPU, in the order of the checksum."""
+        """Return the record of an object and its own tensors, in the order of the checksum."""
         ...
 
     def check(self, where: str, record: Record) -> None:
@@ -86,7 +83,7 @@ class MatrixKind:
             _check_padding(base)
         else:
             base.detach()._checked()
-        return record, {part: tensor.cpu() for part, tensor in _stored(base).items()}
+        return record, _stored(base)
 
     def check(self, where: str, record: Record) -> None:
         _check_pairs(where, record, "shape", *["block"] * self.of_blocks)
@@ -121,8 +118,7 @@ class QuantizedKind:
             "scale": base.kind,
             "fast_accum": base.fast_accum,
         }
-        parts = _stored(matrix) | {"scale": base.scale.detach()}
-        return record, {part: tensor.cpu() for part, tensor in parts.items()}
+        return record, _stored(matrix) | {"scale": base.scale.detach()}
 
     def check(self, where: str, record: Record) -> None:
         _check_one_of(where, record, "of", MATRICES)
@@ -220,7 +216,7 @@ class BlockMaskKind:
             for part, tensor in getattr(obj, name)._asdict().items()
         }
         parts |= {name: getattr(obj, name) for name in rule}
-        return record, {part: tensor.cpu().contiguous() for part, tensor in parts.items()}
+        return record, parts
 
     def check(self, where: str, record: Record) -> None:
         _check_pairs(where, record, "lengths", "block")

@@ -29,9 +29,10 @@ from torch import Tensor
 from sparsek.core import dtypes, files
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
-from sparsek.core.files import StrPath
-from sparsek.files.io import faults, opened, shortened, unknown_name
-from sparsek.files.io_kinds import TAGS
+from sparsek.core.files import StrPath, faults, shortened
+from sparsek.core.memory import check_free
+from sparsek.files.io import unknown_name
+from sparsek.files.tensor_file import TAGS, opened
 
 MAX_ELEMENTS = 2**31
 NPY_HEADER_LIMIT = 10_000  # NumPy's own limit: a longer literal can overflow the stack of Python's parser
@@ -128,7 +129,7 @@ class WeightFile(ABC):
                 f"{shown(name)} of shape {list(entry.shape)} is over the limit of {MAX_ELEMENTS} elements"
             )
         takes = math.prod(entry.shape) * dtypes.itemsize(entry.dtype)
-        _check_memory(self.path, f"{shown(name)} of shape {list(entry.shape)}", takes, " as a dense matrix")
+        check_free(self.path, f"{shown(name)} of shape {list(entry.shape)}", takes, " as a dense matrix")
         matrix = self._matrix(entry)
         if tuple(matrix.shape) != entry.shape:
             raise self._fault(
@@ -154,19 +155,17 @@ class Safetensors(WeightFile):
     def _entries(self) -> Iterator[Entry]:
         words: dict[str, str] = {tag: name for name, tag in TAGS.items()}
         with opened(self.path) as file:
-            if "sparsek.crc32" in (file.metadata() or {}):
+            if "sparsek.crc32" in file.metadata:
                 raise self._fault("saved by SparseK, so it holds no dense weights; sparsek.load reads it")
-            for name in file.keys():  # noqa: SIM118 (a safe_open cannot be iterated)
-                view = file.get_slice(name)
-                tag = str(view.get_dtype())
-                yield Entry(name, tuple(view.get_shape()), words.get(tag, tag))
+            for name, found in file.tensors.items():
+                yield Entry(name, found.shape, words.get(found.tag, found.tag))
 
     def _matrix(self, entry: Entry) -> Tensor:
         with opened(self.path) as file:
-            matrix = file.get_tensor(entry.name).clone()  # a view of the mapped file otherwise
-        if dtypes.name(matrix.dtype) != entry.dtype:
-            raise self._fault(f"{shown(entry.name)} has changed while it was read")
-        return matrix
+            found = file.tensors.get(entry.name)
+            if found is None or (TAGS[entry.dtype], entry.shape) != found[:2]:
+                raise self._fault(f"{shown(entry.name)} has changed since the file was opened first")
+            return file.read(entry.name)
 
 
 class Npy(WeightFile):
@@ -469,7 +468,7 @@ def _npz_array(path: Path, name: str, limit: int = MAX_ELEMENTS) -> np.ndarray:
             what = f"{shown(name)} of shape {shown(list(header.shape))}"
             if math.prod(header.shape) > limit:
                 raise InvalidFile(f"{path}: {what} is over {limit} elements")
-            _check_memory(path, what, header.nbytes)
+            check_free(path, what, header.nbytes)
             return header.array(stream, f"{path}: {shown(info.filename)}")
 
 
@@ -502,24 +501,6 @@ def _scipy(module: str, path: Path) -> Any:
 def _open_npz(path: Path) -> WeightFile:
     is_sparse = {"format", "shape", "data"} <= set(_npz_headers(path))
     return ScipyNpz(path) if is_sparse else Npz(path)
-
-
-def _check_memory(path: Path, what: str, takes: int, form: str = "") -> None:
-    """Raise InvalidFile unless `takes` bytes are free."""
-    free = available_memory()
-    if free is not None and takes > free:
-        gigabytes = f"{takes / 1e9:.3g} GB{form}; {free / 1e9:.3g} GB of memory are free"
-        raise InvalidFile(f"{path}: {what} takes {gigabytes}")
-
-
-def available_memory() -> int | None:
-    """Return the free memory in bytes: on macOS, which does not report it, all memory; on Windows None."""
-    try:
-        about = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
-    found = re.search(r"^MemAvailable: *(\d+) kB", about, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 READERS: dict[str, Callable[[Path], WeightFile]] = {

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
+from sparsek.files.tensor_file import as_bytes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
@@ -43,7 +44,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bytes(io._bytes(a)) == bytes(io._bytes(b))
+    return a.shape == b.shape and bytes(as_bytes(a)) == bytes(as_bytes(b))
 
 
 def small(seed: int = 0, dtype: torch.dtype = torch.float16) -> BSR:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from sparsek.core import memory
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import weights
 from sparsek.files.io import load, save
@@ -246,13 +247,13 @@ def test_a_dense_matrix_beyond_the_memory_is_refused(tmp_path, monkeypatch, kind
         path.write_text("%%MatrixMarket matrix coordinate real general\n40000 40000 1\n1 1 1\n")
     else:
         scipy_sparse.save_npz(path, scipy_sparse.coo_array(([1.0], ([0], [0])), shape=(40000, 40000)))
-    monkeypatch.setattr(weights, "available_memory", lambda: 10**10)
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**10)
     with pytest.raises(InvalidFile, match=r"takes 12\.8 GB as a dense matrix; 10 GB of memory are free"):
         only(path)
 
 
 def test_free_memory_is_known_and_less_than_all_of_it():
-    free = weights.available_memory()
+    free = memory.available_memory()
     if hasattr(os, "sysconf"):
         assert free is not None
         assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
