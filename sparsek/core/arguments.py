@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor, unwrap_if_dead
 from torch.compiler import is_compiling
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
@@ -26,8 +28,8 @@ LONGEST = 80  # characters of a value in a message
 def shown(value: Any) -> str:
     """A value as messages show it: its repr if that is short, else its type and, for a tensor, dtype and shape."""
     if isinstance(value, Tensor):
-        if value.is_nested:
-            return f"a torch.Tensor, {value.dtype}, nested"
+        if value.is_nested or _is_lazy(value):
+            return f"a torch.Tensor, {value.dtype}, {'nested' if value.is_nested else 'uninitialized'}"
         layout = "" if value.layout == torch.strided else f", layout {value.layout}"
         return f"a torch.Tensor, {value.dtype} {list(value.shape)}{layout}"
     if isinstance(value, np.ndarray):
@@ -167,14 +169,45 @@ def dense(name: str, value: Any) -> Tensor:
         plain = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
         cure = f": torch.tensor({name})" if plain else ""
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}{cure}")
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
-    if not is_compiling() and value.is_neg():  # the op checks again
+    if value.layout != torch.strided or value.is_nested or _is_lazy(value):
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {_other_kind(name, value)}")
+    if is_compiling():  # the op checks again
+        return value
+    if value.is_neg():
         raise InvalidInput(
             f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
         )
-    return value
+    return living(name, value)
+
+
+def living(name: str, value: Tensor) -> Tensor:
+    """A tensor that is not wrapped by a transform of torch.func that has ended: kernels cannot read its memory."""
+    if not is_functorch_wrapped_tensor(value):
+        return value
+    if unwrap_if_dead(value) is value and torch._C._are_functorch_transforms_active():
+        return value
+    if is_batchedtensor(value):
+        raise InvalidInput(
+            f"{name} was made inside a function that torch.func.vmap mapped, and is used after it; return it from "
+            "that function"
+        )
+    raise InvalidInput(
+        f"{name} was made inside a function that torch.func transformed, and is used after it; call .clone()"
+    )
+
+
+def _is_lazy(value: Tensor) -> bool:
+    """Whether it is a parameter or buffer without a shape, as those of torch.nn.LazyLinear before the first call."""
+    return value.__class__ is not Tensor and isinstance(value, (UninitializedParameter, UninitializedBuffer))
+
+
+def _other_kind(name: str, value: Tensor) -> str:
+    """What a tensor that is not dense is, and what makes it dense."""
+    if value.is_nested:
+        return f"a nested tensor; pad it: torch.nested.to_padded_tensor({name}.contiguous(), 0.0)"
+    if _is_lazy(value):
+        return "an uninitialized parameter, which has no shape; call its lazy module once with an input"
+    return f"layout {value.layout}; call .to_dense()"
 
 
 def kept(name: str, value: Tensor) -> Tensor:

@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    unwrap_if_dead,
+)
 from torch.autograd import forward_ad
 
 from sparsek.core import arguments
@@ -24,6 +29,24 @@ def untransformed(build: Callable[[], Made]) -> Made:
 
     with temporarily_clear_interpreter_stack():
         return build()
+
+
+def alive(x: Any) -> Any:
+    """`x` without the wrappers of transforms of torch.func that have ended.
+
+    The function that torch.func.vjp returns runs backward passes after its transform: what they saved is wrapped so.
+    """
+    while isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x):
+        inner = unwrap_if_dead(x)
+        if inner is x:
+            break
+        x = inner
+    return x
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """ctx.saved_tensors, without the wrappers of transforms that have ended: see `alive`."""
+    return tuple(map(alive, ctx.saved_tensors))
 
 
 def concrete(x: Any, reads: str, instead: str) -> Any:

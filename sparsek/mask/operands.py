@@ -29,6 +29,12 @@ def check_tensors(
             raise InvalidInput(
                 f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}{both}"
             )
+        if x.is_nested:
+            raise InvalidInput(
+                f"{name} must be a dense torch.Tensor {DIMS[name]}, got a nested tensor; pack the sequences for "
+                f"attention_varlen, or pad them, torch.nested.to_padded_tensor({name}.contiguous(), 0.0), and mask the "
+                "padding"
+            )
         arguments.dense(name, x)
         if x.is_meta and not predicted:
             raise InvalidInput(

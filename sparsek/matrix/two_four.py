@@ -68,7 +68,7 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     p, q, r, s = groups(w).unbind(-1)
     lower = torch.where(first, p, torch.where(second, q, r))
     upper = torch.where(fourth, s, torch.where(third, r, q))
-    values = torch.stack((lower, upper), dim=-1).flatten(-2)
+    values = _interleaved(lower, upper)
     return values, (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).contiguous()
 
 
@@ -82,7 +82,15 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
     lower, upper = values[..., 0::2], values[..., 1::2]
     zero = values.new_zeros(())
     parts = [torch.where(i0 == at, lower, torch.where(i1 == at, upper, zero)) for at in range(GROUP)]
-    return torch.stack(parts, dim=-1).flatten(-2)
+    return _interleaved(*parts)
+
+
+def _interleaved(*parts: Tensor) -> Tensor:
+    """Element i of each part, then element i + 1, along the last dim. torch.autocast, which refuses to stack one half
+    type where it casts to the other, has no part in it.
+    """
+    with dtypes.as_given(parts[0].device):
+        return torch.stack(parts, dim=-1).flatten(-2)
 
 
 def columns(meta: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.heads8 import QuantizedHeads
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.ops import bound
+from sparsek.ops import bound, transforms
 from sparsek.ops.attention_autograd import (
     Attention,
     Call,
@@ -213,12 +213,16 @@ def attention(
             both = slot = bound.repeat(to.calls, settings, given)
             if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
-    if plan is None and _traced():
-        wanted = return_lse or wants_gradient(q, k, v, sink_logits)
+    if plan is None and _traced() and not transforms.active():
         changes = softcap, alibi_slopes, sink_logits
-        if not plain:
+        if not (plain and _compiling()):
             check_tensors(q, k, v)
             changes = operands.checked_scores(q, *changes).parts
+        if not _compiling():  # there the op checks the rest
+            scale = None if scale is None else operands.checked_scale(scale, q.shape[3])
+            if mask is not None:
+                operands.check_mask(q, k, mask)
+        wanted = return_lse or wants_gradient(q, k, v, sink_logits)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic, *changes)
         return (out, lse) if return_lse else out
     if plan is not None:

@@ -15,9 +15,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.core.tracing import save_for_backward
+from sparsek.core.tracing import save_for_backward, saved_tensors
 from sparsek.mask.mask import BlockMask
-from sparsek.ops import bound, gradients, transforms
+from sparsek.ops import bound, gradients, library_args, transforms
+from sparsek.ops.attention_args import flat_mask
+from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, differentiated, fixed
 from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
@@ -69,6 +71,9 @@ def _forward(
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), scores=call.scores)
         p = given.problem(card_of(q.device))
         ATTENTION_BACKWARD.choose(p, gradients.same_family(call.kernel, "attention_backward"), None)
+    if call.plan is None and library_args.traced():  # a TorchDispatchMode inside torch.func records the op
+        settings = call.scale, True, call.kernel, call.deterministic, *call.all_scores(sinks).parts
+        return through_op(q, k, v, call.mask, *settings)
     return run_forward(q, k, v, sinks, call, True)
 
 
@@ -93,7 +98,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 @transforms.one_by_one
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads
-    q, k, v, sinks, out, lse = ctx.saved_tensors
+    q, k, v, sinks, out, lse = saved_tensors(ctx)
     grad = torch.zeros_like(out) if grad is None else grad
     # create_graph=True, or torch.func, also where that maps over gradients alone; otherwise there is nothing to record.
     recorded = torch.is_grad_enabled() or transforms.active()
@@ -166,6 +171,11 @@ class AttentionBackward(torch.autograd.Function):
         sinks: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, ...]:
+        if library_args.traced():
+            mask, numbers = flat_mask(call.mask)
+            given = mask, numbers, call.scale, call.deterministic, call.kernel, *call.all_scores(sinks).parts
+            found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *given)
+            return found if sinks is not None else found[:3]
         more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic), grad_lse is None
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
         scores = call.all_scores(sinks)

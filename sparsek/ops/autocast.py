@@ -49,8 +49,8 @@ def _dtype_on(device: torch.device) -> torch.dtype | None:
 
 def _cast(x: Any) -> Any:
     values = x if isinstance(x, Tensor) else x.values if isinstance(x, BSR | Semi24 | BSR24) else None
-    if values is None or values.dtype not in CAST:
-        return x
+    if values is None or values.dtype not in CAST or values.layout != torch.strided or values.is_nested:
+        return x  # one that is not dense too: some of them have no .to
     wanted = _dtype_on(values.device)
     if wanted is None or wanted == values.dtype:
         return x

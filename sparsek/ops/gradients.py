@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import save_for_backward
+from sparsek.core.tracing import save_for_backward, saved_tensors
 from sparsek.matrix.padding import zero_outside
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts
@@ -257,7 +257,7 @@ def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Grad
     args: AttentionArgs = ctx.call
     if not args.return_lse:
         raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
-    q, k, v, slopes, sinks, out, lse, *mask = ctx.saved_tensors
+    q, k, v, slopes, sinks, out, lse, *mask = saved_tensors(ctx)
     grad = torch.zeros_like(out) if grad is None else grad
     kernel = same_family(args.kernel, "attention_backward")
     learned = sinks if ctx.needs_input_grad[-1] else None
@@ -314,7 +314,7 @@ def _save(ctx: Any, args: tuple[Any, ...], *more: Tensor | None) -> None:
 
 def _saved(ctx: Any, kind: type[Args]) -> tuple[Any, ...]:
     """The arguments of an op, as `kind`, and the other tensors that were saved."""
-    saved, rest = ctx.saved_tensors, ctx.rest
+    saved, rest = saved_tensors(ctx), ctx.rest
     both = [x if tensor is None else tensor for tensor, x in zip(saved, rest, strict=False)]
     return kind(*both), *saved[len(rest) :]
 

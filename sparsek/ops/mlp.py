@@ -20,7 +20,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import Later, constant, save_for_backward
+from sparsek.core.tracing import Later, constant, save_for_backward, saved_tensors
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import gradients
 from sparsek.ops.autocast import autocasts, follow_autocast
@@ -188,7 +188,7 @@ class Mlp(torch.autograd.Function):
     @staticmethod
     @one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, up, down, hidden, slope = ctx.saved_tensors
+        x, up, down, hidden, slope = saved_tensors(ctx)
         needs, again = ctx.needs_input_grad, torch.is_grad_enabled()
         if again:  # a second derivative is wanted: that of the two layers
             bias_up = None if ctx.bias_up is None else ctx.bias_up.read("bias_up")

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import Later, save_for_backward
+from sparsek.core.tracing import Later, save_for_backward, saved_tensors
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
@@ -383,7 +383,7 @@ class Multiplied(torch.autograd.Function):
     @staticmethod
     @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, dense, out, slope = ctx.saved_tensors
+        values, dense, out, slope = saved_tensors(ctx)
         a, (rows, turned, alpha, _, kernel, activation), by_columns = ctx.a, ctx.how, ctx.b_by_columns
         two_four = not isinstance(a, BSR)
         view = not two_four and a.order is not None

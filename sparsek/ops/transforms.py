@@ -7,7 +7,7 @@ autograd.Function with a separate setup_context. So each op has one here, which 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import alive
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import library_args
@@ -90,6 +92,7 @@ def one_by_one(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def whole(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grads = tuple(map(alive, grads))
         batched = [x is not None and _is_of_many(x) for x in grads]
         if True not in batched:
             return backward(ctx, *grads)
@@ -104,7 +107,7 @@ def one_by_one(backward: Backward) -> Backward:
             for i in range(len(joined[batched.index(True)]))
         ]
         return tuple(
-            torch._add_batch_dim(torch.stack(each), 0, level) if isinstance(each[0], Tensor) else each[0]
+            torch._add_batch_dim(_stacked(each), 0, level) if isinstance(each[0], Tensor) else each[0]
             for each in zip(*items, strict=True)
         )
 
@@ -158,8 +161,13 @@ def _one_by_one(run: Callable[..., Tensor], size: int, in_dims: Any, args: Any) 
         for i in range(size)
     ]
     if each[0].stride(-1) == 1:
-        return torch.stack(each), 0
-    return torch.stack([x.mT for x in each]).mT, 0  # stays column-major, as callers expect
+        return _stacked(each), 0
+    return _stacked([x.mT for x in each]).mT, 0  # stays column-major, as callers expect
+
+
+def _stacked(items: Sequence[Tensor]) -> Tensor:
+    with dtypes.as_given(items[0].device):
+        return torch.stack(list(items))
 
 
 def _item(x: Tensor, dim: int, i: int) -> Tensor:

@@ -108,6 +108,8 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
     """
     if isinstance(sparse, BSR):
         check_stored(sparse)
+    if not torch.compiler.is_compiling():
+        arguments.living(f"the values of {other}", sparse.values)
     if not isinstance(sparse, Quantized):
         _refuse_fp8(name, x, sparse, other)
         check_dense(name, x, sparse, other)
@@ -252,6 +254,8 @@ def check_spgemm(a: Any, b: Any, out: Any) -> None:
             )
             raise InvalidInput(f"{name} must be a BSR, got {type(each).__name__}; {hint}")
         check_stored(each)
+        if not torch.compiler.is_compiling():
+            arguments.living(f"the values of {name}", each.values)
     if a.shape[1] != b.shape[0]:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
     if a.block[1] != b.block[0]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.lists import WORD
@@ -43,7 +43,8 @@ class Dense(NamedTuple):
             self.q[batch, head, rows].float(),
             self.k[batch, head * self.k.shape[1] // self.q.shape[1]].float(),
         )
-        scores = self.scale * (q @ k.mT)
+        with dtypes.as_given(q.device):
+            scores = self.scale * (q @ k.mT)
         key = torch.arange(k.shape[0], device=k.device)
         if self.first is not None:
             scores = scores.masked_fill(key > (rows + self.first)[:, None], -torch.inf)

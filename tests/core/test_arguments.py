@@ -111,6 +111,43 @@ def test_tensors_without_a_shape_are_told_all_the_same() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_the_cure_of_a_nested_tensor_cures(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(1, 3, 4)], layout=layout)
+    for x in (nested, nested.transpose(1, 2)):
+        with pytest.raises(InvalidInput, match="nested tensor; pad it: ") as raised:
+            arguments.dense("x", x)
+        cured = eval(str(raised.value).partition("pad it: ")[2], {"torch": torch, "x": x})
+        assert arguments.dense("x", cured).shape in ((2, 2, 3, 4), (2, 3, 2, 4))
+
+
+def test_an_uninitialized_parameter_has_no_shape() -> None:
+    lazy = torch.nn.LazyLinear(8)
+    for x in (lazy.weight, torch.nn.UninitializedBuffer()):
+        assert arguments.shown(x) == "a torch.Tensor, torch.float32, uninitialized"
+        with pytest.raises(InvalidInput, match="call its lazy module once"):
+            arguments.dense("x", x)
+    lazy(torch.ones(2, 4))
+    arguments.dense("x", lazy.weight)
+
+
+def test_tensors_of_transforms_that_have_ended_are_refused() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(arguments.dense("x", x * 1))
+        return x
+
+    torch.func.vjp(keep, torch.ones(2))
+    torch.func.vmap(keep)(torch.ones(2, 2))
+    with pytest.raises(InvalidInput, match=r"transformed, and is used after it; call \.clone"):
+        arguments.dense("x", kept[0])
+    arguments.dense("x", kept[0].clone())
+    with pytest.raises(InvalidInput, match="vmap mapped"):
+        arguments.dense("x", kept[1])
+
+
 def test_dimensions_are_counted() -> None:
     with pytest.raises(InvalidInput, match=r"x has shape \[2, 3\]; it must be 3-D"):
         arguments.tensor("x", torch.ones(2, 3), ndim=3)

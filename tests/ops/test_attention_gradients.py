@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -439,3 +440,54 @@ def test_a_backward_plan_refuses_another_mask_and_kernels_of_the_forward_pass():
         match=r"no kernel of attention_backward is called 'cpu.attention', .* of its family is 'cpu.attention_bwd'",
     ):
         sk.plan_attention_backward(*tensors, mask, kernel="cpu.attention")
+
+
+class Counting(TorchDispatchMode):
+    """Counts the ops of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [str(func)] if "sparsek" in str(func) else []
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_op_inside_and_around_torch_func():
+    q, k, v, mask = *(torch.randn(1, 2, 64, 16) for _ in "qkv"), sk.BlockMask.causal(64, block=64)
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return sk.attention(q, k, v, mask, softcap=5.0, sink_logits=k[0, :, 0, 0])
+
+    def inside(q: torch.Tensor) -> torch.Tensor:
+        with Counting():
+            return run(q)
+
+    right, back, *_ = torch.func.vjp(run, q)
+    (wanted,) = back(right)
+    counting = Counting()
+    for around in (FlopCounterMode(display=False), counting):
+        with around:
+            out, back, *_ = torch.func.vjp(run, q)
+            (grad,) = back(right)
+            torch.testing.assert_close(torch.vmap(run)(q[None])[0], right)
+            torch.testing.assert_close(torch.func.grad(lambda q: (run(q) * right.detach()).sum())(q), wanted)
+        torch.testing.assert_close((out, grad), (right, wanted))
+    assert {"sparsek.attention.default", "sparsek.attention_backward.default"} == set(counting.seen)
+    torch.testing.assert_close(torch.vmap(inside)(q[None])[0], right)
+    torch.testing.assert_close(torch.func.vjp(inside, q)[1](right)[0], wanted)
+
+
+@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), Counting])
+def test_arguments_are_checked_before_a_dispatch_mode_sees_the_op(mode: Any):
+    q = torch.randn(1, 2, 64, 16)
+    call: Any = sk.attention
+    odd: list[tuple[Any, Any]] = [(q, True), (q.tolist(), q), (q, q.numpy()), (q[0], q), (q.to_sparse(), q)]
+    with mode():
+        for x, v in odd:
+            with pytest.raises(InvalidInput):
+                call(x, q, v)
+        for options in ({"scale": 1j}, {"softcap": "5"}, {"mask": sk.BlockMask.causal(65, block=64)}):
+            with pytest.raises(InvalidInput):
+                call(q, q, q, **options)

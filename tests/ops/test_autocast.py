@@ -1,6 +1,7 @@
 """Under torch.autocast the verbs and layers give the dtypes that torch's own give, forward and backward."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import sparsek as sk
+from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.ops.autocast import follow_autocast
 
@@ -110,6 +112,61 @@ def test_gradients_of_every_product_come_in_the_operands_dtypes():
     for name, each in found.items():
         of_a, of_x = torch.autograd.grad(each.sum(), (a.values, x), retain_graph=True, allow_unused=True)
         assert {g.dtype for g in (of_a, of_x) if g is not None} == {F32}, name
+
+
+W = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+CONVERSIONS: dict[str, Callable[[Tensor], Any]] = {
+    "Semi24": lambda w: sk.Semi24.from_dense(w).to_dense(),
+    "Semi24 by a mask": lambda w: sk.Semi24.from_dense(w, sk.Semi24.from_dense(w).to_dense() != 0).values,
+    "Semi24, learned": lambda w: sk.Semi24.from_dense(w.clone().requires_grad_()).values.detach(),
+    "BSR": lambda w: sk.BSR.from_dense(w, 32, keep=0.5).to_dense(),
+    "BSR24": lambda w: sk.BSR24.from_dense(w, 64, keep=1.0).to_bsr().T.to_dense(),
+    "BSR24 of a BSR": lambda w: sk.BSR24.from_bsr(sk.BSR.from_dense(w, 64, keep=1.0)).to_dense(),
+    "quantized": lambda w: sk.quantize(sk.Semi24.from_dense(w)).to_dense(w.dtype),
+    "rounded": lambda w: sk.quantize(w).dequantize(w.dtype),
+    "recall": lambda w: sk.policies.recall(
+        sk.MaskPolicy(window=8, block=64), w[None, None], w[None, None], samples=8
+    ),
+}
+
+
+@GIVEN
+@LOW
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_no_conversion_depends_on_it(name: str, low: torch.dtype, given: torch.dtype):
+    w, convert = W.to(given), CONVERSIONS[name]
+    right = convert(w)
+    with torch.autocast("cpu", low):
+        found = convert(w)
+    assert found.dtype == right.dtype
+    assert torch.equal(found, right)
+
+
+@LOW
+def test_a_format_is_chosen_and_saved_as_without_it(low: torch.dtype, tmp_path: Path):
+    w = W.to(BF16 if low is F16 else F16)
+    with torch.autocast("cpu", low):
+        sk.choose_format(w, w, formats=["dense", "semi24"])
+        sk.save(sk.Semi24.from_dense(w), tmp_path / "w.safetensors")
+    assert torch.equal(sk.load(tmp_path / "w.safetensors").to_dense(), sk.Semi24.from_dense(w).to_dense())
+
+
+@LOW
+def test_gradients_and_items_of_the_other_half_stack(low: torch.dtype):
+    a = sk.random_bsr(64, 64, 32, 0.5, dtype=BF16 if low is F16 else F16)
+    x = W.to(a.dtype).requires_grad_()
+    y = a @ x
+    grads = torch.stack((y, y)).detach()
+    with torch.autocast("cpu", low):
+        (found,) = torch.autograd.grad(y, x, grads, is_grads_batched=True)
+        assert torch.vmap(lambda b: a @ b)(x.detach()[None]).dtype == low
+    assert found.dtype == a.dtype
+
+
+def test_what_is_not_dense_is_not_cast():
+    x = W.to_mkldnn()
+    with torch.autocast("cpu", BF16), pytest.raises(InvalidInput, match="to_dense"):
+        sk.swiglu(x, sk.random_bsr(64, 64, 32, 0.5), sk.random_bsr(64, 64, 32, 0.5))
 
 
 @LOW

@@ -118,6 +118,66 @@ def test_torch_func_differentiates_products(case: str, a: BSR):
     close(back(values), wanted(values))
 
 
+QUIET = pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+
+
+@QUIET
+@pytest.mark.parametrize("case", CASES)
+def test_vjp_is_pulled_back_where_autograd_is_off(case: str, quiet: Any, a: BSR):
+    run, plain, given = of(case, a)
+    values, back, *_ = torch.func.vjp(run, *given)
+    _, wanted, *_ = torch.func.vjp(plain, *given)
+    with quiet():
+        close(back(values), wanted(values))
+        inside, back, *_ = torch.func.vjp(run, *given)
+        close(back(values), wanted(values))
+        close(torch.vmap(back)(values[None]), torch.vmap(wanted)(values[None]))
+    close(inside, values)
+
+
+SHARED = sk.BlockMask.causal(64, block=64)
+Q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+S24 = sk.Semi24.from_dense(torch.randn(64, 64, generator=torch.Generator().manual_seed(1)))
+W1, W2 = random_bsr(64, 64, 32, 0.5, seed=1), random_bsr(64, 64, 32, 0.5, seed=2)
+MORE: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "attention": (lambda q: sk.attention(q, Q, Q, SHARED), Q),
+    "lse": (lambda k: sk.attention(Q, k, Q, SHARED, return_lse=True)[1], Q),
+    "sinks": (lambda sinks: sk.attention(Q, Q, Q, SHARED, sink_logits=sinks), Q[0, :, 0, 0]),
+    "varlen": (
+        lambda q: sk.attention_varlen(q, q, q, torch.tensor([0, 20, 64]), mask=sk.MaskPolicy()),
+        Q[0].transpose(0, 1),
+    ),
+    "Semi24": (lambda b: S24 @ b, Q[0, 0]),
+    "mlp": (lambda x: sk.mlp(x, W1, W2, activation="silu"), Q[0, 0].mT.contiguous()),
+}
+
+
+@QUIET
+@pytest.mark.parametrize("case", MORE)
+def test_vjp_of_the_others_too(case: str, quiet: Any):
+    run, given = MORE[case]
+    leaf = given.clone().requires_grad_()
+    right = run(leaf)
+    (wanted,) = torch.autograd.grad(right, leaf, right.detach())
+    values, back, *_ = torch.func.vjp(run, given)
+    with quiet():
+        torch.testing.assert_close(back(values)[0], wanted)
+
+
+def test_an_operand_that_outlives_its_transform_is_refused_with_a_cure(a: BSR):
+    kept: list[Tensor] = []
+
+    def run(v: Tensor) -> Tensor:
+        kept.append(v * 1)
+        return BSR.unchecked(a.pattern, v) @ draw(a.shape[1], 3)
+
+    torch.func.vjp(run, a.values)
+    for call in (lambda w, x: w @ x, lambda w, x: sk.spgemm(w, w.T)):
+        with torch.no_grad(), pytest.raises(InvalidInput, match=r"call \.clone"):
+            call(BSR.unchecked(a.pattern, kept[0]), draw(a.shape[1], 3))
+        call(BSR.unchecked(a.pattern, kept[0].clone()), draw(a.shape[1], 3))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_jacrev_of_products(case: str, a: BSR):
     run, plain, given = of(case, a)
