@@ -8,6 +8,7 @@ items of several lengths are a call each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +19,15 @@ from torch.nn import functional
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.refused import check_operands, check_shape, ints_on, require_neutral
+from sparsek.integrations.refused import (
+    absent,
+    check_operands,
+    check_shape,
+    ints_on,
+    readable,
+    refusing,
+    require_neutral,
+)
 from sparsek.mask.cache import ByTensor, edges_of, kept_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import INT32_MAX
@@ -26,8 +35,24 @@ from sparsek.ops.attention import attention
 
 BLOCK = 128
 NO_DROPOUT = "attention drops no weights"
+OTHER_BLOCKS = (
+    "for other blocks call sparsek.attention with BlockMask.from_block_map(map, seq_len, block=...)"
+)
+# Of forks.
+FORKS: dict[str, tuple[Any, str]] = dict.fromkeys(
+    ("q_block_size", "k_block_size", "kv_block_size", "sparse_block_size", "m_block_dim", "n_block_dim"),
+    (BLOCK, OTHER_BLOCKS),
+)
+FORKS |= {"window_size_left": (-1, OTHER_BLOCKS), "window_size_right": (-1, OTHER_BLOCKS)}
+
+__getattr__ = absent(
+    __name__,
+    flash_attn_func="import it from sparsek.integrations.flash_attention",
+    flash_attn_varlen_func="import it from sparsek.integrations.flash_attention",
+)
 
 
+@refusing("block_sparse_attn_func", **FORKS)
 def block_sparse_attn_func(
     q: Tensor,
     k: Tensor,
@@ -62,8 +87,9 @@ def block_sparse_attn_func(
             long as nothing writes to it.
         cu_seqlens_k: The same of k.
         head_mask_type: int32 [Hq], on the device of q. It is not read on the host, except for exact_streaming, where it
-            is read once, like streaming_info. On a GPU a head whose number has no mask sees nothing and gets out = 0.
-        streaming_info: int32 [2 * Hq]: sink and local of each head; None if no head streams.
+            is read once, like streaming_info. On a GPU a head sees nothing and gets out = 0 if its number has no mask,
+            or is negative and not -1; on the CPU these are refused.
+        streaming_info: int32 [2 * Hq]: sink and local of each head, from 0; None if no head streams.
         base_blockmask: bool [B, masks, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)]; None if none is sparse.
         max_seqlen_q_: The longest item of q.
         max_seqlen_k_: The longest item of k.
@@ -72,8 +98,10 @@ def block_sparse_attn_func(
         softmax_scale: The factor of the scores; D**-0.5 for None.
         is_causal: Whether a query sees no key after its own.
         exact_streaming: Whether sinks and windows are in tokens. Needs is_causal.
-        return_attn_probs: Whether to return (out, lse, None), with lse float32 [B, Hq, max_seqlen_q_], inf where a
-            query sees no key or there is none. The third would be the weights, which are never in memory.
+        return_attn_probs: Whether to return (out, lse, None), with lse float32 [B, Hq, max_seqlen_q_]. It is +inf, as
+            in the original and in FlashAttention-2, where a query sees no key or there is none; `sparsek.attention` has
+            -inf there, and `sparsek.merge_attention` takes both as an empty part. The third would be the weights, which
+            are never in memory.
 
     Returns:
         out [total_q, Hq, D]; 0 where a query sees no key. It has gradients for q, k and v, also where the original has
@@ -111,6 +139,7 @@ def block_sparse_attn_func(
     )
 
 
+@refusing("token_streaming_attn_func", **FORKS)
 def token_streaming_attn_func(
     q: Tensor,
     k: Tensor,
@@ -155,6 +184,7 @@ def token_streaming_attn_func(
     )  # fmt: skip
 
 
+@refusing("block_streaming_attn_func", **FORKS)
 def block_streaming_attn_func(
     q: Tensor,
     k: Tensor,
@@ -313,14 +343,34 @@ def _check(heads: _Heads, q: Tensor, batch: int, longest: tuple[int, int]) -> No
         check_shape(
             "base_blockmask", heads.blocks, right, "for max_seqlen_q_ and max_seqlen_k_ in blocks of 128"
         )
-    if types.device.type == "cpu":
-        found = _numbers(types)
-        if int(found.max(initial=0)) > masks:
-            raise InvalidInput(
-                f"head_mask_type has heads of mask {int(found.max())}; base_blockmask has {masks} masks"
-            )
-        if int(found.min(initial=0)) < 0 and heads.streaming is None:
+    if readable(types):
+        streaming = heads.streaming
+        _check_values(
+            types.tolist(),
+            None if streaming is None or not readable(streaming) else streaming.tolist(),
+            masks,
+        )
+        if streaming is None and bool((types < 0).any()):
             raise InvalidInput("head_mask_type has streaming heads (-1), and streaming_info is None")
+
+
+def _check_values(types: Sequence[int], info: Sequence[int] | None, masks: int) -> None:
+    """InvalidInput for types and sinks and windows, as far as they are known, that no head has."""
+    for head, (kind, number) in enumerate(zip(types, _numbers(types).tolist(), strict=True)):
+        if kind < -1:
+            raise InvalidInput(
+                f"head_mask_type[{head}] is {kind}; it must be -1 for a streaming head, 0 for a dense one, or a mask's "
+                "number"
+            )
+        if number > masks:
+            raise InvalidInput(
+                f"head_mask_type[{head}] is for mask {number}; base_blockmask has {masks} masks"
+            )
+        if kind == -1 and info is not None and min(info[2 * head : 2 * head + 2]) < 0:
+            sink, local = info[2 * head : 2 * head + 2]
+            raise InvalidInput(
+                f"streaming_info has sink {sink} and local {local} for head {head}; both must be at least 0"
+            )
 
 
 def _numbers(types: Any) -> np.ndarray:
@@ -347,7 +397,7 @@ def _block_mask(heads: _Heads, some: _Items, device: torch.device) -> BlockMask:
         ahead = -((some.q_len - some.k_len) // BLOCK)  # blocks before the last one of tile 0
         end = row[:, None] + 1 + ahead if heads.causal else columns
         near = (column < sink) | (column >= end - local)
-        seen = seen | near & (kinds < 0)
+        seen = seen | near & (kinds == -1)
     frame = {"q_len": some.q_len, "kv_len": some.k_len, "block": BLOCK, "device": device}
     return BlockMask.from_block_map(seen, causal=heads.causal, **frame)
 
@@ -356,15 +406,12 @@ def _token_mask(heads: _Heads, some: _Items, device: torch.device) -> BlockMask:
     """The causal mask of these items with sinks and windows in tokens, which are read on the host once."""
     types = _read("head_mask_type", heads.types)
     info = (0,) * 2 * len(types) if heads.streaming is None else _read("streaming_info", heads.streaming)
+    _check_values(types, info, 0 if heads.blocks is None else heads.blocks.shape[1])
     frame = {"q_len": some.q_len, "kv_len": some.k_len, "block": BLOCK, "device": device}
     masks = []
     for head, (kind, number) in enumerate(zip(types, _numbers(types).tolist(), strict=True)):
         sink, local = info[2 * head], info[2 * head + 1]
-        if number > 0:
-            if heads.blocks is None or number > heads.blocks.shape[1]:
-                raise InvalidInput(
-                    f"head_mask_type has heads of mask {number}, which base_blockmask does not have"
-                )
+        if number > 0 and heads.blocks is not None:
             rows, columns = -(-some.q_len // BLOCK), -(-some.k_len // BLOCK)
             blocks = heads.blocks[some.first : some.first + some.count, number - 1 : number, :rows, :columns]
             masks.append(BlockMask.from_block_map(blocks, causal=True, **frame))
@@ -375,8 +422,19 @@ def _token_mask(heads: _Heads, some: _Items, device: torch.device) -> BlockMask:
 
 def _kept(frame: dict[str, Any], **window: int) -> BlockMask:
     """A causal mask with this window and sinks, or without; the same object each time."""
-    build = BlockMask.sliding_window if window else BlockMask.causal
-    return kept_mask(("streaming head", *frame.values(), *window.values()), lambda: build(**window, **frame))
+
+    def build() -> BlockMask:
+        if not window:
+            return BlockMask.causal(**frame)
+        if window["window"]:
+            return BlockMask.sliding_window(**window, **frame)
+        rows, columns = (-(-frame[name] // BLOCK) for name in ("q_len", "kv_len"))
+        first = torch.arange(columns, dtype=torch.int32, device=frame["device"]) * BLOCK
+        every = torch.ones(rows, columns, dtype=torch.bool, device=frame["device"])
+        lengths = (min(window["sinks"], frame["kv_len"]) - first).clamp(0, BLOCK)
+        return BlockMask.from_block_map(every, causal=True, kv_lengths=lengths, **frame)
+
+    return kept_mask(("streaming head", *frame.values(), *window.values()), build)
 
 
 _READ: ByTensor[tuple[int, ...]] = ByTensor()

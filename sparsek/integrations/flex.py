@@ -11,10 +11,19 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.refused import check_operands, require_neutral
+from sparsek.integrations.refused import absent, check_operands, refusing, require_neutral
 from sparsek.ops.attention import attention
 
+__getattr__ = absent(
+    __name__,
+    **dict.fromkeys(
+        ("BlockMask", "create_block_mask", "create_mask", "and_masks", "or_masks", "noop_mask", "AuxRequest"),
+        "import it from torch.nn.attention.flex_attention",
+    ),
+)
 
+
+@refusing("flex_attention", dropout_p=(0.0, "attention drops no weights"))
 def flex_attention(
     query: Tensor,
     key: Tensor,

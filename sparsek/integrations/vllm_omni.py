@@ -27,6 +27,7 @@ from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.cubes import cubes_of
 from sparsek.integrations.named import number_in, policy_named, read, require_fit
+from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
 from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import VSA
@@ -94,6 +95,7 @@ def sparse_attention(
         or params.get("layer_idx") in options.skip_layers
     )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    check_tensors(q, k, v)
     if dense:
         return _dense(q, k, v, None, is_causal, softmax_scale)
     gate = params.get("gate_compress")
@@ -179,7 +181,11 @@ def _in_cubes(
     order = cubes_of(sides, options.tile or (), q.device)
     q, k, v = (x.index_select(2, order.source) for x in (q, k, v))
     q = torch.where(order.there, q, 0)  # policies read all rows of a tile
-    if gate is not None:
+    if gate is not None and gate.shape[2] != 1:
+        if gate.shape[2] != math.prod(sides):
+            raise InvalidInput(
+                f"gate_compress has {gate.shape[2]} tokens and q {math.prod(sides)}; it must have as many"
+            )
         gate = gate.index_select(2, order.source)
     out = _by_policy(q, k, v, options.policy, gate, scale, order.lengths)
     return out.index_select(2, order.target)

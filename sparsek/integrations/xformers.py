@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.tracing import watched
-from sparsek.integrations.refused import require_neutral
+from sparsek.integrations.refused import absent, refusing, require_neutral
 from sparsek.integrations.xformers_pages import kept_with, padded_pages, paged, pages_of
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.documents import documents_mask
@@ -35,7 +35,19 @@ CALL = "memory_efficient_attention"
 NAMES = {"bias": "attn_bias", "q_len": "the length of query", "kv_len": "the length of key"}
 DIMS = "[B, M, H, K], [B, M, G, H, K] or [B, M, K]"
 
+__getattr__ = absent(
+    __name__,
+    memory_efficient_attention_forward=f"call {CALL} under torch.no_grad",
+    memory_efficient_attention_forward_requires_grad="call sparsek.attention with return_lse=True",
+    memory_efficient_attention_partial="call sparsek.attention with return_lse=True",
+    memory_efficient_attention_backward=f"call backward on the result of {CALL}",
+    merge_attentions="call sparsek.merge_attention, which merges two results and their lse",
+    LowerTriangularMask="import it from xformers.ops; any object of a class of that name works too",
+    fmha="import it from xformers.ops",
+)
 
+
+@refusing(CALL)
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
@@ -161,6 +173,10 @@ def _operands(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]
     for name, x in given.items():
         if arguments.dense(name, x).ndim not in (3, 4, 5) or x.ndim != query.ndim:
             raise InvalidInput(f"{name} is {list(x.shape)}; all three must be {DIMS}")
+    if key.shape[:2] != value.shape[:2]:
+        raise InvalidInput(
+            f"key is {list(key.shape)} and value {list(value.shape)}; every key needs one value"
+        )
     if query.ndim == 3:
         return query[:, :, None], key[:, :, None], value[:, :, None]
     if query.ndim == 4:

@@ -127,7 +127,7 @@ def pages_of(bias: Any, found: Sequences, device: torch.device) -> Pages:
     start = _on("k_seqinfo.seqstart", info.seqstart, device, table.shape[0] + 1)[:-1]
     skipped = (start + (side - 1)) // side
     at = skipped[:, None] + torch.arange(table.shape[1], dtype=torch.int32, device=device)
-    table = table.gather(1, at.clamp(max=table.shape[1] - 1).long())
+    table = table.gather(1, at.clamp(0, table.shape[1] - 1).long())  # whatever seqstart holds
     return Pages(table, (lengths - skipped * side).clamp(min=0), side, -(-found.k_start // side))
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import sparsek as sk
 from sparsek import InvalidInput
+from sparsek.integrations import block_sparse_attention
 from sparsek.integrations.block_sparse_attention import (
     block_sparse_attn_func,
     block_streaming_attn_func,
@@ -117,9 +119,10 @@ def test_heads_of_all_kinds(q_lens: list[int], k_lens: list[int], causal: bool) 
 
 
 @pytest.mark.parametrize("k_len", [300, 520])
-def test_token_streaming(k_len: int) -> None:
+@pytest.mark.parametrize("info", [[3, 40, 0, 0, 0, 1], [130, 0, 0, 0, 0, 0], [600, 0, -1, -1, 0, 400]])
+def test_token_streaming(k_len: int, info: list[int]) -> None:
     leaves = operands((300, 3, 16), (k_len, 1, 16), (k_len, 1, 16))
-    types, info = [-1, 0, -1], [3, 40, 0, 0, 0, 1]
+    types = [-1, 0, -1]
     ends = ints([0, 300]), ints([0, k_len])
     out = token_streaming_attn_func(*leaves, *ends, ints(types), ints(info), 300, k_len)
     wanted, _ = right(*leaves, ([0, 300], [0, k_len]), [seen_by((300, k_len), types, info, None, True, True)])
@@ -176,7 +179,8 @@ def test_what_is_refused() -> None:
     block_sparse_attn_func(q, k, v, **good)
     wrong = [
         ({"p_dropout": 0.1}, "p_dropout"),
-        ({"base_blockmask": blocks[:, :1]}, "heads of mask 2"),
+        ({"base_blockmask": blocks[:, :1]}, r"head_mask_type\[1\] is for mask 2; base_blockmask has 1 masks"),
+        ({"head_mask_type": ints([3, 0])}, r"head_mask_type\[0\] is for mask 3"),
         ({"base_blockmask": blocks[:, :, :1]}, "base_blockmask is"),
         ({"head_mask_type": ints([1])}, "head_mask_type is"),
         ({"head_mask_type": ints([-1, 0])}, "streaming_info is None"),
@@ -188,3 +192,74 @@ def test_what_is_refused() -> None:
     for change, message in wrong:
         with pytest.raises(InvalidInput, match=message):
             block_sparse_attn_func(q, k, v, **{**good, **change})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("with_blocks", [False, True])
+def test_values_that_no_head_has(with_blocks: bool, exact: bool) -> None:
+    q, k, v = operands((256, 2, 16), (256, 2, 16), (256, 2, 16))
+    ends, types = ints([0, 256]), [1 if with_blocks else 0, -1]
+    blocks = coin(1, 1, 2, 2) if with_blocks else None
+
+    def call(types: list[int], info: list[int]) -> Tensor:
+        given = ints(types), ints(info), blocks, 256, 256, 0.0
+        return block_sparse_attn_func(q, k, v, ends, ends, *given, is_causal=True, exact_streaming=exact)
+
+    call(types, [-9, -9, 1, 1])  # of a head that does not stream
+    for kind in (-2, -7, -(2**31)):
+        with pytest.raises(
+            InvalidInput, match=rf"^head_mask_type\[1\] is {kind}; it must be -1 for a streaming head"
+        ):
+            call([types[0], kind], [1, 1, 1, 1])
+    for sink, local in ((-1, 1), (1, -1), (-(2**31), 0)):
+        with pytest.raises(
+            InvalidInput, match=f"has sink {sink} and local {local} for head 1; both must be at least 0"
+        ):
+            call(types, [1, 1, sink, local])
+
+
+def test_values_on_a_device_that_no_head_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sparse_attention, "readable", lambda x: False)  # as on a GPU
+    leaves, ends = operands((256, 5, 16), (256, 5, 16), (256, 5, 16)), ints([0, 256])
+    types, info = [-7, 9, -1, -1, 1], [1, 1, 1, 1, -1, 1, 1, -4, 0, 0]
+    blocks = torch.eye(2, dtype=torch.bool)[None, None]
+    out = block_sparse_attn_func(*leaves, ends, ends, ints(types), ints(info), blocks, 256, 256, 0.0)
+    near = torch.eye(2, dtype=torch.bool)
+    nothing = torch.zeros(2, 2, dtype=torch.bool)
+    seen = torch.stack(
+        [nothing, nothing, torch.tensor([[False, True]] * 2), torch.tensor([[True, False]] * 2), near]
+    )
+    same(out, right(*leaves, ([0, 256], [0, 256]), [expanded(seen, (BLOCK, BLOCK), (256, 256))])[0])
+
+
+def test_names_of_forks() -> None:
+    leaves, ends = operands((256, 1, 16), (256, 1, 16), (256, 1, 16)), ints([0, 256])
+    given: Any = (*leaves, ends, ends, ints([1]), None, coin(1, 1, 2, 2), 256, 256, 0.0)
+    call: Any = block_sparse_attn_func
+    same(call(*given, q_block_size=128, k_block_size=128, window_size_left=-1), call(*given))
+    for name in ("q_block_size", "k_block_size"):
+        with pytest.raises(
+            InvalidInput, match=rf"has no {name}, got 64; it must be 128 or None: .*from_block_map"
+        ):
+            call(*given, **{name: 64})
+    with pytest.raises(InvalidInput, match="has no argument dropout; it has q, k, v"):
+        call(*given, dropout=0.0)
+    with pytest.raises(
+        ImportError, match=r"flash_attn_func.*: import it from sparsek\.integrations\.flash_attention"
+    ):
+        exec("from sparsek.integrations.block_sparse_attention import flash_attn_func")
+
+
+def test_an_empty_part_is_merged() -> None:
+    q, k, v = (x.detach() for x in operands((128, 2, 16), (256, 2, 16), (256, 2, 16)))
+    ends, parts = (ints([0, 128]), ints([0, 256])), []
+    for blocks in ([False, False], [False, True]):
+        given = torch.tensor(blocks).expand(1, 2, 1, 2)
+        out, lse, _ = block_sparse_attn_func(
+            q, k, v, *ends, ints([1, 1]), None, given, 128, 256, 0.0, return_attn_probs=True
+        )
+        parts += [out.transpose(0, 1)[None], lse]
+    assert (parts[1] == torch.inf).all()
+    out, lse = sk.merge_attention(*parts)
+    same(out, parts[2])
+    same(lse, parts[3])

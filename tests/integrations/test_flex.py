@@ -55,3 +55,10 @@ def test_what_is_refused() -> None:
     )
     with pytest.raises(InvalidInput, match="BLOCK_SIZE"):
         flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    options: Any = {"dropout_p": 0.0, "enable_gqa": True}
+    flex_attention(q, k, v, **options)
+    for name in ("dropout_p", "is_causal"):
+        with pytest.raises(InvalidInput, match=f"flex_attention has no (argument )?{name}"):
+            flex_attention(q, k, v, **{**options, name: 0.5})
+    with pytest.raises(ImportError, match=r"create_block_mask.*: import it from torch\.nn"):
+        exec("from sparsek.integrations.flex import create_block_mask, flex_attention")

@@ -16,7 +16,7 @@ import sparsek as sk
 from sparsek.integrations import vllm_omni
 from sparsek.integrations.vllm_omni import SparseKBackend, SparseKImpl, register, sparse_attention
 from sparsek.policies import Policy
-from tests.integrations.dense import dense, randn, same
+from tests.integrations.dense import dense, randn, same, same_gradients
 
 VARIABLE = "SPARSEK_VLLM_OMNI"
 MEANS = {"policy": "MeanTopK", "options": {"topk": 2, "block": 64}}
@@ -104,6 +104,35 @@ def test_a_policy_sees_cubes_of_the_video(gated: bool) -> None:
     if gated:
         wanted = wanted + params["gate_compress"].transpose(1, 2) * (scores.softmax(-1) @ means_v)[:, :, cube]
     same(found, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "change", [{"v": 269}, {"v": 271}, {"k": 269, "v": 271}, {"gate_compress": 269}, {"gate_compress": 271}]
+)
+@pytest.mark.parametrize("tile", [(4, 4, 4), None])
+def test_lengths_that_do_not_fit(change: dict[str, int], tile: Any) -> None:
+    lengths = {"q": 270, "k": 270, "v": 270, "gate_compress": 270, **change}
+    q, k, v, gate = (randn(1, n, 2, 16) for n in lengths.values())
+    params = {"policy": sk.policies.VSA(topk=3, block=64), "latent_grid": (5, 9, 6), "gate_compress": gate}
+    with pytest.raises(sk.InvalidInput, match=r"every key needs one value|it must have as many|gate is"):
+        sparse_attention(q, k, v, {**params, "tile": tile}, False, None)
+
+
+def test_gradients_of_cubes_that_are_not_whole() -> None:
+    grid, policy = (5, 9, 6), sk.policies.VSA(topk=100, block=64)
+    q, k, v, gate = (randn(1, 270, 2, 16, seed=at).requires_grad_() for at in range(4))
+    params: dict[str, Any] = {
+        "policy": policy,
+        "tile": (4, 4, 4),
+        "latent_grid": grid,
+        "gate_compress": gate * 0,
+    }
+    found = sparse_attention(q, k, v, params, False, 0.3)
+    wanted = right(q, k, v, None)
+    same(found, wanted)
+    same_gradients(found, wanted, (q, k, v))
+    one = sparse_attention(q, k, v, {**params, "gate_compress": randn(1, 1, 2, 1)}, False, 0.3)
+    assert one.shape == wanted.shape
 
 
 def metadata(**fields: Any) -> SimpleNamespace:

@@ -247,6 +247,28 @@ def test_what_is_refused() -> None:
             memory_efficient_attention(**{"query": q, "key": q, "value": q, **options})
 
 
+@pytest.mark.parametrize("name", FIELDS)
+def test_values_of_other_lengths(name: str) -> None:
+    drawn = draw(stand_ins(), name, Random(name))
+    for other in (drawn.kv_len - 1, drawn.kv_len + 1, drawn.kv_len + 128):
+        q, k, v = (randn(1, n, 2, 16) for n in (drawn.q_len, drawn.kv_len, max(other, 0)))
+        with torch.no_grad(), pytest.raises(InvalidInput, match="every key needs one value"):
+            memory_efficient_attention(q, k, v, drawn.bias)
+        with pytest.raises(InvalidInput, match="every key needs one value"):
+            memory_efficient_attention(q.requires_grad_(), k, v, drawn.bias)
+
+
+def test_names_of_xformers() -> None:
+    q, call = randn(1, 8, 2, 16), memory_efficient_attention
+    options: Any = {"scale_factor": 2}
+    with pytest.raises(
+        InvalidInput, match="memory_efficient_attention has no argument scale_factor; it has query"
+    ):
+        call(q, q, q, **options)
+    with pytest.raises(ImportError, match=r"memory_efficient_attention_partial.*: call sparsek\.attention"):
+        exec("from sparsek.integrations.xformers import memory_efficient_attention_partial")
+
+
 def test_masks_that_are_refused() -> None:
     lib = stand_ins()
     info = lib._SeqLenInfo(torch.tensor([0, 20, 60]), 40, 20, [0, 20, 60])
