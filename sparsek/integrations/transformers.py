@@ -6,8 +6,8 @@
     model.config.sparsek = sparsek.policies.XAttention()     # any policy, which chooses in each layer
 
 The config stores a policy as its dict. Cross-attention stays dense, and a policy must fit the causality of a layer.
-A query sees the keys that both the model's mask (causality, window, padding, packed documents, cache) and the policy
-admit. Needs transformers 5.4 or newer.
+Packed documents need use_cache=False. A query sees the keys that both the model's mask (causality, window, padding,
+packed documents, cache) and the policy admit. Needs transformers 5.4 or newer.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sparsek.integrations.transformers_cross import is_cross_attention
 from sparsek.integrations.transformers_masks import (
     MaskRequest,
     ModelMask,
+    Restarts,
     dense_mask,
     model_mask,
     packed_mask,
@@ -43,7 +44,7 @@ from sparsek.mask.rule import ResolvedRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 
-NAME = "sparsek"
+NAME, RESTARTS = "sparsek", Restarts()
 REFUSED = {
     "position_bias": "a position bias",
     "head_mask": "head_mask",
@@ -263,7 +264,9 @@ def _made_mask(
         attention_mask,
         where,
     )
-    return model_mask(request, mask_function, policy, use_vmap)
+    made = model_mask(request, mask_function, policy, use_vmap)
+    made.padded = attention_mask is not None
+    return made
 
 
 def _host_int(name: str, value: Any, least: int) -> int:
@@ -305,7 +308,9 @@ def sparsek_attention(
 
     Raises:
         InvalidInput: For dropout, for options that change scores otherwise, such as biases, and for a policy whose
-            causality is not that of the layer.
+            causality is not that of the layer. A tensor is the mask of a causal layer if no query sees a later token.
+
+    Warns where `position_ids` restart and the mask separates no documents.
     """
     check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
@@ -323,9 +328,13 @@ def sparsek_attention(
     mask = _model_mask(module, query, key, attention_mask, is_causal, options)
     if options.get("cu_seq_lens_q") is not None and not mask.packed:
         raise InvalidInput(
-            "cu_seq_lens are given, but the mask does not separate documents: pass position_ids that restart, and no "
-            "attention_mask, to a causal model"
+            "cu_seq_lens are given, but the mask does not separate documents: pass position_ids that restart, "
+            "use_cache=False and no attention_mask to a causal model"
         )
+    if not (mask.packed or mask.padded or torch.compiler.is_compiling()) and getattr(
+        module, "is_causal", False
+    ):
+        RESTARTS.look(options.get("position_ids"), query.shape[2], key.shape[2])
     choice = mask.choice
     if choice is None:
         seen = mask.visible.mask_for(query, key)

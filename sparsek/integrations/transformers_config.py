@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -49,16 +52,84 @@ class Setting:
         return self if config is None else config.__dict__.get(ATTRIBUTE)
 
     def __set__(self, config: Any, value: Any) -> None:
-        config.__dict__[ATTRIBUTE] = _stored(config, value)
+        stored = _stored(config, value)
+        if _is_paged(getattr(config, "_attn_implementation_internal", None)):
+            _require_pages(config, policy_of_options(stored))
+        config.__dict__[ATTRIBUTE] = stored
 
     def __delete__(self, config: Any) -> None:
         config.__dict__.pop(ATTRIBUTE, None)
 
 
 def install() -> None:
-    """Give all configs of transformers the attribute."""
+    """Give all configs of transformers the attribute, and look at it where a model selects its attention."""
     setting: Any = Setting()
     PreTrainedConfig.sparsek = setting  # type: ignore[attr-defined]
+    own: Any = PreTrainedModel.get_correct_attn_implementation
+    if own.__module__ != __name__:
+        PreTrainedModel.get_correct_attn_implementation = _selecting(own)
+
+
+def _selecting(own: Any) -> Any:
+    """The method of models that selects their attention, with a look at config.sparsek."""
+
+    def selected(model: Any, requested_attention: Any, *args: Any, **kwargs: Any) -> Any:
+        found, config = own(model, requested_attention, *args, **kwargs), model.config
+        if requested_attention is None and getattr(config, "_name_or_path", "") and _is_set(config):
+            warnings.warn(
+                f'config.json has "{ATTRIBUTE}", but the attention implementation is "{found}", which does not read '
+                'it: pass attn_implementation="sparsek", or call model.set_attn_implementation("sparsek")',
+                stacklevel=2,
+            )
+        if _is_paged(found):
+            _require_pages(config, policy_of(config))
+        return found
+
+    functools.update_wrapper(selected, own, ("__name__", "__qualname__", "__doc__"))
+    return selected
+
+
+def _is_set(config: Any) -> bool:
+    """Whether a config, or that of a part of the model, has a policy."""
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
+    return any(getattr(each, ATTRIBUTE, None) is not None for each in (config, *parts))
+
+
+def _is_paged(implementation: Any) -> bool:
+    """Whether this name is for caches of continuous batching, and SparseK's attention is registered under it."""
+    if not isinstance(implementation, str) or not implementation.startswith("paged|"):
+        return False
+    found = AttentionInterface._global_mapping.get(implementation)
+    return getattr(found, "__module__", "").startswith("sparsek.")
+
+
+def _require_pages(config: Any, policy: MaskPolicy | Policy | None) -> None:
+    """InvalidInput for a policy that a layer refuses with a paged cache: the engine logs errors of layers only."""
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    for kind in sorted(set(kinds)):
+        paged_policy(policy, getattr(config, "sliding_window", None) if "sliding" in kind else None)
+
+
+def paged_policy(policy: MaskPolicy | Policy | None, own: int | None) -> MaskPolicy:
+    """What a policy, and the window `own` of a layer, admit of a paged cache.
+
+    Raises:
+        InvalidInput: For another policy than a window with sinks, and sinks where a window of the layer drops them.
+    """
+    if policy is None:
+        return MaskPolicy(window=own)
+    if not isinstance(policy, MaskPolicy) or policy.topk is not None or policy.stride is not None:
+        raise InvalidInput(
+            f"config.{ATTRIBUTE} is {policy.label}; with a paged cache it takes a window and sinks only"
+        )
+    if own is None or (policy.window is not None and policy.window < own and not policy.sinks):
+        return MaskPolicy(policy.window, policy.sinks, block=policy.block)
+    if policy.window is None or policy.window >= own:
+        return MaskPolicy(own, block=policy.block)
+    raise InvalidInput(
+        f"config.{ATTRIBUTE} has sinks and a window of {policy.window}, and a layer has one of {own}, whose paged "
+        "cache drops the sinks; leave them out"
+    )
 
 
 def _stored(config: Any, value: Any) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -28,6 +30,7 @@ from sparsek.mask.closed import Band, Counted, bounded_band, of_parts, room_of_d
 from sparsek.mask.documents import Documents, PackedLayout, Window
 from sparsek.mask.lists import Place, Sizes
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.readback import Readback
 from sparsek.mask.rule import MaskPolicy, ResolvedRule
 from sparsek.mask.traced import traceable
 from sparsek.policies.policy import Policy
@@ -76,6 +79,7 @@ class ModelMask:
         own: The pairs that the model alone admits, for cross-attention, where it may be that and there is a policy; or
             a function that makes it.
         misfit: Why the policy does not go with these layers.
+        padded: Whether it may hide padding.
     """
 
     ndim = 4
@@ -90,7 +94,7 @@ class ModelMask:
         misfit: str | None = None,
     ) -> None:
         self.visible, self.shape, self.packed, self.choice = visible, shape, packed, choice
-        self.own, self.misfit = own, misfit
+        self.own, self.misfit, self.padded = own, misfit, True
         self.device = visible.within.device
         self._moved: dict[torch.device, ModelMask] = {}
 
@@ -114,6 +118,7 @@ class ModelMask:
                 None if self.own is None else lambda: self._found_own().to(target),
                 self.misfit,
             )
+            self._moved[target].padded = self.padded
         return self._moved[target]
 
     def _found_own(self) -> ModelMask:
@@ -122,6 +127,53 @@ class ModelMask:
 
     def __repr__(self) -> str:
         return f"ModelMask({self.visible.within!r}{f', {self.visible.k} best' if self.visible.k else ''})"
+
+
+class Restarts:
+    """Warns of packed documents that no mask separates: transformers looks for them only without a cache.
+
+    On a CPU the position ids of every forward pass are read. On a GPU those of the first passes are, by a copy that
+    nothing waits for; the warning then comes with a later pass.
+    """
+
+    def __init__(self, most: int = 16) -> None:
+        self.most = most
+        self._last: Any = None  # the position ids of this pass, which its layers share
+        self._found: Readback | None = None
+
+    def look(self, positions: Any, q_len: int, kv_len: int) -> None:
+        """At the position ids [1 or B, S] of a causal layer, whose mask hides neither documents nor padding."""
+        if self._found is not None:
+            found = self._found.read(wait=False)
+            if found is not None:
+                self._found = None
+                self._warn(found)
+        if (
+            not isinstance(positions, Tensor)
+            or positions.ndim != 2
+            or not 1 < q_len == kv_len == positions.shape[1]
+        ):
+            return
+        if self._last is not None and self._last() is positions:
+            return
+        if positions.device.type == "cpu" and not is_fake(positions):
+            self._last = weakref.ref(positions)
+            self._warn(_restart(positions).item())
+        elif positions.is_cuda and self.most and not torch.cuda.is_current_stream_capturing():
+            self._last, self.most = weakref.ref(positions), self.most - 1
+            self._found = self._found or Readback(_restart(positions).to(torch.int64))
+
+    def _warn(self, found: Any) -> None:
+        if found:
+            warnings.warn(
+                "position_ids restart, but the mask does not separate documents, so they see each other: transformers "
+                "separates packed documents only without a cache and an attention_mask; pass use_cache=False",
+                stacklevel=2,
+            )
+
+
+def _restart(positions: Tensor) -> Tensor:
+    return (positions.diff(dim=1) < 1).any()
 
 
 @dataclass
@@ -384,12 +436,13 @@ def _chosen_in_layers(
 def misfit_of_pairs(policy: Policy, seen: Tensor, place: int) -> str | None:
     """Why a policy does not go with a mask [B or 1, H or 1, q_len, kv_len], bool or additive; None for one that does.
 
-    Only a causal one does not, where a query sees a token after its own. Waits for the device.
+    The mask is that of a causal layer if no query sees a token after its own. Waits for the device.
     """
-    if not policy.causal:
+    q_len, kv_len = seen.shape[-2:]
+    if q_len <= 1 and place + 1 >= kv_len:  # one query at the last key is of either kind
         return None
     there = seen if seen.dtype == torch.bool else seen == 0
-    return misfit(policy, False) if bool(there.triu(place + 1).any()) else None
+    return misfit(policy, not bool(there.triu(place + 1).any()))
 
 
 def dense_mask(

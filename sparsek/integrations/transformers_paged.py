@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.transformers_config import policy_of
+from sparsek.integrations.transformers_config import paged_policy, policy_of
 from sparsek.mask.rule import MaskPolicy
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_paged import attention_paged
@@ -55,22 +55,9 @@ def paged(
 
 def _policy(module: torch.nn.Module, options: dict[str, Any]) -> MaskPolicy:
     """What the policy of the config and the layer's own window admit."""
-    policy, own = policy_of(getattr(module, "config", None)), options.get("sliding_window")
+    own = options.get("sliding_window")
     own = None if own is None else arguments.integer("sliding_window", own, 1)
-    if policy is None:
-        return MaskPolicy(window=own)
-    if not isinstance(policy, MaskPolicy) or policy.topk is not None or policy.stride is not None:
-        raise InvalidInput(
-            f"config.sparsek is {policy.label}; with a paged cache it takes a window and sinks only"
-        )
-    if own is None or (policy.window is not None and policy.window < own and not policy.sinks):
-        return MaskPolicy(policy.window, policy.sinks, block=policy.block)
-    if policy.window is None or policy.window >= own:
-        return MaskPolicy(own, block=policy.block)
-    raise InvalidInput(
-        f"config.sparsek has sinks and a window of {policy.window}, and a layer has one of {own}, whose paged "
-        "cache drops the sinks; leave them out"
-    )
+    return paged_policy(policy_of(getattr(module, "config", None)), own)
 
 
 def _flat(

@@ -320,6 +320,20 @@ def documents(lengths: list[int]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
+def test_packed_documents_under_a_cache_warn():
+    """transformers looks for documents without a cache only; eager attention and sdpa do as SparseK."""
+    own, ids, packed = pair("llama")[1], tokens(1), documents([70, 80])
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=r"position_ids restart, .*pass use_cache=False"):
+            states(own, ids, position_ids=packed)
+        states(own, ids, position_ids=packed, use_cache=False)
+        for there in (torch.ones(1, 150, dtype=torch.int64), None):  # positions of padding restart too
+            states(own, ids, attention_mask=there, position_ids=None if there is None else packed)
+        cache = transformers.DynamicCache(config=own.config)
+        for part in ids.split(75, 1):
+            states(own, part, past_key_values=cache)
+
+
 def test_flash_attentions_lengths_go_with_positions_that_restart():
     own, lengths = pair("llama")[1], [70, 80]
     ends = torch.tensor([0, 70, 150], dtype=torch.int32)
@@ -329,3 +343,5 @@ def test_flash_attentions_lengths_go_with_positions_that_restart():
         packed = states(own, ids, position_ids=documents(lengths), use_cache=False, **flat)
         want = states(own, ids, position_ids=documents(lengths), use_cache=False)
     assert torch.equal(packed, want)
+    with pytest.raises(InvalidInput, match=r"cu_seq_lens .* pass position_ids that restart, use_cache=False"):
+        states(own, ids, position_ids=documents(lengths), **flat)

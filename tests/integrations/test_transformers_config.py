@@ -92,6 +92,28 @@ class Everything(policies.Policy):
         return given.from_map(torch.ones_like(given.blank_map()), self.causal)
 
 
+@pytest.mark.parametrize("composite", [False, True])
+def test_a_saved_policy_that_no_attention_reads_warns(composite: bool, tmp_path: Path):
+    if composite:
+        part = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.CLIPConfig(
+            text_config=part, vision_config=part | {"image_size": 32, "patch_size": 16}
+        )
+        config.text_config.sparsek = {"window": 9}
+        model = transformers.CLIPModel(config)
+    else:
+        model = pair("llama")[1]
+        model.config.sparsek = TOP
+    model.save_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match='config.json has "sparsek", but the attention implementation is "sdpa"'
+    ):
+        loaded = type(model).from_pretrained(tmp_path)
+    loaded.set_attn_implementation("sparsek")
+    for chosen in ("sparsek", "eager"):
+        type(model).from_pretrained(tmp_path, attn_implementation=chosen)
+
+
 def test_a_policy_of_ones_own_serves_its_process_and_is_described_in_the_file(tmp_path: Path):
     plain, own = pair("llama", "sparsek")
     own.config.sparsek = Everything()

@@ -52,6 +52,29 @@ def test_a_mask_of_pairs_without_later_ones_takes_a_causal_policy():
         torch.testing.assert_close(states(own, tokens(), attention_mask=seen), want, rtol=0, atol=2e-5)
 
 
+EITHER_WAY = {
+    "SubBlock": policies.SubBlock(topk=2),
+    "VSA": policies.VSA(topk=2),
+    "XAttention": policies.XAttention(causal=False),
+    "MeanTopK": policies.MeanTopK(topk=2, causal=False),
+}
+
+
+@pytest.mark.parametrize("name", EITHER_WAY)
+def test_a_policy_that_is_not_causal_is_refused_by_any_causal_mask(name: str):
+    """Its blocks are chosen by later tokens too: a mask of pairs says as much of a layer as one of tokens."""
+    own, ids = pair("llama", sparsek=EITHER_WAY[name])[1], tokens()
+    seen = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
+    seen[1, :, :, :20] = False
+    additive = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for mask in (None, torch.ones(2, 150, dtype=torch.int64), seen, additive):
+        with pytest.raises(InvalidInput, match="LlamaAttention: this layer sees no token after its own"):
+            states(own, ids, attention_mask=mask)
+    seen[:, :, :60, :60] = True  # a prefix that is seen whole
+    with torch.no_grad():
+        assert states(own, ids, attention_mask=seen).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "policy", [policies.XAttention(threshold=1.0, causal=False), {"window": 4096}], ids=str
 )

@@ -73,6 +73,31 @@ def test_the_engine_gives_the_tokens_of_each_request_alone(name: str, policy: An
     assert served(own, prompts()) == alone
 
 
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("llama", policies.XAttention()),
+        ("llama", {"topk": 4}),
+        ("llama", {"stride": 128, "window": 64}),
+        ("mistral", {"window": 20, "sinks": 3}),
+    ],
+)
+@pytest.mark.usefixtures("in_the_engine")
+def test_a_policy_that_the_engine_cannot_follow_is_refused_where_it_is_chosen(name: str, policy: Any):
+    """The engine reports errors of layers in a log, and gives empty results."""
+    plain, own = pair(name, sparsek=policy)
+    message = r"with a paged cache it takes a window and sinks only|paged cache drops the sinks"
+    with pytest.raises(InvalidInput, match=message):
+        own.set_attn_implementation("paged|eager")
+    with pytest.raises(InvalidInput, match=message):  # of "eager" the engine makes "paged|eager"
+        plain.generate_batch([[1, 2, 3]], transformers.GenerationConfig(max_new_tokens=2), progress_bar=False)
+    own = pair(name)[1]
+    own.set_attn_implementation("paged|eager")
+    with pytest.raises(InvalidInput, match=message):
+        own.config.sparsek = policy
+    assert own.config.sparsek is None
+
+
 class Requests:
     """A real cache, and the options with which the engine calls a layer, for requests of these past and new lengths."""
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek import policies
 from sparsek.integrations.transformers import sparsek_attention, sparsek_mask
+from sparsek.integrations.transformers_masks import Restarts
 from sparsek.integrations.transformers_steps import MOST, Near, near_of, step_mask
 from sparsek.mask.rule import MaskPolicy
 from tests.integrations.models import REFERENCE, masking_utils, padding, pair, tokens, transformers
@@ -228,6 +229,23 @@ def test_steps_do_not_wait_for_the_device(no_sync: Any):
         with no_sync() if number > 2 else nullcontext():  # the first calls load kernels
             mask = sparsek_mask(2, 1, 400, at, attention_mask=there, config=config, device="cuda")
             sparsek_attention(torch.nn.Identity(), q, k, k, mask)
+
+
+@pytest.mark.gpu
+def test_packed_documents_under_a_cache_warn_without_a_sync(no_sync: Any):
+    restarts = Restarts(most=2)
+    plain = torch.arange(40, device="cuda")[None]
+    packed = plain % 20
+    restarts.look(plain, 40, 40)
+    torch.cuda.synchronize()
+    with no_sync():
+        restarts.look(packed, 40, 40)
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="pass use_cache=False"), no_sync():
+        restarts.look(packed, 40, 40)
+    restarts.look(packed.clone(), 40, 40)
+    torch.cuda.synchronize()
+    restarts.look(plain, 40, 40)  # the two looks are spent
 
 
 @pytest.mark.gpu
