@@ -98,22 +98,29 @@ def install(stage: str, card: str, kept: "list[str]") -> "list[str]":
 def make_vllm() -> None:
     """Makes .venv-vllm: vLLM on a CPU, and this checkout as an installed package, since vLLM looks for entry points."""
     stamp, made = ROOT / ".venv-vllm/sparsek-env.txt", f"{VLLM} {TORCH['cpu']} {ROOT}"
-    if stamp.exists() and stamp.read_text() == made:
+    points = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    held = stamp.read_text().splitlines() if stamp.exists() else []
+    if held == [made, points]:
         return
     find_uv()
     here, new = f"{ADD} .venv-vllm", "uv venv --clear --python '>=3.11,<3.14' .venv-vllm"
-    torch = f"{here} {TORCH['cpu']}"
-    brings_cuda = sh(f"{new} && {torch} --dry-run 2>&1 | grep -q nvidia-").returncode == 0
-    index = "--torch-backend=cpu" * brings_cuda
-    steps = [
-        f"{torch} {index}",
-        f"{here} {VLLM} 'setuptools>=77' {index}",
-        "uv pip uninstall --python .venv-vllm torchvision torchaudio torchcodec",  # built for CUDA, they do not import
-        f"{here} --no-deps --no-build-isolation -e .",
-    ]
+    own = f"{here} --no-deps --no-build-isolation -e ."
+    if held[:1] == [made]:
+        steps = [own]
+    else:
+        torch = f"{here} {TORCH['cpu']}"
+        brings_cuda = sh(f"{new} && {torch} --dry-run 2>&1 | grep -q nvidia-").returncode == 0
+        index = "--torch-backend=cpu" * brings_cuda
+        steps = [
+            f"{torch} {index}",
+            f"{here} {VLLM} 'setuptools>=77' {index}",
+            # Built for CUDA, they do not import.
+            "uv pip uninstall --python .venv-vllm torchvision torchaudio torchcodec",
+            own,
+        ]
     if sh(" && ".join(steps)).returncode:
         sys.exit("env: vllm is incomplete; the error is above")
-    stamp.write_text(made)
+    stamp.write_text(f"{made}\n{points}")
 
 
 def see(folder: str, sites: "list[str]") -> None:

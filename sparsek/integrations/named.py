@@ -97,7 +97,7 @@ def as_json(name: str, options: Mapping[str, Any]) -> str:
     """The text of a dict, which must hold what JSON has."""
     try:
         return json.dumps(dict(options), sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
             f"{name} is {arguments.shown(options)}; it must hold numbers, texts and lists"
         ) from error
@@ -107,6 +107,8 @@ def read(text: str, variable: str = "options") -> dict[str, Any]:
     """The JSON object in a text, which an environment variable holds; {} for ""."""
     try:
         found = json.loads(text or "{}")
+    except RecursionError as error:
+        raise InvalidInput(f"{variable} is {arguments.shown(text)}; it is nested too deep") from error
     except ValueError as error:
         raise InvalidInput(f"{variable} is {arguments.shown(text)}; it must be JSON: {error}") from error
     if not isinstance(found, dict):

@@ -19,6 +19,7 @@ from sparsek.integrations.vllm_layer import (
     Batch,
     LayerAttention,
     batch_of,
+    summary,
 )
 
 try:
@@ -26,6 +27,7 @@ try:
 except ImportError:  # documentation and type checkers read the classes without vLLM
     vllm = SimpleNamespace(AttentionBackend=object, AttentionImpl=object, AttentionMetadataBuilder=object)
 
+OLDEST = (8, 0)  # compute capability
 FAVOURED = "LBHNC"  # a head's rows of a page are neighbours in memory
 
 
@@ -83,6 +85,18 @@ class SparseKBuilder(vllm.AttentionMetadataBuilder):
         found = [text for holds, text in reasons if holds]
         if found:
             raise InvalidInput(f"{plugin.NAME} does not support {', nor '.join(found)}")
+        self._log(layer_names)
+
+    def _log(self, layer_names: list[str]) -> None:
+        """One line for an engine, by the group of its first layer, on the first of the GPUs that share a layer."""
+        config = self.vllm_config
+        every = getattr(config.compilation_config, "static_forward_context", {})
+        impls = {name: getattr(layer, "impl", None) for name, layer in every.items()}
+        layers = {name: impl for name, impl in impls.items() if isinstance(impl, LayerAttention)}
+        parallel = config.parallel_config
+        rank = getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1)
+        if layers and next(iter(layers)) in layer_names and not rank:
+            plugin.LOGGER.info(summary(layers, self.options, config.model_config.max_model_len))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         """The spans of a batch. vLLM gives no common prefix: cascade attention is off."""
@@ -125,6 +139,11 @@ class SparseKBackend(vllm.AttentionBackend):
     def get_supported_head_sizes(cls) -> list[int]:
         """Every multiple of 8 up to 256."""
         return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """True from 8.0 on: Ampere and newer."""
+        return (capability.major, capability.minor) >= OLDEST
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:

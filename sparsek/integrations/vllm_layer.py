@@ -6,6 +6,7 @@ engine verifies at once when it speculates, are decodes; those with more are chu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.named import number_in
-from sparsek.integrations.vllm import NAME, Options
+from sparsek.integrations.vllm import NAME, OWN, VARIABLE, Options
 from sparsek.mask.rule import MaskPolicy, MaskRule
 from sparsek.ops.attention_paged import attention_paged
 
@@ -205,7 +206,7 @@ class LayerAttention:
             options["sink_logits"] = self.sinks.float()  # vLLM may load new weights in place
         if cache.dtype == torch.float8_e4m3fn:
             options |= {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}
-        policy = self.policy_of(layer)
+        policy = self.policy_in(getattr(layer, "layer_name", ""))
         for span in attn_metadata.spans:
             sparse = span.host is not None and policy is not None
             edges, lengths = span.edges, span.lengths
@@ -225,10 +226,10 @@ class LayerAttention:
             )
         return output
 
-    def policy_of(self, layer: Any) -> MaskRule | None:
-        """The policy of chunks of prompts in this layer. Layers with a sliding window have none."""
+    def policy_in(self, name: str) -> MaskRule | None:
+        """The policy of chunks of prompts in the layer of this name. Layers with a sliding window have none."""
         skipped = self.options.skip_layers
-        if self.window is not None or (skipped and number_in(getattr(layer, "layer_name", "")) in skipped):
+        if self.window is not None or (skipped and number_in(name) in skipped):
             return None
         return self.options.policy
 
@@ -258,3 +259,37 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor, k_scale: Ten
     if both.dtype == torch.float8_e4m3fn:  # torch has no index_put of it
         cache, both = cache.view(torch.uint8), both.view(torch.uint8)
     cache.transpose(1, 2)[slots // rows, slots % rows] = both
+
+
+def summary(layers: Mapping[str, LayerAttention], options: Options, longest: int) -> str:
+    """What an engine does with its layers, by name, in one line: which are sparse, and what is dense and why.
+
+    longest: the most tokens of a request.
+    """
+    count = f"{NAME}: {_layers(len(layers))}"
+    policy = options.policy
+    if policy is None:
+        return f"{count}, all dense: neither {VARIABLE} nor additional_config['{OWN}'] names a policy"
+    windows = [name for name, each in layers.items() if each.window is not None]
+    sparse = [name for name, each in layers.items() if each.policy_in(name) is not None]
+    numbers = {number_in(name) for name in layers}
+    skipped, unknown = (
+        sorted(n for n in options.skip_layers if (n in numbers) is known) for known in (True, False)
+    )
+    dense = ["decodes", f"prompts of fewer than {options.min_tokens} keys"]
+    dense += [f"skip_layers {', '.join(map(str, skipped))}"] * bool(skipped)
+    dense += [f"{_layers(len(windows))} with a sliding window, which stays"] * bool(windows)
+    notes = [f"dense: {', '.join(dense)}"]
+    if unknown:
+        notes.append(f"no layer here has the number {', '.join(map(str, unknown))} of skip_layers")
+    if options.min_tokens > longest:
+        notes.append(
+            f"nothing is sparse: no request has {options.min_tokens} keys, max_model_len is {longest}"
+        )
+    elif sparse and not isinstance(policy, MaskPolicy):
+        notes.append("the choice depends on where vLLM cuts a prompt into chunks")
+    return f"{count}; chunks of prompts in {len(sparse)} by {policy}; {'; '.join(notes)}"
+
+
+def _layers(n: int) -> str:
+    return f"{n} layer{'s' * (n != 1)}"

@@ -37,6 +37,8 @@ try:
 except ImportError:  # the classes below have all that its base classes give
     abstract = SimpleNamespace(AttentionBackend=object, AttentionImpl=object, AttentionMetadata=object)
 
+VARIABLE = "SPARSEK_VLLM_OMNI"
+KEYS = ("replaces", "policy", "options", "skip_first_steps", "skip_layers", "min_tokens", "tile")
 STEPS = ("denoising_step", "denoise_step_idx", "step_idx")  # what the drafts of the interface call the step
 GRIDS = ("latent_grid", "vsa_dit_seq_shape")
 
@@ -123,13 +125,16 @@ class _Options(NamedTuple):
             policy = policy_named(policy, params.get("options", {}), causal=False)
         else:
             require_fit(policy, False, "a diffusion model")
+        skipped = params.get("skip_layers") or ()
+        for name, value in (("tile", tile), ("skip_layers", skipped)):
+            if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
+                raise InvalidInput(f"{name} is {arguments.shown(value)}; it must be a list of ints")
         if tile is not None:
             tile = tuple(arguments.integer("tile", side, 1) for side in tile)
             if len(tile) != 3 or policy.sides != (math.prod(tile),) * 2:
                 raise InvalidInput(
                     f"tile is {tile}; it must have three sides, and the tokens of a block of {policy.sides}"
                 )
-        skipped = params.get("skip_layers") or ()
         return cls(
             policy,
             arguments.integer("skip_first_steps", params.get("skip_first_steps", 0)),
@@ -323,8 +328,14 @@ def _step() -> int | None:
 
 
 def configured() -> dict[str, Any]:
-    """The options in the environment variable SPARSEK_VLLM_OMNI, JSON; {} where it is not set."""
-    found = read(env.vllm_omni_options(), "SPARSEK_VLLM_OMNI")
+    """The options in the environment variable SPARSEK_VLLM_OMNI, JSON; {} where it is not set.
+
+    Raises:
+        InvalidInput: For wrong options, and for keys that are none.
+    """
+    found = read(env.vllm_omni_options(), VARIABLE)
+    for key in found:
+        arguments.one_of(f"a key of {VARIABLE}", key, KEYS)
     _Options.of(found)
     return found
 
@@ -333,11 +344,18 @@ def register() -> None:
     """Put SparseK in the place of the backend that SPARSEK_VLLM_OMNI names, if it is set. vllm-omni calls this.
 
     Raises:
-        InvalidInput: For wrong options.
+        InvalidInput: For wrong options, and where vllm-omni has no such backend, or lets plugins replace none.
     """
     replaces = configured().get("replaces")
     if replaces is None:
         return
-    registry: Any = import_module("vllm_omni.diffusion.attention.backends.registry")
-    member = registry.DiffusionAttentionBackendEnum[arguments.text("replaces", replaces)]
-    registry.register_diffusion_backend(member, f"{__name__}.{SparseKBackend.__name__}")
+    name = arguments.text("replaces", replaces)
+    try:
+        registry: Any = import_module("vllm_omni.diffusion.attention.backends.registry")
+        members, put = registry.DiffusionAttentionBackendEnum.__members__, registry.register_diffusion_backend
+    except (ImportError, AttributeError) as error:
+        raise InvalidInput(
+            f"{VARIABLE} replaces {name}, but this vllm-omni does not take SparseK's backend, which was made for "
+            f"vllm-omni 0.30: {error}"
+        ) from error
+    put(members[arguments.one_of("replaces", name, members)], f"{__name__}.{SparseKBackend.__name__}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import pickle
 import sys
 from enum import Enum
-from types import ModuleType
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +19,15 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.integrations import vllm as plugin
 from sparsek.integrations import vllm_backend
-from sparsek.integrations.vllm import Options, configured, register
-from sparsek.integrations.vllm_layer import LayerAttention, batch_of, rounded, store
+from sparsek.integrations.vllm import Options, configured, platform, register
+from sparsek.integrations.vllm_layer import LayerAttention, batch_of, rounded, store, summary
+from sparsek.mask.rule import MaskRule
+from tests.house.tools import ROOT, run
 from tests.integrations.vllm_batches import LAYOUTS, drawn, layer, right, served
 
 VARIABLE = "SPARSEK_VLLM"
 SCALE = 0.3
+DEEP = "[" * 100_000
 NEW, OLD = [1, 1, 1, 90, 64, 200], [0, 63, 300, 0, 64, 150]  # three decodes, then chunks of prompts
 
 
@@ -203,7 +210,14 @@ def test_bounds_are_few_and_close() -> None:
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert configured() == configured({"other": 3}) == Options()
+    assert (
+        configured()
+        == configured({"other": 3})
+        == configured({"other": {"policy": "of others"}})
+        == Options()
+    )
+    of_a_platform: Any = SimpleNamespace(compute_hash=lambda: "1")
+    assert configured(of_a_platform) == Options()
     given = {"policy": "SubBlock", "options": {"density": 0.5}, "min_tokens": 10, "skip_layers": [1, 0]}
     monkeypatch.setenv(VARIABLE, json.dumps(given))
     policy = sk.policies.SubBlock(density=0.5, causal=True)
@@ -241,23 +255,67 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"min_tokens": "many"}', "min_tokens"),
         ('{"skip_layers": 3}', "skip_layers"),
         ('{"skip_layers": ["a"]}', "skip_layers"),
+        (f'{{"policy": {DEEP}}}', f"{VARIABLE} is .*; it is nested too deep$"),
+        (DEEP, "nested too deep"),
     ],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, given: str, message: str) -> None:
     monkeypatch.setenv(VARIABLE, given)
     with pytest.raises(sk.InvalidInput, match=message):
         configured()
+
+
+def test_options_of_a_dict_that_is_nested_too_deep() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for given in ({"policy": deep}, {"policy": "MeanTopK", "options": {"topk": deep}}, {"skip_layers": deep}):
+        with pytest.raises(sk.InvalidInput):
+            configured({"sparsek": given})
+    while deep:  # released from the outside: a list releases what it holds by recursion
+        deep = deep[0]
+
+
+@pytest.mark.parametrize(
+    ("additional", "message"),
+    [
+        (
+            {"policy": "XAttention"},
+            "has the key 'policy'; SPARSEK reads its options below the key 'sparsek', as in",
+        ),
+        ({"options": {}, "other": 1}, "has the key 'options'"),
+        ({"min_tokens": 1}, "has the key 'min_tokens'"),
+        ({"skip_layers": []}, "has the key 'skip_layers'"),
+        *(
+            ({key: {"policy": "XAttention"}}, f"has the key '{key}'")
+            for key in ("SparseK", "sparse_k", "sparsk", "SPARSEK_VLLM")
+        ),
+        ({"sparsek": {"polcy": "XAttention"}}, "is 'polcy'; use one of policy, options"),
+        ({"sparsek": None}, r"additional_config\['sparsek'\] is None"),
+        ({"sparsek": "XAttention"}, r"additional_config\['sparsek'\] is 'XAttention'"),
+        ([], "additional_config is"),
+    ],
+)
+def test_an_additional_config_that_is_refused(additional: Any, message: str) -> None:
     with pytest.raises(sk.InvalidInput, match=message):
-        register()
+        configured(additional)
+
+
+def test_keys_beside_ours_are_not_read_and_said(warned: Any) -> None:
+    assert configured({"sparsek": {"min_tokens": 5}, "min_tokens": 6}).min_tokens == 5
+    configured({"sparsek": {}, "min_tokens": 6})
+    assert [text.split(", ")[-1] for text in warned()] == ["not min_tokens beside it"]
 
 
 class Registry(ModuleType):
     """vLLM's registry of backends, which refuses a name that it has."""
 
-    def __init__(self) -> None:
-        super().__init__("vllm.v1.attention.backends.registry")
+    def __init__(self, **changed: Any) -> None:
+        super().__init__(plugin.REGISTRY)
         self.AttentionBackendEnum = Enum("AttentionBackendEnum", "FLASH_ATTN CPU_ATTN")
         self.made: dict[str, str] = {}
+        for name, value in changed.items():
+            setattr(self, name, value)
 
     def register_backend(self, backend: Any, class_path: str) -> None:
         if isinstance(backend, str):
@@ -270,21 +328,179 @@ class Registry(ModuleType):
             self.made[backend.name] = class_path
 
 
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_register_may_be_called_again(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
-    registry = Registry()
-    parents = "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"
-    for name in parents:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The warnings so far, in a process that has warned of nothing before."""
+    plugin._warn.cache_clear()
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("SPARSEK_VLLM_CPU", raising=False)
+    caplog.set_level(logging.INFO, "vllm.sparsek")
+    return lambda: [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
+    """Modules of vLLM; None is a module that it does not have."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules["vllm"])["__version__"] = "0.77.1"
+    monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_register_may_be_called_again(monkeypatch: pytest.MonkeyPatch, warned: Any, on_cpu: bool) -> None:
+    registry = Registry()
+    stand_in(monkeypatch, registry)
     monkeypatch.setenv("SPARSEK_VLLM_CPU", "1" if on_cpu else "0")
+    platform()
     register()
     register()
+    assert not warned()
     assert set(registry.made) == {plugin.NAME} | ({"CPU_ATTN"} if on_cpu else set())
     for path in registry.made.values():
         module, _, name = path.rpartition(".")
         assert getattr(sys.modules[module], name) is vllm_backend.SparseKBackend
+
+
+def only_members(backend: Any, class_path: str) -> None:
+    raise TypeError(f"{backend!r} is no member")
+
+
+@pytest.mark.parametrize(
+    ("registry", "error"),
+    [
+        (None, "ModuleNotFoundError|ImportError"),
+        (ModuleType(plugin.REGISTRY), "AttributeError"),
+        (Registry(AttentionBackendEnum={}), "AttributeError"),
+        (Registry(register_backend=None), "TypeError"),
+        (Registry(register_backend=only_members), "TypeError: 'SPARSEK' is no member"),
+        (Registry(register_backend=lambda member: None), "TypeError"),
+        (Registry(register_backend=lambda member, class_path=None: None), "KeyError"),
+    ],
+    ids=["no module", "no names", "no enum", "no function", "members only", "other signature", "ignored"],
+)
+def test_a_vllm_that_is_unknown_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, warned: Any, registry: Any, error: str
+) -> None:
+    stand_in(monkeypatch, registry)
+    platform()
+    assert not warned()
+    register()
+    register()
+    (text,) = warned()
+    assert "vLLM 0.77.1" in text
+    assert f"SparseK {sk.__version__}" in text
+    assert any(each in text for each in error.split("|"))
+
+
+@pytest.mark.parametrize("wrong", ["[]", "{", DEEP, '{"policy": "Best"}', '{"min_tokens": "many"}'])
+def test_wrong_options_do_not_stop_other_engines(
+    monkeypatch: pytest.MonkeyPatch, warned: Any, wrong: str
+) -> None:
+    stand_in(monkeypatch, Registry())
+    monkeypatch.setenv(VARIABLE, wrong)
+    register()
+    register()
+    (text,) = warned()
+    assert text.startswith("an engine with the attention backend SPARSEK will not start: ")
+
+
+REGISTRY = """
+from enum import Enum
+from itertools import pairwise
+class AttentionBackendEnum(Enum):
+    CPU_ATTN = "cpu.Attention"
+def register_backend(name, path):
+    member = object.__new__(AttentionBackendEnum)
+    member._name_, member._value_ = name, path
+    AttentionBackendEnum._member_map_[name] = AttentionBackendEnum._value2member_map_[path] = member
+"""
+CHILD = """
+import copy, pickle, sys
+from vllm.v1.attention.backends.registry import AttentionBackendEnum as members
+assert "SPARSEK" not in members.__members__
+read = pickle.loads(bytes.fromhex(sys.argv[1]))
+assert read == {"backend": members.__members__["SPARSEK"]}, read
+for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+    assert pickle.loads(pickle.dumps(read, protocol)) == read
+assert copy.deepcopy(read) == copy.copy(read) == read
+print(sorted(name for name in sys.modules if name.startswith("sparsek.")))
+"""
+
+
+def test_a_process_reads_the_backend_before_it_loads_plugins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As vLLM's config goes to the process of its engine. The process imports neither policies nor kernels."""
+    registry = Registry()
+    stand_in(monkeypatch, registry)
+    register()
+    sent = pickle.dumps({"backend": registry.AttentionBackendEnum[plugin.NAME]})
+    folder = tmp_path / "vllm/v1/attention/backends"
+    folder.mkdir(parents=True)
+    for each in (folder, *folder.parents[:3]):
+        (each / "__init__.py").touch()
+    (folder / "registry.py").write_text(REGISTRY)
+    done = run(sys.executable, "-c", CHILD, sent.hex(), env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.returncode == 0, done.stderr
+    assert "sparsek.integrations.vllm'" in done.stdout
+    assert not [name for name in ("policies", "mask", "kernels", "plan") if f"sparsek.{name}" in done.stdout]
+
+
+def test_the_line_of_an_engine() -> None:
+    layers = {f"model.layers.{n}.attn": attended(sliding_window=9 if n == 3 else None) for n in range(4)}
+    assert summary(layers, Options(), 9000) == (
+        "SPARSEK: 4 layers, all dense: neither SPARSEK_VLLM nor additional_config['sparsek'] names a policy"
+    )
+    options = Options(sk.MaskPolicy(window=64, sinks=4), 4096, frozenset({0, 7}))
+    for impl in layers.values():
+        impl.options = options
+    assert summary(layers, options, 9000) == (
+        f"SPARSEK: 4 layers; chunks of prompts in 2 by {options.policy}; dense: decodes, prompts of fewer than 4096 "
+        "keys, skip_layers 0, 1 layer with a sliding window, which stays; no layer here has the number 7 of skip_layers"
+    )
+    chosen = Options(sk.policies.XAttention(threshold=0.9), 100)
+    assert "by XAttention(threshold=0.9, " in summary(layers, chosen, 9000)
+    assert summary(layers, chosen, 9000).endswith(
+        "the choice depends on where vLLM cuts a prompt into chunks"
+    )
+    assert "nothing is sparse: no request has 100 keys, max_model_len is 99" in summary(layers, chosen, 99)
+
+
+CARDS = [(7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (12, 1)]
+
+
+ALIGNED, APART = (0, 256, 640, 1024), (0, 100, 612, 1024)
+
+
+@pytest.mark.parametrize(
+    ("policy", "same"),
+    [
+        (sk.MaskPolicy(window=200, sinks=10), (ALIGNED, APART)),
+        (sk.policies.Streaming(window=256), (ALIGNED,)),
+        (sk.policies.MeanTopK(topk=3), (ALIGNED,)),
+        (sk.policies.Nabla(threshold=0.6, causal=True), (ALIGNED,)),
+        (sk.policies.XAttention(threshold=0.6), (ALIGNED,)),
+        (sk.policies.SubBlock(density=0.4, causal=True), ()),
+        (sk.policies.FlexPrefill(min_budget=128), ()),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, MaskRule) else "",
+)
+def test_which_choices_depend_on_where_a_prompt_is_cut(policy: Any, same: tuple[Any, ...]) -> None:
+    """As the page on vLLM says: never, unless every cut is at a tile of the policy, or with every cut."""
+    random = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 1024, 32, generator=random, dtype=torch.float32).unbind()
+
+    def chosen(first: int, last: int) -> Tensor:
+        if isinstance(policy, sk.MaskPolicy):
+            return policy.mask(last - first, last).to_dense()[None]
+        return policy.mask(q[:, :, first:last], k[:, :, :last]).to_dense()[0]
+
+    whole = chosen(0, 1024)
+    for cuts in (ALIGNED, APART):
+        found = all(
+            torch.equal(chosen(first, last), whole[..., first:last, :last]) for first, last in pairwise(cuts)
+        )
+        assert found == (cuts in same)
 
 
 def test_what_the_backend_says() -> None:
@@ -298,3 +514,5 @@ def test_what_the_backend_says() -> None:
     assert backend.supports_sliding_window()
     assert not backend.forward_includes_kv_cache_update
     assert set(backend.supported_kv_cache_dtypes) == {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3"}
+    capable = [backend.supports_compute_capability(SimpleNamespace(major=a, minor=b)) for a, b in CARDS]
+    assert capable == [False, False, True, True, True, True]

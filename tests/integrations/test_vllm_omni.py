@@ -207,6 +207,15 @@ def test_register_replaces_the_named_backend(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(VARIABLE, '{"replaces": "FASTVIDEO_VSA"}')
     register()
     (member, path), *_ = made.items()
+    monkeypatch.setenv(VARIABLE, '{"replaces": "FASTVIDEO_VSB"}')
+    with pytest.raises(
+        sk.InvalidInput, match="replaces is 'FASTVIDEO_VSB'; use one of FLASH_ATTN, FASTVIDEO_VSA"
+    ):
+        register()
+    monkeypatch.setenv(VARIABLE, '{"replaces": "FLASH_ATTN"}')
+    del registry.__dict__["register_diffusion_backend"]
+    with pytest.raises(sk.InvalidInput, match=r"replaces FLASH_ATTN, but .* vllm-omni 0\.30"):
+        register()
     assert member is members["FASTVIDEO_VSA"]
     module, _, name = path.rpartition(".")
     assert getattr(sys.modules[module], name) is SparseKBackend
@@ -229,13 +238,15 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             r"no other form: use another policy, for instance XAttention\(causal=False\)",
         ),
         ({**MEANS, "tile": (4, 4, 5)}, "tile is"),
+        ({**MEANS, "tile": 64}, "tile is 64; it must be a list"),
         ({**MEANS, "skip_layers": ["a"]}, "skip_layers"),
+        ({**MEANS, "skip_layers": 3}, "skip_layers is 3; it must be a list"),
         ({**MEANS, "tile": (4, 4, 4), "latent_grid": (1, 2, 3)}, "latent_grid is"),
     ]
     for params, message in wrong:
         with pytest.raises(sk.InvalidInput, match=message):
             sparse_attention(*given, params, False, None)
-    for text in ("[]", "{"):
+    for text in ("[]", "{", "[" * 100_000, '{"policy": ' + "[" * 100_000, '{"polcy": "VSA"}'):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(sk.InvalidInput, match=VARIABLE):
             vllm_omni.configured()
