@@ -122,7 +122,7 @@ class BSR24(OfBlocks, Record):
         if arguments.flag("exact", exact):
             two_four.refuse_crowded(values != 0, *two_four.NONZEROS, a.pattern)
         made = cls.unchecked(a.pattern, *two_four.pack(values))
-        check_finite("a", made.values, wait=False)
+        check_finite("a.values", made.values, wait=False)
         return made
 
     @classmethod

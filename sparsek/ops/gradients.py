@@ -110,7 +110,8 @@ def of_product(
         assert b is not None
         left, right = (_joined(b), _joined(dz)) if transposed else (_joined(dz), _joined(b))
         of_values = sample(left, right.mT)
-        of_values = of_values if alpha == 1 else of_values * alpha
+        if alpha != 1:
+            of_values = of_values * alpha if alpha else torch.zeros_like(of_values)
     if needs[1]:
         of_b = turn(dz)
     if needs[2]:

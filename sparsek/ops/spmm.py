@@ -65,7 +65,7 @@ def spmm(
             QuantizedTensor, or a bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each column of B
             (each row of A).
         out: Written instead of a new tensor: [..., M, N], with contiguous rows, sharing no memory with A or B.
-        alpha: A number, finite in float32.
+        alpha: A number, finite in float32. If it is 0, NaN and Inf in A and B do not reach C, as in torch.addmm.
         beta: A number, finite in float32. If it is not 0, `out` is read first. `hopper.spmm` also
             rounds before it adds.
         plan: From `plan_spmm`. By default a plan is made once, and cached with the pattern.

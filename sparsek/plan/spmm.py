@@ -310,14 +310,18 @@ class SpmmPlan(Plan):
 
     def _run(self, call: Product) -> Tensor:
         """C row-major: in the kernels' form [..., M, N], or [..., N, M] if c.layout is "col"."""
-        p, a, b, out = self.problem, call.a, call.b, call.out
+        p, a, b, out, epilogue = self.problem, call.a, call.b, call.out, call.epilogue
         by_columns = p.c.layout == "col"
         kernel, config, _ = self.choice
+        if epilogue.alpha == 0:
+            return _without_product(call, p)
+        if epilogue.other is not None and epilogue.combine == "add" and epilogue.beta == 0:
+            epilogue = _without_other(call)
         if isinstance(a, Quantized) and isinstance(b, Tensor):
             b = quantize_dense(b.mT, E4M3, "row", check=False).mT
         make = getattr(kernel, "make", None)
         if out is None and make is not None and p.m * p.n * p.batch:
-            made = make(config, self.work, a, b, call.epilogue, by_columns)
+            made = make(config, self.work, a, b, epilogue, by_columns)
             if made is not None:
                 return made
         if out is None:
@@ -326,7 +330,7 @@ class SpmmPlan(Plan):
         else:
             c = out.mT if by_columns else out
         if out.numel():
-            kernel.launch(config, self.work, a, b, out, call.epilogue)
+            kernel.launch(config, self.work, a, b, out, epilogue)
         return c
 
     def retarget(self, a: BSR) -> SpmmPlan:
@@ -503,6 +507,26 @@ def new_rows(b: Dense, m: int, by_columns: bool, dtype: torch.dtype) -> Tensor:
     """An uninitialised row-major C: [..., M, N], or [..., N, M] if `by_columns`."""
     *batch, _, n = b.shape
     return torch.empty((*batch, n, m) if by_columns else (*batch, m, n), dtype=dtype, device=b.device)
+
+
+def _without_product(call: Product, p: SpmmProblem) -> Tensor:
+    """C for an alpha of 0, row-major: the epilogue of zeros. A and B are not read, whatever they hold."""
+    by_columns, out = p.c.layout == "col", call.out
+    if out is None:
+        c = new_rows(call.b, p.m, by_columns, dtypes.parse(p.c.dtype))
+        out = c.mT if by_columns else c
+    else:
+        c = out.mT if by_columns else out
+    wide = torch.promote_types(out.dtype, torch.float32)
+    out.copy_(call.epilogue.apply(torch.zeros(out.shape, dtype=wide, device=out.device)))
+    return c
+
+
+def _without_other(call: Product) -> Epilogue:
+    """The epilogue for a beta of 0: its other matrix is zeros, so no NaN or Inf in it reaches C."""
+    other = call.epilogue.other
+    assert other is not None
+    return replace(call.epilogue, other=other.zero_() if call._in_place else torch.zeros_like(other))
 
 
 def formula(p: SpmmProblem, product: str) -> str:

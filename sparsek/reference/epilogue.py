@@ -50,7 +50,8 @@ class Epilogue:
     """`bias` is [M] and `other` [..., M, N], both in C's dtype on its device. `other` may be C itself.
 
     `slope` [..., M, N] is written, and belongs to an activation. `activation` is a key of ACTIVATIONS; `combine` is
-    "add" or "mul" and has no effect without `other`. `beta` belongs to "add". Raises InvalidInput for an alpha or beta
+    "add" or "mul" and has no effect without `other`. `beta` belongs to "add". An alpha of 0 takes A @ B out of C, and a
+    beta of 0 `other`, NaN and Inf included, as in torch.addmm. Raises InvalidInput for an alpha or beta
     that is not finite in float32, for unknown names, and for a slope without an activation.
     """
 
@@ -83,14 +84,16 @@ class Epilogue:
 
     def apply(self, z: Tensor) -> Tensor:
         """Applies the epilogue to z = A @ B [..., M, N] in the accumulation dtype. Differentiable, without `slope`."""
-        if self.alpha != 1:
+        if self.alpha == 0:
+            z = z.masked_fill(torch.ones_like(z, dtype=torch.bool), 0)
+        elif self.alpha != 1:
             z = z * self.alpha
         if self.bias is not None:
             z = z + self.bias.to(z.dtype)[..., None]
         if self.slope is not None:
             self.slope.copy_(slope(self.activation, z))
         z = ACTIVATIONS[self.activation](z)
-        if self.other is None:
+        if self.other is None or (self.combine == "add" and self.beta == 0):
             return z
         other = self.other.to(z.dtype)
         return z * other if self.combine == "mul" else z + self.beta * other

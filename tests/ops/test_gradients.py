@@ -394,3 +394,19 @@ def test_gradients_outlive_the_matrix(plans_made: list[str]):
     del a
     c.sum().backward()
     torch.testing.assert_close(b.grad, dense.T @ torch.ones(128, 5))
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("by_op", [False, True])
+def test_the_gradients_of_an_alpha_of_0_are_zeros_beside_nan(right: bool, by_op: bool):
+    """Of the values and of the dense operand, eagerly and by the op, which a dispatch mode sees; once and twice."""
+    a, b = pair(dtype=F32)
+    x = torch.full((7, a.shape[0]) if right else tuple(b.shape), torch.nan, requires_grad=True)
+    values = torch.full_like(a.values, torch.inf).requires_grad_()
+    a = BSR.unchecked(a.pattern, values)
+    with Seen() if by_op else torch.enable_grad():
+        c = sk.spmm(x, a, alpha=0.0) if right else sk.spmm(a, x, alpha=0.0)
+    assert not c.any()
+    found = torch.autograd.grad(c, (values, x), torch.ones_like(c), create_graph=True)
+    for grad, like in zip(found, (values, x), strict=True):
+        assert torch.equal(grad, torch.zeros_like(like))

@@ -23,6 +23,7 @@ from tests.ops.storages import (
     ON_RIGHT,
     STORAGES,
     SUMS_IN_FLOAT32,
+    WIDE,
     judged,
     judged_layer,
     judged_right,
@@ -233,6 +234,50 @@ def test_plans_are_made_once_and_go_with_the_matrix(storage: str, plans_made: li
     del a, stored
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("storage", "kernel"), [(storage, kernel) for storage in STORAGES for kernel in (None, *KERNELS[storage])]
+)
+def test_an_alpha_of_0_takes_nan_and_inf_out_as_addmm_does(storage: str, kernel: str | None, device: str):
+    a, b = matrix(storage, device=device), torch.randn(192, 48, device=device).to(BF16)
+    b[3, 4], b[70] = torch.nan, torch.inf
+    if storage not in IN_FP8:
+        a = type(a).unchecked(
+            *[x for x in (getattr(a, "pattern", None),) if x],
+            torch.full_like(a.values, torch.nan),
+            *[x for x in (getattr(a, "meta", None),) if x is not None],
+        )
+    for alpha in (0, -0.0):
+        assert torch.equal(sk.spmm(a, b, alpha=alpha, kernel=kernel), torch.zeros_like(b[:1]).expand(128, -1))
+        out = poisoned((128, 48), BF16, device)
+        sk.spmm(a, b, alpha=alpha, out=out, kernel=kernel)
+        assert not out.any()
+        before = torch.randn(128, 48, device=device).to(BF16)
+        sk.spmm(a, b, alpha=alpha, beta=2.0, out=out.copy_(before), kernel=kernel)
+        assert torch.equal(out, 2 * before)
+    if storage in WIDE and kernel is None:
+        x = torch.full((3, 2, 128), torch.nan, dtype=BF16, device=device)
+        assert torch.equal(sk.spmm(x, a, alpha=0), torch.zeros(3, 2, 192, dtype=BF16, device=device))
+
+
+def test_a_plan_follows_an_alpha_and_a_beta_of_0(device: str):
+    a, b, bias = (
+        matrix("bsr", F32, device),
+        torch.randn(192, 40, device=device),
+        torch.randn(128, device=device),
+    )
+    other = poisoned((128, 40), F32, device)
+    for kernel in (None, "reference.spmm"):
+        act = Epilogue(alpha=0.0, bias=bias, activation="gelu", other=other, beta=0.0)
+        c = sk.plan_spmm(a, b, epilogue=act, kernel=kernel)(a, b * torch.nan, epilogue=act)
+        torch.testing.assert_close(c, torch.nn.functional.gelu(bias)[:, None].expand(-1, 40))
+        add = Epilogue(other=other, beta=0.0)
+        assert judged(a, b, sk.plan_spmm(a, b, epilogue=add, kernel=kernel)(a, b, epilogue=add)).passed
+        out = poisoned((128, 40), F32, device)
+        same = Epilogue(other=out, beta=0.0)
+        sk.plan_spmm(a, b, out=out, epilogue=same, kernel=kernel)(a, b, out, same)
+        assert judged(a, b, out).passed
 
 
 @pytest.mark.gpu
