@@ -79,11 +79,15 @@ class Plan(ABC):
         return tuple(c for c in self.candidates if c.name != self.kernel)
 
     def explain(self) -> str:
-        """The choice as text: problem, kernel, config, prediction against the roofline, and why other kernels lost."""
+        """The choice as text: problem, kernel, config, prediction against the roofline, and why other kernels lost.
+
+        If a reference runs on a GPU for want of a kernel, the first line is about that, with the dtypes that have one.
+        """
         p = self.problem
         flops, moved = arithmetic_seconds(p), memory_seconds(p)
         limit = "arithmetic" if flops >= moved else "memory"
         lines = [
+            *(each.slow for each in self.candidates if each.slow),
             *self.headline(),
             f"  kernel     {self.kernel}: {self.config}",
             *(

@@ -1,7 +1,7 @@
 """Selects the kernel of a problem: the fastest by prediction of all kernels that can run it. Nothing is timed."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sparsek.core.arguments import shown
@@ -16,7 +16,7 @@ class Candidate:
 
     `only_by_name`: why an automatic choice skips it, if it does. `origin`: the table of the config, "" for the
     kernel's own choice. For a config from a table, `seconds` is the prediction for the kernel's own choice times the
-    measured gain.
+    measured gain. `slow`: of a reference that was chosen on a GPU, why, and what would run a kernel made for GPUs.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Candidate:
     why_not: tuple[str, ...] = ()
     only_by_name: str = ""
     origin: str = ""
+    slow: str = ""
 
 
 class Choice(NamedTuple):
@@ -84,4 +85,26 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
             refusals = {only: refusals.pop(only)} | refusals
         raise Unsupported(f"{what}; {others} can" if others else what, refusals)
     best = min(able, key=lambda c: c.seconds)
+    if only is None and best.name.startswith("reference.") and not p.card.is_cpu:
+        candidates[candidates.index(best)] = replace(best, slow=_slow(p, best.name, by_name.values()))
     return Choice(by_name[best.name], best.config, tuple(candidates))
+
+
+def _slow(p: Any, name: str, kernels: Iterable[Any]) -> str:
+    """Why a reference runs on a GPU, and in which dtypes another kernel would."""
+    found: dict[str, list[str]] = {}
+    for dtype in ("bf16", "fp16", "fp32"):
+        other = p.plain(dtype) if hasattr(p, "plain") else replace(p, dtype=dtype)
+        able = [k for k in kernels if not getattr(k, "only_by_name", "") and not k.why_not(other)]
+        able = [k for k in able if not k.name.startswith("reference.")]
+        if able and dtype != p.dtype:
+            best = min(able, key=lambda k: k.seconds(other, k.default(other)))
+            found.setdefault(best.name, []).append(dtype)
+    why = f"slow: {name}, plain torch, runs, because no kernel for GPUs takes"
+    if not found:
+        return f"{why} this call; the lines of the others say what each lacks"
+    casts = [
+        f"to {' or '.join((', '.join(low[:-1]), low[-1])[len(low) < 2 :])} for {k}"
+        for k, low in found.items()
+    ]
+    return f"{why} {p.dtype}: cast {', '.join(casts)}"

@@ -191,7 +191,7 @@ def test_a_plan_is_written_as_its_kernel_and_the_problem_in_a_line(device: str |
     assert len({type(plan) for plan in plans}) == 4
     for plan in plans:
         name, said = type(plan).__name__, repr(plan)
-        assert said.startswith(f"{name}({plan.kernel}, {plan.explain().split('   ')[0].rstrip()}: ")
+        assert said.startswith(f"{name}({plan.kernel}, {plan.headline()[0].split('   ')[0].rstrip()}: ")
         assert said.endswith(f"on {'cpu' if device is None else 'NVIDIA H200, predicts only'})")
         assert len(said) < 240
         assert "\n" not in said

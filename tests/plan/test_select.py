@@ -274,3 +274,48 @@ def test_a_plan_refuses_an_out_that_does_not_fit():
         plan(a, b, a.values.view(-1)[: 128 * 40].view(128, 40))
     with pytest.raises(InvalidInput, match="multiples of 16 bytes"):
         plan(a, b, torch.empty(128, 43)[:, :40])
+
+
+def operand(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+DOUBLES = random_bsr(256, 256, 64, 0.5, dtype=torch.float64)
+SLOW: dict[str, tuple[Any, str]] = {
+    "attention fp32": (
+        lambda: sk.plan_attention(*[operand(torch.float32, 1, 8, 4096, 128)] * 3, device="h200"),
+        "reference.attention.* takes fp32: cast to bf16 or fp16 for hopper.attention_fwd",
+    ),
+    "attention fp64": (
+        lambda: sk.plan_attention(*[operand(torch.float64, 1, 8, 4096, 128)] * 3, device="h200"),
+        "takes fp64: cast to bf16 or fp16",
+    ),
+    "attention of odd heads": (
+        lambda: sk.plan_attention(*[operand(BF16, 1, 8, 512, 20)] * 3, device="h200"),
+        "takes this call; the lines of the others say what each lacks",
+    ),
+    "spmm": (
+        lambda: sk.plan_spmm(DOUBLES, torch.ones(256, 8).double(), device="h200"),
+        "reference.spmm.* takes fp64: cast to bf16, fp16 or fp32 for portable",
+    ),
+    "spgemm": (
+        lambda: sk.plan_spgemm(DOUBLES, DOUBLES, device="h200"),
+        "to bf16 or fp16 for hopper.spgemm, to fp32 for portable.spgemm",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLOW.values(), ids=SLOW)
+def test_the_first_line_says_that_a_reference_runs_on_a_gpu_and_what_to_do(case: tuple[Any, str]):
+    plan, said = case[0](), case[1]
+    first = plan.explain().splitlines()[0]
+    assert plan.kernel.startswith("reference.")
+    assert first.startswith("slow: ")
+    assert re.search(said, first)
+    assert "slow" not in repr(plan)
+
+
+def test_a_reference_that_is_named_or_runs_on_a_cpu_is_not_called_slow():
+    b = torch.ones(256, 8).double()
+    for device in ("h200", None):
+        assert "slow" not in sk.plan_spmm(DOUBLES, b, kernel="reference.spmm", device=device).explain()
