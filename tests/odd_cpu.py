@@ -5,7 +5,8 @@
 A BLAS adds the terms of a product in an order of its own, which depends on shapes, strides, alignment, threads and the
 CPU that it finds. With `sums` every product and sum of torch on a CPU adds in an order that is drawn for its operands'
 layouts, so that two calls have equal bits only where those are equal, or the sums exact. Functions like exp have their
-last bit drawn likewise: torch takes other code for strided tensors and for the ends of others.
+last bit drawn likewise: torch takes other code for strided tensors and for the ends of others. Copies are made on the
+way, which a test that counts memory sees.
 With `addresses` what `torch.randn` and its kind make begins one element behind an address of 64 bytes.
 """
 

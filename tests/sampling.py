@@ -6,7 +6,8 @@ SPARSEK_TEST_ALL=1 runs every case.
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import ceil
 from typing import TypeVar
 
 Case = TypeVar("Case")
@@ -22,3 +23,9 @@ def sampled(cases: Sequence[Case], count: int, *, of: object = "") -> list[Case]
         return list(cases)
     chosen = random.Random(f"{SEED} {of}").sample(range(len(cases)), count)
     return [cases[at] for at in sorted(chosen)]
+
+
+def half(cases: Iterable[Case], *, of: object = "") -> list[Case]:
+    """Half of the cases, other ones in every run and for every `of`."""
+    every = list(dict.fromkeys(cases))
+    return sampled(every, ceil(len(every) / 2), of=of)

@@ -113,7 +113,7 @@ def problems(draw: st.DrawFn, device: str) -> Problem:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_attention_agrees_with_the_reference(device: str):
-    @settings(max_examples=50 if device == "cpu" else 120)
+    @settings(max_examples=50)
     @given(problem=problems(device))
     def agrees(problem: Problem) -> None:
         tensors, mask = problem.tensors, problem.mask
@@ -126,7 +126,7 @@ def test_attention_agrees_with_the_reference(device: str):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_gradients_agree_with_the_reference(device: str):
-    @settings(max_examples=35 if device == "cpu" else 80)
+    @settings(max_examples=35)
     @given(problem=problems(device), of_lse=st.booleans(), seed=SEEDS)
     def agrees(problem: Problem, of_lse: bool, seed: int) -> None:
         mask = problem.mask

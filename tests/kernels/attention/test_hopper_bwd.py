@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from sparsek.kernels.attention.hopper_bwd import Config
 from tests.kernels.attention.problems import attention_problem
 from tests.kernels.lang import newest
-from tests.kernels.lang.covering import covering
+from tests.kernels.lang.covering import covering, once
 from tests.kernels.lang.hopper_code import Code, compiled
 from tests.problems import A100
 from tests.sampling import sampled
@@ -52,10 +52,9 @@ def choices(case: tuple[Config, str]) -> list[Any]:
 SPILL_WIDE, SPILL = 160, 96  # bytes of stack, for heads whose sides are 256 together and narrower ones
 FULLEST = (Config(128, 128, (128, 128), 2, 2, interval=True, bits=True), "bf16")
 CASES = [*covering([(c, dtype) for c in CONFIGS for dtype in ("bf16", "fp16")], choices), FULLEST]
-# Compiled in every run: of the head dims as two choices, every two choices that can be made together.
-CORE = [*covering(CASES, lambda case: [case[0].dim, ("v_dim", case[0].v_dim), *choices(case)[1:]]), FULLEST]
-OTHERS = [case for case in CASES if case not in CORE]
-NEXT_CASES = [FULLEST, *CASES[::12]]
+# Every run compiles every choice, of the head dims as two.
+COMPILED = [*once(CASES, lambda case: [case[0].dim, ("v_dim", case[0].v_dim), *choices(case)[1:]]), FULLEST]
+NEXT_CASES = [FULLEST, *sampled(CASES[::12], 1, of="the newest Triton")]
 
 
 def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
@@ -85,22 +84,21 @@ def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
     assert code.registers * 32 * code.warps <= 65536, where
 
 
-@pytest.mark.parametrize(("c", "dtype"), [*dict.fromkeys(CORE), *sampled(OTHERS, 6)], ids=str)
+@pytest.mark.parametrize(("c", "dtype"), list(dict.fromkeys(COMPILED)), ids=str)
 def test_it_compiles(c: Config, dtype: str) -> None:
     # dK and dV take 128 registers at dim 128; what spills there lies outside the steps, or is an address.
     wide = c.dim + c.v_dim == 256
     check(c, dtype, compiled(c, dtype), SPILL_WIDE if wide else SPILL)
 
 
-@pytest.mark.parametrize(
-    "c",
-    [
-        replace(FULLEST[0], softcap=True, alibi=True),
-        Config(128, 128, (64, 64), 1, 2, interval=True, softcap=True),
-        Config(64, 64, (128, 128), 2, 4, softcap=True, alibi=True, sums=0),
-    ],
-    ids=str,
-)
+CHANGED = [
+    replace(FULLEST[0], softcap=True, alibi=True),
+    Config(128, 128, (64, 64), 1, 2, interval=True, softcap=True),
+    Config(64, 64, (128, 128), 2, 4, softcap=True, alibi=True, sums=0),
+]
+
+
+@pytest.mark.parametrize("c", sampled(CHANGED, 2), ids=str)
 def test_changed_scores_compile(c: Config) -> None:
     code = compiled(c, "bf16")
     check(c, "bf16", code, SPILL_WIDE if c.dim + c.v_dim == 256 else SPILL)

@@ -23,6 +23,7 @@ from tests.kernels.attention.grad_cases import (
     problem,
 )
 from tests.kernels.lang.drawn import fresh
+from tests.sampling import half
 
 pytestmark = pytest.mark.gpu
 LOW = (torch.float16, torch.bfloat16)
@@ -48,7 +49,7 @@ def test_every_case(case: AttentionCase, dtype: torch.dtype) -> None:
     hold(kernel, case, device="cuda", dtype=dtype, with_lse=True)
 
 
-@pytest.mark.parametrize(("dims", "block"), list(product(DIMS, BLOCKS)), ids=str)
+@pytest.mark.parametrize(("dims", "block"), half(product(DIMS, BLOCKS)), ids=str)
 def test_every_head_dim_and_block_in_every_ring(dims: tuple[int, int], block: tuple[int, int]) -> None:
     """Bits, intervals and whole blocks; ragged ends; two heads of q to one of k, each with its own list."""
     kernel, seed = load("hopper.attention_bwd"), fresh()

@@ -20,7 +20,9 @@ from sparsek.kernels.attention.portable_tiles import DIMS
 from tests.kernels.attention.portable_bwd_code import Code, added, compiled, passes
 from tests.kernels.attention.problems import BLOCKS, attention_problem, hold_predictions, hold_refusals
 from tests.kernels.lang import newest
+from tests.kernels.lang.covering import once
 from tests.problems import CARDS
+from tests.sampling import sampled
 
 KERNEL: Any = portable.KERNEL
 # Addresses that a step of partial blocks reloads once or twice, at head dims of 128 and 256.
@@ -45,9 +47,9 @@ def check_code(
     assert not code.atomics, what
 
 
-@pytest.mark.parametrize("rules", ["interval", "both"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(
+    ("card", "dim", "rules"), once(product(("sm_90", "sm_80"), (64, 128, 256), ("interval", "both")))
+)
 def test_every_tile_compiles_without_spilled_sums(card: str, dim: int, rules: str) -> None:
     done = set()
     for block in BLOCKS:
@@ -60,20 +62,19 @@ def test_every_tile_compiles_without_spilled_sums(card: str, dim: int, rules: st
     assert len(done) >= 4
 
 
-@pytest.mark.parametrize(
-    ("dims", "block", "rules", "dtype"),
-    [
-        ((96, 96), (128, 128), "interval", "bf16"),
-        ((192, 128), (128, 128), "none", "fp16"),
-        ((32, 32), (128, 64), "bits", "fp16"),
-        ((128, 128), (64, 128), "bits", "fp16"),
-    ],
-    ids=str,
+OTHERS = (
+    ((96, 96), (128, 128), "interval", "bf16"),
+    ((192, 128), (128, 128), "none", "fp16"),
+    ((32, 32), (128, 64), "bits", "fp16"),
+    ((128, 128), (64, 128), "bits", "fp16"),
 )
-@pytest.mark.parametrize("card", CARDS)
+
+
+@pytest.mark.parametrize(("card", "other"), once(product(CARDS, OTHERS)), ids=str)
 def test_defaults_for_other_dims_blocks_and_rules_compile_without_spilled_sums(
-    card: str, dims: tuple[int, int], block: tuple[int, int], rules: str, dtype: str
+    card: str, other: tuple[tuple[int, int], tuple[int, int], str, str]
 ) -> None:
+    dims, block, rules, dtype = other
     p = problem(card, *dims, block=block, dtype=dtype)
     c = KERNEL.default(p)
     for which, tile in passes(c).items():
@@ -82,7 +83,7 @@ def test_defaults_for_other_dims_blocks_and_rules_compile_without_spilled_sums(
 
 def test_the_newest_triton_compiles_the_defaults() -> None:
     chosen = []
-    for card, dim in product(("sm_90", "sm_80"), (64, 128, 256)):
+    for card, dim in sampled(list(product(("sm_90", "sm_80"), (64, 128, 256))), 2):
         p = problem(card, dim)
         c = KERNEL.default(p)
         chosen += [(card, p, c, which, tile) for which, tile in passes(c).items()]

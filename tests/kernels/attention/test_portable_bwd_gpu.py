@@ -4,6 +4,7 @@ Inputs are fresh in every run; a failure prints the seed.
 """
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.kernels.attention.grad_cases import (
     problem,
 )
 from tests.kernels.lang.drawn import any_mask, layouts_of_attention, randn
+from tests.sampling import half, sampled
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -49,8 +51,9 @@ def check(kernel: Any, given: Inputs, note: object, config: Any = None) -> tuple
     return found
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(case, *sampled(LOW, 1, of=str(case))) for case in cases()], ids=str
+)
 def test_every_case_is_within_budget_and_gives_the_same_bits(
     kernel: Any, case: AttentionCase, dtype: str
 ) -> None:
@@ -61,8 +64,11 @@ def test_every_case_is_within_budget_and_gives_the_same_bits(
     hold(kernel, case, device="cuda", dtype=kind, with_lse=True)
 
 
-@pytest.mark.parametrize("part", [1, 3, 10])
-@pytest.mark.parametrize("case", [x for x in cases() if x.heads[0] > 2 or x.batch > 1], ids=str)
+@pytest.mark.parametrize(
+    ("case", "part"),
+    half(product([x for x in cases() if x.heads[0] > 2 or x.batch > 1], (1, 3, 10))),
+    ids=str,
+)
 def test_cases_in_parts_are_within_budget(
     kernel: Any, case: AttentionCase, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,8 +82,12 @@ def test_cases_in_parts_are_within_budget(
     hold(kernel, case, device="cuda", dtype=HALF, with_lse=True)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (96, 64)], ids=str)
-@pytest.mark.parametrize("block", [LARGE, SMALL, (128, 64), (64, 128)], ids=str)
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 64))
+
+
+@pytest.mark.parametrize(
+    ("dims", "block"), half(product(DIMS, (LARGE, SMALL, (128, 64), (64, 128)))), ids=str
+)
 def test_every_config_is_within_budget(
     kernel: Any, block: tuple[int, int], dims: tuple[int, int], seed: int
 ) -> None:

@@ -14,7 +14,9 @@ from sparsek.kernels.attention import portable_fwd as portable
 from tests.kernels.attention.portable_fwd_code import Code, compiled, merged
 from tests.kernels.attention.problems import BLOCKS, attention_problem, hold_predictions, hold_refusals
 from tests.kernels.lang import newest
+from tests.kernels.lang.covering import once
 from tests.problems import CARDS
+from tests.sampling import sampled
 
 KERNEL: Any = portable.KERNEL
 # One address of lse's way out, on sm_80; no loop touches it.
@@ -37,8 +39,7 @@ def check_code(card: str, p: AttentionProblem, c: portable.Config, code: Code, s
     )
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(("card", "dim"), once(product(("sm_90", "sm_80"), (64, 128, 256))))
 def test_every_config_compiles_without_spills_into_shared_memory(card: str, dim: int) -> None:
     p = problem(card, dim)
     configs = list(KERNEL.configs(p))
@@ -47,27 +48,27 @@ def test_every_config_compiles_without_spills_into_shared_memory(card: str, dim:
         check_code(card, p, c, compiled(card, dim, dim, p.block, "both", c))
 
 
-@pytest.mark.parametrize(
-    ("dims", "block", "rules", "dtype"),
-    [
-        ((96, 96), (128, 128), "interval", "bf16"),
-        ((192, 128), (128, 128), "none", "fp16"),
-        ((32, 32), (128, 64), "bits", "fp16"),
-        ((128, 128), (64, 64), "interval", "bf16"),
-    ],
-    ids=str,
+OTHERS = (
+    ((96, 96), (128, 128), "interval", "bf16"),
+    ((192, 128), (128, 128), "none", "fp16"),
+    ((32, 32), (128, 64), "bits", "fp16"),
+    ((128, 128), (64, 64), "interval", "bf16"),
 )
-@pytest.mark.parametrize("card", CARDS)
+
+
+@pytest.mark.parametrize(("card", "other"), once(product(CARDS, OTHERS)), ids=str)
 def test_defaults_for_other_dims_blocks_and_rules_compile_without_spills(
-    card: str, dims: tuple[int, int], block: tuple[int, int], rules: str, dtype: str
+    card: str, other: tuple[tuple[int, int], tuple[int, int], str, str]
 ) -> None:
+    dims, block, rules, dtype = other
     p = problem(card, *dims, block=block, dtype=dtype)
     c = KERNEL.default(p)
     check_code(card, p, c, compiled(card, *dims, block, rules, c, dtype))
 
 
 def test_the_newest_triton_compiles_the_defaults() -> None:
-    problems = [(card, problem(card, dim)) for card, dim in product(("sm_90", "sm_80"), (64, 128, 256))]
+    drawn = sampled(list(product(("sm_90", "sm_80"), (64, 128, 256))), 2)
+    problems = [(card, problem(card, dim)) for card, dim in drawn]
     chosen = [(card, p, KERNEL.default(p)) for card, p in problems]
     found = newest.calls(compiled, [(card, p.dim, p.v_dim, p.block, "both", c) for card, p, c in chosen])
     for (card, p, c), code in zip(chosen, found, strict=True):

@@ -24,6 +24,7 @@ from sparsek.testing.attention_budget import check_attention, check_attention_ba
 from sparsek.testing.attention_cases import random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels.attention.changes import CHANGES
+from tests.kernels.lang.covering import once
 from tests.kernels.lang.drawn import fresh
 from tests.kernels.planned import attend
 from tests.kernels.planned import attention_problem as problem
@@ -59,9 +60,11 @@ def mask_of(shape: str, block: tuple[int, int], seed: int) -> BlockMask:
     return BlockMask.causal(q_len=s, kv_len=t, block=block, device="cuda")
 
 
-@pytest.mark.parametrize(("shape", "block"), list(product(SHAPES, BLOCKS)), ids=str)
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("family", FAMILIES)
+# Every two of these together in each run.
+DRAWN = once(product(FAMILIES, CHANGES, SHAPES, BLOCKS), together=2)
+
+
+@pytest.mark.parametrize(("family", "name", "shape", "block"), DRAWN, ids=str)
 def test_out_and_lse(family: str, name: str, shape: str, block: tuple[int, int]) -> None:
     kernel, seed = load(f"{family}.attention_fwd"), fresh()
     q, k, v = drawn(shape, BF16 if shape == "wide" else HALF, seed)
@@ -111,9 +114,7 @@ def differentiated(
     return grad, grad_lse, found
 
 
-@pytest.mark.parametrize(("shape", "block"), list(product(SHAPES, BLOCKS)), ids=str)
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name", "shape", "block"), DRAWN, ids=str)
 def test_gradients(family: str, name: str, shape: str, block: tuple[int, int]) -> None:
     seed = fresh()
     q, k, v = drawn(shape, BF16 if shape == "wide" else HALF, seed)

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Hashable, Iterable
 from itertools import combinations
-from typing import TypeVar
+from random import Random
+from typing import Any, TypeVar
+
+from tests.sampling import EVERY, SEED
 
 Case = TypeVar("Case", bound=Hashable)
 
@@ -31,3 +34,20 @@ def covering(
         found.append(best)
         left &= ~holding.pop(best)
     return found
+
+
+def once(
+    cases: Iterable[Case],
+    choices: Callable[[Any], Iterable[Hashable]] = enumerate,
+    together: int = 1,
+) -> list[Case]:
+    """Cases that hold every choice that some case holds, or every two `together`, drawn anew in every run.
+
+    Compilers take a second or more for a case: a run meets every choice, and many runs every two together.
+    SPARSEK_TEST_ALL=1 takes all cases.
+    """
+    known = list(dict.fromkeys(cases))
+    if EVERY:
+        return known
+    Random(SEED).shuffle(known)
+    return covering(known, choices, together)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.pack import to_bsr as portable
 from tests.kernels.lang import newest
+from tests.kernels.lang.covering import once
 from tests.kernels.pack import to_bsr_code as offline
 from tests.kernels.pack.to_bsr_cases import (
     LAYOUTS,
@@ -35,8 +37,9 @@ from tests.kernels.pack.to_bsr_cases import (
 WIDE = {"v4.b32", "v2.b64"}  # 16 bytes
 
 
-@pytest.mark.parametrize("block", [(16, 16), (128, 128), (48, 96)], ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("dtype", "block"), once(product(("bf16", "fp32", "fp64"), ((16, 16), (128, 128), (48, 96)))), ids=str
+)
 def test_values_are_read_and_written_16_bytes_at_once(dtype: str, block: tuple[int, int]):
     norms = offline.source_code("norms", "sm_90", dtype, block)
     assert norms.copies

@@ -55,8 +55,8 @@ def loads(ptx: str) -> set[str]:
     return set(re.findall(r"ld\.global\.(\S+)", ptx))
 
 
-def facts() -> dict[str, list]:
-    """Of sm_90: loads, stores, bytes of stack and of shared memory."""
-    codes = {f"{dtype} {read}": pack_code("sm_90", dtype, read, False) for dtype in DTYPES for read in READ}
+def facts(reads: list[tuple[str, str]]) -> dict[str, list]:
+    """Of sm_90: loads, stores, bytes of stack and of shared memory, for these dtypes and ways to be read."""
+    codes = {f"{dtype} {read}": pack_code("sm_90", dtype, read, False) for dtype, read in reads}
     codes |= {f"{dtype} unpacked": unpack_code("sm_90", dtype, False) for dtype in DTYPES}
     return {name: [sorted(loads(c.ptx)), sorted(c.stores), c.stack, c.shared] for name, c in codes.items()}

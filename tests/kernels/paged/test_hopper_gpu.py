@@ -7,6 +7,7 @@ in every run, and the drawn batches share a small covering set.
 import random
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sparsek.kernels import load
 from sparsek.plan.problem import PagedProblem
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import ALIGNED, OF_TILES, Listed, PagedCase, drawn_case, drawn_lengths
-from tests.kernels.lang.covering import covering
+from tests.kernels.lang.covering import covering, once
 from tests.kernels.lang.drawn import fresh
 from tests.kernels.paged.calls import PagedRun, check_alone, check_beyond_windows, paged_problem
 from tests.sampling import SEED
@@ -121,9 +122,9 @@ def test_edges(name: str) -> None:
     hold(replace(case, spread=0.0), seed, [default], form)
 
 
-@pytest.mark.parametrize("page", [16, 128])
-@pytest.mark.parametrize("sinks", [0, 20])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("page", "sinks", "causal"), once(product((16, 128), (0, 20), (True, False)), together=2)
+)
 def test_pages_that_no_window_reaches_may_hold_nan(page: int, sinks: int, causal: bool) -> None:
     lengths = (3, 1500), (1, 900), (260, 1700), (1, 31)
     inputs = batch(*lengths, window=90, sinks=sinks, page=page, causal=causal).make("cuda", seed=fresh())

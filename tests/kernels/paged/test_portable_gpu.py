@@ -3,6 +3,7 @@
 Inputs are fresh in every run; a failure prints the seed.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from sparsek.kernels import load
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import Listed, PagedCase, drawn_case
 from tests.kernels.paged.calls import PagedRun, attend_paged, check_alone, check_paged, hostile
+from tests.sampling import half, sampled
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -36,9 +38,9 @@ def mixed(**more: Any) -> PagedCase:
     return decode(*MIXED, **{"tail": 3, "loose": True, **more})
 
 
-@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kv_dtype", ["", "e4m3"])
+@pytest.mark.parametrize(
+    ("page", "dtype", "kv_dtype"), half(product((16, 32, 64, 128, 256), ("bf16", "fp16"), ("", "e4m3")))
+)
 def test_every_page_and_dtype(kernel: Any, page: int, dtype: str, kv_dtype: str, seed: int) -> None:
     per = "head" if kv_dtype else ""
     for make in (decode, mixed):
@@ -74,7 +76,7 @@ def test_every_group(kernel: Any, heads: tuple[int, int], seed: int) -> None:
 )
 def test_every_option(kernel: Any, more: dict[str, Any], seed: int) -> None:
     for make in (decode, mixed):
-        for form in ("pair", "pair by rows"):
+        for form in sampled(("pair", "pair by rows"), 1, of=(more, make.__name__)):
             check_paged(kernel, make(**more, form=form, page=64), device="cuda", seed=seed)
 
 
@@ -87,7 +89,7 @@ def test_every_option(kernel: Any, more: dict[str, Any], seed: int) -> None:
 def test_lists(kernel: Any, block: tuple[int, int], heads: str, causal: bool, seed: int) -> None:
     lists = Listed(block, heads, 15, full=True)
     for make in (decode, mixed):
-        for kv_dtype in ("", "e4m3"):
+        for kv_dtype in sampled(("", "e4m3"), 1, of=(block, heads, causal, make.__name__)):
             case = make(lists=lists, causal=causal, page=min(128, block[1]), kv_dtype=kv_dtype)
             check_paged(kernel, case, device="cuda", seed=seed)
 

@@ -217,9 +217,8 @@ def test_every_config_of_every_form_with_an_epilogue(
         p = problem(a, b, out, epilogue, lies)
         configs = SPMM.configs(p)[part::4]
         # Each is compiled, for two seconds; a config meets fifteen forms and epilogues.
-        for c in sampling.sampled(
-            configs, (len(configs) + 1) // 2, of=(name, block, part, activation, combine, n)
-        ):
+        of = name, block, part, activation, combine, n
+        for c in sampling.sampled(configs, (len(configs) + 2) // 3, of=of):
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, seed)
 
 
@@ -241,7 +240,7 @@ def test_every_config_writes_the_slope_of_the_rounded_sum(
         p = problem(a, b, out, epilogue, lies)
         z = 0.1 * (a.to_dense().double() @ b.double()) + bias.double()[:, None]
         near = 2e-3 * (kind == HALF) + 2e-4 + 2 * unit * (1 + z.abs())
-        for c in SPMM.configs(p):
+        for c in sampling.half(SPMM.configs(p), of=(block, dtype, activation, name)):
             slopes.fill_(torch.nan)
             check_c(c, p, a, b, out.fill_(torch.nan), replace(epilogue, slope=slopes), seed)
             wrong = (slopes.double() - slope(activation, z)).abs() > near
@@ -271,7 +270,8 @@ def test_every_config_with_split_rows(name: str, kind: str) -> None:
     if in_place:
         epilogue = Epilogue(other=out, beta=0.5, activation="silu" if kind == "in place" else "")
     p = problem(a, b, out, epilogue, lies)
-    for c in dict.fromkeys(replace(c, split=True) for c in SPMM.configs(p) if not c.held):
+    cuts = (replace(c, split=True) for c in SPMM.configs(p) if not c.held)
+    for c in sampling.half(cuts, of=(name, kind)):
         parts = SPMM.prepare(p, c, a).parts
         assert parts is not None
         assert parts.slots > 0, "nothing was split"

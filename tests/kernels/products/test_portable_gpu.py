@@ -28,6 +28,7 @@ from sparsek.testing.product_cases import (
     unmet_rows_poisoned,
 )
 from tests.kernels.planned import join, multiply, problem, sample, sddmm_problem
+from tests.sampling import half
 
 pytestmark = pytest.mark.gpu
 HALF = torch.bfloat16
@@ -77,7 +78,8 @@ def test_every_config_of_the_skinny_path(shape: tuple[int, int], n: int) -> None
         b = laid_out("col", (matrix.shape[1], n), HALF, "cuda", 1)
         out = poisoned((n, matrix.shape[0]), HALF, "cuda").mT
         p = problem(matrix, b, out)
-        for c in {*SKINNY.configs(p), *(replace(c, part=1) for c in SKINNY.configs(p))}:
+        every = [*SKINNY.configs(p), *(replace(c, part=1) for c in SKINNY.configs(p))]
+        for c in half(every, of=(shape, n)):
             check_c(SKINNY, matrix, b, out.fill_(torch.nan), c)
 
 

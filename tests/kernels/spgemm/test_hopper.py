@@ -1,7 +1,7 @@
 """hopper.spgemm without a GPU: configs compiled for sm_90a, its schedule walked in numpy, its limits and reasons.
 
-The pinned Triton compiles CASES: every two choices that some config has together, those that hold most of them first.
-The newest release, which takes twice as long, compiles NEXT_CASES: the first of these.
+CASES are every two choices that some config has together. In each run the pinned Triton compiles fresh ones that hold
+every choice, and the newest release, which takes twice as long, a few.
 """
 
 import re
@@ -27,10 +27,11 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.spgemm.hopper import Work, sweeps
 from sparsek.kernels.spmm.hopper import Config
-from tests.kernels.lang.covering import covering
+from tests.kernels.lang.covering import covering, once
 from tests.kernels.lang.hopper_code import compiled
 from tests.kernels.products.hopper_code import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next
 from tests.problems import A100, B200
+from tests.sampling import sampled
 
 KERNEL = load("hopper.spgemm")
 # bm, bk, bn
@@ -97,20 +98,19 @@ def choices(case: tuple[Config, str]) -> list[Hashable]:
 
 
 CASES = covering(product(CONFIGS, ("bf16", "fp16")), choices)
-NEXT_CASES = CASES[:16]
-PARTS = 2  # of NEXT_CASES: one process compiles one part, and pytest-xdist deals them to its workers
+COMPILED = sorted(CASES.index(case) for case in once(CASES, choices))
+NEXT_CASES = sampled(CASES[:16], 3, of="the newest Triton")
 
 
-@pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: str(CASES[at][0]))
+@pytest.mark.parametrize("at", COMPILED, ids=lambda at: str(CASES[at][0]))
 def test_configs_compile_to_wgmma_and_tma_without_spills(at: int) -> None:
     """The machine code of every fourth is read, which takes as long as compiling it."""
     c, dtype = CASES[at]
     check_code(c, dtype, compiled(c, dtype, reads_sass=at % 4 == 0))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_the_newest_triton_compiles_configs_to_the_same(part: int) -> None:
-    check_code_of_next(NEXT_CASES[part::PARTS])
+def test_the_newest_triton_compiles_configs_to_the_same() -> None:
+    check_code_of_next(NEXT_CASES)
 
 
 def test_all_the_planners_configs_have_texts_of_their_own() -> None:

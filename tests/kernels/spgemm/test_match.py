@@ -3,6 +3,7 @@ compiling for real cards, how they are launched, and when torch matches instead.
 """
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from sparsek.kernels.lang import driver, launch
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.spgemm import match as portable
 from sparsek.kernels.spgemm import tiles
+from tests.kernels.lang.covering import once
 from tests.kernels.lang.portable_code import compiled
 from tests.kernels.spgemm.matched import assert_same, drawn, full
 from tests.problems import CARDS
@@ -24,9 +26,15 @@ from tests.problems import CARDS
 TYPES = dict.fromkeys((*portable._LISTS, *portable._RESULTS), "*i32") | {"sums": "*i64"}
 
 
-@pytest.mark.parametrize("wanted", [False, True], ids=["found", "wanted"])
-@pytest.mark.parametrize("walk", ["_count", "_fill"])
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+def on_each_card(case):
+    """Every kernel is compiled for both cards, whatever else is drawn."""
+    return case[:2], case[2]
+
+
+@pytest.mark.parametrize(
+    ("card", "walk", "wanted"),
+    once(product(("sm_90", "sm_80"), ("_count", "_fill"), (False, True)), lambda case: (case[:2], case[2])),
+)
 def test_walks_fit_nine_programs_on_an_sm_with_threads_along_the_columns(card, walk, wanted):
     constants = {"WIDTH": portable.WIDTH, "DEEP": portable.DEEP}
     constants |= {} if wanted else {"c_indptr": None, "c_indices": None}
@@ -51,9 +59,12 @@ def test_the_sum_of_the_chunks_compiles_without_spills(card):
     assert "atom" not in code.ptx
 
 
-@pytest.mark.parametrize("lanes", [256, 512])
-@pytest.mark.parametrize("kind", ["bsr", "swept", "dense"])
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(
+    ("card", "kind", "lanes"),
+    once(
+        product(("sm_90", "sm_80"), ("bsr", "swept", "dense"), (256, 512)), lambda case: (case[:2], case[2])
+    ),
+)
 def test_tiles_are_dealt_in_registers_and_stored_16_bytes_at_once(card, kind, lanes):
     constants = {"LANES": lanes, "STEP": tiles.STEP}
     constants |= {} if kind == "dense" else {"c_indptr": None, "c_indices": None}

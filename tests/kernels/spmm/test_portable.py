@@ -1,6 +1,7 @@
 """portable.spmm without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
 
 import math
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 from sparsek.kernels.lang.tensors import tile_side
 from sparsek.kernels.spmm import portable
 from tests.kernels.lang import portable_code
+from tests.kernels.lang.covering import once
 
 TRITON_NAMES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,8 +74,10 @@ def check_code(p, c):
         assert code.shared >= (c.num_stages - 1) * stage, f"{what}: fewer buffers than stages"
 
 
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16), (512, 112), (48, 96)], ids=str)
-@pytest.mark.parametrize("card", CARDS)
+BLOCKS = ((128, 128), (64, 64), (32, 32), (16, 16), (512, 112), (48, 96))
+
+
+@pytest.mark.parametrize(("card", "block"), once(product(CARDS, BLOCKS)), ids=str)
 def test_every_config_compiles_without_spills_into_shared_memory(card, block):
     p = problem(CARDS[card], block)
     configs = list(portable.KERNEL.configs(p))
@@ -82,39 +86,46 @@ def test_every_config_compiles_without_spills_into_shared_memory(card, block):
         check_code(p, c)
 
 
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-def test_every_narrow_config_compiles_without_spills(card):
-    for block, n in (((128, 128), 16), ((64, 64), 64), ((16, 16), 16)):
-        p = problem(CARDS[card], block, n=n)
-        for c in portable.KERNEL.configs(p):
-            check_code(p, c)
+NARROW = (((128, 128), 16), ((64, 64), 64), ((16, 16), 16))
 
 
-@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
-@pytest.mark.parametrize("card", CARDS)
-def test_every_fp32_config_compiles_without_spills(card, tf32):
-    for block in ((128, 128), (16, 16)):
-        p = problem(CARDS[card], block, dtype="fp32", tf32=tf32)
-        for c in portable.KERNEL.configs(p):
-            check_code(p, c)
+@pytest.mark.parametrize(("card", "sides"), once(product(("sm_90", "sm_80"), NARROW)), ids=str)
+def test_every_narrow_config_compiles_without_spills(card, sides):
+    block, n = sides
+    p = problem(CARDS[card], block, n=n)
+    for c in portable.KERNEL.configs(p):
+        check_code(p, c)
 
 
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16), (512, 112)], ids=str)
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"transposed": True},
-        {"b_layout": "col"},
-        {"n": 8200},
-        {"k": 8200, "m": 8200, "n": 8200, "dtype": "fp16"},
-        {"out_layout": "col", "b_layout": "col"},
-        {"out_layout": "col", "b_layout": "col", "bias": True, "activation": "gelu", "combine": "add"},
-        {"bias": True, "activation": "silu", "combine": "mul", "has_alpha": True},
-    ],
-    ids=["view", "col", "ragged_n", "ragged_all", "linear", "linear_gelu_residual", "swiglu"],
+    ("card", "tf32", "block"), once(product(CARDS, (False, True), ((128, 128), (16, 16)))), ids=str
 )
-def test_views_and_ragged_sides_keep_wide_copies_and_full_pipelines(block, change):
-    p = problem(H200, block, **change)
+def test_every_fp32_config_compiles_without_spills(card, tf32, block):
+    p = problem(CARDS[card], block, dtype="fp32", tf32=tf32)
+    for c in portable.KERNEL.configs(p):
+        check_code(p, c)
+
+
+CHANGES = {
+    "view": {"transposed": True},
+    "col": {"b_layout": "col"},
+    "ragged_n": {"n": 8200},
+    "ragged_all": {"k": 8200, "m": 8200, "n": 8200, "dtype": "fp16"},
+    "linear": {"out_layout": "col", "b_layout": "col"},
+    "linear_gelu_residual": {
+        "out_layout": "col",
+        "b_layout": "col",
+        "bias": True,
+        "activation": "gelu",
+        "combine": "add",
+    },
+    "swiglu": {"bias": True, "activation": "silu", "combine": "mul", "has_alpha": True},
+}
+
+
+@pytest.mark.parametrize(("change", "block"), once(product(CHANGES, BLOCKS[:5])), ids=str)
+def test_views_and_ragged_sides_keep_wide_copies_and_full_pipelines(change, block):
+    p = problem(H200, block, **CHANGES[change])
     check_code(p, portable.KERNEL.default(p))
 
 

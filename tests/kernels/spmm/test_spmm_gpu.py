@@ -30,6 +30,7 @@ from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
 from tests.kernels.lang.drawn import fresh, randn
 from tests.kernels.planned import multiply, problem
+from tests.sampling import half
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,10 +73,10 @@ def operands(case: Case, dtype: str, layout: str, seed: int) -> tuple[BSR, Tenso
 
 
 def configs(kernel: Any, p: SpmmProblem) -> list[Any]:
-    """Every config of the kernel, and its default with the shortest ring, where slots are used again soonest."""
+    """The kernel's default, that with the shortest ring, where slots are used again soonest, and half of the others."""
     found = [kernel.default(p)]
     if kernel.name == "hopper.spmm":
-        found += [*kernel.configs(p), replace(found[0], stages=2)]
+        found += [replace(found[0], stages=2), *half(kernel.configs(p), of=p)]
     return list(dict.fromkeys(found))
 
 
