@@ -23,7 +23,7 @@ from sparsek.integrations.vllm import Options, configured, platform, register
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of, rounded, store, summary
 from sparsek.mask.rule import MaskRule
 from tests.house.tools import ROOT, run
-from tests.integrations.vllm_batches import LAYOUTS, drawn, layer, right, served
+from tests.integrations.vllm_batches import LAYOUTS, drawn, engine, layer, right, served
 
 VARIABLE = "SPARSEK_VLLM"
 SCALE = 0.3
@@ -467,6 +467,70 @@ def test_the_line_of_an_engine() -> None:
 
 
 CARDS = [(7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (12, 1)]
+
+
+LAYERS: dict[str, dict[str, Any]] = {f"model.layers.{n}.attn": {} for n in range(3)}
+WINDOWED = {
+    "policy": "MaskPolicy",
+    "options": {"window": 20, "sinks": 5},
+    "min_tokens": 128,
+    "skip_layers": [1],
+}
+
+
+def test_the_classes_as_an_engine_uses_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.sparsek")
+    given = {**LAYERS, "model.layers.2.attn": {"sliding_window": 30}}
+    made = engine(monkeypatch, given, (4, 2), 16, SCALE, additional_config={"sparsek": WINDOWED})
+    (line,) = caplog.messages
+    assert line.startswith("SPARSEK: 3 layers; chunks of prompts in 1 by MaskPolicy(window=20, sinks=5, ")
+    batch = drawn(NEW, OLD)
+    spans = made.builder.build(0, batch.common())
+    wanted = (
+        lambda r, p, j: (j > p - 20) | (j < 5) if r >= 4 else everything(r, p, j),
+        everything,
+        lambda r, p, j: j > p - 30,
+    )
+    for (name, impl), seen in zip(made.impls.items(), wanted, strict=True):
+        close(served(impl, batch, spans, layer(name)), right(batch, seen, SCALE))
+    captured = made.builder.build_for_cudagraph_capture(drawn([1, 1], [5, 9]).common())
+    assert [each.max_k for each in captured.spans] == [8192]
+    assert [each.name for each in made.backend.supported_kv_cache_layouts()][0] == "LBHNC"
+
+
+def test_one_line_for_an_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not one for each group of layers, nor for each GPU that shares a layer."""
+    caplog.set_level(logging.INFO, "vllm.sparsek")
+    made = engine(monkeypatch, LAYERS, (4, 2), 16, SCALE)
+    assert caplog.messages == [
+        "SPARSEK: 3 layers, all dense: neither SPARSEK_VLLM nor additional_config['sparsek'] names a policy"
+    ]
+    builder = made.builder
+    type(builder)(builder.kv_cache_spec, list(LAYERS)[1:], builder.vllm_config, "cpu")
+    for rank, lines in ((1, 1), (2, 2)):
+        shared = SimpleNamespace(rank=rank, tensor_parallel_size=2)
+        engine(monkeypatch, LAYERS, (4, 2), 16, SCALE, parallel_config=shared)
+        assert len(caplog.messages) == lines
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"additional_config": {"policy": "XAttention"}}, "below the key 'sparsek'"),
+        (
+            {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
+            "decode_context_parallel_size",
+        ),
+        ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "see later tokens"),
+    ],
+)
+def test_engines_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(sk.InvalidInput, match=message):
+        engine(monkeypatch, LAYERS, (4, 2), 16, SCALE, **fields)
 
 
 ALIGNED, APART = (0, 256, 640, 1024), (0, 100, 612, 1024)

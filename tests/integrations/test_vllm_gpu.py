@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.integrations.vllm import Options
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of
-from tests.integrations.vllm_batches import Drawn, drawn, layer, right, served
+from tests.integrations.vllm_batches import Drawn, drawn, engine, layer, right, served
 
 pytestmark = pytest.mark.gpu
 SCALE = 0.1
@@ -69,6 +70,23 @@ def test_fp8_pages() -> None:
     for x in (batch.k, batch.v):
         x[:] = [each.to(torch.float8_e4m3fn).to(each.dtype) for each in x]
     close(found, right(batch, everything, SCALE))
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+def test_the_classes_as_an_engine_uses_them(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Without vLLM: its base classes, its config and its kernel that writes to the cache are stand-ins."""
+    options = {"policy": "MaskPolicy", "options": {"window": 200, "sinks": 16}, "min_tokens": 1024}
+    layers = {"model.layers.3.self_attn.attn": {}, "model.layers.4.self_attn.attn": {"sliding_window": 100}}
+    fields = {"additional_config": {"sparsek": options}}
+    made = engine(monkeypatch, layers, HEADS, DIM, SCALE, "cuda", **fields)
+    capability = SimpleNamespace(major=torch.cuda.get_device_capability()[0], minor=0)
+    assert made.backend.supports_compute_capability(capability)
+    batch = batch_on_gpu(NEW, OLD, layout=layout)
+    spans = made.builder.build(0, batch.common())
+    sparse, windowed = made.impls.values()
+    found = served(sparse, batch, spans, on_gpu())
+    close(found, right(batch, lambda r, p, j: (j > p - 200) | (j < 16) | (r < 5), SCALE))
+    close(served(windowed, batch, spans, on_gpu()), right(batch, lambda r, p, j: j > p - 100, SCALE))
 
 
 POLICIES = [

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from sparsek.integrations import vllm_backend
 from sparsek.integrations.vllm_layer import LayerAttention
 from tests.integrations.dense import dense
 
@@ -144,3 +149,77 @@ def _one(
         more = sinks.double().cpu()[None, :, None, None].expand(*scores.shape[:3], 1)
         return (torch.cat((scores, more), 3).softmax(3)[..., :-1]) @ v
     return scores.softmax(3) @ v
+
+
+class Builder:
+    """vLLM's AttentionMetadataBuilder."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
+
+    def _init_reorder_batch_threshold(self, threshold: int, supports_spec_as_decode: bool = False) -> None:
+        self.reorder_batch_threshold = threshold
+
+
+class Engine(NamedTuple):
+    """SparseK's classes in an engine: the attention of each layer by name, and the builder of their metadata."""
+
+    backend: Any
+    impls: dict[str, Any]
+    builder: Any
+
+
+def engine(
+    monkeypatch: pytest.MonkeyPatch,
+    layers: dict[str, dict[str, Any]],
+    heads: tuple[int, int],
+    dim: int,
+    scale: float,
+    device: str = "cpu",
+    **fields: Any,
+) -> Engine:
+    """The classes that vLLM loads for the backend, over stand-ins of its own, as an engine makes objects of them.
+
+    `layers`: arguments of each layer's attention by its name. `fields`: other fields of vLLM's config.
+    """
+    config = SimpleNamespace(
+        additional_config={}, parallel_config=SimpleNamespace(), compilation_config=SimpleNamespace(),
+        model_config=SimpleNamespace(is_mm_prefix_lm=False, max_model_len=8192),
+    )  # fmt: skip
+    vars(config).update(fields)
+    modules: dict[str, dict[str, Any]] = {
+        "attention.backend": {
+            "AttentionBackend": object, "AttentionImpl": object, "AttentionMetadataBuilder": Builder,
+            "AttentionCGSupport": Enum("AttentionCGSupport", "UNIFORM_BATCH"),
+        },
+        "kv_cache_interface": {"KVCacheLayout": Enum("KVCacheLayout", list(LAYOUTS))},
+    }  # fmt: skip
+    modules = {f"vllm.v1.{name}": each for name, each in modules.items()}
+    modules["vllm.config"] = {"get_current_vllm_config_or_none": lambda: config}
+    modules["vllm._custom_ops"] = {"reshape_and_cache_flash": reshape_and_cache_flash}
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", *modules):
+        module = ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.spec_from_file_location(vllm_backend.__name__, str(vllm_backend.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    backend: Any = loaded.SparseKBackend
+    impls = {
+        name: backend.get_impl_cls()(heads[0], dim, scale, heads[1], **each) for name, each in layers.items()
+    }
+    context = {name: SimpleNamespace(impl=impl) for name, impl in impls.items()}
+    config.compilation_config.static_forward_context = {"model.norm": SimpleNamespace(), **context}
+    cache = SimpleNamespace(head_size=dim, head_size_v=dim)
+    return Engine(backend, impls, backend.get_builder_cls()(cache, list(layers), config, device))
+
+
+def reshape_and_cache_flash(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, dtype: str, *scales: Tensor
+) -> None:
+    """vLLM's kernel that writes to a cache [pages, page, Hkv, D] in the model's dtype."""
+    page, row = slots // keys.shape[1], slots % keys.shape[1]
+    keys[page, row], values[page, row] = key, value
