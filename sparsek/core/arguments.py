@@ -173,6 +173,11 @@ def dense(name: str, value: Any) -> Tensor:
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {_other_kind(name, value)}")
     if is_compiling():  # the op checks again
         return value
+    if torch._C._is_tracing():
+        raise InvalidInput(
+            "torch.jit.trace, and torch.onnx.export(dynamo=False), do not record SparseK's kernels; use "
+            "torch.compile or torch.export.export"
+        )
     if value.is_neg():
         raise InvalidInput(
             f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"

@@ -66,6 +66,7 @@ def concrete(x: Any, reads: str, instead: str) -> Any:
 def of_values(look: Callable[..., Made], *given: Any, reads: str, instead: str) -> Made:
     """`look(*given)`, for results that depend on values: inside torch.func, on the wrapped values. See `concrete`."""
     plain = [concrete(each, reads, instead) for each in given]
+    check_not_fake(reads, instead, *plain)
     return untransformed(lambda: look(*plain))
 
 
@@ -90,6 +91,32 @@ def is_fake(x: torch.Tensor) -> bool:
 def faking() -> bool:
     """Whether tensors made now are fake."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def check_not_fake(reads: str, instead: str, *given: Any) -> None:
+    """InvalidInput for a fake tensor; `reads` and `instead` as in `concrete`."""
+    if torch.compiler.is_compiling():
+        return
+    if any(isinstance(x, torch.Tensor) and is_fake(x) for x in given):
+        raise InvalidInput(f"{reads}, and a FakeTensor has none; {instead}")
+
+
+def check_real(what: str, x: Any, other: str, y: Any) -> None:
+    """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both."""
+    if torch.compiler.is_compiling() or not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        return
+    fake = is_fake(x), is_fake(y)
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if all(fake) or (mode is None and not any(fake)):
+        return
+    held: Any = x if fake[0] else y
+    if (held.fake_mode if mode is None else mode).allow_non_fake_inputs:
+        return
+    real = other if fake[0] else what
+    raise InvalidInput(
+        f"a call takes FakeTensors, which have no values, or real tensors, and not both: {real} is real; convert it by "
+        "the FakeTensorMode's from_tensor, or make that mode with allow_non_fake_inputs=True"
+    )
 
 
 def check_aligned(name: str, x: torch.Tensor, alignment: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_real
 
 MOVE = "move one of them, SparseK does not"
 SWAPPED = (
@@ -47,6 +48,7 @@ def check_tensors(
                 f"q is {q.dtype} and {name} {x.dtype}; cast one of them, SparseK does not{_autocast(q.device.type)}"
             )
         arguments.one_device("q is", q.device, name, x.device, MOVE)
+        check_real("q", q, name, x)
     dtypes.name(q.dtype)
     check_shapes(q.shape, k.shape, v.shape)
 

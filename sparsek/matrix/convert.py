@@ -17,7 +17,14 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
-from sparsek.core.tracing import concrete, of_values, outside_inference, untransformed, watched
+from sparsek.core.tracing import (
+    check_not_fake,
+    concrete,
+    of_values,
+    outside_inference,
+    untransformed,
+    watched,
+)
 from sparsek.matrix.base import ALIGNMENT, OfDenseBlocks, check_finite
 from sparsek.matrix.padding import tiles_of, zero_padding
 from sparsek.matrix.pattern import (
@@ -359,6 +366,9 @@ def _packed(
     )
     # torch.compile of torch 2.11 makes a tuple without elements of what `_replace` gives.
     mask = concrete(rule.mask, "from_dense reads its mask", "pass one that all share")
+    check_not_fake(
+        "from_dense reads the values of w or mask", "make the matrix outside", w if mask is None else mask
+    )
     rule = Rule(mask, rule.threshold, rule.keep, rule.scope)
     pattern = untransformed(
         lambda: _chosen(tiles if read is w else tiles_of(read, block), shape, block, rule)

@@ -11,8 +11,9 @@
 
 The key of a call has all that checks, plan and launch read: `more` (verb, settings, form of the sparse operand), the
 shapes, strides, dtypes and alignments of the operands, the thread, the device and the stream. Calls under
-torch.compile, torch.func, a dispatch mode, autocast, forward-mode differentiation or the capture of a CUDA graph, and
-those with a tensor subclass, are not recorded. Nor is a call that runs a vendor library or operators of torch.
+torch.compile, torch.func, torch.jit.trace, a dispatch mode, autocast, forward-mode differentiation or the capture of a
+CUDA graph, and those with a tensor subclass, are not recorded. Nor is a call that runs a vendor library or operators of
+torch.
 
 `repeat` compares the operands with those of the last calls with this `more` by torch's own guards
 (torch._C._dynamo.guards.TensorGuards, one call into C++). Only if none matches does it build the key.
@@ -44,6 +45,7 @@ SHAPES = 4
 STALE: Any = object()
 
 _compiling = torch.compiler.is_compiling
+_tracing = torch._C._is_tracing
 _thread = threading.get_ident
 _grad = torch.is_grad_enabled
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -186,7 +188,7 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
     that torch.compile traces.
     """
     recent = calls.recent.get(more)
-    if recent is not None and forward_ad._current_level < 0:
+    if recent is not None and forward_ad._current_level < 0 and not _tracing():
         thread, grad = _thread(), _grad()
         for each in recent:
             like, precision, of_thread, of_grad, call = each
@@ -246,6 +248,7 @@ def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
         or torch._C._len_torch_dispatch_stack()
         or forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
+        or _tracing()
     ):
         return None, False
     facts: list[Any] = [more, _thread()]

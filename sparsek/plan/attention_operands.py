@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.core.tracing import check_real
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import swapped
 from sparsek.plan.operands import wants_gradient
@@ -52,6 +53,7 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
         )
     if here and mask.device != q.device:
         raise InvalidInput(f"mask is on {mask.device} and q on {q.device}; call mask.to({str(q.device)!r})")
+    check_real("q", q, "mask", mask.full.starts)
     if not captured(q):
         mask.verify()
 

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_real
 from sparsek.mask.operands import MOVE
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.bsr import BSR, check_stored
@@ -110,6 +111,9 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
         check_stored(sparse)
     if not torch.compiler.is_compiling():
         arguments.living(f"the values of {other}", sparse.values)
+        check_real(name, x, f"the values of {other}", sparse.values)
+        if isinstance(sparse, BSR | BSR24):
+            check_real(name, x, f"the pattern of {other}", sparse.pattern.indptr)
     if not isinstance(sparse, Quantized):
         _refuse_fp8(name, x, sparse, other)
         check_dense(name, x, sparse, other)
@@ -241,6 +245,8 @@ def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
         raise InvalidInput(
             f"X is on {x.device} and the pattern on {pattern.device}; call pattern.to({str(x.device)!r})"
         )
+    check_real("X", x, "Y", y)
+    check_real("X", x, "the pattern", pattern.indptr)
 
 
 def check_spgemm(a: Any, b: Any, out: Any) -> None:
@@ -256,6 +262,8 @@ def check_spgemm(a: Any, b: Any, out: Any) -> None:
         check_stored(each)
         if not torch.compiler.is_compiling():
             arguments.living(f"the values of {name}", each.values)
+            check_real(f"the pattern of {name}", each.pattern.indptr, f"the values of {name}", each.values)
+    check_real("A", a.values, "B", b.values)
     if a.shape[1] != b.shape[0]:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
     if a.block[1] != b.block[0]:

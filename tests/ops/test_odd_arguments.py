@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -186,3 +187,40 @@ def test_autocast_still_casts_what_a_layer_of_attention_multiplies() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.ones(1, 64, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
         assert layer(torch.ones(1, 64, 32)).dtype == torch.bfloat16
+
+
+MIXED: dict[str, Callable[[sk.BSR, torch.Tensor], object]] = {
+    "spmm": lambda a, x: a @ x.mT,
+    "linear": lambda a, x: sk.linear(x, a),
+    "mlp": lambda a, x: sk.mlp(x, a, a.T, activation="gelu"),
+    "Semi24": lambda a, x: sk.Semi24.from_dense(W) @ x.mT,
+    "values": lambda a, x: sk.BSR.unchecked(a.pattern, x.expand(a.nnzb, *a.block)) @ B,
+    "sddmm": lambda a, x: sk.sddmm(x, x.mT, sk.random_bsr(4, 4, 16, 0.5).pattern),
+    "attention": lambda a, x: sk.attention(x[None, None], x[None, None], X[None, None]),
+    "mask": lambda a, x: sk.attention(*[x[None, None]] * 3, mask=sk.BlockMask.causal(4, block=64)),
+    "from_dense": lambda a, x: sk.BSR.from_dense(x, 16, keep=0.5),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_fake_tensor_beside_real_ones_is_refused(name: str, a: sk.BSR):
+    with pytest.raises(InvalidInput, match="FakeTensor"):
+        MIXED[name](a, FakeTensorMode().from_tensor(X if name != "values" else torch.ones(1, 32, 32)))
+    if name != "from_dense":
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            MIXED[name](a, mode.from_tensor(X if name != "values" else torch.ones(1, 32, 32)))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_trace_is_refused_not_recorded_as_constants(a: sk.BSR):
+    for run in (
+        lambda x: a @ x.mT,
+        lambda x: sk.linear(x, a, activation="relu"),
+        lambda x: sk.sddmm(x, B, sk.random_bsr(4, 4, 16, 0.5).pattern).values,
+        lambda x: sk.attention(x[None, None], x[None, None], x[None, None]),
+        lambda x: sk.attention(*[x[None, None]] * 3, mask=sk.BlockMask.causal(4, block=64)),
+        lambda x: sk.Semi24.from_dense(x).values,
+    ):
+        with pytest.raises(InvalidInput, match=r"torch\.jit\.trace.*use torch\.compile"):
+            torch.jit.trace(run, (X,))
