@@ -3,8 +3,9 @@
 Nothing is downloaded. Whatever is passed over is listed with the reason.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from sparsek.core import env, files
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.parsing import json_value
+from sparsek.files.compressed import Decompressed, quantization_of
 from sparsek.files.weights import PICKLES, READERS, Entry, WeightFile, open_weights
 
 INDEX = ".safetensors.index.json"
 MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SHOWN = 4  # names of what was passed over
 NO_PICKLES = "pickles can run code and are never read"
 
 
@@ -63,6 +66,10 @@ class Joined(WeightFile):
         part, name = self.places[entry.name]
         return part.read(name)
 
+    def raw(self, name: str) -> Tensor:
+        part, own = self.places[name]
+        return part.raw(own)
+
 
 def opened(
     named: Iterable[str], read: Callable[[Path], WeightFile] = open_weights
@@ -74,23 +81,47 @@ def opened(
     """
     found = Found()
     for name in named:
+        if not name:
+            raise InvalidInput("the name of a model is empty; name a file, a folder or a model of the cache")
         before = len(found.paths)
         _look_up(name, found)
         if len(found.paths) == before:
             why = "".join(f"; {each.what}: {each.why}" for each in found.skipped[:5])
             raise InvalidInput(f"{name}: holds no weights in {', '.join(READERS)}{why}")
     paths = list(dict.fromkeys(found.paths))
-    if len(paths) == 1:
-        return read(paths[0]), found.skipped
+    joined = read(paths[0]) if len(paths) == 1 else _joined(paths, read, found)
+    about = quantization_of([path.parent for path in paths])
+    for path, why in about.faults:
+        found.skip(path, why)
+    weights = Decompressed(joined, about)
+    for why, names in weights.passed_over.items():
+        found.skip(f"{len(names)} of {len(joined.entries)} arrays ({few(names)})", why)
+    return weights if weights.recipes or weights.passed_over else joined, found.skipped
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _joined(paths: Sequence[Path], read: Callable[[Path], WeightFile], found: Found) -> WeightFile:
+    """Several files as one, without those that cannot be read."""
     parts = []
     for path in paths:
         try:
             parts.append(read(path))
-        except (InvalidFile, InvalidInput) as error:
-            found.skip(path, str(error).removeprefix(f"{path}: "))
+        except (OSError, InvalidFile, InvalidInput) as error:
+            found.skip(path, reason(path, error))
     if not parts:
         raise InvalidInput("; ".join(f"{each.what}: {each.why}" for each in found.skipped))
-    return (parts[0] if len(parts) == 1 else Joined(Path(f"{len(parts)} files"), parts)), found.skipped
+    return parts[0] if len(parts) == 1 else Joined(Path(f"{len(parts)} files"), parts)
+
+
+def reason(path: Path, error: Exception) -> str:
+    """Why a file was passed over, without its name."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said.removeprefix(f"{path}: ")
 
 
 def _look_up(name: str, found: Found) -> None:
@@ -107,17 +138,23 @@ def _look_up(name: str, found: Found) -> None:
 
 def _folder(folder: Path, found: Found) -> None:
     """Every file of weights in a folder and those below it; of shards with an index those that it names."""
-    inside = sorted(path for path in folder.rglob("*") if path.is_file())
+    there = os.walk(folder, onerror=lambda error: found.skip(error.filename, error.strerror or str(error)))
+    inside = sorted(
+        path for at, _, names in there for path in (Path(at, name) for name in names) if path.is_file()
+    )
     listed: list[Path] = []
     for path in inside:
         if path.name.endswith(INDEX):
             before = len(found.paths)
-            _index(path, found)
+            try:
+                _index(path, found)
+            except (OSError, InvalidFile, InvalidInput) as error:
+                found.skip(path, reason(path, error))
             listed += found.paths[before:]
     others = 0
     for path in inside:
         suffix = path.suffix.lower()
-        if path in listed:
+        if path in listed or any(each.what == str(path) for each in found.skipped):
             continue
         if suffix not in READERS:
             if suffix in PICKLES:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.advise.sources import opened
 from sparsek.bench.engine import records
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import first_line, rotating
@@ -16,7 +17,6 @@ from sparsek.core.clock import time_rounds
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, SparseKError, Unsupported
 from sparsek.core.memory import out_of_memory
-from sparsek.files.weights import open_weights
 from sparsek.kernels import load, names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.ops.choose import copies
@@ -86,14 +86,14 @@ class Tuning(NamedTuple):
 
 
 def shapes_in(text: str) -> list[tuple[int, int]]:
-    """Shapes of W from "4096x14336,8192x8192", or those of the matrices of a file, each once."""
+    """Shapes of W from "4096x14336,8192x8192", or those of the weights of a file, each once."""
     path = Path(text)
     try:
         is_file = path.is_file()
     except OSError:  # a list of shapes may be longer than any name
         is_file = False
     if is_file:
-        found = dict.fromkeys((shape[0], shape[1]) for _, shape, _ in open_weights(path).names())
+        found = dict.fromkeys((shape[0], shape[1]) for _, shape, _ in opened([text])[0].names())
         if not found:
             raise InvalidInput(f"{path}: no 2-D float matrix is in it")
         return list(found)

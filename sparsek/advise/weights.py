@@ -343,8 +343,8 @@ def advise(
             if first is None and not group.lookup:
                 formats = compared(weight, question)
             first = first or pruned
-        except (SparseKError, MemoryError, RuntimeError) as error:
-            reason = str(error) if isinstance(error, SparseKError) else out_of_memory(error)
+        except (SparseKError, OSError, MemoryError, RuntimeError) as error:
+            reason = str(error) if isinstance(error, (SparseKError, OSError)) else out_of_memory(error)
             if reason is None:
                 raise
             failures.append(Failure(name, reason))

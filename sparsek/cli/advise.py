@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sparsek.advise import weights as advising
 from sparsek.advise.break_even import check_picture
-from sparsek.advise.sources import Skipped, opened
+from sparsek.advise.sources import Skipped, few, opened
 from sparsek.advise.weights import Advice, NoAdvice, Question
 from sparsek.cli.advise_formats import print_break_even, print_formats
 from sparsek.cli.options import Dtype, Keep, ToPredict
@@ -24,7 +24,6 @@ from sparsek.core.parsing import parse_block
 from sparsek.files.weights import WeightFile, open_weights
 from sparsek.pictures.blocks import spy_png
 
-SHOWN = 4  # names of what was passed over
 VERDICT, LEFT = 7, ("matrix", "shape", "verdict")
 
 
@@ -139,15 +138,10 @@ def _passed_over(weights: WeightFile, names: Sequence[str], block: tuple[int, in
     small = [name for name in weights.entries if name in matrices.difference(names)]
     reasons = (no_matrix, "no 2-D float matrix"), (small, f"smaller than a block of {block[0]}x{block[1]}")
     return [
-        Skipped(f"{len(some)} of {len(weights.entries)} arrays ({_few(some)})", why)
+        Skipped(f"{len(some)} of {len(weights.entries)} arrays ({few(some)})", why)
         for some, why in reasons
         if some
     ]
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _document(

@@ -137,6 +137,10 @@ class WeightFile(ABC):
             )
         return matrix
 
+    def raw(self, name: str) -> Tensor:
+        """Return an array of any shape and dtype as it is stored, where the format has other dtypes than floats."""
+        raise InvalidInput(f"{self.path}: {shown(name)} can only be read as a matrix of floats")
+
     def _fault(self, what: str) -> InvalidFile:
         return InvalidFile(f"{self.path}: {what}")
 
@@ -161,11 +165,15 @@ class Safetensors(WeightFile):
                 yield Entry(name, found.shape, words.get(found.tag, found.tag))
 
     def _matrix(self, entry: Entry) -> Tensor:
+        return self.raw(entry.name)
+
+    def raw(self, name: str) -> Tensor:
+        entry = self.entries[name]
         with opened(self.path) as file:
-            found = file.tensors.get(entry.name)
-            if found is None or (TAGS[entry.dtype], entry.shape) != found[:2]:
-                raise self._fault(f"{shown(entry.name)} has changed since the file was opened first")
-            return file.read(entry.name)
+            found = file.tensors.get(name)
+            if found is None or (TAGS.get(entry.dtype, entry.dtype), entry.shape) != found[:2]:
+                raise self._fault(f"{shown(name)} has changed since the file was opened first")
+            return file.read(name)
 
 
 class Npy(WeightFile):

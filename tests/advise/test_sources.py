@@ -1,7 +1,9 @@
 """What `sparsek advise` reads: files, folders, indices of shards, models in the Hugging Face cache."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import save_file
 from sparsek.advise.sources import Joined, opened, shards_of
 from sparsek.core import env
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.files.weights import WeightFile, open_weights
 
 
 @pytest.fixture
@@ -114,6 +117,49 @@ def test_an_index_of_pickles_is_refused(tmp_path: Path) -> None:
     path.write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
     with pytest.raises(InvalidInput, match="never read"):
         opened([str(path)])
+
+
+def test_an_empty_name_is_no_folder(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model)
+    with pytest.raises(InvalidInput, match="the name of a model is empty"):
+        opened([""])
+
+
+def test_an_index_that_cannot_be_read_does_not_hide_the_rest_of_a_folder(model: Path) -> None:
+    other = model / "other"
+    other.mkdir()
+    (other / "model.safetensors.index.json").write_text("[" * 100_000)
+    save_file({"c.weight": torch.ones(8, 8)}, other / "model.safetensors")
+    weights, skipped = opened([str(model)])
+    assert [entry.name for entry in weights.names()] == ["a.weight", "b.weight", "c.weight"]
+    assert reasons(skipped)["model.safetensors.index.json"].startswith(
+        "not JSON: its lists or objects are nested"
+    )
+
+
+def test_what_vanishes_while_a_folder_is_read_is_passed_over(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "a").mkdir()
+    scan = os.scandir
+
+    def gone(path: str) -> Any:
+        if Path(path).name == "a":
+            (model / "a").rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    weights, skipped = opened([str(model)])
+    assert [entry.name for entry in weights.names()] == ["a.weight", "b.weight"]
+    assert reasons(skipped)["a"] == "No such file or directory"
+
+    def read(path: Path) -> WeightFile:
+        (model / "model-2.safetensors").unlink(missing_ok=True)
+        return open_weights(path)
+
+    weights, skipped = opened([str(model)], read)
+    assert [entry.name for entry in weights.names()] == ["a.weight"]
+    assert reasons(skipped)["model-2.safetensors"] == "No such file or directory"
 
 
 @pytest.fixture
