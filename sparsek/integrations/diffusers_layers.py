@@ -24,6 +24,7 @@ from sparsek.reference.attention import merge_attention
 DISPATCH, TORCH = "dispatch_attention_fn", "scaled_dot_product_attention"
 USUAL = ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb")
 ROTARY = (*USUAL[:4], "rotary_emb")
+TWO_ROTARIES = (*USUAL[:4], "query_rotary_emb", "key_rotary_emb")
 
 
 class Form(NamedTuple):
@@ -33,25 +34,31 @@ class Form(NamedTuple):
     `alone`: what hidden_states are in a call without them: the video, or text and video "joined".
     `masks`: what a bool mask has: the "keys" that exist, [B, 1, 1, T], or the "pairs" of tokens that exist,
     [B, 1, T, T]. All tokens of the video exist.
-    `cross`: the name of modules for cross-attention, where they have no attribute `is_cross_attention`.
+    `only`: the name of the modules of the video's self-attention, where others have this class too.
     """
 
     call: tuple[str, ...] = USUAL
     text: Literal["first", "last"] | None = None
     alone: Literal["video", "joined"] | None = None
     masks: Literal["keys", "pairs"] | None = None
-    cross: str = ""
+    only: str = ""
 
 
 MODELS = "diffusers.models.transformers.transformer_"
 OTHERS = "diffusers.models.attention_processor."
 FORMS = {
     f"{MODELS}wan.WanAttnProcessor": Form(ROTARY, alone="video"),
+    f"{MODELS}wan_animate.WanAttnProcessor": Form(ROTARY, alone="video"),
     f"{MODELS}chronoedit.WanAttnProcessor": Form(ROTARY, alone="video"),
     f"{MODELS}skyreels_v2.SkyReelsV2AttnProcessor": Form(ROTARY, alone="video"),
-    f"{MODELS}ltx.LTXVideoAttnProcessor": Form(alone="video", cross="attn2"),
+    f"{MODELS}ltx.LTXVideoAttnProcessor": Form(alone="video", only="attn1"),
+    f"{MODELS}ltx2.LTX2AudioVideoAttnProcessor": Form(TWO_ROTARIES, alone="video", only="attn1"),
+    f"{MODELS}ltx2.LTX2PerturbedAttnProcessor": Form(
+        (*TWO_ROTARIES, "perturbation_mask", "all_perturbed"), alone="video", only="attn1"
+    ),
+    f"{MODELS}cosmos.CosmosAttnProcessor2_0": Form(alone="video", only="attn1"),
     f"{MODELS}kandinsky.Kandinsky5AttnProcessor": Form(
-        (*USUAL[:3], "rotary_emb", "sparse_params"), alone="video", cross="cross_attention"
+        (*USUAL[:3], "rotary_emb", "sparse_params"), alone="video", only="self_attention"
     ),
     f"{MODELS}hunyuan_video.HunyuanVideoAttnProcessor2_0": Form(text="last", masks="keys"),
     f"{MODELS}hunyuan_video15.HunyuanVideo15AttnProcessor2_0": Form(text="last", masks="pairs"),
@@ -60,6 +67,9 @@ FORMS = {
         (*USUAL[:3], "encoder_hidden_states_mask", *USUAL[3:]), text="first", masks="keys"
     ),
     f"{MODELS}flux.FluxAttnProcessor": Form(text="first", alone="joined"),
+    f"{MODELS}longcat_image.LongCatImageAttnProcessor": Form(text="first", alone="joined"),
+    f"{MODELS}ovis_image.OvisImageAttnProcessor": Form(text="first", alone="joined"),
+    f"{MODELS}bria.BriaAttnProcessor": Form(text="first", alone="joined"),
     f"{MODELS}flux2.Flux2AttnProcessor": Form(text="first", alone="joined"),
     f"{MODELS}flux2.Flux2ParallelSelfAttnProcessor": Form(
         (*USUAL[:2], *USUAL[3:]), text="first", alone="joined"
@@ -89,8 +99,10 @@ def form_of(module: Any, layer: str, text: Literal["first", "last"] | None = Non
         return f"{name}.__call__ takes {', '.join(names)}, which is not the form that use() knows"
     elif text is not None and form.text not in (None, text):
         raise InvalidInput(f"text is {text!r}; {name} has its text tokens {form.text}")
-    if getattr(module, "is_cross_attention", False) or layer.rpartition(".")[2] == form.cross:
+    if getattr(module, "is_cross_attention", False):
         return "cross-attention"
+    if form.only not in ("", layer.rpartition(".")[2]):
+        return "not the self-attention of the video"
     if isinstance(module.processor, torch.nn.Module):
         return f"{name} has weights and cannot be replaced"
     return _unfit(own, name) or form

@@ -331,10 +331,9 @@ def sparsek_attention(
             "cu_seq_lens are given, but the mask does not separate documents: pass position_ids that restart, "
             "use_cache=False and no attention_mask to a causal model"
         )
-    if not (mask.packed or mask.padded or torch.compiler.is_compiling()) and getattr(
-        module, "is_causal", False
-    ):
-        RESTARTS.look(options.get("position_ids"), query.shape[2], key.shape[2])
+    joined = getattr(module, "is_causal", False) and not (mask.packed or mask.padded)
+    if joined and not torch.compiler.is_compiling():
+        RESTARTS.look(getattr(module, "config", module), options.get("position_ids"), query.shape[2])
     choice = mask.choice
     if choice is None:
         seen = mask.visible.mask_for(query, key)

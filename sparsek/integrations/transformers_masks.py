@@ -130,7 +130,7 @@ class ModelMask:
 
 
 class Restarts:
-    """Warns of packed documents that no mask separates: transformers looks for them only without a cache.
+    """Warns, once a model, of packed documents that no mask separates: with a cache transformers looks for none.
 
     On a CPU the position ids of every forward pass are read. On a GPU those of the first passes are, by a copy that
     nothing waits for; the warning then comes with a later pass.
@@ -138,38 +138,43 @@ class Restarts:
 
     def __init__(self, most: int = 16) -> None:
         self.most = most
+        self._warned: Any = None  # the config of the model that had the last warning
         self._last: Any = None  # the position ids of this pass, which its layers share
-        self._found: Readback | None = None
+        self._found: tuple[Readback, Any] | None = None
 
-    def look(self, positions: Any, q_len: int, kv_len: int) -> None:
+    def look(self, config: Any, positions: Any, q_len: int) -> None:
         """At the position ids [1 or B, S] of a causal layer, whose mask hides neither documents nor padding."""
         if self._found is not None:
-            found = self._found.read(wait=False)
-            if found is not None:
+            readback, owner = self._found
+            restart = readback.read(wait=False)
+            if restart is not None:
                 self._found = None
-                self._warn(found)
-        if (
-            not isinstance(positions, Tensor)
-            or positions.ndim != 2
-            or not 1 < q_len == kv_len == positions.shape[1]
-        ):
+                self._warn(owner, restart)
+        if not isinstance(positions, Tensor) or positions.ndim != 2 or not 1 < q_len == positions.shape[1]:
             return
-        if self._last is not None and self._last() is positions:
+        if _is(self._last, positions) or _is(self._warned, config):
             return
         if positions.device.type == "cpu" and not is_fake(positions):
             self._last = weakref.ref(positions)
-            self._warn(_restart(positions).item())
+            self._warn(config, _restart(positions).item())
         elif positions.is_cuda and self.most and not torch.cuda.is_current_stream_capturing():
             self._last, self.most = weakref.ref(positions), self.most - 1
-            self._found = self._found or Readback(_restart(positions).to(torch.int64))
+            if self._found is None:
+                self._found = Readback(_restart(positions).to(torch.int64)), config
 
-    def _warn(self, found: Any) -> None:
-        if found:
+    def _warn(self, config: Any, restart: Any) -> None:
+        if restart:
+            self._warned = weakref.ref(config)
             warnings.warn(
                 "position_ids restart, but the mask does not separate documents, so they see each other: transformers "
                 "separates packed documents only without a cache and an attention_mask; pass use_cache=False",
                 stacklevel=2,
             )
+
+
+def _is(kept: Any, x: Any) -> bool:
+    """Whether a weak reference is to this object."""
+    return kept is not None and kept() is x
 
 
 def _restart(positions: Tensor) -> Tensor:

@@ -326,6 +326,12 @@ def test_packed_documents_under_a_cache_warn():
     with torch.no_grad():
         with pytest.warns(UserWarning, match=r"position_ids restart, .*pass use_cache=False"):
             states(own, ids, position_ids=packed)
+        states(own, ids, position_ids=packed.clone())  # once a model
+        own = pair("llama")[1]
+        cache = transformers.StaticCache(config=own.config, max_cache_len=400)
+        with pytest.warns(UserWarning, match="position_ids restart"):
+            states(own, ids, position_ids=packed.clone(), past_key_values=cache)
+        own = pair("llama")[1]
         states(own, ids, position_ids=packed, use_cache=False)
         for there in (torch.ones(1, 150, dtype=torch.int64), None):  # positions of padding restart too
             states(own, ids, attention_mask=there, position_ids=None if there is None else packed)

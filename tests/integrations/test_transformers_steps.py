@@ -233,19 +233,20 @@ def test_steps_do_not_wait_for_the_device(no_sync: Any):
 
 @pytest.mark.gpu
 def test_packed_documents_under_a_cache_warn_without_a_sync(no_sync: Any):
-    restarts = Restarts(most=2)
+    restarts, config = Restarts(most=2), transformers.LlamaConfig()
     plain = torch.arange(40, device="cuda")[None]
     packed = plain % 20
-    restarts.look(plain, 40, 40)
+    restarts.look(config, plain, 40)
     torch.cuda.synchronize()
     with no_sync():
-        restarts.look(packed, 40, 40)
+        restarts.look(config, packed, 40)
     torch.cuda.synchronize()
     with pytest.warns(UserWarning, match="pass use_cache=False"), no_sync():
-        restarts.look(packed, 40, 40)
-    restarts.look(packed.clone(), 40, 40)
-    torch.cuda.synchronize()
-    restarts.look(plain, 40, 40)  # the two looks are spent
+        restarts.look(config, packed, 40)
+    for another in (config, transformers.LlamaConfig()):
+        restarts.look(another, packed.clone(), 40)
+        torch.cuda.synchronize()
+        restarts.look(another, plain, 40)  # the two looks are spent
 
 
 @pytest.mark.gpu
