@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ with warnings.catch_warnings():
     )
 
 from sparsek.integrations import diffusers
+from sparsek.integrations.diffusers_layers import joint_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 POLICY = sk.policies.MeanTopK(topk=2, block=64, causal=False)
@@ -318,3 +320,23 @@ def test_what_is_refused() -> None:
             diffusers.use(each, policy, **options)
     with diffusers.use(model, POLICY), pytest.raises(sk.InvalidInput, match="already has a policy"):
         diffusers.use(model, POLICY)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [False, True])
+def test_text_with_gaps_on_a_gpu_without_a_sync(first: bool, no_sync: Any) -> None:
+    video, text = 320, 40
+    q, k, v = torch.randn(3, 2, 4, video + text, 64, device="cuda").bfloat16().unbind()
+    there = torch.rand(2, text, device="cuda") < 0.5
+    at = slice(text, None) if first else slice(video)
+    seen = torch.ones(2, 1, 1, video + text, dtype=torch.bool, device="cuda")
+    (seen[..., :text] if first else seen[..., video:]).copy_(there[:, None, None])
+    policy = sk.policies.MeanTopK(topk=2, block=64, causal=False)
+    for number in range(4):
+        with no_sync() if number == 3 else nullcontext():  # the first calls load kernels
+            found = joint_attention(q, k, v, policy, text, first, there, None)
+    chosen = policy.mask(q[:, :, at], k[:, :, at]).to_dense().to("cuda")
+    pairs = seen.expand(2, 4, video + text, -1).clone()
+    pairs[:, :, at, at] &= chosen
+    right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), pairs)
+    torch.testing.assert_close(found.float(), right, rtol=0, atol=0.02)
