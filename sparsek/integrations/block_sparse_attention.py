@@ -268,7 +268,7 @@ def _run(
     q, k, v = qkv
     check_shape("v", v, (*k.shape[:2], v.shape[2]), "as many tokens and heads as k")
     items, batch = _items(ends, q.shape[0], k.shape[0], longest)
-    _check(heads, q, batch, longest)
+    heads = _checked(heads, q, batch, longest)
     outs, lses = [], []
     for some in items:
         queries = _batched(q, some.q_start, some.count, some.q_len)
@@ -323,15 +323,15 @@ def _items(
     return made, batch
 
 
-def _check(heads: _Heads, q: Tensor, batch: int, longest: tuple[int, int]) -> None:
-    """InvalidInput unless what the heads see fits to q."""
+def _checked(heads: _Heads, q: Tensor, batch: int, longest: tuple[int, int]) -> _Heads:
+    """What the heads see, if it fits to q."""
     count = q.shape[1]
     arguments.flag("is_causal", heads.causal)
     if arguments.flag("exact_streaming", heads.exact) and not (heads.causal and heads.streaming is not None):
         raise InvalidInput("exact_streaming=True needs is_causal=True and streaming_info, as in the original")
     types = ints_on("head_mask_type", heads.types, q.device, 1)
     check_shape("head_mask_type", types, (count,), f"for the {count} heads of q")
-    masks = 0
+    info, masks = None, 0
     if heads.streaming is not None:
         info = ints_on("streaming_info", heads.streaming, q.device, 1)
         check_shape("streaming_info", info, (2 * count,), f"sink and local of the {count} heads of q")
@@ -344,14 +344,10 @@ def _check(heads: _Heads, q: Tensor, batch: int, longest: tuple[int, int]) -> No
             "base_blockmask", heads.blocks, right, "for max_seqlen_q_ and max_seqlen_k_ in blocks of 128"
         )
     if readable(types):
-        streaming = heads.streaming
-        _check_values(
-            types.tolist(),
-            None if streaming is None or not readable(streaming) else streaming.tolist(),
-            masks,
-        )
-        if streaming is None and bool((types < 0).any()):
+        _check_values(types.tolist(), info.tolist() if info is not None and readable(info) else None, masks)
+        if info is None and bool((types < 0).any()):
             raise InvalidInput("head_mask_type has streaming heads (-1), and streaming_info is None")
+    return heads._replace(types=types, streaming=info)
 
 
 def _check_values(types: Sequence[int], info: Sequence[int] | None, masks: int) -> None:

@@ -28,7 +28,7 @@ from sparsek.integrations.refused import (
     readable,
     refusing,
 )
-from sparsek.mask.cache import kept_mask
+from sparsek.mask.cache import kept_mask, values_of
 from sparsek.mask.lists import BLOCK_SIZES, CHOSEN_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
@@ -138,8 +138,13 @@ def video_sparse_attn(
                 f"q has {q.shape[2]} tokens and k {k.shape[2]}; give q_variable_block_sizes beside variable_block_sizes"
             )
         q_variable_block_sizes = variable_block_sizes
-    keys = _sizes("variable_block_sizes", variable_block_sizes, k, side).to(torch.int32)
-    queries = _sizes("q_variable_block_sizes", q_variable_block_sizes, q, side).to(torch.int32)
+    given = (
+        ("variable_block_sizes", variable_block_sizes, k),
+        ("q_variable_block_sizes", q_variable_block_sizes, q),
+    )
+    keys, queries = (
+        _sizes(name, _whole(x, side) if sizes is None else sizes, x, side) for name, sizes, x in given
+    )
     if side in BLOCK_SIZES:
         out = VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
     else:
@@ -224,8 +229,8 @@ def block_sparse_attn_from_indices(
         InvalidInput: For tensors that do not fit together, and for entries that repeat or point outside.
     """
     check_operands(q, k, v, DIMS)
-    ints_on("q2k_idx", q2k_idx, q.device, 4)
-    ints_on("q2k_num", q2k_num, q.device, 3)
+    q2k_idx = ints_on("q2k_idx", q2k_idx, q.device, 4)
+    q2k_num = ints_on("q2k_num", q2k_num, q.device, 3)
     check_shape("q2k_num", q2k_num, tuple(q2k_idx.shape[:3]), "as q2k_idx")
     side = _side_of(q.shape[2], q2k_idx.shape[2], "query blocks of q2k_idx")
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
@@ -369,14 +374,16 @@ def _side_of(length: int, blocks: int, what: str) -> int:
     return side
 
 
-def _sizes(name: str, given: Tensor | None, x: Tensor, side: int) -> Tensor:
-    """The valid tokens of each block of x; all of them for None."""
-    length = x.shape[2]
-    sizes = given
-    if sizes is None:
-        sizes = torch.full((length // side,), side, dtype=torch.int32, device=x.device)
+def _whole(x: Tensor, side: int) -> Tensor:
+    """The sizes of blocks that are not padded."""
+    return torch.full((x.shape[2] // side,), side, dtype=torch.int32, device=x.device)
+
+
+def _sizes(name: str, sizes: Tensor, x: Tensor, side: int) -> Tensor:
+    """The valid tokens of each block of x, int32."""
     arguments.tensor(name, sizes, (torch.int32, torch.int64))
     arguments.one_device(f"{name} is", sizes.device, "q is", x.device)
+    length = x.shape[2]
     if length % side:
         raise InvalidInput(
             f"{length} tokens are not whole blocks of {side}; pad them to {-(-length // side) * side}, and give the "
@@ -386,11 +393,11 @@ def _sizes(name: str, given: Tensor | None, x: Tensor, side: int) -> Tensor:
         raise InvalidInput(
             f"{name} has {sizes.numel()} sizes; {length} tokens in blocks of {side} need {length // side}"
         )
-    sizes = sizes.flatten()
-    if given is not None and readable(sizes):
+    sizes = values_of(sizes, name).flatten()
+    if readable(sizes):
         wrong = torch.nonzero((sizes < 0) | (sizes > side))
         if wrong.numel():
             at = int(wrong[0])
             raise InvalidInput(f"{name}[{at}] is {int(sizes[at])}; a block has 0 to {side} tokens")
     arguments.dtype("the dtype of q, k and v", x.dtype, dtypes.FLOATS)
-    return sizes
+    return sizes.to(torch.int32)

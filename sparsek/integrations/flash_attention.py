@@ -53,7 +53,7 @@ OLDER: dict[str, tuple[Any, str]] = {
     "fa_version": (4, "leave it out"),
 }
 PAGED: dict[str, tuple[Any, str]] = dict.fromkeys(
-    ("page_table", "block_table", "seqused_q", "seqused_k", "leftpad_k"), (None, IN_PAGES)
+    ("block_table", "leftpad_k", "k_new", "v_new"), (None, IN_PAGES)
 )
 
 __getattr__ = absent(
@@ -62,6 +62,7 @@ __getattr__ = absent(
     _flash_attn_bwd="call backward on the result of flash_attn_func, whose gradients SparseK makes",
     flash_attn_combine="call sparsek.merge_attention, which merges two results and their lse",
     flash_attn_with_kvcache=IN_PAGES,
+    compute_block_sparsity="make a mask by sparsek.BlockMask.from_mask_mod, and call sparsek.attention",
     flash_attn_qkvpacked_func="call flash_attn_func(*qkv.unbind(2))",
     flash_attn_kvpacked_func="call flash_attn_func(q, *kv.unbind(2))",
 )
@@ -207,6 +208,9 @@ def flash_attn_varlen_func(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
@@ -233,6 +237,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: The same for k and v. The last query of a sequence stands at its last key.
         max_seqlen_q: Not read: the lengths follow from cu_seqlens_q.
         max_seqlen_k: Not read.
+        seqused_q: Must be None.
+        seqused_k: Must be None.
+        page_table: Must be None: `sparsek.attention_paged` reads pages.
         softmax_scale: The factor of the scores; D**-0.5 for None.
         causal: Whether a query sees no key after its own.
         window_size: (left, right) keys around a query's position; None or -1 is no bound.
@@ -265,6 +272,9 @@ def flash_attn_varlen_func(
     require_neutral(call, "score_mod", score_mod, None, NO_SCORES)
     for name, value in (("mask_mod", mask_mod), ("block_sparse_tensors", block_sparse_tensors)):
         require_neutral(call, name, value, None, ONE_SEQUENCE)
+    paged = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
+    for name, value in paged.items():
+        require_neutral(call, name, value, None, IN_PAGES)
     require_neutral(call, "aux_tensors", _unless_empty(aux_tensors), None, BY_CLOSURE)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise InvalidInput(
@@ -373,8 +383,9 @@ def _lists(lists: Any, q: Tensor, k: Tensor) -> tuple[BlockSparseTensorsTorch, t
         counts, indices = (getattr(lists, f"{kind}_block_{part}") for part in ("cnt", "idx"))
         if counts is None:
             continue
-        ints_on(f"{kind}_block_cnt", counts, q.device, 3)
-        ints_on(f"{kind}_block_idx", indices, q.device, 4)
+        counts = ints_on(f"{kind}_block_cnt", counts, q.device, 3)
+        indices = ints_on(f"{kind}_block_idx", indices, q.device, 4)
+        lists = lists._replace(**{f"{kind}_block_cnt": counts, f"{kind}_block_idx": indices})
         for part, x, right in (("cnt", counts, (tiles,)), ("idx", indices, (tiles, indices.shape[3]))):
             batch, heads = (1 if n == 1 else m for n, m in zip(x.shape[:2], q.shape[:2], strict=True))
             name = f"{kind}_block_{part}"

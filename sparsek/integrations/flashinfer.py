@@ -25,6 +25,7 @@ from sparsek.integrations.refused import (
     require_neutral,
 )
 from sparsek.mask.mask import BlockMask
+from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 
 NO_FP8 = "attention has no FP8 operands"
@@ -172,7 +173,9 @@ class BlockSparseAttentionWrapper(_Wrapper):
             call, (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode, logits_soft_cap, sm_scale,
             (q_data_type, kv_data_type, o_data_type),
         )  # fmt: skip
-        sizes = [arguments.integer(name, n, 1) for name, n in (("M", M), ("N", N), ("R", R), ("C", C))]
+        sizes = [
+            arguments.integer(name, n, 1, INT32_MAX) for name, n in (("M", M), ("N", N), ("R", R), ("C", C))
+        ]
         grid = Grid(*sizes, device=self.device)
         causal = arguments.flag("causal", causal) and mask is None
         if block_mask is not None:
@@ -378,8 +381,8 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         check_shape(
             "block_mask_map", block_mask_map, (setting.heads[1], rows, columns), "[num_kv_heads, MB, NB]"
         )
-        ints_on("block_row_sz", block_row_sz, self.device, 2)
-        ints_on("block_col_sz", block_col_sz, self.device, 2)
+        block_row_sz = ints_on("block_row_sz", block_row_sz, self.device, 2)
+        block_col_sz = ints_on("block_col_sz", block_col_sz, self.device, 2)
         if not rows or not columns:
             raise InvalidInput(
                 f"block_mask_map is {list(block_mask_map.shape)}; it must have a row and a column of blocks"

@@ -167,7 +167,7 @@ class Grid:
 
     def of_lists(self, indices: Any, counts: Any, heads: tuple[int, int, int]) -> Tensor:
         """The table of lists for each head of q."""
-        ints_on("q2k_indices", indices, self.device, 3)
+        indices = ints_on("q2k_indices", indices, self.device, 3)
         check_shape(
             "q2k_indices", indices, (heads[0], self.rows, indices.shape[2]), "[num_qo_heads, ceil(M / R), n]"
         )
@@ -175,7 +175,7 @@ class Grid:
         place = torch.arange(indices.shape[2], device=self.device).expand_as(columns)
         right = (columns >= 0) & (columns < self.columns)
         if counts is not None:
-            ints_on("q2k_num", counts, self.device, 2)
+            counts = ints_on("q2k_num", counts, self.device, 2)
             check_shape("q2k_num", counts, (heads[0], self.rows), "[num_qo_heads, ceil(M / R)]")
             check_range("q2k_num", counts, indices.shape[2], "the entries of a row")
             self._refuse(~right & (place < counts[..., None]), "q2k_indices", "key blocks below N / C")

@@ -11,10 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import is_fake, watched
+from sparsek.core.tracing import faking, is_fake
+from sparsek.mask.cache import values_of
 
 PLAIN = (bool, int, float, str, tuple)  # a tensor has no one truth
 IMPORT_FROM = dis.opmap["IMPORT_FROM"]
@@ -68,8 +70,9 @@ def absent(module: str, **cures: str) -> Callable[[str], Any]:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the values of a tensor can be checked on the host: it is on the CPU and has some."""
-    return x.device.type == "cpu" and not (watched(x) or is_fake(x))
+    """Whether the values of a tensor can be checked on the host: it is on the CPU, and has values of its own."""
+    traced = torch.compiler.is_compiling() or faking() or is_fake(x)
+    return x.device.type == "cpu" and not (traced or is_functorch_wrapped_tensor(x))
 
 
 def require_neutral(call: str, name: str, value: Any, neutral: Any = None, instead: str = "") -> None:
@@ -83,10 +86,10 @@ def require_neutral(call: str, name: str, value: Any, neutral: Any = None, inste
 
 
 def ints_on(name: str, value: Any, device: torch.device, ndim: int) -> Tensor:
-    """An int32 or int64 tensor [..] of `ndim` dims on this device."""
+    """An int32 or int64 tensor [..] of `ndim` dims on this device, without the wrappers of torch.func."""
     arguments.tensor(name, value, (torch.int32, torch.int64), ndim)
     arguments.one_device(name + " is", value.device, "q is", device)
-    return value
+    return values_of(value, name)
 
 
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...], of: str) -> None:

@@ -97,14 +97,19 @@ def function(called: Any, **arguments: Any) -> Any:
     return lambda random: (called, dict(arguments))
 
 
-NAMES = {"q_data_type": "dtype text", "logits_soft_cap": "none int", "sm_scale": "none int"}
+NAMES = {
+    "q_data_type": "dtype text",
+    "logits_soft_cap": "none int",
+    "sm_scale": "none int",
+    "pos_encoding_mode": "none",
+}
 CALLS: dict[str, Call] = {
     "block_sparse_attn_func": Call(
         function(
             bsa.block_sparse_attn_func, **PACKED, head_mask_type=TYPES, streaming_info=INFO,
             base_blockmask=MAP, p_dropout=0.0, is_causal=True, return_attn_probs=True,
         ),
-        {"streaming_info": "none", "p_dropout": "none"},
+        {"streaming_info": "none", "p_dropout": "none bool int"},
     ),
     "token_streaming_attn_func": Call(
         function(bsa.token_streaming_attn_func, **PACKED, head_mask_type=ints([0, -1]), streaming_info=INFO)
@@ -114,14 +119,17 @@ CALLS: dict[str, Call] = {
             bsa.block_streaming_attn_func, **PACKED, head_mask_type=ints([0, -1]), streaming_info=INFO,
             p_dropout=0.0,
         ),
-        {"p_dropout": "none"},
+        {"p_dropout": "none bool int"},
     ),
     "video_sparse_attn": Call(
         function(
             fastvideo.video_sparse_attn, **WHOLE, variable_block_sizes=SIZES,
             q_variable_block_sizes=SIZES, topk=1, block_size=(4, 4, 4), compress_attn_weight=dense(1, 2, 128, 1),
         ),
-        {"block_size": "int sequence", "compress_attn_weight": "none"},
+        {
+            "block_size": "int sequence", "compress_attn_weight": "none", "variable_block_sizes": "none",
+            "q_variable_block_sizes": "none",
+        },
     ),
     "block_sparse_attn": Call(
         function(
@@ -145,14 +153,14 @@ CALLS: dict[str, Call] = {
             flash_attention.flash_attn_func, **operands(1, 128, 2, 16), softmax_scale=0.2, causal=True,
             softcap=0.0, block_sparse_tensors=LISTS, return_lse=True,
         ),
-        {"softmax_scale": "none int", "softcap": "none", "block_sparse_tensors": "none"},
+        {"softmax_scale": "none int", "softcap": "none int", "block_sparse_tensors": "none"},
     ),
     "flash_attn_varlen_func": Call(
         function(
             flash_attention.flash_attn_varlen_func, **operands(200, 2, 16), cu_seqlens_q=ENDS, cu_seqlens_k=ENDS,
-            softmax_scale=0.2, window_size=(9, 3), causal=False, softcap=0.0, return_lse=True,
+            softmax_scale=0.2, causal=True, softcap=0.0, return_lse=True,
         ),
-        {"softmax_scale": "none int", "softcap": "none"},
+        {"softmax_scale": "none int", "softcap": "none int"},
     ),
     "memory_efficient_attention": Call(
         function(

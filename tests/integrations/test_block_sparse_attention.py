@@ -218,6 +218,20 @@ def test_values_that_no_head_has(with_blocks: bool, exact: bool) -> None:
             call(types, [1, 1, sink, local])
 
 
+def test_values_are_checked_inside_torch_func() -> None:
+    leaves, ends = operands((256, 2, 16), (256, 2, 16), (256, 2, 16)), ints([0, 256])
+    q, k, v = (x.detach() for x in leaves)
+    blocks = torch.eye(2, dtype=torch.bool)[None, None]
+
+    def loss(q: Tensor, types: Tensor) -> Tensor:
+        return block_sparse_attn_func(q, k, v, ends, ends, types, None, blocks, 256, 256, 0.0).square().sum()
+
+    (wanted,) = torch.autograd.grad(loss(leaves[0], ints([1, 0])), leaves[:1])
+    same(torch.func.grad(loss)(q, ints([1, 0])), wanted)
+    with pytest.raises(InvalidInput, match=r"head_mask_type\[1\] is -3"):
+        torch.func.grad(loss)(q, ints([1, -3]))
+
+
 def test_values_on_a_device_that_no_head_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sparse_attention, "readable", lambda x: False)  # as on a GPU
     leaves, ends = operands((256, 5, 16), (256, 5, 16), (256, 5, 16)), ints([0, 256])

@@ -144,7 +144,7 @@ def test_wrong_lists(kind: str, with_mask_mod: bool) -> None:
     counts, indices = listed(torch.eye(2, dtype=torch.bool)[None, None])
     lists = BlockSparseTensorsTorch(torch.zeros_like(counts), indices, counts, indices)
     lists = lists if kind == "full" else BlockSparseTensorsTorch(counts, indices)
-    options = {"mask_mod": lambda b, h, q, k: q >= k} if with_mask_mod else {}
+    options: dict[str, Any] = {"mask_mod": lambda b, h, q, k: q >= k} if with_mask_mod else {}
     for block in ((128, 128), (128, 256)):
         tall = lists._replace(block_size=block)
         for name, at, value in (
@@ -158,6 +158,24 @@ def test_wrong_lists(kind: str, with_mask_mod: bool) -> None:
             wrong[at] = value
             with pytest.raises(InvalidInput, match=rf"^{field}\[{', '.join(map(str, at))}\] is {value};"):
                 flash_attn_func(*leaves, block_sparse_tensors=tall._replace(**{field: wrong}), **options)
+
+
+def test_lists_inside_torch_func() -> None:
+    leaves = operands((1, 256, 1, 16))
+    lists = BlockSparseTensorsTorch(*listed(torch.ones(1, 1, 2, 2).tril().bool()))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, lists: Any) -> Tensor:
+        out, _ = flash_attn_func(q, k, v, mask_mod=lambda b, h, q, k: q >= k, block_sparse_tensors=lists)
+        return out.square().sum()
+
+    q, k, v = (x.detach() for x in leaves)
+    wanted = torch.autograd.grad(loss(*leaves, lists), leaves)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v, lists)
+    for one, other in zip(found, wanted, strict=True):
+        same(one, other)
+    wrong = lists._replace(mask_block_cnt=lists.mask_block_cnt + 9)
+    with pytest.raises(InvalidInput, match=r"^mask_block_cnt\[0, 0, 0\] is 10"):
+        torch.func.grad(loss)(q, k, v, wrong)
 
 
 def test_mask_mod_without_lists() -> None:
@@ -267,9 +285,8 @@ def test_packed_sequences(window: tuple[Any, Any], causal: bool) -> None:
     leaves = operands((260, 4, 16), (330, 2, 16), (330, 2, 8))
     sinks = torch.randn(4, dtype=torch.float32, requires_grad=True)
     ends = [torch.tensor(each, dtype=torch.int32) for each in (q_ends, k_ends)]
-    out, lse = flash_attn_varlen_func(
-        *leaves, *ends, 160, 160, window_size=window, causal=causal, return_lse=True
-    )
+    call: Any = flash_attn_varlen_func
+    out, lse = call(*leaves, *ends, 160, 160, window_size=window, causal=causal, return_lse=True)
     left, limit = (None if n == -1 else n for n in window)
     limit = 0 if causal else limit
     seen = torch.zeros(260, 330, dtype=torch.bool)
@@ -279,11 +296,12 @@ def test_packed_sequences(window: tuple[Any, Any], causal: bool) -> None:
         near = torch.ones_like(ahead, dtype=torch.bool)
         near = near if left is None else near & (ahead >= -left)
         seen[rows, columns] = near if limit is None else near & (ahead <= limit)
-    wanted, sums = right(*(x[None] for x in leaves), seen)
+    q, k, v = (x[None] for x in leaves)
+    wanted, sums = right(q, k, v, seen)
     same(out, wanted[0])
     same(lse, sums[0])
     same_gradients(out, wanted[0], leaves)
-    by_name = flash_attn_varlen_func(
+    by_name = call(
         *leaves, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], window_size=window, causal=causal, softcap=2.0,
         learnable_sink=sinks, dropout_p=0.0, page_table=None,
     )  # fmt: skip
@@ -298,6 +316,7 @@ def test_packed_sequences_that_are_refused() -> None:
         ({"cu_seqlens_k": None}, "cu_seqlens_k is None; give both"),
         ({"cu_seqlens_k": torch.tensor([0, 100, 200])}, "for 1 documents and cu_seqlens_k for 2"),
         ({"cu_seqlens_q": torch.tensor([0, 199])}, "ends at 199"),
+        ({"block_table": ends}, "has no block_table, .*attention_paged"),
         ({"seqused_k": ends}, "has no seqused_k, .*attention_paged"),
         ({"page_table": ends}, "has no page_table, .*attention_paged"),
         ({"mask_mod": max}, "has no mask_mod, .*each sequence"),

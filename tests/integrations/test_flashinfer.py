@@ -260,8 +260,9 @@ SEVERAL = (
 def test_lengths_that_were_not_planned(lengths: tuple[int, ...], message: str, causal: bool) -> None:
     wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
     wrapper.plan(*SEVERAL, q_data_type="float32", causal=causal)
+    q, k, v = (torch.randn(2, length, 16) for length in lengths)
     with pytest.raises(InvalidInput, match=message):
-        wrapper.run(*(torch.randn(2, length, 16) for length in lengths))
+        wrapper.run(q, k, v)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -283,7 +284,7 @@ def test_wrong_sizes(rows: list[list[int]]) -> None:
     wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
     q, k = torch.randn(2, 50, 16), torch.randn(2, 54, 16)
     for at, causal in ((1, False), (1, True), (2, False), (2, True)):
-        given = list(SEVERAL)
+        given: list[Any] = list(SEVERAL)
         given[at] = torch.tensor(rows)
         wrapper.plan(*given, q_data_type="float32", causal=causal)
         with pytest.raises(InvalidInput, match=f"^{('', 'block_row_sz', 'block_col_sz')[at]}"):
@@ -296,12 +297,13 @@ def test_wrong_sizes_on_a_device_read_no_other_memory(monkeypatch: pytest.Monkey
     """Sizes on a GPU are not looked at; whatever they are, no index is out of bounds."""
     monkeypatch.setattr(flashinfer_masks, "readable", lambda x: False)
     random = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 50, 16), torch.randn(2, 54, 16)
     for causal in (False, True):
         for _ in range(20):
-            sizes = [torch.randint(-90, 200, (2, 2), generator=random) for _ in range(2)]
+            rows, columns = (torch.randint(-90, 200, (2, 2), generator=random) for _ in range(2))
             wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
-            wrapper.plan(SEVERAL[0], *sizes, 2, 2, 16, q_data_type="float32", causal=causal)
-            assert wrapper.run(*(torch.randn(2, length, 16) for length in (50, 54, 54))).shape == (2, 50, 16)
+            wrapper.plan(SEVERAL[0], rows, columns, 2, 2, 16, q_data_type="float32", causal=causal)
+            assert wrapper.run(q, k, k).shape == (2, 50, 16)
 
 
 @pytest.mark.parametrize("fp16_sums", [True, False, None])
@@ -309,7 +311,8 @@ def test_wrong_sizes_on_a_device_read_no_other_memory(monkeypatch: pytest.Monkey
 def test_capped_scores(cap: float | None, fp16_sums: Any) -> None:
     leaves = operands((64, 2, 8), (128, 1, 8), (128, 1, 8))
     options: dict[str, Any] = {"use_fp16_qk_reduction": fp16_sums, "logits_soft_cap": cap, "sm_scale": 0.8}
-    wrapper = BlockSparseAttentionWrapper(torch.empty(0), kv_layout="NHD")
+    make: Any = BlockSparseAttentionWrapper
+    wrapper = make(torch.empty(0), kv_layout="NHD")
     wrapper.plan(torch.tensor([0, 1]), torch.tensor([1]), 64, 128, 64, 64, 2, 1, 8, **options, **F64)
     several = VariableBlockSparseAttentionWrapper(torch.empty(0))
     blocks, rows, columns = torch.tensor([[[False, True]]]), torch.tensor([[64]]), torch.tensor([[64, 64]])
@@ -327,18 +330,20 @@ def test_capped_scores(cap: float | None, fp16_sums: Any) -> None:
 
 
 def test_names_of_other_versions() -> None:
+    make: Any = BlockSparseAttentionWrapper
+    make_several: Any = VariableBlockSparseAttentionWrapper
     with pytest.raises(
         InvalidInput, match=r"BlockSparseAttentionWrapper has no kv_layout, got 'HND'; .* are \[N"
     ):
-        BlockSparseAttentionWrapper(torch.empty(0), kv_layout="HND")
+        make(torch.empty(0), kv_layout="HND")
     with pytest.raises(
         InvalidInput, match=r"VariableBlockSparseAttentionWrapper has no kv_layout, got 'NHD'"
     ):
-        VariableBlockSparseAttentionWrapper(torch.empty(0), kv_layout="NHD")
+        make_several(torch.empty(0), kv_layout="NHD")
     with pytest.raises(
         InvalidInput, match="has no argument use_cuda_graph; it has float_workspace_buffer, backend"
     ):
-        BlockSparseAttentionWrapper(torch.empty(0), use_cuda_graph=True)
+        make(torch.empty(0), use_cuda_graph=True)
     with pytest.raises(
         ImportError, match=r"BatchPrefillWithPagedKVCacheWrapper.*: call sparsek\.attention_paged"
     ):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek import InvalidInput
 from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer
 from tests.integrations.dense import coin, randn
 
@@ -68,3 +69,69 @@ def test_a_map_of_blocks_waits_for_nothing(no_sync: Callable[[], AbstractContext
     with no_sync():
         found = fastvideo.block_sparse_attn(q, k, v, blocks, sizes)[0]
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (256, 128), (64, 256)])
+def test_lists_of_few_entries_with_a_mask_mod(block: tuple[int, int]) -> None:
+    def call(device: str) -> Tensor:
+        q, k, v = (randn(1, 512, 2, 64, seed=at).bfloat16().to(device) for at in range(3))
+        tiles = 512 // block[0]
+        lists = flash_attention.BlockSparseTensorsTorch(
+            torch.ones(1, 1, tiles, dtype=torch.int32, device=device),
+            torch.ones(1, 1, tiles, 1, dtype=torch.int32, device=device),
+            block_size=block,
+        )
+        return flash_attention.flash_attn_func(
+            q, k, v, mask_mod=lambda b, h, q, k: (q + k) % 3 > 0, block_sparse_tensors=lists
+        )[0]
+
+    torch.testing.assert_close(call("cuda").cpu(), call("cpu"), rtol=0.02, atol=0.02)
+
+
+def test_wrong_lists_are_refused_and_read_nothing() -> None:
+    q, k, v = (randn(1, 512, 2, 64, seed=at).bfloat16().cuda() for at in range(3))
+    counts, indices = ints([[[1, 9, 1, 1]]], "cuda"), ints([[[[0], [1], [2], [3]]]], "cuda")
+    lists = flash_attention.BlockSparseTensorsTorch(counts, indices, counts.clamp(max=0), indices)
+    for each in (lists, lists._replace(mask_block_cnt=counts.clamp(max=1), mask_block_idx=indices * 9)):
+        mask = flash_attention._listed(q.transpose(1, 2), k.transpose(1, 2), each, False)
+        with pytest.raises(InvalidInput, match="out of range"):
+            mask.verify(wait=True)
+        with pytest.raises(InvalidInput, match=r"^mask_block_"):
+            flash_attention.flash_attn_func(
+                q, k, v, mask_mod=lambda b, h, q, k: q >= k, block_sparse_tensors=each
+            )
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_wrong_sizes_and_types_read_nothing(causal: bool) -> None:
+    q, k, v = (randn(512, 4, 64, seed=at).bfloat16().cuda() for at in range(3))
+    of_q, of_k, of_v = (x.transpose(0, 1) for x in (q, k, v))
+    blocks = coin(4, 3, 2).cuda()
+    for rows in ([100, 300, 113], [-100, 300, 312], [0, 0, 0], [2**30] * 3):
+        wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(0, device="cuda"))
+        row_sizes, column_sizes = ints([rows] * 4, "cuda"), ints([[700, -30]] * 4, "cuda")
+        wrapper.plan(blocks, row_sizes, column_sizes, 4, 4, 64, causal=causal, q_data_type="bfloat16")
+        assert wrapper.run(of_q, of_k, of_v).shape == of_q.shape
+        with pytest.raises(InvalidInput, match="every key needs one value"):
+            wrapper.run(of_q, of_k, of_v[:, :500])
+    ends, types, info = ints([0, 512], "cuda"), ints([-7, 9, -1, 1], "cuda"), ints([1] * 8, "cuda")
+    out = block_sparse_attention.block_sparse_attn_func(
+        q, k, v, ends, ends, types, info, coin(1, 1, 4, 4).cuda(), 512, 512, 0.0, is_causal=causal
+    )
+    assert not out[:, :2].any()
+    torch.cuda.synchronize()
+
+
+def test_gradients_in_padded_rows_go_nowhere() -> None:
+    sizes = ints([64, 20, 0, 64], "cuda")
+    there = (torch.arange(64, device="cuda") < sizes[:, None]).flatten()[:, None]
+    leaves = [randn(1, 2, 256, 64, seed=at).bfloat16().cuda().requires_grad_() for at in range(3)]
+    q, k, v = leaves
+    out = fastvideo.video_sparse_attn(q, k, v, sizes, topk=2)
+    assert not (out * ~there).any()
+    weight = randn(*out.shape, seed=5).bfloat16().cuda()
+    found = torch.autograd.grad(out, leaves, weight, retain_graph=True)
+    for one, other in zip(found, torch.autograd.grad(out, leaves, weight * there), strict=True):
+        torch.testing.assert_close(one, other)
+        assert not (one * ~there).any()
