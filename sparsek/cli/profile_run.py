@@ -32,7 +32,9 @@ from sparsek.profile import ncu
 from sparsek.profile.breakdown import Breakdown, broken_down
 
 FOLDER = Path("sparsek-profile")
-WARMUP = 3  # calls of each operand set: the first plans and compiles, the second is recorded
+WARMUP = (
+    3  # calls of each operand set: the first plans and compiles, the second is recorded, others repeat it
+)
 TIMELINE_CALLS = 20
 TOOL_SECONDS = 900
 SCHEMA = """
@@ -115,7 +117,10 @@ def profile(
         out.mkdir(parents=True, exist_ok=True)
         times = time_rounds({"": call}, device=where)[""]
         tell(_measured(plan, times))
-        calls = broken_down(call, where, out / "trace.json")
+        eager = rotating([each.eager(plan) for each, plan in zip(sets, plans, strict=True)])
+        for _ in range(WARMUP * len(sets)):
+            eager()
+        calls = broken_down(eager, where, out / "trace.json")
         files.append(out / "trace.json")
         tell(calls.sentence)
         words = [sys.executable, "-m", "sparsek", "profile", one.name, *_words(one, cases)]

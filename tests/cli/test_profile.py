@@ -2,12 +2,15 @@
 
 import json
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sparsek.bench.benches import BENCHES
+from sparsek.bench.suites import product
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli import profile, profile_run
 from sparsek.cli.kernel_names import OF_BENCH, kernel_named, kernels_of
@@ -264,6 +267,60 @@ def test_profile_measures_and_says_which_programs_it_lacks(run, on_the_cpu, tmp_
     assert found["counters"] is None
     assert found["notes"] == ["ncu is not on PATH: no counters.", "nsys is not on PATH: no timeline."]
     assert found["files"] == [str(tmp_path / "out" / "trace.json")]
+
+
+def test_calls_in_a_row_are_those_that_users_repeat(run, on_the_cpu, tmp_path: Path, monkeypatch) -> None:
+    """A stand-in for the verb, whose first calls of each operand set plan and record, as on a GPU."""
+    seen: dict[int, int] = {}
+
+    def call(a: Any, b: Any, *, kernel: str) -> None:
+        assert kernel == "cpu.spmm"
+        seen[id(b)] = seen.get(id(b), 0) + 1
+        if seen[id(b)] < 3:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(product, "spmm", call)
+    found = measured(run, tmp_path)
+    assert len(seen) == 2
+    assert found["calls"]["host"] < 1e-3
+    assert found["calls"]["wall"] < 1e-3
+
+
+TINY = {
+    "m": "128",
+    "k": "128",
+    "n": "64",
+    "tokens": "64",
+    "block": "64",
+    "seq": "256",
+    "heads": "2",
+    "dim": "64",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("spmm", {"form": "B@A.T"}),
+        ("spmm", {}),
+        ("semi24", {"block": "none"}),
+        ("fp8", {}),
+        ("linear", {"epilogue": "bias+gelu+residual"}),
+        ("sddmm", {}),
+        ("spgemm", {"result": "bsr"}),
+        ("attention", {"mask": "causal"}),
+        ("attention-fp8", {"mask": "causal", "block": "128"}),
+        ("attention-backward", {"mask": "causal"}),
+        ("serving", {"seq": "1x256", "heads": "2:1", "page": "64"}),
+    ],
+    ids=str,
+)
+def test_the_call_that_users_write_gives_the_result_of_the_plan(name: str, given: dict[str, str]) -> None:
+    one = BENCHES[name]
+    default = {each.name: TINY.get(each.name, each.default) for each in one.options}
+    (case,) = one.cases(default | given)
+    made = case.operands(torch.device("cpu"))[0]
+    assert made.judge(made.eager(made.plan(None))()).passed
 
 
 def test_profile_runs_ncu_and_nsys_on_itself(run, on_the_cpu, tmp_path: Path) -> None:

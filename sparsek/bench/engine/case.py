@@ -47,6 +47,10 @@ class Operands:
             return plan.call
         return partial(plan, *self.given, **self.options)
 
+    def eager(self, plan: Any) -> Callable[[], Any]:
+        """The call as users write it, by the plan's kernel: the same in every later call is recorded."""
+        return self.planned(plan)
+
     def gate(self, plan: Any) -> Gate:
         """Runs the plan into memory full of NaN and judges the result."""
         call = self.planned(plan)
@@ -76,7 +80,7 @@ class Operands:
 class Call(Operands):
     """A set as data: `planner(*given, kernel=...)` plans it, `check(out)` judges a result.
 
-    `twin(seed)`: the same call on dense random data.
+    `twin(seed)`: the same call on dense random data. `verb(*given, kernel=...)`: the function that users call.
     """
 
     given: tuple[Any, ...]
@@ -84,9 +88,13 @@ class Call(Operands):
     check: Callable[..., Gate]
     useful_flops: float
     twin: Callable[[int], Callable[[], object]] | None = None
+    verb: Callable[..., Any] | None = None
 
     def plan(self, kernel: str | None) -> Any:
         return self.planner(*self.given, kernel=kernel)
+
+    def eager(self, plan: Any) -> Callable[[], Any]:
+        return partial(self.verb, *self.given, kernel=plan.kernel) if self.verb else super().eager(plan)
 
     def judge(self, out: Any, **allowed: bool) -> Gate:
         return self.check(out, **allowed)

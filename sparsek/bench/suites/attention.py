@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -69,6 +69,9 @@ class AttentionOperands(Operands):
     @property
     def given(self) -> tuple[Any, ...]:
         return self.q, self.k, self.v, self.mask
+
+    def eager(self, plan: AttentionPlan) -> Callable[[], object]:
+        return partial(attention, *self.given, kernel=plan.kernel)
 
     @property
     def results(self) -> tuple[tuple[int, ...], ...]:

@@ -43,6 +43,9 @@ class DifferentiableOperands(AttentionOperands):
     grad: Tensor
     deterministic: bool
 
+    def eager(self, plan: Any) -> Callable[[], object]:
+        return self.planned(plan)
+
     @cached_property
     def expected_gradients(self) -> ExpectedGradients | HeadGradients:
         """The reference for dq, dk and dv, of long sequences for parts of two heads; computed once for a case."""

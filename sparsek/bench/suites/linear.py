@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.suites.product import LINEAR, ProductOperands
 from sparsek.core.errors import InvalidInput
+from sparsek.ops.linear import linear
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import ACTIVATION_NAMES, ACTIVATIONS, Activation, Epilogue
@@ -40,6 +42,9 @@ class LinearOperands(ProductOperands):
 
     def plan(self, kernel: str | None) -> SpmmPlan:
         return plan_spmm(*self.given, **self.options, kernel=kernel)
+
+    def eager(self, plan: SpmmPlan) -> Callable[[], Tensor]:
+        return partial(linear, self.b, self.a, self.bias, self.activation, self.residual, kernel=plan.kernel)
 
     def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
         """Whether `out` is the result of this set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,8 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import PATTERNS, Spread
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import plan_layer
-from sparsek.ops.spmm import plan_spmm
+from sparsek.ops.linear import linear, plan_layer
+from sparsek.ops.spmm import plan_spmm, spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
 
@@ -204,6 +205,12 @@ class ProductOperands(Operands):
         given: dict[str, Any] = {"dtype": WIDE} if isinstance(self.a, Quantized) else {}
         plan = plan_layer if self.is_linear and not isinstance(self.a, BSR) else plan_spmm
         return plan(*self.given, kernel=kernel, **given)
+
+    def eager(self, plan: SpmmPlan) -> Callable[[], Tensor]:
+        given: dict[str, Any] = {"dtype": WIDE} if isinstance(self.a, Quantized) else {}
+        if self.is_linear:
+            return partial(linear, self.b, self.a, kernel=plan.kernel, **given)
+        return partial(spmm, *self.given, kernel=plan.kernel, **given)
 
     def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
         """Whether `out` is the product of this set, of FP8 with scales applied."""

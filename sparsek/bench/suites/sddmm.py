@@ -15,7 +15,7 @@ from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.peers.torch_sparse import SAMPLED
 from sparsek.bench.suites.product import BlocksCase
-from sparsek.ops.sddmm import plan_sddmm
+from sparsek.ops.sddmm import plan_sddmm, sddmm
 from sparsek.testing.product_budget import check_sddmm
 
 
@@ -41,7 +41,7 @@ class SddmmCase(BlocksCase):
                 return partial(torch.matmul, x, y, out=x.new_empty(pattern.shape))
 
             flops = 2.0 * pattern.nnzb * pattern.block[0] * pattern.block[1] * self.k
-            return Call((x, y, pattern), plan_sddmm, partial(check_sddmm, x, y), flops, twin)
+            return Call((x, y, pattern), plan_sddmm, partial(check_sddmm, x, y), flops, twin, sddmm)
 
         return one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
-from sparsek.ops.attention_paged import plan_attention_paged
+from sparsek.ops.attention_paged import attention_paged, plan_attention_paged
 from sparsek.plan.attention_paged import PagedPlan
 from sparsek.plan.paged_operands import E4M3, PAGES
 from sparsek.testing.budget import Gate
@@ -79,6 +79,9 @@ class ServingOperands(Operands):
 
     def plan(self, kernel: str | None) -> PagedPlan:
         return plan_attention_paged(*self.given, kernel=kernel, **self.options)
+
+    def eager(self, plan: PagedPlan) -> Callable[[], object]:
+        return partial(attention_paged, *self.given, kernel=plan.kernel, **self.options)
 
     @property
     def moved(self) -> float:

@@ -50,6 +50,9 @@ class SpgemmOperands(Operands):
     def plan(self, kernel: str | None) -> SpgemmPlan:
         return plan_spgemm(self.a, self.b, self.out, kernel=kernel)
 
+    def eager(self, plan: SpgemmPlan) -> Callable[[], object]:
+        return partial(spgemm, self.a, self.b, self.out, kernel=plan.kernel)
+
     def judge(self, out: Any, *, tf32: bool = False) -> Gate:
         """Whether `out`, dense or BSR, is the product of this set."""
         return check_spgemm(self.a, self.b, out, tf32=tf32)
