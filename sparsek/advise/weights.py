@@ -68,7 +68,9 @@ class Question:
         arguments.number("keep", self.keep, 0, 1)
         if self.scope not in ("global", "row"):
             raise InvalidInput(f"scope is 'global' or 'row', got {self.scope!r}")
-        dtypes.parse(self.dtype)
+        object.__setattr__(
+            self, "dtype", dtypes.name(dtypes.parse(self.dtype))
+        )  # of torch's name the short one
         block_sides(self.block)
         _ = self.run_on
 

@@ -47,7 +47,6 @@ app = typer.Typer(
     callback=_options,
     help="Block-sparse matrix products and attention for NVIDIA Hopper.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

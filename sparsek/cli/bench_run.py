@@ -135,7 +135,7 @@ def bench(
         why = f"suite {suite} needs a GPU" if suite else "sizes by default are a GPU's"
         raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {one.small}")
     outcomes: list[Outcome] = []
-    with progress(len(rows), "start") as (say, advance):
+    with progress(len(rows), "start", watch=False) as (say, advance):
         for row in rows:
             outcomes.append(measured(row, chosen, where, rounds, say))
             if out is not None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from sparsek.advise.weights import Question
 from sparsek.cli.advise import answer
 from sparsek.cli.options import Keep, ToPredict
-from sparsek.cli.output import EXIT_ERROR, complain, console, duration
+from sparsek.cli.output import EXIT_ERROR, complain, console, duration, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
@@ -37,10 +37,18 @@ def demo(
         "demo.png"
     ),
 ) -> None:
-    """Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix."""
+    """Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix.
+
+    Without these weights (the extra `demo`) it shows attention alone.
+    """
     question = Question(parse_block(block), keep, tokens, device)
     attend(question.run_on)
-    answer([str(minilm())], [], question, picture)
+    try:
+        weights = minilm()
+    except InvalidInput as error:
+        console().print(f"Left out: the gain for real weights, and a picture; {error}")
+        return
+    answer([str(weights)], [], question, picture)
 
 
 def attend(device: torch.device) -> None:
@@ -58,8 +66,13 @@ def attend(device: torch.device) -> None:
         DENSE: lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=seen),
     }
     some = (0, mask.grid[0] // 2, mask.grid[0] - 1)
-    with _one_core():
-        gates = {name: check_attention(q, k, v, mask, call(), rows=some) for name, call in calls.items()}
+    with _one_core(), progress(2 * len(calls), "attention") as (say, advance):
+        gates = {}
+        for name, call in calls.items():
+            say(f"{name}: checked against float64")
+            gates[name] = check_attention(q, k, v, mask, call(), rows=some)
+            advance()
+        say("both timed in interleaved rounds")
         times = time_rounds(calls, device=device, rounds=3, warmup=1, inner_ms=1.0)
     where = "one CPU core" if device.type == "cpu" else device.type
     out.print(

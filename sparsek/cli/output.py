@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,12 +40,13 @@ from sparsek.core.errors import SparseKError
 
 EXIT_ERROR = 2
 INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 + the number of SIGINT, of SIGPIPE, as shells report them
-PIPE_WIDTH = 120
+HELP_WIDTH = 120
 NARROWEST = 20
 NARROW = 60  # columns into which three of text do not go
 INDENT = 2
-TICK_SECONDS = 5.0
+TICK_SECONDS = 2.0
 UNBOUNDED = 10_000  # columns
+PIPE_WIDTH = UNBOUNDED  # lines of a file or a pipe are for other programs, and are not wrapped
 AsJson = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON document and nothing else; progress goes to standard error."),
@@ -71,7 +73,7 @@ class Commands(TyperGroup):
         become one red line and exit code 2. A pipe that its reader has closed ends the command silently.
         """
         kwargs["help_option_names"] = ["--help", "-h"]
-        width = env.columns() or PIPE_WIDTH
+        width = env.columns() or HELP_WIDTH
         if width < NARROW:
             without_boxes(self)
             kwargs["terminal_width"] = max(width, NARROWEST)  # typer's own least width is 50
@@ -279,7 +281,7 @@ def _text(cell: RenderableType) -> Text:
 def console(stderr: bool = False) -> Console:
     """A console on the current standard output or error, made when needed so that tests can redirect it.
 
-    Text that goes to a file or a pipe is 120 columns wide, unless COLUMNS is set; no text is narrower than 20.
+    Text that goes to a file or a pipe is not wrapped, unless COLUMNS is set; no text is narrower than 20.
     """
     made, width = _Screen(stderr=stderr), env.columns()
     if width is not None:
@@ -317,15 +319,31 @@ def complain(text: str) -> None:
 
 
 @contextmanager
-def progress(total: int, what: str) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+def progress(
+    total: int, what: str, watch: bool = True
+) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Shows progress on standard error while the block runs: yields `say(text)` and `advance()`.
 
-    A bar on a terminal; elsewhere a line whenever five seconds have passed since the last.
+    A bar on a terminal; elsewhere a line whenever two seconds have passed since the last. Nothing may be printed on
+    standard output meanwhile. `watch=False`: no thread looks at the clock, which could disturb times.
     """
     screen = console(stderr=True)
     if not screen.is_terminal:
-        ticker = _Ticker(screen, total, what)
-        yield ticker.say, ticker.advance
+        ticker, done = _Ticker(screen, total, what), threading.Event()
+
+        def ticks() -> None:
+            while not done.wait(TICK_SECONDS / 4):
+                ticker.tick()
+
+        thread = threading.Thread(target=ticks, daemon=True)
+        if watch:
+            thread.start()
+        try:
+            yield ticker.say, ticker.advance
+        finally:
+            done.set()
+            if watch:
+                thread.join()
         return
     bar_if_wide = [BarColumn(bar_width=20)] if screen.width >= NARROW else []
     text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold", ratio=1))
@@ -344,12 +362,17 @@ class _Ticker:
         self.done = 0
         self.text = what
         self.last = time.monotonic()
+        self.turn = threading.Lock()
 
     def say(self, text: str) -> None:
         self.text = text
-        if time.monotonic() - self.last > TICK_SECONDS:
-            self.last = time.monotonic()
-            self.screen.print(f"{self.done}/{self.total} {self.text}", soft_wrap=True)
+        self.tick()
+
+    def tick(self) -> None:
+        with self.turn:
+            if time.monotonic() - self.last > TICK_SECONDS:
+                self.last = time.monotonic()
+                self.screen.print(f"{self.done}/{self.total} {self.text}", soft_wrap=True)
 
     def advance(self) -> None:
         self.done += 1

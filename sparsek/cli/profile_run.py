@@ -19,7 +19,7 @@ from sparsek.bench.engine.records import config_of
 from sparsek.bench.engine.run import passed
 from sparsek.cli.bench_run import with_case_options
 from sparsek.cli.kernel_names import OF_BENCH, kernel_named, kernels_of
-from sparsek.cli.output import AsJson, console, duration, print_json
+from sparsek.cli.output import AsJson, console, duration, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.clock import Times, time_rounds
@@ -115,21 +115,26 @@ def profile(
         call = rotating([each.planned(made) for each, made in zip(sets, plans, strict=True)])
         passed(case, plan.kernel, sets[0].gate(plan))
         out.mkdir(parents=True, exist_ok=True)
-        times = time_rounds({"": call}, device=where)[""]
+        with progress(2, "times on the device", watch=False) as (say, advance):
+            times = time_rounds({"": call}, device=where)[""]
+            advance()
+            say("calls in a row, and a trace")
+            eager = rotating([each.eager(plan) for each, plan in zip(sets, plans, strict=True)])
+            for _ in range(WARMUP * len(sets)):
+                eager()
+            calls = broken_down(eager, where, out / "trace.json")
         tell(_measured(plan, times))
-        eager = rotating([each.eager(plan) for each, plan in zip(sets, plans, strict=True)])
-        for _ in range(WARMUP * len(sets)):
-            eager()
-        calls = broken_down(eager, where, out / "trace.json")
         files.append(out / "trace.json")
         tell(calls.sentence)
         words = [sys.executable, "-m", "sparsek", "profile", one.name, *_words(one, cases)]
         words += ["--kernel", plan.kernel, "--device", str(where), "--child"]
-        counted = _counted(words, out, notes, files)
+        with progress(1, "ncu reads counters"):
+            counted = _counted(words, out, notes, files)
         if counted is not None:
             tell(counted.sentence(plan.problem.card))
         tell(_launches(calls, counted))
-        _timeline(words, out, notes, files)
+        with progress(1, "nsys writes a timeline"):
+            _timeline(words, out, notes, files)
         document |= {"measured": vars(times), "calls": calls.as_json()}
         document["counters"] = counted and counted.as_json(plan.problem.card)
     for line in notes:

@@ -132,7 +132,7 @@ def _run(
     """Every job in turn, and those that failed; the entries of a job are in the table before the next begins."""
     found: list[Tuning] = []
     failed: list[dict[str, str]] = []
-    with progress(len(jobs), "tune") as (say, advance):
+    with progress(len(jobs), "tune", watch=False) as (say, advance):
         for job in jobs:
 
             def step(text: str, job: Job = job) -> None:

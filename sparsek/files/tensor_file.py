@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
 
 class TensorFile:
-    """An open file whose header has been checked: `metadata`, and `tensors` by name."""
+    """An open file whose header has been checked: `metadata`, and `tensors` by name, in the order of the names."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
@@ -110,7 +110,7 @@ def _header(path: Path, file: BinaryIO) -> tuple[dict[str, str], dict[str, Store
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
         raise InvalidFile(f"{path}: its __metadata__ must have texts by name")
-    tensors = {name: _stored(path, name, each, 8 + length) for name, each in header.items()}
+    tensors = {name: _stored(path, name, each, 8 + length) for name, each in sorted(header.items())}
     _check_places(path, tensors, 8 + length, size)
     return metadata, tensors
 

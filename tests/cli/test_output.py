@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from sparsek.bench.benches import HELP
-from sparsek.cli import doctor, tune
+from sparsek.cli import doctor, output, tune
 from sparsek.cli.__main__ import COMMANDS as COMMAND_HELP
 from sparsek.cli.__main__ import app
 from sparsek.cli.bench import ALL
@@ -165,6 +167,19 @@ def test_wrong_usage_is_told_at_any_width(call, width: int) -> None:
         assert result.exit_code == 2
         assert "Usage:" in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_a_long_step_is_told_every_two_seconds(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(output, "TICK_SECONDS", 0.04)
+    threads = threading.active_count()
+    with output.progress(3, "one long step"):
+        time.sleep(0.3)
+    assert 2 <= capsys.readouterr().err.count("0/3 one long step\n") <= 8
+    assert threading.active_count() == threads
+    with output.progress(3, "timed", watch=False):
+        assert threading.active_count() == threads
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("text", ["0", "00", "-5", "x", "", "٣"])
