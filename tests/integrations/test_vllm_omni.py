@@ -219,9 +219,6 @@ def test_register_replaces_the_named_backend(monkeypatch: pytest.MonkeyPatch) ->
     assert member is members["FASTVIDEO_VSA"]
     module, _, name = path.rpartition(".")
     assert getattr(sys.modules[module], name) is SparseKBackend
-    monkeypatch.setenv(VARIABLE, '{"replaces": "SAGE"}')
-    with pytest.raises(sk.InvalidInput, match="replaces is 'SAGE'; use one of FLASH_ATTN, FASTVIDEO_VSA"):
-        register()
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
