@@ -32,6 +32,10 @@ class NotDense(InvalidInput, TypeError):
     """
 
 
+class NoTensor(InvalidInput, AttributeError):
+    """An attribute that tensors have and a matrix has not. Also an AttributeError, as `hasattr` expects."""
+
+
 class Multiplied:
     """`A @ B` and `B @ A` for an operand that is no torch.Tensor: both call the function of `register_matmul`."""
 
@@ -262,6 +266,15 @@ class Matrix(Multiplied):
     def ndim(self) -> int:
         """The number of dimensions, 2."""
         return 2
+
+    @property
+    def data(self) -> NoReturn:
+        """Raise InvalidInput: code that adds to `.data`, as peft's merge does, needs a dense weight."""
+        raise NoTensor(
+            f"a {type(self).__name__} has no .data; {self._as_tensor} is a dense tensor. A dense update, such as that "
+            "of a LoRA adapter, is not zero where nothing is stored: leave it unmerged, or merge it into a "
+            "torch.nn.Linear"
+        )
 
     def dim(self) -> int:
         """Return the number of dimensions, 2."""

@@ -49,6 +49,9 @@ class BSR(Conversions, Arithmetic, Drawable):
     Construction checks the parts; it synchronizes only for a ragged side, to see that the padding is zero, and for an
     `order` that does not come from `.T`.
 
+    As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
+    the module leaves it as it is. `sparsek.nn.BlockSparseLinear.from_bsr(A)` is a module that has it as its weight.
+
     Attributes:
         pattern: The BlockPattern: which blocks are stored.
         values: The stored blocks [nnzb, bm, bk] in bf16, fp16, fp32 or fp64, on the device of the pattern, contiguous
@@ -218,8 +221,8 @@ def check_stored(a: BSR) -> None:
     """
     if a.values.shape[0] != a.pattern.nnzb:
         raise InvalidInput(
-            f"the pattern stores {a.pattern.nnzb} blocks and values hold {a.values.shape[0]}: the layer that this "
-            "matrix was taken from has loaded another pattern; take layer.weight again"
+            f"the pattern stores {a.pattern.nnzb} blocks and values hold {a.values.shape[0]}. If the layer that this "
+            "matrix was taken from has loaded another pattern, take layer.weight again"
         )
 
 

@@ -33,6 +33,9 @@ class BSR24(OfBlocks, Record):
     tensor; products have no gradient for its values. It is frozen, and a pytree node. Construction checks the parts,
     with one sync to read the metadata, and one more if a side is ragged.
 
+    As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
+    the module leaves it as it is. Save it by `sparsek.save` and move it by its own `.to()`.
+
     Attributes:
         pattern: The BlockPattern: which blocks are stored. Block sides are multiples of 64.
         values: The stored values [nnzb, bm, bk/2] in bf16, fp16, fp32 or fp64, contiguous and aligned to 16 bytes.

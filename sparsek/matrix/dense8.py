@@ -73,6 +73,9 @@ class QuantizedTensor(Multiplied, ScaledTensor):
     cores read both operands along K, so K is always the contiguous side. Construction checks the parts, and that every
     scale is positive and finite, with one sync.
 
+    As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
+    the module leaves it as it is.
+
     Attributes:
         values: [..., K] in torch.float8_e4m3fn or torch.float8_e5m2, contiguous and aligned to 16 bytes.
         scale: float32, contiguous, on the device of the values: [...], one for each row of K values, or [], one for

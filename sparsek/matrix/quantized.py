@@ -131,6 +131,9 @@ class Quantized(AnyMatrix, Record):
     frozen, and a pytree node. Construction checks the parts: those of the inner matrix on a copy in fp16, and that
     every scale is positive and finite, with one sync more than the class of the inner matrix.
 
+    As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
+    the module leaves it as it is. Save it by `sparsek.save` and move it by its own `.to()`.
+
     Attributes:
         matrix: A BSR, Semi24 or BSR24 with values in torch.float8_e4m3fn or torch.float8_e5m2.
         scale: float32, contiguous, on the device of the values: [] for the kind "tensor", [M] for "row", [nnzb] for

@@ -57,20 +57,35 @@ def random_bsr(
         >>> sk.random_bsr(1024, 1024, block=64, density=0.125, seed=1)
         BSR(1024x1024 fp32, block 64x64, 32 of 256 blocks, 12.5 %, 0.524 MB, cpu)
     """
+    target = arguments.device("device", device)
+    dtype, seed = arguments.dtype("dtype", dtype), arguments.integer("seed", seed, 0, SEEDS - 1)
+    made = random_pattern(m, k, block, density, pattern=pattern, device=target, seed=seed)
+    draw = torch.Generator(target).manual_seed(seed)
+    values = torch.randn((made.nnzb, *made.block), generator=draw, dtype=dtype, device=target)
+    values /= math.sqrt(max(1, made.nnzb // max(1, made.grid[0]) * made.block[1]))
+    return BSR.unchecked(made, zero_padding(made, values))
+
+
+def random_pattern(
+    m: int,
+    k: int,
+    block: int | tuple[int, int],
+    density: float,
+    *,
+    pattern: Spread = "uniform",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> BlockPattern:
+    """The pattern of `random_bsr` with these arguments, which are checked."""
     block = block_sides(block)
     shape = matrix_sides((arguments.integer("m", m), arguments.integer("k", k)), block)
     target = arguments.device("device", device)
-    dtype = arguments.dtype("dtype", dtype)
     density, seed = arguments.number("density", density, 0, 1), arguments.integer("seed", seed, 0, SEEDS - 1)
     draw_pattern = PATTERNS[arguments.one_of("pattern", pattern, PATTERNS)]
     rows, columns = grid_of(shape, block)
     each = min(columns, max(1, round(density * columns))) if density > 0 else 0
     host = draw_pattern(np.random.default_rng(seed), (rows, columns), each)
-    made = BlockPattern.from_host(shape, block, host, target)
-    draw = torch.Generator(target).manual_seed(seed)
-    values = torch.randn((made.nnzb, *block), generator=draw, dtype=dtype, device=target)
-    values /= math.sqrt(max(1, each * block[1]))
-    return BSR.unchecked(made, zero_padding(made, values))
+    return BlockPattern.from_host(shape, block, host, target)
 
 
 def _uniform(rng: np.random.Generator, grid: tuple[int, int], each: int) -> HostPattern:

@@ -30,6 +30,9 @@ class Semi24(Stored, Record):
     it with a dense tensor; products have no gradient for its values. It is frozen, and a pytree node. Construction
     checks the parts, with one sync to read the metadata.
 
+    As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
+    the module leaves it as it is. Save it by `sparsek.save` and move it by its own `.to()`.
+
     Attributes:
         values: The stored values [M, K/2] in bf16, fp16, fp32 or fp64, contiguous and aligned to 16 bytes.
         meta: uint8 [M, K/8], the columns of the values in their groups of four, as sparse tensor cores read them

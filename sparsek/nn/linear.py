@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import outside_inference, saveable
+from sparsek.core.tracing import outside_inference, saveable, untransformed
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import zero_padding
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
+from sparsek.matrix.pattern import BlockPattern, grid_of
+from sparsek.matrix.random import random_pattern
+from sparsek.nn.parameter import begin_anew, bounds, draw, follow_optimizers, note_pattern
+from sparsek.ops.library_args import remember, version_of
 from sparsek.ops.linear import Activation, linear
 from sparsek.plan import operands
+
+SEEN = 4  # patterns that a layer remembers by their tensors
+PLAIN = (Tensor, nn.Parameter)
+OUTSIDE = "{} values outside the {}x{} weight are not zero"
+DENSE = "put torch.nn.Linear with layer.weight.to_dense() in its place"
+NOT_TORCHSCRIPT = (
+    "torch.jit.{} cannot take a BlockSparseLinear; use torch.compile or torch.export, or " + DENSE
+)
+NOT_ONNX = "ONNX has no block-sparse product; for torch.onnx.export " + DENSE
+
+
+class Seen(NamedTuple):
+    """The pattern of two buffers while they are these tensors, unchanged.
+
+    `values`: the id of the Parameter that was used with it. A reference would keep offloaded values on the GPU, and
+    torch.utils.swap_tensors, which FSDP2 calls, refuses tensors that are weakly referenced.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    versions: tuple[int, int]
+    pattern: BlockPattern
+    values: int
+
+    def holds(self, indptr: Any, indices: Any) -> bool:
+        """Whether these are the tensors, unchanged."""
+        same = indptr is self.indptr and indices is self.indices
+        return same and (version_of(indptr), version_of(indices)) == self.versions
 
 
 class BlockSparseLinear(nn.Module):
     """A torch.nn.Linear whose weight is a BSR: y = act(x @ W.T + bias) + residual for x [..., in_features].
 
-    The pattern is fixed while the layer trains. x has the dtype of the parameters and is on their device; under
-    torch.autocast x, parameters and residual are cast, as those of nn.Linear, and the gradients of parameters keep
-    their dtype. `load_state_dict` takes over the pattern of the saved layer, with any number of blocks.
+    The pattern is fixed while the layer trains. `indptr` and `indices` define it: after a loader has assigned or
+    written to them, the next call checks them, with one sync, and follows them or raises InvalidInput.
+    `load_state_dict` takes over the pattern of the saved layer, with any number of blocks. x has the dtype of the
+    parameters and is on their device; under torch.autocast x, parameters and residual are cast, as those of nn.Linear,
+    and the gradients of parameters keep their dtype.
 
     Args:
         pattern: The BlockPattern of the weight [out_features, in_features].
         bias: Whether the layer has a bias.
         activation: "relu", "gelu", "gelu_tanh", "silu" or None, fused with the product.
         dtype: bf16, fp16, fp32 or fp64; torch's default dtype by default.
-        device: A CPU or CUDA device; that of the pattern by default.
+        device: A CPU or CUDA device, or "meta"; that of the pattern by default, "meta" under `torch.device("meta")`.
 
     Attributes:
         values: The Parameter [nnzb, bm, bk], the stored blocks of the weight.
@@ -75,10 +109,10 @@ class BlockSparseLinear(nn.Module):
             )
         dtype = torch.get_default_dtype() if dtype is None else arguments.dtype("dtype", dtype)
         arguments.flag("bias", bias)
-        pattern = pattern if device is None else pattern.to(arguments.device("device", device))
-        values = torch.empty((pattern.nnzb, *pattern.block), dtype=dtype, device=pattern.device)
-        offset = torch.empty(pattern.shape[0], dtype=dtype, device=pattern.device) if bias else None
-        self._own(pattern, values, offset, activation)
+        home = _meta(device)
+        if home is None and device is not None:
+            pattern = pattern.to(arguments.device("device", device))
+        self._own(pattern, *_empty(pattern, bias, dtype, home or pattern.device), activation)
         self.reset_parameters()
 
     @classmethod
@@ -97,7 +131,8 @@ class BlockSparseLinear(nn.Module):
     ) -> BlockSparseLinear:
         """Make a layer on the CPU with a random pattern, the same number of blocks in every block row.
 
-        Torch's global random generator is not used.
+        Torch's global random generator is not used. Under `torch.device("meta")` the layer has its pattern, and
+        parameters on the meta device.
 
         Args:
             in_features: The number of columns of the weight.
@@ -114,10 +149,11 @@ class BlockSparseLinear(nn.Module):
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         arguments.flag("bias", bias)
-        drawn = random_bsr(out_features, in_features, block, density, dtype=dtype, seed=seed)
-        made = cls.from_bsr(
-            drawn, drawn.values.new_empty(out_features) if bias else None, activation=activation
-        )
+        arguments.dtype("dtype", dtype)
+        pattern = random_pattern(out_features, in_features, block, density, seed=seed)
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._own(pattern, *_empty(pattern, bias, dtype, _meta() or pattern.device), activation)
         made.reset_parameters(torch.Generator("cpu").manual_seed(operator.index(seed)))
         return made
 
@@ -137,7 +173,7 @@ class BlockSparseLinear(nn.Module):
         """Make a layer of a torch.nn.Linear: prune its weight to blocks, and copy its bias.
 
         Give exactly one of `keep`, `threshold` and `mask`; they choose blocks as in `BSR.from_dense`. Nothing is shared
-        with `dense`.
+        with `dense`. A weight on the meta device has no values to choose by: give `mask`.
 
         Args:
             dense: A torch.nn.Linear, or a weight [out_features, in_features] for a layer without bias.
@@ -157,6 +193,15 @@ class BlockSparseLinear(nn.Module):
                 f"{type(dense).__name__}"
             )
         weight, bias = (dense.weight, dense.bias) if isinstance(dense, nn.Linear) else (dense, None)
+        if weight.is_meta:
+            if mask is None:
+                raise InvalidInput(
+                    "the weight is on the meta device and has no values by which blocks are chosen; give mask=, or use "
+                    'BlockSparseLinear(pattern, device="meta")'
+                )
+            like = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+            pattern = BSR.from_dense(like, block, mask=mask, threshold=threshold, keep=keep).pattern
+            return cls(pattern, bias is not None, activation=activation, dtype=weight.dtype, device="meta")
         chosen = BSR.from_dense(
             weight.detach(), block, mask=mask, threshold=threshold, keep=keep, scope=scope
         )
@@ -201,29 +246,129 @@ class BlockSparseLinear(nn.Module):
         operands.check_activation(activation)
         self.activation: Activation | None = activation
         self.out_features, self.in_features = pattern.shape
-        self._pattern = pattern
-        self.register_buffer("indptr", pattern.indptr)
-        self.register_buffer("indices", pattern.indices)
+        self._block = pattern.block
+        self._seen: tuple[Seen, ...] = ()
         self.values = nn.Parameter(saveable(values))
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias)))
+        for name, part in _copies(pattern):
+            self.register_buffer(name, part.to("meta") if self.values.is_meta else part)
+        self._see(self.indptr, self.indices, pattern)
+        follow_optimizers()
 
     @property
     def pattern(self) -> BlockPattern:
-        """The BlockPattern of the weight."""
-        return self._pattern
+        """The BlockPattern of the weight, which is that of `indptr` and `indices`.
+
+        Reading it synchronizes once after they have changed.
+
+        Raises:
+            InvalidInput: If `indptr` and `indices` are no pattern of this layer.
+        """
+        if torch.compiler.is_compiling():  # the buffers are inputs of the graph
+            shape = self.out_features, self.in_features
+            return BlockPattern.unchecked(shape, self._block, self.indptr, self.indices)
+        if self._seen:
+            seen, buffers = self._seen[0], self._buffers
+            if (
+                buffers.get("indptr") is seen.indptr
+                and buffers.get("indices") is seen.indices
+                and seen.indptr._version == seen.versions[0]
+                and seen.indices._version == seen.versions[1]
+                and id(self._parameters.get("values")) == seen.values
+            ):
+                return seen.pattern
+        return self._look()
 
     @property
     def block(self) -> tuple[int, int]:
         """The sides (bm, bk) of a block of the weight."""
-        return self._pattern.block
+        return self._block
 
     @property
     def weight(self) -> BSR:
         """The weight [out_features, in_features] as a BSR on `values`; differentiable.
 
-        Take it again after loading a state dict with another pattern.
+        Take it again after `indptr` and `indices` have changed, for example by load_state_dict.
+
+        Raises:
+            InvalidInput: If `indptr`, `indices` and `values` do not fit each other.
         """
-        return BSR.unchecked(self._pattern, self.values)
+        pattern = self.pattern
+        if torch.compiler.is_compiling():
+            if torch.onnx.is_in_onnx_export():
+                raise InvalidInput(NOT_ONNX)
+            return BSR.unchecked(pattern, self.values)
+        values = self._parameters.get("values")  # without the detour of __getattr__
+        if values is None:
+            values = self.values
+        if values.get_device() != pattern.indptr.get_device():
+            raise InvalidInput(
+                f"indptr and indices are on {pattern.device} and values on {values.device}; "
+                "layer.to(device) moves all of them"
+            )
+        if not values.is_contiguous() and not torch._C._are_functorch_transforms_active():
+            values = values.contiguous()
+        return BSR.unchecked(pattern, values)
+
+    def _look(self) -> BlockPattern:
+        """The pattern of buffers that are other tensors than in the last call, or were written to."""
+        indptr, indices = (_unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
+        if isinstance(indptr, Tensor) and type(indptr) not in PLAIN:  # fake, or traced in another way
+            return BlockPattern.unchecked((self.out_features, self.in_features), self._block, indptr, indices)
+        for seen in self._seen:
+            if seen.holds(indptr, indices):
+                return self._see(indptr, indices, seen.pattern)
+        return self._see(indptr, indices, untransformed(lambda: self._read(indptr, indices)))
+
+    def _buffer(self, name: str) -> Any:
+        """A buffer. One of inference mode, where torch counts no writes, is replaced by a copy."""
+        part = getattr(self, name, None)
+        if isinstance(part, Tensor) and part.is_inference() and self._buffers.get(name) is part:
+            part = self._buffers[name] = saveable(part)
+        return part
+
+    @torch.inference_mode(False)
+    def _read(self, indptr: Tensor, indices: Tensor) -> BlockPattern:
+        """The pattern of new contents of the buffers, checked with one sync; a known object if it is equal."""
+        try:
+            for name, part in (("indptr", indptr), ("indices", indices)):
+                arguments.tensor(name, part, (torch.int32,), ndim=1)
+            if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise InvalidInput("they have changed; call the layer before a CUDA graph is captured")
+            # Copies: the next write must change neither a pattern that others share nor one that a loss has saved.
+            own = (x.detach().clone(memory_format=torch.contiguous_format) for x in (indptr, indices))
+            shape = self.out_features, self.in_features
+            found = BlockPattern(shape, self._block, *own)
+            values = self.values
+            plain = type(values) in PLAIN and not is_functorch_wrapped_tensor(values)
+            fits = plain and values.device == found.device and len(values) == found.nnzb
+            outside = padding_nonzeros(BSR.unchecked(found, values.detach())) if fits else 0
+            if outside:
+                raise InvalidInput(OUTSIDE.format(outside, *shape))
+        except InvalidInput as error:
+            raise InvalidInput(f"indptr and indices of this BlockSparseLinear: {error}") from None
+        known = (x.pattern for x in self._seen)
+        return next((x for x in known if x.device == found.device and x.same_as(found)), found)
+
+    def _see(self, indptr: Tensor, indices: Tensor, pattern: BlockPattern) -> BlockPattern:
+        """Note that the buffers have this pattern, and that `values` are of it."""
+        values = self.values
+        versions = version_of(indptr), version_of(indices)
+        made = Seen(indptr, indices, versions, pattern, id(values))
+        last = self._seen[0] if self._seen else made
+        others = [x for x in self._seen if not (x.indptr is indptr and x.indices is indices)]
+        self._seen = (made, *others)[:SEEN]
+        if isinstance(values, nn.Parameter) and last.values == made.values:
+            note_pattern(values, last.pattern, pattern)
+        if type(indptr) in PLAIN and not indptr.is_meta:
+            remember(indptr, indices, pattern)  # compiled graphs then share its plans
+        return pattern
+
+    def _valid_pattern(self) -> BlockPattern | None:
+        """The pattern, or None while the buffers are none, for example between two assignments of a loader."""
+        with suppress(InvalidInput):
+            return self.pattern
+        return None
 
     if TYPE_CHECKING:
 
@@ -249,44 +394,60 @@ class BlockSparseLinear(nn.Module):
         Args:
             generator: A torch.Generator on the device of the values; torch's global one by default.
         """
-        pattern = self._pattern
+        pattern = self.pattern
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InvalidInput(
                 f"generator is {arguments.shown(generator)}; it must be a torch.Generator or None"
             )
-        bound = torch.from_numpy(_bounds(pattern)).to(self.values.device, self.values.dtype)
-        self.values.uniform_(-1, 1, generator=generator)
-        self.values.mul_(bound.index_select(0, pattern.block_rows)[:, None, None])
-        zero_padding(pattern, self.values)
+        bound = torch.from_numpy(bounds(pattern)).to(pattern.device, self.values.dtype)
+        of_blocks = bound.index_select(0, pattern.block_rows)[:, None, None]
+        if pattern.is_ragged:
+            of_blocks = zero_padding(pattern, of_blocks.expand(pattern.nnzb, *pattern.block).contiguous())
+        draw(self.values, of_blocks, generator)
         if self.bias is not None:
-            self.bias.uniform_(-1, 1, generator=generator)
-            self.bias.mul_(bound.repeat_interleave(pattern.block[0])[: self.out_features])
+            draw(self.bias, bound.repeat_interleave(pattern.block[0])[: self.out_features], generator)
 
     def extra_repr(self) -> str:
-        """Return the sizes, pattern and activation, for `repr`."""
-        bm, bk = self.block
+        """Return the sizes, number of blocks and activation, for `repr`."""
+        (bm, bk), (rows, columns) = self._block, grid_of((self.out_features, self.in_features), self._block)
+        stored, cells = len(self.indices), rows * columns
         activation = "" if self.activation is None else f", activation={self.activation!r}"
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, block={bm}x{bk}, "
-            f"{self._pattern.summary}, bias={self.bias is not None}{activation}"
+            f"in_features={self.in_features}, out_features={self.out_features}, block={bm}x{bk}, {stored} of {cells} "
+            f"blocks, {100 * stored / max(1, cells):.3g} %, bias={self.bias is not None}{activation}"
         )
 
-    def _follow(self, pattern: BlockPattern) -> None:
-        """Set the pattern, and its tensors as the buffers."""
-        self._pattern, self.indptr, self.indices = pattern, pattern.indptr, pattern.indices
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseLinear:
-        """Apply a conversion, as .to and .half do. On "meta" the layer keeps its pattern for the next real device."""
+        """Apply a conversion, as .to and .half do, which leaves the pattern as it is, also .to_empty.
+
+        On "meta" the layer keeps its pattern for the next real device.
+        """
+        before, pattern = (self.indptr, self.indices), self._valid_pattern()
         super()._apply(fn, recurse)
-        if not self.indptr.is_meta:
-            self._follow(self._pattern.to(self.indptr.device))
+        if pattern is not None and (self.indptr is not before[0] or self.indices is not before[1]):
+            if not self.indptr.is_meta:
+                pattern = pattern.to(self.indptr.device)
+                self.indptr, self.indices = (part for _, part in _copies(pattern))
+            self._see(self._buffer("indptr"), self._buffer("indices"), pattern)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy or a pickle, with the pattern, which deepcopy shares."""
+        return {**self.__dict__, "_seen": self._valid_pattern()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy or a pickle: the buffers are the pattern's own tensors again, which deepcopy shares."""
-        super().__setstate__(state)
-        if not self.indptr.is_meta:
-            self._follow(self._pattern)
+        """Restore a copy or a pickle."""
+        super().__setstate__({**state, "_seen": ()})
+        pattern = state.get("_seen")
+        if pattern is not None:
+            self._see(self._buffer("indptr"), self._buffer("indices"), pattern)
+
+    # torch calls this in place of forward under torch.jit.trace, and so in torch.onnx.export(dynamo=False).
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidInput(NOT_ONNX if torch.onnx.is_in_onnx_export() else NOT_TORCHSCRIPT.format("trace"))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise InvalidInput(NOT_TORCHSCRIPT.format("script"))
 
     def _load_from_state_dict(
         self,
@@ -303,26 +464,32 @@ class BlockSparseLinear(nn.Module):
         `values` stays the same Parameter, with another shape if the number of blocks changes; with assign=True it is a
         new one, as in torch. Another pattern resets `values.grad`, and `.backward()` of a loss that was computed before
         raises InvalidInput: both belong to the old blocks. So does a `weight` that was taken before: take it again. The
-        state that an optimizer keeps for `values`, for example the moments of Adam, belongs to them too, and its shape
-        no longer fits if their number changes: make a new optimizer, or remove `optimizer.state[layer.values]`. Wrap a
-        model in DistributedDataParallel after loading.
+        state that an optimizer keeps for `values`, for example the moments of Adam, belongs to them too. Its next step
+        raises InvalidInput, unless the optimizer's own state dict was loaded meanwhile;
+        `optimizer.state.pop(layer.values)` begins anew. Wrap a model in DistributedDataParallel after loading. With
+        assign=True, values that are not aligned to 16 bytes, as in a safetensors file, are copied.
 
         A wrong pattern or wrong values change nothing, and are reported like torch's own errors.
         """
         assign = local_metadata.get("assign_to_params_buffers", False)
+        current = self._valid_pattern()
         try:
-            pattern = self._pattern_in(state_dict, prefix, assign)
+            pattern, values = self._pattern_in(state_dict, prefix, assign, current)
         except InvalidInput as error:
             error_msgs.append(f"{prefix or 'BlockSparseLinear'}: {error}")
             return
-        if pattern is not self._pattern and assign:
-            values = saveable(state_dict[prefix + "values"].detach())
+        if values is not None and assign:
+            values = saveable(operands.readable(values))
             self.values = nn.Parameter(values, self.values.requires_grad)
-        elif pattern is not self._pattern:
-            _begin_anew(self.values, pattern)
-        # torch writes into the buffers, and the tensors of the pattern may belong to other layers and losses.
-        parts = pattern.indptr, pattern.indices
-        self.indptr, self.indices = (torch.empty_like(x, device=self.indptr.device) for x in parts)
+            state_dict = {**state_dict, prefix + "values": values}
+        elif pattern is not None and pattern is not current:
+            begin_anew(self.values, pattern)
+        if values is not None and pattern is not None and len(self.indices) != pattern.nnzb:
+            self.indices = pattern.indices.new_empty(pattern.nnzb, device=self.indptr.device)
+        if (
+            torch.__future__.get_swap_module_params_on_conversion()
+        ):  # which refuses tensors that are weakly referenced
+            self.indptr, self.indices = torch.empty_like(self.indptr), torch.empty_like(self.indices)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -332,17 +499,21 @@ class BlockSparseLinear(nn.Module):
             unexpected_keys,
             error_msgs,
         )
-        self._pattern = pattern
-        if not self.indptr.is_meta:
-            self._follow(pattern)
+        if pattern is not None:
+            here = self.values.device if self.values.is_meta else pattern.device
+            if self.indptr.device != here or self.indices.device != here:
+                self.indptr, self.indices = (part.to(here) for _, part in _copies(pattern))
+            self._see(self._buffer("indptr"), self._buffer("indices"), pattern)
 
-    def _pattern_in(self, state: Mapping[str, Any], prefix: str, assign: bool) -> BlockPattern:
-        """The pattern of a state dict, on the device of use; this layer's own object if it is equal."""
+    def _pattern_in(
+        self, state: Mapping[str, Any], prefix: str, assign: bool, current: BlockPattern | None
+    ) -> tuple[BlockPattern | None, Tensor | None]:
+        """The pattern and the values of a state dict, on the device of use; `current` itself if it is equal."""
         parts = {
             name: state[prefix + name] for name in ("indptr", "indices", "values") if prefix + name in state
         }
         if not parts or list(parts) == ["values"]:
-            return self._pattern
+            return current, None
         if len(parts) < 3:
             raise InvalidInput(
                 f"the state dict has {' and '.join(parts)} only; indptr, indices and values go together"
@@ -352,57 +523,62 @@ class BlockSparseLinear(nn.Module):
         values = parts["values"].detach()
         if assign:
             device = values.device
+        elif self.values.is_meta:
+            device = torch.device("cpu") if current is None else current.device
         else:
-            device = self._pattern.device if self.values.is_meta else self.values.device
+            device = self.values.device
         indptr, indices = (parts[name].detach().to(device, copy=True) for name in ("indptr", "indices"))
-        found = BlockPattern(self._pattern.shape, self._pattern.block, indptr, indices)
+        shape = self.out_features, self.in_features
+        found = BlockPattern(shape, self._block, indptr, indices)
         if assign:
-            BSR(found, values)
+            BSR(found, operands.readable(values))
         elif tuple(values.shape) != (found.nnzb, *found.block):
             raise InvalidInput(
                 f"values have shape {tuple(values.shape)}; the pattern in the state dict needs "
                 f"{(found.nnzb, *found.block)}"
             )
         elif outside := padding_nonzeros(BSR.unchecked(found, values.to(device))):
-            raise InvalidInput(
-                f"{outside} values outside the {found.shape[0]}x{found.shape[1]} weight are not zero"
-            )
-        same = found.device == self._pattern.device and found.same_as(self._pattern)
-        return self._pattern if same else found
+            raise InvalidInput(OUTSIDE.format(outside, *shape))
+        same = current is not None and found.device == current.device and found.same_as(current)
+        return (current if same else found), values
+
+
+def _meta(device: Any = None) -> torch.device | None:
+    """The meta device, if it is named, or torch's default where none is named; else None."""
+    home = torch.get_default_device() if device is None else device
+    meta = home.type == "meta" if isinstance(home, torch.device) else home == "meta"
+    return torch.device("meta") if meta else None
+
+
+def _empty(
+    pattern: BlockPattern, bias: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Values and bias of a layer, to be written."""
+    values = torch.empty((pattern.nnzb, *pattern.block), dtype=dtype, device=device)
+    return values, torch.empty(pattern.shape[0], dtype=dtype, device=device) if bias else None
 
 
 @torch.inference_mode(False)
-@torch.enable_grad()
-def _begin_anew(values: nn.Parameter, pattern: BlockPattern) -> None:
-    """Reset the Parameter `values` for a new pattern: without a gradient, and detached from losses computed before."""
-    values.grad = None
-    if not values.is_inference():  # no loss refers to a tensor of inference mode
-        learns = values.requires_grad
-        edge = torch.autograd.graph.get_gradient_edge(values.requires_grad_())
-        edge.node.register_prehook(_refuse_old_gradient)
-        values.requires_grad_(learns)
-    # That node accumulates the gradient of `values`. It lives as long as a loss, and holds the old shape. Setting data
-    # of another dtype makes autograd drop it: the next forward pass creates a new one.
-    kept = values.data
-    if kept.shape[0] != pattern.nnzb:
-        kept = kept.new_empty((pattern.nnzb, *pattern.block))
-    other = torch.float32 if kept.dtype == torch.float64 else torch.float64
-    values.data = kept.new_empty(0, dtype=other)
-    values.data = kept
+def _copies(pattern: BlockPattern) -> list[tuple[str, Tensor]]:
+    """The names and contents of the buffers of a layer. Writing to them leaves the pattern as it is."""
+    return [("indptr", pattern.indptr.clone()), ("indices", pattern.indices.clone())]
 
 
-def _refuse_old_gradient(gradients: Any) -> NoReturn:
-    raise InvalidInput(
-        "this loss was computed before load_state_dict gave a BlockSparseLinear another pattern, and its gradient is "
-        "of the old blocks: compute the loss again"
-    )
+def _unmapped(name: str, part: Any) -> Any:
+    """A buffer without the wrappers of torch.func. Models that vmap maps over must have one pattern."""
+    while isinstance(part, Tensor) and is_functorch_wrapped_tensor(part):
+        dim = maybe_get_bdim(part)
+        part = get_unwrapped(part)
+        if dim >= 0:
+            part = untransformed(functools.partial(_equal_along, name, part, dim))
+    return part
 
 
-def _bounds(pattern: BlockPattern) -> np.ndarray:
-    """1 / sqrt(stored elements of a row) for the rows of each block row, float64 [Mb]; 0 where there are none."""
-    indptr, indices = pattern.host
-    bk, columns = pattern.block[1], pattern.shape[1]
-    widths = np.minimum(bk, columns - indices.astype(np.int64) * bk)
-    rows = np.repeat(np.arange(pattern.grid[0]), np.diff(indptr))
-    fan_in = np.bincount(rows, weights=widths, minlength=pattern.grid[0])
-    return np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0.0)
+def _equal_along(name: str, x: Tensor, dim: int) -> Tensor:
+    """Entry 0 of `x` along `dim`, for which all others must be equal. Synchronizes."""
+    rows = x.movedim(dim, 0)
+    if not bool((rows == rows[:1]).all()):
+        raise InvalidInput(
+            f"torch.func.vmap maps over {name}, and the patterns differ; call layers of different patterns in a loop"
+        )
+    return rows[0]

@@ -204,8 +204,17 @@ FlatPattern = tuple[Tensor, Tensor, list[int]]
 
 TAGS = operations.TAGS
 
-# From indptr to its pattern. A pattern of the caller is weakly referenced; one made here has other tensor objects on
-# the same memory. So an entry lives no longer than its indptr.
+
+class Known(NamedTuple):
+    """The pattern of an indptr and of indices at this address, while neither is written to."""
+
+    pattern: Callable[[], BlockPattern | None]
+    indices: int
+    versions: tuple[int, int]
+
+
+# From indptr to its pattern. A pattern of the caller is weakly referenced; one made here has tensors of its own. So an
+# entry lives no longer than its indptr.
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -232,18 +241,32 @@ def flat(a: BSR) -> FlatMatrix:
 def flat_pattern(pattern: BlockPattern) -> FlatPattern:
     """indptr, indices and the sizes of a pattern."""
     if not torch.compiler.is_compiling():
-        _remember(pattern)
+        remember(pattern.indptr, pattern.indices, pattern)
     return pattern.indptr, pattern.indices, [*pattern.shape, *pattern.block]
 
 
 def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPattern:
-    """The pattern of these parts: the same object while they, or a user of it, live. No sync."""
-    known: Callable[[], BlockPattern | None] | None = _PATTERNS.get(indptr)
-    pattern = None if known is None else known()
-    if pattern is None or not _is(pattern, indices, sizes):
-        made = pattern = _unknown(indptr, indices, sizes)
-        _PATTERNS[indptr] = lambda: made
-    return pattern
+    """The pattern of these parts: the same object while they, or a user of it, live, and are not written to.
+
+    Parts that are new, or were written to, are copied and checked, with one sync.
+    """
+    known: Known | None = _PATTERNS.get(indptr)
+    if known is not None and known[1:] == _state(indptr, indices):
+        pattern = known.pattern()
+        sides = None if pattern is None else (*pattern.shape, *pattern.block)
+        if pattern is not None and sides == tuple(sizes) and pattern.nnzb == indices.shape[0]:
+            return pattern
+    made = _unknown(indptr, indices, sizes)
+    _PATTERNS[indptr] = Known(lambda: made, *_state(indptr, indices))
+    return made
+
+
+def remember(indptr: Tensor, indices: Tensor, pattern: BlockPattern) -> None:
+    """Let ops find this pattern by tensors that have its contents, as long as it lives."""
+    known: Known | None = _PATTERNS.get(indptr)
+    state = _state(indptr, indices)
+    if known is None or known.pattern() is not pattern or known[1:] != state:
+        _PATTERNS[indptr] = Known(weakref.ref(pattern), *state)
 
 
 def matrix(
@@ -262,7 +285,8 @@ def parts(a: Matrix, transposed: bool = False) -> Parts:
     plain = a.matrix if isinstance(a, Quantized) else a
     if not isinstance(plain, Semi24) and not torch.compiler.is_compiling():
         view = isinstance(plain, BSR) and plain.order is not None
-        _remember(plain.pattern.T if view else plain.pattern)
+        pattern = plain.pattern.T if view else plain.pattern
+        remember(pattern.indptr, pattern.indices, pattern)
     return a.parts(transposed)
 
 
@@ -304,18 +328,17 @@ def fake(
     return BSR.unchecked(pattern, values, indices if transposed else None)
 
 
-def _remember(pattern: BlockPattern) -> None:
-    known = _PATTERNS.get(pattern.indptr)
-    if known is None or known() is not pattern:
-        _PATTERNS[pattern.indptr] = weakref.ref(pattern)
+def _state(indptr: Tensor, indices: Tensor) -> tuple[int, tuple[int, int]]:
+    """What a write to the parts of a pattern changes."""
+    return indices.data_ptr(), (version_of(indptr), version_of(indices))
 
 
+def version_of(x: Tensor) -> int:
+    """The number of writes to a tensor; 0 for tensors of inference mode, which do not count them."""
+    return 0 if x.is_inference() else x._version
+
+
+@torch.inference_mode(False)
 def _unknown(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPattern:
     rows, columns, bm, bk = map(int, sizes)
-    with torch.inference_mode(False):
-        return BlockPattern.unchecked((rows, columns), (bm, bk), indptr.detach(), indices.detach())
-
-
-def _is(pattern: BlockPattern, indices: Tensor, sizes: Sequence[int]) -> bool:
-    same = pattern.indices is indices or pattern.indices.data_ptr() == indices.data_ptr()
-    return same and (*pattern.shape, *pattern.block) == tuple(sizes) and pattern.nnzb == indices.shape[0]
+    return BlockPattern((rows, columns), (bm, bk), indptr.detach().clone(), indices.detach().clone())

@@ -1,7 +1,10 @@
-"""BlockSparseLinear.load_state_dict with another pattern, whatever of the old one is still alive."""
+"""BlockSparseLinear loaded with another pattern, by whatever loader, whatever of the old one is still alive."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +195,342 @@ def test_odd_parts_of_a_state_dict_change_nothing(part: str, odd: Any) -> None:
     with pytest.raises(RuntimeError, match=part):
         layer.load_state_dict({**state, part: odd})
     assert torch.equal(layer.weight.to_dense(), before)
+
+
+def other(seed: int = 8, density: float = 0.4) -> BlockSparseLinear:
+    """What a loader reads: a layer of another pattern."""
+    return layer(density, seed=seed)
+
+
+def is_as(made: BlockSparseLinear, right: BlockSparseLinear) -> bool:
+    same = torch.equal(made.indices, right.indices) and made.pattern.same_as(right.pattern)
+    return same and torch.equal(made(inputs()), right(inputs()))
+
+
+def assign(made: nn.Module, source: nn.Module) -> None:
+    """As transformers and accelerate do: tensor by tensor."""
+    for name, tensor in [*source.named_parameters(), *source.named_buffers()]:
+        setattr(made, name, tensor)
+
+
+def write(made: nn.Module, source: nn.Module) -> None:
+    """As a broadcast does: into the memory of each tensor."""
+    for name, tensor in made.state_dict().items():
+        tensor.copy_(source.state_dict()[name])
+
+
+LOADERS: dict[str, Callable[[nn.Module, nn.Module], None]] = {"assigned": assign, "written to": write}
+THEN: dict[str, Callable[[Any], Any]] = {
+    "called": lambda made: made,
+    "copied": copy.deepcopy,
+    "pickled": lambda made: pickle.loads(pickle.dumps(made)),  # noqa: S301
+    "cast": lambda made: made.double().float(),
+    "moved": lambda made: made.to("meta").to_empty(device="cpu"),
+    "state dict": lambda made: (fresh := other(3), fresh.load_state_dict(made.state_dict()))[0],
+}
+
+
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("called", [False, True], ids=["new", "called"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_any_loader_gives_the_pattern_of_the_file(loader: str, mode: str, called: bool, then: str) -> None:
+    made, right = layer(), other()
+    bystander = copy.deepcopy(made)
+    before = bystander(inputs())
+    if called:
+        made(inputs())
+    with MODES[mode]():
+        LOADERS[loader](made, copy.deepcopy(right))
+        made = THEN[then](made)
+        if then == "moved":
+            assert made.pattern.same_as(right.pattern)
+            return
+        assert is_as(made, right)
+    assert torch.equal(bystander(inputs()), before)
+
+
+@pytest.mark.parametrize("part", ["indptr", "indices"])
+@pytest.mark.parametrize("how", LOADERS)
+def test_buffers_that_are_no_pattern_are_refused_until_they_are_one(how: str, part: str) -> None:
+    made, right = layer(), layer()
+    good = getattr(made, part).clone()
+    if how == "assigned":
+        setattr(made, part, torch.full_like(good, 7))
+    else:
+        getattr(made, part).fill_(7)
+    for use in (lambda: made(inputs()), lambda: made.weight, lambda: made.pattern):
+        with pytest.raises(InvalidInput, match="indptr and indices of this BlockSparseLinear: ind"):
+            use()
+    assert "8 of 20 blocks" in repr(copy.deepcopy(made).double().float())
+    getattr(made, part).copy_(good)
+    assert is_as(made, right)
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (None, "indices must be a dense torch.Tensor, got NoneType"),
+        (torch.zeros(8), "dtype of indices is torch.float32; it must be torch.int32"),
+        (torch.zeros(8, dtype=torch.int32, device="meta"), "indices is on meta"),
+        (torch.zeros(2, 4, dtype=torch.int32), "it must be 1-D"),
+    ],
+)
+def test_odd_buffers_are_named(odd: Any, message: str) -> None:
+    made = layer()
+    made.indices = odd
+    with pytest.raises(InvalidInput, match=message):
+        made(inputs())
+
+
+def test_values_outside_the_weight_are_refused_with_their_pattern() -> None:
+    made, source = layer(), other()
+    source.values.detach().fill_(1)
+    assign(made, source)
+    with pytest.raises(InvalidInput, match="outside the 100x70 weight are not zero"):
+        made(inputs())
+
+
+def test_a_pattern_is_checked_when_it_changes_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, one, two = layer(), other(8), other(9)
+    reads = []
+    monkeypatch.setattr(
+        BlockSparseLinear, "_read", lambda *a, read=BlockSparseLinear._read: reads.append(1) or read(*a)
+    )
+    for _ in range(3):
+        made(inputs())
+    assert reads == []
+    for _ in range(3):  # buffers that a hook moves to and fro
+        for source in (one, two):
+            assign(made, source)
+            assert is_as(made, source)
+    assert len(reads) == 2
+    pattern = made.pattern
+    made.indices = two.indices.clone()  # an equal one: plans are kept
+    assert made.pattern is pattern
+    assert len(reads) == 3
+
+
+def test_strided_values_are_read_by_their_strides() -> None:
+    made, right = layer(), layer()
+    made.values = nn.Parameter(right.values.detach().mT.contiguous().mT)
+    assert torch.equal(made(inputs()), right(inputs()))
+    made(inputs()).sum().backward()
+    assert made.values.grad is not None
+    assert torch.equal(made.values.grad, gradient_of_sum(right))
+
+
+def gradient_of_sum(made: BlockSparseLinear) -> Tensor:
+    (found,) = torch.autograd.grad(made(inputs()).sum(), [made.values])
+    return found
+
+
+def test_functional_calls_take_the_pattern_that_they_are_given() -> None:
+    made, right = layer(), other()
+    before = made(inputs())
+    call = torch.func.functional_call
+    parts: Any = dict(right.named_parameters()), dict(right.named_buffers())
+    assert torch.equal(call(made, parts, (inputs(),)), right(inputs()))
+
+    def loss(values: Any, buffers: Any) -> Tensor:
+        return call(made, (values, buffers), (inputs(),)).sum()
+
+    assert torch.equal(torch.func.grad(loss)(*parts)["values"], gradient_of_sum(right))
+    assert torch.equal(made(inputs()), before)
+
+
+def test_vmap_over_models_takes_one_pattern_and_refuses_several() -> None:
+    made, models, x = other(1), [layer(), layer()], inputs()
+    models[1].reset_parameters()
+
+    def run(parameters: Any, buffers: Any) -> Tensor:
+        return torch.func.functional_call(made, (parameters, buffers), (x,))
+
+    stacked = torch.vmap(run)(*torch.func.stack_module_state(models))
+    torch.testing.assert_close(stacked, torch.stack([each(x) for each in models]))
+    with pytest.raises(InvalidInput, match="the patterns differ"):
+        torch.vmap(run)(*torch.func.stack_module_state([layer(), other()]))
+
+
+def test_compiled_and_exported_layers_follow_their_buffers() -> None:
+    torch._dynamo.reset()
+    made = layer()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(copy.deepcopy(made), (inputs(),)).module()
+    assert torch.equal(compiled(inputs()), exported(inputs()))
+    for seed, load in ((8, write), (9, assign), (10, write)):
+        load(made, other(seed))
+        assert torch.equal(compiled(inputs()), other(seed)(inputs()))
+        write(exported, other(seed))
+        assert torch.equal(exported(inputs()), other(seed)(inputs()))
+    exported.get_buffer("indices").fill_(4)
+    with pytest.raises(InvalidInput, match="indices"):
+        exported(inputs())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("offset", [1, 2], ids="at {} floats".format)
+def test_a_file_that_aligns_to_8_bytes_is_copied(offset: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    right = other()
+    save_file(
+        {"first": torch.zeros(2, dtype=torch.float32), **right.state_dict()}, tmp_path / "a.safetensors"
+    )
+    state = load_file(tmp_path / "a.safetensors")
+    del state["first"]
+    odd = torch.empty(right.values.numel() + offset)[offset:].view(right.values.shape)
+    state["values"] = odd.copy_(right.values.detach())
+    assert odd.data_ptr() % 16
+    with torch.device("meta"):
+        made = layer()
+    made.load_state_dict(state, assign=True)
+    assert made.values.data_ptr() % 16 == 0
+    assert is_as(made, right)
+
+
+def test_a_layer_is_made_on_meta_with_its_pattern() -> None:
+    pattern, right = layer().pattern, other()
+    with torch.device("meta"):
+        drawn, given = layer(), BlockSparseLinear(pattern)
+    masked = BlockSparseLinear.from_dense(
+        nn.Linear(70, 100, device="meta"), (32, 16), mask=dense_mask(pattern)
+    )
+    for made in (drawn, given, masked, BlockSparseLinear(pattern, device="meta"), layer().to("meta")):
+        assert {x.device.type for x in made.state_dict().values()} == {"meta"}
+        assert made.pattern.same_as(pattern)
+        assert copy.deepcopy(made).to_empty(device="cpu").pattern.same_as(pattern)
+        made.to_empty(device="cpu").load_state_dict(right.state_dict())
+        assert is_as(made, right)
+    empty = BlockSparseLinear(pattern, device="meta").to_empty(device="cpu")
+    empty.reset_parameters()
+    assert 0 < empty.values.abs().max() <= 1
+
+
+def dense_mask(pattern: sk.BlockPattern) -> Tensor:
+    return sk.BSR(pattern, torch.zeros(pattern.nnzb, *pattern.block)).map(torch.ones_like).to_dense() != 0
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["data", "swapped"])
+def test_parameters_may_be_swapped_by_torch(swapped: bool) -> None:
+    made, right = layer(), other()
+    made(inputs())
+    torch.__future__.set_swap_module_params_on_conversion(swapped)
+    try:
+        made.double().float().load_state_dict(right.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert is_as(made, right)
+
+
+def step(made: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    gradients(made)
+    optimizer.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("loader", ["load_state_dict", "written to"])
+@pytest.mark.parametrize("density", [0.4, 0.8], ids=["as many", "more"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_moments_of_other_blocks_are_refused(kind: str, density: float, loader: str) -> None:
+    made, right = layer(), other(density=density)
+    optimizer = OPTIMIZERS[kind](made.parameters())
+    step(made, optimizer)
+    if loader == "written to" and density == 0.4:
+        write(made, right)
+    else:
+        made.load_state_dict(right.state_dict())
+    before = made.values.detach().clone()
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match=r"optimizer\.state\.pop\(layer\.values\)"):
+            step(made, optimizer)
+    assert torch.equal(made.values, before)
+    optimizer.state.pop(made.values)
+    step(made, optimizer)
+    step(made, optimizer)
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_resumed_run_goes_on_in_whatever_order_it_loads(first: str, stepped: bool) -> None:
+    saved, made = other(), layer()
+    trained, optimizer = (OPTIMIZERS["AdamW"](each.parameters()) for each in (saved, made))
+    step(saved, trained)
+    if stepped:
+        step(made, optimizer)
+    states = copy.deepcopy((saved.state_dict(), trained.state_dict()))
+    loads = [lambda: made.load_state_dict(states[0]), lambda: optimizer.load_state_dict(states[1])]
+    for load in loads if first == "model" else loads[::-1]:
+        load()
+    for _ in range(2):
+        step(made, optimizer)
+        step(saved, trained)
+    assert torch.equal(made.values, saved.values)
+
+
+def test_moments_that_are_carried_over_and_patterns_that_come_back_are_taken() -> None:
+    made = layer()
+    state, optimizer = copy.deepcopy(made.state_dict()), OPTIMIZERS["AdamW"](made.parameters())
+    step(made, optimizer)
+    made.load_state_dict(other().state_dict())
+    made.load_state_dict(state)
+    step(made, optimizer)
+    made.load_state_dict(other().state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[made.values][name].zero_()
+    step(made, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_torch_distributed_restores_pattern_and_moments(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    saved, made = nn.Sequential(other()), nn.Sequential(layer())
+    trained, optimizer = (OPTIMIZERS["AdamW"](each.parameters()) for each in (saved, made))
+    step(saved, trained)
+    step(made, optimizer)
+    dcp.save(dict(zip("mo", get_state_dict(saved, trained), strict=True)), checkpoint_id=tmp_path)
+    parts = get_state_dict(made, optimizer)
+    dcp.load(dict(zip("mo", parts, strict=True)), checkpoint_id=tmp_path)
+    set_state_dict(made, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])
+    assert torch.equal(made(inputs()), saved(inputs()))
+    step(saved, trained)
+    step(made, optimizer)
+    assert torch.equal(made[0].values, saved[0].values)  # type: ignore[arg-type]
+
+
+NOT_ONNX = r"ONNX has no block-sparse product; .* torch\.nn\.Linear with layer\.weight\.to_dense\(\)"
+
+
+@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "model"])
+def test_what_cannot_take_the_layer_says_what_can(
+    whole: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = nn.Sequential(layer()) if whole else layer()
+    with pytest.raises(InvalidInput, match=r"torch\.jit\.trace cannot take .* torch\.export"):
+        torch.jit.trace(made, inputs())
+    with pytest.raises(InvalidInput, match=r"torch\.jit\.script cannot take .* torch\.export"):
+        torch.jit.script(made)
+    with pytest.raises(InvalidInput, match=NOT_ONNX):
+        torch.onnx.export(made, (inputs(),), tmp_path / "a.onnx", dynamo=False)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)  # the other exporter needs onnxscript
+    with pytest.raises(InvalidInput, match=NOT_ONNX):
+        torch.export.export(made, (inputs(),), strict=False)
+
+
+def test_what_adds_to_the_data_of_a_weight_is_told_what_to_do() -> None:
+    """As merge_and_unload of peft."""
+    weight: Any = layer().weight
+    with pytest.raises(InvalidInput, match=r"a BSR has no \.data; .* leave it unmerged") as error:
+        weight.data += torch.zeros(100, 70)
+    assert isinstance(error.value, AttributeError)
+    assert not hasattr(weight, "data")

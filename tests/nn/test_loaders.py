@@ -1,0 +1,125 @@
+"""Loaders of other libraries, from files of one BlockSparseLinear into a model with another pattern: equal outputs."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsek.nn import BlockSparseLinear
+from tests.house.tools import need
+
+X = torch.randn(5, 70, generator=torch.Generator().manual_seed(1))
+
+
+def model(seed: int) -> nn.Sequential:
+    """Two layers of random patterns; those of two seeds have equally many blocks."""
+    return nn.Sequential(
+        BlockSparseLinear.random(70, 100, (32, 16), 0.4, seed=seed, activation="gelu"),
+        BlockSparseLinear.random(100, 30, 16, 0.5, seed=seed),
+    )
+
+
+def loader(name: str) -> Any:
+    need(name)
+    return import_module(name)
+
+
+def called(accelerate: Any) -> nn.Module:
+    made = model(2)
+    made(X)
+    return made
+
+
+def on_meta(accelerate: Any) -> nn.Module:
+    with torch.device("meta"):
+        return model(2)
+
+
+def empty(accelerate: Any) -> nn.Module:
+    with accelerate.init_empty_weights():
+        return model(2)
+
+
+def empty_with_buffers(accelerate: Any) -> nn.Module:
+    with accelerate.init_empty_weights(include_buffers=True):
+        return model(2)
+
+
+@pytest.mark.parametrize("begin", [called, empty, empty_with_buffers, on_meta])
+@pytest.mark.parametrize("how", ["loaded", "placed", "dispatched"])
+def test_accelerate(begin: Callable[[Any], nn.Module], how: str, tmp_path: Path) -> None:
+    accelerate, right = loader("accelerate"), model(1)
+    file, made = str(tmp_path / "model.safetensors"), begin(accelerate)
+    accelerate.utils.save(right.state_dict(), file, safe_serialization=True)
+    if how == "dispatched":
+        made = accelerate.load_checkpoint_and_dispatch(made, file, device_map={"": "cpu"})
+    elif how == "placed" or begin is not called:
+        accelerate.load_checkpoint_in_model(made, file, device_map={"": "cpu"})
+    else:
+        accelerate.load_checkpoint_in_model(made, file)
+    assert torch.equal(made(X), right(X))
+    made.double().float()
+    assert torch.equal(made(X), right(X))
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["parameters", "and buffers"])
+def test_layers_that_accelerate_moves_in_and_out_of_every_call(buffers: bool) -> None:
+    accelerate, made, right = loader("accelerate"), model(2), model(2)
+    accelerate.cpu_offload(made, execution_device=torch.device("cpu"), offload_buffers=buffers)
+    patterns = set()
+    for _ in range(3):
+        assert torch.equal(made(X), right(X))
+        patterns.add(made[0]._seen[0].pattern)  # type: ignore[union-attr]
+    assert len(patterns) == 1  # which keeps the plans
+
+
+def llama(seed: int) -> type:
+    """A class of tiny models whose MLPs are sparse, in patterns of this seed."""
+    transformers = loader("transformers")
+
+    class Sparse(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for layer in self.model.layers:
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    old = getattr(layer.mlp, name)
+                    new = BlockSparseLinear.random(
+                        old.in_features, old.out_features, 16, 0.25, seed=seed, bias=False
+                    )
+                    setattr(layer.mlp, name, new)
+            self.post_init()
+
+    return Sparse
+
+
+def logits(made: Any) -> Tensor:
+    with torch.inference_mode():
+        return made.eval()(torch.arange(12).view(2, 6)).logits
+
+
+@pytest.mark.parametrize("options", [{}, {"device_map": "cpu"}], ids=["", "device_map"])
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+def test_transformers(options: dict[str, Any], inference: bool, tmp_path: Path) -> None:
+    transformers = loader("transformers")
+    if options:
+        need("accelerate")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    right = llama(1)(config)
+    right.save_pretrained(tmp_path / "first")
+    with torch.inference_mode(inference):
+        made: Any = llama(2).from_pretrained(tmp_path / "first", **options)
+    assert torch.equal(logits(made), logits(right))
+    made.double().float().save_pretrained(tmp_path / "second")
+    again: Any = llama(3).from_pretrained(tmp_path / "second", **options)
+    assert torch.equal(logits(again), logits(right))
