@@ -50,8 +50,8 @@ FRONT = (
 )
 FRONT_NOTE = (
     "Useful TFLOPS count stored blocks and visible pairs; of 2:4 they are dense-equivalent. Dense is cuBLAS or cuDNN. "
-    "Over the fastest peer: its time over SparseK's. The roofline has the rates of the data sheet, on an H200 those "
-    "that a copy and cuBLAS sustain."
+    "Over the fastest peer: 1.50 means 1.5 times as fast. The roofline is the least time that bandwidth and arithmetic "
+    "allow, at the rates that a copy and cuBLAS sustain on this card."
 )
 HEADINGS = ("case", MS.heading, SPEEDUP.heading, USEFUL.heading, ROOF.heading, "over the fastest peer")
 

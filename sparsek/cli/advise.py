@@ -258,12 +258,12 @@ def _notes(advices: list[Advice], question: Question) -> str:
             f"Checked on the {where} against float64 with {tokens} tokens: {right} of {checked} products within "
             f"the error budget (largest error: {worst:.2f} of it)."
         ),
-        "Break even: the largest share of blocks, chosen by the same rule, at which sparse is as fast as dense.",
+        "Break even: the largest share of stored blocks, chosen by the same rule, at which sparse is as fast as dense.",
     ]
     verdicts = {advice.verdict for advice in advices}
     if any("faster" in verdict for verdict in verdicts):
         lines.append(
-            "Faster: of time alone. It helps if the model survives on the kept norm, which is not tested here."
+            "Faster: in time. What pruning does to the model's quality is not tested; the kept norm is only a hint."
         )
     eager = max((times.host for advice in advices for times in advice.times), default=0.0)
     if any(advice.needs_graph for advice in advices):
@@ -272,8 +272,12 @@ def _notes(advices: list[Advice], question: Question) -> str:
             "outside a graph these gain nothing."
         )
     if any(advice.group.lookup for advice in advices):
-        lines.append("Look-up: an embedding, by its name; if it is multiplied with, choose it by --tensor.")
+        lines.append(
+            "Look-up: an embedding by its name: rows are fetched, not multiplied; --tensor NAME judges it as a product."
+        )
     if any(len(advice.group.names) > 1 for advice in advices):
         timed = "the first is timed" if card is None else "times are predicted for all"
-        lines.append(f"(n): n matrices of like name and shape; {timed}, all are pruned and checked.")
+        lines.append(
+            f"(n): n matrices of one shape, whose names differ in numbers; {timed}, all are pruned and checked."
+        )
     return "\n".join(lines)

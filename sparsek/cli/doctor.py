@@ -242,9 +242,10 @@ def _kernels(found: Sequence[Checked]) -> Table:
 def _summary(found: Sequence[Checked], device: torch.device, verbose: bool) -> str:
     ran = [each for each in found if each.gate is not None]
     right = sum(not each.is_wrong for each in ran)
+    passed = f"all {right} gave" if right == len(ran) else f"{right} of them gave"
     lines = (
-        f"Self check: {len(ran)} of {len(found)} kernels run on this {device.type}; the results of {right} are within "
-        "the error budget."
+        f"Self check: {len(ran)} of {len(found)} kernels run on this {device.type}; {passed} results within the error "
+        "budget."
     )
     return (
         lines

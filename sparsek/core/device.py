@@ -59,7 +59,7 @@ class Card:
         if rate in self.measured:
             return ""
         origin = f"from {self.source}" if self.source else "guessed for this card and dtype"
-        return f"{origin}, not measured: expect the order of kernels, not the times"
+        return f"{origin}, not measured: rely on the ranking of kernels, not on the times"
 
     def sustained(self, rate: str) -> float:
         """The rate that a long dense product sustains, in 1e12 FLOP per second, for the models of kernels.

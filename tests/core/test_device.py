@@ -119,7 +119,7 @@ def test_a_plan_for_a_card_by_its_data_sheet_says_so(name: str) -> None:
         torch.empty(1024, 512).bfloat16(),
     )
     q = torch.empty(1, 2, 1024, 128).bfloat16()
-    said = "  rates      from NVIDIA's data sheet, not measured: expect the order of kernels, not the times"
+    said = "  rates      from NVIDIA's data sheet, not measured: rely on the ranking of kernels, not on the times"
     plan = sk.plan_spmm(a, b, device=name)
     texts = [
         plan.explain(),

@@ -6,7 +6,7 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Column, Record, Table, table_of
 from sparsek.bench.engine.case import Bar, Case
 
-OVER_NOTE = "Over a peer: its time over SparseK's."
+OVER_NOTE = "Over a peer: 1.50 means 1.5 times as fast."
 USEFUL_NOTE = "Useful TFLOPS count stored blocks only."
 
 

@@ -189,9 +189,9 @@ BACKWARD_TABLE = replace(
     note=(
         "dq, dk and dv, from out and lse. Useful TFLOPS count the pairs that the mask admits, five products "
         "each, 2.5 times the forward pass; the roofline whole blocks. Dense is cuDNN: causal where the mask is causal, "
-        "else with every pair. Over a peer: its time over SparseK's. SparseK gives the same bits every time, except in "
-        "rows that are not deterministic. FlashAttention-4 and cuDNN use atomics; FlashAttention-4, ordered, is a mode "
-        "with the same bits every time."
+        "else with every pair. Over a peer: 1.50 means 1.5 times as fast. SparseK gives the same bits every "
+        "time, except in rows that are not deterministic. FlashAttention-4 and cuDNN use atomics; FlashAttention-4, "
+        "ordered, is a mode with the same bits every time."
     ),
     beside=("fa4", "fa4_ordered", "cudnn_bsa"),
     kernels=("hopper.attention_bwd",),
@@ -203,8 +203,8 @@ TRAIN_TABLE = replace(
     columns=(*TABLE.columns, PEAK),
     note=(
         "A step is attention and the gradients of q, k and v, by autograd. Useful TFLOPS count the pairs that the mask "
-        "admits, the roofline whole blocks. Dense is cuDNN, causal. Over a peer: its time over SparseK's. Peak memory "
-        "is the most that the first step on a mask allocates, with q, k, v and the gradient of the output."
+        "admits, the roofline whole blocks. Dense is cuDNN, causal. Over a peer: 1.50 means 1.5 times as fast. Peak "
+        "memory is the most that the first step on a mask allocates, with q, k, v and the gradient of the output."
     ),
     beside=("fa4", "flex"),
     usual=("block 128", "D 128", "bf16"),

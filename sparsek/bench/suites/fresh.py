@@ -248,8 +248,8 @@ BENCH = Bench(
             note=(
                 "Wall time of a call, mask included, back to back until the GPU is idle. A kept mask: the same call "
                 "with a mask that was made before. Masks come from other scores, or other documents, in each of four "
-                "calls. FlexAttention: its compiled create_block_mask and flex_attention. Over a peer: its time over "
-                "SparseK's; a target limits SparseK's time over it."
+                "calls. FlexAttention: its compiled create_block_mask and flex_attention. Over a peer: 1.50 means 1.5 "
+                "times as fast; a target is the most that a call may take, as a multiple of the peer's time."
             ),
             beside=(FLEX,),
             usual=("block 128", "16 heads", "D 128", "bf16"),

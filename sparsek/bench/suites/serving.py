@@ -349,7 +349,7 @@ BENCH = Bench(
             columns=(CASE, MS, SPEEDUP, USEFUL, GBPS, target(BARS, "")),
             note=(
                 "Useful TFLOPS count the pairs that are seen, GB/s the bytes of q, seen keys and values, and out. "
-                "Decoding is replayed in a CUDA graph. Over a peer: its time over SparseK's. A copy moves as many "
+                "Decoding is replayed in a CUDA graph. Over a peer: 1.50 means 1.5 times as fast. A copy moves as many "
                 "bytes as a call. Dense is torch on keys that lie one after another; SparseK's own kernel without "
                 "pages reads them so too. Dense and FlashAttention-4 compute every key up to the query where a window "
                 "or blocks are chosen, FlashAttention-4 a window as it is."
