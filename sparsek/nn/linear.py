@@ -128,11 +128,11 @@ class BlockSparseLinear(nn.Module):
         bias: bool = True,
         activation: Activation | None = None,
         dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
     ) -> BlockSparseLinear:
-        """Make a layer on the CPU with a random pattern, the same number of blocks in every block row.
+        """Make a layer with a random pattern, the same number of blocks in every block row.
 
-        Torch's global random generator is not used. Under `torch.device("meta")` the layer has its pattern, and
-        parameters on the meta device.
+        Torch's global random generator is not used. Values are drawn on the CPU, and so are the same on any device.
 
         Args:
             in_features: The number of columns of the weight.
@@ -143,6 +143,7 @@ class BlockSparseLinear(nn.Module):
             bias: Whether the layer has a bias.
             activation: "relu", "gelu", "gelu_tanh", "silu" or None.
             dtype: bf16, fp16, fp32 or fp64; torch's default dtype by default.
+            device: A CPU or CUDA device, or "meta"; the CPU by default, "meta" under `torch.device("meta")`.
 
         Raises:
             InvalidInput: For an argument outside these ranges.
@@ -150,12 +151,14 @@ class BlockSparseLinear(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         arguments.flag("bias", bias)
         arguments.dtype("dtype", dtype)
+        home = _meta(device)
+        target = "cpu" if home or device is None else arguments.device("device", device)
         pattern = random_pattern(out_features, in_features, block, density, seed=seed)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._own(pattern, *_empty(pattern, bias, dtype, _meta() or pattern.device), activation)
+        made._own(pattern, *_empty(pattern, bias, dtype, home or pattern.device), activation)
         made.reset_parameters(torch.Generator("cpu").manual_seed(operator.index(seed)))
-        return made
+        return made if home else made.to(target)
 
     @classmethod
     @outside_inference
@@ -193,7 +196,7 @@ class BlockSparseLinear(nn.Module):
                 f"{type(dense).__name__}"
             )
         weight, bias = (dense.weight, dense.bias) if isinstance(dense, nn.Linear) else (dense, None)
-        if weight.is_meta:
+        if isinstance(weight, Tensor) and weight.is_meta:
             if mask is None:
                 raise InvalidInput(
                     "the weight is on the meta device and has no values by which blocks are chosen; give mask=, or use "
@@ -546,7 +549,7 @@ class BlockSparseLinear(nn.Module):
 def _meta(device: Any = None) -> torch.device | None:
     """The meta device, if it is named, or torch's default where none is named; else None."""
     home = torch.get_default_device() if device is None else device
-    meta = home.type == "meta" if isinstance(home, torch.device) else home == "meta"
+    meta = home.type == "meta" if isinstance(home, torch.device) else isinstance(home, str) and home == "meta"
     return torch.device("meta") if meta else None
 
 

@@ -527,8 +527,9 @@ CALLS: dict[str, Call] = {
             bias=True,
             activation=None,
             dtype=None,
+            device="cpu",
         ),
-        {"block": "int sequence", "activation": "text", "dtype": "dtype", "density": "int"},
+        {**PLACE, "block": "int sequence", "activation": "text", "dtype": "dtype", "density": "int"},
     ),
     "nn.BlockSparseLinear.from_dense": Call(
         function(

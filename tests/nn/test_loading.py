@@ -396,7 +396,14 @@ def test_a_layer_is_made_on_meta_with_its_pattern() -> None:
     masked = BlockSparseLinear.from_dense(
         nn.Linear(70, 100, device="meta"), (32, 16), mask=dense_mask(pattern)
     )
-    for made in (drawn, given, masked, BlockSparseLinear(pattern, device="meta"), layer().to("meta")):
+    for made in (
+        drawn,
+        given,
+        masked,
+        BlockSparseLinear(pattern, device="meta"),
+        layer(device="meta"),
+        layer().to("meta"),
+    ):
         assert {x.device.type for x in made.state_dict().values()} == {"meta"}
         assert made.pattern.same_as(pattern)
         assert copy.deepcopy(made).to_empty(device="cpu").pattern.same_as(pattern)

@@ -371,7 +371,7 @@ def through_scipy() -> Any:
 def layers() -> Any:
     at: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     torch.manual_seed(4)
-    layer = sk.nn.BlockSparseLinear.random(80, 100, (32, 16), 0.5, dtype=torch.float32)
+    layer = sk.nn.BlockSparseLinear.random(80, 100, (32, 16), 0.5, **at)
     other = sk.nn.BlockSparseLinear(matrix().pattern, **at)
     pruned = sk.nn.BlockSparseLinear.from_dense(torch.nn.Linear(80, 100, **at), (32, 16), keep=0.5)
     attend = sk.nn.SparseAttention(64, 2, sk.MaskPolicy(topk=2), **at)
@@ -379,9 +379,7 @@ def layers() -> Any:
     outputs += [attend(dense(2, 200, 64)), attend(dense(200, 64), cu_seqlens=edges())]
     torch.cat([each.flatten() for each in outputs]).sum().backward()
     parameters = [each for made in (layer, other, pruned, attend) for each in made.parameters()]
-    other.load_state_dict(
-        sk.nn.BlockSparseLinear.random(80, 100, (32, 16), 0.3, dtype=torch.float32).state_dict()
-    )
+    other.load_state_dict(sk.nn.BlockSparseLinear.random(80, 100, (32, 16), 0.3, **at).state_dict())
     return outputs, [(each, each.grad) for each in parameters if each.grad is not None], other(dense(7, 80))
 
 
