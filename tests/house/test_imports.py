@@ -16,6 +16,7 @@ from sparsek.cli import __main__ as command_line
 from sparsek.cli import bench
 from sparsek.cli.deferred import Deferred
 from tests.house.tools import ROOT, python, pythons
+from tests.sampling import sampled
 
 LOADED = """
 import json, sys, torch
@@ -33,11 +34,14 @@ import sys, sparsek
 sparsek.BlockMask.causal(1000, device="cpu") & sparsek.BlockMask.sliding_window(1000, 300, device="cpu")
 print("torch._dynamo" in sys.modules)
 """
-MATRICES = [
-    "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16, threshold=0)",
-    "from sparsek.matrix.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
-    "import sparsek as sk; A = sk.Semi24.from_dense(ones(32, 32))",
-]
+MATRICES = sampled(
+    [
+        "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16, threshold=0)",
+        "from sparsek.matrix.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
+        "import sparsek as sk; A = sk.Semi24.from_dense(ones(32, 32))",
+    ],
+    1,
+)
 LEARNS = """
 x = ones(32, 2, requires_grad=True)
 if hasattr(A, "order"):

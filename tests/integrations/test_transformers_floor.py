@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from tests.house.tools import ROOT, python_beside, run
+from tests.sampling import half
 
 HERE = Path(__file__).resolve()
 MODELS = re.compile(r"tests\.integrations\.models")
@@ -24,9 +25,9 @@ def pinned() -> str:
 
 
 def of_models() -> list[Path]:
-    """The tests beside this one that load transformers. SparseK's part for diffusers does not."""
+    """Half of the tests beside this one that load transformers, other ones in every run. Those of diffusers do not."""
     found = [path for path in HERE.parent.glob("test_*.py") if MODELS.search(path.read_text())]
-    return sorted(path for path in found if path != HERE)
+    return half(sorted(path for path in found if path != HERE))
 
 
 def test_the_floor_that_is_tested_is_the_one_that_is_promised():
@@ -43,4 +44,4 @@ def test_the_tests_of_integrations_pass_under_the_floor():
     options = ("-q", "-m", "not gpu", "-p", "no:cacheprovider", *left_out)
     done = run(python, "-m", "pytest", *options, *map(str, of_models()), env=under)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 100
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 50

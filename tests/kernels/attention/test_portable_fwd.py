@@ -44,7 +44,7 @@ def test_every_config_compiles_without_spills_into_shared_memory(card: str, dim:
     p = problem(card, dim)
     configs = list(KERNEL.configs(p))
     assert len(configs) >= 3
-    for c in configs:
+    for c in sampled(configs, 3, of=(card, dim)):
         check_code(card, p, c, compiled(card, dim, dim, p.block, "both", c))
 
 

@@ -1,5 +1,6 @@
 """kernels/estimate, compiled for cards that are not there."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from sparsek.kernels.estimate import coarse, maps, mass, means, scores
+from tests.kernels.lang.covering import once
 from tests.kernels.lang.portable_code import Code, compiled
 from tests.problems import CARDS
 
@@ -33,27 +35,25 @@ def code_of_scores(c: scores.Config, card: str, dim: int, block: int, parts: int
     return compiled(scores._scores, types, constants, CARDS[card], c.num_warps, c.num_stages, aligned=aligned)
 
 
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-@pytest.mark.parametrize(
-    ("dtype", "dim", "side", "parts"),
-    [("bf16", 128, 128, 1), ("bf16", 128, 64, 4), ("fp32", 64, 64, 4), ("fp16", 128, 256, 1)],
-)
+OF_MEANS = (("bf16", 128, 128, 1), ("bf16", 128, 64, 4), ("fp32", 64, 64, 4), ("fp16", 128, 256, 1))
+OF_SCORES = ((128, 64, 4, False), (128, 128, 1, True), (64, 64, 4, True))
+CARD_NAMES = ("sm_90", "sm_80")
+
+
+@pytest.mark.parametrize(("card", "what"), once(product(CARD_NAMES, OF_MEANS)), ids=str)
 def test_means_read_16_bytes_at_once_and_keep_all_in_registers(
-    card: str, dtype: str, dim: int, side: int, parts: int
+    card: str, what: tuple[str, int, int, int]
 ) -> None:
+    dtype, dim, side, parts = what
     code = code_of_means(card, dtype, dim, side, parts)
     assert code.stack == 0
     assert "ld.global.v4.b32" in code.ptx
     assert code.registers <= 168
 
 
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-@pytest.mark.parametrize(
-    ("dim", "block", "parts", "causal"), [(128, 64, 4, False), (128, 128, 1, True), (64, 64, 4, True)]
-)
-def test_scores_use_tensor_cores_and_pipelined_loads(
-    card: str, dim: int, block: int, parts: int, causal: bool
-) -> None:
+@pytest.mark.parametrize(("card", "what"), once(product(CARD_NAMES, OF_SCORES)), ids=str)
+def test_scores_use_tensor_cores_and_pipelined_loads(card: str, what: tuple[int, int, int, bool]) -> None:
+    dim, block, parts, causal = what
     code = code_of_scores(scores.SMALL, card, dim, block, parts, causal)
     assert code.stack == 0 or card == "sm_80"  # whose tensor cores read both operands from registers
     assert code.copies
@@ -74,8 +74,7 @@ def test_parts_of_a_block_are_added_within_a_thread(dim: int) -> None:
 UNUSED: dict[bool, dict[str, Any]] = {True: {"within": None}, False: {}}
 
 
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("within", "causal"), once(product((False, True), (False, True))))
 def test_maps_and_masses_compile(within: bool, causal: bool) -> None:
     names = ("full", "part")
     types = {f"{name}_{part}": "*i32" for name in names for part in ("starts", "counts", "indices")} | {

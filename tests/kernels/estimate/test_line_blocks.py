@@ -1,5 +1,6 @@
 """Kernels of FlexPrefill and VerticalSlash, compiled for cards that are not there."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from sparsek.kernels.estimate import cut, line_blocks, probe
+from tests.kernels.lang.covering import once
 from tests.kernels.lang.portable_code import Code, compiled
 from tests.problems import CARDS
 
@@ -26,9 +28,16 @@ def code_of_probe(card: str, second: bool, rows: int, tokens: bool) -> Code:
     return compiled(kernel, types, constants, CARDS[card], probe.WARPS[rows], probe.STAGES[rows])
 
 
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-@pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize(("rows", "tokens"), [(64, True), (128, False)])
+@pytest.mark.parametrize(
+    ("second", "card", "rows", "tokens"),
+    [
+        (second, card, *rows)
+        for second, card, rows in once(
+            product((False, True), ("sm_90", "sm_80"), ((64, True), (128, False))),
+            lambda case: (case[:2], ("rows", case[0], case[2])),
+        )
+    ],
+)
 def test_probes_use_tensor_cores_and_copy_asynchronously(
     card: str, second: bool, rows: int, tokens: bool
 ) -> None:

@@ -1,5 +1,6 @@
 """Quest's kernels compiled for cards that are not there."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from sparsek.kernels.paged import quest
+from tests.kernels.lang.covering import once
 from tests.kernels.lang.portable_code import compiled
 from tests.problems import CARDS
 
@@ -26,9 +28,12 @@ def test_summaries_are_read_by_16_bytes_and_multiplied_by_tensor_cores(card: str
     assert code.shared <= CARDS[card].smem_bytes // 3
 
 
-@pytest.mark.parametrize(("card", "kind"), [("sm_90", "bf16"), ("sm_90", "fp8e4nv"), ("sm_80", "fp32")])
-@pytest.mark.parametrize("scan", [quest.FEW, quest.MANY])
-def test_an_update_keeps_all_in_registers_and_needs_no_atomics(card: str, kind: str, scan: int) -> None:
+KINDS = (("sm_90", "bf16"), ("sm_90", "fp8e4nv"), ("sm_80", "fp32"))
+
+
+@pytest.mark.parametrize(("of", "scan"), once(product(KINDS, (quest.FEW, quest.MANY))), ids=str)
+def test_an_update_keeps_all_in_registers_and_needs_no_atomics(of: tuple[str, str], scan: int) -> None:
+    card, kind = of
     types = {"keys": f"*{kind}", "slots": "*i64", "summaries": f"*{kind}"}
     constants: dict[str, Any] = {"PAGE": 128, "D": 128, "WIDE": 128, "SCAN": scan}
     code = compiled(quest._update, types, constants, CARDS[card], 4, 3)

@@ -16,6 +16,7 @@ from sparsek.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import Case
 from tests.problems import A100, changed, spmm_problem
+from tests.sampling import sampled
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
@@ -49,7 +50,7 @@ COMPILED = every_shape()[::3]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("c", COMPILED, ids=str)
+@pytest.mark.parametrize("c", sampled(COMPILED, 4), ids=str)
 def test_configs_compile_to_sparse_mma_and_wide_copies_without_spills(c: Config) -> None:
     text, log = disassembled(PROGRAM.source, PROGRAM.path.name, [*OPTIONS, *c.defines])
     opcodes = [each.opcode for each in sass.parsed(text).code]
