@@ -35,7 +35,7 @@ COMPANION = re.compile(
     r"|absmax|quant_map|scb|codebooks?|row_offsets|bitmask|meta|_scale|_?shift|weight_shape)",
     re.IGNORECASE,
 )
-PACKED = re.compile(r"(.*[._])?(qweight|packed|blocks|codes|b|_data|weight)", re.IGNORECASE)
+PACKED = re.compile(r"(.*[._])?(qweight|packed|blocks|codes|b|w_q|_?q?data|weight)", re.IGNORECASE)
 SCALES = ("{}_scale", "{}_scale_inv", "{}.scale", "scale_{}", "{}_scales", "scale", "scales")
 SECOND = ("{}_scale_2", "{}_global_scale")  # a scale of scales
 BLOCK_SIDES = (128, 64, 32, 16, 256)
