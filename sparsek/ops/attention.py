@@ -143,8 +143,9 @@ def attention(
             as in flash-attention. The last query stands at the last key, whatever q_offset the mask was built with.
             They get no gradient, and must not require one.
         sink_logits: [Hq] in float32 or q's dtype: the score of a learned sink of each head, which takes part in the
-            softmax and has no value, as in gpt-oss (`s_aux` of flash-attention). Finite, or -inf for none. A query that
-            sees no key gets out = 0 and lse = its sink.
+            softmax and has no value, as in gpt-oss (`s_aux` of flash-attention). Finite, or -inf for none: others raise
+            InvalidInput on a CPU; on a GPU, where that would wait, they make NaN of their head. A query that sees no
+            key gets out = 0 and lse = its sink.
         **refused: Options of other libraries (dropout_p, attn_bias, score_mod and others). Values that change
             nothing pass, such as None, dropout_p=0.0 and enable_gqa=True; others raise InvalidInput, with what to do
             instead.

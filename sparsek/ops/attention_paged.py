@@ -131,8 +131,8 @@ def attention_paged(
         causal: Whether a query sees no key after its own position.
         scale: The factor of the scores, from 1e-30 to 1e30; D**-0.5 by default.
         softcap: The cap of scores: 0 for none, or from 1e-3 to 1e3.
-        sink_logits: float32 [Hq]: a learned score of each head that takes part in the softmax without a value.
-            (`MaskPolicy.sinks` counts first keys.)
+        sink_logits: float32 [Hq]: a learned score of each head that takes part in the softmax without a value, finite
+            or -inf, as in `attention`. (`MaskPolicy.sinks` counts first keys.)
         k_scale: What FP8 keys are multiplied by: a float, or float32 [1] or [Hkv].
         v_scale: The same for values.
         out: Where to write [tokens, Hq, Dv], in the dtype of q, with a contiguous last dim and memory that no

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.core.tracing import check_real
+from sparsek.core.tracing import check_real, concrete, faking, is_fake, untransformed
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import swapped
 from sparsek.plan.operands import wants_gradient
@@ -131,6 +131,7 @@ def checked_scores(
             )
     if sink_logits is not None:
         _check_heads("sink_logits", sink_logits, q, ((heads,),), kinds, here)
+        check_sinks(sink_logits)
     return Scores(cap, alibi_slopes, sink_logits)
 
 
@@ -154,6 +155,25 @@ def _check_heads(
         )
     if x.device != q.device and (here or x.is_meta):
         raise InvalidInput(f"{name} is on {x.device} and q on {q.device}; call {name}.to({str(q.device)!r})")
+
+
+def check_sinks(sink_logits: Tensor) -> None:
+    """InvalidInput for NaN and +inf among sinks on a CPU. On a GPU that would wait."""
+    if sink_logits.device.type != "cpu" or torch.compiler.is_compiling() or faking() or is_fake(sink_logits):
+        return
+    try:
+        plain = concrete(sink_logits, "", "").detach()
+    except InvalidInput:  # vmap maps over them
+        return
+
+    def find() -> int | None:
+        bad = (plain < torch.inf).logical_not()
+        return int(bad.nonzero()[0]) if bool(bad.any()) else None
+
+    head = untransformed(find)
+    if head is not None:
+        value = untransformed(lambda: float(plain[head]))
+        raise InvalidInput(f"sink_logits[{head}] is {value}; a sink is a finite number, or -inf for none")
 
 
 def changes(scores: Scores) -> tuple[bool, bool]:

@@ -14,7 +14,7 @@ from sparsek.core.tracing import is_fake
 from sparsek.mask.operands import MOVE
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
-from sparsek.plan.attention_operands import Layout, checked_softcap
+from sparsek.plan.attention_operands import Layout, check_sinks, checked_softcap
 from sparsek.plan.operands import check_no_tangent, overlap, wants_gradient
 
 PAGES = (16, 32, 64, 128, 256)
@@ -180,6 +180,7 @@ def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:
         if not sink_logits.is_contiguous():
             raise InvalidInput("sink_logits has gaps; call sink_logits.contiguous()")
         arguments.one_device("q is", q.device, "sink_logits", sink_logits.device, MOVE)
+        check_sinks(sink_logits)
     return checked_softcap(softcap)
 
 

@@ -46,6 +46,12 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("scale", lambda x: 0.0, "scale is 0.0"),
     ("softcap", lambda x: -1.0, "softcap is -1.0"),
     ("sink_logits", lambda x: torch.zeros(4, dtype=torch.float16), r"float32 \[4\].*sink_logits.float\(\)"),
+    (
+        "sink_logits",
+        lambda x: torch.full((4,), torch.nan),
+        r"sink_logits\[0\] is nan; a sink is a finite number",
+    ),
+    ("sink_logits", lambda x: torch.tensor([0, 0, 0, torch.inf]), r"sink_logits\[3\] is inf"),
     ("k_scale", lambda x: 0.5, "only FP8 pages have a scale"),
     ("k_scale", lambda x: torch.ones(1), "only FP8 pages have a scale"),
     ("out", lambda x: torch.empty_like(x.q)[:3], r"must be torch.float32 \[26, 4, 16\]"),

@@ -202,6 +202,15 @@ def test_a_layer_has_a_softcap_and_learned_sinks() -> None:
         ({"sink_logits": torch.ones(4).int()}, "sink_logits is torch.int32"),
         ({"sink_logits": [1.0] * 4}, "sink_logits must be a dense torch.Tensor, got list"),
         ({"sink_logits": torch.ones(4, device="meta")}, "sink_logits is on meta and q on cpu"),
+        (
+            {"sink_logits": torch.tensor([0, -torch.inf, torch.nan, 0])},
+            r"sink_logits\[2\] is nan; a sink is a finite",
+        ),
+        (
+            {"sink_logits": torch.tensor([0, torch.inf, 0, 0]).double()},
+            r"sink_logits\[1\] is inf; .* or -inf for none",
+        ),
+        ({"sink_logits": torch.full((4,), torch.nan, requires_grad=True)}, r"sink_logits\[0\] is nan"),
         ({"s_aux": torch.ones(4)}, "it is called sink_logits here"),
     ],
 )
