@@ -15,12 +15,12 @@ from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy, MaskRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops import bound
-from sparsek.ops.attention_paged_checks import check_values
 from sparsek.ops.attention_paged_lists import lists_of_rule
 from sparsek.ops.attention_paged_op import ATTENTION_PAGED, through_op
 from sparsek.ops.bound import Calls, Slot
 from sparsek.plan.attention_operands import checked_scale, checked_softcap
 from sparsek.plan.attention_paged import PagedPlan, paged_call
+from sparsek.plan.paged_checks import check_values
 from sparsek.plan.paged_operands import check_no_gradient, check_page_scale, check_tensors
 
 PagedCache = Tensor | Sequence[Tensor]
@@ -109,7 +109,7 @@ def attention_paged(
 
     Args:
         q: Queries [tokens, Hq, D] of all requests, one request after the other. Rows after the last request are
-            ignored, and so are those of out.
+            ignored.
         cache: One tensor [pages, Hkv, page, 2 * D], keys before values, or a pair (k [pages, Hkv, page, D], v [pages,
             Hkv, page, Dv]), with any strides: a cache [pages, page, Hkv, D] goes in as `x.transpose(1, 2)`. Pages have
             16, 32, 64, 128 or 256 rows, in the dtype of q or in float8_e4m3fn. Hq is a multiple of Hkv.
@@ -136,15 +136,16 @@ def attention_paged(
         k_scale: What FP8 keys are multiplied by: a float, or float32 [1] or [Hkv].
         v_scale: The same for values.
         out: Where to write [tokens, Hq, Dv], in the dtype of q, with a contiguous last dim and memory that no
-            other argument shares.
+            other argument shares. Rows after the last request stay as they are.
         return_lse: Whether to return lse as well.
         kernel: A name from the table of kernels. It runs or raises `Unsupported`.
-        check: Whether to check page ids, lengths and lists on the device, with a wait. Without it wrong ones give a
-            result without meaning, but nothing outside the tensors is read. Refused under torch.compile.
+        check: Whether to check page ids, lengths and lists on the device, with a wait. Without it wrong ones are
+            refused on a CPU; on a GPU they give a result without meaning, but nothing outside the tensors is read, and
+            shapes and bounds without room for the rows of q are refused. Refused under torch.compile.
 
     Returns:
         out [tokens, Hq, Dv] in the dtype of q. With return_lse (out, lse), lse [Hq, tokens] in float32, or float64 for
-        float64. Rows after the last request are not written.
+        float64. Rows after the last request are 0 and -inf, without a wait for the device.
 
     Raises:
         InvalidInput: For operands that do not fit together, also for those that require a gradient: this is for
@@ -265,7 +266,15 @@ def plan_attention_paged(
     if unknown:
         raise TypeError(f"plan_attention_paged() got an unexpected keyword argument '{unknown[0]}'")
     call = paged_call(
-        q, cache, block_table, seq_lens, cu_seqlens_q, mask, **options, predicted=device is not None
+        q,
+        cache,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        mask,
+        **options,
+        planned=True,
+        predicted=device is not None,
     )
     return ATTENTION_PAGED.plan(call, kernel, config, device)
 

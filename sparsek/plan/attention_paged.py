@@ -14,11 +14,13 @@ from sparsek.core.device import Card, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home, drop_oldest
 from sparsek.core.streams import captured, tensors_in
+from sparsek.core.tracing import faking, is_fake
 from sparsek.mask.pages import PageLists
 from sparsek.plan import paged_operands as operands
 from sparsek.plan.attention import megabytes
 from sparsek.plan.attention_operands import checked_scale, lse_dtype
 from sparsek.plan.kernel import PagedCall
+from sparsek.plan.paged_checks import check_values
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import TYPICAL, PagedProblem
 from sparsek.plan.select import Choice
@@ -118,6 +120,22 @@ class Paged(NamedTuple):
         return {}
 
 
+def _without_keys(call: Paged, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The result of a call in which no query has a key: 0, and -inf or the sink; after the last request -inf."""
+    if not call.q.shape[0]:
+        return out, lse
+    rows = torch.arange(call.q.shape[0], dtype=torch.int32, device=call.q.device) < call.cu_seqlens_q[-1]
+    if call.out is None:
+        out.zero_()
+    else:
+        out.masked_fill_(rows[:, None, None], 0)
+    if lse is not None:
+        lse.fill_(-torch.inf)
+        if call.sink_logits is not None:
+            lse.copy_(torch.where(rows, call.sink_logits[:, None].to(lse.dtype), lse))
+    return out, lse
+
+
 def paged_call(
     q: Any,
     cache: Any,
@@ -136,9 +154,13 @@ def paged_call(
     v_scale: Any = None,
     out: Any = None,
     return_lse: Any = False,
+    planned: bool = False,
     predicted: bool = False,
 ) -> Paged:
-    """The checked call of these arguments of the verb. `predicted`: it is not run, so tensors may be on any device."""
+    """The checked call of these arguments of the verb; of CPU tensors the values are checked too.
+
+    `planned`: it is not run, and values do not matter; if also `predicted`, tensors may be on any device.
+    """
     k, v = operands.split_cache(q, cache)
     if not predicted:
         arguments.supported("q", q.device)
@@ -163,12 +185,18 @@ def paged_call(
         else min(arguments.integer("max_seqlen_q", max_seqlen_q), MOST_QUERIES)
     )
     max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)
+    on_cpu = q.device.type == "cpu" and not (faking() or is_fake(q))
+    if not on_cpu:
+        operands.check_sizes(q, k, block_table, seen, max_q)
     k_factor, v_factor = _page_scales(k, scales)
-    return Paged(
+    call = Paged(
         q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, k_factor, v_factor,
         checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, max_q,
         min(max_k, most), arguments.flag("return_lse", return_lse), out,
     )  # fmt: skip
+    if on_cpu and not (planned or predicted):
+        check_values(call, every=False)
+    return call
 
 
 def _page_scales(k: Tensor, scales: list[Any]) -> list[Tensor | None]:
@@ -218,8 +246,10 @@ class PagedPlan(Plan):
                 "plans do not go through torch.compile and torch.func; call attention_paged(...) there"
             )
         self.refuse_unless_ready()
-        call = paged_call(*operands, **options, return_lse=self.problem.lse)
+        call = paged_call(*operands, **options, return_lse=self.problem.lse, planned=True)
         self._check_planned(call)
+        if call.q.device.type == "cpu":
+            check_values(call, every=False)
         out, lse = self.run(call, captured(call.q))
         return out if lse is None else (out, lse)
 
@@ -244,19 +274,11 @@ class PagedPlan(Plan):
         if out is None:
             out = q.new_empty((q.shape[0], p.q_heads, p.v_dim))
         lse = q.new_empty((p.q_heads, q.shape[0]), dtype=lse_dtype(q.dtype)) if p.lse else None
-        if not q.shape[0] or not call.seq_lens.shape[0] or not call.max_q:
-            return out, lse
-        if not call.max_k or not call.k.shape[0]:  # there are no keys at all
-            rows = torch.arange(q.shape[0], dtype=torch.int32, device=q.device) < call.cu_seqlens_q[-1]
-            out.masked_fill_(rows[:, None, None], 0)
-            if lse is not None:
-                none = (
-                    lse.new_full((p.q_heads,), -torch.inf) if call.sink_logits is None else call.sink_logits
-                )
-                lse.copy_(torch.where(rows, none[:, None].to(lse.dtype), lse))
-            return out, lse
+        if not q.shape[0] or not call.seq_lens.shape[0] or not call.max_k:
+            return _without_keys(call, out, lse)
+        ends = 0 if call.out is not None else q.shape[0], 0 if lse is None else q.shape[0]
         kernel, config, _ = self.choice
-        kernel.launch(config, self.work, PagedCall(*call[:12], out, lse))
+        kernel.launch(config, self.work, PagedCall(*call[:12], out, lse, *ends))
         return out, lse
 
     def headline(self) -> list[str]:

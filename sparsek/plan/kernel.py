@@ -203,8 +203,8 @@ class PagedCall(NamedTuple):
     value that every query sees, or None.
 
     `out` [tokens, Hq, Dv], any strides with a contiguous last dim, and `lse` float32 [Hq, tokens], contiguous, are
-    preallocated. Rows of requests are fully overwritten: 0 and -inf for a query that sees nothing. Rows behind
-    cu_seqlens_q[-1] are not written.
+    preallocated. Rows of requests are fully overwritten: 0 and -inf for a query that sees nothing. Rows from
+    cu_seqlens_q[-1] to `out_end` of out become 0, and those to `lse_end` of lse -inf; further ones are not written.
     """
 
     q: Tensor
@@ -221,6 +221,8 @@ class PagedCall(NamedTuple):
     softcap: float
     out: Tensor
     lse: Tensor | None
+    out_end: int = 0
+    lse_end: int = 0
 
 
 class PagedKernel(Kernel[PagedProblem], Protocol):

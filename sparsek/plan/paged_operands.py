@@ -168,6 +168,34 @@ def _check_lists(q: Tensor, k: Tensor, lists: PageLists) -> None:
     arguments.one_device("q is", q.device, "mask", lists.device, "make the lists on q's device")
 
 
+def check_sizes(q: Tensor, k: Tensor, block_table: Tensor, seen: Visible, max_q: int) -> None:
+    """InvalidInput for sizes that leave the queries of q without room, unless values are checked, which finds more.
+
+    Rows of q after the last request are not known here, and count as queries.
+    """
+    if not q.shape[0] or not block_table.shape[0]:
+        return
+    if not max_q:
+        raise InvalidInput(
+            f"max_seqlen_q is 0 and q has {q.shape[0]} rows; give the most queries of a request"
+        )
+    if not k.shape[0]:
+        raise InvalidInput(f"cache has no pages: {list(k.shape)}; it needs one at least")
+    if not block_table.shape[1]:
+        raise InvalidInput(
+            f"block_table is {list(block_table.shape)}; it needs a column for each page of a request"
+        )
+    lists = seen.lists
+    if lists is None:
+        return
+    bq = lists.block[0]
+    if lists.tiles * bq < q.shape[0]:
+        raise InvalidInput(
+            f"mask has {lists.tiles} tiles of {bq} queries for each head, and q has {q.shape[0]} rows; on a GPU rows "
+            f"after the last request count too: make {-(-q.shape[0] // bq)} tiles, or pass q without these rows"
+        )
+
+
 def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:
     """The cap of scores. InvalidInput unless it is positive or 0, and sink_logits are None or float32 [Hq]."""
     if sink_logits is not None:

@@ -1,5 +1,6 @@
 """sk.attention_paged: results, layouts, lists, policies, out, plans; and sk.PageLists."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
 from sparsek.core.device import H200
@@ -70,6 +72,34 @@ def test_rows_of_no_request_and_other_memory_of_out_are_not_written() -> None:
     assert torch.equal(out[: x.end], attend(x)[: x.end])
     assert bool(whole[x.end :].isnan().all())
     assert bool(whole[:, 4:].isnan().all())
+
+
+@pytest.mark.parametrize("lengths", [((1, 40), (5, 33)), (), ((0, 9),), ((2, 0),)], ids=str)
+@pytest.mark.parametrize("by_op", [False, True])
+@pytest.mark.parametrize("kernel", [None, "reference.attention_paged"])
+def test_rows_of_no_request_are_zeros(
+    lengths: tuple[tuple[int, int], ...], by_op: bool, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where memory holds something: here every new tensor is poisoned."""
+    x = replace(MIXED, lengths=lengths, tail=3, loose=True).make()
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *given, **more: empty(*given, **more).fill_(torch.nan)
+    )
+    plan = sk.plan_attention_paged(**arguments_of(x), return_lse=True, kernel=kernel)
+    with FlopCounterMode(display=False) if by_op else nullcontext():
+        found = [attend(x, return_lse=True, kernel=kernel)]
+    if not by_op:
+        found += [
+            plan(**arguments_of(x)),
+            (None, attend(x, return_lse=True, kernel=kernel, out=x.q.clone())[1]),
+        ]
+    for out, lse in found:
+        if out is not None:
+            assert not out.isnan().any()
+            assert torch.equal(out[x.end :], torch.zeros(3, 4, 16))
+        assert torch.equal(lse[:, x.end :], torch.full((4, 3), -torch.inf))
+        assert not lse.isnan().any()
 
 
 def test_scales_of_pages_may_be_floats() -> None:

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
 from sparsek.mask.lists import BlockLists
-from tests.ops.paged import CASES, MIXED, attend
+from sparsek.plan.paged_operands import Visible, check_sizes
+from tests.ops.paged import CASES, MIXED, arguments_of, attend
 
 ODD: Any = 64  # no pair
 LISTS = torch.tensor([0, 1], dtype=torch.int32).repeat(1, 30, 1)
@@ -115,13 +117,52 @@ def test_gradients_are_refused_only_where_autograd_is_on() -> None:
         (lambda x: x.cu_seqlens_q.__setitem__(1, 8), "cu_seqlens_q falls from 8 to 6 at request 1"),
     ],
 )
-def test_check_finds_values_that_do_not_fit(change: Any, what: str) -> None:
+def test_values_that_do_not_fit_are_found(change: Any, what: str) -> None:
+    """On a CPU without check=True, which adds queries without a key of their own; by a plan and by the op too."""
     x = MIXED.make()
+    given = arguments_of(x)
+    plan = sk.plan_attention_paged(**given)
+
+    def by_op() -> None:
+        with FlopCounterMode(display=False):
+            attend(x)
+
     attend(x, check=True)
     change(x)
     with pytest.raises(sk.InvalidInput, match=what):
         attend(x, check=True)
-    attend(x)
+    if "causal=True" in what:
+        assert not attend(x)[1:3].any()
+        return
+    for call in (lambda: attend(x), lambda: plan(**given), by_op):
+        with pytest.raises(sk.InvalidInput, match=what):
+            call()
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k", "cache", "block_table", "mask"])
+def test_sizes_without_room_are_refused_without_check(name: str) -> None:
+    """On a CPU by the lengths; elsewhere by shapes and numbers, as the meta device shows."""
+    x = MIXED.make()
+    few = sk.PageLists.from_indices(LISTS[:, :25].contiguous(), (1, 16))
+    wrong: dict[str, Any] = {
+        "max_seqlen_q": 0, "max_seqlen_k": 39, "cache": x.cache[:0], "block_table": x.block_table[:, :0], "mask": few,
+    }  # fmt: skip
+    with pytest.raises(sk.InvalidInput, match=name if name != "cache" else "the cache has no pages"):
+        attend(x, **{name: wrong[name]})
+    if name == "max_seqlen_k":  # lengths alone show that it is too small
+        return
+    given = arguments_of(x) | {name: wrong[name]}
+    meta: dict[str, Any] = {
+        key: each.to("meta") if isinstance(each, torch.Tensor) else each for key, each in given.items()
+    }
+    elsewhere: Any = lambda: sk.plan_attention_paged(**meta, device="h200")  # noqa: E731
+    if name == "mask":  # lists are not on the meta device
+        elsewhere = lambda: check_sizes(x.q, x.k, x.block_table, Visible(True, lists=few), 20)  # noqa: E731
+    with pytest.raises(sk.InvalidInput, match=name):
+        elsewhere()
+    ones = arguments_of(x) | {name: wrong[name], "q": x.q[:0], "cu_seqlens_q": x.cu_seqlens_q * 0}
+    ones["seq_lens"] = x.seq_lens * 0
+    assert sk.attention_paged(**ones).shape == (0, 4, 16)
 
 
 def test_check_finds_more_queries_than_the_bound() -> None:

@@ -77,6 +77,9 @@ class CpuPaged:
                     )
                     _tile(work, call, table[r], length, slice(start, stop), start + shift, listed)
                 tile += -(-(last - first) // bq)
+            call.out[edges[-1] : call.out_end] = 0
+            if call.lse is not None:
+                call.lse[:, edges[-1] : call.lse_end] = -torch.inf
 
 
 def _tile(

@@ -58,6 +58,7 @@ from sparsek.kernels.lang.gluon import (
     tma_store,
     tma_store_wait,
 )
+from sparsek.kernels.paged.padding import clear
 from sparsek.kernels.paged.producer import load
 from sparsek.kernels.paged.schedule import FAR, Shape, capacity, schedule
 from sparsek.kernels.paged.steps import RECORD, allowed, masked_key, tile_at, tile_number, within
@@ -363,6 +364,7 @@ class HopperPaged:
         q, k, v, table, out = call.q, call.k, call.v, call.block_table, call.out
         if 0 in q.shape or call.seq_lens.shape[0] == 0:
             return
+        clear(call)
         tiles, count = schedule(call, work.shape)
         units = q.shape[1] // c.pack
         # TMA stores whole rows of an aligned `out`; otherwise its description is not used, and q's is as good.

@@ -43,6 +43,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import at
 from sparsek.kernels.paged import portable_parts
+from sparsek.kernels.paged.padding import clear_padding
 from sparsek.kernels.paged.portable_steps import FP16_OVER_E4M3, walk, within_fp16
 from sparsek.plan.kernel import PagedCall, PagedKernel
 from sparsek.plan.problem import PagedProblem
@@ -94,7 +95,7 @@ class Work(NamedTuple):
 # New lengths, tables and lists compile nothing: Triton does not specialize for these values.
 _NUMBERS = (
     "tokens", "requests", "pages", "row_entries", "max_q", "max_k", "window", "sinks", "list_tiles", "longest",
-    "full_size", "partial_size",
+    "full_size", "partial_size", "out_end", "lse_end",
 )  # fmt: skip
 _INTS = (
     "table", "seq_lens", "cu_seqlens_q", "counts", "full_starts", "full_counts", "full_columns", "partial_starts",
@@ -108,7 +109,7 @@ def _attention(
     q, k, v, table, seq_lens, cu_seqlens_q, sink_logits, k_scale, v_scale, out, lse, o_part, lse_part, counts,
     full_starts, full_counts, full_columns, partial_starts, partial_counts, partial_columns,
     scale, cap, tokens, requests, pages, row_entries, max_q, max_k, window, sinks, list_tiles, longest, full_size,
-    partial_size, sq_m, sq_h, sq_d, sk_p, sk_h, sk_d, sv_p, sv_h, sv_d, so_m, so_h, so_d,
+    partial_size, out_end, lse_end, sq_m, sq_h, sq_d, sk_p, sk_h, sk_d, sv_p, sv_h, sv_d, so_m, so_h, so_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     PACK: tl.constexpr, LIST_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -129,6 +130,10 @@ def _attention(
     VW: tl.constexpr = max(16, triton.next_power_of_2(DV))
     LOG2E: tl.constexpr = 1.4426950408889634
 
+    clear_padding(
+        out, lse, cu_seqlens_q, tokens, requests, out_end, lse_end, HEADS, 2 * DV if FP8 else DV, so_m, so_h, so_d,
+        lse is not None,
+    )  # fmt: skip
     index = tl.arange(0, CHUNK)
     following = tl.program_id(0)  # this program's next item, from the chunk's first one on
     list_before = 0
@@ -553,8 +558,8 @@ class PortablePaged:
                 call.v_scale, out, lse, o_part, lse_part, counts, *listed,
                 scale, cap, tokens, requests, k.shape[0], call.block_table.stride(0), work.max_q,
                 min(work.max_k, call.block_table.shape[1] * k.shape[2]), work.window, work.sinks, *numbers,
-                *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3), *out.stride(),
-                **_constants(c, work, call, k, v), **options,
+                call.out_end, call.lse_end, *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3),
+                *out.stride(), **_constants(c, work, call, k, v), **options,
             )  # fmt: skip
             if work.parts > 1:
                 columns = -(-out.shape[2] // portable_parts.COLUMNS)

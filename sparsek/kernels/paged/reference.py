@@ -28,7 +28,23 @@ class ReferencePaged(FixedKernel):
         return wide_seconds(p, p.dense_flops, keys + scores, 40 * p.requests)
 
     def launch(self, c: Fixed, work: PagedProblem, call: PagedCall) -> None:
-        q, k, v, table, lengths, edges, lists, sink_logits, k_scale, v_scale, scale, softcap, out, lse = call
+        (
+            q,
+            k,
+            v,
+            table,
+            lengths,
+            edges,
+            lists,
+            sink_logits,
+            k_scale,
+            v_scale,
+            scale,
+            softcap,
+            out,
+            lse,
+            *ends,
+        ) = call
         with torch.no_grad():
             result, sums = attention_paged(
                 q, k, v, table.clamp(0, k.shape[0] - 1), lengths.clamp(0, min(work.max_k, table.shape[1] * k.shape[2])),
@@ -37,9 +53,11 @@ class ReferencePaged(FixedKernel):
                 v_scale=v_scale,
             )  # fmt: skip
             end = int(edges[-1].clamp(0, q.shape[0]))
-            out[:end].copy_(result[:end])
+            # Rows after the last request are 0 and -inf there.
+            out_end, lse_end = (max(end, each) for each in ends)
+            out[:out_end].copy_(result[:out_end])
             if lse is not None:
-                lse[:, :end].copy_(sums[:, :end])
+                lse[:, :lse_end].copy_(sums[:, :lse_end])
 
 
 KERNEL: PagedKernel = ReferencePaged()

@@ -89,6 +89,25 @@ class PagedRun:
         self.check_canaries(what)
 
 
+def check_cleared(kernel: Any, inputs: PagedInputs, config: Any = None, card: Any = None) -> None:
+    """Rows behind the last request become 0 and -inf as far as the call asks for that, and no other bit changes."""
+    made = PagedRun(kernel, inputs, config, card=card)
+    out, lse = (x.clone() for x in made.run())
+    end, tokens = inputs.end, inputs.q.shape[0]
+    for ends in ((tokens, tokens), (tokens, 0), (0, tokens)):
+        made.call = made.call._replace(out_end=ends[0], lse_end=ends[1])
+        made.run()
+        made.check_canaries(kernel.name)
+        assert torch.equal(made.out[:end], out[:end])
+        assert torch.equal(made.lse[:, :end], lse[:, :end])
+        if ends[0]:
+            assert torch.equal(made.out[end:], torch.zeros_like(out[end:]))
+        else:
+            assert bool(made.out[end:].isnan().all())
+        behind = made.lse[:, end:]
+        assert bool((behind == -torch.inf).all() if ends[1] else behind.isnan().all())
+
+
 def attend_paged(
     kernel: Any, inputs: PagedInputs, config: Any = None, form: str = "contiguous"
 ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from sparsek.kernels.paged.hopper import KERNEL, Config
 from sparsek.kernels.paged.schedule import FAR, FIELDS
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import OF_TILES, Listed, PagedCase, drawn_case
-from tests.kernels.paged.calls import PagedRun, check_beyond_windows, paged_problem
+from tests.kernels.paged.calls import PagedRun, check_beyond_windows, check_cleared, paged_problem
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,6 +187,12 @@ def test_pages_that_no_window_reaches_may_hold_nan() -> None:
     for case in (base, replace(base, sinks=0, page=64), replace(base, causal=False)):
         for c in sampled(list(KERNEL.configs(paged_problem(case.make(), H200))), 2, of=case):
             check_beyond_windows(KERNEL, case.make(), c, H200)
+
+
+@pytest.mark.parametrize("lengths", [((3, 500), (1, 400)), ((0, 9),)], ids=str)
+def test_rows_behind_the_last_request_are_cleared(lengths: tuple[tuple[int, int], ...]) -> None:
+    inputs = PagedCase("tail", lengths, heads=(4, 2), dims=(64, 40), form="pair", tail=150, loose=True).make()
+    check_cleared(KERNEL, inputs, next(iter(KERNEL.configs(paged_problem(inputs, H200)))), H200)
 
 
 def test_every_rule_at_once() -> None:

@@ -14,6 +14,7 @@ from tests.kernels.paged.calls import (
     attend_paged,
     check_alone,
     check_beyond_windows,
+    check_cleared,
     check_paged,
     hostile,
     paged_problem,
@@ -91,6 +92,20 @@ CASES = {
 def test_every_option_is_within_budget(name: str, seed: int) -> None:
     case, c = CASES[name]
     check_paged(KERNEL, case, c, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("case", "c"),
+    [
+        (batch((1, 40), (0, 0), (1, 17), tail=40, heads=(6, 2), dims=(32, 24)), SMALL),
+        (batch((1, 1100), (1, 3), heads=(4, 1), tail=3), portable.Config(16, 128, 4, 2)),
+        (batch((0, 7), tail=2, heads=(2, 1), loose=True), SMALL),
+        (fp8((3, 50), tail=5, dims=(64, 48)), SMALL),
+    ],
+    ids=["decode", "cut", "no query", "fp8"],
+)
+def test_rows_behind_the_last_request_are_cleared(case: PagedCase, c: portable.Config) -> None:
+    check_cleared(KERNEL, case.make(), c)
 
 
 def test_random_batches_are_within_budget(seed: int) -> None:

@@ -1,6 +1,7 @@
 """cpu.attention_paged and reference.attention_paged against float64, on every case, and each other."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from sparsek.kernels import load
 from sparsek.testing.paged_budget import check_attention_paged, expected_attention_paged
 from sparsek.testing.paged_cases import PAGED_CASES, PagedCase
-from tests.kernels.paged.calls import attend_paged, check_alone, paged_problem
+from tests.kernels.paged.calls import attend_paged, check_alone, check_cleared, paged_problem
 from tests.sampling import sampled
 
 CPU, REFERENCE = load("cpu.attention_paged"), load("reference.attention_paged")
@@ -25,6 +26,12 @@ def test_every_case_is_within_budget(case: PagedCase) -> None:
         assert gate.passed, (kernel.name, gate)
         assert bool(out[inputs.end :].isnan().all()), "rows of no request were written"
         assert bool(lse[:, inputs.end :].isnan().all())
+
+
+@pytest.mark.parametrize("kernel", [CPU, REFERENCE], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("lengths", [((3, 9), (1, 20)), ((0, 9),)], ids=str)
+def test_rows_behind_the_last_request_are_cleared(kernel: Any, lengths: tuple[tuple[int, int], ...]) -> None:
+    check_cleared(kernel, PagedCase("tail", lengths, tail=5, dims=(32, 24), loose=True).make())
 
 
 @pytest.mark.parametrize("note", ["mixed", "window and sinks", "lists of tiles of 64", "fp8 per head"])

@@ -1,4 +1,4 @@
-"""kernels/paged/schedule.py, compiled for a card that is not there."""
+"""kernels/paged/schedule.py and padding.py, compiled for a card that is not there."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from sparsek.core.device import H200
 
 pytest.importorskip("triton")
 
+from sparsek.kernels.paged import padding
 from sparsek.kernels.paged import schedule as scheduling
 from tests.kernels.lang.portable_code import compiled
 
@@ -26,3 +27,12 @@ def test_a_program_that_places_tiles_fits_in_registers(causal: bool, window: boo
     code = compiled(scheduling._place, TYPES, constants, H200, scheduling.WARPS, 1)
     assert code.stack == 0
     assert code.registers <= 128
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("low", ["*bf16", "*fp16"])
+def test_a_program_that_clears_rows_fits_in_registers(low: str, lse: bool) -> None:
+    types = {"out": low, "lse": "*fp32" if lse else low, "cu_seqlens_q": "*i32"}
+    code = compiled(padding._clear, types, {"LSE": lse}, H200, padding.WARPS, 1)
+    assert code.stack == 0
+    assert code.registers <= 64

@@ -1,8 +1,12 @@
-"""Checks of the values of tables, lengths and lists of attention over paged keys, on the device, with one wait."""
+"""Checks of the values of tables, lengths and lists of attention over paged keys, on the device, with one wait.
+
+On a CPU every call makes those of values without a meaning.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,17 +14,22 @@ from torch import Tensor
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.mask.pages import PageLists
-from sparsek.plan.attention_paged import Paged
+
+if TYPE_CHECKING:
+    from sparsek.plan.attention_paged import Paged
 
 
-def check_values(call: Paged) -> None:
-    """InvalidInput for page ids and lengths that do not fit, with their position. Waits for the device once."""
+def check_values(call: Paged, every: bool = True) -> None:
+    """InvalidInput for page ids and lengths that do not fit, with their position. Waits for the device once.
+
+    `every`: also for queries without a key of their own, which have a result: 0.
+    """
     if captured(call.q):
         raise InvalidInput(
             "check=True waits for the device, which a CUDA graph cannot capture; call with check=True before it"
         )
     with torch.no_grad():
-        found = [*_lengths(call), *_pages(call), *_lists(call)]
+        found = [*_lengths(call, every), *_pages(call), *_lists(call)]
         wrong = torch.stack(
             [torch.stack((bad.any().long(), bad.flatten().int().argmax())) for bad, _ in found]
         )
@@ -37,7 +46,7 @@ def _padded(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x.flatten(), (0, 1))
 
 
-def _lengths(call: Paged) -> Found:
+def _lengths(call: Paged, every: bool) -> Found:
     edges, lengths, tokens = call.cu_seqlens_q, call.seq_lens, call.q.shape[0]
     queries, most = edges.diff(), call.block_table.shape[1] * call.k.shape[2]
 
@@ -73,7 +82,7 @@ def _lengths(call: Paged) -> Found:
         ),
         (
             # A query stands at one of the last keys, so these are those of its new tokens too.
-            (queries > lengths) & call.causal,
+            (queries > lengths) & (call.causal and every),
             lambda i: (
                 f"seq_lens[{i}] is {at(lengths, i)}, and request {i} has {at(queries, i)} queries; with causal=True it "
                 "counts the keys of the new tokens too, so it must be as large at least"
@@ -98,10 +107,8 @@ def _pages(call: Paged) -> Found:
 
     def message(i: int) -> str:
         r, j = divmod(i, max(width, 1))
-        return (
-            f"block_table[{r}, {j}] is {int(table[r, j])}; request {r} has {int(call.seq_lens[r])} keys, and the cache "
-            f"pages 0 to {pages - 1}"
-        )
+        there = f"the cache pages 0 to {pages - 1}" if pages else "the cache has no pages"
+        return f"block_table[{r}, {j}] is {int(table[r, j])}; request {r} has {int(call.seq_lens[r])} keys, and {there}"
 
     return [(_padded(bad), message)]
 
