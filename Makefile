@@ -13,7 +13,7 @@ help:
 	@echo "make test    environment with them, then every check that needs no GPU"
 	@echo "make test-vllm   .venv-vllm (3.5 GB), then tiny models in vLLM's engine with SparseK's backend. Writes benchmarks/evidence/vllm.json"
 	@echo "make interpreted  the tests of them that run in Triton's interpreter; K=softmax as pytest's -k"
-	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
+	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one, STALE=1 the files that are not fresh. Writes benchmarks/evidence/"
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
 	@echo "make check   before a commit, two minutes: ruff, layers, prose, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and layers only"
@@ -48,7 +48,7 @@ interpreted: env
 	@TRITON_INTERPRET=1 $(PYTEST) $(if $(K),-k "$(K)")
 
 gpu: env cubins
-	@$(PY) scripts/gpu.py run $(PART)
+	@$(PY) scripts/gpu.py run $(if $(STALE),--stale,$(PART))
 
 gpu-status:
 	@$(PY) scripts/gpu.py status

@@ -2,9 +2,10 @@
 
   gpu.py run            every part, one after the other
   gpu.py run 2/3        one part; its evidence goes to benchmarks/evidence/<chip>/2-of-3.json
-  gpu.py run --changed  the test files that changed since their part was run, if sparsek/ but bench and cli did not
+  gpu.py run --stale    the test files that are not fresh: what they executed has changed, or they are new or red
   gpu.py run PATHS...   these test files; arguments after `--` go to pytest; evidence only with --out
-  gpu.py status         each part: fresh, stale, red or missing; exit status 0 if all are fresh
+  gpu.py status         each part: fresh, stale, red or missing, and its files that are not fresh; exit status 0 if
+                        all are fresh
   gpu.py page           writes docs/gpu-test-log.md from the evidence
 
 The machine with the GPU needs pytest and xdist as well as sparsek's own requirements, and neither .venv nor .git.
@@ -44,7 +45,7 @@ def main() -> int:
     run.add_argument("--workers", type=int, default=WORKERS, help=f"processes, {WORKERS} here by default")
     run.add_argument("--out", help="folder for evidence, benchmarks/evidence by default")
     run.add_argument("--recut", action="store_true", help="cut anew, by the seconds of the evidence there is")
-    run.add_argument("--changed", action="store_true", help="only test files that changed since their part")
+    run.add_argument("--stale", action="store_true", help="only test files that are not fresh")
     commands.add_parser("status", help="what the evidence is worth")
     commands.add_parser("page", help="write docs/gpu-test-log.md")
     given = parser.parse_args(arguments)
@@ -52,7 +53,7 @@ def main() -> int:
         if given.command == "status":
             return status()
         if given.command == "page":
-            (ROOT / page.PAGE).write_text(page.page(*_evidence()), encoding="utf-8")
+            (ROOT / page.PAGE).write_text(page.page(record.read(EVIDENCE / CHIP)), encoding="utf-8")
             return 0
         return Run(given, rest).all()
     except ValueError as error:
@@ -68,16 +69,11 @@ def _split(arguments: "list[str]") -> "tuple[list[str], list[str]]":
 def status() -> int:
     from tests.evidence import status  # needs sparsek, and so torch
 
-    found, changed = _evidence()
-    found = status.statuses(ROOT, found, PARTS, changed)
+    found = status.statuses(ROOT, record.read(EVIDENCE / CHIP), PARTS)
     for each in found:
         print("\n".join(each.lines()))
     print(status.closing(found))
     return 0 if all(each.word == "fresh" for each in found) else 1
-
-
-def _evidence() -> "tuple[dict[str, record.Evidence], record.Evidence | None]":
-    return record.read(EVIDENCE / CHIP), record.read_changed(EVIDENCE / CHIP)
 
 
 class Run:
@@ -87,14 +83,15 @@ class Run:
         self.given = given
         self.rest = rest
         self.out = given.out or os.environ.get("SPARSEK_EVIDENCE")
-        self.known = record.read(EVIDENCE / CHIP)
+        self.found = record.read(EVIDENCE / CHIP)
+        self.known = record.parts_in(self.found)
 
     def all(self) -> int:
         what = self.given.what
         if shutil.which("nvidia-smi"):  # shipped kernels are tested, if this Triton can launch them
             path = os.environ | {"PYTHONPATH": str(ROOT)}
             subprocess.run([self.given.python, "scripts/cubins.py"], check=False, cwd=ROOT, env=path)
-        if self.given.changed:
+        if self.given.stale:
             return self.again()
         if not what:
             count = record.number_of_parts(self.known) or PARTS
@@ -116,13 +113,13 @@ class Run:
         from tests.evidence import status  # needs sparsek, and so torch
 
         if self.given.what or self.rest:
-            raise ValueError("--changed names the test files itself")
-        files = status.changed_files(ROOT, self.known)
+            raise ValueError("--stale names the test files itself")
+        files = status.to_run(ROOT, self.found)
         if not files:
-            print("no test file has changed since its part was run")
+            print("every test file is fresh")
             return 0
         print(f"{len(files)} files: {files[0]} to {files[-1]}", flush=True)
-        return self.with_evidence(record.CHANGED, [], files)
+        return self.with_evidence(record.next_again(self.found), [], files)
 
     def part(self, number: int, count: int, cuts: "list[str]") -> int:
         files = parts.files_of(number, cuts, parts.test_files(ROOT))
@@ -160,7 +157,7 @@ class Run:
         tests = Counter(
             parts.file_of(line) for line in found.splitlines() if line.startswith("tests/") and "::" in line
         )
-        known = parts.known(self.known.values())
+        known = parts.known(self.found)
         return parts.cut({path: known.of_file(path, number) for path, number in tests.items()}, count)
 
     def _call(self, arguments: "list[str]", *, capture: bool = False) -> "subprocess.CompletedProcess[str]":

@@ -1,70 +1,92 @@
-"""The source of a measurement: a hash over the code that ran, without comments, docstrings and layout.
+"""The source of a measurement: a hash over the code that ran, without imports, comments, docstrings and layout.
 
-In files with device functions (Triton's and Gluon's) it covers what is compiled: those functions, the constants of
-the module and the classes of SETTINGS. So planning around a kernel may change, and its functions may move to
-another file, and its times still hold. The same applies to files of Hopper kernels without such functions. Other
-files, CUDA C++ among them, count as a whole. SCHEDULES and LAUNCHING name the exceptions.
+Of a kernel in Triton, Gluon or CUDA C++ that is the code that is compiled: the device functions that its host code
+reaches, what these read, the constants of the functions that launch them, and the classes of SETTINGS. Planning and
+predictions may change, and everything may move to other files, and its times still hold. Of other kernels it is their
+host code in sparsek/kernels and sparsek/reference; of another module ("plan.matches"), the whole module.
+
+Of a call whose host time is measured it is what one call executes (`executed_by`).
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
-import io
-import re
-import tokenize
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from sparsek.core.errors import InvalidInput
+from sparsek.plan.definitions import Definition, Tree, digest
 
 ROOT = Path(__file__).parents[1]
 JOINED = " + "
-CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-CUDA_NAME = re.compile(r"""["'](\w+\.cu)["']""")
-LAST_COMMA = re.compile(r",(?=[])}])")
-FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", -1)  # of Python 3.12 and newer
-DEVICE = ("jit", "constexpr_function", "builtin")
 SETTINGS = ("Config", "Tile", "Pipeline")
 # Kernels whose schedule is part of what is timed: it determines which sums their CTAs wait for.
 SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
+# Host code that is followed to device functions, and counts for kernels without any.
+FOLLOWED = ("sparsek.kernels.", "sparsek.reference.")
 # The launcher determines the host time of a call, not the time of a kernel: benchmarks of host time name it.
 LAUNCHING = tuple(f"sparsek.kernels.lang.{name}" for name in ("launch", "recorder", "shipped", "progress"))
+# Members of a kernel that plan, and run before the time is taken.
+PLANNING = ("why_not", "default", "configs", "seconds", "rank", "notes", "prepare", "adopt")
+COMPILED = ("hopper", "portable")
 
 
-def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
-    """The kernel's own file; the files of sparsek.kernels that it imports, directly or indirectly, except the
-    launcher; its schedule's file; and the CUDA C++ files in the same folders that these name, or include.
-
-    `kernel` is a name of the kernels' table, or a module of sparsek.kernels ("pack.to_bsr") or of sparsek
-    ("mask.structured").
+def source_hash(kernel: str, root: Path = ROOT) -> str:
+    """16 hex digits over the code of a kernel of the table, of a module of sparsek or sparsek.kernels ("plan.matches",
+    "pack.to_bsr"), or of several: "a.x + b.y". Raises InvalidInput for a name without a file.
     """
-    waiting = [_file_of(SCHEDULES[kernel], root)] if kernel in SCHEDULES else []
-    waiting.append(_file_of(kernel, root))
-    found: list[Path] = []
-    while waiting:
-        file = waiting.pop()
-        if file in found:
-            continue
-        found.append(file)
-        source = file.read_text(encoding="utf-8")
-        waiting += [
-            file.with_name(name) for name in CUDA_NAME.findall(source) if file.with_name(name).is_file()
-        ]
-        for module in imports(source) if file.suffix == ".py" else ():
-            target = root.parent / (module.replace(".", "/") + ".py")
-            followed = module.startswith("sparsek.kernels.") and module not in LAUNCHING
-            if followed and target.is_file():
-                waiting.append(target)
-    return [found[0], *sorted(found[1:])]
+    return _own_hash(kernel) if root == ROOT else _hash(kernel, root)
 
 
-def _file_of(name: str, root: Path) -> Path:
-    path = _modules(root).get(name, name).replace(".", "/") + ".py"
-    found = next((file for file in (root / "kernels" / path, root / path) if file.is_file()), None)
+def _hash(kernel: str, root: Path) -> str:
+    parts = {part for name in kernel.split(JOINED) for part in counted(name, root)}
+    return digest(*(f"{name}\0{text}" for name, text in sorted(parts)))
+
+
+@lru_cache(maxsize=512)  # a page has many rows of one kernel
+def _own_hash(kernel: str) -> str:
+    return _hash(kernel, ROOT)
+
+
+def counted(name: str, root: Path = ROOT) -> list[tuple[str, str]]:
+    """Local names and texts of what counts for a kernel or module."""
+    tree = _tree(root)
+    module = _module_of(name, tree, root)
+    work = _Followed(tree)
+    if not module.startswith("sparsek.kernels."):
+        return _whole(tree, module)
+    for each in _definitions(tree, module):
+        work.host(each)
+    work.finish()
+    schedule = _whole(tree, f"sparsek.{SCHEDULES[name]}") if name in SCHEDULES else []
+    stem = module.rpartition(".")[2]
+    if work.device or stem.startswith(COMPILED):
+        return [*work.texts(), *schedule]
+    return [*work.texts(), *work.host_texts()]
+
+
+def _tree(root: Path) -> Tree:
+    return _own_tree() if root == ROOT else Tree(root.parent, (root.name,))
+
+
+@lru_cache(maxsize=1)
+def _own_tree() -> Tree:
+    return Tree(ROOT.parent, (ROOT.name,))
+
+
+def _module_of(name: str, tree: Tree, root: Path) -> str:
+    place = _modules(root).get(name, name)
+    found = next(
+        (each for each in (f"sparsek.kernels.{place}", f"sparsek.{place}") if each in tree.paths), None
+    )
     if found is None:
-        raise InvalidInput(f"no source file {root / 'kernels' / path} for a kernel called {name!r}")
+        path = root / "kernels" / f"{place.replace('.', '/')}.py"
+        raise InvalidInput(f"no source file {path} for a kernel called {name!r}")
     return found
 
 
@@ -76,108 +98,170 @@ def _modules(root: Path) -> dict[str, str]:
     return {name: module for table in tables for _, name, module, _ in ast.literal_eval(table)}
 
 
-def source_hash(kernel: str, root: Path = ROOT) -> str:
-    """16 hex digits of the SHA-256 over the code of the source files of a kernel, or of several: "a.x + b.y"."""
-    files = {file for name in kernel.split(JOINED) for file in source_files(name, root)}
-    parts = {part for file in files for part in code_in(file)}
-    digest = hashlib.sha256()
-    for name, text in sorted(parts):
-        digest.update(f"{name}\0{text}\0".encode())
-    return digest.hexdigest()[:16]
+def _definitions(tree: Tree, module: str) -> list[Definition]:
+    found = tree.module(module)
+    return list(found.definitions.values()) if found else []
+
+
+def _whole(tree: Tree, module: str) -> list[tuple[str, str]]:
+    return [(each.local, tree.text(each.name) or "") for each in _definitions(tree, module)]
+
+
+class _Followed:
+    """The host code that a kernel reaches, and what is compiled."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.seen: dict[str, Definition] = {}
+        self.device: dict[str, Definition] = {}
+        self.files: set[str] = set()
+        self.mentioned: set[str] = set()  # attributes, by what is compiled and what launches it
+
+    def host(self, each: Definition) -> None:
+        """Follows host code, and compiles what it launches, with its own constants."""
+        if each.name in self.seen or each.local.rpartition(".")[2] in PLANNING:
+            return
+        if each.device:
+            self.compile(each)
+            return
+        self.seen[each.name] = each
+        files = self.tree.files(each)
+        self.files |= files
+        targets = list(self._targets(each))
+        launches = bool(files) or any(one.device or one.module in LAUNCHING for one in targets)
+        self.mentioned |= each.mentioned if launches else set()
+        if files:  # CUDA C++, compiled with the `defines` of the config beside it
+            self.mentioned.add("defines")
+        settings = {self.tree.resolve(each.module, name) for name in SETTINGS} - {""}
+        for config in filter(None, map(self.tree.definition, sorted(settings))):
+            self.compile(config)
+        if each.kind == "class":
+            for member in self._members(each):
+                self.host(member)
+        for target in targets:
+            if target.device or (launches and target.kind == "constant" and target.local.isupper()):
+                self.compile(target)
+            if target.module.startswith(FOLLOWED) and target.module not in LAUNCHING:
+                self.host(target)
+
+    def compile(self, each: Definition) -> None:
+        """Counts what is compiled: a device function or a constant, and everything that it reads."""
+        if each.name in self.device or each.local == "KERNEL":
+            return
+        self.device[each.name] = each
+        self.files |= self.tree.files(each)
+        self.mentioned |= each.mentioned
+        for target in self._targets(each):
+            if target.module not in LAUNCHING:
+                self.compile(target)
+
+    def finish(self) -> None:
+        """Compiles the properties of settings that are mentioned: they are constants of the kernel."""
+        known = -1
+        while len(self.mentioned) != known:
+            known = len(self.mentioned)
+            for each in [one for one in self.device.values() if one.kind == "class"]:
+                for member in self._members(each):
+                    if member.local.rpartition(".")[2] in self.mentioned - set(PLANNING):
+                        self.compile(member)
+
+    def _members(self, each: Definition) -> list[Definition]:
+        module = self.tree.module(each.module)
+        members = sorted(module.members(each.local)) if module else []
+        return [module.definitions[f"{each.local}.{name}"] for name in members] if module else []
+
+    def _targets(self, each: Definition) -> Iterator[Definition]:
+        for name in sorted(self.tree.references(each)):
+            target = self.tree.definition(name)
+            if target is not None:
+                yield target
+
+    def texts(self) -> list[tuple[str, str]]:
+        """What is compiled."""
+        files = [(Path(path).name, self.tree.text_of_file(path)) for path in self.files]
+        return [*((each.local, self.tree.text(name) or "") for name, each in self.device.items()), *files]
+
+    def host_texts(self) -> list[tuple[str, str]]:
+        """The host code that was followed."""
+        return [(each.local, self.tree.text(name) or "") for name, each in self.seen.items()]
 
 
 def files_hash(files: Iterable[Path], root: Path) -> str:
     """16 hex digits of the SHA-256 over whole files, host code too: their paths below `root` and their contents; for
     Python and CUDA C++ without comments, docstrings and layout.
     """
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
-        digest.update(_whole(file) + b"\0")
-    return digest.hexdigest()[:16]
+    tree = Tree(root, ())
+    short = (file.relative_to(root).as_posix() for file in sorted(files))
+    return digest(*(f"{path}\0{tree.text_of_file(path)}" for path in short))
 
 
-def _whole(file: Path) -> bytes:
-    if file.suffix == ".cu":
-        return code_in(file)[0][1].encode()
-    if file.suffix != ".py":
-        return file.read_bytes()
-    return _whole_text(file.read_text(encoding="utf-8")).encode()
+def executed_by(call: Callable[[], Any]) -> list[str]:
+    """The names of the functions of sparsek that begin during a call, sorted, without those of sparsek.bench.
+
+    In threads of autograd's engine they are seen from Python 3.12 on.
+    """
+    codes: set[tuple[str, int]] = set()
+    with _noting(lambda code: codes.add((code.co_filename, code.co_firstlineno))):
+        call()
+    tree = _own_tree()
+    modules = {str(path): name for name, path in tree.paths.items() if not name.startswith("sparsek.bench")}
+    found = set()
+    for path, row in codes:
+        module = tree.module(modules[path]) if path in modules else None
+        each = module.at(row) if module else None
+        found |= {each.name} if each and each.kind == "function" else set()
+    return sorted(found)
 
 
-@lru_cache(maxsize=512)  # many tests need the same files
-def _whole_text(source: str) -> str:
-    return "\n".join(line for _, line in _logical_lines(source, ast.parse(source)))
+@contextmanager
+def _noting(note: Callable[[CodeType], Any]) -> Iterator[None]:
+    if sys.version_info < (3, 12):
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, _: note(frame.f_code) if event == "call" else None)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+        return
+    tool, begin = sys.monitoring, sys.monitoring.events.PY_START
+
+    def began(code: CodeType, _: int) -> Any:
+        note(code)
+        return tool.DISABLE
+
+    tool.use_tool_id(tool.PROFILER_ID, "sparsek")
+    try:
+        tool.register_callback(tool.PROFILER_ID, begin, began)
+        tool.restart_events()
+        tool.set_events(tool.PROFILER_ID, begin)
+        yield
+    finally:
+        tool.set_events(tool.PROFILER_ID, 0)
+        tool.free_tool_id(tool.PROFILER_ID)
 
 
-def code_in(file: Path) -> list[tuple[str, str]]:
-    """Names and texts of the code that counts in a file of Python or CUDA C++."""
-    source = file.read_text(encoding="utf-8")
-    if file.suffix == ".cu":
-        return [(file.name, " ".join(CUDA_COMMENT.sub(" ", source).split()))]
-    return code_of(source, for_device=file.stem.startswith("hopper"))
+def names_hash(names: Iterable[str], root: Path = ROOT) -> str:
+    """16 hex digits over functions by name, and the constants that they read. A function that has moved is found by
+    its local name; one that is gone raises InvalidInput.
+    """
+    tree = _tree(root)
+    parts = set()
+    for name in names:
+        each = tree.definition(name) or _moved(tree, name)
+        if each is None:
+            raise InvalidInput(f"{name} is gone")
+        parts.add((each.local, tree.text(each.name) or ""))
+        targets = (tree.definition(other) for other in tree.references(each))
+        parts |= {(one.local, tree.text(one.name) or "") for one in targets if one and one.kind == "constant"}
+    return digest(*(f"{name}\0{text}" for name, text in sorted(parts)))
 
 
-@lru_cache(maxsize=256)  # every record of a page needs the files of its kernel
-def code_of(source: str, *, for_device: bool = False) -> list[tuple[str, str]]:
-    """Names and texts of the code that counts in Python. `for_device`: it compiles a kernel from another file."""
-    tree = ast.parse(source)
-    lines = _logical_lines(source, tree)
-
-    def text(first: int, last: int) -> str:
-        return "\n".join(line for row, line in lines if first <= row <= last)
-
-    if not for_device and not any(_runs_on_device(node) for node in tree.body):
-        return [("", text(1, len(source)))]
-    return [
-        (name, text(_first_line(node), node.end_lineno or node.lineno))
-        for node in tree.body
-        if (name := _counted(node))
-    ]
-
-
-def _counted(node: ast.stmt) -> str:
-    """The name of a device function, of a constant, or of a class of settings; "" for code that does not count."""
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        name = node.targets[0].id
-        return name if name.isupper() and name not in ("KERNEL", "SOURCE") else ""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (_runs_on_device(node) or node.name in SETTINGS):
-        return node.name
-    return ""
-
-
-def _runs_on_device(node: ast.stmt) -> bool:
-    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-    found = (each.func if isinstance(each, ast.Call) else each for each in decorators)
-    return any(ast.unparse(each).rpartition(".")[2] in DEVICE for each in found)
-
-
-def _first_line(node: ast.stmt) -> int:
-    decorators = node.decorator_list if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
-    return min([node.lineno, *(each.lineno for each in decorators)])
-
-
-def _logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
-    """Row and text of each logical line: its depth, then its tokens without spaces, whatever its line breaks."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    docstrings = {node.body[0].lineno for node in nodes if ast.get_docstring(node) is not None}
-    lines: list[tuple[int, str]] = []
-    depth, row, parts = 0, 0, []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.INDENT, tokenize.DEDENT):
-            depth += 1 if token.type == tokenize.INDENT else -1
-        elif token.type == tokenize.NEWLINE:
-            # Python 3.12 tokenizes inside f-strings, older ones do not; without spaces both read alike.
-            text = "".join("".join(parts).split()).replace("{{", "{").replace("}}", "}")
-            if row not in docstrings:
-                lines.append((row, f"{depth} {LAST_COMMA.sub('', text)}"))
-            parts = []
-        elif token.type not in (tokenize.COMMENT, tokenize.NL):
-            row = row if parts else token.start[0]
-            middle = token.type == FSTRING_MIDDLE  # which holds one brace where the source has two
-            parts.append(token.string.replace("{", "{{").replace("}", "}}") if middle else token.string)
-    return lines
+def _moved(tree: Tree, name: str) -> Definition | None:
+    """The one definition with this local name."""
+    local = name.partition(":")[2]
+    same = [names for (known, _), names in tree.by_text.items() if known == local]
+    flat = [each for names in same for each in names]
+    return tree.definition(flat[0]) if len(flat) == 1 else None
 
 
 @lru_cache(maxsize=256)

@@ -40,6 +40,9 @@ KERNELS = {
 WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")
 
 
+RAN = ["sparsek.core.clock:Times.of"]
+
+
 def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records.Record:
     """A record of the given case and kernel whose source is today's, with fields replaced by `changes`."""
     kernel = kernel or KERNELS[case.op]
@@ -67,10 +70,10 @@ def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records
             "triton": "3.6.0",
             "cuda": "13.0",
         },
-        "source_hash": records.hash_of(case.op, kernel),
+        "source_hash": records.hash_of(case.op, kernel, RAN),
         "date": "2026-11-20T10:00:00+00:00",
     }
-    return record | extra | changes
+    return record | extra | ({"ran": RAN} if kind.hosted else {}) | changes
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What a record's source hash follows: the code that was measured, and nothing beside it."""
 
-import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,149 +9,160 @@ from sparsek import kernels
 from sparsek.bench.engine import records
 from sparsek.core.errors import InvalidInput
 from sparsek.plan import sources
-from sparsek.plan.sources import SETTINGS, code_in, code_of, source_files, source_hash
+from sparsek.plan.definitions import Module, Tree, logical_lines, whole_text
+from sparsek.plan.sources import counted, executed_by, names_hash, source_hash
 
-DEVICE = """
+FILES = {
+    "sparsek/__init__.py": "",
+    "sparsek/kernels/__init__.py": "KERNELS: object = (('spmm', 'toy.spmm', 'toy.spmm', ''),)\n",
+    "sparsek/kernels/toy/spmm.py": '''"""A kernel."""
+from sparsek.kernels.lang import launch, tiles
+from sparsek.kernels.toy.settings import Config
+
 LAG = gl.constexpr(8)
-KERNEL = Made()
+WARPS = 4
+PRICE = 1.5
 
 
 @gluon.jit(do_not_specialize=["n"])
 def step(a):
-    \"\"\"Adds.\"\"\"
-    return a + LAG  # why
+    """Adds."""
+    return tiles.doubled(a) + LAG  # why
 
 
-class Config:
-    keys: int = 64
+class Toy:
+    def seconds(self, p, c: Config):
+        return PRICE * c.price
+
+    def launch(self, c: Config, a):
+        launch.launch(step, a, c.keys, WARPS)
 
 
-class Made:
-    def seconds(self):
-        return 1.0
-"""
+KERNEL = Toy()
+''',
+    "sparsek/kernels/toy/settings.py": "class Config:\n    keys: int = 64\n\n"
+    "    @property\n    def price(self):\n        return 2\n",
+    "sparsek/kernels/toy/other.py": "@triton.jit\ndef apart(a):\n    return a\n",
+    "sparsek/kernels/lang/__init__.py": "",
+    "sparsek/kernels/lang/launch.py": "def launch(*given):\n    return 1\n",
+    "sparsek/kernels/lang/tiles.py": "FACTOR = 2\n\n\n@triton.jit\ndef doubled(a):\n    return a * FACTOR\n",
+    "sparsek/plan/matches.py": "def match():\n    return 1\n",
+}
+TOY = "sparsek/kernels/toy/spmm.py"
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    root = tmp_path / "sparsek"
-    files = {
-        "kernels/toy/spmm.py": "from sparsek.kernels.lang import launch, tiles\nimport sparsek.core.device\n",
-        "kernels/lang/launch.py": "X = 1\n",
-        "kernels/lang/tiles.py": "import sparsek.kernels.lang.masks\n",
-        "kernels/lang/masks.py": "X = 1\n",
-        "kernels/lang/other.py": "X = 1\n",
-        "mask/structured.py": "Z = 1\n",
-        "core/device.py": "X = 1\n",
-    }
-    for name, text in files.items():
-        path = root / name
+def root(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return root
+    return tmp_path / "sparsek"
+
+
+def changed(root: Path, file: str, old: str, new: str, of: Callable[[], str]) -> bool:
+    """Whether `of()` differs once a file has changed, which is restored."""
+    path, before = root.parent / file, of()
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    after = of()
+    path.write_text(text)
+    return after != before
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"),
+    ("file", "old", "new", "counts"),
     [
-        ("kernels/toy/spmm.py", True),
-        ("kernels/lang/tiles.py", True),
-        ("kernels/lang/masks.py", True),
-        ("kernels/lang/other.py", False),
-        ("kernels/lang/launch.py", False),
-        ("core/device.py", False),
+        (TOY, "+ LAG", "- LAG", True),
+        (TOY, "(8)", "(4)", True),
+        (TOY, "WARPS = 4", "WARPS = 8", True),
+        (TOY, '["n"]', '["m"]', True),
+        ("sparsek/kernels/toy/settings.py", "keys: int = 64", "keys: int = 128", True),
+        ("sparsek/kernels/lang/tiles.py", "FACTOR = 2", "FACTOR = 3", True),
+        ("sparsek/kernels/lang/tiles.py", "a * FACTOR", "a + FACTOR", True),
+        (TOY, "# why", "# because", False),
+        (TOY, "Adds.", "Takes away.", False),
+        (TOY, "def step(a):", "def step(\n    a,\n):", False),
+        (TOY, "PRICE = 1.5", "PRICE = 2.5", False),
+        (TOY, "PRICE * c.price", "PRICE + c.price", False),
+        (
+            TOY,
+            "from sparsek.kernels.lang import launch, tiles",
+            "from sparsek.kernels.lang import (\n    launch, tiles)\nimport os",
+            False,
+        ),
+        ("sparsek/kernels/toy/settings.py", "return 2", "return 3", False),
+        ("sparsek/kernels/toy/other.py", "return a", "return -a", False),
+        ("sparsek/kernels/lang/launch.py", "return 1", "return 2", False),
+        ("sparsek/kernels/lang/tiles.py", "FACTOR = 2\n", "FACTOR = 2\r\n", False),
     ],
 )
-def test_the_hash_follows_the_kernel_and_the_prims_it_imports(tree: Path, name: str, counts: bool) -> None:
-    before = source_hash("toy.spmm", tree)
-    path = tree / name
-    path.write_text(path.read_text() + "Y = 2\n")
-    assert (source_hash("toy.spmm", tree) != before) is counts
+def test_the_hash_of_a_kernel_follows_what_is_compiled(
+    root: Path, file: str, old: str, new: str, counts: bool
+) -> None:
+    assert changed(root, file, old, new, lambda: source_hash("toy.spmm", root)) is counts
+
+
+def test_device_functions_may_move_to_another_file(root: Path) -> None:
+    before = source_hash("toy.spmm", root)
+    toy, other = root / "kernels/toy/spmm.py", root / "kernels/toy/device.py"
+    text = toy.read_text()
+    start, stop = text.index("@gluon.jit"), text.index("class Toy")
+    other.write_text(f"from sparsek.kernels.lang import tiles\nLAG = gl.constexpr(8)\n\n\n{text[start:stop]}")
+    moved = text[:start] + text[stop:]
+    toy.write_text(moved.replace("LAG = gl.constexpr(8)", "from sparsek.kernels.toy.device import step"))
+    assert source_hash("toy.spmm", root) == before
+    assert changed(
+        root, "sparsek/kernels/toy/device.py", "+ LAG", "- LAG", lambda: source_hash("toy.spmm", root)
+    )
+
+
+def test_a_benchmark_of_calls_names_what_launches_them(root: Path) -> None:
+    both = "toy.spmm + lang.launch"
+    assert changed(
+        root, "sparsek/kernels/lang/launch.py", "return 1", "return 2", lambda: source_hash(both, root)
+    )
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "counts"),
+    ("file", "old"),
     [
-        ("a + LAG", "a - LAG", True),
-        ("(8)", "(4)", True),
-        ("keys: int = 64", "keys: int = 128", True),
-        ('["n"]', '["m"]', True),
-        ("# why", "# because", False),
-        ("Adds.", "Takes away.", False),
-        ("return 1.0", "return 2.0", False),
-        ("Made()", "Made( )", False),
-        ("return a + LAG", "return (\n        a + LAG,\n    )[0]", True),
-        ("def step(a):", "def step(\n    a,\n):", False),
+        (TOY, "+ LAG"),
+        ("sparsek/kernels/lang/tiles.py", "a * FACTOR"),
+        ("sparsek/plan/matches.py", "return 1"),
     ],
 )
-def test_of_a_device_file_what_is_compiled_counts(old: str, new: str, counts: bool) -> None:
-    assert old in DEVICE
-    assert (code_of(DEVICE.replace(old, new)) != code_of(DEVICE)) is counts
+def test_the_hash_of_several_follows_each_of_them(root: Path, file: str, old: str) -> None:
+    both = "toy.spmm + plan.matches"
+    assert source_hash(both, root) not in (source_hash("toy.spmm", root), source_hash("plan.matches", root))
+    assert changed(root, file, old, f"{old} + 7", lambda: source_hash(both, root))
 
 
-def test_device_functions_may_move_to_another_file(tree: Path) -> None:
-    kernel, prims = tree / "kernels/toy/spmm.py", tree / "kernels/lang/tiles.py"
-    kernel.write_text(kernel.read_text() + DEVICE + "\n\n@gluon.jit\ndef entry(a):\n    step(a)\n")
-    prims.write_text("import sparsek.kernels.lang.masks\n@gluon.jit\ndef other(a):\n    return a\n")
-    before = source_hash("toy.spmm", tree)
-    start = DEVICE.index("@gluon.jit")
-    stop = DEVICE.index("class Config")
-    kernel.write_text(kernel.read_text().replace(DEVICE[start:stop], ""))
-    prims.write_text(prims.read_text() + "\n\n" + DEVICE[start:stop])
-    assert source_hash("toy.spmm", tree) == before
-
-
-def test_who_times_calls_names_what_launches_them(tree: Path) -> None:
-    before = source_hash("toy.spmm + lang.launch", tree)
-    (tree / "kernels/lang/launch.py").write_text("X = 2\n")
-    assert source_hash("toy.spmm + lang.launch", tree) != before
-
-
-def test_the_hash_does_not_depend_on_line_endings(tree: Path) -> None:
-    before = source_hash("toy.spmm", tree)
-    path = tree / "kernels/lang/masks.py"
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert source_hash("toy.spmm", tree) == before
+def test_a_name_without_a_file_is_refused(root: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"no source file .*gone"):
+        source_hash("mask.gone", root)
 
 
 def test_a_record_is_fresh_until_its_source_changes(
-    record: records.Record, tree: Path, monkeypatch: pytest.MonkeyPatch
+    record: records.Record, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "source_hash", lambda kernel: source_hash(kernel, tree))
-    made = record | {"kernel": "toy.spmm", "source_hash": source_hash("toy.spmm", tree)}
+    monkeypatch.setattr(records, "source_hash", lambda kernel: source_hash(kernel, root))
+    made = record | {"kernel": "toy.spmm", "source_hash": source_hash("toy.spmm", root)}
     assert records.is_fresh(made)
-    (tree / "kernels/lang/masks.py").write_text("X = 2\n")
+    (root / "kernels/lang/tiles.py").write_text("FACTOR = 3\n")
     assert not records.is_fresh(made)
     assert not records.is_fresh(made | {"kernel": "gone.spmm"})
 
 
-def test_a_kernel_may_have_a_schedule_that_counts(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SCHEDULES", {"toy.spmm": "plan.toy_schedule"})
-    with pytest.raises(InvalidInput, match=r"no source file .*toy_schedule"):
-        source_hash("toy.spmm", tree)
-    schedule = tree / "plan" / "toy_schedule.py"
-    schedule.parent.mkdir()
-    schedule.write_text("ORDER = 1\n")
-    assert [path.name for path in source_files("toy.spmm", tree)][0] == "spmm.py"
-    assert schedule in source_files("toy.spmm", tree)
-    before = source_hash("toy.spmm", tree)
-    schedule.write_text("ORDER = 2\n")
-    assert source_hash("toy.spmm", tree) != before
-
-
-def test_the_gradients_of_attention_follow_their_schedule_and_what_they_share() -> None:
-    files = {path.name for path in source_files("hopper.attention_bwd")}
-    assert {"hopper_bwd.py", "attention_grad_schedule.py", "delta.py"} <= files
-
-
-@pytest.mark.parametrize("name", ["kernels/toy/spmm.py", "kernels/lang/masks.py", "mask/structured.py"])
-def test_the_hash_of_several_follows_each_of_them(tree: Path, name: str) -> None:
-    both = "toy.spmm + mask.structured"
-    before = source_hash(both, tree)
-    assert before not in (source_hash("toy.spmm", tree), source_hash("mask.structured", tree))
-    path = tree / name
-    path.write_text(path.read_text() + "Y = 2\n")
-    assert source_hash(both, tree) != before
+def test_a_kernel_may_have_a_schedule_that_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SCHEDULES", {"toy.spmm": "plan.matches"})
+    (root / "plan/matches.py").write_text(
+        "def match():\n    return 3\n"
+    )  # another time, so nothing kept is used
+    assert changed(
+        root, "sparsek/plan/matches.py", "return 3", "return 4", lambda: source_hash("toy.spmm", root)
+    )
 
 
 def test_a_record_of_spgemm_follows_the_symbolic_phase_too() -> None:
@@ -159,68 +170,139 @@ def test_a_record_of_spgemm_follows_the_symbolic_phase_too() -> None:
     assert records.hash_of("spmm", "cpu.spmm") == source_hash("cpu.spmm")
 
 
-def test_a_source_outside_the_kernels_is_found_too(tree: Path) -> None:
-    assert [path.name for path in source_files("mask.structured", tree)] == ["structured.py"]
-    with pytest.raises(InvalidInput, match=r"no source file .*mask"):
-        source_files("mask.gone", tree)
-
-
-def test_cuda_code_counts_with_the_settings_it_is_compiled_with(tree: Path) -> None:
-    folder = tree / "kernels/spmm"
+def test_cuda_code_counts_with_the_settings_it_is_compiled_with(root: Path) -> None:
+    folder = root / "kernels/spmm"
     folder.mkdir()
-    host, code = folder / "hopper_twin.py", folder / "hopper_twin.cu"
-    host.write_text(
-        'FILE = "hopper_twin.cu"\n\n\nclass Config:\n    keys: int = 64\n\n\ndef seconds():\n    return 1\n'
+    (folder / "hopper_twin.py").write_text(
+        'PROGRAM = Program(Path(__file__).with_name("hopper_twin.cu"))\n\n\nclass Config:\n    keys: int = 64\n\n'
+        "    def defines(self):\n        return [1]\n\n    def price(self):\n        return 2\n\n\n"
+        "def launch(c):\n    return PROGRAM\n\n\ndef seconds():\n    return 1\n"
     )
-    code.write_text("int f() { return 1; } // one\n")
-    assert source_files("spmm.hopper_twin", tree) == [host, code]
-    before = source_hash("spmm.hopper_twin", tree)
+    (folder / "hopper_twin.cu").write_text('#include "other.cu"\nint f() { return 1; } // one\n')
+    (folder / "other.cu").write_text("int g();\n")
 
-    def changed(file: Path, old: str, new: str) -> bool:
-        text = file.read_text()
-        assert old in text
-        file.write_text(text.replace(old, new))
-        after = source_hash("spmm.hopper_twin", tree)
-        file.write_text(text)
-        return after != before
+    def differs(file: str, old: str, new: str) -> bool:
+        return changed(
+            root, f"sparsek/kernels/spmm/{file}", old, new, lambda: source_hash("spmm.hopper_twin", root)
+        )
 
-    assert changed(code, "return 1", "return 2")
-    assert changed(host, "64", "128")
-    assert not changed(code, "// one", "/* two\n lines */")
-    assert not changed(code, "{ return", "{\n    return")
-    assert not changed(host, "return 1", "return 2")
-    other = folder / "other.cu"
-    other.write_text("int g();\n")
-    assert source_hash("spmm.hopper_twin", tree) == before
-    code.write_text('#include "other.cu"\n' + code.read_text())
-    assert source_files("spmm.hopper_twin", tree) == [host, code, other]
-    before = source_hash("spmm.hopper_twin", tree)
-    assert changed(other, "int g", "int h")
+    assert differs("hopper_twin.cu", "return 1", "return 2")
+    assert differs("hopper_twin.py", "64", "128")
+    assert differs("hopper_twin.py", "[1]", "[2]")
+    assert differs("other.cu", "int g", "int h")
+    assert not differs("hopper_twin.cu", "// one", "/* two\n lines */")
+    assert not differs("hopper_twin.cu", "{ return", "{\n    return")
+    assert not differs("hopper_twin.py", "return 2", "return 3")
+    assert not differs("hopper_twin.py", "return 1\n", "return 4\n")
 
 
 @pytest.mark.parametrize("name", [name for _, name, *_ in kernels.KERNELS])
 def test_every_kernel_has_code_that_counts(name: str) -> None:
-    texts = [part for file in source_files(name) for part in code_in(file)]
-    device = [found for found, _ in texts if found]
+    texts = counted(name)
+    assert texts
     assert all(text for _, text in texts)
-    assert bool(device) == name.startswith(("hopper.", "portable."))
-    assert source_hash(name) == sources.source_hash(name, sources.ROOT)
+    if name.startswith(("hopper.", "portable.")):
+        assert any("jit" in text or local.endswith(".cu") for local, text in texts)
+        assert not {local.rpartition(".")[2] for local, _ in texts} & {
+            "seconds",
+            "why_not",
+            "rank",
+            "prepare",
+        }
 
 
-def test_what_settings_derive_from_are_settings() -> None:
+def test_settings_count_with_their_bases() -> None:
     """A change of a base changes what is compiled (2026-11-26: that of attention's pipelines did not count)."""
-    kernels = Path(sources.__file__).parents[1] / "kernels"
-    bases = {
-        base.id
-        for file in kernels.rglob("*.py")
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name in SETTINGS
-        for base in node.bases
-        if isinstance(base, ast.Name)
+    for name in ("hopper.spmm", "hopper.attention_fwd", "hopper.attention_bwd"):
+        locals_of = [local for local, _ in counted(name)]
+        assert "Config" in locals_of
+    assert {"Tile", "Pipeline"} <= {
+        local for name in ("hopper.spmm", "hopper.attention_fwd") for local, _ in counted(name)
     }
-    assert {"Tile", "Pipeline"} <= bases <= set(SETTINGS)
+
+
+def test_host_time_follows_the_functions_that_a_call_executes(root: Path) -> None:
+    names = ["sparsek.plan.matches:match"]
+    assert changed(root, "sparsek/plan/matches.py", "return 1", "return 2", lambda: names_hash(names, root))
+    assert not changed(
+        root, "sparsek/kernels/lang/launch.py", "return 1", "return 2", lambda: names_hash(names, root)
+    )
+    before = names_hash(names, root)
+    (root / "plan/matches.py").rename(root / "plan/pairs.py")
+    assert names_hash(names, root) == before
+    (root / "plan/pairs.py").write_text("")
+    with pytest.raises(InvalidInput, match="matches:match is gone"):
+        names_hash(names, root)
+
+
+def test_the_functions_of_a_call_are_those_that_began() -> None:
+    import torch
+
+    import sparsek as sk
+
+    a, b = sk.random_bsr(32, 32, 16, 0.5), torch.ones(32, 2)
+    names = executed_by(lambda: a @ b)
+    assert "sparsek.ops.spmm:spmm" in names
+    assert not [name for name in names if name.startswith("sparsek.bench")]
+
+
+SOURCE = '''"""Text."""
+from typing import TYPE_CHECKING
+import sparsek.other as other
+if TYPE_CHECKING:
+    from somewhere import Kind
+SIZE = 4
+
+def f(x: Kind) -> Kind:
+    """Text."""
+    def inner(): return SIZE
+    return inner() + other.thing.part
+
+class C(Base):
+    """Text."""
+    x: Kind = SIZE
+    again = classmethod(f)
+
+    def method(self):
+        return self.y
+
+register(C)
+'''
+
+
+def test_definitions_and_what_they_read() -> None:
+    module = Module("sparsek.m", SOURCE, package=False)
+    kinds = {name: each.kind for name, each in module.definitions.items()}
+    assert kinds == {
+        "SIZE": "constant",
+        "f": "function",
+        "C": "class",
+        "C.again": "constant",
+        "C.method": "function",
+        "": "body",
+    }
+    assert module.definitions["f"].names == {"SIZE", "inner", "other", "other.thing", "other.thing.part"}
+    assert "Kind" not in module.definitions["C"].names
+    assert module.definitions["C.method"].mentioned == {"y"}
+    assert "method" not in module.text("C")
+    assert "again" not in module.text("C")
+    assert module.at(11) is module.definitions["f"]
+
+
+def test_names_are_resolved_through_imports(root: Path) -> None:
+    tree = Tree(root.parent)
+    assert tree.resolve("sparsek.kernels.toy.spmm", "tiles.doubled") == "sparsek.kernels.lang.tiles:doubled"
+    assert tree.resolve("sparsek.kernels.toy.spmm", "Config") == "sparsek.kernels.toy.settings:Config"
+    assert tree.resolve("sparsek.kernels.toy.spmm", "gl.constexpr") == ""
 
 
 def test_braces_of_f_strings_read_alike_in_every_python() -> None:
     """Python 3.12 splits f-strings into tokens, and gives one brace where the source has two."""
-    assert code_of('x = f"{{a {b}}}"\n') == [("", '0 x=f"{a{b}}"')]
+    assert whole_text('x = f"{{a {b}}}"\n') == '0 x=f"{a{b}}"'
+
+
+def test_docstrings_and_comments_are_no_code() -> None:
+    import ast
+
+    source = 'def f():\n    """   """\n    # why\n    return 1\n'
+    assert [line for _, line in logical_lines(source, ast.parse(source))] == ["0 deff():", "1 return1"]

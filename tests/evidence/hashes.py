@@ -1,4 +1,4 @@
-"""Which code a run of tests was of: hashes of sparsek/ and of test files, without comments, docstrings and layout."""
+"""Hashes of the folders of sparsek/, and the files that a test file needs by its imports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ BESIDE = re.compile(r"""["'](\w+\.(?:py|h|cu))["']""")
 LATE = re.compile(r"""["'](sparsek\.(?:bench|cli)\.\w+(?:\.\w+)*)""")
 COMPILED = (".pyc", ".zip", ".new")
 FOLLOWED = ("tests.", "sparsek.bench", "sparsek.cli")
-# Only such a file can hold tests marked `gpu`: by the mark, or by the fixture `device`.
-MARKED = re.compile(r"mark\.gpu\b|[(,]\s*device\b\s*[:,)]|^\s+device: ", re.MULTILINE)
 
 
 def source_hashes(root: Path) -> dict[str, str]:
@@ -33,17 +31,6 @@ def source_hashes(root: Path) -> dict[str, str]:
             files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in COMPILED)
             found[folder.name] = sources.files_hash(files, top)
     return found
-
-
-def test_hash(path: str, root: Path) -> str:
-    """The hash of a test file and of what it needs of tests/ and of sparsek/bench, through sparsek/cli too."""
-    files = needed(root / path, root)
-    return sources.files_hash((file for file in files if not file.is_relative_to(root / "sparsek/cli")), root)
-
-
-def may_hold_gpu_tests(path: str, root: Path) -> bool:
-    """False where a look at the file shows that none of its tests is marked `gpu`."""
-    return MARKED.search((root / path).read_text(encoding="utf-8")) is not None
 
 
 def needed(file: Path, root: Path, named: dict[Path, list[Path]] | None = None) -> set[Path]:

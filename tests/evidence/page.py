@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from tests.evidence import record
 from tests.evidence.record import Evidence
 
 PAGE = Path("docs", "gpu-test-log.md")
@@ -12,17 +13,16 @@ SLOWEST = 10
 HEAD = """# The tests on a GPU
 
 `make gpu` runs every test marked `gpu`, in parts, and writes what it found to `benchmarks/evidence/`.
-`make readme` writes this page from those files. `make gpu-status` shows which parts match today's sources.
+`make readme` writes this page from those files. `make gpu-status` names the test files that executed something which
+has changed since, and `make gpu STALE=1` runs them again: the rows "stale-1" and so on.
 """
 
 
-def page(found: dict[str, Evidence], changed: Evidence | None = None) -> str:
-    """The page of one chip's evidence. `changed`: that of the files that were run again."""
+def page(found: list[Evidence]) -> str:
+    """The page of one chip's evidence: its parts, then the runs of files that were stale."""
     if not found:
         return f"{HEAD}\nNo evidence yet: run `make gpu` on an H100 or H200.\n"
-    ordered = sorted(found.values(), key=lambda each: [int(n) for n in reversed(each["part"].split("/"))])
-    ordered += [changed] if changed else []
-    return "\n".join([HEAD, *_parts(ordered), *_failed(ordered), *_skipped(ordered), *_files(ordered)]) + "\n"
+    return "\n".join([HEAD, *_parts(found), *_failed(found), *_skipped(found), *_files(found)]) + "\n"
 
 
 def _parts(found: list[Evidence]) -> list[str]:
@@ -64,11 +64,12 @@ def _skipped(found: list[Evidence]) -> list[str]:
 
 
 def _files(found: list[Evidence]) -> list[str]:
+    newest = record.newest(found)
     files = [
         (path, facts, each["part"])
         for each in found
         for path, facts in each["files"].items()
-        if facts["tests"]
+        if facts["tests"] and newest[path] is each
     ]
     rows = [
         [f"`{path}`", f"{facts['tests']:,}", f"{facts['seconds']:.0f}", part] for path, facts, part in files

@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import platform
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.evidence import hashes, parts, record
+from sparsek.plan.definitions import Tree
+from tests.evidence import executed, parts, record, trace
 
 ROOT = Path(__file__).resolve().parents[2]
 # Tests that take longer are kept by name, for balancing.
@@ -41,8 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Worker(config))
+        if trace.current:
+            config.pluginmanager.register(Traced(trace.current))
     elif config.getoption("--evidence"):
-        config.pluginmanager.register(Recorder(config))
+        recorder = Recorder(config)
+        config.pluginmanager.register(recorder)
+        if not getattr(config.option, "numprocesses", None):
+            config.pluginmanager.register(Traced(trace.begin(recorder.trace, ROOT)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,8 +64,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             collections = list(self.registered_collections.values())
             if self.collection is None and all(each == collections[0] for each in collections):
                 folder = config.getoption("--known")
-                found = record.read(Path(folder)) if folder else {}
-                units = parts.units(collections[0], parts.known(found.values()))
+                found = record.timings(Path(folder)) if folder else []
+                units = parts.units(collections[0], parts.known(found))
                 self.unit_of = {test: str(number) for number, unit in enumerate(units) for test in unit}
                 for number in range(len(units)):  # the scheduler fills its queue without changing this order
                     self.workqueue[str(number)] = {}
@@ -150,8 +158,10 @@ class Recorder:
         )
         self.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.commit = commit_of(ROOT)
-        self.hashes = {path: hashes.test_hash(path, self.root) for path in _files(config.args, self.root)}
-        self.sources = hashes.source_hashes(ROOT)
+        self.paths = _files(config.args, self.root)
+        self.trace = Path(tempfile.mkdtemp(prefix="sparsek-trace-"))
+        os.environ.update(trace.environment(self.trace))  # for the workers, and what they start
+        self.executed = ""
         self.write()
         # By a timer, not as tests report: the last test to begin may be the one that hangs.
         signal.signal(signal.SIGALRM, lambda *_: self.write())
@@ -200,6 +210,9 @@ class Recorder:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         self.finished = exitstatus in (0, 1, 5) and self.ended.issuperset(self.ids)
+        if trace.current:
+            trace.current.decide()
+        self.executed = executed_by(self.trace, self.paths, {parts.file_of(test) for test in self.ended})
         self.write()
 
     def _collection_skipped(self, nodeid: str, reason: str) -> None:
@@ -241,7 +254,7 @@ class Recorder:
                 test: round(self.seconds[test], 1)
                 for test in sorted(named, key=self.seconds.__getitem__, reverse=True)
             },
-            "sources": self.sources,
+            "executed": self.executed,
         }
 
     def _files(self) -> dict[str, dict[str, Any]]:
@@ -251,9 +264,33 @@ class Recorder:
         for test, took in self.seconds.items():
             seconds[parts.file_of(test)] += took
         return {
-            path: {"tests": tests[path], "ran": ran[path], "seconds": round(seconds[path], 2), "hash": digest}
-            for path, digest in self.hashes.items()
+            path: {"tests": tests[path], "ran": ran[path], "seconds": round(seconds[path], 2)}
+            for path in self.paths
         }
+
+
+def executed_by(folder: Path, files: Sequence[str], ran: set[str]) -> str:
+    """The `executed` text of evidence: what test files ran, from the trace in a folder; of others just the file."""
+    tree = Tree(ROOT, executed.PACKAGES)
+    closure = executed.Closure(tree, executed.read(folder, tree))
+    codes = {path: closure.of(path) if path in ran else executed.only(path) for path in files}
+    return executed.pack(tree, codes, closure.of(executed.CHOICE))
+
+
+class Traced:
+    """Names the test file to the trace of the process that runs it."""
+
+    def __init__(self, current: trace.Trace) -> None:
+        self.trace = current
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        self.trace.to(parts.file_of(item.nodeid))
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        self.trace.decide()
 
 
 class Worker:

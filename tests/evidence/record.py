@@ -6,19 +6,19 @@ cut leaves evidence that says so.
  env{gpu, driver, python, torch, triton, cuda, numpy, transformers, workers},
  counts{tests, passed, failed, skipped, unrun}, ids (a hash of the tests' names), unfinished [tests that had begun],
  failed[{test, when, seconds, text}], skipped{reason: how many},
- files{path: {tests, ran, seconds, hash}}, slow{test: seconds},
- sources{floor: hash}}
+ files{path: {tests, ran, seconds}}, slow{test: seconds},
+ executed (what each file ran, with hashes: `executed.py`)}
 
-The hash of a test file is also of what it needs of tests/ and of sparsek/bench. `sources` has every folder of sparsek/
-but bench and cli.
-
-changed.json is of the part "changed": the files of all parts that had changed while the sources had not, run again.
+stale-1.json, stale-2.json, ... are of files that were stale when they were run again. Of a file that several hold, the
+newest counts.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,11 @@ FIELDS = (
     "skipped",
     "files",
     "slow",
-    "sources",
+    "executed",
 )
 
 
-# Test files of any part that were run again because they, or what they need, had changed.
-CHANGED = "changed"
+STALE = re.compile(r"stale-[1-9]\d*")
 
 
 class NotEvidence(ValueError):
@@ -65,16 +64,43 @@ def write(path: Path, evidence: Evidence) -> None:
     beside.replace(path)
 
 
-def read(folder: Path) -> dict[str, Evidence]:
-    """The evidence in a card's folder by part, "1/3". Raises NotEvidence for another file there."""
-    paths = [path for path in sorted(folder.glob("*.json")) if path.name != name_of(CHANGED)]
-    return {evidence["part"]: evidence for evidence in map(_read, paths)}
+def read(folder: Path) -> list[Evidence]:
+    """The evidence in a card's folder: parts in their order, then files that were run again, by date.
+
+    Raises NotEvidence for another file there.
+    """
+    found = [_read(path) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda each: (_place(each["part"]), each["date"]))
 
 
-def read_changed(folder: Path) -> Evidence | None:
-    """The evidence of the files that were run again, if there is any."""
-    path = folder / name_of(CHANGED)
-    return _read(path) if path.exists() else None
+def timings(folder: Path) -> list[Evidence]:
+    """Earlier runs in a folder, of any version, as far as they have the seconds of tests."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [each for each in found if {"date", "files", "slow"} <= each.keys()]
+
+
+def _place(part: str) -> tuple[int, ...]:
+    found = PART.fullmatch(part)
+    return (0, int(found[2]), int(found[1])) if found else (1,)
+
+
+def parts_in(found: Iterable[Evidence]) -> dict[str, Evidence]:
+    """The evidence of parts, by part, "1/3"."""
+    return {each["part"]: each for each in found if PART.fullmatch(each["part"])}
+
+
+def next_again(found: Iterable[Evidence]) -> str:
+    """The name of the next run of stale files."""
+    numbers = [int(each["part"].partition("-")[2]) for each in found if STALE.fullmatch(each["part"])]
+    return f"stale-{max(numbers, default=0) + 1}"
+
+
+def newest(found: Iterable[Evidence]) -> dict[str, Evidence]:
+    """By test file, the newest evidence that it was collected in."""
+    held: dict[str, Evidence] = {}
+    for each in sorted(found, key=lambda each: each["date"]):
+        held |= dict.fromkeys(each["files"], each)
+    return held
 
 
 def _read(path: Path) -> Evidence:
@@ -85,7 +111,7 @@ def _read(path: Path) -> Evidence:
         raise NotEvidence(
             f"{path}: not evidence of a part: {error!r}; delete it and run the part again"
         ) from None
-    known = part == CHANGED or PART.fullmatch(part)
+    known = PART.fullmatch(part) or STALE.fullmatch(part)
     if lacking or path.name != name_of(part) or not known:
         raise NotEvidence(
             f"{path}: is of part {part!r} and lacks {lacking}; delete it and run the part again"

@@ -1,22 +1,43 @@
 """What evidence is worth today: `make gpu-status`.
 
-missing  the part has no evidence
+missing  no run has the part, or the test file, which is new
 red      a test failed or saw no GPU, none passed, or the run was cut before its last test
-stale    the sources or the tests have changed since, or the parts were cut elsewhere
-fresh    neither, but for test files that have been run again since (`gpu.py run --changed`)
+stale    something that a test file executed has changed since (`executed.py`), or the file itself
+fresh    neither
+
+Of a test file that several runs hold, the newest counts: `gpu.py run --stale` runs only those that are not fresh.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.evidence import hashes, parts, record
+from sparsek.plan.definitions import Tree
+from tests.evidence import executed, parts, record
 from tests.evidence.record import Evidence
 
-SHOWN = 5
+SHOWN = 12
+REASONS = 2
 NO_GPU = "needs an NVIDIA GPU"  # why tests/conftest.py skips; each worker asks for itself
+# Only such a file can hold tests marked `gpu`: by the mark, or by the fixture `device`.
+MARKED = re.compile(r"mark\.gpu\b|[(,]\s*device\b\s*[:,)]|^\s+device: ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class File:
+    """One test file: its word, and why it is not fresh."""
+
+    path: str
+    word: str
+    why: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """The file with its first reasons."""
+        more = f", and {len(self.why) - REASONS} more" if len(self.why) > REASONS else ""
+        return f"{self.path}: {'; '.join(self.why[:REASONS])}{more}"
 
 
 @dataclass(frozen=True)
@@ -30,38 +51,89 @@ class Status:
 
     def lines(self) -> list[str]:
         return [
-            f"{self.part:6}{self.word:9}{self.facts}".rstrip(),
+            f"{self.part:8}{self.word:9}{self.facts}".rstrip(),
             *(f"      {reason}" for reason in self.why),
         ]
 
 
-def statuses(
-    root: Path, found: dict[str, Evidence], expected: int, changed: Evidence | None = None
-) -> list[Status]:
-    """The status of every part, of `expected` parts if there is no evidence, and of evidence of another cut.
+def files(root: Path, found: list[Evidence]) -> list[File]:
+    """The status of every test file that has tests marked `gpu`, or had when it ran."""
+    tree = Tree(root, executed.PACKAGES)
+    newest = record.newest(found)
+    changes = {
+        id(each): executed.Executed(each["executed"]).changes(tree) for each in _distinct(newest.values())
+    }
+    result = []
+    for path in sorted({*parts.test_files(root), *newest}):
+        there = (root / path).is_file()
+        marked = there and MARKED.search((root / path).read_text(encoding="utf-8")) is not None
+        each = newest.get(path)
+        if each is None:
+            result += [File(path, "missing", ("is new",))] if marked else []
+            continue
+        held = each["files"][path]
+        if not held["tests"] and not marked:
+            continue
+        red = tuple(failures(path, each))
+        stale = tuple(changes[id(each)].get(path, ["nothing shows what it executed"]))
+        if there or held["tests"]:
+            result.append(File(path, "red" if red else "stale" if stale else "fresh", (*red, *stale)))
+    return result
 
-    `changed`: the evidence of files that were run again.
-    """
-    count = record.number_of_parts(found) or expected
-    cuts = record.cuts_for(count, found) or []
-    wanted = [f"{number}/{count}" for number in range(1, count + 1)]
-    again = hashes_again(changed, root)
-    result = [_status(part, found.get(part), cuts, root, again) for part in wanted]
-    others = sorted(set(found) - set(wanted))
-    return [
-        *result,
-        *(Status(part, "stale", "", (f"the parts are of {count} now: delete it",)) for part in others),
+
+def _distinct(found: Iterable[Evidence]) -> list[Evidence]:
+    return list({id(each): each for each in found}.values())
+
+
+def failures(path: str, each: Evidence) -> list[str]:
+    """What makes a test file red in a run, one line each; [] if it is green."""
+    lines = [
+        f"failed: {one['test']} ({one['when']})"
+        for one in each["failed"]
+        if parts.file_of(one["test"]) == path
     ]
+    if not each["finished"] and each["files"][path]["ran"] < each["files"][path]["tests"]:
+        lines.append("its run was cut before its last test")
+    if NO_GPU in each["skipped"]:
+        lines.append("its run saw no GPU")
+    return lines
 
 
-def _status(
-    part: str, evidence: Evidence | None, cuts: list[str], root: Path, again: dict[str, str]
-) -> Status:
-    if evidence is None:
-        return Status(part, "missing", "", (f"run `make gpu PART={part}` on the GPU",))
-    red, stale = failures(evidence), changes(evidence, cuts, root, again)
-    word = "red" if red else "stale" if stale else "fresh"
-    return Status(part, word, facts(evidence), (*red, *stale))
+def statuses(root: Path, found: list[Evidence], expected: int) -> list[Status]:
+    """The status of every part, of `expected` parts if there is no evidence, and of the runs of stale files."""
+    of_parts = record.parts_in(found)
+    count = record.number_of_parts(of_parts) or expected
+    cuts = record.cuts_for(count, of_parts) or []
+    known = files(root, found) if of_parts else []
+    result = []
+    for number in range(1, count + 1):
+        part = f"{number}/{count}"
+        evidence = of_parts.get(part)
+        if evidence is None:
+            result.append(Status(part, "missing", "", (f"run `make gpu PART={part}` on the GPU",)))
+            continue
+        stretch = set(parts.files_of(number, cuts, [each.path for each in known]))
+        inside = [each for each in known if each.path in stretch]
+        result.append(_status(part, evidence, [each for each in inside if each.word != "fresh"], known, cuts))
+    others = sorted(set(of_parts) - {each.part for each in result})
+    result += [Status(part, "stale", "", (f"the parts are of {count} now: delete it",)) for part in others]
+    again = [each for each in found if each["part"] not in of_parts]
+    return [*result, *(_status(each["part"], each, [], known, each["cuts"]) for each in again)]
+
+
+def _status(part: str, evidence: Evidence, worse: list[File], known: list[File], cuts: list[str]) -> Status:
+    """A run with its files that are not fresh; what another run has repeated since is not its fault any more."""
+    lines = [] if evidence["counts"]["passed"] else ["no test passed"]
+    if evidence["cuts"] != cuts:
+        lines.append("the parts were cut elsewhere then")
+    order = [word for word in ("red", "stale", "missing") if any(each.word == word for each in worse)]
+    word = (
+        "red" if lines[:1] == ["no test passed"] or "red" in order else "stale" if order or lines else "fresh"
+    )
+    for each in order:
+        lines += [f"{each}: {one.line()}" for one in worse if one.word == each]
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return Status(part, word, facts(evidence), (*lines[:SHOWN], *more))
 
 
 def facts(evidence: Evidence) -> str:
@@ -73,75 +145,9 @@ def facts(evidence: Evidence) -> str:
     return f"{', '.join(parts_of_line):30} {evidence['seconds']:5.0f} s   {date} UTC"
 
 
-def failures(evidence: Evidence) -> list[str]:
-    """What makes a run red, one line each; [] for a green one."""
-    lines = [f"failed: {each['test']} ({each['when']})" for each in evidence["failed"][:SHOWN]]
-    if len(evidence["failed"]) > SHOWN:
-        lines.append(f"and {len(evidence['failed']) - SHOWN} more")
-    if not evidence["finished"]:
-        running = ", ".join(evidence["unfinished"][:SHOWN]) or "none"
-        lines.append(f"cut with {evidence['counts']['unrun']} tests to go; running then: {running}")
-    elif not evidence["counts"]["passed"]:
-        lines.append("no test passed")
-    unseen = evidence["skipped"].get(NO_GPU, 0)
-    if unseen:
-        lines.append(f"{unseen} tests saw no GPU")
-    return lines
-
-
-def hashes_again(changed: Evidence | None, root: Path) -> dict[str, str]:
-    """The hashes of the files that were run again and were green, if the sources are still those of that run."""
-    if changed is None or failures(changed) or changed["sources"] != hashes.source_hashes(root):
-        return {}
-    return {path: facts["hash"] for path, facts in changed["files"].items()}
-
-
-def changed_files(root: Path, found: dict[str, Evidence]) -> list[str]:
-    """The test files that have changed since their part was run. ValueError if the parts must be run instead."""
-    files: list[str] = []
-    for part, evidence in found.items():
-        sources, moved, differing = _changes(evidence, evidence["cuts"], root, {})
-        if sources or moved or failures(evidence):
-            raise ValueError(f"part {part} must be run: {', '.join((*sources, *moved, *failures(evidence)))}")
-        files += [path for path in differing if (root / path).exists()]
-    return files
-
-
-def changes(evidence: Evidence, cuts: list[str], root: Path, again: dict[str, str]) -> list[str]:
-    """What has changed since a run, one line each; [] for a fresh one. `cuts`: those of the newest evidence.
-
-    `again`: the hashes of files that were run again.
-    """
-    sources, moved, differing = _changes(evidence, cuts, root, again)
-    lines = [*moved, *sources]
-    lines += [f"{path} has changed, or what it needs" for path in differing[:SHOWN]]
-    if len(differing) > SHOWN:
-        lines.append(f"and {len(differing) - SHOWN} more test files")
-    return lines
-
-
-def _changes(
-    evidence: Evidence, cuts: list[str], root: Path, again: dict[str, str]
-) -> tuple[list[str], list[str], list[str]]:
-    """Lines about sources, lines about cuts, and the test files that differ."""
-    moved = []
-    if evidence["cuts"] != cuts:
-        moved.append("the parts were cut elsewhere then")
-    today = hashes.source_hashes(root)
-    sources = [f"sparsek/{name} has changed" for name in _differing(evidence["sources"], today)]
-    held = {path: facts["hash"] for path, facts in evidence["files"].items() if facts["tests"]}
-    number = parts.numbers(evidence["part"])[0]
-    there = parts.files_of(number, cuts, parts.test_files(root))
-    # Of a file that had no test marked `gpu`, only a change that may have brought one counts.
-    unmarked = {path for path in there if path not in held and not hashes.may_hold_gpu_tests(path, root)}
-    ran = {path: facts["hash"] for path, facts in evidence["files"].items() if path not in unmarked}
-    now = {path: hashes.test_hash(path, root) for path in there if path not in unmarked}
-    differing = [path for path in _differing(ran, now) if path not in now or again.get(path) != now[path]]
-    return sources, moved, differing
-
-
-def _differing(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    return sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+def to_run(root: Path, found: list[Evidence]) -> list[str]:
+    """The test files that are not fresh and still there."""
+    return [each.path for each in files(root, found) if each.word != "fresh" and (root / each.path).is_file()]
 
 
 def closing(found: Iterable[Status]) -> str:

@@ -67,7 +67,7 @@ CONFTEST = """
 from tests.evidence import plugin
 plugin.SLOW, plugin.EVERY = 0.3, 0.2
 plugin.software = lambda workers: {"gpu": "cpu", "workers": workers}
-plugin.hashes.source_hashes = lambda root: {"of": str(root)}
+plugin.executed_by = lambda folder, files, ran: " ".join(sorted(ran))
 """
 
 
@@ -120,7 +120,7 @@ def test_a_green_run_that_starts_its_longest_tests_first(tmp_path: Path) -> None
     evidence = dict.fromkeys(record.FIELDS) | {
         "part": "1/1",
         "date": "2026-11-22",
-        "files": {"tests/test_order.py": {"tests": 4, "ran": 4, "seconds": 82.0, "hash": ""}},
+        "files": {"tests/test_order.py": {"tests": 4, "ran": 4, "seconds": 82.0}},
         "slow": known,
     }
     record.write(folder / "known" / "1-of-1.json", evidence)
@@ -138,7 +138,7 @@ def test_a_green_run_that_starts_its_longest_tests_first(tmp_path: Path) -> None
     assert 0.3 <= file["seconds"] <= found["seconds"]
     assert list(found["slow"]) == ["tests/test_green.py::test_slow"]
     assert found["env"] == {"gpu": "cpu", "workers": 1}
-    assert found["sources"] == {"of": str(ROOT)}
+    assert found["executed"].split() == ["tests/test_green.py", "tests/test_order.py"]
     assert set(record.FIELDS) == set(found)
     assert [path.name for path in (folder / "out" / "cpu").iterdir()] == ["1-of-2.json"]
 

@@ -1,37 +1,127 @@
-"""What evidence is worth, and what changes that."""
+"""What evidence is worth, and what changes that: a small tree is traced, changed, and its test files judged."""
 
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.evidence import hashes, page, parts, record, status
+from sparsek.plan.definitions import Tree
+from tests.evidence import executed, page, parts, record, status
+from tests.evidence.executed import Ran
 from tests.evidence.record import Evidence
 from tests.house.tools import ROOT, run
 
 FILES = {
     "sparsek/__init__.py": "",
-    "sparsek/core/__init__.py": "X = 1\n",
-    "sparsek/kernels/__init__.py": "",
-    "sparsek/kernels/hopper/spmm.py": "def host():\n    return 1\n",
-    "sparsek/kernels/hopper/semi24.cu": "int x = 1;\n",
-    "sparsek/plan/__init__.py": "",
-    "sparsek/plan/tuned.json": "{}",
-    "sparsek/bench/__init__.py": "X = 1\n",
-    "sparsek/bench/spmm.py": "X = 1\n",
-    "sparsek/bench/unused.py": "X = 1\n",
-    "sparsek/cli/__init__.py": "X = 1\n",
-    "sparsek/cli/bench.py": "from sparsek.bench.spmm import X\n",
-    "tests/conftest.py": "",
-    "tests/bench/test_peers.py": "from sparsek.cli import bench\n@pytest.mark.gpu\ndef test_a(): pass\n",
-    "tests/ops/cases.py": "CASES = [1]\n",
-    "tests/ops/sanitize.py": "print(1)\n",
+    "sparsek/core.py": """
+LEAST = 1
+UNREAD = 1
+
+def flag(x):
+    '''Checks.'''
+    return x > LEAST
+""",
+    "sparsek/banded.py": """
+from sparsek.core import flag
+
+def causal(n):
+    return flag(n)
+
+def dilated(n):
+    return flag(n)
+""",
+    "sparsek/mask.py": """
+from sparsek import banded
+
+class Base:
+    def size(self):
+        return self.sides()
+
+    def sides(self):
+        return 1
+
+class BlockMask(Base):
+    causal = classmethod(banded.causal)
+    dilated = classmethod(banded.dilated)
+
+class Other(Base):
+    pass
+""",
+    "sparsek/kernel.py": """
+import triton
+
+STEP = 2
+PRICE = 3.0
+PROGRAM = "kernel.cu"
+
+@triton.jit
+def inner(a):
+    return a * STEP
+
+@triton.jit
+def entry(a):
+    return inner(a)
+
+def launch(a):
+    return entry, PROGRAM
+
+def seconds():
+    return PRICE
+""",
+    "sparsek/kernel.cu": "int x = 1;\n",
+    "sparsek/registry.py": """
+TABLE = {}
+
+def register(f):
+    TABLE[f] = f
+
+def find(f):
+    return TABLE[f]
+""",
+    "sparsek/ops.py": """
+from sparsek.registry import find, register
+
+def verb(f):
+    return find(f)
+
+register(verb)
+""",
+    "tests/conftest.py": "LIMIT = 1\n",
+    "tests/ops/cases.py": """
+CASES = [1]
+OTHERS = [1]
+
+def helper():
+    return CASES
+""",
     "tests/ops/unused.py": "X = 1\n",
+    "tests/ops/data.json": "{}",
+    "tests/bench/test_launch.py": "@pytest.mark.gpu\ndef test_a(): launch(1)\n",
+    "tests/ops/test_banded.py": """
+from sparsek.mask import BlockMask
+@pytest.mark.gpu
+def test_b(): BlockMask.causal(1).size()
+""",
     "tests/ops/test_cpu.py": "def test_c(): pass\n",
-    "tests/ops/test_spmm.py": "from tests.ops.cases import CASES\n@pytest.mark.gpu\ndef test_b(): run('sanitize.py')\n",
+    "tests/ops/test_verb.py": """
+from tests.ops.cases import helper
+@pytest.mark.gpu
+def test_d(): verb(helper())
+""",
 }
-CUTS = ["tests/ops/test_cpu.py"]
+LAUNCH, BANDED, VERB = "tests/bench/test_launch.py", "tests/ops/test_banded.py", "tests/ops/test_verb.py"
+# What a trace of these tests gives.
+RAN = {
+    LAUNCH: Ran({"sparsek.kernel:launch"}),
+    BANDED: Ran(
+        {"sparsek.banded:causal", "sparsek.core:flag", "sparsek.mask:Base.size", "sparsek.mask:Base.sides"}
+    ),
+    VERB: Ran(
+        {"sparsek.ops:verb", "sparsek.registry:find", "tests.ops.cases:helper"}, files={"tests/ops/data.json"}
+    ),
+    "import:sparsek/ops.py": Ran({"sparsek.registry:register"}),
+}
+CUTS = [BANDED]
 RED = ("stale", "red", "fail", "missing")  # what whoever waits for green looks for
 
 
@@ -43,24 +133,20 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def evidence(tree: Path, part: str, cuts: list[str] = CUTS, marked: int = 3) -> Evidence:
+def evidence(root: Path, part: str, files: list[str] | None = None, ran: dict[str, Ran] = RAN) -> Evidence:
     """Evidence of a green run of today's tree."""
-    files = parts.files_of(parts.numbers(part)[0], cuts, parts.test_files(tree))
-    held = {
-        path: {
-            "tests": marked * hashes.may_hold_gpu_tests(path, tree),
-            "ran": marked,
-            "seconds": 7.5,
-            "hash": hashes.test_hash(path, tree),
-        }
-        for path in files
-    }
+    whole = parts.PART.fullmatch(part)
+    if files is None:
+        files = parts.files_of(parts.numbers(part)[0], CUTS, parts.test_files(root))
+    tree = Tree(root, executed.PACKAGES)
+    closure = executed.Closure(tree, ran)
+    codes = {path: closure.of(path) if path in ran else executed.only(path) for path in files}
     env = ("gpu", "driver", "python", "torch", "triton", "cuda", "numpy", "transformers", "workers")
     return {
         "part": part,
-        "cuts": cuts,
+        "cuts": CUTS if whole else [],
         "finished": True,
-        "date": "2026-11-23T10:20:30+00:00",
+        "date": "2026-11-23T10:20:30+00:00" if whole else "2026-11-24T10:20:30+00:00",
         "seconds": 312.4,
         "commit": "0123456789ab",
         "env": dict.fromkeys(env, "1") | {"gpu": "NVIDIA H200"},
@@ -69,202 +155,258 @@ def evidence(tree: Path, part: str, cuts: list[str] = CUTS, marked: int = 3) -> 
         "unfinished": [],
         "failed": [],
         "skipped": {"a tool is missing, required and shared | measured": 4},
-        "files": held,
-        "slow": {"tests/ops/test_spmm.py::test_b": 6.0},
-        "sources": hashes.source_hashes(tree),
+        "files": {
+            path: {"tests": 3 * (path in ran), "ran": 3 * (path in ran), "seconds": 7.5} for path in files
+        },
+        "slow": {f"{VERB}::test_d": 6.0},
+        "executed": executed.pack(tree, codes, closure.of(executed.CHOICE)),
     }
 
 
-def both(tree: Path) -> dict[str, Evidence]:
-    return {part: evidence(tree, part) for part in ("1/2", "2/2")}
+def both(root: Path) -> list[Evidence]:
+    return [evidence(root, part) for part in ("1/2", "2/2")]
 
 
-def words(tree: Path, found: dict[str, Evidence]) -> list[str]:
-    return [each.word for each in status.statuses(tree, found, 3)]
+def words(root: Path, found: list[Evidence]) -> list[str]:
+    return [each.word for each in status.statuses(root, found, 3)]
 
 
 def test_fresh_parts_print_no_word_of_another_status(tree: Path) -> None:
     found = status.statuses(tree, both(tree), 3)
     text = "\n".join([*(line for each in found for line in each.lines()), status.closing(found)])
     assert text.splitlines() == [
-        "1/2   fresh    1,230 passed, 4 skipped          312 s   2026-11-23 10:20 UTC",
-        "2/2   fresh    1,230 passed, 4 skipped          312 s   2026-11-23 10:20 UTC",
+        "1/2     fresh    1,230 passed, 4 skipped          312 s   2026-11-23 10:20 UTC",
+        "2/2     fresh    1,230 passed, 4 skipped          312 s   2026-11-23 10:20 UTC",
         "all 2 parts are fresh and green",
     ]
     assert not any(word in text.lower() for word in RED)
 
 
 def test_without_evidence_every_part_is_missing(tree: Path) -> None:
-    assert words(tree, {}) == ["missing"] * 3
-    only = {"2/2": evidence(tree, "2/2")}
+    assert words(tree, []) == ["missing"] * 3
+    only = [evidence(tree, "2/2")]
     assert words(tree, only) == ["missing", "fresh"]
-    assert (
-        status.closing(status.statuses(tree, only, 3)) == "1 of 2 parts are not fresh and green: 1/2 missing"
-    )
+    closing = status.closing(status.statuses(tree, only, 3))
+    assert closing == "1 of 2 parts are not fresh and green: 1/2 missing"
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"failed": [{"test": "tests/a.py::b", "when": "call"}]}, "failed: tests/a.py::b (call)"),
         (
-            {"finished": False, "unfinished": ["tests/a.py::c"]},
-            "cut with 7 tests to go; running then: tests/a.py::c",
+            {"failed": [{"test": f"{VERB}::test_d", "when": "call"}]},
+            f"red: {VERB}: failed: {VERB}::test_d (call)",
+        ),
+        (
+            {"finished": False, "files": {VERB: {"tests": 3, "ran": 1}}},
+            f"red: {VERB}: its run was cut before its last test",
         ),
         ({"counts": {"passed": 0, "failed": 0, "skipped": 9, "unrun": 7}}, "no test passed"),
-        ({"skipped": {status.NO_GPU: 900}}, "900 tests saw no GPU"),
+        ({"skipped": {status.NO_GPU: 900}}, f"red: {VERB}: its run saw no GPU"),
     ],
     ids=["failed", "cut", "all skipped", "workers without a GPU"],
 )
 def test_a_red_part(tree: Path, changed: Evidence, line: str) -> None:
     found = both(tree)
-    found["2/2"]["counts"]["unrun"] = 7
-    found["2/2"] |= changed
+    changed = changed | ({"files": found[1]["files"] | changed["files"]} if "files" in changed else {})
+    found[1] |= changed
     assert words(tree, found) == ["fresh", "red"]
     assert line in status.statuses(tree, found, 3)[1].why
 
 
+def replaced(name: str, old: str, new: str) -> tuple[str, str]:
+    assert old in FILES[name]
+    return name, FILES[name].replace(old, new)
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("change", "stale"),
     [
-        ("sparsek/kernels/hopper/spmm.py", "def host():\n    return 2\n", ["stale", "stale"]),
-        ("sparsek/kernels/hopper/semi24.cu", "int x = 2;\n", ["stale", "stale"]),
-        ("sparsek/kernels/hopper/new.py", "", ["stale", "stale"]),
-        ("sparsek/plan/tuned.json", "{ }", ["stale", "stale"]),
+        (replaced("sparsek/banded.py", "def dilated(n):", "def dilated(m):"), []),
+        (replaced("sparsek/banded.py", "def causal(n):", "def causal(n, m=1):"), [BANDED]),
+        (replaced("sparsek/core.py", "'''Checks.'''", "'''Says.'''\n    # now"), []),
+        (replaced("sparsek/core.py", "LEAST = 1", "LEAST = 2"), [BANDED]),
+        (replaced("sparsek/core.py", "UNREAD = 1", "UNREAD = 2"), []),
+        # An override that would be met; one of a class that nothing made; a member that nothing mentions.
         (
-            "sparsek/kernels/hopper/spmm.py",
-            '"""Text."""\n\ndef host():\n    return (1)  # one\n',
-            ["stale", "stale"],
+            replaced(
+                "sparsek/mask.py",
+                "class BlockMask(Base):\n",
+                "class BlockMask(Base):\n    def sides(self): return 2\n",
+            ),
+            [BANDED],
+        ),
+        (replaced("sparsek/mask.py", "    pass\n", "    def sides(self): return 2\n"), []),
+        (
+            replaced(
+                "sparsek/mask.py",
+                "class BlockMask(Base):\n",
+                "class BlockMask(Base):\n    def strided(self): return 2\n",
+            ),
+            [],
         ),
         (
-            "sparsek/kernels/hopper/spmm.py",
-            '"""Text."""\n\n\ndef host():  # now\n    return 1\n',
-            ["fresh", "fresh"],
+            replaced(
+                "sparsek/mask.py",
+                "class BlockMask(Base):\n",
+                "class BlockMask(Base):\n    def __getattr__(self, n): return 2\n",
+            ),
+            [BANDED],
         ),
-        ("sparsek/cli/__init__.py", "X = 2\n", ["fresh", "fresh"]),
-        ("sparsek/bench/spmm.py", "X = 2\n", ["stale", "fresh"]),
-        ("sparsek/bench/unused.py", "X = 2\n", ["fresh", "fresh"]),
-        ("tests/conftest.py", "X = 2\n", ["stale", "stale"]),
-        ("tests/ops/test_spmm.py", FILES["tests/ops/test_spmm.py"] + "X = 1\n", ["fresh", "stale"]),
-        ("tests/ops/cases.py", "CASES = [2]\n", ["fresh", "stale"]),
-        ("tests/ops/sanitize.py", "print(2)\n", ["fresh", "stale"]),
-        ("tests/ops/unused.py", "X = 2\n", ["fresh", "fresh"]),
-        ("tests/ops/test_cpu.py", "def test_d(): pass\n", ["fresh", "fresh"]),
-        ("tests/ops/test_cpu.py", "def test_d(device): pass\n", ["fresh", "stale"]),
-        ("tests/formats/test_new.py", "def test_e(): pass\n", ["fresh", "fresh"]),
-        ("tests/formats/test_new.py", "@pytest.mark.gpu\ndef test_e(): pass\n", ["stale", "fresh"]),
+        # What is launched, with what it reads; what is only predicted; CUDA C++.
+        (replaced("sparsek/kernel.py", "STEP = 2", "STEP = 3"), [LAUNCH]),
+        (replaced("sparsek/kernel.py", "inner(a)\n", "inner(a + 1)\n"), [LAUNCH]),
+        (replaced("sparsek/kernel.py", "PRICE = 3.0", "PRICE = 4.0"), []),
+        (replaced("sparsek/kernel.cu", "1", "2"), [LAUNCH]),
+        (("sparsek/kernel.cu", "// one\nint x  = 1;\n"), []),
+        # Registrations, the code that runs on import, and another function under an imported name.
+        (replaced("sparsek/ops.py", "register(verb)\n", "register(verb)\nregister(find)\n"), [VERB]),
+        (replaced("sparsek/registry.py", "TABLE[f] = f", "TABLE[f] = None"), [VERB]),
+        (
+            replaced("sparsek/banded.py", "from sparsek.core import flag", "from sparsek.other import flag"),
+            [BANDED],
+        ),
+        # Helpers, fixtures, data, the files themselves.
+        (replaced("tests/ops/cases.py", "CASES = [1]", "CASES = [2]"), [VERB]),
+        (replaced("tests/ops/cases.py", "OTHERS = [1]", "OTHERS = [2]"), []),
+        (("tests/ops/unused.py", "X = 2\n"), []),
+        (("tests/ops/data.json", "[]"), [VERB]),
+        (("tests/conftest.py", "LIMIT = 2\n"), [LAUNCH, BANDED, VERB]),
+        (replaced(VERB, "test_d", "test_e"), [VERB]),
+        (("tests/ops/test_cpu.py", "def test_d(): pass\n"), []),
+        (("tests/ops/test_cpu.py", "def test_d(device): pass\n"), ["tests/ops/test_cpu.py"]),
+        (("tests/formats/test_new.py", "def test_e(): pass\n"), []),
+        (
+            ("tests/formats/test_new.py", "@pytest.mark.gpu\ndef test_e(): pass\n"),
+            ["tests/formats/test_new.py"],
+        ),
     ],
 )
-def test_what_a_change_makes_of_the_parts(tree: Path, name: str, text: str, expected: list[str]) -> None:
-    """tests/bench and what is new in tests/formats are of the first part, tests/ops is the second."""
+def test_a_change_makes_stale_what_ran_it(tree: Path, change: tuple[str, str], stale: list[str]) -> None:
     found = both(tree)
+    (tree / "sparsek/other.py").write_text("def flag(x):\n    return x\n")
+    name, text = change
     (tree / name).parent.mkdir(exist_ok=True)
     (tree / name).write_text(text)
-    assert words(tree, found) == expected
+    assert status.to_run(tree, found) == stale
+    assert all(each.why for each in status.files(tree, found) if each.word != "fresh")
 
 
-def test_a_test_file_that_is_gone_makes_its_part_stale(tree: Path) -> None:
+def test_everything_may_move(tree: Path) -> None:
     found = both(tree)
-    (tree / "tests/bench/test_peers.py").unlink()
-    assert words(tree, found) == ["stale", "fresh"]
+    (tree / "sparsek/engine").mkdir()
+    for name in ("core", "registry"):
+        text = (tree / f"sparsek/{name}.py").read_text()
+        (tree / f"sparsek/{name}.py").unlink()
+        (tree / f"sparsek/engine/{name}.py").write_text(text)
+    for file in tree.rglob("*.py"):
+        text = file.read_text()
+        file.write_text(
+            text.replace("sparsek.core", "sparsek.engine.core").replace(
+                "sparsek.registry", "sparsek.engine.registry"
+            )
+        )
+    assert status.to_run(tree, found) == []
+    core = tree / "sparsek/engine/core.py"
+    core.write_text(core.read_text().replace("LEAST = 1", "LEAST = 2"))
+    assert status.to_run(tree, found) == [BANDED]
+
+
+def test_a_function_that_is_gone_is_named(tree: Path) -> None:
+    found = both(tree)
+    (tree / "sparsek/banded.py").write_text("")
+    why = next(each.why for each in status.files(tree, found) if each.path == BANDED)
+    assert "sparsek.banded:causal is gone" in why
+
+
+def test_a_process_that_was_not_traced_counts_for_everything(tree: Path) -> None:
+    ran = RAN | {LAUNCH: Ran({"sparsek.kernel:launch"}, children=1)}
+    found = [evidence(tree, "1/2", ran=ran), evidence(tree, "2/2", ran=ran)]
+    assert status.to_run(tree, found) == []
+    (tree / "sparsek/core.py").write_text(FILES["sparsek/core.py"].replace("LEAST = 1", "LEAST = 2"))
+    assert status.to_run(tree, found) == [LAUNCH, BANDED]
+
+
+def test_what_is_compiled_counts_as_far_as_its_names_reach(tree: Path) -> None:
+    ran = RAN | {BANDED: Ran({"sparsek.mask:Base.size"}, compiled=True)}
+    found = [evidence(tree, "1/2", ran=ran), evidence(tree, "2/2", ran=ran)]
+    (tree / "sparsek/banded.py").write_text(
+        FILES["sparsek/banded.py"].replace("def causal(n):", "def causal(m):")
+    )
+    assert status.to_run(tree, found) == [BANDED]
+
+
+def choice(m: int) -> dict[str, object]:
+    from sparsek.core.device import H200
+    from tests.evidence import trace
+    from tests.problems import spmm_problem
+
+    return trace.decided(spmm_problem(m, 512, 512, (64, 64), 16, "bf16", H200), None)
+
+
+def test_predictions_make_stale_the_plans_that_they_change() -> None:
+    """Recomputed for the card of the run: here as if the run had chosen another kernel."""
+    same, other = choice(512), choice(1024)
+    assert same["outcome"]
+    other["outcome"] = ["reference.spmm", "None"]
+    chooses = "sparsek.plan.ring:norm"
+    ran = {
+        "tests/ops/test_a.py": Ran(choices=[same]),
+        "tests/ops/test_b.py": Ran(choices=[same, other]),
+        executed.CHOICE: Ran({chooses}),
+    }
+    tree = Tree(ROOT, executed.PACKAGES)
+    closure = executed.Closure(tree, ran)
+    text = executed.pack(
+        tree, {path: closure.of(path) for path in ran if path != executed.CHOICE}, closure.of(executed.CHOICE)
+    )
+    held = executed.Executed(text)
+    assert held.changes(tree) == {"tests/ops/test_a.py": [], "tests/ops/test_b.py": []}
+    held.hashes[chooses] = "another"
+    found = held.changes(tree)
+    assert found["tests/ops/test_a.py"] == []
+    assert "SpmmProblem: reference.spmm None is " in found["tests/ops/test_b.py"][0]
 
 
 def test_parts_of_another_cut_are_stale(tree: Path) -> None:
     found = both(tree)
-    found["2/2"]["cuts"] = ["tests/ops/test_spmm.py"]
-    found["1/2"]["date"] = "2026-11-24T00:00:00+00:00"
+    found[1]["cuts"] = [VERB]
+    found[0]["date"] = "2026-11-24T00:00:00+00:00"
     assert words(tree, found) == ["fresh", "stale"]
-    found["1/3"] = evidence(tree, "1/3") | {"date": "2026-11-20T00:00:00+00:00"}
+    found.append(evidence(tree, "1/2") | {"part": "1/3", "date": "2026-11-20T00:00:00+00:00"})
     assert words(tree, found) == ["fresh", "stale", "stale"]
 
 
-def again(tree: Path, files: list[str]) -> Evidence:
-    """Evidence of a green run of these files of today's tree."""
-    of_all = {path: facts for part in both(tree).values() for path, facts in part["files"].items()}
-    held = {path: of_all[path] for path in files}
-    return evidence(tree, "2/2") | {"part": record.CHANGED, "cuts": [], "files": held}
-
-
-def test_changed_files_can_be_run_again_alone(tree: Path) -> None:
+def test_stale_files_are_run_again_alone(tree: Path) -> None:
     found = both(tree)
-    (tree / "tests/ops/cases.py").write_text("CASES = [2]\n")
-    (tree / "sparsek/bench/spmm.py").write_text("X = 2\n")
-    changed = ["tests/bench/test_peers.py", "tests/ops/test_spmm.py"]
-    assert sorted(status.changed_files(tree, found)) == changed
-
-    def words_with(run: Evidence) -> list[str]:
-        return [each.word for each in status.statuses(tree, found, 3, run)]
-
-    assert words_with(again(tree, changed)) == ["fresh", "fresh"]
-    assert words_with(again(tree, changed[:1])) == ["fresh", "stale"]
-    red = again(tree, changed) | {"failed": [{"test": "tests/ops/test_spmm.py::test_b", "when": "call"}]}
-    assert words_with(red) == ["stale", "stale"]
-    cut = again(tree, changed) | {"finished": False}
-    assert words_with(cut) == ["stale", "stale"]
-    before = again(tree, changed)
-    (tree / "tests/ops/cases.py").write_text("CASES = [3]\n")
-    assert words_with(before) == ["fresh", "stale"]
-
-
-def test_a_run_of_changed_files_stands_for_no_change_of_the_sources(tree: Path) -> None:
-    found = both(tree)
-    before = again(tree, ["tests/bench/test_peers.py", "tests/ops/test_spmm.py"])
-    (tree / "sparsek/core/__init__.py").write_text("X = 2\n")
-    with pytest.raises(ValueError, match="part 1/2 must be run: sparsek/core has changed"):
-        status.changed_files(tree, found)
-    assert [each.word for each in status.statuses(tree, found, 3, before)] == ["stale", "stale"]
-
-
-def test_a_new_test_file_is_among_the_changed_ones(tree: Path) -> None:
-    found = both(tree)
-    (tree / "tests/ops/test_z.py").write_text("@pytest.mark.gpu\ndef test_e(): pass\n")
-    assert status.changed_files(tree, found) == ["tests/ops/test_z.py"]
-    (tree / "tests/ops/test_spmm.py").unlink()
-    assert status.changed_files(tree, found) == ["tests/ops/test_z.py"]
+    (tree / "sparsek/core.py").write_text(FILES["sparsek/core.py"].replace("LEAST = 1", "LEAST = 2"))
+    (tree / "tests/ops/cases.py").write_text(
+        FILES["tests/ops/cases.py"].replace("CASES = [1]", "CASES = [2]")
+    )
     assert words(tree, found) == ["fresh", "stale"]
-
-
-def test_the_hash_of_the_tree_follows_kernels_and_not_the_command_line(tmp_path: Path) -> None:
-    """The same in this tree, whose kernels have device code and CUDA C++."""
-    shutil.copytree(ROOT / "sparsek", tmp_path / "sparsek", ignore=shutil.ignore_patterns("__pycache__"))
-    before = hashes.source_hashes(tmp_path)
-    assert {
-        "core",
-        "matrix",
-        "mask",
-        "reference",
-        "plan",
-        "kernels",
-        "ops",
-        "nn",
-        "testing",
-        "integrations",
-    } <= set(before)
-    assert not {"cli", "bench"} & set(before)
-    with (tmp_path / "sparsek/cli/doctor.py").open("a") as file:
-        file.write("X = 1\n")
-    (tmp_path / "sparsek/kernels/shipped.zip").write_bytes(b"compiled of the same sources")
-    assert hashes.source_hashes(tmp_path) == before
-    with (tmp_path / "sparsek/kernels/spmm/hopper.py").open("a") as file:
-        file.write("def host_code():\n    return 1\n")
-    after = hashes.source_hashes(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"kernels"}
+    assert record.next_again(found) == "stale-1"
+    one = evidence(tree, "stale-1", [BANDED])
+    assert words(tree, [*found, one]) == ["fresh", "stale", "fresh"]
+    assert record.next_again([*found, one]) == "stale-2"
+    two = evidence(tree, "stale-2", [VERB])
+    assert words(tree, [*found, one, two]) == ["fresh", "fresh", "fresh", "fresh"]
+    red = two | {"failed": [{"test": f"{VERB}::test_d", "when": "call"}]}
+    assert words(tree, [*found, one, red])[:2] == ["fresh", "red"]
+    (tree / VERB).unlink()
+    assert status.to_run(tree, [*found, one, red]) == []
 
 
 def test_evidence_is_read_as_it_was_written(tree: Path) -> None:
-    found = both(tree)
-    for part, each in found.items():
-        record.write(tree / "evidence" / record.name_of(part), each)
+    found = [*both(tree), evidence(tree, "stale-1", [VERB]), evidence(tree, "stale-2", [BANDED])]
+    for each in reversed(found):
+        record.write(tree / "evidence" / record.name_of(each["part"]), each)
     assert record.read(tree / "evidence") == found
-    assert record.cuts_for(2, found) == CUTS
-    assert record.cuts_for(3, found) is None
-    assert record.number_of_parts(found) == 2
+    of_parts = record.parts_in(found)
+    assert list(of_parts) == ["1/2", "2/2"]
+    assert record.cuts_for(2, of_parts) == CUTS
+    assert record.cuts_for(3, of_parts) is None
+    assert record.number_of_parts(of_parts) == 2
     assert record.number_of_parts({}) is None
-    assert record.read_changed(tree / "evidence") is None
-    some = again(tree, ["tests/ops/test_spmm.py"])
-    record.write(tree / "evidence" / record.name_of(record.CHANGED), some)
-    assert record.read_changed(tree / "evidence") == some
-    assert record.read(tree / "evidence") == found
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"part": "1/2"}', '{"part": "selected"}'])
@@ -276,47 +418,44 @@ def test_another_file_among_the_evidence_is_named(tmp_path: Path, text: str) -> 
 
 def test_the_page_shows_counts_skips_and_failures(tree: Path) -> None:
     found = both(tree)
-    found["2/2"]["failed"] = [{"test": "tests/ops/test_spmm.py::test_b[x|y]", "when": "setup"}]
+    found[1]["failed"] = [{"test": f"{VERB}::test_d[x|y]", "when": "setup"}]
     lines = page.page(found).splitlines()
     assert (
         "| 1/2 | 2026-11-23 10:20 | 1,230 | 4 | 0 | 0 | 312 | 0123456789ab | NVIDIA H200, driver 1, python 1, torch 1, "
         "triton 1, cuda 1, numpy 1, transformers 1, 1 workers |"
     ) in lines
     assert "| 8 | a tool is missing, required and shared \\| measured |" in lines
-    assert "| `tests/ops/test_spmm.py::test_b[x\\|y]` | setup | 2/2 |" in lines
-    assert "| `tests/ops/test_spmm.py` | 3 | 8 | 2/2 |" in lines
-    assert "No evidence yet" in page.page({})
-    with_changed = page.page(found, again(tree, ["tests/ops/test_spmm.py"])).splitlines()
-    assert any(line.startswith("| changed | 2026-11-23") for line in with_changed)
-    assert "| `tests/ops/test_spmm.py` | 3 | 8 | changed |" in with_changed
+    assert f"| `{VERB}::test_d[x\\|y]` | setup | 2/2 |" in lines
+    assert f"| `{VERB}` | 3 | 8 | 2/2 |" in lines
+    assert "No evidence yet" in page.page([])
+    again = page.page([*found, evidence(tree, "stale-1", [VERB])]).splitlines()
+    assert any(line.startswith("| stale-1 | 2026-11-24") for line in again)
+    assert f"| `{VERB}` | 3 | 8 | stale-1 |" in again
+    assert f"| `{VERB}` | 3 | 8 | 2/2 |" not in again
 
 
 def test_the_page_is_what_the_evidence_gives() -> None:
-    folder = ROOT / "benchmarks" / "evidence" / "hopper"
-    wanted = page.page(record.read(folder), record.read_changed(folder))
+    wanted = page.page(record.read(ROOT / "benchmarks" / "evidence" / "hopper"))
     assert (ROOT / page.PAGE).read_text(encoding="utf-8") == wanted, "run `make readme`"
 
 
 def test_no_evidence_holds_a_failure() -> None:
     """Of evidence in the tree. That sources have changed since fails nothing here: `make gpu-status` shows it."""
-    folder = ROOT / "benchmarks" / "evidence" / "hopper"
-    found, changed = record.read(folder), record.read_changed(folder)
-    found |= {record.CHANGED: changed} if changed else {}
-    assert {part: lines for part, each in found.items() if (lines := status.failures(each))} == {}
+    found = record.read(ROOT / "benchmarks" / "evidence" / "hopper")
+    assert {
+        path: lines for path, each in record.newest(found).items() if (lines := status.failures(path, each))
+    } == {}
 
 
 def test_the_command_line_says_what_is_wrong() -> None:
     script = str(ROOT / "scripts" / "gpu.py")
-    assert (
-        "a part is n/m with 1 <= n <= m, as 2/3, got '4/3'"
-        in run(sys.executable, script, "run", "4/3").stderr
-    )
+    wrong = run(sys.executable, script, "run", "4/3").stderr
+    assert "a part is n/m with 1 <= n <= m, as 2/3, got '4/3'" in wrong
     some = run(sys.executable, script, "run", "1/1", "--out", "nowhere", "--", "-k", "gradient")
     assert "a part runs whole" in some.stderr
     assert "one part at a time" in run(sys.executable, script, "run", "1/2", "2/2", "--out", "nowhere").stderr
     assert (
-        "--changed names the test files itself"
-        in run(sys.executable, script, "run", "1/2", "--changed").stderr
+        "--stale names the test files itself" in run(sys.executable, script, "run", "1/2", "--stale").stderr
     )
     without = run(sys.executable, script, "run", "1/1", env={"PATH": ""})
     assert without.returncode == 2

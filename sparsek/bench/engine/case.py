@@ -112,7 +112,8 @@ class Case:
     of operands.
     `rated`: records have rates. `extra` and `peer_extra`: their own fields and those of each peer, numbers or null.
     `later`: fields of the case that older records lack; they mean the default. `sources`: what is timed beside the
-    kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed.
+    kernel, as names of modules ("plan.matches"). `hosted`: host time is timed, so a record has the functions that one
+    call executes as its source.
     `name`: one short line that no other case has. `dense_flops`: FLOPs of the same call with everything stored.
     """
 
@@ -126,7 +127,7 @@ class Case:
     peer_extra: ClassVar[tuple[str, ...]] = ()
     later: ClassVar[tuple[str, ...]] = ()
     sources: ClassVar[tuple[str, ...]] = ()
-    rooms: ClassVar[tuple[str, ...]] = ()
+    hosted: ClassVar[bool] = False
     name: str
     dense_flops: float
     dtype: str

@@ -18,6 +18,8 @@ A record has the case, the kernel, the times, the peers of the same rounds, the 
   most that a step and its operands hold at once, in 1e9 bytes. Both are null on a CPU.
 - `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and its share of a call on
   new patterns. `symbolic_gpu_ms` and `symbolic_gpu_share`: the same of the GPU's own time; null on a CPU.
+- `ran` of records of host time: the functions of sparsek that one call executes, which `source_hash` is of. Older
+  records lack it.
 - Several kernels that are timed together, as in a step of an MLP: their names, joined by " + ".
 """
 
@@ -26,7 +28,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from sparsek.core.clock import Times
 from sparsek.core.device import CARDS, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 from sparsek.core.machine import smi_facts, version_of
-from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
+from sparsek.plan.sources import JOINED, names_hash, source_hash
 
 FIELDS = (
     *("op", "case", "kernel", "config", "ms", "tflops", "gbps", "roofline", "gate", "peers", "ratio"),
@@ -54,7 +55,7 @@ ANY, NUMBER, OR_NULL, TEXT = "", "not a number", "neither a number nor null", "n
 
 def fields_of(op: str) -> tuple[str, ...]:
     """The fields of the records of an op, in order."""
-    return (*FIELDS, *OPS[op].extra)
+    return (*FIELDS, *OPS[op].extra, *(("ran",) if OPS[op].hosted else ()))
 
 
 def faults(record: Any) -> list[str]:
@@ -65,7 +66,7 @@ def faults(record: Any) -> list[str]:
     if not isinstance(op, str) or op not in OPS:
         return [f"op {op!r} is not one of {', '.join(OPS)}"]
     wanted = fields_of(op)
-    found = [f"field {name} is missing" for name in wanted if name not in record]
+    found = [f"field {name} is missing" for name in wanted if name not in record and name != "ran"]
     found += [f"field {name} is not part of a record" for name in record if name not in wanted]
     objects = ("case", "ms", "gate", "peers", "ratio", "env")
     found = found or [f"{name} is not an object" for name in objects if not isinstance(record[name], dict)]
@@ -211,25 +212,19 @@ def config_of(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config), default=str))
 
 
-def hash_of(op: str, kernel: str) -> str:
-    """The source hash of a record: of the kernel, and of what else the op times."""
+def hash_of(op: str, kernel: str, ran: Iterable[str] = ()) -> str:
+    """The source hash of a record: of the kernel and of what else the op times, or of the functions that `ran`."""
     kind = OPS[op]
-    if not kind.rooms:
-        return source_hash(JOINED.join((kernel, *kind.sources)))
-    source_hash(kernel)  # raises for a module that does not exist
-    return _rooms_hash(kind.rooms)
-
-
-@cache
-def _rooms_hash(rooms: tuple[str, ...]) -> str:
-    files = {file for room in rooms for file in (ROOT / room).rglob("*") if file.suffix in (".py", ".cu")}
-    return files_hash(files, ROOT)
+    return names_hash(ran) if kind.hosted else source_hash(JOINED.join((kernel, *kind.sources)))
 
 
 def is_fresh(record: Mapping[str, Any]) -> bool:
     """Whether the kernel's source is still the one that was measured."""
     try:
-        return record["source_hash"] == hash_of(record["op"], record["kernel"])
+        ran = record.get("ran")
+        if OPS[record["op"]].hosted and not ran:  # of before 2026-11-28
+            return False
+        return record["source_hash"] == hash_of(record["op"], record["kernel"], ran or ())
     except InvalidInput:
         return False
 

@@ -13,6 +13,7 @@ from sparsek.bench.engine.sensors import Sensors
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.errors import SparseKError, Unsupported
 from sparsek.core.wall import wall_rounds
+from sparsek.plan.sources import executed_by
 from sparsek.testing.budget import Gate
 
 # A dense peer with more FLOPs a call, 0.1 s on an H200, heats the card in its own turn and not before the others'.
@@ -163,6 +164,7 @@ def run_case(
     def record(name: str) -> records.Record:
         plan, took = plans[name][0], times[f"kernel {name}"]
         more = rates(case, sets[0], plan, took, results) | sets[0].kernel_extra(name)
+        more |= {"ran": executed_by(sets[0].planned(plan))} if case.hosted else {}
         return record_of(case, plan, took, gates[name], device, seen, **more)
 
     notes = {name: peer.note for name, peer in ready.items() if peer.note}
@@ -242,7 +244,7 @@ def record_of(
         "peers": {},
         "ratio": {},
         "env": records.environment(device, seen),
-        "source_hash": records.hash_of(case.op, plan.kernel),
+        "source_hash": records.hash_of(case.op, plan.kernel, more.get("ran", ())),
         "date": records.now(),
     }
     return common | more

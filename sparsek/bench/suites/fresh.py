@@ -35,7 +35,6 @@ from sparsek.testing.budget import Gate
 KEPT, FLEX = "kept", "flex"
 # Milliseconds of a mask, built and planned.
 PLANNED = Bar("", 0.25, 0.1)
-ROOMS = ("kernels/attention", "kernels/mask", "mask")
 
 
 def by_the_cpu(make: Any) -> BlockMask:
@@ -94,7 +93,7 @@ class FreshCase(AttentionCase):
     least_sets: ClassVar[int] = 4
     extra: ClassVar[tuple[str, ...]] = ()
     peer_extra: ClassVar[tuple[str, ...]] = ()
-    rooms: ClassVar[tuple[str, ...]] = ROOMS
+    hosted: ClassVar[bool] = True
 
     trains: bool = options.field(
         False, "With the gradients of q, k and v.", name="backward", off="forward", usual=False
@@ -131,7 +130,7 @@ class PlannedMaskCase(AttentionCase):
     wall = 20
     rated = False
     extra = peer_extra = ()
-    rooms = ROOMS
+    hosted = True
 
     def sets(self, draw: Draw) -> Callable[[Draw], Call]:
         """q, k and v are one tensor, whose values nobody reads."""

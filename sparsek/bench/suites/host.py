@@ -27,6 +27,7 @@ from sparsek.core.clock import Times
 from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.wall import wall_rounds
+from sparsek.plan.sources import executed_by
 from sparsek.testing.budget import Gate
 
 TORCH = "torch"
@@ -42,8 +43,6 @@ SIDES: Mapping[str, Callable[..., str]] = {
     PAGED: lambda requests, heads, length, dim: f"decode {requests} x {length}, {heads} heads, D {dim},",
     WHOLE: "{}×{}".format,
 }
-# Every file of these rooms is part of host time.
-ROOMS = ("core", "kernels/lang", "matrix", "mask", "nn", "ops", "plan")
 
 
 def parse_sides(text: str) -> tuple[int, ...]:
@@ -62,7 +61,7 @@ class HostCase(Case):
 
     op: ClassVar[str] = "host"
     rated: ClassVar[bool] = False
-    rooms: ClassVar[tuple[str, ...]] = ROOMS
+    hosted: ClassVar[bool] = True
     dense_flops: ClassVar[float] = 0.0
 
     call: str = options.choice("Calls", CALLS)
@@ -143,7 +142,8 @@ class HostCase(Case):
                 until_idle=until_idle,
                 on_sample=seen.sample,
             )
-        return _outcome(self, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
+            ran = executed_by(made.ours)
+        return _outcome(self, gate, times["ours"], {TORCH: times[TORCH]}, device, seen, ran)
 
     @property
     def bar(self) -> Bar | None:
@@ -196,10 +196,16 @@ _FILLED: dict[HostCase, TemporaryDirectory[str]] = {}
 
 
 def _outcome(
-    case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
+    case: HostCase,
+    gate: Gate,
+    took: Times,
+    peers: dict[str, Times],
+    device: torch.device,
+    seen: Sensors,
+    ran: list[str],
 ) -> Outcome:
     per_ms = {name: PeerResult(times, 1 / times.median, {}) for name, times in peers.items()}
-    more = beside(1 / took.median, per_ms, rated=False)
+    more = beside(1 / took.median, per_ms, rated=False) | {"ran": ran}
     return Outcome(case, (record_of(case, Timed(case.module), took, gate, device, seen, **more),), {}, {})
 
 
@@ -219,13 +225,14 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
         if empty or not fills:
             samples.append(sample)
             seen.sample()
+    ran = _in_a_process(case, device, Path(_FILLED[call].name), "named")["ran"]
     if not empty:
         _drop_caches(call)
     worst = max(samples, key=lambda each: each["error"])
     right = all(each["passed"] for each in samples)
     gate = passed(case, case.module, Gate(worst["error"], worst["budget"], right))
     times = Times.of([each["seconds"] * 1e3 for each in samples])
-    return _outcome(case, gate, times, {}, device, seen)
+    return _outcome(case, gate, times, {}, device, seen, ran)
 
 
 def _drop_caches(call: HostCase) -> None:
@@ -246,9 +253,9 @@ def _child(given: Sequence[str], where: Mapping[str, str]) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, timeout=most, check=False, env=where)
 
 
-def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
-    """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
-    given = ["-m", CHILD, json.dumps(case.as_record()), str(device)]
+def _in_a_process(case: HostCase, device: torch.device, folder: Path, *named: str) -> dict[str, Any]:
+    """Seconds and gate of the call, the first of a process whose caches are in `folder`; `named`: and what it ran."""
+    given = ["-m", CHILD, json.dumps(case.as_record()), str(device), *named]
     ran = _child(given, env.with_caches_in(folder, Path(_bytecode().name)))
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]

@@ -28,6 +28,7 @@ from sparsek.core.wall import wall_rounds
 from sparsek.integrations.fastvideo import video_sparse_attn
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention
+from sparsek.plan.sources import executed_by
 from sparsek.policies import VSA, FlexPrefill, MeanTopK, SubBlock, VerticalSlash, XAttention
 from sparsek.policies.mass import recall
 from sparsek.policies.policy import Policy
@@ -37,7 +38,7 @@ from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
 
 ATTENTION = "attention"
-ROOMS = ("kernels/attention", "kernels/estimate", "kernels/mask", "mask", "policies")
+
 # Of the blocks that the specification on the CPU chooses in some tiles, this share may differ: scores are rounded.
 MOVED = 0.05
 # Above, a gate looks at every fourth of the sampled tiles.
@@ -166,7 +167,7 @@ class PolicyCase(AttentionCase):
     rated: ClassVar[bool] = False
     extra: ClassVar[tuple[str, ...]] = ("kept", "recall")
     peer_extra: ClassVar[tuple[str, ...]] = ()
-    rooms: ClassVar[tuple[str, ...]] = ROOMS
+    hosted: ClassVar[bool] = True
 
     mask: str = options.field(
         "causal-xattention:0.9",
@@ -236,7 +237,7 @@ class RecallCase(Case):
     extra: ClassVar[tuple[str, ...]] = tuple(
         f"{what}_{round(100 * each)}" for each in SPARSITIES for what in ("kept", "mass", "best")
     )
-    rooms: ClassVar[tuple[str, ...]] = ROOMS
+    hosted: ClassVar[bool] = True
     dense_flops: ClassVar[float] = 0.0
 
     policy: str = options.choice("Policies", recalled((16, 16, 16)))
@@ -268,6 +269,7 @@ class RecallCase(Case):
         gate, seen = passed(self, plan.kernel, Gate(max(0.0, over), 1e-4, over <= 1e-4)), Sensors(device)
         times = wall_rounds({"": plan.call}, device, rounds, on_sample=seen.sample)[""]
         extra = dict(zip(self.extra, (round(each, 6) for each in more), strict=True))
+        extra |= {"ran": executed_by(plan.call)}
         return Outcome(self, (record_of(self, plan, times, gate, device, seen, **extra),), {}, {})
 
 

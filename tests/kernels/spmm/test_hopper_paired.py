@@ -11,7 +11,7 @@ import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.sources import code_in
+from sparsek.plan.sources import counted
 from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
@@ -171,8 +171,8 @@ def test_a_launch_holds_its_lists_and_not_the_values_of_a(monkeypatch: pytest.Mo
 
 
 def test_the_tile_counts_where_measurements_name_their_source() -> None:
-    names = {name for name, _ in code_in(PROGRAM.path.with_suffix(".py"))}
-    assert {"COLS", "CLUSTER", "THREADS", "SIDES", "Config"} <= names
+    names = {name for name, _ in counted("hopper.spmm_paired")}
+    assert {"COLS", "CLUSTER", "THREADS", "Config", "hopper_paired.cu"} <= names
 
 
 def test_what_it_leaves_to_others() -> None:
