@@ -1,6 +1,6 @@
 """The source of a measurement: a hash over the code that ran, without imports, comments, docstrings and layout.
 
-Of a kernel in Triton, Gluon or CUDA C++ that is the code that is compiled: the device functions that its host code
+Of a kernel in Triton, Gluon or CUDA C++ only what is compiled counts: the device functions that its host code
 reaches, what these read, the constants of the functions that launch them, and the classes of SETTINGS. Planning and
 predictions may change, and everything may move to other files, and its times still hold. Of other kernels it is their
 host code in sparsek/kernels and sparsek/reference; of another module ("plan.matches"), the whole module.
