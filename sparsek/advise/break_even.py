@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsek.bench.charts import COLOURS, pyplot
+from sparsek.core import files
 from sparsek.core.device import card_named
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import two_four
@@ -165,5 +166,6 @@ def draw(found: Sequence[Curve], setting: Setting, path: Path, tokens: Sequence[
         axes.legend(fontsize=8, frameon=False)
     panels[0][0].set_ylabel("% of the values stored: below it sparse is faster")
     figure.suptitle(f"as fast as dense: {setting.words}", fontsize=10)
-    figure.savefig(path, dpi=150)
+    with files.replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower() or "png", dpi=150)
     plt.close(figure)

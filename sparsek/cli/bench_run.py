@@ -26,7 +26,7 @@ from sparsek.bench.engine.tables import CASE, MS, OVER_NOTE, case_name, over
 from sparsek.cli.kernel_names import kernel_named, kernels_of
 from sparsek.cli.output import AsJson, complain, console, print_json, progress
 from sparsek.cli.output import table as new_table
-from sparsek.core import arguments
+from sparsek.core import arguments, files
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import out_of_memory
 from sparsek.core.parsing import listed, named, unknown
@@ -176,7 +176,8 @@ def write_html(path: Path | None, found: Sequence[records.Record], title: str) -
     except charts.MissingMatplotlibError as error:
         screen.print(f"no pictures: {error}", soft_wrap=True)
         pictures = []
-    path.write_text(html.page(found, pictures, title), encoding="utf-8")
+    with files.replacing(path) as file:
+        file.write(html.page(found, pictures, title).encode())
     screen.print(f"wrote {path}", soft_wrap=True)
 
 

@@ -242,7 +242,7 @@ def _opened(path: Path) -> tuple[BinaryIO, int]:
     """The file and its size. The path is checked before it is opened, because opening alone affects some devices."""
     with blamed_on(path, InvalidFile, "cannot be opened"):
         _check_regular(path, path.stat(), InvalidFile, "read")
-        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+        file = open(path, "rb", opener=open_at_once)  # noqa: SIM115
     found = os.fstat(file.fileno())
     try:
         _check_regular(path, found, InvalidFile, "read")
@@ -252,9 +252,9 @@ def _opened(path: Path) -> tuple[BinaryIO, int]:
     return file, found.st_size
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def open_at_once(path: str, flags: int) -> int:
     """os.open that does not wait at a FIFO and does not take a terminal; later reads may wait, as for any file."""
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0), 0o666)
     if hasattr(os, "O_NONBLOCK"):
         os.set_blocking(handle, True)
     return handle

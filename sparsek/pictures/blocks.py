@@ -117,8 +117,8 @@ def spy_png(
     _draw_cells(figure, page, bins)
     draw_sides(figure, page, bins)
     _write_facts(figure, page, blocks, title)
-    with files.blamed_on(where, InvalidInput, "cannot be written"):
-        figure.savefig(where, format="png", **LOOK)
+    with files.replacing(where) as file:
+        figure.savefig(file, format="png", **LOOK)
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def picture(
     spy.draw_sides(figure, page, bins)
     names = [] if title is None else [arguments.text("title", title)]
     spy.write_titles(figure, page, [*names, *_facts(found, bins)])
-    with files.blamed_on(path, InvalidInput, "cannot be written"):
-        figure.savefig(path, format=form, metadata={"Date": None}, **spy.LOOK)
+    with files.replacing(path) as file:
+        figure.savefig(file, format=form, metadata={"Date": None}, **spy.LOOK)
 
 
 def _head(mask: Any, head: int, batch: int) -> Head:

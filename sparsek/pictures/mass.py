@@ -100,5 +100,5 @@ def _png(head: Head, mass: np.ndarray, facts: list[str], path: str | os.PathLike
         left = page.left + at * (bins.width + GAP)
         figure.figimage(spy.as_image(bins, cells), left, bottom, origin="upper")
     spy.write_titles(figure, page, [*facts, PANELS])
-    with files.blamed_on(where, InvalidInput, "cannot be written"):
-        figure.savefig(where, format="png", **spy.LOOK)
+    with files.replacing(where) as file:
+        figure.savefig(file, format="png", **spy.LOOK)

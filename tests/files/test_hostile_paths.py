@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 import sparsek as sk
+from sparsek.advise import break_even
+from sparsek.advise.break_even import Setting, curves
 from sparsek.advise.tune import shapes_in
 from sparsek.bench.engine import records
+from sparsek.cli.bench_run import write_html
 from sparsek.core import files, memory
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io, weights
@@ -166,14 +169,14 @@ def test_a_fifo_that_comes_between_the_look_and_the_opening_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     path = tmp_path / f"w{suffix}"
-    opening = files._open_at_once
+    opening = files.open_at_once
 
     def swapped(name: str, flags: int) -> int:
         path.unlink()
         os.mkfifo(path)
         return opening(name, flags)
 
-    monkeypatch.setattr(files, "_open_at_once", swapped)
+    monkeypatch.setattr(files, "open_at_once", swapped)
     for read in (sk.load, open_weights):
         path.unlink(missing_ok=True)
         path.write_bytes(b"something")
@@ -236,6 +239,38 @@ def test_a_folder_or_what_is_below_a_file_cannot_be_read(tmp_path: Path, use: Ca
         use(folder)
     with pytest.raises(InvalidFile, match=r"w\.npz: cannot be opened: Not a directory"):
         use(below)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_pictures_and_records_replace_nothing_but_regular_files_and_wait_for_none(
+    tmp_path: Path, kind: str
+) -> None:
+    need("matplotlib")
+    mask = sk.BlockMask.causal(128, block=64)
+    q = torch.zeros(1, 1, 128, 16)
+    setting, shown = Setting((512, 512)), curves(Setting((512, 512)), tokens=(16, 32))
+    for suffix, write in {
+        "a.png": MATRIX.spy,
+        "b.svg": mask.plot,
+        "c.png": lambda path: sk.policies.plot(mask, q, q, path=path),
+        "d.png": lambda path: break_even.draw(shown, setting, path, tokens=(16, 32)),
+        "e.html": lambda path: write_html(path, [], "none"),
+    }.items():
+        path = special(tmp_path / suffix, kind)
+        with pytest.raises(InvalidInput, match=f"is a {kind}; only regular files are replaced"):
+            write(path)
+        assert stat.S_IFMT(path.lstat().st_mode) == SPECIAL[kind]
+    if kind != "character device":
+        with pytest.raises(InvalidInput, match="cannot be written"):
+            records.append(special(tmp_path / "f.jsonl", kind), [])
+
+
+def test_records_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text("[" * 100_000)
+    with pytest.raises(
+        InvalidFile, match=r"r\.jsonl:1: not JSON: its lists or objects are nested too deeply"
+    ):
+        records.read(tmp_path / "r.jsonl")
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

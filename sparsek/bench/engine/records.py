@@ -41,6 +41,7 @@ from sparsek.core.clock import Times
 from sparsek.core.device import CARDS, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 from sparsek.core.machine import smi_facts, version_of
+from sparsek.core.parsing import json_value
 from sparsek.plan.sources import JOINED, names_hash, source_hash
 
 FIELDS = (
@@ -143,7 +144,10 @@ def append(path: Path, records: Iterable[Record]) -> None:
             raise InvalidInput(f"not a record: {'; '.join(wrong)}")
         lines.append(json.dumps(record, sort_keys=False, allow_nan=False) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with (
+        files.blamed_on(path, InvalidInput, "cannot be written"),
+        open(path, "a", encoding="utf-8", opener=files.open_at_once) as file,
+    ):
         file.write("".join(lines))
 
 
@@ -160,10 +164,7 @@ def read(path: Path) -> list[Record]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InvalidFile(f"{file}:{number}: not JSON: {error}") from None
+            record = json_value(line, f"{file}:{number}")
             wrong = faults(record)
             if wrong:
                 raise InvalidFile(f"{file}:{number}: {'; '.join(wrong)}")
