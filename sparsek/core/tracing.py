@@ -105,6 +105,10 @@ def check_real(what: str, x: Any, other: str, y: Any) -> None:
     """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both."""
     if torch.compiler.is_compiling() or not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         return
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    while is_functorch_wrapped_tensor(y):
+        y = get_unwrapped(y)
     fake = is_fake(x), is_fake(y)
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if all(fake) or (mode is None and not any(fake)):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -152,13 +153,13 @@ class BlockSparseLinear(nn.Module):
         arguments.flag("bias", bias)
         arguments.dtype("dtype", dtype)
         home = _meta(device)
-        target = "cpu" if home or device is None else arguments.device("device", device)
+        target = arguments.device("device", "cpu" if home or device is None else device)
         pattern = random_pattern(out_features, in_features, block, density, seed=seed)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._own(pattern, *_empty(pattern, bias, dtype, home or pattern.device), activation)
         made.reset_parameters(torch.Generator("cpu").manual_seed(operator.index(seed)))
-        return made if home else made.to(target)
+        return made if home or target == pattern.device else made.to(target)
 
     @classmethod
     @outside_inference
@@ -311,6 +312,11 @@ class BlockSparseLinear(nn.Module):
             )
         if not values.is_contiguous() and not torch._C._are_functorch_transforms_active():
             values = values.contiguous()
+        if (
+            torch._C._len_torch_dispatch_stack() and not self.indptr.is_meta
+        ):  # a graph has the buffers as inputs
+            parts = (_unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
+            pattern = BlockPattern.unchecked(pattern.shape, pattern.block, *parts)
         return BSR.unchecked(pattern, values)
 
     def _look(self) -> BlockPattern:
@@ -321,7 +327,9 @@ class BlockSparseLinear(nn.Module):
         for seen in self._seen:
             if seen.holds(indptr, indices):
                 return self._see(indptr, indices, seen.pattern)
-        return self._see(indptr, indices, untransformed(lambda: self._read(indptr, indices)))
+        with _disable_current_modes():
+            found = untransformed(lambda: self._read(indptr, indices))
+        return self._see(indptr, indices, found)
 
     def _buffer(self, name: str) -> Any:
         """A buffer. One of inference mode, where torch counts no writes, is replaced by a copy."""

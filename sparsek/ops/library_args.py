@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import operations
@@ -265,7 +266,8 @@ def remember(indptr: Tensor, indices: Tensor, pattern: BlockPattern) -> None:
     """Let ops find this pattern by tensors that have its contents, as long as it lives."""
     known: Known | None = _PATTERNS.get(indptr)
     state = _state(indptr, indices)
-    if known is None or known.pattern() is not pattern or known[1:] != state:
+    other = known.pattern() if known is not None and known[1:] == state else None
+    if other is None or (other.shape, other.block) != (pattern.shape, pattern.block):
         _PATTERNS[indptr] = Known(weakref.ref(pattern), *state)
 
 
@@ -330,7 +332,9 @@ def fake(
 
 def _state(indptr: Tensor, indices: Tensor) -> tuple[int, tuple[int, int]]:
     """What a write to the parts of a pattern changes."""
-    return indices.data_ptr(), (version_of(indptr), version_of(indices))
+    plain = type(indices) in TENSORS and not is_functorch_wrapped_tensor(indices)
+    at = indices.data_ptr() if plain else id(indices)  # fake and wrapped ones have no address
+    return at, (version_of(indptr), version_of(indices))
 
 
 def version_of(x: Tensor) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -367,6 +369,33 @@ def test_compiled_and_exported_layers_follow_their_buffers() -> None:
     with pytest.raises(InvalidInput, match="indices"):
         exported(inputs())
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_graphs_of_make_fx_have_the_buffers_as_inputs(mode: Any) -> None:
+    made, right, x = layer(), other(), inputs()
+
+    def loss(parameters: Any, buffers: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(made, (parameters, buffers), (x,)).sum()
+
+    def parts(of: nn.Module) -> Any:
+        return dict(of.named_parameters()), dict(of.named_buffers()), x
+
+    graph = make_fx(torch.func.grad(loss), tracing_mode=mode)(*parts(made))
+    assert torch.equal(graph(*parts(right))["values"], gradient_of_sum(right))
+
+
+def test_a_dispatch_mode_sees_the_new_pattern_and_leaves_its_plans() -> None:
+    made, right = layer(), other()
+    write(made, right)
+    for _ in range(2):
+        with FlopCounterMode(display=False):
+            assert is_as(made, right)
+        pattern = made.pattern
+    assert made.pattern is pattern
+    made.indices.fill_(9)
+    with FlopCounterMode(display=False), pytest.raises(InvalidInput, match="indices"):
+        made(inputs())
 
 
 @pytest.mark.parametrize("offset", [1, 2], ids="at {} floats".format)
