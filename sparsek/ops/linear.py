@@ -219,7 +219,7 @@ def plan_layer(
     are those of `plan_spmm`.
     """
     operands.check_given(epilogue)
-    operands.check_layer(x, W)
+    operands.check_layer(x, W, predicted=device is not None)
     return replace(SPMM.plan(_layer(x, W, epilogue, dtype), kernel, config, device), layer=True)
 
 

@@ -102,7 +102,7 @@ def plan_sddmm(
         Unsupported: If no kernel can run; the message has the reasons of each.
     """
     transforms.refuse("plan_sddmm")
-    operands.check_sddmm(X, Y, pattern)
+    operands.check_sddmm(X, Y, pattern, predicted=device is not None)
     return SDDMM.plan(Sampled(X, Y, pattern), kernel, config, device)
 
 

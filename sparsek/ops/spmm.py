@@ -162,7 +162,7 @@ def plan_spmm(
         kernel: The name of a kernel to use.
         config: A config of that kernel.
         device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
-            cannot be called.
+            cannot be called. The dense operand may then be on the meta device.
         dtype: The dtype of C, as in `spmm`, where an operand is in FP8.
 
     Raises:
@@ -176,7 +176,7 @@ def plan_spmm(
     """
     transforms.refuse("plan_spmm")
     operands.check_given(epilogue)
-    call = _checked(A, B, out, epilogue, dtype)
+    call = _checked(A, B, out, epilogue, dtype, predicted=device is not None)
     call.check_epilogue()
     return SPMM.plan(call, kernel, config, device)
 
@@ -240,9 +240,11 @@ def run(call: Product, kernel: str | None) -> Tensor:
     return slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
-def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None) -> Product:
+def _checked(
+    A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None, predicted: bool = False
+) -> Product:
     """The call in the form that kernels take, after checking its operands."""
-    operands.check_operands(A, B)
+    operands.check_operands(A, B, predicted)
     if out is not None:
         operands.check_out(A, B, out, epilogue)
         if dtype is not None and dtype is not out.dtype:

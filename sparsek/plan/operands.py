@@ -51,8 +51,11 @@ def is_sparse(x: Any) -> bool:
     return isinstance(x, SPARSE)
 
 
-def check_operands(a: Any, b: Any) -> None:
-    """InvalidInput unless one operand is sparse and the other a dense [..., K, N] or [..., M, K] that fits it."""
+def check_operands(a: Any, b: Any, predicted: bool = False) -> None:
+    """InvalidInput unless one operand is sparse and the other a dense [..., K, N] or [..., M, K] that fits it.
+
+    `predicted`: the product is not computed, so the dense one may be on the meta device.
+    """
     on_left = is_sparse(a)
     if not on_left and not is_sparse(b):
         fp8 = "sparsek.quantize makes one of a BSR, Semi24 or BSR24, and .dequantize() a tensor of a QuantizedTensor"
@@ -73,7 +76,7 @@ def check_operands(a: Any, b: Any) -> None:
         raise InvalidInput(
             f"a {type(sparse.matrix).__name__} in FP8 must be the left operand, or the W of sparsek.linear(x, W)"
         )
-    _check_beside(other, dense, sparse, name)
+    _check_beside(other, dense, sparse, name, predicted)
     if dense.ndim < 2:
         sides, how = ("[K, N] or [..., K, N]", "-1") if on_left else ("[M, K] or [..., M, K]", "0")
         raise InvalidInput(
@@ -90,11 +93,11 @@ def check_operands(a: Any, b: Any) -> None:
         )
 
 
-def check_layer(x: Any, w: Any) -> None:
-    """InvalidInput unless w [N, K] is sparse and x [..., K] dense, and they fit each other."""
+def check_layer(x: Any, w: Any, predicted: bool = False) -> None:
+    """InvalidInput unless w [N, K] is sparse and x [..., K] dense, and they fit each other; see `check_operands`."""
     if not is_sparse(w):
         raise InvalidInput(f"W must be a BSR, Semi24, BSR24 or Quantized, got {type(w).__name__}")
-    _check_beside("x", x, w, "W")
+    _check_beside("x", x, w, "W", predicted)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise InvalidInput(
             f"x is {list(x.shape)} and W [N, K] {list(w.shape)}: the last dim of x must be {w.shape[1]}"
@@ -103,20 +106,21 @@ def check_layer(x: Any, w: Any) -> None:
         raise InvalidInput("x is a transposed view, scaled along the wrong side; use sparsek.quantize(x)")
 
 
-def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
+def _check_beside(name: str, x: Any, sparse: Any, other: str, predicted: bool) -> None:
     """InvalidInput unless `x`, called `name`, is a dense operand for `sparse`, called `other`: on its device, and of
     a compatible dtype.
     """
     if isinstance(sparse, BSR):
         check_stored(sparse)
-    if not torch.compiler.is_compiling():
+    anywhere = predicted and isinstance(x, Tensor) and x.is_meta
+    if not torch.compiler.is_compiling() and not anywhere:
         arguments.living(f"the values of {other}", sparse.values)
         check_real(name, x, f"the values of {other}", sparse.values)
         if isinstance(sparse, BSR | BSR24):
             check_real(name, x, f"the pattern of {other}", sparse.pattern.indptr)
     if not isinstance(sparse, Quantized):
         _refuse_fp8(name, x, sparse, other)
-        check_dense(name, x, sparse, other)
+        check_dense(name, x, sparse, other, here=not anywhere)
         return
     if isinstance(x, Tensor) and x.dtype not in OUT_DTYPES:
         raise InvalidInput(
@@ -124,7 +128,8 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
             f"sparsek.quantize({name}), which has FP8 values and scales"
         )
     device = x.device if isinstance(x, QuantizedTensor) else arguments.dense(name, x).device
-    arguments.one_device(f"{other} is", sparse.device, name, device, MOVE)
+    if not anywhere:
+        arguments.one_device(f"{other} is", sparse.device, name, device, MOVE)
 
 
 def _refuse_fp8(name: str, x: Any, w: Any, other: str) -> None:
@@ -135,8 +140,10 @@ def _refuse_fp8(name: str, x: Any, w: Any, other: str) -> None:
         )
 
 
-def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
-    """InvalidInput unless `x`, called `name`, is dense, and has the dtype and device of `like`, called `other`."""
+def check_dense(name: str, x: Any, like: Any = None, other: str = "", here: bool = True) -> None:
+    """InvalidInput unless `x`, called `name`, is dense, and has the dtype and, if `here`, the device of `like`, called
+    `other`.
+    """
     arguments.dense(name, x)
     if like is None:
         dtypes.name(x.dtype)
@@ -145,7 +152,8 @@ def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
         raise InvalidInput(
             f"{other} is {like.dtype} and {name} {x.dtype}; cast one of them, SparseK does not"
         )
-    arguments.one_device(f"{other} is", like.device, name, x.device, MOVE)
+    if here:
+        arguments.one_device(f"{other} is", like.device, name, x.device, MOVE)
 
 
 def check_given(epilogue: Any) -> None:
@@ -223,8 +231,11 @@ def check_activation(activation: Any) -> None:
         )
 
 
-def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
-    """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, of one dtype and device, and fit the M x N `pattern`."""
+def check_sddmm(x: Any, y: Any, pattern: Any, predicted: bool = False) -> None:
+    """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, of one dtype and device, and fit the M x N `pattern`.
+
+    `predicted`: the product is not computed, so both may be on the meta device.
+    """
     if not isinstance(pattern, BlockPattern):
         hint = "; pass its .pattern" if isinstance(pattern, BSR) else ""
         raise InvalidInput(f"pattern must be a BlockPattern, got {type(pattern).__name__}{hint}")
@@ -241,6 +252,8 @@ def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
         raise InvalidInput(
             f"X @ Y is {[x.shape[0], y.shape[1]]} and the pattern {list(pattern.shape)}; they must agree"
         )
+    if predicted and x.is_meta:
+        return
     if pattern.device != x.device:
         raise InvalidInput(
             f"X is on {x.device} and the pattern on {pattern.device}; call pattern.to({str(x.device)!r})"

@@ -12,6 +12,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
+from sparsek.ops.linear import plan_layer
 from sparsek.plan import operands
 from sparsek.plan.spgemm import MatchCache
 from sparsek.plan.spmm import Product, formula
@@ -195,3 +196,23 @@ def test_a_plan_is_written_as_its_kernel_and_the_problem_in_a_line(device: str |
         assert said.endswith(f"on {'cpu' if device is None else 'NVIDIA H200, predicts only'})")
         assert len(said) < 240
         assert "\n" not in said
+
+
+PREDICTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "A @ B": lambda x: sk.plan_spmm(random_bsr(128, 128, 64, 0.5), x.mT, device="h200"),
+    "B @ A": lambda x: sk.plan_spmm(x, random_bsr(128, 128, 64, 0.5), device="h200"),
+    "2:4": lambda x: sk.plan_spmm(sk.Semi24.from_dense(torch.ones(128, 128)), x.mT, device="h200"),
+    "fp8": lambda x: sk.plan_spmm(sk.quantize(random_bsr(128, 128, 64, 0.5)), x.mT, device="h200"),
+    "layer": lambda x: plan_layer(x, random_bsr(128, 128, 64, 0.5), device="h200"),
+    "sddmm": lambda x: sk.plan_sddmm(x.mT, x, random_bsr(128, 128, 64, 0.5).pattern, device="h200"),
+}
+
+
+@pytest.mark.parametrize("plan", PREDICTED.values(), ids=PREDICTED)
+def test_a_prediction_takes_dense_operands_on_the_meta_device(plan: Callable[[torch.Tensor], Any]):
+    x = torch.randn(4, 128)
+    assert plan(x.to("meta")).explain() == plan(x).explain()
+    with pytest.raises(sk.InvalidInput, match="cast one of them"):
+        sk.plan_spmm(random_bsr(128, 128, 64, 0.5), x.mT.half().to("meta"), device="h200")
+    with pytest.raises(sk.InvalidInput, match="A is on cpu and B on meta"):
+        sk.plan_spmm(random_bsr(128, 128, 64, 0.5), x.mT.to("meta"))
