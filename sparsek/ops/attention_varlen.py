@@ -104,6 +104,10 @@ def attention_varlen(
         InvalidInput: For operands that do not fit together.
         Unsupported: If no kernel can run, with the reasons of each.
 
+    Values must be finite. Documents that meet in a block of 128 tokens are computed together, where a hidden weight of
+    0 times NaN is NaN: NaN or Inf in v of one reaches outputs of the others there, and in q, k or v their gradients.
+    `attention_paged` keeps requests apart, and so does `attention` of each document.
+
     The mask of a policy is made on the device of q in O(tokens + blocks). The host does not wait for it if cu_seqlens
     are on the CPU. It reads cu_seqlens on a GPU with one sync, once for a tensor and again after a write to it; writes
     by the replay of a CUDA graph go unnoticed. The 32 masks used last are kept with their plans, and the layers of

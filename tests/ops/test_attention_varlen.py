@@ -238,3 +238,15 @@ def test_on_a_gpu_lengths_are_read_once_and_again_when_written_to(no_sync):
     assert torch.equal(sk.attention_varlen(q, k, v, ends, mask=sk.MaskPolicy()), expected)
     assert not torch.equal(expected, first)
     assert len(kept_masks._EDGES) >= 1
+
+
+def test_nan_of_a_document_stays_out_of_blocks_that_it_does_not_share() -> None:
+    """Within a block it may reach others, as the docstring has it."""
+    q, k, v = (torch.randn(384, 2, 32) for _ in range(3))
+    cu = torch.tensor([0, 100, 128, 256, 384], dtype=torch.int32)
+    want = sk.attention_varlen(q, k, v, cu, mask=sk.MaskPolicy())
+    v[110] = torch.nan
+    found = sk.attention_varlen(q, k, v, cu, mask=sk.MaskPolicy())
+    assert found[110:128].isnan().all()
+    assert torch.equal(found[128:], want[128:])
+    assert "finite" in (sk.attention_varlen.__doc__ or "")
