@@ -27,5 +27,5 @@ def sampled(cases: Sequence[Case], count: int, *, of: object = "") -> list[Case]
 
 def half(cases: Iterable[Case], *, of: object = "") -> list[Case]:
     """Half of the cases, other ones in every run and for every `of`."""
-    every = list(dict.fromkeys(cases))
+    every = list(cases)
     return sampled(every, ceil(len(every) / 2), of=of)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from sparsek.cli.bench import ALL
 from sparsek.cli.output import NARROWEST, PIPE_WIDTH, console, table
 from sparsek.core import env
 from sparsek.core.device import CARDS
-from tests.sampling import sampled
+from tests.sampling import half, sampled
 
 WIDTHS = [0, 1, 20, 40, 80, 200]
 BENCHES = (
@@ -82,8 +83,7 @@ def figures(text: str) -> set[str]:
     return set(re.findall(r"\d+\.\d+", text))
 
 
-@pytest.mark.parametrize("charset", ["utf-8", "ascii"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "charset"), half(product(COMMANDS, ("utf-8", "ascii"))))
 def test_every_command_prints_all_of_its_text_at_any_width(call, name: str, charset: str) -> None:
     shown = {}
     widths = [0, 40] if name in ("doctor", "bench", "profile") else WIDTHS
@@ -103,8 +103,7 @@ def test_every_command_prints_all_of_its_text_at_any_width(call, name: str, char
         assert [each for each in wide if each not in joined] == []
 
 
-@pytest.mark.parametrize("charset", ["utf-8", "ascii"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "charset"), half(product(WIDTHS, ("utf-8", "ascii"))))
 def test_help_is_printed_at_any_width(call, width: int, charset: str) -> None:
     for page in PAGES:
         result = call([*page, "--help"], width, charset)

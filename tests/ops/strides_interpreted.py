@@ -12,7 +12,7 @@ from sparsek.testing.strides import layouts
 from tests.ops.stride_forms import FORMS
 from tests.ops.stride_walk import Form, Sizes, walk
 from tests.ops.test_strides import SHARE, check, telling
-from tests.sampling import sampled
+from tests.sampling import half, sampled
 
 SMALL = Sizes(m=64, k=64, n=24, batch=2)
 PORTABLE = [form for form in FORMS if any(name and name.startswith("portable.") for name in form.kernels())]
@@ -24,7 +24,7 @@ def test_layouts_by_the_portable_kernels(form: Form) -> None:
     check([*walk(form, SMALL, torch.float16, "cpu", kernels, telling, SHARE)])
 
 
-@pytest.mark.parametrize("form", [form for form in PORTABLE if "linear" not in form.name], ids=str)
+@pytest.mark.parametrize("form", half(form for form in PORTABLE if "linear" not in form.name), ids=str)
 def test_sizes_of_one(form: Form) -> None:
     kernels = [name for name in form.kernels() if name and name.startswith("portable.")]
     for sizes in sampled([SMALL._replace(n=1), SMALL._replace(batch=1)], 1, of=str(form)):

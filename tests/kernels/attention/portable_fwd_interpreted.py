@@ -17,6 +17,7 @@ from sparsek.testing.poison import poisoned
 from tests.kernels.attention.changes import CHANGES
 from tests.kernels.planned import attend
 from tests.kernels.planned import attention_problem as problem
+from tests.sampling import half
 
 HALF = torch.float16
 KERNEL = portable.KERNEL
@@ -58,7 +59,7 @@ def check(
     assert gate.passed, f"{mask} {config}: {gate}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", half(CASES), ids=str)
 def test_every_quick_case_is_within_budget(case: AttentionCase) -> None:
     q, k, v, mask = small(case)
     assert KERNEL.why_not(problem(q, k, v, mask)) == []
@@ -83,7 +84,7 @@ def test_tiles_smaller_than_blocks_are_within_budget(
     check(*inputs(mask, (1, 1)), mask, portable.Config(*tile, 4, 2))
 
 
-@pytest.mark.parametrize("dim", portable.DIMS)
+@pytest.mark.parametrize("dim", half(portable.DIMS))
 def test_every_pair_of_head_dims_is_within_budget(dim: int) -> None:
     mask = BlockMask.causal(90, block=SMALL, device="cpu")
     for v_dim in (32, 96, 256):

@@ -1,6 +1,7 @@
 """kernels/attention/schedule_bwd.py in Triton's interpreter: number for number the plan's schedule."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sparsek.mask.mask import BlockLists, BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import NO_TICKET, GradSchedule
 from sparsek.plan.problem import AttentionProblem
+from tests.kernels.lang.covering import once
 from tests.plan.test_attention_grad_schedule import drawn, problem
 from tests.plan.test_attention_schedule import bounded
 
@@ -74,8 +76,7 @@ def test_sections_of_heads() -> None:
     check(mask, tiny, 2, ordered=False)
 
 
-@pytest.mark.parametrize("lists", [1, 6])
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("block", "lists"), once(product((64, 128), (1, 6))))
 def test_heads_that_take_each_column_in_turn(block: int, lists: int) -> None:
     near = torch.ones(24, 24, dtype=torch.bool).tril().triu(-2)
     mask = BlockMask.from_block_map(near.expand(1, lists, -1, -1), 24 * block, causal=True, block=block)

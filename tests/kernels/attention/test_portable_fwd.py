@@ -39,7 +39,7 @@ def check_code(card: str, p: AttentionProblem, c: portable.Config, code: Code, s
     )
 
 
-@pytest.mark.parametrize(("card", "dim"), once(product(("sm_90", "sm_80"), (64, 128, 256))))
+@pytest.mark.parametrize(("card", "dim"), once(product(("sm_90", "sm_80"), (64, 128, 256)), most=2))
 def test_every_config_compiles_without_spills_into_shared_memory(card: str, dim: int) -> None:
     p = problem(card, dim)
     configs = list(KERNEL.configs(p))
@@ -56,7 +56,7 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize(("card", "other"), once(product(CARDS, OTHERS)), ids=str)
+@pytest.mark.parametrize(("card", "other"), once(product(CARDS, OTHERS), most=3), ids=str)
 def test_defaults_for_other_dims_blocks_and_rules_compile_without_spills(
     card: str, other: tuple[tuple[int, int], tuple[int, int], str, str]
 ) -> None:

@@ -19,6 +19,7 @@ from tests.kernels.paged.calls import (
     hostile,
     paged_problem,
 )
+from tests.sampling import half
 
 KERNEL: Any = portable.KERNEL
 TINY = portable.Config(16, 16, 4, 1)
@@ -88,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", half(CASES))
 def test_every_option_is_within_budget(name: str, seed: int) -> None:
     case, c = CASES[name]
     check_paged(KERNEL, case, c, seed=seed)

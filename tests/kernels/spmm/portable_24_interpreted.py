@@ -14,6 +14,7 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
 from tests.kernels.planned import hold, multiply, problem, semi24_cases
+from tests.sampling import half
 
 F16, F32 = torch.float16, torch.float32
 SMALL = Config(32, 32, 32, 1, 1, 2)
@@ -23,7 +24,7 @@ def kernel_of(case: Case):
     return semi24.KERNEL if case.block is None else bsr24.KERNEL
 
 
-@pytest.mark.parametrize("case", [*SEMI24_CASES, *BSR24_CASES], ids=str)
+@pytest.mark.parametrize("case", half([*SEMI24_CASES, *BSR24_CASES]), ids=str)
 def test_every_case_is_within_its_error_budget(case: Case):
     hold(kernel_of(case), case, F16)
 

@@ -13,6 +13,7 @@ from sparsek.testing.cases import EPILOGUE_CASES, SPMM_CASES
 from sparsek.testing.poison import poisoned
 from tests.kernels.planned import hold, problem
 from tests.problems import changed
+from tests.sampling import half
 
 HALF, KERNEL = torch.float16, portable.KERNEL
 
@@ -39,7 +40,9 @@ def pair(m, k, n, block, density=0.4, dtype=HALF, seed=0):
 OF_EPILOGUES = [c for c in EPILOGUE_CASES if c.dtype != "bf16"][::3]
 
 
-@pytest.mark.parametrize("case", [*(c for c in SPMM_CASES if c.dtype != "bf16"), *OF_EPILOGUES], ids=str)
+@pytest.mark.parametrize(
+    "case", half([*(c for c in SPMM_CASES if c.dtype != "bf16"), *OF_EPILOGUES]), ids=str
+)
 def test_every_case_is_within_its_error_budget(case):
     hold(KERNEL, case)
 
