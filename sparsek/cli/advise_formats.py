@@ -9,7 +9,7 @@ from rich.text import Text
 
 from sparsek.advise import break_even
 from sparsek.advise.weights import Advice, Question
-from sparsek.cli.output import console, duration, is_whole
+from sparsek.cli.output import console, duration, is_whole, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import CARDS, card_of
 from sparsek.ops.choose import Option
@@ -102,8 +102,9 @@ def print_break_even(shape: tuple[int, int], question: Question, path: Path, out
         (name for name, known in CARDS.items() if known == card_of(question.run_on)), "h200"
     )
     setting = break_even.Setting(shape, question.dtype, card)
-    found = break_even.curves(setting)
-    break_even.draw(found, setting, path)
+    with progress(1, "break-even shares of every format and block"):
+        found = break_even.curves(setting)
+        break_even.draw(found, setting, path)
     table = new_table(f"As fast as dense up to this share of the values, {setting.words}")
     table.add_column("format", no_wrap=True)
     for count in break_even.TOKENS:

@@ -205,11 +205,14 @@ class _Table(Table):
         spans, room = [_span(console, column) for column in self.columns], options.max_width
         for column, width in zip(self.columns, _widths(spans, room), strict=False):
             column.width = width
+        title, self.title = self.title, None  # rich would wrap it to the width of the columns
+        if title:
+            yield console.render_str(str(title), style="bold")
         if self.columns[0].width is not None:
             yield from super().__rich_console__(console, options)
+            self.title = title
             return
-        if self.title:
-            yield Text(str(self.title), "bold")
+        self.title = title
         widths = _widths(spans[1:], room - INDENT) if room >= NARROW else []
         yield from self._under_names(widths) if widths else self._listed()
 

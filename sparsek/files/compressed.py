@@ -120,7 +120,7 @@ class Decompressed(WeightFile):
     def read(self, name: str) -> Tensor:
         why = next((why for why, names in self.passed_over.items() if name in names), None)
         if why is not None:
-            raise InvalidInput(f"{self.path}: {shown(name)} is one of the {why}; it is no weight")
+            raise InvalidInput(f"{self.path}: {shown(name)} is no weight; it is one of {why}")
         return super().read(name)
 
     def _entries(self) -> Iterator[Entry]:
@@ -153,12 +153,12 @@ class Decompressed(WeightFile):
                         "scales, zero points or bit masks of weights that are read decompressed", entry
                     )
             elif last in packed:
-                method = self.about.method or "a quantizer"
-                self._pass(f"values that {method} has packed, which are not unpacked", entry)
+                method = f" ({self.about.method})" if self.about.method else ""
+                self._pass(f"packed values of a quantized weight{method}, which are not unpacked", entry)
             elif self._belongs(last, parts, bool(packed or used or misfits or "bitmask" in parts)):
                 self._pass("scales, zero points or indices of quantized weights", entry)
             elif last in misfits:
-                self._pass("values in FP8 whose scales do not fit them", entry)
+                self._pass("FP8 values whose scales do not fit them", entry)
             else:
                 yield entry
         yield from made
