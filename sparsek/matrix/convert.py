@@ -98,9 +98,10 @@ class Conversions(OfDenseBlocks):
                 fit, and for NaN or Inf: anywhere in `w` where norms decide, and among the stored values for a mask.
 
         Norms accumulate in float32, in float64 for float64: where two differ by no more than that rounding, a GPU and a
-        CPU may order them differently. Costs one sync, one pass over `w` for the norms and a gather of what
-        is stored. Where squares overflow, or the choice falls on blocks whose squares underflow, `w` is read once more
-        with every block scaled. A ragged side may cost a padded copy of `w`.
+        CPU may order them differently. Costs one sync, one pass over `w` for the norms and a gather of what is stored;
+        without norms another sync, to look for NaN and Inf in that. Where squares overflow, or the choice falls on
+        blocks whose squares underflow, `w` is read once more with every block scaled. A ragged side may cost a padded
+        copy of `w`.
 
         Examples:
             >>> w = torch.randn(1024, 512)

@@ -379,7 +379,8 @@ CALLS: dict[str, Call] = {
         PLANNED,
     ),
     "plan_spmm (H200)": Call(
-        function(sk.plan_spmm, A=bsr(), B=B, kernel=None, config=None, device="h200"), PLANNED
+        function(sk.plan_spmm, A=bsr(), B=B, kernel=None, config=None, device="h200"),
+        {**PLANNED, "B": f"{DENSE} meta"},
     ),
     "plan_spmm (2:4)": Call(
         function(sk.plan_spmm, A=two_four(), B=B, epilogue=AFTER, kernel=None, device=None), PLANNED

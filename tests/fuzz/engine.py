@@ -43,7 +43,8 @@ Made = tuple[Callable[..., Any], dict[str, Any]]
 class Call:
     """One public function. `make` gives it, or a method of a fresh object, and valid arguments by name.
 
-    `also` says which sorts (see `sort_of`) an argument takes besides that of the valid value: {"block": "int pair"}.
+    `also` says which sorts (see `sort_of`) an argument takes besides that of the valid value: {"block": "int pair"};
+    "meta": a tensor on the meta device too.
     `every` is for slow functions: only one of so many draws is made. `errors` are those that others raise on purpose,
     such as FileNotFoundError.
     """
@@ -103,7 +104,7 @@ def _fault(
         return None
     for name, odd in drawn.items():
         allowed = f"{sort_of(arguments[name])} {call.also.get(name, '')}".split()
-        if "any" in allowed:
+        if "any" in allowed or (odd.label == "on meta" and "meta" in allowed):
             continue
         if odd.label in REFUSED:
             return f"took {name} {odd.label}"
