@@ -490,7 +490,7 @@ class BlockSparseLinear(nn.Module):
             error_msgs.append(f"{prefix or 'BlockSparseLinear'}: {error}")
             return
         if values is not None and assign:
-            values = saveable(operands.readable(values))
+            values = saveable(operands.readable(values) if type(values) in PLAIN else values)
             self.values = nn.Parameter(values, self.values.requires_grad)
             state_dict = {**state_dict, prefix + "values": values}
         elif pattern is not None and pattern is not current:
@@ -541,14 +541,15 @@ class BlockSparseLinear(nn.Module):
         indptr, indices = (parts[name].detach().to(device, copy=True) for name in ("indptr", "indices"))
         shape = self.out_features, self.in_features
         found = BlockPattern(shape, self._block, indptr, indices)
-        if assign:
+        whole = type(parts["values"]) in PLAIN  # not a shard, as of FSDP2, whose padding is not looked for
+        if assign and whole:
             BSR(found, operands.readable(values))
         elif tuple(values.shape) != (found.nnzb, *found.block):
             raise InvalidInput(
                 f"values have shape {tuple(values.shape)}; the pattern in the state dict needs "
                 f"{(found.nnzb, *found.block)}"
             )
-        elif outside := padding_nonzeros(BSR.unchecked(found, values.to(device))):
+        elif outside := padding_nonzeros(BSR.unchecked(found, values.to(device))) if whole else 0:
             raise InvalidInput(OUTSIDE.format(outside, *shape))
         same = current is not None and found.device == current.device and found.same_as(current)
         return (current if same else found), values

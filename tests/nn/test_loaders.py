@@ -1,12 +1,13 @@
 """Loaders of other libraries, from files of one BlockSparseLinear into a model with another pattern: equal outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsek.nn import BlockSparseLinear
@@ -123,3 +124,60 @@ def test_transformers(options: dict[str, Any], inference: bool, tmp_path: Path) 
     made.double().float().save_pretrained(tmp_path / "second")
     again: Any = llama(3).from_pretrained(tmp_path / "second", **options)
     assert torch.equal(logits(again), logits(right))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support on cpu")
+@pytest.mark.parametrize("seed", [None, 3], ids=["drawn", "loaded"])
+def test_fsdp2_fills_a_model_that_was_made_on_meta(alone: None, seed: int | None) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        made: Any = model(2)
+    fully_shard(made, mesh=init_device_mesh("cpu", (1,)))
+    made.to_empty(device="cpu")
+    if seed is None:
+        for layer in made:
+            layer.reset_parameters()
+            assert 0 < layer.values.full_tensor().abs().amax() <= 1
+        right = model(2)
+        right.load_state_dict(
+            {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in made.state_dict().items()}
+        )
+    else:
+        right = model(seed)
+        set_model_state_dict(made, right.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert torch.equal(made(X), right(X))
+    made(X).sum().backward()
+
+
+@pytest.mark.gpu
+def test_calls_after_loading_do_not_wait_for_a_gpu() -> None:
+    made, right, x = (each.cuda() for each in (model(2), model(1), X))
+    made(x)
+    for name, tensor in made.state_dict().items():
+        tensor.copy_(right.state_dict()[name])
+    with torch.inference_mode():
+        for _ in range(3):
+            y = made(x)
+        assert torch.equal(y, right(x))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = made(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(y, right(x))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = made(x)
+        graph.replay()
+        assert torch.equal(y, right(x))
