@@ -11,6 +11,7 @@ import platform
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -46,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Worker(config))
         if trace.current:
             config.pluginmanager.register(Traced(trace.current))
+            sys.path.insert(
+                0, str(trace.CHILD)
+            )  # xdist sets the path; torch passes it on to processes of its own
     elif config.getoption("--evidence"):
         recorder = Recorder(config)
         config.pluginmanager.register(recorder)

@@ -94,18 +94,20 @@ class Trace:
     def _monitored(self, code: CodeType, offset: int) -> Any:
         if not self._short(code.co_filename):
             return sys.monitoring.DISABLE  # pyright: ignore[reportAttributeAccessIssue]
-        frame = sys._getframe(1)
-        special = self._began(code, frame)
+        special = self._began(code)
         return None if special else sys.monitoring.DISABLE  # pyright: ignore[reportAttributeAccessIssue]
 
     def _profiled(self, frame: Any, event: str, argument: Any) -> None:
         if event == "call" and self._short(frame.f_code.co_filename):
-            self._began(frame.f_code, frame)
+            self._began(frame.f_code)
         elif event == "return":
             self._ended(frame.f_code)
 
-    def _began(self, code: CodeType, frame: Any) -> bool:
-        """Notes that a function began. Returns whether a module is imported or a kernel chosen."""
+    def _began(self, code: CodeType) -> bool:
+        """Notes that a function began. Returns whether a module is imported or a kernel chosen.
+
+        Its frame is read for a choice alone: frames that were read live longer, and so do the tensors in them.
+        """
         short = self._short(code.co_filename)
         stack = self.stacks.get(threading.get_ident())
         if self.paused:
@@ -118,7 +120,7 @@ class Trace:
             return True
         if (short, code.co_name) == CHOOSES:
             self._enter(code, "choice")
-            found = frame.f_locals
+            found = sys._getframe(2).f_locals
             if found.get("config") is None:
                 self.choices.append((self.label, found["p"], found["only"]))
             stack = self.stacks[threading.get_ident()]
