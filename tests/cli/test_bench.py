@@ -40,7 +40,7 @@ def test_bench_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
     assert "BSR x dense on cpu" in result.output
     headings = " ".join(result.stdout.split("64×96×32")[0].split())
     assert headings.count("over") == 3  # over dense, and over each peer
-    assert "Over a peer: its time over SparseK's." in result.output
+    assert "Over a peer: 1.50 means 1.5 times as fast." in result.output
     assert re.search(r"^64×96×32 block 32 50 % fp32 +cpu\.spmm ", result.stdout, re.MULTILINE)
     assert f"1 records appended to {out}" in result.output
     (record,) = records.read(out)
