@@ -17,6 +17,10 @@ def test_every_case_of_the_log_passed() -> None:
     assert [line["case"] for line in log["cases"] if not line["passed"]] == []
     assert log["passed"]
     assert len(log["cases"]) > 10
+    served = [line for line in log["cases"] if "requests" in line]
+    assert all(sum(line["calls"].values()) > 0 and line["logprob_error"] <= 1e-3 for line in served)
+    places = [line for line in served if "named" in line["case"]]
+    assert len(places) == 3, "in a spawned process: by attention_config, by attention_backend, by the server's option"
 
 
 def test_the_status_is_one_word() -> None:
