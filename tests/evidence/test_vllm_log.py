@@ -20,7 +20,9 @@ def test_every_case_of_the_log_passed() -> None:
     served = [line for line in log["cases"] if "requests" in line]
     assert all(sum(line["calls"].values()) > 0 and line["logprob_error"] <= 1e-3 for line in served)
     places = [line for line in served if "named" in line["case"]]
-    assert len(places) == 3, "in a spawned process: by attention_config, by attention_backend, by the server's option"
+    assert len(places) == 3, (
+        "in a spawned process: by attention_config, by attention_backend, by the server's option"
+    )
 
 
 def test_the_status_is_one_word() -> None:
