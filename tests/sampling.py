@@ -6,7 +6,7 @@ SPARSEK_TEST_ALL=1 runs every case.
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import ceil
 from typing import TypeVar
 
@@ -17,12 +17,25 @@ EVERY = os.environ.get("SPARSEK_TEST_ALL", "") not in ("", "0")
 SEED = int(os.environ.setdefault("SPARSEK_TEST_SEED", str(int.from_bytes(os.urandom(4), "little"))))
 
 
-def sampled(cases: Sequence[Case], count: int, *, of: object = "") -> list[Case]:
+def sampled(cases: Iterable[Case], count: int, *, of: object = "") -> list[Case]:
     """`count` of the cases in their order, other ones in every run and for every `of`."""
-    if EVERY or len(cases) <= count:
-        return list(cases)
-    chosen = random.Random(f"{SEED} {of}").sample(range(len(cases)), count)
-    return [cases[at] for at in sorted(chosen)]
+    every = list(cases)
+    if EVERY or len(every) <= count:
+        return every
+    chosen = random.Random(f"{SEED} {of}").sample(range(len(every)), count)
+    return [every[at] for at in sorted(chosen)]
+
+
+def dealt(cases: Iterable[Case], hands: int, hand: int, *, of: object = "") -> list[Case]:
+    """The cases of one of several hands: dealt like cards, otherwise in every run, so that each is in some hand.
+
+    For a test of many kernels under many conditions: each condition is a hand. None is empty: hands get a case again.
+    """
+    every = list(dict.fromkeys(cases))
+    if EVERY or not every:
+        return every
+    random.Random(f"{SEED} {of}").shuffle(every)
+    return every[hand % hands % len(every) :: hands]
 
 
 def half(cases: Iterable[Case], *, of: object = "") -> list[Case]:

@@ -15,6 +15,7 @@ from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
 from sparsek.bench.suites.semi24 import Semi24Case
 from sparsek.bench.suites.story import StoryCase
+from tests.kernels.lang.covering import once
 
 pytestmark = pytest.mark.gpu
 PEERS = {
@@ -25,27 +26,41 @@ PEERS = {
 }
 
 
+Row = tuple[Any, tuple[str, ...], set[str]]
+
+
+def kinds(at: int) -> list[tuple[object, ...]]:
+    """What each run measures: every operation with every peer and kernel, in every form, format and kind of sums."""
+    case, kernels, wanted = ROWS[at]
+    facts = ("form", "stored", "to", "fast_accum")
+    how = [(name, str(getattr(case, name, ""))) for name in facts]
+    return [(case.op, each) for each in (*wanted, *kernels, *how, getattr(case, "block", None) is None)]
+
+
+ROWS: list[Row] = [
+    (Semi24Case(1024, 2048, 512), ("auto", "portable.semi24"), {"cublas", "cusparselt"}),
+    (Semi24Case(1024, 2048, 512, "A@B", dtype="fp16"), ("auto",), {"cublas", "cusparselt"}),
+    (Semi24Case(1024, 2048, 512, block=(128, 128), density=0.25), ("auto",), {"cublas", "bsr"}),
+    (Semi24Case(1024, 2048, 512, "A@B", (128, 128), 0.25), ("auto",), {"cublas", "bsr"}),
+    (
+        StoryCase(1024, 2048, 512, 0.5),
+        ("portable.semi24", "portable.bsr24", "auto"),
+        {"cublas", "cusparselt"},
+    ),
+    (StoryCase(1024, 2048, 512, 0.25), ("portable.bsr24", "auto"), {"cublas"}),
+    (PackCase(2048, 4096, "semi24"), ("auto",), {"copy"}),
+    (PackCase(2048, 4096, "bsr", (128, 128), 0.25), ("auto",), {"copy"}),
+    (Fp8Case(1024, 2048, 512, density=0.25), ("auto",), {"cublas_fp8", "cublas_fp8_float32", "bf16"}),
+    (Fp8Case(1024, 2048, 512, density=0.25, form="A@B"), ("auto",), {"cublas_fp8", "bf16"}),
+    (Fp8Case(1024, 2048, 512, "semi24", None), ("auto",), {"cublas_fp8", "bf16"}),
+    (Fp8Case(1024, 2048, 512, density=0.25, fast_accum=True), ("auto",), {"cublas_fp8", "bf16"}),
+    (Fp8Case(1024, 2048, 512, "semi24", None, fast_accum=True), ("auto",), {"cublas_fp8", "bf16"}),
+]
+
+
 @pytest.mark.parametrize(
     ("case", "kernels", "wanted"),
-    [
-        (Semi24Case(1024, 2048, 512), ("auto", "portable.semi24"), {"cublas", "cusparselt"}),
-        (Semi24Case(1024, 2048, 512, "A@B", dtype="fp16"), ("auto",), {"cublas", "cusparselt"}),
-        (Semi24Case(1024, 2048, 512, block=(128, 128), density=0.25), ("auto",), {"cublas", "bsr"}),
-        (Semi24Case(1024, 2048, 512, "A@B", (128, 128), 0.25), ("auto",), {"cublas", "bsr"}),
-        (
-            StoryCase(1024, 2048, 512, 0.5),
-            ("portable.semi24", "portable.bsr24", "auto"),
-            {"cublas", "cusparselt"},
-        ),
-        (StoryCase(1024, 2048, 512, 0.25), ("portable.bsr24", "auto"), {"cublas"}),
-        (PackCase(2048, 4096, "semi24"), ("auto",), {"copy"}),
-        (PackCase(2048, 4096, "bsr", (128, 128), 0.25), ("auto",), {"copy"}),
-        (Fp8Case(1024, 2048, 512, density=0.25), ("auto",), {"cublas_fp8", "cublas_fp8_float32", "bf16"}),
-        (Fp8Case(1024, 2048, 512, density=0.25, form="A@B"), ("auto",), {"cublas_fp8", "bf16"}),
-        (Fp8Case(1024, 2048, 512, "semi24", None), ("auto",), {"cublas_fp8", "bf16"}),
-        (Fp8Case(1024, 2048, 512, density=0.25, fast_accum=True), ("auto",), {"cublas_fp8", "bf16"}),
-        (Fp8Case(1024, 2048, 512, "semi24", None, fast_accum=True), ("auto",), {"cublas_fp8", "bf16"}),
-    ],
+    [ROWS[at] for at in once(range(len(ROWS)), kinds)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_all_peers_and_kernels_share_the_rounds_of_a_record(

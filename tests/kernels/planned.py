@@ -25,6 +25,7 @@ from sparsek.reference.scores import Scores
 from sparsek.testing.budget import CORE, check_spmm
 from sparsek.testing.cases import Case, judged_by
 from sparsek.testing.poison import poisoned
+from tests.sampling import sampled
 
 
 def problem(
@@ -175,4 +176,14 @@ def semi24_cases(draw: Any) -> Case:
         beta=0.5,
         layouts=draw(st.tuples(st.sampled_from(["row", "col", "strided", "wide"]), row_or_col, row_or_col)),
         batch=draw(st.sampled_from([(), (2,), (2, 1)])),
+    )
+
+
+def default_and(count: int, kernel: Any, p: Any, of: object = "") -> list[Any]:
+    """The default config, and `count` of the others, in every run others: each takes seconds to compile."""
+    default = kernel.default(p)
+    return (
+        [default]
+        if count == 0
+        else [default, *sampled([c for c in kernel.configs(p) if c != default], count, of=of)]
     )

@@ -11,12 +11,12 @@ from sparsek.core.errors import InvalidInput
 from sparsek.testing.strides import ZOO, Layout, layouts, offsets
 from tests.ops.stride_forms import FORMS, SIZES
 from tests.ops.stride_walk import Form, Outcome, walk
-from tests.sampling import half
+from tests.sampling import half, sampled
 
 # torch multiplies FP8 on a CPU by a loop: 0.2 s for these sizes.
 SLOW_ON_A_CPU = ("vendor.cublas_fp8",)
 # Of the layouts, in every run others. SPARSEK_TEST_ALL=1 runs all.
-SHARE, SHARE_OF_A_GPU = 1 / 20, 1 / 6
+SHARE, SHARE_OF_A_GPU = 1 / 20, 1 / 8
 
 
 def check(found: Sequence[Outcome]) -> None:
@@ -53,24 +53,20 @@ def test_sizes_of_one_are_no_strides(form: Form) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_layout_by_every_kernel_of_a_gpu(form: Form, dtype: torch.dtype) -> None:
-    """Memory that torch hands out is NaN first. A share of the zoo in fp16; in bf16 of what decides, and sizes of 1.
+def test_every_layout_by_every_kernel_of_a_gpu(form: Form) -> None:
+    """Memory that torch hands out is NaN first. A share of the zoo in one dtype, and of what decides where sizes are 1.
 
     Of attention the latter run in the interpreter alone: a kernel for each kind of stride takes seconds to compile.
     """
     first, *others = SIZES if not form.name.startswith("attention") else SIZES[:1]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        if dtype == torch.float16:
+        for dtype in sampled((torch.float16, torch.bfloat16), 1, of=str(form)):
             found = [*walk(form, first, dtype, "cuda", form.kernels(), share=SHARE_OF_A_GPU)]
-        else:
-            share = 2 * SHARE_OF_A_GPU
-            found = [*walk(form, first, dtype, "cuda", form.kernels(), telling, share)]
-            for sizes in others:
-                found += walk(form, sizes, dtype, "cuda", (None,), telling, share)
-        check(found)
+            for sizes in sampled(others, 2, of=str(form)):
+                found += walk(form, sizes, dtype, "cuda", (None,), telling, SHARE_OF_A_GPU)
+            check(found)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -1,7 +1,6 @@
 """One of Hopper's attention kernels over small awkward inputs, for `compute-sanitizer --tool memcheck`."""
 
 import sys
-from itertools import product
 
 import torch
 
@@ -13,6 +12,7 @@ from tests.kernels.attention import test_hopper_fp8_gpu
 from tests.kernels.attention.grad_cases import hold
 from tests.kernels.planned import attend
 from tests.kernels.planned import attention_problem as problem
+from tests.sampling import sampled
 
 LARGE = (128, 128)
 BITS = AttentionCase("bits", lambda d: random_bits(d, (300, 333), LARGE, heads=2), dims=LARGE)
@@ -61,18 +61,19 @@ def main(name: str) -> None:
     kernel = load(name)
     if name == "hopper.attention_bwd":
         for case in BACKWARD:
-            for deterministic in (True, False):
+            for deterministic in sampled((True, False), 1, of=str(case)):
                 hold(kernel, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic)
     elif name == "hopper.attention_bwd_wide":
         for case in WIDE:
             hold(kernel, case, device="cuda", dtype=torch.bfloat16)
     elif name == "hopper.attention_fp8":
-        for case, scale in product(FP8, ("head", "block")):
-            test_hopper_fp8_gpu.hold(case, torch.bfloat16, scale)
+        for case in FP8:
+            for scale in sampled(("head", "block"), 1, of=str(case)):
+                test_hopper_fp8_gpu.hold(case, torch.bfloat16, scale)
     else:
         for case in FORWARD:
             q, k, v, mask = case.make("cuda", torch.bfloat16)
-            for c in kernel.configs(problem(q, k, v, mask)):
+            for c in sampled(kernel.configs(problem(q, k, v, mask)), 2, of=str(case)):
                 gate = check_attention(q, k, v, mask, *attend(kernel, q, k, v, mask, c))
                 assert gate.passed, (str(case), c, gate)
     torch.cuda.synchronize()

@@ -14,9 +14,9 @@ from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.kernels.lang.drawn import fresh
-from tests.kernels.planned import attend
+from tests.kernels.planned import attend, default_and
 from tests.kernels.planned import attention_problem as problem
-from tests.sampling import half
+from tests.sampling import half, sampled
 
 pytestmark = pytest.mark.gpu
 LOW = (torch.float16, torch.bfloat16)
@@ -25,12 +25,12 @@ BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
 
 
 def hold(case: AttentionCase, dtype: torch.dtype) -> None:
-    """The default config and half of the others, twice: within the budget, and the same bits."""
+    """The default config and two of the others, twice: within the budget, and the same bits."""
     kernel, seed = load("hopper.attention_fwd"), fresh()
     q, k, v, mask = case.make("cuda", dtype, seed)
     p = problem(q, k, v, mask)
     assert kernel.why_not(p) == []
-    for c in {kernel.default(p), *half(kernel.configs(p), of=(str(case), dtype))}:
+    for c in default_and(2, kernel, p, of=(str(case), dtype)):
         out, lse = attend(kernel, q, k, v, mask, c)
         gate = check_attention(q, k, v, mask, out, lse)
         assert gate.passed, f"{c}, seed {seed}: {gate}"
@@ -45,7 +45,11 @@ def hold(case: AttentionCase, dtype: torch.dtype) -> None:
         assert torch.equal(count.exp().round(), wanted), f"{c}: other keys seen"
 
 
-@pytest.mark.parametrize(("case", "dtype"), list(product(ATTENTION_CASES, LOW)), ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for case in ATTENTION_CASES for dtype in sampled(LOW, 1, of=str(case))],
+    ids=str,
+)
 def test_every_case_in_every_config(case: AttentionCase, dtype: torch.dtype) -> None:
     q, k, v, mask = case.make("cuda", dtype)
     reasons = load("hopper.attention_fwd").why_not(problem(q, k, v, mask))
@@ -98,7 +102,7 @@ MANY: dict[str, tuple[Callable[[str], BlockMask], tuple[int, int]]] = {
 @pytest.mark.parametrize("name", MANY)
 def test_schedules(name: str) -> None:
     mask, heads = MANY[name]
-    for dim in (64, 128):
+    for dim in sampled((64, 128), 1, of=name):
         hold(AttentionCase(name, mask, heads=heads, dims=(dim, dim), batch=2), torch.bfloat16)
 
 
@@ -113,7 +117,8 @@ def test_cut_tiles_are_cut() -> None:
 @pytest.mark.parametrize("dims", [(192, 96), (80, 80), (40, 24), (8, 8)], ids=str)
 def test_cut_tiles_of_narrow_heads(dims: tuple[int, int]) -> None:
     """Parts are as wide as a tile, which is wider than these heads."""
-    for mask, heads in (MANY["heads packed, keys split"], MANY["global rows split"]):
+    for name in sampled(("heads packed, keys split", "global rows split"), 1, of=dims):
+        mask, heads = MANY[name]
         hold(AttentionCase("cut", mask, heads=heads, dims=dims), torch.bfloat16)
 
 

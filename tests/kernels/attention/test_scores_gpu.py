@@ -26,12 +26,15 @@ from sparsek.testing.poison import poisoned
 from tests.kernels.attention.changes import CHANGES
 from tests.kernels.lang.covering import once
 from tests.kernels.lang.drawn import fresh
-from tests.kernels.planned import attend
+from tests.kernels.planned import attend, default_and
 from tests.kernels.planned import attention_problem as problem
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.gpu
 BF16, HALF = torch.bfloat16, torch.float16
 FAMILIES = ("hopper", "portable")
+# Configs beside the default one.
+COUNT = {"hopper": 2, "portable": 0}
 BLOCKS = ((128, 128), (64, 64))
 # Heads (q, k), queries and keys, head dims: packed and cut tiles, gqa, ragged ends, queries that see nothing.
 SHAPES: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
@@ -60,8 +63,13 @@ def mask_of(shape: str, block: tuple[int, int], seed: int) -> BlockMask:
     return BlockMask.causal(q_len=s, kv_len=t, block=block, device="cuda")
 
 
-# Every two of these together in each run.
-DRAWN = once(product(FAMILIES, CHANGES, SHAPES, BLOCKS), together=2)
+def kinds(case: tuple[str, str, str, tuple[int, int]]) -> list[tuple[object, ...]]:
+    """What each run holds: every change by each family, every shape in every block by each, every change in each."""
+    family, name, shape, block = case
+    return [(family, name), (family, shape, block), (name, block)]
+
+
+DRAWN = once(product(FAMILIES, CHANGES, SHAPES, BLOCKS), kinds)
 
 
 @pytest.mark.parametrize(("family", "name", "shape", "block"), DRAWN, ids=str)
@@ -71,8 +79,7 @@ def test_out_and_lse(family: str, name: str, shape: str, block: tuple[int, int])
     scores, mask = CHANGES[name](q), mask_of(shape, block, seed)
     p = problem(q, k, v, mask, scores=scores)
     assert kernel.why_not(p) == []
-    configs = {kernel.default(p), *kernel.configs(p)} if family == "hopper" else {kernel.default(p)}
-    for c in configs:
+    for c in default_and(COUNT[family], kernel, p, of=(name, shape, block)):
         found, again = (attend(kernel, q, k, v, mask, c, scores=scores) for _ in range(2))
         gate = check_attention(q, k, v, mask, *found, scores=scores)
         assert gate.passed, f"{c}, seed {seed}: {gate}"
@@ -104,7 +111,7 @@ def differentiated(
     p = Differentiated(q, k, v, mask, ordered, scores=scores).problem(card_of(q.device))
     assert kernel.why_not(p) == []
     found = {}
-    for c in (kernel.default(p), *(kernel.configs(p) if family == "hopper" else ())):
+    for c in default_and(COUNT[family], kernel, p, of=(p, ordered)):
         dq, dk, dv = (poisoned(tuple(x.shape), x.dtype, x.device) for x in given)
         call = AttentionGradCall(
             q, k, v, mask, q.shape[3] ** -0.5, out, lse, grad, grad_lse, dq, dk, dv, scores
@@ -147,7 +154,7 @@ def test_the_gradient_of_sinks(dtype: torch.dtype, length: int) -> None:
     assert torch.equal(found, launched(out, lse, grad, grad_lse, sinks))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, None])
+@pytest.mark.parametrize("family", [*sampled(["hopper", None], 1), "portable"])
 def test_training_steps_recorded_and_compiled_agree(family: str | None) -> None:
     """Every option, with new values in each step: in eager mode the third step repeats a recorded call."""
     mask = BlockMask.sliding_window(700, 200, sinks=9, device="cuda")

@@ -1,5 +1,6 @@
 """XAttention's estimate on a GPU against plain torch: every kernel, and repeated in a CUDA graph."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.estimate import antidiagonals
 from sparsek.reference import antidiagonals as reference
+from tests.kernels.lang.covering import once
 
 pytestmark = pytest.mark.gpu
 
@@ -48,11 +50,12 @@ def options_for(q: torch.Tensor, k: torch.Tensor, **changed: Any) -> dict[str, A
     return usual | changed
 
 
-@pytest.mark.parametrize("usual", [True, False])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_mass_is_that_of_the_specification(sizes: tuple[int, ...], options: dict[str, Any], usual: bool):
+@pytest.mark.parametrize(
+    ("sizes", "at", "usual"), once(product(SIZES, range(len(OPTIONS)), (True, False)), together=2), ids=str
+)
+def test_mass_is_that_of_the_specification(sizes: tuple[int, ...], at: int, usual: bool):
     q, k = operands(sizes)
+    options = OPTIONS[at]
     config = None if usual else antidiagonals.SMALL
     said = options_for(q, k, **options)
     ours = antidiagonals.block_mass(q, k, config=config, **said)

@@ -15,6 +15,7 @@ from sparsek.mask.choice import Choice, Parts
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.mask.drawn_choices import DTYPES, KINDS, PLACES, drawn, same
+from tests.sampling import EVERY
 
 NoSync = Callable[[], AbstractContextManager[None]]
 CANARY = 0x5EADBEE
@@ -39,7 +40,7 @@ def choose(c: Choice) -> Parts:
 def test_it_makes_the_tensors_of_the_specification(
     kind: str, hostile: bool, seed: int, poisoned_memory: None
 ):
-    for step in range(20):  # every frame twice
+    for step in range(20 if EVERY else len(PLACES)):  # every frame
         c = drawn(kind, step % len(PLACES), step % 3 > 0, seed + step, hostile, "cuda")
         same(c, choose(c), specified(c))
 
@@ -75,7 +76,7 @@ def test_nothing_outside_of_the_mask_is_written(kind: str, seed: int, monkeypatc
         kept.append(torch.full((size + 256,), CANARY, **options))
         return kept[-1][128:-128]
 
-    for step in range(20):
+    for step in range(20 if EVERY else len(PLACES)):
         c = drawn(kind, step % len(PLACES), True, seed + step, True, "cuda")
         monkeypatch.setattr(torch, "empty", guarded)
         choose(c)

@@ -21,6 +21,7 @@ from tests.kernels.lang import newest
 from tests.kernels.lang.covering import once
 from tests.kernels.pack import to_24_code as offline
 from tests.kernels.pack.to_24_cases import LAYOUTS, any_bits, flags, same
+from tests.sampling import half
 
 WIDE = "v4.b32"  # 16 bytes
 BYTES = {"b8", "b16"}  # of metadata, those of one thread
@@ -78,6 +79,9 @@ def test_matrices_on_the_cpu_are_left_to_torch():
     assert portable.unpack24(*two_four.pack(w)) is None
 
 
+SHAPES = ((1, 8), (70, 264), (1000, 520), (128, 4096), (3, 64, 128), (5, 129, 72), (64,), (33, 4104))
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
@@ -86,7 +90,7 @@ def test_matrices_on_the_cpu_are_left_to_torch():
 def test_a_gpu_packs_the_bits_of_the_cpu(
     dtype: torch.dtype, layout: Callable[[Tensor], Tensor], masked: bool
 ):
-    for shape in ((1, 8), (70, 264), (1000, 520), (128, 4096), (3, 64, 128), (5, 129, 72), (64,), (33, 4104)):
+    for shape in half(SHAPES, of=(dtype, layout.__name__, masked)):
         w = layout(any_bits(shape, dtype).cuda())
         mask = layout(flags(shape).cuda().view(torch.int8)).view(torch.bool) if masked else None
         same(w, mask)

@@ -33,6 +33,7 @@ from tests.kernels.pack.to_bsr_cases import (
     same,
     tied,
 )
+from tests.sampling import half
 
 WIDE = {"v4.b32", "v2.b64"}  # 16 bytes
 
@@ -113,7 +114,7 @@ SIZES = (
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", offline.DTYPES.values(), ids=str)
 def test_a_gpu_stores_the_blocks_of_torch(dtype: torch.dtype, layout: Callable[[Tensor], Tensor]):
-    for shape, block in SIZES:
+    for shape, block in half(SIZES, of=(dtype, layout.__name__)):
         w = layout(torch.randn(shape, device="cuda").to(dtype))
         grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
         flags = torch.rand(shape, device="cuda") < 2 / (block[0] * block[1])

@@ -12,8 +12,9 @@ import torch
 from sparsek.kernels import load
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import Listed, PagedCase, drawn_case
+from tests.kernels.lang.covering import once
 from tests.kernels.paged.calls import PagedRun, attend_paged, check_alone, check_paged, hostile
-from tests.sampling import half, sampled
+from tests.sampling import EVERY, dealt, sampled
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -38,22 +39,27 @@ def mixed(**more: Any) -> PagedCase:
     return decode(*MIXED, **{"tail": 3, "loose": True, **more})
 
 
+MAKE = {"decode": decode, "mixed": mixed}
+
+
 @pytest.mark.parametrize(
-    ("page", "dtype", "kv_dtype"), half(product((16, 32, 64, 128, 256), ("bf16", "fp16"), ("", "e4m3")))
+    ("page", "dtype", "kv_dtype", "make"),
+    once(product((16, 32, 64, 128, 256), ("bf16", "fp16"), ("", "e4m3"), MAKE), together=2),
 )
-def test_every_page_and_dtype(kernel: Any, page: int, dtype: str, kv_dtype: str, seed: int) -> None:
+def test_every_page_and_dtype(
+    kernel: Any, page: int, dtype: str, kv_dtype: str, make: str, seed: int
+) -> None:
     per = "head" if kv_dtype else ""
-    for make in (decode, mixed):
-        case = make(page=page, dtype=dtype, kv_dtype=kv_dtype, scale_per=per, form="one")
-        check_paged(kernel, case, device="cuda", seed=seed)
+    case = MAKE[make](page=page, dtype=dtype, kv_dtype=kv_dtype, scale_per=per, form="one")
+    check_paged(kernel, case, device="cuda", seed=seed)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256), (40, 8)], ids=str)
 def test_every_head_dim(kernel: Any, dims: tuple[int, int], seed: int) -> None:
-    kv_dtype = "e4m3" if dims != (40, 8) else ""
-    for make in (decode, mixed):
-        check_paged(kernel, make(dims=dims), device="cuda", seed=seed)
-        check_paged(kernel, make(dims=dims, kv_dtype=kv_dtype, form="pair by rows"), device="cuda", seed=seed)
+    how = ("", "pair"), ("e4m3" if dims != (40, 8) else "", "pair by rows")
+    for hand, make in enumerate((decode, mixed)):
+        for kv_dtype, form in dealt(how, 2, hand, of=dims):
+            check_paged(kernel, make(dims=dims, kv_dtype=kv_dtype, form=form), device="cuda", seed=seed)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (64, 4), (32, 1), (64, 1)], ids=str)
@@ -80,26 +86,36 @@ def test_every_option(kernel: Any, more: dict[str, Any], seed: int) -> None:
             check_paged(kernel, make(**more, form=form, page=64), device="cuda", seed=seed)
 
 
+LISTS = (
+    ((1, 128), "all"),
+    ((1, 64), "kv"),
+    ((1, 16), "q"),
+    ((64, 64), "kv"),
+    ((128, 128), "all"),
+    ((64, 32), "q"),
+)
+
+
 @pytest.mark.parametrize(
-    ("block", "heads"),
-    [((1, 128), "all"), ((1, 64), "kv"), ((1, 16), "q"), ((64, 64), "kv"), ((128, 128), "all"), ((64, 32), "q")],
+    ("listed", "causal", "kv_dtype", "make"),
+    once(product(LISTS, (True, False), ("", "e4m3"), MAKE), together=2),
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("causal", [True, False])
-def test_lists(kernel: Any, block: tuple[int, int], heads: str, causal: bool, seed: int) -> None:
+)
+def test_lists(
+    kernel: Any, listed: tuple[tuple[int, int], str], causal: bool, kv_dtype: str, make: str, seed: int
+) -> None:
+    block, heads = listed
     lists = Listed(block, heads, 15, full=True)
-    for make in (decode, mixed):
-        for kv_dtype in sampled(("", "e4m3"), 1, of=(block, heads, causal, make.__name__)):
-            case = make(lists=lists, causal=causal, page=min(128, block[1]), kv_dtype=kv_dtype)
-            check_paged(kernel, case, device="cuda", seed=seed)
+    case = MAKE[make](lists=lists, causal=causal, page=min(128, block[1]), kv_dtype=kv_dtype)
+    check_paged(kernel, case, device="cuda", seed=seed)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_config_and_again_the_same_bits(kernel: Any, dim: int, seed: int) -> None:
-    for make in (decode, mixed):
+    for hand, make in enumerate((decode, mixed)):
         inputs = make(dims=(dim, dim)).make("cuda", seed=seed)
         expected = expected_attention_paged(inputs)
-        for c in kernel.configs(PagedRun(kernel, inputs).problem):
+        for c in dealt(kernel.configs(PagedRun(kernel, inputs).problem), 2, hand, of=dim):
             made = PagedRun(kernel, inputs, c)
             first = [x.clone() for x in made.run()]
             made.check(f"seed {seed}", expected)
@@ -109,7 +125,7 @@ def test_every_config_and_again_the_same_bits(kernel: Any, dim: int, seed: int) 
 
 
 def test_random_batches(kernel: Any, seed: int) -> None:
-    for turn in range(12):
+    for turn in range(12 if EVERY else 6):
         case = drawn_case(
             seed + turn, requests=(1, 7, 150)[turn % 3], queries=(1, 200)[turn % 2], keys=900, heads=[(8, 2)],
             dims=[(128, 128)], page=[16, 128], dtype=["bf16"], kv_dtype=["", "e4m3"], scale_per=[""], causal=[True],

@@ -5,7 +5,7 @@ run; a failure names the seed.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -74,6 +74,11 @@ REFUSED = {  # what hopper.spmm has to leave to others, and why
     "ragged linear": "must hold a multiple of 8",
     "one column": "must hold a multiple of 8",
 }
+
+
+def in_one_dtype(cases: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Each case in a dtype, in every run others: dtypes differ in conversions alone."""
+    return [(case, dtype) for case in cases for dtype in sampling.sampled(LOW, 1, of=str(case))]
 
 
 def padded(x: Tensor) -> Tensor:
@@ -152,8 +157,7 @@ def joined(
     return BSR.unchecked(matches.pattern, whole[1:-1])
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("case", EPILOGUES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_one_dtype(EPILOGUES), ids=str)
 def test_every_epilogue(case: Case, dtype: str) -> None:
     kind, seed = dtypes.parse(dtype), fresh()
 
@@ -202,27 +206,31 @@ def test_every_form_of_a_product_in_every_block(name: str, block: tuple[int, int
         check_c(SPMM.default(p), p, a, b, out, PLAIN, seed)
 
 
-@pytest.mark.parametrize(("activation", "combine"), [("gelu", "add"), ("", "add"), ("", "mul")])
-@pytest.mark.parametrize("part", range(4))
+JOINED = (("gelu", "add"), ("", "add"), ("", "mul"))
+
+
+@pytest.mark.parametrize(("activation", "combine"), JOINED)
 @pytest.mark.parametrize("block", [(128, 128), (32, 32)], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_config_of_every_form_with_an_epilogue(
-    name: str, block: tuple[int, int], part: int, activation: Any, combine: Any
+    name: str, block: tuple[int, int], activation: Any, combine: Any
 ) -> None:
+    """Each config takes two seconds to compile: it meets two of the fifteen forms and epilogues, and all meet some."""
+    hand = len(JOINED) * FORMS.index(name) + JOINED.index((activation, combine))
     for n, seed in ((328, fresh()), (24, fresh())):
         a, b, out, lies = form(name, 1000, 648, n, block, 0.5, seed=seed)
         bias = torch.randn(a.shape[0], device="cuda").to(HALF)
         other = padded(laid_out(lies, tuple(out.shape), HALF, "cuda", seed + 2))
         epilogue = Epilogue(0.7, bias, activation, other, combine, -0.5)
         p = problem(a, b, out, epilogue, lies)
-        configs = SPMM.configs(p)[part::4]
-        # Each is compiled, for two seconds; a config meets fifteen forms and epilogues.
-        of = name, block, part, activation, combine, n
-        for c in sampling.sampled(configs, (len(configs) + 2) // 3, of=of):
+        for c in sampling.dealt(SPMM.configs(p), 8, hand, of=(block, n)):
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, seed)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+SLOPES = ("gelu", "gelu_tanh", "silu")
+
+
+@pytest.mark.parametrize("activation", SLOPES)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (48, 96)], ids=str)
 def test_every_config_writes_the_slope_of_the_rounded_sum(
@@ -240,7 +248,8 @@ def test_every_config_writes_the_slope_of_the_rounded_sum(
         p = problem(a, b, out, epilogue, lies)
         z = 0.1 * (a.to_dense().double() @ b.double()) + bias.double()[:, None]
         near = 2e-3 * (kind == HALF) + 2e-4 + 2 * unit * (1 + z.abs())
-        for c in sampling.half(SPMM.configs(p), of=(block, dtype, activation, name)):
+        hand = 2 * SLOPES.index(activation) + LOW.index(dtype)
+        for c in sampling.dealt(SPMM.configs(p), 6, hand, of=(block, name)):
             slopes.fill_(torch.nan)
             check_c(c, p, a, b, out.fill_(torch.nan), replace(epilogue, slope=slopes), seed)
             wrong = (slopes.double() - slope(activation, z)).abs() > near
@@ -249,14 +258,14 @@ def test_every_config_writes_the_slope_of_the_rounded_sum(
             assert kept_inside(slopes), f"{c} on {p} wrote beside the slopes, seed {seed}"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *product(FORMS, ["full", "in place", "added", "added in place"]),
-        ("A @ B", "plain"),
-        ("B @ A.T", "plain"),
-    ],
+SPLIT = (
+    *product(FORMS, ["full", "in place", "added", "added in place"]),
+    ("A @ B", "plain"),
+    ("B @ A.T", "plain"),
 )
+
+
+@pytest.mark.parametrize(("name", "kind"), SPLIT)
 def test_every_config_with_split_rows(name: str, kind: str) -> None:
     """Rows of up to 32 blocks in parts of 4 or a few more."""
     seed = fresh()
@@ -271,7 +280,8 @@ def test_every_config_with_split_rows(name: str, kind: str) -> None:
         epilogue = Epilogue(other=out, beta=0.5, activation="silu" if kind == "in place" else "")
     p = problem(a, b, out, epilogue, lies)
     cuts = (replace(c, split=True) for c in SPMM.configs(p) if not c.held)
-    for c in sampling.half(dict.fromkeys(cuts), of=(name, kind)):
+    # Each config meets three of the forms and kinds.
+    for c in sampling.dealt(cuts, 8, SPLIT.index((name, kind)), of="split rows"):
         parts = SPMM.prepare(p, c, a).parts
         assert parts is not None
         assert parts.slots > 0, "nothing was split"
@@ -298,12 +308,13 @@ def test_no_stored_blocks_leave_the_epilogue_of_zero(name: str, m: int) -> None:
     a, b, out, lies = form(name, *((m, 192) if view else (192, m)), 72, (64, 64), 0.0, seed=fresh())
     bias = torch.randn(192, device="cuda").to(HALF)
     other = padded(laid_out(lies, (192, 72), HALF, "cuda", 1))
-    for epilogue in (
+    every = (
         PLAIN,
         Epilogue(bias=bias),
         Epilogue(bias=bias, activation="relu"),
         Epilogue(0.5, bias, "gelu", other, "add", 2.0),
-    ):
+    )
+    for epilogue in sampling.sampled(every, 2, of=(name, m)):
         p = problem(a, b, out, epilogue, lies)
         for c in (SPMM.default(p), cut(p)):
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, 0)
@@ -338,12 +349,11 @@ def test_nan_in_rows_of_b_without_blocks_never_reaches_c(name: str, block: tuple
     b[~met.repeat_interleave(a.block[1])] = torch.nan
     out = room(lies, a.shape[0], 72)
     p = problem(a, b, out, PLAIN, lies)
-    for c in SPMM.configs(p)[::4]:
+    for c in sampling.sampled(SPMM.configs(p), 2, of=(name, block)):
         check_c(c, p, a, b, out.fill_(torch.nan), PLAIN, 0)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("case", SDDMM_CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_one_dtype(SDDMM_CASES), ids=str)
 def test_every_case_of_sddmm(case: SddmmCase, dtype: str) -> None:
     seed = fresh()
     x, y, pattern = case.make("cuda", dtypes.parse(dtype), seed)
@@ -384,7 +394,7 @@ def test_every_config_of_sddmm(lies: tuple[str, str], block: tuple[int, int]) ->
     p = sddmm_problem(x, y, pattern)
     gate = check_sddmm(x, y, first := sampled(x, y, pattern))
     assert gate.passed, f"{gate}, seed {seed}"
-    for c in SDDMM.configs(p):
+    for c in sampling.dealt(SDDMM.configs(p), 3, LAYOUTS.index(lies), of=block):
         gate = check_sddmm(x, y, sampled(x, y, pattern, c))
         assert gate.passed, f"{c}: {gate}, seed {seed}"
     for _ in range(20):
@@ -408,8 +418,7 @@ def test_nan_of_x_and_y_stays_in_its_row_and_column_and_out_of_the_padding() -> 
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("case", SPGEMM_CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_one_dtype(SPGEMM_CASES), ids=str)
 def test_every_case_of_spgemm(case: SpgemmCase, dtype: str) -> None:
     seed = fresh()
     a, b, wanted = case.make("cuda", dtypes.parse(dtype), seed)
@@ -453,9 +462,12 @@ def test_spgemm_of_every_block_and_view(blocks: tuple[tuple[int, int], tuple[int
             assert gate.passed, f"{blocks} views {a_view} {b_view} dense {dense}: {gate}, seed {seed}"
 
 
+VIEWS = tuple(product((False, True), repeat=2))
+
+
 @pytest.mark.parametrize("block", [128, 64, 16])
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "bsr"])
-@pytest.mark.parametrize("views", list(product((False, True), repeat=2)), ids=str)
+@pytest.mark.parametrize("views", VIEWS, ids=str)
 def test_every_config_of_spgemm(views: tuple[bool, bool], dense: bool, block: int) -> None:
     """More tiles than there are CTAs, and blocks of C with no pair up to all of K."""
     seed = fresh()
@@ -467,7 +479,8 @@ def test_every_config_of_spgemm(views: tuple[bool, bool], dense: bool, block: in
 
     a, b = made(views[0], 0), made(views[1], 1)
     p = spgemm_problem(a, b, match(a.pattern, b.pattern), dense)
-    for c in dict.fromkeys(replace(c, direct=d) for c in SPGEMM.configs(p) for d in (False, True)):
+    every = (replace(c, direct=d) for c in SPGEMM.configs(p) for d in (False, True))
+    for c in sampling.dealt(every, 3, 2 * VIEWS.index(views) + dense, of=block):
         found = [joined(a, b, None, dense, lambda p, c=c: c) for _ in range(3)]
         gate = check_spgemm(a, b, found[0])
         assert gate.passed, f"{c}: {gate}, seed {seed}"

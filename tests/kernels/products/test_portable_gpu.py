@@ -28,7 +28,7 @@ from sparsek.testing.product_cases import (
     unmet_rows_poisoned,
 )
 from tests.kernels.planned import join, multiply, problem, sample, sddmm_problem
-from tests.sampling import half
+from tests.sampling import EVERY, dealt, sampled
 
 pytestmark = pytest.mark.gpu
 HALF = torch.bfloat16
@@ -62,24 +62,24 @@ def test_every_epilogue(kernel: Any, case: Any) -> None:
 
 @pytest.mark.parametrize("case", [c for c in SPMM_CASES if c.n <= 64], ids=str)
 def test_every_narrow_case_in_every_layout(case: Any) -> None:
-    for layout in ("row", "col"):
-        for out_layout in ("row", "col"):
-            a, *_ = case.make("cuda", kind(case))
-            b = laid_out(layout, (case.k, case.n), a.dtype, "cuda", 1)
-            out = poisoned((case.m, case.n), a.dtype, "cuda")
-            check_c(SKINNY, a, b, out if out_layout == "row" else poisoned(out.mT.shape, a.dtype, "cuda").mT)
+    (same, turned) = ((("row", "row"), ("col", "col")), (("row", "col"), ("col", "row")))
+    for layout, out_layout in same + turned if EVERY else sampled((same, turned), 1, of=str(case))[0]:
+        a, *_ = case.make("cuda", kind(case))
+        b = laid_out(layout, (case.k, case.n), a.dtype, "cuda", 1)
+        out = poisoned((case.m, case.n), a.dtype, "cuda")
+        check_c(SKINNY, a, b, out if out_layout == "row" else poisoned(out.mT.shape, a.dtype, "cuda").mT)
 
 
 @pytest.mark.parametrize("shape", [(2048, 512), (512, 2048)], ids=str)
 @pytest.mark.parametrize("n", [1, 16, 64])
 def test_every_config_of_the_skinny_path(shape: tuple[int, int], n: int) -> None:
     a = random_bsr(*shape, (128, 128), 0.5, pattern="powerlaw", dtype=HALF, device="cuda", seed=n)
-    for matrix in (a, a.T):
+    for hand, matrix in enumerate((a, a.T)):
         b = laid_out("col", (matrix.shape[1], n), HALF, "cuda", 1)
         out = poisoned((n, matrix.shape[0]), HALF, "cuda").mT
         p = problem(matrix, b, out)
         every = [*SKINNY.configs(p), *(replace(c, part=1) for c in SKINNY.configs(p))]
-        for c in half(every, of=(shape, n)):
+        for c in dealt(every, 4, 2 * hand + (shape[0] > shape[1]), of=n):
             check_c(SKINNY, matrix, b, out.fill_(torch.nan), c)
 
 
@@ -149,7 +149,8 @@ def test_graphs_of_one_plan_replay_side_by_side_without_a_sync(no_sync: Any) -> 
 def test_every_case_of_sddmm(case: Any) -> None:
     x, y, pattern = case.make("cuda", kind(case))
     x, y = unmet_rows_poisoned(x, y, pattern)
-    for config in (None, *list(sddmm.KERNEL.configs(sddmm_problem(x, y, pattern)))[:6]):
+    every = sddmm.KERNEL.configs(sddmm_problem(x, y, pattern))
+    for config in (None, *sampled(every, 3, of=str(case))):
         gate = check_sddmm(x, y, sample(sddmm.KERNEL, x, y, pattern, config))
         assert gate.passed, f"{case} {config}: {gate}"
 

@@ -13,6 +13,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.kernels.planned import problem
+from tests.sampling import sampled
 
 # m, k, n, block, density, B's layout
 CASES = (
@@ -44,7 +45,7 @@ def main(name: str) -> None:
             b = b.mT.contiguous().mT
         p = problem(a, b)
         every = list(kernel.configs(p))
-        chosen = every if name == "hopper.spmm_paired" else [kernel.default(p)]
+        chosen = sampled(every, 3, of=(m, n, block)) if name == "hopper.spmm_paired" else [kernel.default(p)]
         if kernel.name == "hopper.spmm":
             # With several merged rows and with none; the widest tile of each.
             for merge in {c.joined_rows for c in every}:

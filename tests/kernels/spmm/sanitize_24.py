@@ -10,7 +10,7 @@ import torch
 
 from sparsek import kernels
 from sparsek.testing.cases import COL, ROW, Case
-from tests.kernels.planned import hold, problem
+from tests.kernels.planned import default_and, hold, problem
 
 WHOLE = (
     Case(72, 48, 16, None, "small"),
@@ -62,7 +62,7 @@ def main(name: str) -> None:
     for case in CASES[name]:
         a, b, epilogue, out = case.make("cuda", torch.bfloat16)
         p = problem(a, b, out, epilogue)
-        for seed, c in enumerate(dict.fromkeys([kernel.default(p), *kernel.configs(p)])):
+        for seed, c in enumerate(default_and(2, kernel, p, of=str(case))):
             hold(kernel, case, torch.bfloat16, "cuda", seed, c)
             torch.cuda.synchronize()
             print(kernel.name, c)

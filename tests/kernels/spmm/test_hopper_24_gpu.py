@@ -22,8 +22,8 @@ from sparsek.testing.cases import Case
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
 from tests.kernels.lang.drawn import fresh, randn
-from tests.kernels.planned import hold, multiply, problem
-from tests.sampling import half
+from tests.kernels.planned import default_and, hold, multiply, problem
+from tests.sampling import sampled
 
 pytest.importorskip("triton")
 
@@ -70,7 +70,7 @@ def configs(kernel: Any, case: Case, dtype: torch.dtype) -> list[Any]:
     a, b, epilogue, out = case.make("cuda", dtype)
     p = problem(a, b, out, epilogue)
     assert kernel.why_not(p) == []
-    return [kernel.default(p), *half(kernel.configs(p), of=(str(case), dtype))]
+    return default_and(2, kernel, p, of=(str(case), dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -96,8 +96,12 @@ def test_every_config_of_blocks_is_within_budget(
         hold(bsr24.KERNEL, case, dtype, "cuda", fresh(), c)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def in_one_dtype(cases: tuple[dict[str, Any], ...]) -> list[tuple[dict[str, Any], torch.dtype]]:
+    """Each case in a dtype, in every run others: dtypes differ in conversions alone."""
+    return [(case, dtype) for case in cases for dtype in sampled((BF16, F16), 1, of=case)]
+
+
+@pytest.mark.parametrize(("epilogue", "dtype"), in_one_dtype(EPILOGUES), ids=str)
 def test_epilogues_are_within_budget(epilogue: dict[str, Any], dtype: torch.dtype) -> None:
     for layouts in (("row", "row", "row"), COL):
         whole = Case(520, 528, 264, None, "whole", layouts=layouts, **epilogue)
@@ -107,15 +111,14 @@ def test_epilogues_are_within_budget(epilogue: dict[str, Any], dtype: torch.dtyp
                 hold(kernel, case, dtype, "cuda", fresh(), c)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("joined", JOINED, ids=str)
+@pytest.mark.parametrize(("joined", "dtype"), in_one_dtype(JOINED), ids=str)
 def test_another_matrix_is_joined_within_budget(joined: dict[str, Any], dtype: torch.dtype) -> None:
     """Beside C and in its place: what is read of it is read before C is written there."""
     for layouts in (("row", "row", "row"), COL):
         whole = Case(520, 528, 264, None, "whole", layouts=layouts, **joined)
         blocks = Case(520, 512, 264, (128, 64), "blocks", 0.2, two_four=True, layouts=layouts, **joined)
         for kernel, case in ((semi24.KERNEL, whole), (bsr24.KERNEL, blocks)):
-            for c in configs(kernel, case, dtype)[::2]:
+            for c in configs(kernel, case, dtype):
                 a, b, epilogue, out = case.make("cuda", dtype, seed := fresh())
                 multiply(kernel, a, b, epilogue, out, config=c)
                 assert (gate := check_spmm(a, b, out, epilogue)).passed, f"{c}, seed {seed}: {gate}"

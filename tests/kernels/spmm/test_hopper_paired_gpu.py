@@ -19,11 +19,13 @@ from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.kernels.lang.drawn import fresh, randn
 from tests.kernels.planned import problem
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.gpu
 NAME = "hopper.spmm_paired"
 KERNEL: Any = kernels.load(NAME)
 LAYOUTS = ("row", "col")
+LOW = (torch.bfloat16, torch.float16)
 # m, k, n, density, pattern; a row of B in panels of 64
 SIDES = (
     (256, 512, 512, 0.5, "uniform"),
@@ -63,7 +65,7 @@ def test_every_config_is_right_and_writes_nothing_beside_c(
     if layout == "col":
         m, k = -(-m // 8) * 8, -(-k // 8) * 8
     seed = fresh()
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in sampled(LOW, 1, of=(sides, block, layout)):
         a = sk.random_bsr(m, k, block, density, pattern=spread, dtype=dtype, device="cuda", seed=seed)
         b = drawn(k, n, layout, dtype)
         for c in KERNEL.configs(problem(a, b, lies=layout)):
@@ -92,7 +94,7 @@ def test_b_and_c_lie_in_any_layouts(of_b: str, of_c: str, side: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scaled_with_bias_and_activation(layout: str, side: int, activation: Any) -> None:
     seed = fresh()
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in sampled(LOW, 1, of=(layout, side, activation)):
         a = sk.random_bsr(1040, 512, side, 0.2, pattern="powerlaw", dtype=dtype, device="cuda", seed=seed)
         epilogue = Epilogue(alpha=-0.5, bias=randn(1040, dtype=dtype), activation=activation)
         b = drawn(512, 576, layout, dtype)
