@@ -155,3 +155,49 @@ def _copy_into(held: PagedInputs, x: PagedInputs) -> None:
         pairs += zip(held.lists.tensors, x.lists.tensors, strict=True)
     for mine, theirs in pairs:
         mine.copy_(theirs)
+
+
+@pytest.mark.parametrize("kernel", ["portable.attention_paged", "hopper.attention_paged"])
+@pytest.mark.parametrize("lengths", [((1, 700), (1, 30), (1, 1)), ((60, 300), (3, 90)), ((0, 50),)], ids=str)
+def test_rows_of_no_request_are_zeros_recorded_and_in_a_graph(
+    kernel: str, lengths: Any, no_sync: Any
+) -> None:
+    """Also where out is wide, which stays as it is; a graph follows the end of the last request."""
+    x = PagedCase("tail", lengths, tail=90, page=64, dims=(128, 128), loose=True).make("cuda")
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        found = [attend(x, return_lse=True, kernel=kernel)]
+        with no_sync():
+            found += [attend(x, return_lse=True, kernel=kernel) for _ in range(4)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    out = poisoned(x.q.shape[:2] + x.v.shape[3:], x.q.dtype, "cuda")
+    _, lse = attend(x, return_lse=True, kernel=kernel, out=out)
+    assert bool(out[x.end :].isnan().all())
+    for each, of_lse in [*found, (None, lse)]:
+        if each is not None:
+            assert not each[x.end :].any()
+            assert torch.equal(each[: x.end], out[: x.end])
+        assert bool((of_lse[:, x.end :] == -torch.inf).all())
+        assert torch.equal(of_lse[:, : x.end], lse[:, : x.end])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = attend(x, return_lse=True, kernel=kernel)
+    for last in (x.end, max(x.end - 1, 0), 0):
+        x.cu_seqlens_q.clamp_(max=last)
+        for each in held:
+            each.fill_(torch.nan)
+        graph.replay()
+        assert not held[0][last:].any()
+        assert bool((held[1][:, last:] == -torch.inf).all())
+        assert not held[0][:last].isnan().any()
+
+
+def test_sizes_without_room_are_refused_without_a_wait(no_sync: Any) -> None:
+    x = CASES["decode"].make("cuda")
+    few = sk.PageLists.from_indices(torch.zeros(1, 1, 1, dtype=torch.int32, device="cuda"), (1, 16))
+    for name, wrong in (
+        ("max_seqlen_q", 0), ("cache", (x.k[:0], x.v[:0])), ("block_table", x.block_table[:, :0]), ("mask", few),
+    ):  # fmt: skip
+        with no_sync(), pytest.raises(sk.InvalidInput, match=name):
+            attend(x, **{name: wrong})

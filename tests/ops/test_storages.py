@@ -242,6 +242,7 @@ def test_plans_are_made_once_and_go_with_the_matrix(storage: str, plans_made: li
 def test_an_alpha_of_0_takes_nan_and_inf_out_as_addmm_does(storage: str, kernel: str | None, device: str):
     a, b = matrix(storage, device=device), torch.randn(192, 48, device=device).to(BF16)
     b[3, 4], b[70] = torch.nan, torch.inf
+    kernel = None if device != "cpu" and kernel is not None and kernel.startswith("cpu.") else kernel
     if storage not in IN_FP8:
         a = type(a).unchecked(
             *[x for x in (getattr(a, "pattern", None),) if x],
