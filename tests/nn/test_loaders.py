@@ -1,6 +1,7 @@
 """Loaders of other libraries, from files of one BlockSparseLinear into a model with another pattern: equal outputs."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,9 @@ def test_fsdp2_fills_a_model_that_was_made_on_meta(alone: None, seed: int | None
 
 
 @pytest.mark.gpu
-def test_calls_after_loading_do_not_wait_for_a_gpu() -> None:
+def test_calls_after_loading_do_not_wait_for_a_gpu(
+    no_sync: Callable[[], AbstractContextManager[None]],
+) -> None:
     made, right, x = (each.cuda() for each in (model(2), model(1), X))
     made(x)
     for name, tensor in made.state_dict().items():
@@ -170,11 +173,8 @@ def test_calls_after_loading_do_not_wait_for_a_gpu() -> None:
         for _ in range(3):
             y = made(x)
         assert torch.equal(y, right(x))
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_sync():
             y = made(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(y, right(x))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
