@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -17,6 +17,13 @@ TORCH_CPU = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory).*?(\d+) bytes", re.S
 )
 
+# Control groups of version 2 and 1: where they are, their controller, and the files of the limit and of what is used.
+CGROUPS = (
+    ("/sys/fs/cgroup", "", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+SMALL = 2**20  # bytes
 WORDS = 4  # int32 in 16 bytes: Triton compiles anew for pointers that are not aligned to that
 
 
@@ -63,7 +70,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def check_free(where: object, what: str, takes: int, form: str = "") -> None:
-    """Raise InvalidFile unless `takes` bytes are free."""
+    """Raise InvalidFile unless `takes` bytes are free. A megabyte always is: asking the system takes a millisecond."""
+    if takes <= SMALL:
+        return
     free = available_memory()
     if free is not None and takes > free:
         raise InvalidFile(
@@ -83,26 +92,25 @@ def available_memory() -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """What the limits of this process leave: of its address space, and of its control group, by version 2 and 1."""
+    """What the limits of this process leave: of its address space, and of its control groups and those above them."""
     import resource
 
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     pages = _read("/proc/self/statm").split()
     if most != resource.RLIM_INFINITY and pages:
         yield most - int(pages[0]) * resource.getpagesize()
-    group = "/sys/fs/cgroup"
-    for limit, used, cache in (
-        (f"{group}/memory.max", f"{group}/memory.current", f"{group}/memory.stat"),
-        (
-            f"{group}/memory/memory.limit_in_bytes",
-            f"{group}/memory/memory.usage_in_bytes",
-            f"{group}/memory/memory.stat",
-        ),
-    ):
-        numbers = [_read(limit).strip(), _read(used).strip()]
-        if all(each.isdigit() for each in numbers):  # "max": no limit
-            kept = re.search(r"^(?:total_)?inactive_file (\d+)", _read(cache), re.MULTILINE)
-            yield int(numbers[0]) - int(numbers[1]) + (int(kept[1]) if kept else 0)
+    own = [line.split(":", 2)[1:] for line in _read("/proc/self/cgroup").splitlines() if line.count(":") > 1]
+    for root, controller, limit, used in CGROUPS:
+        paths = [PurePosixPath(path) for names, path in own if controller in names.split(",")]
+        above = [each for path in paths for each in path.parents]
+        for group in dict.fromkeys([*paths, *above, PurePosixPath("/")]):
+            folder = f"{root}{group}".rstrip("/")
+            numbers = [_read(f"{folder}/{name}").strip() for name in (limit, used)]
+            if all(each.isdigit() for each in numbers):  # "max": no limit
+                kept = re.search(
+                    r"^(?:total_)?inactive_file (\d+)", _read(f"{folder}/memory.stat"), re.MULTILINE
+                )
+                yield int(numbers[0]) - int(numbers[1]) + (int(kept[1]) if kept else 0)
 
 
 def _read(path: str) -> str:

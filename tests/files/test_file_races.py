@@ -241,12 +241,17 @@ def test_memory_that_the_system_does_not_give_is_told(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_a_limit_of_the_process_or_its_container_counts_as_memory(monkeypatch):
-    free = memory.available_memory()
-    assert free is not None
-    told = {"/sys/fs/cgroup/memory.max": "1000000", "/sys/fs/cgroup/memory.current": "900000"}
-    told["/sys/fs/cgroup/memory.stat"] = "anon 800000\ninactive_file 50000\n"
+    told = {"/proc/self/cgroup": "0::/job/step\n4:cpu,memory:/old\n"}
     read = memory._read
-    monkeypatch.setattr(memory, "_read", lambda path: told.get(path) or read(path))
-    assert memory.available_memory() == 150_000
-    told["/sys/fs/cgroup/memory.max"] = "max"
-    assert memory.available_memory() != 150_000
+    monkeypatch.setattr(memory, "_read", lambda path: told.get(path, "" if "cgroup" in path else read(path)))
+    assert memory.available_memory() is not None
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/job", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory/old", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        told |= {f"{folder}/{limit}": "1000000\n", f"{folder}/{used}": "900000\n"}
+        told[f"{folder}/memory.stat"] = "anon 800000\ninactive_file 50000\n"
+        assert memory.available_memory() == 150_000
+        told[f"{folder}/{limit}"] = "max\n"
+        assert memory.available_memory() != 150_000
