@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any
@@ -15,20 +16,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor, unwrap_if_dead
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    unwrap_if_dead,
+)
 from torch.compiler import is_compiling
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
+UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 LONGEST = 80  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
     """A value as messages show it: its repr if that is short, else its type and, for a tensor, dtype and shape."""
     if isinstance(value, Tensor):
-        if value.is_nested or _is_lazy(value):
+        if value.is_nested or isinstance(value, UNINITIALIZED):
             return f"a torch.Tensor, {value.dtype}, {'nested' if value.is_nested else 'uninitialized'}"
         layout = "" if value.layout == torch.strided else f", layout {value.layout}"
         return f"a torch.Tensor, {value.dtype} {list(value.shape)}{layout}"
@@ -169,7 +177,7 @@ def dense(name: str, value: Any) -> Tensor:
         plain = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
         cure = f": torch.tensor({name})" if plain else ""
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}{cure}")
-    if value.layout != torch.strided or value.is_nested or _is_lazy(value):
+    if not is_dense(value):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {_other_kind(name, value)}")
     if is_compiling():  # the op checks again
         return value
@@ -182,14 +190,28 @@ def dense(name: str, value: Any) -> Tensor:
         raise InvalidInput(
             f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
         )
+    if wraps(value) and not value.is_floating_point():
+        raise InvalidInput(
+            f"{name} is a {type(value).__name__}, which wraps other tensors and hides its ints; pass a plain tensor"
+        )
     return living(name, value)
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether a tensor has a shape and strided memory, or can have: not one of `_other_kind`."""
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        return False
+    return value.__class__ is Tensor or not isinstance(value, (*UNINITIALIZED, torch.masked.MaskedTensor))
+
+
+def wraps(value: Tensor) -> bool:
+    """Whether it is of a subclass that wraps other tensors, such as a DTensor: it has no memory of its own."""
+    return value.__class__ is not Tensor and is_traceable_wrapper_subclass(value)
 
 
 def living(name: str, value: Tensor) -> Tensor:
     """A tensor that is not wrapped by a transform of torch.func that has ended: kernels cannot read its memory."""
-    if not is_functorch_wrapped_tensor(value):
-        return value
-    if unwrap_if_dead(value) is value and torch._C._are_functorch_transforms_active():
+    if not is_ended(value):
         return value
     if is_batchedtensor(value):
         raise InvalidInput(
@@ -201,23 +223,45 @@ def living(name: str, value: Tensor) -> Tensor:
     )
 
 
-def _is_lazy(value: Tensor) -> bool:
-    """Whether it is a parameter or buffer without a shape, as those of torch.nn.LazyLinear before the first call."""
-    return value.__class__ is not Tensor and isinstance(value, (UninitializedParameter, UninitializedBuffer))
+def is_ended(value: Tensor) -> bool:
+    """Whether a tensor is wrapped by a transform of torch.func that has ended."""
+    if is_compiling() or not is_functorch_wrapped_tensor(value):
+        return False
+    return unwrap_if_dead(value) is not value or not torch._C._are_functorch_transforms_active()
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no values, as those by which torch.compile traces."""
+    if type(x) is Tensor:
+        return False
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(x, module.FakeTensor)
+
+
+def faking() -> bool:
+    """Whether tensors made now are fake."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _other_kind(name: str, value: Tensor) -> str:
     """What a tensor that is not dense is, and what makes it dense."""
     if value.is_nested:
         return f"a nested tensor; pad it: torch.nested.to_padded_tensor({name}.contiguous(), 0.0)"
-    if _is_lazy(value):
+    if isinstance(value, UNINITIALIZED):
         return "an uninitialized parameter, which has no shape; call its lazy module once with an input"
+    if value.is_quantized:
+        return "a quantized tensor; call .dequantize()"
+    if isinstance(value, torch.masked.MaskedTensor):
+        return "a MaskedTensor; call .to_tensor(0.0)"
     return f"layout {value.layout}; call .to_dense()"
 
 
 def kept(name: str, value: Tensor) -> Tensor:
     """A tensor that autograd can save for a backward pass; inference tensors are refused."""
-    if not is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
+    held = value
+    while not is_compiling() and is_functorch_wrapped_tensor(held):
+        held = get_unwrapped(held)
+    if not is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             f"{name} was made in torch.inference_mode, and no backward pass can keep it; make it under torch.no_grad, "
             "or .clone() it outside of inference mode"

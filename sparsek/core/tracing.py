@@ -15,6 +15,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from sparsek.core import arguments
+from sparsek.core.arguments import UNINITIALIZED, is_fake, wraps
 from sparsek.core.errors import InvalidInput
 
 Given = ParamSpec("Given")
@@ -66,7 +67,7 @@ def concrete(x: Any, reads: str, instead: str) -> Any:
 def of_values(look: Callable[..., Made], *given: Any, reads: str, instead: str) -> Made:
     """`look(*given)`, for results that depend on values: inside torch.func, on the wrapped values. See `concrete`."""
     plain = [concrete(each, reads, instead) for each in given]
-    check_not_fake(reads, instead, *plain)
+    check_has_values(reads, instead, *plain)
     return untransformed(lambda: look(*plain))
 
 
@@ -80,25 +81,16 @@ def watched(x: torch.Tensor) -> bool:
     )
 
 
-def is_fake(x: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no values, as those by which torch.compile traces."""
-    if type(x) is torch.Tensor:
-        return False
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(x, module.FakeTensor)
+def check_has_values(reads: str, instead: str, *given: Any) -> None:
+    """InvalidInput for a tensor whose values the host cannot read: a fake one, or a subclass that wraps others.
 
-
-def faking() -> bool:
-    """Whether tensors made now are fake."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def check_not_fake(reads: str, instead: str, *given: Any) -> None:
-    """InvalidInput for a fake tensor; `reads` and `instead` as in `concrete`."""
+    `reads` and `instead` are as in `concrete`.
+    """
     if torch.compiler.is_compiling():
         return
-    if any(isinstance(x, torch.Tensor) and is_fake(x) for x in given):
-        raise InvalidInput(f"{reads}, and a FakeTensor has none; {instead}")
+    for x in given:
+        if isinstance(x, torch.Tensor) and (is_fake(x) or wraps(x)):
+            raise InvalidInput(f"{reads}, and a {type(x).__name__} does not show them; {instead}")
 
 
 def check_real(what: str, x: Any, other: str, y: Any) -> None:
@@ -153,7 +145,9 @@ def outside_inference(make: Callable[Given, Made]) -> Callable[Given, Made]:
 
 def saveable(x: Any) -> Any:
     """`x`, or a copy of an inference tensor, which a backward pass can save."""
-    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.is_inference():
+    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or isinstance(x, UNINITIALIZED):
+        return x
+    if not x.is_inference():
         return x
     with torch.inference_mode(False):
         return x.clone()
@@ -218,9 +212,14 @@ def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
 
     @functools.wraps(make)
     def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
             return make(*args, **kwargs)
         reads, instead = f"{what} follows values", "make it outside"
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, torch.Tensor) and wraps(each):
+                check_has_values(reads, "pass a plain tensor", each)
+        if not torch._C._are_functorch_transforms_active():
+            return make(*args, **kwargs)
         plain: Any = [concrete(each, reads, instead) for each in args]
         named: Any = {name: concrete(each, reads, instead) for name, each in kwargs.items()}
         return untransformed(functools.partial(make, *plain, **named))

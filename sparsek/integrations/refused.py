@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import faking, is_fake
 from sparsek.mask.cache import values_of
 
 PLAIN = (bool, int, float, str, tuple)  # a tensor has no one truth

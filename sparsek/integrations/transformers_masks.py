@@ -23,8 +23,9 @@ import transformers.masking_utils as masking_utils
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import is_fake, not_traced
+from sparsek.core.tracing import not_traced
 from sparsek.integrations.named import misfit
 from sparsek.mask.closed import Band, Counted, bounded_band, of_parts, room_of_documents
 from sparsek.mask.documents import Documents, PackedLayout, Window

@@ -29,6 +29,8 @@ from sparsek.integrations.cubes import cubes_of
 from sparsek.integrations.named import number_in, policy_named, read, require_fit
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
+from sparsek.plan.attention_operands import NO_TANGENT
+from sparsek.plan.operands import check_no_tangent
 from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import VSA
 
@@ -148,6 +150,7 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
     """[B, S, H, D] of operands [B, H, S, D]."""
+    check_no_tangent(NO_TANGENT, q, k, v)
     return functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     ).transpose(1, 2)

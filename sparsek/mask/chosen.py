@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.core.tracing import is_fake
+from sparsek.core.arguments import is_fake
 from sparsek.mask import choice
 from sparsek.mask.choice import MASS_BITS, Choice, Near, by_a_kernel, mask_in, parts_of
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, Place, Sizes, check_stored, exact_sizes

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import operations
+from sparsek.core.arguments import faking
 from sparsek.core.home import drop_oldest
 from sparsek.core.memory import carved
-from sparsek.core.tracing import faking
 from sparsek.mask.fresh import KINDS, Kind, WrittenFault, freshened, known_kind
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
 from sparsek.mask.readback import LateSizes

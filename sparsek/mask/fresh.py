@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import words
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home, drop_oldest
-from sparsek.core.tracing import is_fake
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.readback import LateSizes
 

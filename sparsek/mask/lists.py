@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import untransformed
+from sparsek.core.tracing import check_has_values, untransformed
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
 from sparsek.pictures.masks import Rows
 
@@ -245,6 +245,7 @@ def read_edges(cu_seqlens: Any, name: str) -> np.ndarray:
         raise InvalidInput(
             f"{name} is read while a CUDA graph is captured; call once with this tensor before, or pass a BlockMask"
         )
+    check_has_values(f"{name} is read", "pass a BlockMask", cu_seqlens)
     at = untransformed(lambda: cu_seqlens.detach().cpu().numpy().astype(np.int64))
     if at[0] != 0:
         raise InvalidInput(f"{name} starts with {at[0]}; it must start with 0")

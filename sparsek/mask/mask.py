@@ -11,6 +11,7 @@ The methods come from modules that this one imports: `structured`, `documents`, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
@@ -22,7 +23,7 @@ from torch.utils import _pytree
 from sparsek.core import arguments
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import saveable
+from sparsek.core.tracing import saveable, untransformed
 from sparsek.mask import (
     bigbird,
     check,
@@ -319,12 +320,12 @@ class BlockMask(Home, Record):
         first = interop.as_row(self, head, batch)
         self.verify(wait=True)
         rows = slice(first, first + self.grid[0])
-        full, partial = (
-            pictures.Rows(
-                *(part.cpu().numpy() for part in (each.starts[rows], each.counts[rows], each.indices))
-            )
-            for each in (self.full, self.partial)
-        )
+
+        def read(lists: BlockLists) -> pictures.Rows:
+            parts = lists.starts[rows], lists.counts[rows], lists.indices
+            return pictures.Rows(*(part.cpu().numpy() for part in parts))
+
+        full, partial = (untransformed(functools.partial(read, each)) for each in (self.full, self.partial))
         parts = (("head", head, self.heads), ("batch item", batch, self.batch))
         which = ", ".join(f"{name} {at} of 0 to {count - 1}" for name, at, count in parts if count > 1)
         shape, name = (self.q_len, self.kv_len), self.label or "block mask"

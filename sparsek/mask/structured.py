@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import is_fake, not_traced
+from sparsek.core.tracing import not_traced
 from sparsek.mask import closed
 from sparsek.mask.again import of_options, repeated
 from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu

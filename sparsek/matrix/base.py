@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, operations
+from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record
-from sparsek.core.tracing import check_aligned, concrete, faking, is_fake, untransformed
+from sparsek.core.tracing import check_aligned, check_has_values, concrete, untransformed
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
@@ -368,6 +369,7 @@ class Stored(Matrix):
             )
         kept = whole = 0.0
         values = concrete(self.values, "kept_norm reads values", "call it outside")
+        check_has_values("kept_norm reads values", "call it outside", w, values)
         for dtype in (torch.promote_types(w.dtype, torch.float32), torch.float64):
             norms = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (values, w)]
             kept, whole = torch.stack(norms).tolist()

@@ -244,8 +244,9 @@ def _check_order(a: BSR) -> None:
     if a.order is right:
         return
     order = a.order
-    fits = isinstance(order, Tensor) and (order.dtype, order.layout) == (torch.int32, torch.strided)
-    if not fits or order.device != right.device:
+    if isinstance(order, Tensor):
+        arguments.dense("order", order)
+    if not isinstance(order, Tensor) or (order.dtype, order.device) != (torch.int32, right.device):
         raise InvalidInput(f"order must be an int32 tensor on {right.device}; transposed views come from .T")
     if not torch.equal(order, right):
         raise InvalidInput(

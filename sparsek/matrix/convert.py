@@ -18,7 +18,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import (
-    check_not_fake,
+    check_has_values,
     concrete,
     of_values,
     outside_inference,
@@ -367,7 +367,7 @@ def _packed(
     )
     # torch.compile of torch 2.11 makes a tuple without elements of what `_replace` gives.
     mask = concrete(rule.mask, "from_dense reads its mask", "pass one that all share")
-    check_not_fake(
+    check_has_values(
         "from_dense reads the values of w or mask", "make the matrix outside", w if mask is None else mask
     )
     rule = Rule(mask, rule.threshold, rule.keep, rule.scope)

@@ -58,10 +58,14 @@ class ScaledTensor(Record):
                 f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
                 f"got {list(x.shape)} on {x.device}"
             )
-        exact = x.detach().double()
-        size = torch.linalg.vector_norm(exact)
-        off = torch.linalg.vector_norm(self.dequantize(torch.float64) - exact)
-        return float(torch.where(size == 0, off, off / size))
+
+        def look(x: Tensor, rounded: Tensor) -> float:
+            exact = x.detach().double()
+            size, off = torch.linalg.vector_norm(exact), torch.linalg.vector_norm(rounded.detach() - exact)
+            return float(torch.where(size == 0, off, off / size))
+
+        both = x, self.dequantize(torch.float64)
+        return of_values(look, *both, reads="error reads values", instead="call it outside")
 
 
 @record(leaves=("values", "scale"), own=("values", "scale"))
@@ -258,6 +262,9 @@ def check_scale(scale: Tensor, device: torch.device) -> None:
     arguments.one_device("values are", device, "scale", scale.device)
     if not scale.is_contiguous():
         raise InvalidInput("scale must be contiguous; call .contiguous()")
-    count = int(torch.count_nonzero(~((scale > 0) & (scale <= MOST))))
+    count = of_values(
+        lambda scale: int(torch.count_nonzero(~((scale > 0) & (scale <= MOST)))),
+        scale, reads="scales are checked by their values", instead="make it outside",
+    )  # fmt: skip
     if count:
         raise InvalidInput(f"{count} of {scale.numel()} scales are not positive and finite")

@@ -17,6 +17,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import of_values
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR
@@ -272,16 +273,22 @@ class Quantized(AnyMatrix, Record):
             InvalidInput: If `a` is of another class or shape, or stores other elements.
         """
         _check_original(self.matrix, a)
-        original = a.values.detach().double()
-        if not original.numel():
+        if not a.values.numel():
             return 0.0
-        # Divided by the largest magnitude first, so that no square that matters overflows or underflows.
-        largest = torch.linalg.vector_norm(original, ord=torch.inf)
-        largest = torch.where(largest == 0, 1.0, largest)
-        off = self.dequantize(torch.float64).values.sub_(original)
-        norms = [torch.linalg.vector_norm(x / largest) for x in (off, original)]
-        wrong, whole = torch.stack(norms).tolist()
-        return wrong / whole if whole else 0.0
+
+        def look(values: Tensor, rounded: Tensor) -> float:
+            # Divided by the largest magnitude first, so that no square that matters overflows or underflows.
+            original = values.detach().double()
+            largest = torch.linalg.vector_norm(original, ord=torch.inf)
+            largest = torch.where(largest == 0, 1.0, largest)
+            off = rounded.detach().sub_(original)
+            wrong, whole = torch.stack(
+                [torch.linalg.vector_norm(x / largest) for x in (off, original)]
+            ).tolist()
+            return wrong / whole if whole else 0.0
+
+        both = a.values, self.dequantize(torch.float64).values
+        return of_values(look, *both, reads="error reads values", instead="call it outside")
 
     def __repr__(self) -> str:
         if not isinstance(self.scale, Tensor):

@@ -15,7 +15,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import outside_inference
+from sparsek.core.tracing import of_values, outside_inference
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Stored, check_finite
 from sparsek.matrix.storage import Parts, Signature, Storage, home_of
@@ -172,10 +172,14 @@ class Semi24(Stored, Record):
 
 
 def _refuse_outside(w: Tensor, mask: Tensor) -> None:
-    dropped = (w != 0) & ~mask
-    count = int(torch.count_nonzero(dropped))
+    def look(w: Tensor, mask: Tensor) -> tuple[int, list[int]]:
+        dropped = (w != 0) & ~mask
+        count = int(torch.count_nonzero(dropped))
+        return count, torch.nonzero(dropped)[0].tolist() if count else []
+
+    count, first = of_values(look, w, mask, reads="exact=True reads values", instead="check outside")
     if count:
-        row, column = torch.nonzero(dropped)[0].tolist()
+        row, column = first
         raise InvalidInput(
             f"{count} nonzeros lie outside the mask, the first at row {row}, column {column}; without exact=True "
             "they are dropped"

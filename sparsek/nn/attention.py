@@ -14,6 +14,7 @@ from sparsek.mask.rule import MaskPolicy, MaskRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_varlen import attention_varlen
+from sparsek.ops.autocast import CAST
 from sparsek.plan import operands
 from sparsek.plan.attention_operands import checked_softcap
 
@@ -136,7 +137,7 @@ class SparseAttention(nn.Module):
     def _check_alike(self, x: Tensor) -> None:
         """InvalidInput unless x has the device and dtype of the parameters, or torch.autocast casts both."""
         weight = self.qkv.weight
-        cast = operands.autocasts(x) and torch.float64 not in (x.dtype, weight.dtype)
+        cast = operands.autocasts(x) and x.dtype in CAST and weight.dtype in CAST
         if x.device != weight.device or not (cast or x.dtype == weight.dtype):
             raise InvalidInput(
                 f"x is {x.dtype} on {x.device} and the parameters {weight.dtype} on {weight.device}; cast or move one "

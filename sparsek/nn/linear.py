@@ -197,6 +197,7 @@ class BlockSparseLinear(nn.Module):
                 f"{type(dense).__name__}"
             )
         weight, bias = (dense.weight, dense.bias) if isinstance(dense, nn.Linear) else (dense, None)
+        arguments.dense("weight", weight)
         if isinstance(weight, Tensor) and weight.is_meta:
             if mask is None:
                 raise InvalidInput(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import is_fake
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy, MaskRule
 from sparsek.matrix.pattern import INT32_MAX
@@ -191,6 +191,10 @@ def attention_paged(
             both = slot = bound.repeat(_CALLS, more, operands)
             if slot.__class__ is not Slot:
                 return both if return_lse else both[0]
+    if torch._C._are_functorch_transforms_active() and not _compiling():
+        raise InvalidInput(
+            "attention_paged has no gradient and no batching rule for torch.func; call it outside"
+        )
     if _traced() or is_fake(q) or is_fake(seq_lens):
         if check:
             raise InvalidInput(
@@ -200,10 +204,6 @@ def attention_paged(
             q, cache, (block_table, seq_lens, cu_seqlens_q), mask, (max_seqlen_q, max_seqlen_k), sink_logits,
             (k_scale, v_scale), out, causal, scale, softcap, return_lse, kernel,
         )  # fmt: skip
-    if torch._C._are_functorch_transforms_active():
-        raise InvalidInput(
-            "attention_paged has no gradient and no batching rule for torch.func; call it outside"
-        )
     call = paged_call(
         q, cache, block_table, seq_lens, cu_seqlens_q, mask, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits, k_scale=k_scale, v_scale=v_scale, out=out,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.core.tracing import faking, is_fake
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskRule

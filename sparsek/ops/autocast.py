@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
@@ -49,8 +49,10 @@ def _dtype_on(device: torch.device) -> torch.dtype | None:
 
 def _cast(x: Any) -> Any:
     values = x if isinstance(x, Tensor) else x.values if isinstance(x, BSR | Semi24 | BSR24) else None
-    if values is None or values.dtype not in CAST or values.layout != torch.strided or values.is_nested:
-        return x  # one that is not dense too: some of them have no .to
+    if values is None or values.dtype not in CAST:
+        return x
+    if not arguments.is_dense(values) or arguments.is_ended(values):  # some of these have no .to
+        return x
     wanted = _dtype_on(values.device)
     if wanted is None or wanted == values.dtype:
         return x

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.core.tracing import check_real, concrete, faking, is_fake, untransformed
+from sparsek.core.tracing import check_real, concrete, untransformed
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import swapped
 from sparsek.plan.operands import wants_gradient
@@ -148,6 +149,7 @@ def _check_heads(
 ) -> None:
     """InvalidInput unless x has a number for each head of q."""
     arguments.dense(name, x)
+    check_real("q", q, name, x)
     if tuple(x.shape) not in shapes or x.dtype not in kinds:
         right = " or ".join(map(str, map(list, shapes))), " or ".join(sorted(map(str, kinds)))
         raise InvalidInput(

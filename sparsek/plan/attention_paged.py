@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import faking, is_fake
 from sparsek.core.device import Card, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home, drop_oldest
 from sparsek.core.streams import captured, tensors_in
-from sparsek.core.tracing import faking, is_fake
 from sparsek.mask.pages import PageLists
 from sparsek.plan import paged_operands as operands
 from sparsek.plan.attention import megabytes

@@ -154,6 +154,7 @@ def check_dense(name: str, x: Any, like: Any = None, other: str = "", here: bool
         )
     if here:
         arguments.one_device(f"{other} is", like.device, name, x.device, MOVE)
+    check_real(other, like, name, x)
 
 
 def check_given(epilogue: Any) -> None:

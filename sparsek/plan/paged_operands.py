@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import shown
+from sparsek.core.arguments import is_fake, shown
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import is_fake
+from sparsek.core.tracing import check_real
 from sparsek.mask.operands import MOVE
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
@@ -200,6 +200,7 @@ def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:
     """The cap of scores. InvalidInput unless it is positive or 0, and sink_logits are None or float32 [Hq]."""
     if sink_logits is not None:
         arguments.dense("sink_logits", sink_logits)
+        check_real("q", q, "sink_logits", sink_logits)
         if sink_logits.dtype != torch.float32 or tuple(sink_logits.shape) != (q.shape[1],):
             raise InvalidInput(
                 f"sink_logits is {sink_logits.dtype} {list(sink_logits.shape)}; it must be float32 [{q.shape[1]}], one "

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, tensors_in, wait_for
@@ -135,7 +137,9 @@ class Plan(ABC):
         """Allocates the results of the call, and launches the kernel."""
 
     def refuse_unless_ready(self) -> None:
-        """InvalidInput for a plan that only predicts."""
+        """InvalidInput for a plan that only predicts, and inside torch.func, which plans do not go through."""
+        if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+            raise InvalidInput("plans do not go through torch.func; call the operation without one there")
         if not self.ready:
             raise InvalidInput(
                 f"this plan is a prediction for {self.problem.card.name}; plan with operands on that card to run it"

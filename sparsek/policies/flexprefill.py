@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sparsek.core import arguments
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import is_fake
 from sparsek.mask.mask import BlockMask
 from sparsek.policies.estimates import KERNEL_DTYPES
 from sparsek.policies.maps import kernels

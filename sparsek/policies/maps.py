@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.core.tracing import faking
+from sparsek.core.arguments import faking
 from sparsek.mask.compose import Placed
 from sparsek.mask.mask import BlockMask
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, env
+from sparsek.core.arguments import faking
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.tracing import faking
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
 from sparsek.matrix.pattern import INT32_MAX
@@ -201,6 +201,8 @@ def _contiguous(name: str, x: Tensor) -> None:
 
 def _module(*tensors: Tensor) -> Any:
     """The kernels for tensors on a GPU, or the reference on a CPU. The same functions."""
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        raise InvalidInput("Quest has no gradient and no batching rule for torch.func; call it outside")
     on_gpu = tensors[0].is_cuda
     if faking() or not (on_gpu or env.interpreting()):
         return reference

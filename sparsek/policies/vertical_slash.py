@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sparsek.core import arguments, files
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.parsing import json_value
-from sparsek.core.tracing import is_fake
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.policies.estimates import KERNEL_DTYPES

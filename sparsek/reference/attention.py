@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_real
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.scores import PLAIN, Places, Scores, changed
 
@@ -264,6 +265,7 @@ def _check_parts(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
     parts = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}
     for name, x in parts.items():
         arguments.dense(name, x)
+        check_real("o1", o1, name, x)
     dtypes.name(o1.dtype)
     kinds = {(x.dtype, x.device) for x in (o1, o2)}, {(x.dtype, x.device) for x in (lse1, lse2)}
     fits = o1.ndim > 0 and o1.shape == o2.shape and lse1.shape == lse2.shape == o1.shape[:-1]

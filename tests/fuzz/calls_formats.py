@@ -453,7 +453,7 @@ CALLS: dict[str, Call] = {
             block=64,
             device="cpu",
         ),
-        {"bias": "none", "device": "none"},
+        {"bias": "none", "device": "none", "block": "sequence"},
     ),
     "BlockMask.from_flex": Call(_flex, every=10),
     "BlockMask.from_mask_mod": Call(

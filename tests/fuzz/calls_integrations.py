@@ -134,7 +134,8 @@ CALLS: dict[str, Call] = {
     "block_sparse_attn": Call(
         function(
             fastvideo.block_sparse_attn, **operands(1, 2, 128, 16), block_map=MAP, variable_block_sizes=SIZES
-        )
+        ),
+        {"variable_block_sizes": "none"},
     ),
     "block_sparse_attn_from_indices": Call(
         function(
@@ -160,7 +161,7 @@ CALLS: dict[str, Call] = {
             flash_attention.flash_attn_varlen_func, **operands(200, 2, 16), cu_seqlens_q=ENDS, cu_seqlens_k=ENDS,
             softmax_scale=0.2, causal=True, softcap=0.0, return_lse=True,
         ),
-        {"softmax_scale": "none int", "softcap": "none int"},
+        {"softmax_scale": "none int", "softcap": "none int", "window_size": "any"},
     ),
     "memory_efficient_attention": Call(
         function(
@@ -196,7 +197,8 @@ CALLS: dict[str, Call] = {
         {"softmax_scale": "none int"},
     ),
     "configured": Call(
-        function(configured, additional={"sparsek": {"policy": "MeanTopK", "options": {"topk": 1}}})
+        function(configured, additional={"sparsek": {"policy": "MeanTopK", "options": {"topk": 1}}}),
+        {"additional": "none"},
     ),
     "BlockSparseAttentionWrapper.plan": Call(_rows, NAMES),
     "BlockSparseAttentionWrapper.run": Call(_run_rows),

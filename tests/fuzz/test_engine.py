@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 import sparsek as sk
 from sparsek.core import arguments
-from tests.fuzz.engine import Call, attack, public_names
+from tests.fuzz import contexts
+from tests.fuzz.engine import Call, attack, difference, public_names
 
 A = sk.random_bsr(64, 64, 32, 0.5)
 
@@ -21,7 +23,7 @@ def found(function: Callable[[Any], Any], valid: Any, also: str = "") -> str:
     def called(n: Any) -> Any:
         return function(n)
 
-    return "\n".join(attack("planted", Call(lambda _: (called, {"n": valid}), {"n": also}), 400))
+    return "\n".join(attack("planted", Call(lambda _: (called, {"n": valid}), {"n": also}), 1500))
 
 
 def test_what_checks_its_arguments_passes() -> None:
@@ -65,3 +67,27 @@ def test_public_names_are_functions_constructors_and_methods() -> None:
         "nn.SparseAttention.forward",
     } <= names
     assert not {"BSR.values", "BSR.dtype", "nn.SparseAttention.parameters"} & names
+
+
+def test_planted_faults_in_contexts_are_found() -> None:
+    contexts_seen = {contexts.drawn(Random(at)) for at in range(400)}
+    assert contexts_seen == {"", *contexts.MODES, *contexts.TRANSFORMS}
+    x = torch.ones(2, 2)
+
+    def pointer(x: torch.Tensor) -> torch.Tensor:
+        return x * (x.data_ptr() % 16)
+
+    for name in contexts.TRANSFORMS:
+        with pytest.raises(RuntimeError, match="data pointer"):
+            contexts.run(name, Random(0), pointer, {"x": x})
+    for name in contexts.MODES:
+        assert torch.equal(contexts.run(name, Random(0), torch.add, {"input": x, "other": x}), x + x)
+
+
+def test_floats_agree_up_to_rounding_and_ints_to_the_bit() -> None:
+    x = torch.randn(64, dtype=torch.float64)
+    assert not difference(x, x * (1 + 1e-15))
+    assert difference(x, x * (1 + 1e-10))
+    assert not difference(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+    assert difference(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 1.0]))
+    assert difference(torch.tensor([1]), torch.tensor([2]))

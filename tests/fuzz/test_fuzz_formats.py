@@ -1,6 +1,6 @@
 """Odd arguments for all that is public of matrices, masks and files: SparseK's own errors or right results only.
 
-SPARSEK_FUZZ_CALLS=200 draws so many calls of each function.
+SPARSEK_FUZZ_CALLS=200 draws so many calls of each function, SPARSEK_FUZZ_SEED=1 others.
 """
 
 import os
@@ -24,7 +24,7 @@ def _in_a_folder_of_its_own(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_odd_arguments_are_refused_or_right(name: str) -> None:
-    faults = attack(name, CALLS[name], count_of(2000))
+    faults = attack(name, CALLS[name], count_of(1000))
     assert not faults, "\n".join(faults)
 
 

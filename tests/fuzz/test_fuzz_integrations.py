@@ -8,5 +8,5 @@ from tests.fuzz.engine import attack, count_of
 
 @pytest.mark.parametrize("name", CALLS)
 def test_odd_arguments_are_refused_or_right(name: str) -> None:
-    faults = attack(name, CALLS[name], count_of(60))
+    faults = attack(name, CALLS[name], count_of(240))
     assert not faults, "\n".join(faults)

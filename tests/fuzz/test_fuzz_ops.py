@@ -1,6 +1,6 @@
 """Odd arguments for everything public in products, layers and attention: SparseK's own errors or right results.
 
-SPARSEK_FUZZ_CALLS=200 draws so many calls of each function.
+SPARSEK_FUZZ_CALLS=200 draws so many calls of each function, SPARSEK_FUZZ_SEED=1 others.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.fuzz.engine import attack, count_of, public_names
 
 @pytest.mark.parametrize("name", CALLS)
 def test_odd_arguments_are_refused_or_right(name: str) -> None:
-    faults = attack(name, CALLS[name], count_of(2000))
+    faults = attack(name, CALLS[name], count_of(1000))
     assert not faults, "\n".join(faults)
 
 

@@ -8,7 +8,7 @@ from tests.fuzz.engine import attack, count_of, public_names
 
 @pytest.mark.parametrize("name", CALLS)
 def test_odd_arguments_are_refused_or_right(name: str) -> None:
-    faults = attack(name, CALLS[name], count_of(1000))
+    faults = attack(name, CALLS[name], count_of(500))
     assert not faults, "\n".join(faults)
 
 
