@@ -77,6 +77,8 @@ def mlp(
     """
     if kernel is not None:
         arguments.text("kernel", kernel)
+    if not isinstance(activation, str):
+        operands.check_activation(activation)
     if autocasts():
         x, W_up, W_down, bias_up, bias_down = follow_autocast(x, W_up, W_down, bias_up, bias_down)
     given = (each for each in (bias_up, bias_down) if each is not None)
