@@ -171,7 +171,9 @@ def _lives(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass
+        return True
+    with suppress(OSError):  # an ended process is a zombie until its parent waits
+        return not Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].startswith(b" Z")
     return True
 
 
