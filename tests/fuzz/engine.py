@@ -433,7 +433,6 @@ REFUSED = (
     "nested",
     "jagged",
     "mkldnn",
-    "fake",
     "uninitialized",
     "on meta",
     "with None",
