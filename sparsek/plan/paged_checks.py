@@ -30,20 +30,19 @@ def check_values(call: Paged, every: bool = True) -> None:
         )
     with torch.no_grad():
         found = [*_lengths(call, every), *_pages(call), *_lists(call)]
-        wrong = torch.stack(
-            [torch.stack((bad.any().long(), bad.flatten().int().argmax())) for bad, _ in found]
-        )
+        if call.q.device.type == "cpu":
+            for bad, message in found:
+                if bad.any():
+                    raise InvalidInput(message(int(bad.flatten().int().argmax())))
+            return
+        flat = [torch.nn.functional.pad(bad.flatten(), (0, 1)) for bad, _ in found]  # argmax needs an element
+        wrong = torch.stack([torch.stack((bad.any().long(), bad.int().argmax())) for bad in flat])
     for (any_, at), (_, message) in zip(wrong.tolist(), found, strict=True):
         if any_:
             raise InvalidInput(message(at))
 
 
 Found = list[tuple[Tensor, Callable[[int], str]]]
-
-
-def _padded(x: Tensor) -> Tensor:
-    """With one more element, False: argmax needs one."""
-    return torch.nn.functional.pad(x.flatten(), (0, 1))
 
 
 def _lengths(call: Paged, every: bool) -> Found:
@@ -53,7 +52,7 @@ def _lengths(call: Paged, every: bool) -> Found:
     def at(x: Tensor, i: int) -> int:
         return int(x[i])
 
-    found = [
+    return [
         (edges[:1] != 0, lambda i: f"cu_seqlens_q starts with {at(edges, 0)}; it must start with 0"),
         (
             edges[-1:] > tokens,
@@ -95,7 +94,6 @@ def _lengths(call: Paged, every: bool) -> Found:
             ),
         ),
     ]
-    return [(_padded(bad), message) for bad, message in found]
 
 
 def _pages(call: Paged) -> Found:
@@ -110,7 +108,7 @@ def _pages(call: Paged) -> Found:
         there = f"the cache pages 0 to {pages - 1}" if pages else "the cache has no pages"
         return f"block_table[{r}, {j}] is {int(table[r, j])}; request {r} has {int(call.seq_lens[r])} keys, and {there}"
 
-    return [(_padded(bad), message)]
+    return [(bad, message)]
 
 
 def _lists(call: Paged) -> Found:
@@ -121,7 +119,7 @@ def _lists(call: Paged) -> Found:
     needed = (call.cu_seqlens_q.diff() + bq - 1).div(bq, rounding_mode="floor").clamp(min=0).sum()
     found: Found = [
         (
-            _padded((needed > lists.tiles)[None]),
+            (needed > lists.tiles)[None],
             lambda i: (
                 f"mask has {lists.tiles} tiles for each head; the requests have {int(needed)} of {bq} queries"
             ),
@@ -144,11 +142,11 @@ def _lists(call: Paged) -> Found:
                 f"all, and at most {lists.longest} in a row"
             )
 
-        found.append((_padded(bad), message))
+        found.append((bad, message))
     both = lists.full.counts.long() + lists.partial.counts
     found.append(
         (
-            _padded(both > lists.longest),
+            both > lists.longest,
             lambda i: (
                 f"row {i} of mask has {int(both[i])} entries, full and partial together, and longest is {lists.longest}"
             ),
@@ -185,4 +183,4 @@ def _repeats(call: Paged, lists: PageLists) -> Found:
         block = int(ordered[i, 1:][twice[i]][0])
         return f"row {i} of mask has key block {block} more than once; entries must be unique"
 
-    return [(_padded(twice.any(1)), message)]
+    return [(twice.any(1), message)]
