@@ -37,6 +37,7 @@ COMPANION = re.compile(
 )
 PACKED = re.compile(r"(.*[._])?(qweight|packed|blocks|codes|b|w_q|_?q?data|weight)", re.IGNORECASE)
 SCALES = ("{}_scale", "{}_scale_inv", "{}.scale", "scale_{}", "{}_scales", "scale", "scales")
+POWERS = "F8_E8M0"  # scales that are powers of two
 SECOND = ("{}_scale_2", "{}_global_scale")  # a scale of scales
 BLOCK_SIDES = (128, 64, 32, 16, 256)
 INT8_LARGEST = 127
@@ -215,7 +216,7 @@ class Decompressed(WeightFile):
         if scale not in parts:
             return (entry._replace(dtype="fp32"), Recipe(entry.name), {last}) if is_fp8 else None
         sides = _sides(entry.shape, parts[scale].shape, self.about.block)
-        if sides is None or parts[scale].dtype not in TAGS:
+        if sides is None or not (parts[scale].dtype in TAGS or parts[scale].dtype == POWERS):
             return None
         zero = f"{last}_zero_point"
         if zero in parts and (is_fp8 or parts[zero].shape != parts[scale].shape):

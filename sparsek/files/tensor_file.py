@@ -31,9 +31,15 @@ FLOAT8_TAGS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 OTHER_TAGS = FLOAT8_TAGS | {torch.int32: "I32", torch.uint8: "U8"}
 # Dtypes of the format that can be read here, and all others with their bits.
 DTYPES = {tag: dtypes.parse(name) for name, tag in TAGS.items()} | {tag: of for of, tag in OTHER_TAGS.items()}
-DTYPES |= {"BOOL": torch.bool, "I8": torch.int8, "I16": torch.int16, "I64": torch.int64}
+DTYPES |= {
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I64": torch.int64,
+}
 BITS = {tag: dtype.itemsize * 8 for tag, dtype in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-BITS |= {"F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32, "U64": 64, "C64": 64}
+BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32, "U64": 64, "C64": 64}
 
 
 class Stored(NamedTuple):

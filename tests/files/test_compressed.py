@@ -14,7 +14,7 @@ from sparsek.advise.weights import choose
 from sparsek.core.errors import InvalidFile, InvalidInput
 
 N, K = 96, 64
-E4M3 = torch.float8_e4m3fn
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -58,6 +58,11 @@ DECOMPRESSED = {
     ),
     "FP8, blocks by their number": (
         {"q.weight": FP8, "q.weight_scale_inv": BLOCKS}, None, FP8.float() * spread(BLOCKS, 32, 32)
+    ),
+    "FP8, powers of two": (
+        {"q.weight": FP8, "q.scale": torch.tensor([[126, 128], [127, 127], [120, 130]], dtype=torch.uint8).view(E8M0)},
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        FP8.float() * spread(torch.tensor([[0.5, 2], [1, 1], [2**-7, 8]]), 32, 32),
     ),
     "FP8 of 128 at an edge": (
         {"q.weight": drawn(200, 130).to(E4M3), "q.weight_scale_inv": drawn(2, 2)},
