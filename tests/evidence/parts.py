@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,10 @@ class Known:
         return seconds / ran * tests
 
     def of_each(self, ids: Iterable[str]) -> dict[str, float]:
-        """The seconds that each test should take: its own, or the mean of its file's tests that are not slow."""
+        """The seconds that each test should take: its own; for one that was not drawn before, what its function's slow
+        tests took, spread over all that it has now, or the mean of its file's tests that are not slow.
+        """
+        ids = list(ids)
         slow: dict[str, list[float]] = defaultdict(list)
         for name, seconds in self.slow.items():
             slow[file_of(name)].append(seconds)
@@ -54,7 +57,17 @@ class Known:
         for path, (ran, seconds) in self.files.items():
             others = ran - len(slow[path])
             quick[path] = max(seconds - sum(slow[path]), 0.0) / others if others > 0 else _unknown(path)
-        return {name: self.slow.get(name, quick.get(file_of(name), _unknown(name))) for name in ids}
+        drawn: dict[str, list[float]] = defaultdict(list)
+        for name, seconds in self.slow.items():
+            drawn[function_of(name)].append(seconds)
+        counts = Counter(map(function_of, ids))
+
+        def guess(name: str) -> float:
+            known = drawn[function_of(name)]
+            spread = sum(known) / max(len(known), counts[function_of(name)])
+            return max(spread, quick.get(file_of(name), _unknown(name)))
+
+        return {name: self.slow[name] if name in self.slow else guess(name) for name in ids}
 
 
 def known(evidence: Iterable[Mapping[str, Any]]) -> Known:

@@ -89,6 +89,17 @@ def test_seconds_come_from_the_newest_evidence() -> None:
     )
 
 
+def test_a_case_that_was_not_drawn_before_takes_as_long_as_others_of_its_function() -> None:
+    path = "tests/ops/test_a.py"
+    known = parts.Known({path: (10, 60.0)}, {f"{path}::test_x[{case}]": 10.0 for case in range(4)})
+    ids = [f"{path}::test_x[{case}]" for case in (0, 7, 8, 9)] + [
+        f"{path}::test_y[{case}]" for case in range(9)
+    ]
+    found = list(known.of_each(ids).values())
+    assert found == [10.0] * 4 + [pytest.approx(20 / 6)] * 9
+    assert list(known.of_each([f"{path}::test_x[{case}]" for case in range(5, 13)]).values()) == [5.0] * 8
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_units_are_longest_first_and_hold_every_test_once(seed: int) -> None:
     ids = some_tests(seed)

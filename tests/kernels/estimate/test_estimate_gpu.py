@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from sparsek.kernels.estimate.mass import to_mass
 from sparsek.kernels.estimate.means import split_means
 from sparsek.kernels.estimate.scores import block_scores
 from sparsek.reference import estimates as reference
+from tests.kernels.lang.covering import once
 from tests.policies.drawn import chosen, lengths_of, normal
 
 pytestmark = pytest.mark.gpu
 policies = sk.policies
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # q_len, kv_len, heads of q and k, head dim, block, parts, causal_from
 CASES = [
     (1000, 1000, 4, 2, 128, (64, 64), (4, 4), None),
@@ -28,10 +31,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("batch", [None, 1, 2])
-@pytest.mark.parametrize("bshd", [False, True])
+@pytest.mark.parametrize(
+    ("bshd", "batch", "case", "dtype"),
+    once(product((False, True), (None, 1, 2), CASES, DTYPES), together=2),
+    ids=str,
+)
 def test_scores_are_those_of_the_reference(
     case: Any, dtype: torch.dtype, batch: int | None, bshd: bool
 ) -> None:
