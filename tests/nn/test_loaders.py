@@ -165,7 +165,7 @@ def test_fsdp2_fills_a_model_that_was_made_on_meta(alone: None, seed: int | None
 def test_calls_after_loading_do_not_wait_for_a_gpu(
     no_sync: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    made, right, x = (each.cuda() for each in (model(2), model(1), X))
+    made, right, x = model(2).cuda(), model(1).cuda(), X.cuda()
     made(x)
     for name, tensor in made.state_dict().items():
         tensor.copy_(right.state_dict()[name])
