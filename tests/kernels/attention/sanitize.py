@@ -12,7 +12,7 @@ from tests.kernels.attention import test_hopper_fp8_gpu
 from tests.kernels.attention.grad_cases import hold
 from tests.kernels.planned import attend
 from tests.kernels.planned import attention_problem as problem
-from tests.sampling import sampled
+from tests.sampling import dealt, sampled
 
 LARGE = (128, 128)
 BITS = AttentionCase("bits", lambda d: random_bits(d, (300, 333), LARGE, heads=2), dims=LARGE)
@@ -60,15 +60,15 @@ FP8 = (
 def main(name: str) -> None:
     kernel = load(name)
     if name == "hopper.attention_bwd":
-        for case in BACKWARD:
-            for deterministic in sampled((True, False), 1, of=str(case)):
+        for hand, case in enumerate(BACKWARD):
+            for deterministic in dealt((True, False), 2, hand):
                 hold(kernel, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic)
     elif name == "hopper.attention_bwd_wide":
         for case in WIDE:
             hold(kernel, case, device="cuda", dtype=torch.bfloat16)
     elif name == "hopper.attention_fp8":
-        for case in FP8:
-            for scale in sampled(("head", "block"), 1, of=str(case)):
+        for hand, case in enumerate(FP8):
+            for scale in dealt(("head", "block"), 2, hand):
                 test_hopper_fp8_gpu.hold(case, torch.bfloat16, scale)
     else:
         for case in FORWARD:

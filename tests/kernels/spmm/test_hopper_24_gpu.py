@@ -23,7 +23,7 @@ from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
 from tests.kernels.lang.drawn import fresh, randn
 from tests.kernels.planned import default_and, hold, multiply, problem
-from tests.sampling import sampled
+from tests.sampling import dealt
 
 pytest.importorskip("triton")
 
@@ -98,7 +98,7 @@ def test_every_config_of_blocks_is_within_budget(
 
 def in_one_dtype(cases: tuple[dict[str, Any], ...]) -> list[tuple[dict[str, Any], torch.dtype]]:
     """Each case in a dtype, in every run others: dtypes differ in conversions alone."""
-    return [(case, dtype) for case in cases for dtype in sampled((BF16, F16), 1, of=case)]
+    return [(case, dtype) for hand, case in enumerate(cases) for dtype in dealt((BF16, F16), 2, hand)]
 
 
 @pytest.mark.parametrize(("epilogue", "dtype"), in_one_dtype(EPILOGUES), ids=str)
