@@ -133,7 +133,7 @@ def check_finite(name: str, values: Tensor, *, wait: bool = True) -> None:
 
 
 def _is_vector(x: Any) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.dim() == 1
+    return isinstance(x, Tensor) and not isinstance(x, arguments.UNINITIALIZED) and x.dim() == 1
 
 
 def _product(cls: type[Multiplied], first: Any, second: Any) -> Any:

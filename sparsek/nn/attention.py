@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import outside_inference
+from sparsek.core.tracing import check_real, outside_inference
 from sparsek.mask.accepted import MaskLike
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy, MaskRule
@@ -143,6 +143,7 @@ class SparseAttention(nn.Module):
                 f"x is {x.dtype} on {x.device} and the parameters {weight.dtype} on {weight.device}; cast or move one "
                 "of them"
             )
+        check_real("the layer", weight, "x", x)
         if operands.wants_gradient(x, weight):
             arguments.kept("x", x)
 

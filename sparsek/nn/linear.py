@@ -487,6 +487,8 @@ class BlockSparseLinear(nn.Module):
         current = self._valid_pattern()
         try:
             pattern, values = self._pattern_in(state_dict, prefix, assign, current)
+            if isinstance(bias := state_dict.get(prefix + "bias"), Tensor):
+                arguments.dense("bias", bias)
         except InvalidInput as error:
             error_msgs.append(f"{prefix or 'BlockSparseLinear'}: {error}")
             return

@@ -292,7 +292,7 @@ def choose_format(
         '2:4'
     """
     transforms.refuse("choose_format")
-    W = W.weight.detach() if isinstance(W, torch.nn.Linear) else W
+    W = arguments.dense("W.weight", W.weight).detach() if isinstance(W, torch.nn.Linear) else W
     if isinstance(W, Tensor):
         arguments.tensor("W", W, dtypes.FLOATS)
     elif not isinstance(W, (BSR, Semi24, BSR24, Quantized)):

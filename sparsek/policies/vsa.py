@@ -98,6 +98,8 @@ class VSA(Policy):
         if q_lengths is not None:
             q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], tiles, q.device)
         factor, traced = checked_scale(scale, q.shape[3]), torch.compiler.is_compiling() or watched(q)
+        if gate is not None:
+            arguments.dense("gate", gate)
         learns = traced or wants_gradient(q, k, v, gate)
         if traced:
             there = only(q, self.sides[0], q_lengths)

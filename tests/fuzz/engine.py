@@ -118,6 +118,8 @@ def _fault(
     except Exception as error:  # whatever is not ours is a fault
         if context in contexts.TRANSFORMS and not _inside_sparsek(error):
             return None
+        if any("fake" in odd.label for odd in drawn.values()) and _of_fakes(error):
+            return None
         return f"{type(error).__name__}: {str(error)[:300]}"
     if result is NotImplemented or context:  # NotImplemented: Python then raises its own TypeError
         return None
@@ -141,6 +143,11 @@ def _inside_sparsek(error: Exception) -> bool:
     """Whether it was raised in a function of SparseK, or below one, and not by torch.func alone."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("sparsek.") for frame, _ in frames)
+
+
+def _of_fakes(error: Exception) -> bool:
+    """Whether torch itself says that a fake tensor has no values, or that it cannot stand beside real ones."""
+    return "FakeTensor" in str(error) or type(error).__module__ == "torch._subclasses.fake_tensor"
 
 
 # What is drawn.

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.reference.epilogue import Epilogue
+from tests.fuzz.contexts import Watching
 
 Untyped: Any = sk
 X, B, BIAS, W = torch.ones(4, 64), torch.ones(64, 4), torch.ones(128), torch.ones(128, 64)
@@ -224,3 +226,76 @@ def test_jit_trace_is_refused_not_recorded_as_constants(a: sk.BSR):
     ):
         with pytest.raises(InvalidInput, match=r"torch\.jit\.trace.*use torch\.compile"):
             torch.jit.trace(run, (X,))
+
+
+WITHOUT_SHAPE: dict[str, Callable[[], Any]] = {
+    "nested": nested,
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(64, 4)], layout=torch.jagged),
+    "uninitialized": lambda: torch.nn.LazyLinear(8).weight,
+    "buffer": torch.nn.UninitializedBuffer,
+}
+TAKEN: dict[str, Callable[[Any, sk.BSR], object]] = {
+    "spmm": lambda x, a: a @ x,
+    "linear": sk.linear,
+    "bias": lambda x, a: sk.linear(X, a, x),
+    "dense W": lambda x, a: sk.linear(X, x),
+    "swiglu": lambda x, a: sk.swiglu(x, a, a),
+    "sddmm": lambda x, a: sk.sddmm(x, X, a.pattern),
+    "values": lambda x, a: sk.BSR(a.pattern, x),
+    "BSR.from_dense": lambda x, a: sk.BSR.from_dense(x, 32, keep=0.5),
+    "Semi24.from_dense": lambda x, a: sk.Semi24.from_dense(x),
+    "quantize": lambda x, a: sk.quantize(x),
+    "attention": lambda x, a: sk.attention(x, x, x),
+    "mask": lambda x, a: sk.attention(*[X[None, None]] * 3, mask=x),
+    "varlen": lambda x, a: sk.attention_varlen(*[X[:, None]] * 3, x),
+    "merge": lambda x, a: sk.merge_attention(x, x, x, x),
+    "topk": lambda x, a: Untyped.BlockMask.topk(x, 1, 64, 64, block=64),
+    "policy": lambda x, a: sk.policies.MeanTopK(topk=1).mask(x, x),
+    "layer": lambda x, a: sk.nn.BlockSparseLinear.from_bsr(a)(x),
+    "layer's bias": lambda x, a: sk.nn.BlockSparseLinear.from_bsr(a, x),
+    "SparseAttention": lambda x, a: sk.nn.SparseAttention(64, 2)(x),
+    "layer.from_dense": lambda x, a: sk.nn.BlockSparseLinear.from_dense(x, 32, keep=0.5),
+    "choose_format": lambda x, a: sk.choose_format(X, x),
+    "choose_format's x": lambda x, a: sk.choose_format(x, W),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", WITHOUT_SHAPE)
+@pytest.mark.parametrize("name", TAKEN)
+def test_tensors_without_a_shape_are_refused(name: str, kind: str, a: sk.BSR):
+    for context in (nullcontext(), torch.autocast("cpu", LOW), Watching()):
+        with context, pytest.raises(InvalidInput):
+            TAKEN[name](WITHOUT_SHAPE[kind](), a)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", WITHOUT_SHAPE)
+@pytest.mark.parametrize("name", ["values", "indptr", "indices", "bias"])
+def test_a_state_dict_of_tensors_without_a_shape_is_reported(name: str, kind: str):
+    layer = sk.nn.BlockSparseLinear.random(64, 64, 32, 0.5)
+    state = layer.state_dict() | {name: WITHOUT_SHAPE[kind]()}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=f"{name} must be a dense torch.Tensor"):
+            layer.load_state_dict(state, assign=assign)
+
+
+def test_a_lazy_layer_has_no_weight_yet():
+    for make in (
+        lambda lazy: sk.nn.BlockSparseLinear.from_dense(lazy, 32, keep=0.5),
+        lambda lazy: sk.choose_format(X, lazy),
+    ):
+        with pytest.raises(InvalidInput, match="call its lazy module once with an input"):
+            make(torch.nn.LazyLinear(8))
+
+
+def test_plans_and_values_are_not_read_inside_torch_func(a: sk.BSR):
+    plan, rounded = sk.plan_spmm(a, B), sk.quantize(B)
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: plan(a, x),
+        lambda x: B * rounded.error(x),
+        lambda x: Untyped.attention_paged(x, x, x, x, x),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInput):
+            torch.vmap(call)(B[None])
