@@ -32,7 +32,7 @@ Row = tuple[Any, tuple[str, ...], set[str]]
 def kinds(at: int) -> list[tuple[object, ...]]:
     """What each run measures: every operation with every peer and kernel, in every form, format and kind of sums."""
     case, kernels, wanted = ROWS[at]
-    facts = ("form", "stored", "to", "fast_accum")
+    facts = ("form", "stored", "to", "dtype", "fast_accum")
     how = [(name, str(getattr(case, name, ""))) for name in facts]
     return [(case.op, each) for each in (*wanted, *kernels, *how, getattr(case, "block", None) is None)]
 
@@ -66,8 +66,10 @@ ROWS: list[Row] = [
 def test_all_peers_and_kernels_share_the_rounds_of_a_record(
     case: Any, kernels: tuple[str, ...], wanted: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In fp16 algorithms of cuSPARSELt are fatal: eight children took four minutes beside other tests.
-    monkeypatch.setattr(cusparselt, "DEATHS", 3)
+    # In fp16 algorithms of cuSPARSELt are fatal, and some never return: three children took five minutes beside other
+    # tests. What a child answered before its time is over counts.
+    monkeypatch.setattr(cusparselt, "DEATHS", 2)
+    monkeypatch.setattr(cusparselt, "SECONDS", 60.0)
     if not torch.backends.cusparselt.is_available():
         wanted = wanted - {"cusparselt"}
     device = torch.device("cuda", 0)
