@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import sparsek as sk
 from sparsek.integrations.vllm import Options
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of
 from tests.integrations.vllm_batches import Drawn, drawn, engine, layer, right, served
+from tests.kernels.lang.covering import once
 
 pytestmark = pytest.mark.gpu
 SCALE = 0.1
@@ -44,9 +46,13 @@ def everything(r: int, p: Tensor, j: Tensor) -> Tensor:
     return (p >= 0) & (j >= 0)
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLNHC", "BHLNC"])
-@pytest.mark.parametrize("page", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("layout", "page", "dtype"),
+    once(
+        product(("LBHNC", "LBNHC", "BLNHC", "BHLNC"), (64, 128), (torch.bfloat16, torch.float16)), together=2
+    ),
+    ids=str,
+)
 def test_decodes_and_chunks_of_one_batch(layout: str, page: int, dtype: torch.dtype) -> None:
     batch = batch_on_gpu(NEW, OLD, page=page, layout=layout, dtype=dtype)
     found = served(attended(), batch, batch_of(batch.common(), Options()), on_gpu())

@@ -62,8 +62,9 @@ def test_every_layout_by_every_kernel_of_a_gpu(form: Form) -> None:
     first, *others = SIZES if not form.name.startswith("attention") else SIZES[:1]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
+        share = SHARE_OF_A_GPU if others else SHARE_OF_A_GPU / 2
         for dtype in sampled((torch.float16, torch.bfloat16), 1, of=str(form)):
-            found = [*walk(form, first, dtype, "cuda", form.kernels(), share=SHARE_OF_A_GPU)]
+            found = [*walk(form, first, dtype, "cuda", form.kernels(), share=share)]
             for sizes in sampled(others, 2, of=str(form)):
                 found += walk(form, sizes, dtype, "cuda", (None,), telling, SHARE_OF_A_GPU)
             check(found)

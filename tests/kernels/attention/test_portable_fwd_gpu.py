@@ -164,7 +164,7 @@ def test_rows_of_a_tile_further_apart_than_31_bits_are_right(kernel: Any, seed: 
 
 def test_masks_at_random_are_within_budget(kernel: Any, seed: int) -> None:
     draw = random.Random(seed)
-    for turn in range(25 if EVERY else 12):
+    for turn in range(25 if EVERY else 8):
         mask = any_mask(draw)
         batch, hkv, group = draw.randint(1, 2), 2, draw.choice((1, 3))
         d, dv, dtype = draw.choice((64, 128)), draw.choice((64, 128)), dtypes.parse(draw.choice(LOW))
