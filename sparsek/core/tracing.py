@@ -10,6 +10,7 @@ from torch._C._functorch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    maybe_get_bdim,
     unwrap_if_dead,
 )
 from torch.autograd import forward_ad
@@ -62,6 +63,28 @@ def concrete(x: Any, reads: str, instead: str) -> Any:
     if is_functorch_wrapped_tensor(x):
         raise InvalidInput(f"{reads}, which torch.func.vmap maps over here; {instead}")
     return x
+
+
+def unmapped(name: str, part: Any) -> Any:
+    """A buffer, called `name`, of a pattern, without the wrappers of torch.func. Models that vmap maps over must have
+    one pattern.
+    """
+    while isinstance(part, torch.Tensor) and is_functorch_wrapped_tensor(part):
+        dim = maybe_get_bdim(part)
+        part = get_unwrapped(part)
+        if dim >= 0:
+            part = untransformed(functools.partial(_equal_along, name, part, dim))
+    return part
+
+
+def _equal_along(name: str, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Entry 0 of `x` along `dim`, for which all others must be equal. Synchronizes."""
+    rows = x.movedim(dim, 0)
+    if not bool((rows == rows[:1]).all()):
+        raise InvalidInput(
+            f"torch.func.vmap maps over {name}, and the patterns differ; call layers of different patterns in a loop"
+        )
+    return rows[0]
 
 
 def of_values(look: Callable[..., Made], *given: Any, reads: str, instead: str) -> Made:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import outside_inference, saveable, untransformed
+from sparsek.core.tracing import outside_inference, saveable, unmapped, untransformed
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern, grid_of
 from sparsek.matrix.random import random_pattern
 from sparsek.nn.parameter import begin_anew, bounds, draw, follow_optimizers, note_pattern
-from sparsek.ops.library_args import remember, version_of
+from sparsek.ops.library_args import remember
 from sparsek.ops.linear import Activation, linear
 from sparsek.plan import operands
 
@@ -45,14 +45,21 @@ class Seen(NamedTuple):
 
     indptr: Tensor
     indices: Tensor
-    versions: tuple[int, int]
+    state: tuple[int, int, int, int] | None
     pattern: BlockPattern
     values: int
+    contents: tuple[np.ndarray, bytes, np.ndarray, bytes] | None
 
     def holds(self, indptr: Any, indices: Any) -> bool:
-        """Whether these are the tensors, unchanged."""
-        same = indptr is self.indptr and indices is self.indices
-        return same and (version_of(indptr), version_of(indices)) == self.versions
+        """Whether these are the tensors, unchanged. On a CPU their contents are compared too."""
+        if indptr is not self.indptr or indices is not self.indices:
+            return False
+        if self.state is None:  # fake
+            return True
+        if (indptr._version, indices._version, indptr.data_ptr(), indices.data_ptr()) != self.state:
+            return False
+        known = self.contents  # a write through .data, numpy or shared memory has no version
+        return known is None or (known[0].tobytes() == known[1] and known[2].tobytes() == known[3])
 
 
 class BlockSparseLinear(nn.Module):
@@ -274,13 +281,8 @@ class BlockSparseLinear(nn.Module):
             return BlockPattern.unchecked(shape, self._block, self.indptr, self.indices)
         if self._seen:
             seen, buffers = self._seen[0], self._buffers
-            if (
-                buffers.get("indptr") is seen.indptr
-                and buffers.get("indices") is seen.indices
-                and seen.indptr._version == seen.versions[0]
-                and seen.indices._version == seen.versions[1]
-                and id(self._parameters.get("values")) == seen.values
-            ):
+            same = id(self._parameters.get("values")) == seen.values
+            if same and seen.holds(buffers.get("indptr"), buffers.get("indices")):
                 return seen.pattern
         return self._look()
 
@@ -316,18 +318,18 @@ class BlockSparseLinear(nn.Module):
         if (
             torch._C._len_torch_dispatch_stack() and not self.indptr.is_meta
         ):  # a graph has the buffers as inputs
-            parts = (_unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
+            parts = (unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
             pattern = BlockPattern.unchecked(pattern.shape, pattern.block, *parts)
         return BSR.unchecked(pattern, values)
 
     def _look(self) -> BlockPattern:
         """The pattern of buffers that are other tensors than in the last call, or were written to."""
-        indptr, indices = (_unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
-        if isinstance(indptr, Tensor) and type(indptr) not in PLAIN:  # fake, or traced in another way
-            return BlockPattern.unchecked((self.out_features, self.in_features), self._block, indptr, indices)
+        indptr, indices = (unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
         for seen in self._seen:
             if seen.holds(indptr, indices):
                 return self._see(indptr, indices, seen.pattern)
+        if isinstance(indptr, Tensor) and type(indptr) not in PLAIN:  # fake, or traced in another way
+            return BlockPattern.unchecked((self.out_features, self.in_features), self._block, indptr, indices)
         with _disable_current_modes():
             found = untransformed(lambda: self._read(indptr, indices))
         return self._see(indptr, indices, found)
@@ -365,15 +367,23 @@ class BlockSparseLinear(nn.Module):
     def _see(self, indptr: Tensor, indices: Tensor, pattern: BlockPattern) -> BlockPattern:
         """Note that the buffers have this pattern, and that `values` are of it."""
         values = self.values
-        versions = version_of(indptr), version_of(indices)
-        made = Seen(indptr, indices, versions, pattern, id(values))
+        state = contents = None
+        plain = type(indptr) in PLAIN and type(indices) in PLAIN
+        if plain:
+            state = indptr._version, indices._version, indptr.data_ptr(), indices.data_ptr()
+        if plain and indptr.is_cpu and indices.is_cpu:
+            rows, columns = pattern.host
+            with _disable_current_modes():
+                views = untransformed(lambda: (indptr.numpy(), indices.numpy()))
+            contents = views[0], rows.tobytes(), views[1], columns.tobytes()
+        made = Seen(indptr, indices, state, pattern, id(values), contents)
         last = self._seen[0] if self._seen else made
         others = [x for x in self._seen if not (x.indptr is indptr and x.indices is indices)]
         self._seen = (made, *others)[:SEEN]
         if isinstance(values, nn.Parameter) and last.values == made.values:
             note_pattern(values, last.pattern, pattern)
-        if type(indptr) in PLAIN and not indptr.is_meta:
-            remember(indptr, indices, pattern)  # compiled graphs then share its plans
+        if plain and not indptr.is_meta:
+            remember(indptr, indices, pattern, anew=True)  # compiled graphs then share its plans
         return pattern
 
     def _valid_pattern(self) -> BlockPattern | None:
@@ -577,23 +587,3 @@ def _empty(
 def _copies(pattern: BlockPattern) -> list[tuple[str, Tensor]]:
     """The names and contents of the buffers of a layer. Writing to them leaves the pattern as it is."""
     return [("indptr", pattern.indptr.clone()), ("indices", pattern.indices.clone())]
-
-
-def _unmapped(name: str, part: Any) -> Any:
-    """A buffer without the wrappers of torch.func. Models that vmap maps over must have one pattern."""
-    while isinstance(part, Tensor) and is_functorch_wrapped_tensor(part):
-        dim = maybe_get_bdim(part)
-        part = get_unwrapped(part)
-        if dim >= 0:
-            part = untransformed(functools.partial(_equal_along, name, part, dim))
-    return part
-
-
-def _equal_along(name: str, x: Tensor, dim: int) -> Tensor:
-    """Entry 0 of `x` along `dim`, for which all others must be equal. Synchronizes."""
-    rows = x.movedim(dim, 0)
-    if not bool((rows == rows[:1]).all()):
-        raise InvalidInput(
-            f"torch.func.vmap maps over {name}, and the patterns differ; call layers of different patterns in a loop"
-        )
-    return rows[0]

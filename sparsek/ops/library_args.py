@@ -256,18 +256,24 @@ def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPa
         pattern = known.pattern()
         sides = None if pattern is None else (*pattern.shape, *pattern.block)
         if pattern is not None and sides == tuple(sizes) and pattern.nnzb == indices.shape[0]:
-            return pattern
+            # On a CPU also what has no version: a write through .data, numpy or shared memory.
+            parts = zip((indptr, indices), pattern.host, strict=True) if indptr.is_cpu else ()
+            if all(part.numpy().tobytes() == right.tobytes() for part, right in parts):
+                return pattern
     made = _unknown(indptr, indices, sizes)
     _PATTERNS[indptr] = Known(lambda: made, *_state(indptr, indices))
     return made
 
 
-def remember(indptr: Tensor, indices: Tensor, pattern: BlockPattern) -> None:
-    """Let ops find this pattern by tensors that have its contents, as long as it lives."""
+def remember(indptr: Tensor, indices: Tensor, pattern: BlockPattern, anew: bool = False) -> None:
+    """Let ops find this pattern by tensors that have its contents, as long as it lives.
+
+    `anew`: instead of the pattern that they found before.
+    """
     known: Known | None = _PATTERNS.get(indptr)
     state = _state(indptr, indices)
     other = known.pattern() if known is not None and known[1:] == state else None
-    if other is None or (other.shape, other.block) != (pattern.shape, pattern.block):
+    if anew or other is None or (other.shape, other.block) != (pattern.shape, pattern.block):
         _PATTERNS[indptr] = Known(weakref.ref(pattern), *state)
 
 
