@@ -368,7 +368,7 @@ class BlockSparseLinear(nn.Module):
         """Note that the buffers have this pattern, and that `values` are of it."""
         values = self.values
         state = contents = None
-        plain = type(indptr) in PLAIN and type(indices) in PLAIN
+        plain = all(type(x) in PLAIN and not is_functorch_wrapped_tensor(x) for x in (indptr, indices))
         if plain:
             state = indptr._version, indices._version, indptr.data_ptr(), indices.data_ptr()
         if plain and indptr.is_cpu and indices.is_cpu:
@@ -586,4 +586,4 @@ def _empty(
 @torch.inference_mode(False)
 def _copies(pattern: BlockPattern) -> list[tuple[str, Tensor]]:
     """The names and contents of the buffers of a layer. Writing to them leaves the pattern as it is."""
-    return [("indptr", pattern.indptr.clone()), ("indices", pattern.indices.clone())]
+    return untransformed(lambda: [("indptr", pattern.indptr.clone()), ("indices", pattern.indices.clone())])
