@@ -16,7 +16,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from sparsek.core import arguments
-from sparsek.core.arguments import UNINITIALIZED, is_fake, wraps
+from sparsek.core.arguments import UNINITIALIZED, faking, is_fake, wraps
 from sparsek.core.errors import InvalidInput
 
 Given = ParamSpec("Given")
@@ -239,7 +239,7 @@ def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
             return make(*args, **kwargs)
         reads, instead = f"{what} follows values", "make it outside"
         for each in (*args, *kwargs.values()):
-            if isinstance(each, torch.Tensor) and wraps(each):
+            if isinstance(each, torch.Tensor) and (wraps(each) or (is_fake(each) and not faking())):
                 check_has_values(reads, "pass a plain tensor", each)
         if not torch._C._are_functorch_transforms_active():
             return make(*args, **kwargs)

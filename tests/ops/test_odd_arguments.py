@@ -247,7 +247,7 @@ TAKEN: dict[str, Callable[[Any, sk.BSR], object]] = {
     "quantize": lambda x, a: sk.quantize(x),
     "attention": lambda x, a: sk.attention(x, x, x),
     "mask": lambda x, a: sk.attention(*[X[None, None]] * 3, mask=x),
-    "varlen": lambda x, a: sk.attention_varlen(*[X[:, None]] * 3, x),
+    "varlen": lambda x, a: sk.attention_varlen(X[:, None], X[:, None], X[:, None], x),
     "merge": lambda x, a: sk.merge_attention(x, x, x, x),
     "topk": lambda x, a: Untyped.BlockMask.topk(x, 1, 64, 64, block=64),
     "policy": lambda x, a: sk.policies.MeanTopK(topk=1).mask(x, x),
