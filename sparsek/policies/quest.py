@@ -108,6 +108,10 @@ class Quest:
                 f"summaries is {list(summaries.shape)}; keys {list(cache_keys.shape)} need {[pages, heads, 2, dim]}"
             )
         _contiguous("summaries", summaries)
+        if summaries.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidInput(
+                "summaries is an inference tensor, which cannot be written to outside inference mode; clone it"
+            )
         if slot_mapping.numel() and summaries.numel():
             _module(cache_keys).update(cache_keys, slot_mapping, summaries)
 

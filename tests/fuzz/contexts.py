@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsek.core.arguments import is_ended
+from sparsek.core.arguments import is_ended, is_fake
 
 UNINITIALIZED: Any = torch.nn.UninitializedParameter
 Called = Callable[..., Any]
@@ -55,11 +55,9 @@ def _pulled_back(f: Called, x: Tensor, quiet: Callable[[], Any]) -> None:
 TRANSFORMS: dict[str, Callable[[Called, Tensor, Callable[[], Any]], Any]] = {
     "vjp": _pulled_back,
     "grad": lambda f, x, quiet: torch.func.grad(lambda x: sum(each.sum() for each in f(x)))(x),
-    "vmap": lambda f, x, quiet: torch.func.vmap(f, randomness="different")(torch.stack((x, x))),
+    "vmap": lambda f, x, quiet: torch.func.vmap(f, randomness="same")(torch.stack((x, x))),
     "jvp": lambda f, x, quiet: torch.func.jvp(f, (x,), (x,)),
-    "vjp of vmap": lambda f, x, quiet: _pulled_back(
-        torch.func.vmap(f, randomness="different"), x[None], quiet
-    ),
+    "vjp of vmap": lambda f, x, quiet: _pulled_back(torch.func.vmap(f, randomness="same"), x[None], quiet),
     "vmap of vjp": lambda f, x, quiet: torch.func.vmap(lambda x: _pulled_back(f, x, quiet) or x)(x[None]),
     "vjp in a dispatch mode": lambda f, x, quiet: _watched(lambda: _pulled_back(f, x, quiet)),
 }
@@ -83,8 +81,8 @@ def run(context: str, random: Random, called: Called, arguments: Arguments) -> A
         with MODES[context]():
             return called(**arguments)
     at = _differentiable(arguments)
-    if any(isinstance(x, Tensor) and is_ended(x) for x in arguments.values()):
-        at = []  # inside another transform nothing tells what is mapped by it
+    if any(isinstance(x, Tensor) and (is_ended(x) or is_fake(x)) for x in arguments.values()):
+        at = []  # inside a transform nothing tells what is mapped by an ended one, and torch fails on fakes
     if context not in TRANSFORMS or not at:
         return called(**arguments)
     name, quiet = random.choice(at), random.choice(QUIET)

@@ -147,7 +147,11 @@ def _inside_sparsek(error: Exception) -> bool:
 
 def _of_fakes(error: Exception) -> bool:
     """Whether torch itself says that a fake tensor has no values, or that it cannot stand beside real ones."""
-    return "FakeTensor" in str(error) or type(error).__module__ == "torch._subclasses.fake_tensor"
+    return (
+        "FakeTensor" in str(error)
+        or "tensor subclasses" in str(error)
+        or type(error).__module__ == "torch._subclasses.fake_tensor"
+    )
 
 
 # What is drawn.

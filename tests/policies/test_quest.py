@@ -88,3 +88,14 @@ def test_other_options_and_caches_are_refused() -> None:
         quest.update(keys, slots, torch.zeros(3, 2, 8, 2))
     with pytest.raises(InvalidInput, match=r"torch\.int64"):
         quest.update(keys, slots.int(), quest.summaries(keys))
+
+
+def test_summaries_of_inference_mode_and_torch_func_are_refused() -> None:
+    keys, quest, slots = torch.zeros(3, 2, 16, 8), Quest(page=16), torch.zeros(1, dtype=torch.int64)
+    with torch.inference_mode():
+        made = quest.summaries(keys).clone()
+        quest.update(keys, slots, made)
+    with pytest.raises(InvalidInput, match="written to outside inference mode"):
+        quest.update(keys, slots, made)
+    with pytest.raises(InvalidInput, match=r"no batching rule for torch\.func"):
+        torch.vmap(lambda keys: quest.update(keys, slots, torch.zeros(3, 2, 2, 8)) or keys)(keys[None])
