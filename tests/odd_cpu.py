@@ -7,7 +7,7 @@ CPU that it finds. With `sums` every product and sum of torch on a CPU adds in a
 layouts, so that two calls have equal bits only where those are equal, or the sums exact. Functions like exp have their
 last bit drawn likewise: torch takes other code for strided tensors and for the ends of others. Copies are made on the
 way, which a test that counts memory sees.
-With `addresses` what `torch.randn` and its kind make begins one element behind an address of 64 bytes.
+With `addresses` what `torch.randn` and its kind make begins 16 bytes behind a multiple of 64.
 """
 
 import os
@@ -127,9 +127,10 @@ def _at_odd_address(make: Callable[..., Any]) -> Callable[..., Any]:
         if type(made) is not Tensor or not made.is_contiguous():
             return made
         with torch.no_grad():
-            wide = made.new_empty(made.numel() + 1)
-            moved = wide[1:].view(made.shape).copy_(made)
-        return moved.detach().requires_grad_(made.requires_grad)
+            ahead = 16 // made.element_size()
+            wide = made.new_empty(made.numel() + ahead)
+            moved = wide[ahead:].view(made.shape).copy_(made)
+        return moved.detach().requires_grad_() if made.requires_grad else moved.detach()
 
     return run
 

@@ -443,7 +443,7 @@ def damaged(content: bytes, steps: list[tuple[str, int, bytes]], head: int) -> b
     return content
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=damages())
 def test_a_damaged_file_is_refused_or_equal(saved, steps):
     path, content = saved

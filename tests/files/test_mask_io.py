@@ -226,7 +226,7 @@ def assert_refused_or_equal(path: Path, content: bytes) -> None:
         assert all(same(SAVED[name], loaded[name]) for name in SAVED)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(at=st.integers(0, 2**32), bits=st.binary(min_size=1, max_size=8), in_header=st.booleans())
 def test_a_damaged_file_is_refused_or_equal(saved: tuple[Path, bytes], at: int, bits: bytes, in_header: bool):
     path, content = saved

@@ -236,7 +236,7 @@ def refused_or_equal(path: Path, content: bytes) -> bool:
     return False
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=damages())
 def test_a_damaged_file_is_refused_or_equal(saved: tuple[Path, bytes], steps: list[tuple[str, int, bytes]]):
     path, content = saved

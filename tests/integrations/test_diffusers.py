@@ -36,6 +36,7 @@ with warnings.catch_warnings():
 
 from sparsek.integrations import diffusers
 from sparsek.integrations.diffusers_layers import joint_attention
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 POLICY = sk.policies.MeanTopK(topk=2, block=64, causal=False)
@@ -212,7 +213,7 @@ def compiled(model: Any) -> tuple[Any, CompileCounter]:
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(list(MODELS), 1))
 def test_a_compiled_model_is_one_graph(name: str) -> None:
     """Of one layer of each kind, as in the tests below: the compiler takes a second for a layer."""
     model, given = MODELS[name][0](1)

@@ -15,6 +15,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import library_args, transforms
+from tests.sums import alike
 
 F64 = torch.float64
 CASES = ["A @ B", "x @ W", "A.T @ B", "linear", "linear relu", "linear gelu", "swiglu", "sddmm", "A @ A.T"]
@@ -161,7 +162,7 @@ def test_vjp_of_the_others_too(case: str, quiet: Any):
     (wanted,) = torch.autograd.grad(right, leaf, right.detach())
     values, back, *_ = torch.func.vjp(run, given)
     with quiet():
-        torch.testing.assert_close(back(values)[0], wanted)
+        assert alike(back(values)[0], wanted, terms=1 << 14)  # a chain, which magnifies
 
 
 def test_an_operand_that_outlives_its_transform_is_refused_with_a_cure(a: BSR):

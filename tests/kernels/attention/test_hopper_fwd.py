@@ -236,7 +236,7 @@ def test_a_tile_without_blocks_looks_behind_the_last_key_that_there_can_be() -> 
         assert nowhere < 2**31 - block[1]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
     block=st.sampled_from(BLOCKS),

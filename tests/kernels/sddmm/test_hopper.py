@@ -147,7 +147,7 @@ def test_it_can_be_planned_for_every_layout_that_tma_reads() -> None:
 SIZES = st.integers(1, 512 // 16).map(lambda i: 16 * i)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     block=st.tuples(SIZES, SIZES),
     layouts=st.sampled_from(LAYOUTS),

@@ -165,7 +165,7 @@ def test_it_can_be_planned_for_views_and_for_both_kinds_of_c() -> None:
 SIZES = st.integers(1, 512 // 16).map(lambda i: 16 * i)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     blocks=st.tuples(SIZES, SIZES, SIZES),
     views=st.sampled_from(VIEWS),

@@ -286,7 +286,7 @@ def test_a_b_with_gaps_is_left_to_other_kernels() -> None:
 SIZES = st.integers(1, 512 // 16).map(lambda i: 16 * i)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     block=st.tuples(SIZES, SIZES),
     n=st.one_of(st.integers(0, 300), st.integers(0, 2**20)),
@@ -422,7 +422,7 @@ def walked(c: Config, a: BSR, b: np.ndarray, m: int, n: int, work: Work) -> np.n
     return product
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     block=st.sampled_from([*BLOCKS, (16, 48), (144, 32), (112, 16), (208, 16), (96, 64)]),
     rows=st.integers(1, 5),

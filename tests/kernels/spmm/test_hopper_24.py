@@ -146,7 +146,7 @@ RUNS: dict[str, tuple[Config, Case, int]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sampled(list(RUNS), 3))
 def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
     c, case, ctas = RUNS[name]
     for order in (emulated.MIXED, emulated.LATE):
@@ -185,7 +185,7 @@ MISTAKES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", sampled(list(MISTAKES), 3))
 def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     c = Config(1, 1, 64, 3, 2, 1, b_row=True)
     source = edited(*MISTAKES[name])

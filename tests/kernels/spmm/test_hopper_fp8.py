@@ -309,7 +309,7 @@ def walked(c: Config, a: BSR, stretch: np.ndarray, b: np.ndarray, m: int, n: int
     return product
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     block=st.sampled_from([*BLOCKS, (144, 32)]),
     sides=st.tuples(st.integers(1, 4), st.integers(1, 6)),

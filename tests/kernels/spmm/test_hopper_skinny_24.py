@@ -106,7 +106,7 @@ RUNS: dict[str, tuple[Config, Case]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sampled(list(RUNS), 3))
 def test_the_roles_multiply_whenever_copies_land(name: str) -> None:
     c, case = RUNS[name]
     for order in (emulated.EARLY, emulated.LATE):
@@ -142,7 +142,7 @@ MISTAKES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", sampled(list(MISTAKES), 3))
 def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     source, (old, new) = PROGRAM.source, MISTAKES[name]
     assert source.count(old) == 1
