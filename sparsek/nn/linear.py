@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -21,14 +20,26 @@ from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern, grid_of
 from sparsek.matrix.random import random_pattern
-from sparsek.nn.parameter import begin_anew, bounds, draw, follow_optimizers, note_pattern
+from sparsek.nn.parameter import (
+    PLAIN,
+    Seen,
+    begin_anew,
+    bounds,
+    draw,
+    drop_old_gradient,
+    empty,
+    follow_optimizers,
+    meta_device,
+    note_pattern,
+)
 from sparsek.ops.library_args import remember
 from sparsek.ops.linear import Activation, linear
 from sparsek.plan import operands
 
 SEEN = 4  # patterns that a layer remembers by their tensors
-PLAIN = (Tensor, nn.Parameter)
-OUTSIDE = "{} values outside the {}x{} weight are not zero"
+OUTSIDE = (
+    "{} values outside the {}x{} weight are not zero; layer.load_state_dict(layer.state_dict()) clears them"
+)
 DENSE = "put torch.nn.Linear with layer.weight.to_dense() in its place"
 NOT_TORCHSCRIPT = (
     "torch.jit.{} cannot take a BlockSparseLinear; use torch.compile or torch.export, or " + DENSE
@@ -36,37 +47,13 @@ NOT_TORCHSCRIPT = (
 NOT_ONNX = "ONNX has no block-sparse product; for torch.onnx.export " + DENSE
 
 
-class Seen(NamedTuple):
-    """The pattern of two buffers while they are these tensors, unchanged.
-
-    `values`: the id of the Parameter that was used with it. A reference would keep offloaded values on the GPU, and
-    torch.utils.swap_tensors, which FSDP2 calls, refuses tensors that are weakly referenced.
-    """
-
-    indptr: Tensor
-    indices: Tensor
-    state: tuple[int, int, int, int] | None
-    pattern: BlockPattern
-    values: int
-    contents: tuple[np.ndarray, bytes, np.ndarray, bytes] | None
-
-    def holds(self, indptr: Any, indices: Any) -> bool:
-        """Whether these are the tensors, unchanged. On a CPU their contents are compared too."""
-        if indptr is not self.indptr or indices is not self.indices:
-            return False
-        if self.state is None:  # fake
-            return True
-        if (indptr._version, indices._version, indptr.data_ptr(), indices.data_ptr()) != self.state:
-            return False
-        known = self.contents  # a write through .data, numpy or shared memory has no version
-        return known is None or (known[0].tobytes() == known[1] and known[2].tobytes() == known[3])
-
-
 class BlockSparseLinear(nn.Module):
     """A torch.nn.Linear whose weight is a BSR: y = act(x @ W.T + bias) + residual for x [..., in_features].
 
     The pattern is fixed while the layer trains. `indptr` and `indices` define it: after a loader has assigned or
-    written to them, the next call checks them, with one sync, and follows them or raises InvalidInput.
+    written to them, the next call checks them, with one sync, and follows them or raises InvalidInput. On a GPU,
+    collectives such as torch.distributed.broadcast and writes through `.data` leave no trace: after the first call,
+    `layer.load_state_dict(layer.state_dict())` follows them.
     `load_state_dict` takes over the pattern of the saved layer, with any number of blocks. x has the dtype of the
     parameters and is on their device; under torch.autocast x, parameters and residual are cast, as those of nn.Linear,
     and the gradients of parameters keep their dtype.
@@ -117,10 +104,10 @@ class BlockSparseLinear(nn.Module):
             )
         dtype = torch.get_default_dtype() if dtype is None else arguments.dtype("dtype", dtype)
         arguments.flag("bias", bias)
-        home = _meta(device)
+        home = meta_device(device)
         if home is None and device is not None:
             pattern = pattern.to(arguments.device("device", device))
-        self._own(pattern, *_empty(pattern, bias, dtype, home or pattern.device), activation)
+        self._own(pattern, *empty(pattern, bias, dtype, home or pattern.device), activation)
         self.reset_parameters()
 
     @classmethod
@@ -159,12 +146,12 @@ class BlockSparseLinear(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         arguments.flag("bias", bias)
         arguments.dtype("dtype", dtype)
-        home = _meta(device)
+        home = meta_device(device)
         target = arguments.device("device", "cpu" if home or device is None else device)
         pattern = random_pattern(out_features, in_features, block, density, seed=seed)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._own(pattern, *_empty(pattern, bias, dtype, home or pattern.device), activation)
+        made._own(pattern, *empty(pattern, bias, dtype, home or pattern.device), activation)
         made.reset_parameters(torch.Generator("cpu").manual_seed(operator.index(seed)))
         return made if home or target == pattern.device else made.to(target)
 
@@ -264,7 +251,7 @@ class BlockSparseLinear(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias)))
         for name, part in _copies(pattern):
             self.register_buffer(name, part.to("meta") if self.values.is_meta else part)
-        self._see(self.indptr, self.indices, pattern)
+        self._see(self.indptr, self.indices, pattern, new=True)
         follow_optimizers()
 
     @property
@@ -326,8 +313,13 @@ class BlockSparseLinear(nn.Module):
         """The pattern of buffers that are other tensors than in the last call, or were written to."""
         indptr, indices = (unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
         for seen in self._seen:
-            if seen.holds(indptr, indices):
-                return self._see(indptr, indices, seen.pattern)
+            if not seen._replace(new=False).holds(indptr, indices):
+                continue
+            if seen.new and indptr.is_cuda and torch.cuda.is_current_stream_capturing():
+                return seen.pattern
+            with _disable_current_modes():
+                if not seen.new or untransformed(seen.is_in_memory):
+                    return self._see(indptr, indices, seen.pattern)
         if isinstance(indptr, Tensor) and type(indptr) not in PLAIN:  # fake, or traced in another way
             return BlockPattern.unchecked((self.out_features, self.in_features), self._block, indptr, indices)
         with _disable_current_modes():
@@ -364,8 +356,11 @@ class BlockSparseLinear(nn.Module):
         known = (x.pattern for x in self._seen)
         return next((x for x in known if x.device == found.device and x.same_as(found)), found)
 
-    def _see(self, indptr: Tensor, indices: Tensor, pattern: BlockPattern) -> BlockPattern:
-        """Note that the buffers have this pattern, and that `values` are of it."""
+    def _see(self, indptr: Tensor, indices: Tensor, pattern: BlockPattern, new: bool = False) -> BlockPattern:
+        """Note that the buffers have this pattern, and that `values` are of it.
+
+        `new`: the next call compares contents, if a GPU has them: a broadcast into new buffers leaves no trace.
+        """
         values = self.values
         state = contents = None
         plain = all(type(x) in PLAIN and not is_functorch_wrapped_tensor(x) for x in (indptr, indices))
@@ -377,17 +372,22 @@ class BlockSparseLinear(nn.Module):
                 views = untransformed(lambda: (indptr.numpy(), indices.numpy()))
             contents = views[0], rows.tobytes(), views[1], columns.tobytes()
         made = Seen(indptr, indices, state, pattern, id(values), contents)
+        made = made.again() if new else made
         last = self._seen[0] if self._seen else made
         others = [x for x in self._seen if not (x.indptr is indptr and x.indices is indices)]
         self._seen = (made, *others)[:SEEN]
         if isinstance(values, nn.Parameter) and last.values == made.values:
-            note_pattern(values, last.pattern, pattern)
-        if plain and not indptr.is_meta:
+            note_pattern(self, values, last.pattern, pattern)
+        if plain and not indptr.is_meta and not made.new:
             remember(indptr, indices, pattern, anew=True)  # compiled graphs then share its plans
         return pattern
 
     def _valid_pattern(self) -> BlockPattern | None:
-        """The pattern, or None while the buffers are none, for example between two assignments of a loader."""
+        """The pattern, or None while the buffers are none, for example between two assignments of a loader.
+
+        Contents on a GPU are compared, with one sync.
+        """
+        self._seen = tuple(seen.again() for seen in self._seen)
         with suppress(InvalidInput):
             return self.pattern
         return None
@@ -445,12 +445,13 @@ class BlockSparseLinear(nn.Module):
         On "meta" the layer keeps its pattern for the next real device.
         """
         before, pattern = (self.indptr, self.indices), self._valid_pattern()
+        drop_old_gradient(self)  # the next lines change what it is known by
         super()._apply(fn, recurse)
         if pattern is not None and (self.indptr is not before[0] or self.indices is not before[1]):
             if not self.indptr.is_meta:
                 pattern = pattern.to(self.indptr.device)
                 self.indptr, self.indices = (part for _, part in _copies(pattern))
-            self._see(self._buffer("indptr"), self._buffer("indices"), pattern)
+            self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -459,10 +460,18 @@ class BlockSparseLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle."""
+        old = state.get(
+            "_pattern"
+        )  # the pattern in a state of before 0.1.0, whose buffers were its own tensors
+        pattern = state.get("_seen", old)
         super().__setstate__({**state, "_seen": ()})
-        pattern = state.get("_seen")
+        follow_optimizers()
+        if old is not None:
+            self._block = self.__dict__.pop("_pattern").block
+            if not self.indptr.is_meta:
+                self.indptr, self.indices = (part for _, part in _copies(old))
         if pattern is not None:
-            self._see(self._buffer("indptr"), self._buffer("indices"), pattern)
+            self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True)
 
     # torch calls this in place of forward under torch.jit.trace, and so in torch.onnx.export(dynamo=False).
     def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -489,7 +498,8 @@ class BlockSparseLinear(nn.Module):
         state that an optimizer keeps for `values`, for example the moments of Adam, belongs to them too. Its next step
         raises InvalidInput, unless the optimizer's own state dict was loaded meanwhile;
         `optimizer.state.pop(layer.values)` begins anew. Wrap a model in DistributedDataParallel after loading. With
-        assign=True, values that are not aligned to 16 bytes, as in a safetensors file, are copied.
+        assign=True, values that are not aligned to 16 bytes, as in a safetensors file, are copied. Values outside the
+        weight, where the blocks of a ragged side reach beyond it, become 0.
 
         A wrong pattern or wrong values change nothing, and are reported like torch's own errors.
         """
@@ -505,9 +515,10 @@ class BlockSparseLinear(nn.Module):
         if values is not None and assign:
             values = saveable(operands.readable(values) if type(values) in PLAIN else values)
             self.values = nn.Parameter(values, self.values.requires_grad)
-            state_dict = {**state_dict, prefix + "values": values}
         elif pattern is not None and pattern is not current:
             begin_anew(self.values, pattern)
+        if values is not None:
+            state_dict = {**state_dict, prefix + "values": values}
         if values is not None and pattern is not None and len(self.indices) != pattern.nnzb:
             self.indices = pattern.indices.new_empty(pattern.nnzb, device=self.indptr.device)
         if (
@@ -527,7 +538,7 @@ class BlockSparseLinear(nn.Module):
             here = self.values.device if self.values.is_meta else pattern.device
             if self.indptr.device != here or self.indices.device != here:
                 self.indptr, self.indices = (part.to(here) for _, part in _copies(pattern))
-            self._see(self._buffer("indptr"), self._buffer("indices"), pattern)
+            self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True)
 
     def _pattern_in(
         self, state: Mapping[str, Any], prefix: str, assign: bool, current: BlockPattern | None
@@ -555,32 +566,19 @@ class BlockSparseLinear(nn.Module):
         shape = self.out_features, self.in_features
         found = BlockPattern(shape, self._block, indptr, indices)
         whole = type(parts["values"]) in PLAIN  # not a shard, as of FSDP2, whose padding is not looked for
-        if assign and whole:
-            BSR(found, operands.readable(values))
-        elif tuple(values.shape) != (found.nnzb, *found.block):
+        if tuple(values.shape) != (found.nnzb, *found.block):
             raise InvalidInput(
                 f"values have shape {tuple(values.shape)}; the pattern in the state dict needs "
                 f"{(found.nnzb, *found.block)}"
             )
-        elif outside := padding_nonzeros(BSR.unchecked(found, values.to(device))) if whole else 0:
-            raise InvalidInput(OUTSIDE.format(outside, *shape))
+        if whole:
+            here = operands.readable(values) if assign else values.to(device)
+            if padding_nonzeros(BSR.unchecked(found, here)):
+                values = here = zero_padding(found, here.clone())
+            if assign:
+                BSR(found, here)
         same = current is not None and found.device == current.device and found.same_as(current)
         return (current if same else found), values
-
-
-def _meta(device: Any = None) -> torch.device | None:
-    """The meta device, if it is named, or torch's default where none is named; else None."""
-    home = torch.get_default_device() if device is None else device
-    meta = home.type == "meta" if isinstance(home, torch.device) else isinstance(home, str) and home == "meta"
-    return torch.device("meta") if meta else None
-
-
-def _empty(
-    pattern: BlockPattern, bias: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Values and bias of a layer, to be written."""
-    values = torch.empty((pattern.nnzb, *pattern.block), dtype=dtype, device=device)
-    return values, torch.empty(pattern.shape[0], dtype=dtype, device=device) if bias else None
 
 
 @torch.inference_mode(False)

@@ -1,29 +1,76 @@
-"""A Parameter of blocks: how it is drawn, and what a change of its pattern does to losses and optimizers.
+"""A Parameter of blocks: how it is made and drawn, and what a change of its pattern does to losses and optimizers.
 
 Torch has no list of optimizers, so each is noted at its first step. If the pattern of a Parameter changes between two
-steps, the state that an optimizer has for it, for example Adam's moments, is of other blocks. The next step then raises
-InvalidInput, unless the optimizer was loaded meanwhile, or the state was removed or written to.
+steps, the state that an optimizer has for it, for example Adam's moments, is of other blocks, and so is a gradient. The
+next step then raises InvalidInput, unless the optimizer was loaded meanwhile, or the state was removed or written to,
+and the gradient computed anew. If the old pattern returns, nothing has happened.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.pattern import BlockPattern
 
+PLAIN = (Tensor, nn.Parameter)
+
+
+class Seen(NamedTuple):
+    """The pattern of two buffers of a layer while they are these tensors, unchanged.
+
+    `values`: the id of the Parameter that was used with it. A reference would keep offloaded values on the GPU, and
+    torch.utils.swap_tensors, which FSDP2 calls, refuses tensors that are weakly referenced.
+    `new`: their contents are to be compared before the pattern is used.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    state: tuple[int, int, int, int] | None
+    pattern: BlockPattern
+    values: int
+    contents: tuple[np.ndarray, bytes, np.ndarray, bytes] | None
+    new: bool = False
+
+    def holds(self, indptr: Any, indices: Any) -> bool:
+        """Whether these are the tensors, unchanged. On a CPU their contents are compared too."""
+        if self.new or indptr is not self.indptr or indices is not self.indices:
+            return False
+        if self.state is None:  # fake
+            return True
+        if (indptr._version, indices._version, indptr.data_ptr(), indices.data_ptr()) != self.state:
+            return False
+        known = self.contents  # a write through .data, numpy or shared memory has no version
+        return known is None or (known[0].tobytes() == known[1] and known[2].tobytes() == known[3])
+
+    def again(self) -> Seen:
+        """Itself, `new` if the contents are in the memory of a GPU, where a broadcast leaves no trace."""
+        return self._replace(new=self.state is not None and self.contents is None and not self.indptr.is_meta)
+
+    @torch.inference_mode(False)
+    def is_in_memory(self) -> bool:
+        """Whether the tensors contain the pattern. Synchronizes."""
+        pairs = (self.indptr, self.pattern.indptr), (self.indices, self.pattern.indices)
+        if any(x.shape != y.shape or x.dtype != y.dtype or x.device != y.device for x, y in pairs):
+            return False
+        differs = [(x != y).any() for x, y in pairs]
+        return not bool(differs[0] | differs[1])
+
 
 class Old(NamedTuple):
     """A Parameter with another pattern than at the last step, that pattern, and the state when it changed."""
 
+    layer: weakref.ref[Any]
     values: nn.Parameter
     pattern: BlockPattern
     state: list[tuple[weakref.ref[Tensor], int]]
@@ -52,11 +99,69 @@ def follow_optimizers() -> None:
         _HOOKED.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def note_pattern(values: nn.Parameter, old: BlockPattern, pattern: BlockPattern) -> None:
-    """Note the pattern of the blocks of `values`. Another one than before resets its gradient."""
+def _is_plain(gradient: Tensor) -> bool:
+    return type(gradient) in PLAIN and gradient.layout == torch.strided and not gradient.is_inference()
+
+
+class Gradient:
+    """A gradient that a Parameter had when its pattern changed, and that pattern.
+
+    The next backward pass drops it, rather than add to it.
+    """
+
+    def __init__(self, values: nn.Parameter, gradient: Tensor, pattern: BlockPattern) -> None:
+        self.values, self.pattern = values, pattern
+        self.version = gradient._version
+        self.memory = StorageWeakRef(gradient.untyped_storage())  # holds no memory
+        self.hook = values.register_hook(self._drop) if values.requires_grad else None
+
+    def is_there(self) -> bool:
+        """Whether the Parameter still has this gradient, unchanged."""
+        now = self.values.grad
+        if now is None or not _is_plain(now) or now._version != self.version:
+            return False
+        return now.untyped_storage()._cdata == self.memory.cdata
+
+    @torch._disable_dynamo
+    def _drop(self, gradient: Tensor) -> None:
+        for layer, noted in list(_GRADIENTS.items()):
+            if noted is self:
+                _look(layer)
+                drop_old_gradient(layer, self)
+
+    def forget(self, layer: Any) -> None:
+        """Forget it, because it is gone, or of the pattern of the layer again."""
+        _GRADIENTS.pop(layer, None)
+        if self.hook is not None:
+            self.hook.remove()
+
+
+_GRADIENTS: weakref.WeakKeyDictionary[Any, Gradient] = weakref.WeakKeyDictionary()
+
+
+def drop_old_gradient(layer: Any, which: Gradient | None = None) -> None:
+    """Drop the gradient of a layer if it is of other blocks than `values` now are, and is the given one, if any."""
+    noted = _GRADIENTS.get(layer)
+    if noted is not None and (which is None or noted is which):
+        if noted.is_there():
+            noted.values.grad = None
+        noted.forget(layer)
+
+
+def note_pattern(layer: Any, values: nn.Parameter, old: BlockPattern, pattern: BlockPattern) -> None:
+    """Note another pattern than before of the blocks of `values`."""
     if old is pattern or old.same_as(pattern):
         return
-    values.grad = None
+    noted = _GRADIENTS.get(layer)
+    before = old
+    if noted is not None:
+        before = noted.pattern if noted.values is values and noted.is_there() else old
+        noted.forget(layer)
+    gradient = values.grad
+    if gradient is not None and not _is_plain(gradient):  # for example a shard
+        values.grad = None
+    elif gradient is not None and not before.same_as(pattern):
+        _GRADIENTS[layer] = Gradient(values, gradient, before)
     for optimizer, watch in list(_WATCHES.items()):
         state = optimizer.state.get(values)
         if state and not watch.loaded:
@@ -64,7 +169,7 @@ def note_pattern(values: nn.Parameter, old: BlockPattern, pattern: BlockPattern)
             before = old if known is None else known.pattern
             if not before.same_as(pattern):
                 kept = [(weakref.ref(x), x._version) for x in _moments(state)]
-                watch.old[id(values)] = Old(values, before, kept)
+                watch.old[id(values)] = Old(weakref.ref(layer), values, before, kept)
 
 
 def _moments(state: Any) -> Iterator[Tensor]:
@@ -74,13 +179,22 @@ def _moments(state: Any) -> Iterator[Tensor]:
             yield part
 
 
+def _look(layer: Any) -> None:
+    """Let a layer note its pattern: buffers that a call has replaced, as functional_call does, may be back."""
+    with suppress(InvalidInput):
+        _ = layer.pattern if layer is not None else None
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import all of torch.compile here
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
     watch = _WATCHES.get(optimizer)
     if watch is None:
         watch = _WATCHES[optimizer] = Watch()
         optimizer.register_load_state_dict_post_hook(watch.load)
+    if _GRADIENTS and kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
+        _check_gradients(optimizer)
+    for old in list(watch.old.values()):
+        _look(old.layer())
     for old in watch.old.values():
         now = {id(x): x._version for x in _moments(optimizer.state.get(old.values) or {})}
         if any(now.get(id(tensor())) == version for tensor, version in old.state):
@@ -91,6 +205,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
     watch.old.clear()
     watch.loaded = False
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    own = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    for layer, noted in list(_GRADIENTS.items()):
+        if id(noted.values) not in own:
+            continue
+        _look(layer)
+        if _GRADIENTS.get(layer) is noted:
+            if noted.is_there():
+                raise InvalidInput(
+                    "the gradient of a BlockSparseLinear is of its old blocks: its pattern has changed since the "
+                    "backward pass; call optimizer.zero_grad() and compute the loss again"
+                )
+            noted.forget(layer)
 
 
 @torch.inference_mode(False)
@@ -118,6 +247,21 @@ def _refuse_old_gradient(gradients: Any) -> NoReturn:
         "this loss was computed before load_state_dict gave a BlockSparseLinear another pattern, and its gradient is "
         "of the old blocks: compute the loss again"
     )
+
+
+def meta_device(device: Any = None) -> torch.device | None:
+    """The meta device, if it is named, or torch's default where none is named; else None."""
+    home = torch.get_default_device() if device is None else device
+    meta = home.type == "meta" if isinstance(home, torch.device) else isinstance(home, str) and home == "meta"
+    return torch.device("meta") if meta else None
+
+
+def empty(
+    pattern: BlockPattern, bias: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Values and bias of a layer, to be written."""
+    values = torch.empty((pattern.nnzb, *pattern.block), dtype=dtype, device=device)
+    return values, torch.empty(pattern.shape[0], dtype=dtype, device=device) if bias else None
 
 
 def draw(x: Tensor, bound: Tensor, generator: torch.Generator | None) -> None:

@@ -1,14 +1,18 @@
 """BlockSparseLinear loaded with another pattern, by whatever loader, whatever of the old one is still alive."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear
+from sparsek.nn.parameter import Seen
 from tests.sums import alike
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -217,9 +222,28 @@ def assign(made: nn.Module, source: nn.Module) -> None:
 
 
 def write(made: nn.Module, source: nn.Module) -> None:
-    """As a broadcast does: into the memory of each tensor."""
     for name, tensor in made.state_dict().items():
         tensor.copy_(source.state_dict()[name])
+
+
+@functools.cache
+def ranks() -> list[Any]:
+    """The process groups of two ranks, both of this process."""
+    store, limit = dist.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2)))
+
+
+def broadcast(made: nn.Module, source: nn.Module) -> None:
+    """Of this write neither a tensor nor its `.data` has a version."""
+    sent = source.state_dict()
+    for name, tensor in made.state_dict().items():
+        version = 0 if tensor.is_inference() else tensor._version
+        parts = zip((sent[name], tensor), ranks(), strict=True)
+        works: list[Any] = [dist.broadcast(x, group_src=0, group=rank, async_op=True) for x, rank in parts]
+        for work in works:
+            work.wait()
+        assert tensor.is_inference() or tensor._version == version
 
 
 def write_data(made: nn.Module, source: nn.Module) -> None:
@@ -236,6 +260,7 @@ def set_data(made: nn.Module, source: nn.Module) -> None:
 LOADERS: dict[str, Callable[[nn.Module, nn.Module], None]] = {
     "assigned": assign,
     "written to": write,
+    "broadcast": broadcast,
     "data written to": write_data,
     "data set": set_data,
 }
@@ -267,6 +292,57 @@ def test_any_loader_gives_the_pattern_of_the_file(loader: str, mode: str, called
             return
         assert is_as(made, right)
     assert torch.equal(bystander(inputs()), before)
+
+
+def as_on_a_gpu(made: BlockSparseLinear, new: bool) -> BlockSparseLinear:
+    """The layer without the knowledge of contents that it has on a CPU."""
+    seen = made._seen[0]._replace(contents=None)
+    made._seen = (seen.again() if new else seen,)
+    return made
+
+
+@pytest.mark.parametrize("writer", [broadcast, write_data])
+def test_new_buffers_on_a_gpu_are_compared_once(writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, right, looks = layer(), other(), []
+    writer(as_on_a_gpu(made, new=True), right)
+    assert is_as(made, right)
+    look = Seen.is_in_memory
+    monkeypatch.setattr(Seen, "is_in_memory", lambda self: looks.append(1) or look(self))
+    made = as_on_a_gpu(layer(), new=True)
+    for _ in range(3):
+        made(inputs())
+    assert looks == [1]
+
+
+@pytest.mark.parametrize("then", [*list(THEN)[1:], "loaded"])
+def test_what_a_gpu_has_unseen_is_found_by_conversions_copies_and_loading(then: str) -> None:
+    made, right = as_on_a_gpu(layer(), new=False), other()
+    made(inputs())
+    made(inputs())
+    as_on_a_gpu(made, new=False)
+    broadcast(made, right)
+    if then == "loaded":
+        made.load_state_dict(made.state_dict())
+    else:
+        made = THEN[then](made)
+    assert made.pattern.same_as(right.pattern)
+    if then != "moved":
+        assert is_as(made, right)
+
+
+@pytest.mark.gpu
+def test_broadcasts_into_a_new_layer_on_a_gpu_are_seen() -> None:
+    made, right, x = layer().cuda(), other().cuda(), inputs().cuda()
+    for compiled in (False, True):
+        made = layer().cuda()
+        write_data(made, right)
+        call = torch.compile(made, backend="aot_eager") if compiled else made
+        assert alike(call(x), right(x))
+    made(x)
+    made.indices.data.copy_(layer().indices)
+    made.indptr.data.copy_(layer().indptr)
+    made.load_state_dict(made.state_dict())
+    assert made.pattern.same_as(layer().pattern.to("cuda"))
 
 
 @pytest.mark.parametrize("part", ["indptr", "indices"])
@@ -474,90 +550,6 @@ def test_parameters_may_be_swapped_by_torch(swapped: bool) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert is_as(made, right)
-
-
-def step(made: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    gradients(made)
-    optimizer.step()
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-}
-
-
-@pytest.mark.parametrize("loader", ["load_state_dict", "written to"])
-@pytest.mark.parametrize("density", [0.4, 0.8], ids=["as many", "more"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_moments_of_other_blocks_are_refused(kind: str, density: float, loader: str) -> None:
-    made, right = layer(), other(density=density)
-    optimizer = OPTIMIZERS[kind](made.parameters())
-    step(made, optimizer)
-    if loader == "written to" and density == 0.4:
-        write(made, right)
-    else:
-        made.load_state_dict(right.state_dict())
-    before = made.values.detach().clone()
-    for _ in range(2):
-        with pytest.raises(InvalidInput, match=r"optimizer\.state\.pop\(layer\.values\)"):
-            step(made, optimizer)
-    assert torch.equal(made.values, before)
-    optimizer.state.pop(made.values)
-    step(made, optimizer)
-    step(made, optimizer)
-
-
-@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
-@pytest.mark.parametrize("first", ["model", "optimizer"])
-def test_a_resumed_run_goes_on_in_whatever_order_it_loads(first: str, stepped: bool) -> None:
-    saved, made = other(), layer()
-    trained, optimizer = (OPTIMIZERS["AdamW"](each.parameters()) for each in (saved, made))
-    step(saved, trained)
-    if stepped:
-        step(made, optimizer)
-    states = copy.deepcopy((saved.state_dict(), trained.state_dict()))
-    loads = [lambda: made.load_state_dict(states[0]), lambda: optimizer.load_state_dict(states[1])]
-    for load in loads if first == "model" else loads[::-1]:
-        load()
-    for _ in range(2):
-        step(made, optimizer)
-        step(saved, trained)
-    assert torch.equal(made.values, saved.values)
-
-
-def test_moments_that_are_carried_over_and_patterns_that_come_back_are_taken() -> None:
-    made = layer()
-    state, optimizer = copy.deepcopy(made.state_dict()), OPTIMIZERS["AdamW"](made.parameters())
-    step(made, optimizer)
-    made.load_state_dict(other().state_dict())
-    made.load_state_dict(state)
-    step(made, optimizer)
-    made.load_state_dict(other().state_dict())
-    for name in ("exp_avg", "exp_avg_sq"):
-        optimizer.state[made.values][name].zero_()
-    step(made, optimizer)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_torch_distributed_restores_pattern_and_moments(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    saved, made = nn.Sequential(other()), nn.Sequential(layer())
-    trained, optimizer = (OPTIMIZERS["AdamW"](each.parameters()) for each in (saved, made))
-    step(saved, trained)
-    step(made, optimizer)
-    dcp.save(dict(zip("mo", get_state_dict(saved, trained), strict=True)), checkpoint_id=tmp_path)
-    parts = get_state_dict(made, optimizer)
-    dcp.load(dict(zip("mo", parts, strict=True)), checkpoint_id=tmp_path)
-    set_state_dict(made, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])
-    assert alike(made(inputs()), saved(inputs()))
-    step(saved, trained)
-    step(made, optimizer)
-    assert torch.equal(made[0].values, saved[0].values)  # type: ignore[arg-type]
 
 
 NOT_ONNX = r"ONNX has no block-sparse product; .* torch\.nn\.Linear with layer\.weight\.to_dense\(\)"
