@@ -111,16 +111,13 @@ class Gradient:
 
     def __init__(self, values: nn.Parameter, gradient: Tensor, pattern: BlockPattern) -> None:
         self.values, self.pattern = values, pattern
-        self.version = gradient._version
         self.memory = StorageWeakRef(gradient.untyped_storage())  # holds no memory
         self.hook = values.register_hook(self._drop) if values.requires_grad else None
 
     def is_there(self) -> bool:
-        """Whether the Parameter still has this gradient, unchanged."""
+        """Whether the Parameter still has this gradient, which may have been clipped."""
         now = self.values.grad
-        if now is None or not _is_plain(now) or now._version != self.version:
-            return False
-        return now.untyped_storage()._cdata == self.memory.cdata
+        return now is not None and _is_plain(now) and now.untyped_storage()._cdata == self.memory.cdata
 
     @torch._disable_dynamo
     def _drop(self, gradient: Tensor) -> None:
@@ -155,7 +152,7 @@ def note_pattern(layer: Any, values: nn.Parameter, old: BlockPattern, pattern: B
     noted = _GRADIENTS.get(layer)
     before = old
     if noted is not None:
-        before = noted.pattern if noted.values is values and noted.is_there() else old
+        before = noted.pattern if noted.values is values else old  # no backward pass has dropped it
         noted.forget(layer)
     gradient = values.grad
     if gradient is not None and not _is_plain(gradient):  # for example a shard

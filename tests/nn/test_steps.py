@@ -62,8 +62,9 @@ GRADIENTS = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1), **OPTIMIZERS}
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["", "called again"])
+@pytest.mark.parametrize("more", ["added to", "clipped", "replaced"])
 @pytest.mark.parametrize("kind", GRADIENTS)
-def test_a_call_with_other_buffers_leaves_gradient_and_moments(kind: str, called: bool) -> None:
+def test_a_call_with_other_buffers_leaves_gradient_and_moments(kind: str, more: str, called: bool) -> None:
     made, right = even(1), even(1)
     buffers = dict(even(2).named_buffers())
     optimizers = [GRADIENTS[kind](each.parameters()) for each in (made, right)]
@@ -74,8 +75,13 @@ def test_a_call_with_other_buffers_leaves_gradient_and_moments(kind: str, called
         torch.func.functional_call(made, buffers, (torch.ones(2, 96),))
         if called:
             made(torch.ones(2, 96))
-        learn(made)
-        learn(right)
+        for each in (made, right):
+            if more == "clipped":
+                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            elif more == "replaced":
+                each.values.grad = each.values.grad * 2  # type: ignore[operator]
+            else:
+                learn(each)
         for optimizer in optimizers:
             optimizer.step()
         assert torch.equal(made.values, right.values)
@@ -94,6 +100,7 @@ def test_a_gradient_of_other_blocks_is_neither_used_nor_added_to(begin: str) -> 
     write(made, right)
     made(torch.ones(2, 96))
     assert made.values.grad is gradient
+    nn.utils.clip_grad_norm_(made.parameters(), 0.1)
     with pytest.raises(InvalidInput, match=r"is of its old blocks.* optimizer\.zero_grad\(\)"):
         optimizers[0].step()
     assert torch.equal(made.values, right.values)
