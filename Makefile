@@ -4,7 +4,8 @@ BOOT := $(shell command -v python3 || command -v python3.11 || command -v python
 WORKERS ?= 2
 # Compiled sources are kept, whatever the caller's setting: tests start some 300 processes, which import torch.
 export PYTHONDONTWRITEBYTECODE =
-PYTEST = $(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
+# Workers share the cores, and threads that wait for each other take eight times as long. BLAS reads this once, on import.
+PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
 .PHONY: help env env-demo demo test test-vllm interpreted gpu gpu-status check lint readme cubins wheel clean
 

@@ -1,14 +1,8 @@
 """What every test may use: the `gpu` marker's skip, a `device` fixture, hypothesis without deadlines, one thread."""
 
-import os
-
-# Workers share the cores, and threads that wait for each other take eight times as long on a busy machine. Before numpy
-# is imported, whose BLAS reads it once; the processes that tests start have it too.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
 import gc
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +20,10 @@ from tests.sampling import EVERY, SEED
 settings.register_profile("sparsek", deadline=None, max_examples=50 if EVERY else 30, derandomize=True)
 settings.load_profile("sparsek")
 
+# Workers share the cores, and torch's threads wait for each other: on a busy machine they take eight times as long.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 # Tests hold kernels to the configs that they choose themselves, whatever was tuned on this machine.

@@ -10,23 +10,25 @@ change with the lines around it, and its text is the same under every Python.
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-LAST_COMMA = re.compile(r",(?=[])}])")
-FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", -1)  # of Python 3.12 and newer
 DEVICE = ("jit", "constexpr_function", "builtin")
 DATA = re.compile(r"[\w./-]+\.(?:cu|cuh|h|json|jsonl|csv|txt|npz)")
 CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 INCLUDED = re.compile(r'#include\s+"([^"]+)"')
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+CLOSED = {
+    "typing",
+    "typing_extensions",
+    "abc",
+    "enum",
+    "collections",
+}  # whose classes call no members of others
 ALIASES = ("classmethod", "staticmethod", "property")
 
 
@@ -42,6 +44,7 @@ class Definition:
     name: str
     kind: str  # "function", "class", "constant" or "body"
     rows: list[tuple[int, int]]
+    nodes: list[ast.stmt] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     mentioned: set[str] = field(default_factory=set)  # attributes of anything, and strings that may be names
     data: set[str] = field(default_factory=set)  # strings that may name a file
@@ -65,33 +68,22 @@ class Module:
         self.definitions: dict[str, Definition] = {}
         self.imported: dict[str, tuple[str, str]] = {}  # name: module, and the name there or ""
         self.stars: list[str] = []
-        self.source, self.tree = source, ast.parse(source)
+        self.modules: set[str] = set()  # that it imports, and what may be some
+        self.tree = ast.parse(source)
+        self.bound: set[str] = set()  # names that other statements bind, as those under an `if`
+        self._texts: dict[str, str] = {}
         self._collect_imports()
         for node in self.tree.body:
             self._add(node)
 
     def text(self, name: str) -> str:
         """The text of a definition. That of a class is without methods and aliases, which are definitions too."""
-        each = self.definitions[name]
-        lines = self._between(each.rows)
-        if each.kind == "class":
-            inner = [self.definitions[f"{name}.{member}"].rows for member in self.members(name)]
-            inside = {row for rows in inner for row, _ in self._between(rows)}
-            lines = [line for line in lines if line[0] not in inside]
-        return "\n".join(line for _, line in lines)
-
-    @cached_property
-    def _lines(self) -> tuple[list[int], list[tuple[int, str]]]:
-        lines = logical_lines(self.source, self.tree)
-        return [row for row, _ in lines], lines
-
-    def _between(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, str]]:
-        rows, lines = self._lines
-        return [
-            line
-            for first, last in spans
-            for line in lines[bisect_left(rows, first) : bisect_right(rows, last)]
-        ]
+        if name not in self._texts:
+            each = self.definitions[name]
+            inner = self.members(name) if each.kind == "class" else set()
+            own = {id(node) for member in inner for node in self.definitions[f"{name}.{member}"].nodes}
+            self._texts[name] = "\n".join(dumped(node, own) for node in each.nodes)
+        return self._texts[name]
 
     def at(self, row: int) -> Definition | None:
         """The smallest definition that a row belongs to."""
@@ -110,6 +102,7 @@ class Module:
     def _collect_imports(self) -> None:
         for node in _without_type_checking(self.tree):
             if isinstance(node, ast.Import):
+                self.modules |= {alias.name for alias in node.names}
                 for alias in node.names:
                     if alias.asname:
                         self.imported[alias.asname] = alias.name, ""
@@ -118,6 +111,7 @@ class Module:
                         self.imported.setdefault(first, (first, ""))
             elif isinstance(node, ast.ImportFrom):
                 module = self._absolute(node)
+                self.modules |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
                 for alias in node.names:
                     if alias.name == "*":
                         self.stars.append(module)
@@ -144,6 +138,12 @@ class Module:
                 self._define(name, "constant", node)
         else:
             self._define("", "body", node)
+            self.bound |= {
+                one.id
+                for one in ast.walk(node)
+                if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            }
+            self.bound |= {one.name for one in ast.walk(node) if isinstance(one, (*FUNCTIONS, ast.ClassDef))}
 
     def _add_class(self, node: ast.ClassDef) -> None:
         self._define(node.name, "class", node, [*node.bases, *node.keywords, *node.decorator_list])
@@ -160,6 +160,7 @@ class Module:
     def _define(self, name: str, kind: str, node: ast.stmt, parts: Iterable[ast.AST] | None = None) -> None:
         found = self.definitions.setdefault(name, Definition(f"{self.name}:{name}", kind, []))
         found.kind = kind
+        found.nodes.append(node)
         found.rows.append((_first_line(node), node.end_lineno or node.lineno))
         found.device |= isinstance(node, FUNCTIONS) and any(_last(d) in DEVICE for d in node.decorator_list)
         self._refer(found, [node] if parts is None else parts)
@@ -185,7 +186,7 @@ class Tree:
     """The definitions of packages below `root`, parsed when they are needed."""
 
     def __init__(self, root: Path, packages: tuple[str, ...] = ("sparsek",)) -> None:
-        self.root = root
+        self.root, self.packages = root, packages
         self.paths: dict[str, Path] = {}
         for package in packages:
             for path in sorted((root / package).rglob("*.py")):
@@ -213,7 +214,9 @@ class Tree:
         return None if found is None else found.definitions.get(local)
 
     def resolve(self, module: str, name: str) -> str:
-        """What a dotted name means in a module: the name of a definition, of a module, or ""."""
+        """What a dotted name means in a module: the name of a definition, of a module, "~math.exp" of a name of another
+        library, or "".
+        """
         key = module, name
         if key not in self._resolved:
             self._resolved[key] = ""  # of names that import each other
@@ -231,7 +234,11 @@ class Tree:
             return f"{module}:{first}"
         if first in here.imported:
             other, theirs = here.imported[first]
+            if other.partition(".")[0] not in self.packages:
+                return "~" + ".".join(filter(None, (other, theirs, rest)))
             found = other if not theirs else self._member(other, theirs)
+        elif first in here.bound:
+            return f"{module}:"
         elif f"{module}.{first}" in self.paths and here.package:
             found = f"{module}.{first}"
         else:
@@ -263,8 +270,30 @@ class Tree:
 
     def references(self, each: Definition) -> set[str]:
         """The definitions that one refers to."""
-        found = {self.resolve(each.module, name) for name in each.names}
-        return {name for name in found if ":" in name and name != each.name}
+        return {name for name in self._meant(each) if ":" in name and name != each.name}
+
+    def outside(self, each: Definition) -> set[str]:
+        """The names of other libraries that a definition refers to: "math.exp"."""
+        return {name[1:] for name in self._meant(each) if name.startswith("~")}
+
+    def _meant(self, each: Definition) -> set[str]:
+        return {self.resolve(each.module, name) for name in each.names}
+
+    def imported_bodies(self, module: str) -> set[str]:
+        """The last names of the modules that one imports and that do more than define: registrations, for example."""
+        here = self.module(module)
+        bodies = {name: self.module(name) for name in (here.modules if here else ())}
+        return {name.rpartition(".")[2] for name, body in bodies.items() if body and "" in body.definitions}
+
+    def is_open(self, name: str) -> bool:
+        """Whether a class has a base of another library, which may call any of its members."""
+        each = self.definition(name)
+        if each is None or each.kind != "class":
+            return False
+        bases = [base for node in each.nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+        meant = {self.resolve(each.module, _dotted(base)) for base in bases}
+        outer = {base[1:].partition(".")[0] for base in meant if base.startswith("~")} - CLOSED
+        return bool(outer) or any(self.is_open(base) for base in meant if ":" in base and base != name)
 
     def files(self, each: Definition) -> set[str]:
         """The data and CUDA C++ files that a definition names, from the root, with those that these include."""
@@ -366,6 +395,12 @@ def _chain(node: ast.Attribute) -> str:
     return ".".join([at.id, *reversed(parts)]) if isinstance(at, ast.Name) else ""
 
 
+def _dotted(node: ast.expr) -> str:
+    """The name of a base: "nn.Module", also of "Operation[C, P]"."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return _chain(node) if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def _without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if not _is_type_checking(child):
@@ -397,27 +432,29 @@ def _first_line(node: ast.stmt) -> int:
 @lru_cache(maxsize=512)  # many tests need the same files
 def whole_text(source: str) -> str:
     """A source without comments, docstrings and layout."""
-    return "\n".join(line for _, line in logical_lines(source, ast.parse(source)))
+    return dumped(ast.parse(source))
 
 
-def logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
-    """Row and text of each logical line: its depth, then its tokens without spaces, whatever its line breaks."""
-    documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    docstrings = {node.body[0].lineno for node in nodes if ast.get_docstring(node, clean=False) is not None}
-    lines: list[tuple[int, str]] = []
-    depth, row, parts = 0, 0, []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.INDENT, tokenize.DEDENT):
-            depth += 1 if token.type == tokenize.INDENT else -1
-        elif token.type == tokenize.NEWLINE:
-            # Python 3.12 tokenizes inside f-strings, older ones do not; without spaces both read alike.
-            text = "".join("".join(parts).split()).replace("{{", "{").replace("}}", "}")
-            if row not in docstrings:
-                lines.append((row, f"{depth} {LAST_COMMA.sub('', text)}"))
-            parts = []
-        elif token.type not in (tokenize.COMMENT, tokenize.NL):
-            row = row if parts else token.start[0]
-            middle = token.type == FSTRING_MIDDLE  # which holds one brace where the source has two
-            parts.append(token.string.replace("{", "{{").replace("}", "}}") if middle else token.string)
-    return lines
+def dumped(node: ast.AST, left_out: Container[int] = ()) -> str:
+    """A syntax tree as text, the same under every Python, without docstrings and the nodes of these ids."""
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    parts = [type(node).__name__]
+    documented = (
+        isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+        and ast.get_docstring(node, clean=False) is not None
+    )
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            items = value[documented and name == "body" :]
+            if isinstance(node, ast.JoinedStr):  # Python 3.12 has empty texts in it
+                items = [one for one in items if not isinstance(one, ast.Constant) or one.value]
+            inner = [_dumped(one, left_out) for one in items if id(one) not in left_out]
+            parts += [f"{name}=[{','.join(inner)}]"] if inner else []
+        elif value is not None and not isinstance(value, ast.expr_context) and name != "type_comment":
+            parts.append(f"{name}={_dumped(value, left_out)}")
+    return f"({' '.join(parts)})"
+
+
+def _dumped(value: object, left_out: Container[int]) -> str:
+    return dumped(value, left_out) if isinstance(value, ast.AST) else repr(value)

@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 from sparsek.core.errors import InvalidInput
-from sparsek.plan.definitions import Definition, Tree, digest
+from sparsek.plan.definitions import Definition, Tree, digest, dumped
 
 ROOT = Path(__file__).parents[1]
 JOINED = " + "
@@ -34,6 +34,7 @@ LAUNCHING = tuple(f"sparsek.kernels.lang.{name}" for name in ("launch", "recorde
 # Members of a kernel that plan, and run before the time is taken.
 PLANNING = ("why_not", "default", "configs", "seconds", "rank", "notes", "prepare", "adopt")
 COMPILED = ("hopper", "portable")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_cooperative_grid", "launch_pdl")
 
 
 def source_hash(kernel: str, root: Path = ROOT) -> str:
@@ -115,6 +116,7 @@ class _Followed:
         self.seen: dict[str, Definition] = {}
         self.device: dict[str, Definition] = {}
         self.files: set[str] = set()
+        self.options: set[tuple[str, str]] = set()  # of launches: warps, stages
         self.mentioned: set[str] = set()  # attributes, by what is compiled and what launches it
 
     def host(self, each: Definition) -> None:
@@ -129,7 +131,9 @@ class _Followed:
         self.files |= files
         targets = list(self._targets(each))
         launches = bool(files) or any(one.device or one.module in LAUNCHING for one in targets)
-        self.mentioned |= each.mentioned if launches else set()
+        if launches:
+            self.mentioned |= each.mentioned
+            self.options |= {(each.local, text) for text in _options(each)}
         if files:  # CUDA C++, compiled with the `defines` of the config beside it
             self.mentioned.add("defines")
         settings = {self.tree.resolve(each.module, name) for name in SETTINGS} - {""}
@@ -139,7 +143,7 @@ class _Followed:
             for member in self._members(each):
                 self.host(member)
         for target in targets:
-            if target.device or (launches and target.kind == "constant" and target.local.isupper()):
+            if target.device or (launches and target.kind == "constant"):
                 self.compile(target)
             if target.module.startswith(FOLLOWED) and target.module not in LAUNCHING:
                 self.host(target)
@@ -179,11 +183,21 @@ class _Followed:
     def texts(self) -> list[tuple[str, str]]:
         """What is compiled."""
         files = [(Path(path).name, self.tree.text_of_file(path)) for path in self.files]
-        return [*((each.local, self.tree.text(name) or "") for name, each in self.device.items()), *files]
+        outside = sorted({name for each in self.device.values() for name in self.tree.outside(each)})
+        own = [(each.local, self.tree.text(name) or "") for name, each in self.device.items()]
+        return [*own, *files, *self.options, *[("libraries", " ".join(outside))] * bool(outside)]
 
     def host_texts(self) -> list[tuple[str, str]]:
         """The host code that was followed."""
         return [(each.local, self.tree.text(name) or "") for name, each in self.seen.items()]
+
+
+def _options(each: Definition) -> Iterator[str]:
+    """The options of launches in host code: num_warps=4."""
+    calls = (one for node in each.nodes for one in ast.walk(node) if isinstance(one, ast.Call))
+    for keyword in (one for call in calls for one in call.keywords):
+        if keyword.arg in OPTIONS:
+            yield f"{keyword.arg}={dumped(keyword.value)}"
 
 
 def files_hash(files: Iterable[Path], root: Path) -> str:

@@ -12,26 +12,29 @@ anew for the card of the run.
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sparsek.plan.definitions import Definition, Tree, digest
+from sparsek.plan.definitions import Definition, Tree, digest, dumped
 from tests.evidence import trace
 
 PACKAGES = ("sparsek", "tests", "scripts")
 # Here a function that ran for one test file fills caches for all: all of a module counts that ran for any file.
 SHARED = ("sparsek.kernels.lang", "sparsek.core", "sparsek.integrations", "sparsek.bench")
-EMPTY = ("{}", "[]", "dict()", "set()", "WeakKeyDictionary()", "WeakValueDictionary()", "WeakSet()")
+CACHES = ("dict", "set", "list", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Calls", "local")
 TABLE = "sparsek.kernels:KERNELS"  # counts by the rows of the operations that a file planned
 CHOICE = "choice"
 EVERYTHING = "all:sparsek"
+# What reads sources, for records and for this: it computes no result.
+READERS = ("sparsek.plan.sources", "sparsek.plan.definitions", "tests.evidence.")
 PLAIN = ("file:", "all:")  # keys that are no definitions
 # Members that Python calls itself.
 SPECIAL = ("__", "_missing_", "_generate_next_value_")
@@ -44,7 +47,7 @@ class Ran:
     definitions: set[str] = field(default_factory=set)
     files: set[str] = field(default_factory=set)
     choices: list[dict[str, Any]] = field(default_factory=list)
-    children: int = 0  # Python processes that were started, less those that were traced
+    untraced: bool = False  # a Python process that it started did not trace itself
     compiled: bool = False
 
 
@@ -66,6 +69,7 @@ def read(folder: Path, tree: Tree) -> dict[str, Ran]:
     """What ran, by label, from the files of a trace."""
     modules = {path.relative_to(tree.root).as_posix(): name for name, path in tree.paths.items()}
     found: defaultdict[str, Ran] = defaultdict(Ran)
+    started, traced = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for file in sorted(folder.glob("*.trace")):
         for line in file.read_text(encoding="utf-8").splitlines():
             what, label, *rest = line.split("\t")
@@ -84,8 +88,13 @@ def read(folder: Path, tree: Tree) -> dict[str, Ran]:
                     here.choices.append(choice)
             elif what == "compiled":
                 here.compiled = True
+            elif what == "child":
+                started[label, rest[0]] += 1
             else:
-                here.children += {"child": 1, "traced": -1}[what]
+                for given in set(rest):
+                    traced[label, given] += 1
+    for (label, given), count in started.items():
+        found[label].untraced |= count > traced[label, given]
     return dict(found)
 
 
@@ -109,15 +118,21 @@ class Closure:
             work.add(self._of_file(label))
         work.add(own.definitions)
         work.finish()
+        if own.choices:  # a kernel's reasons are no prediction: tests read them
+            reasons = _Work(self, compiled=True)
+            reasons.add(self._reasons({choice["op"] for choice in own.choices}))
+            reasons.finish()
+            work.found |= reasons.found
+            work.files |= reasons.files
         keys = work.found | {f"file:{path}" for path in work.files}
         if TABLE in keys:
             # A choice is made again, and its outcome compared.
             ops = {choice["op"] for choice in own.choices}
             keys.discard(TABLE)
             keys |= {f"{TABLE}#{op}" for op in ops or ([] if label == CHOICE else [""])}
-        if own.children > 0:  # a process of it was not traced
+        if own.untraced:
             keys.add(EVERYTHING)
-        return Code(keys, work.members(), own.choices)
+        return Code(keys, members(self.tree, keys), own.choices)
 
     def _of_file(self, path: str) -> set[str]:
         """What a test file reads itself, and the conftest.py files above it."""
@@ -132,20 +147,43 @@ class Closure:
                 found |= {one.name for one in module.definitions.values()}
         return found
 
+    def _reasons(self, ops: set[str]) -> set[str]:
+        """The `why_not` of the kernels that were asked, of these operations."""
+        module = self.tree.module("sparsek.kernels")
+        of_op: set[str] = set()
+        for node in module.definitions["KERNELS"].nodes if module and "KERNELS" in module.definitions else ():
+            if isinstance(node, ast.AnnAssign) and node.value is not None:
+                of_op |= {
+                    f"sparsek.kernels.{row[2]}" for row in ast.literal_eval(node.value) if row[0] in ops
+                }
+        asked = self.ran.get(CHOICE, Ran()).definitions
+        return {name for name in asked if name.endswith("why_not") and name.partition(":")[0] in of_op}
+
     @cached_property
     def shared(self) -> set[str]:
         """The modules whose caches outlive a test file."""
         found = {name for name in self.by_module if name.startswith(SHARED)}
         for name in self.by_module.keys() - found:
             module = self.tree.module(name)
-            if module and any(
-                each.kind == "constant"
-                and "." not in local
-                and module.text(local).endswith(tuple(f"={x}" for x in EMPTY))
-                for local, each in module.definitions.items()
-            ):
+            values = [
+                getattr(node, "value", None)
+                for each in (module.definitions.values() if module else ())
+                if each.kind == "constant" and "." not in each.local
+                for node in each.nodes
+            ]
+            if any(map(_is_cache, values)):
                 found.add(name)
         return found
+
+
+def _is_cache(value: ast.expr | None) -> bool:
+    """Whether a constant begins empty, so that calls fill it."""
+    if isinstance(value, ast.Call) and not value.args:
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return name in CACHES
+    return (isinstance(value, ast.Dict) and not value.keys) or (
+        isinstance(value, ast.List) and not value.elts
+    )
 
 
 class _Work:
@@ -154,6 +192,7 @@ class _Work:
     def __init__(self, closure: Closure, compiled: bool) -> None:
         self.closure, self.tree, self.compiled = closure, closure.tree, compiled
         self.found: set[str] = set()
+        self.done: set[str] = set()
         self.classes: set[str] = set()
         self.mentioned: set[str] = set()
         self.files: set[str] = set()
@@ -161,7 +200,7 @@ class _Work:
         self.waiting: list[str] = []
 
     def add(self, names: Iterable[str]) -> None:
-        self.waiting += [name for name in names if name not in self.found]
+        self.waiting += [name for name in names if name not in self.done]
 
     def finish(self) -> None:
         """Follows everything, until no member of a class is mentioned anew."""
@@ -183,8 +222,9 @@ class _Work:
 
     def _follow(self, name: str) -> None:
         each = self.tree.definition(name)
-        if each is None or name in self.found:
+        if each is None or name in self.done or name.startswith(READERS):
             return
+        self.done.add(name)
         self.found.add(name)
         self._touch(each)
         self.mentioned |= each.mentioned
@@ -208,23 +248,38 @@ class _Work:
         imported = self.closure.ran.get(f"import:{path}", Ran())
         self.files |= imported.files
         self.add(imported.definitions)
-        self.add([f"{each.module}:"])
+        self.found.add(f"{each.module}:")
+        self.add([f"{each.module}:"] if self.tree.definition(f"{each.module}:") else [])
         if each.module in self.closure.shared:
             self.add(self.closure.by_module[each.module])
 
-    def members(self) -> str:
-        """A hash of the members of the classes that are mentioned, or called by Python."""
-        return members_of(self.tree, self.classes, self.mentioned)
 
+def members(tree: Tree, keys: Iterable[str], places: Mapping[str, str] | None = None) -> str:
+    """A hash of those members of the classes among the keys that the other keys mention, or that Python calls.
 
-def members_of(tree: Tree, classes: Iterable[str], mentioned: set[str]) -> str:
-    """A hash of the members of classes that are mentioned, or called by Python."""
+    `places`: where definitions stand now that have moved.
+    """
+    mentioned: set[str] = set()
+    classes: list[str] = []
+    for key in keys:
+        name = (places or {}).get(key, key)
+        each = None if key.startswith(PLAIN) or "#" in key else tree.definition(name)
+        if each is not None:
+            mentioned |= each.mentioned
+            classes += [name] if each.kind == "class" else []
+    prefixes = tuple(
+        each for each in mentioned if each.endswith("_") and len(each) > 2
+    )  # of getattr(self, "on_" + x)
     rows = []
     for name in classes:
         module, _, local = name.partition(":")
         here = tree.module(module)
-        members = here.members(local) if here else set()
-        kept = sorted(each for each in members if each in mentioned or each.startswith(SPECIAL))
+        every = tree.is_open(name)  # torch calls _apply of a module, and vmap of a function
+        kept = sorted(
+            each
+            for each in (here.members(local) if here else ())
+            if every or each in mentioned or each.startswith((*SPECIAL, *prefixes))
+        )
         rows.append(f"{local} {' '.join(kept)}")
     return digest(*sorted(rows))
 
@@ -256,15 +311,23 @@ class Hashes:
             return digest(*self._rows(key.partition("#")[2]))
         place = self.places.get(key, key)
         text, each = self.tree.text(place), self.tree.definition(place)
-        if text is None or each is None:
+        if place.endswith(":"):  # a module that only defines may get its first other statement
+            module = place[:-1]
+            if module not in self.tree.paths:
+                return ""
+            text = " ".join([*sorted(self.tree.imported_bodies(module)), text or ""])
+        if text is None:
             return ""
-        referred = sorted(self.names.get(name, name) for name in self.tree.references(each))
-        return digest(text)[:8] + digest(*referred)[:8]
+        referred = sorted(self.names.get(name, name) for name in self.tree.references(each)) if each else []
+        outside = sorted(self.tree.outside(each)) if each else []
+        return digest(text)[:8] + digest(*referred, *outside)[:8]
 
     def _rows(self, op: str) -> list[str]:
         """The rows of the kernels' table for one operation; the whole table for ""."""
-        text = self.tree.text(TABLE) or ""
-        return [row for row in text.split('("') if row.startswith(f'{op}"')] if op else [text]
+        each = self.tree.definition(TABLE)
+        nodes = each.nodes if each else []
+        rows = [row for node in nodes for row in getattr(getattr(node, "value", None), "elts", ())]
+        return [dumped(row) for row in rows if not op or dumped(row.elts[0]) == repr(op)]
 
 
 def pack(tree: Tree, codes: Mapping[str, Code], choosing: Code) -> str:
@@ -323,7 +386,7 @@ class Executed:
         for path, row in self.rows.items():
             keys = list(self.keys_of(row))
             lines = [_line(key, hashes(key)) for key in keys if key in changed]
-            if not lines and self._members(tree, hashes, keys) != row[1]:
+            if not lines and members(tree, keys, hashes.places) != row[1]:
                 lines = ["a class that it uses has other members that it calls"]
             if not lines and row[2]:
                 if planned is None:
@@ -332,31 +395,27 @@ class Executed:
             found[path] = lines
         return found
 
-    def _members(self, tree: Tree, hashes: Hashes, keys: list[str]) -> str:
-        classes, mentioned = [], set[str]()
-        for key in keys:
-            name = hashes.places.get(key, key)
-            each = None if key.startswith(PLAIN) or "#" in key else tree.definition(name)
-            if each is not None:
-                mentioned |= each.mentioned
-                classes += [name] if each.kind == "class" else []
-        return members_of(tree, classes, mentioned)
-
     def _moved(self, tree: Tree) -> dict[str, str]:
         """Of definitions that stand elsewhere now with the same text: their name today, and then."""
         found: dict[str, str] = {}
+        homes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for key, then in self.hashes.items():
-            if not key.startswith(PLAIN) and "#" not in key and tree.definition(key) is None:
-                local = key.partition(":")[2]
-                same = [
-                    name
-                    for (known, text), names in tree.by_text.items()
-                    if known == local and text[:8] == then[:8]
-                    for name in names
-                    if name not in self.hashes
-                ]
-                if len(same) == 1:
-                    found[same[0]] = key
+            if key.startswith(PLAIN) or "#" in key or key.endswith(":") or tree.definition(key) is not None:
+                continue
+            local = key.partition(":")[2]
+            same = [
+                name
+                for (known, text), names in tree.by_text.items()
+                if known == local and text[:8] == then[:8]
+                for name in names
+                if name not in self.hashes
+            ]
+            if len(same) == 1:
+                found[same[0]] = key
+                homes[key.partition(":")[0]][same[0].partition(":")[0]] += 1
+        for module, places in homes.items():
+            if module not in tree.paths and f"{module}:" in self.hashes:
+                found[f"{places.most_common(1)[0][0]}:"] = f"{module}:"
         return found
 
     def _planned(self, changed: set[str], hashes: Hashes) -> dict[int, str]:

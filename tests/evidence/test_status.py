@@ -86,6 +86,18 @@ def verb(f):
 
 register(verb)
 """,
+    "sparsek/layer.py": """
+from math import floor
+from torch import nn
+
+if floor(1):
+    STEP = 1
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return getattr(self, "on_" + x)(floor(x) + STEP)
+""",
+    "sparsek/patch.py": "import sparsek\n\nsparsek.x = 1\n",
     "tests/conftest.py": "LIMIT = 1\n",
     "tests/ops/cases.py": """
 CASES = [1]
@@ -114,7 +126,13 @@ LAUNCH, BANDED, VERB = "tests/bench/test_launch.py", "tests/ops/test_banded.py",
 RAN = {
     LAUNCH: Ran({"sparsek.kernel:launch"}),
     BANDED: Ran(
-        {"sparsek.banded:causal", "sparsek.core:flag", "sparsek.mask:Base.size", "sparsek.mask:Base.sides"}
+        {
+            "sparsek.layer:Layer.forward",
+            "sparsek.banded:causal",
+            "sparsek.core:flag",
+            "sparsek.mask:Base.size",
+            "sparsek.mask:Base.sides",
+        }
     ),
     VERB: Ran(
         {"sparsek.ops:verb", "sparsek.registry:find", "tests.ops.cases:helper"}, files={"tests/ops/data.json"}
@@ -266,6 +284,24 @@ def replaced(name: str, old: str, new: str) -> tuple[str, str]:
             replaced("sparsek/banded.py", "from sparsek.core import flag", "from sparsek.other import flag"),
             [BANDED],
         ),
+        # Other libraries: another function of one, what one calls itself, what is called by a made name.
+        (replaced("sparsek/layer.py", "import floor", "import ceil as floor"), [BANDED]),
+        (
+            replaced(
+                "sparsek/layer.py",
+                "    def forward",
+                "    def _apply(self, fn): return self\n    def forward",
+            ),
+            [BANDED],
+        ),
+        (replaced("sparsek/layer.py", "STEP = 1", "STEP = 2"), [BANDED]),
+        (
+            replaced("sparsek/mask.py", "class Base:\n", "class Base:\n    def on_two(self): return 2\n"),
+            [BANDED],
+        ),
+        # Modules that begin to do more than define, or import one that does.
+        (("sparsek/core.py", FILES["sparsek/core.py"] + "\nLEAST.bit_length()\n"), [BANDED]),
+        (("sparsek/banded.py", "import sparsek.patch\n" + FILES["sparsek/banded.py"]), [BANDED]),
         # Helpers, fixtures, data, the files themselves.
         (replaced("tests/ops/cases.py", "CASES = [1]", "CASES = [2]"), [VERB]),
         (replaced("tests/ops/cases.py", "OTHERS = [1]", "OTHERS = [2]"), []),
@@ -320,7 +356,7 @@ def test_a_function_that_is_gone_is_named(tree: Path) -> None:
 
 
 def test_a_process_that_was_not_traced_counts_for_everything(tree: Path) -> None:
-    ran = RAN | {LAUNCH: Ran({"sparsek.kernel:launch"}, children=1)}
+    ran = RAN | {LAUNCH: Ran({"sparsek.kernel:launch"}, untraced=True)}
     found = [evidence(tree, "1/2", ran=ran), evidence(tree, "2/2", ran=ran)]
     assert status.to_run(tree, found) == []
     (tree / "sparsek/core.py").write_text(FILES["sparsek/core.py"].replace("LEAST = 1", "LEAST = 2"))

@@ -62,7 +62,7 @@ def test_each_file_has_what_it_executed(ran: dict[str, executed.Ran]) -> None:
 def test_a_process_that_a_test_starts_counts_for_it(ran: dict[str, executed.Ran]) -> None:
     modules = {name.partition(":")[0] for name in ran["tests/test_two.py"].definitions}
     assert "sparsek.matrix.convert" in modules
-    assert ran["tests/test_two.py"].children == 0
+    assert not ran["tests/test_two.py"].untraced
 
 
 def test_a_forked_process_counts_too(ran: dict[str, executed.Ran]) -> None:
@@ -70,7 +70,7 @@ def test_a_forked_process_counts_too(ran: dict[str, executed.Ran]) -> None:
 
 
 def test_a_process_that_is_not_traced_is_noticed(ran: dict[str, executed.Ran]) -> None:
-    assert ran["tests/test_three.py"].children == 1
+    assert ran["tests/test_three.py"].untraced
 
 
 def test_data_files_are_noted(ran: dict[str, executed.Ran]) -> None:

@@ -4,7 +4,8 @@ Every process of a run writes lines to a file of its own, at once, so that one t
 
   ran <label> <file> <row>    a function began; row: the first of its source
   opened <label> <file>       a file that is no Python source was opened for reading
-  child <label> / traced <label>   a Python process was started / has begun to trace
+  child <label> <arguments>   a Python process was started
+  traced <label> <arguments> <arguments but the first>   one has begun to trace
   compiled <label>            torch.compile traced something, of which no function begins
   chose <label> <json>        a problem, the kernel that was named or null, and the choice of kernel and config
 
@@ -19,8 +20,10 @@ import functools
 import importlib
 import json
 import os
+import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
@@ -30,6 +33,7 @@ FOLDER, LABEL = "SPARSEK_TRACE", "SPARSEK_TRACE_LABEL"
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).resolve().parent / "child"
 FOLLOWED = ("sparsek/", "tests/", "scripts/")
+OWN = "tests/evidence/"  # this tool
 CHOOSES = ("sparsek/ops/planning.py", "_decide")
 DYNAMO = "/torch/_dynamo/convert_frame.py"
 # Made from sources that are traced, or written by the run itself.
@@ -71,7 +75,8 @@ class Trace:
 
     def arrived(self) -> None:
         """Says that this process, which another started, is traced."""
-        self._write("traced", self.label)
+        # A script's own line names the interpreter before it.
+        self._write("traced", self.label, shown(sys.orig_argv[1:]), shown(sys.orig_argv[2:]))
 
     def to(self, label: str) -> None:
         """What begins from here on belongs to this label. Caches are emptied, so that it runs what it depends on."""
@@ -152,7 +157,8 @@ class Trace:
         found = self.shorts.get(path)
         if found is None:
             found = path[len(self.root) :] if path.startswith(self.root) else ""
-            found = found.replace(os.sep, "/") if found.startswith(FOLLOWED) else ""
+            found = found.replace(os.sep, "/")
+            found = found if found.startswith(FOLLOWED) and not found.startswith(OWN) else ""
             found = DYNAMO if path.endswith(DYNAMO) else found
             self.shorts[path] = found
         return found
@@ -174,8 +180,8 @@ class Trace:
                 if not short.startswith(UNUSED) and "__pycache__" not in short:
                     stack = self.stacks.get(threading.get_ident())
                     self._once(short, stack[-1][1] if stack else self.label, 0)
-        elif event == "subprocess.Popen" and "python" in Path(os.fsdecode(given[0] or "")).name:
-            self._write("child", self.label)
+        elif event == "subprocess.Popen" and is_python(given[0]):
+            self._write("child", self.label, shown(given[1][1:]))
 
     def _write(self, *words: str) -> None:
         if self.pid != os.getpid():  # also in a process that was forked
@@ -210,13 +216,35 @@ def environment(folder: Path) -> dict[str, str]:
     return {FOLDER: str(folder), "PYTHONPATH": os.pathsep.join([str(CHILD), str(ROOT), *kept])}
 
 
+def is_python(program: Any) -> bool:
+    """Whether a program is Python, or a script of Python."""
+    path = Path(os.fsdecode(program or ""))
+    if "python" in path.name:
+        return True
+    found = path if path.is_absolute() else Path(shutil.which(path) or "")
+    try:
+        with found.open("rb") as file:
+            first = file.readline(200)
+    except OSError:
+        return False
+    return first.startswith(b"#!") and b"python" in first
+
+
+def shown(arguments: Any) -> str:
+    """A name for the arguments of a process, in one word."""
+    return format(zlib.crc32("\0".join(os.fsdecode(each) for each in arguments).encode()), "x")
+
+
 def empty_caches() -> None:
-    """Empties functools' caches of the package's modules but those of KEPT."""
+    """Empties functools' caches of the package's modules but those of KEPT, and recorded calls that a module keeps."""
     for name, module in list(sys.modules.items()):
         if name.startswith("sparsek.") and not name.startswith(KEPT):
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
+                elif type(value).__name__ == "Calls":
+                    value.known.clear()
+                    value.recent.clear()
 
 
 def decided(problem: Any, only: str | None) -> dict[str, Any]:
