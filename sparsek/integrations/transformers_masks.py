@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import transformers.masking_utils as masking_utils
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
@@ -153,7 +154,7 @@ class Restarts:
                 self._warn(owner, restart)
         if not isinstance(positions, Tensor) or positions.ndim != 2 or not 1 < q_len == positions.shape[1]:
             return
-        if _is(self._last, positions) or _is(self._warned, config):
+        if _is(self._last, positions) or _is(self._warned, config) or is_functorch_wrapped_tensor(positions):
             return
         if positions.device.type == "cpu" and not is_fake(positions):
             self._last = weakref.ref(positions)
@@ -179,7 +180,8 @@ def _is(kept: Any, x: Any) -> bool:
 
 
 def _restart(positions: Tensor) -> Tensor:
-    return (positions.diff(dim=1) < 1).any()
+    """Whether a document begins after the first token: positions fall, or 0 is repeated. Others may be repeated."""
+    return ((positions.diff(dim=1) < 0) | (positions[:, 1:] == 0) & (positions[:, :-1] == 0)).any()
 
 
 @dataclass

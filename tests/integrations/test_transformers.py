@@ -340,6 +340,27 @@ def test_packed_documents_under_a_cache_warn():
             states(own, part, past_key_values=cache)
 
 
+def test_positions_that_never_go_back_are_no_documents():
+    own, ids, place = pair("llama")[1], tokens(1), torch.arange(150)[None]
+    with torch.no_grad():
+        for positions in (
+            place.clamp(max=100),
+            place.clamp(min=10),
+            place // 2 + 1,
+        ):
+            states(own, ids, position_ids=positions)
+        with pytest.warns(UserWarning, match="position_ids restart"):
+            states(own, ids, position_ids=place * 0)  # documents of one token
+
+
+def test_positions_of_vmap_are_not_read():
+    own, ids = pair("llama")[1], tokens(2)
+    place = torch.arange(150).expand(2, -1)
+    with torch.no_grad():
+        batched = torch.func.vmap(lambda x, at: states(own, x[None], position_ids=at[None]))(ids, place)
+        assert torch.allclose(batched[:, 0], states(own, ids), atol=1e-5)
+
+
 def test_flash_attentions_lengths_go_with_positions_that_restart():
     own, lengths = pair("llama")[1], [70, 80]
     ends = torch.tensor([0, 70, 150], dtype=torch.int32)
