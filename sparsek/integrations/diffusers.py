@@ -141,9 +141,6 @@ class _Step:
         start.next = following
         return start, last
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Step:
-        return self
-
 
 class _Followed:
     """What the class of a scheduler has beside its own: the policies that follow it take each new step."""
@@ -155,6 +152,12 @@ class _Followed:
                 if each.scheduler is self:
                     each.follow()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As one of its own class: a copy has that, and a file does not need SparseK."""
+        whole: Any = super().__reduce_ex__(1)  # of 2 and up pickle refuses another class
+        made, given, *rest = whole
+        return made, tuple(_own_class(x) if x is type(self) else x for x in given), *rest
+
 
 # Those whose scheduler has a class with _Followed.
 _FOLLOWING: weakref.WeakSet[Sparse] = weakref.WeakSet()
@@ -165,6 +168,10 @@ def _followed(old: type) -> type:
     """A class of schedulers like `old`, also by name, for a scheduler writes the name of its class to files."""
     names = {"__module__": old.__module__, "__qualname__": old.__qualname__}
     return type(old.__name__, (_Followed, old), names)
+
+
+def _own_class(followed: type) -> type:
+    return followed.__mro__[2]
 
 
 class Sparse:
@@ -281,7 +288,25 @@ class Sparse:
         if self in _FOLLOWING:
             _FOLLOWING.remove(self)
             if not any(each.scheduler is self.scheduler for each in _FOLLOWING):
-                self.scheduler.__class__ = type(self.scheduler).__mro__[2]
+                self.scheduler.__class__ = _own_class(type(self.scheduler))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the number of calls in place of the chain of steps."""
+        calls = 0 if self._now is self._first else self._now.at + 1
+        return {name: x for name, x in self.__dict__.items() if name not in ("_first", "_last", "_now")} | {
+            "calls": calls
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        calls = state.pop("calls")
+        self.__dict__.update(state)
+        self._first, self._last = _Step.chain(self.skip_first_steps)
+        self._now = self._first
+        for _ in range(calls):
+            self._now = self._now.next
+        if self.scheduler is not None and self._hooks:
+            self.follow()
+            self._watch()
 
     def __enter__(self) -> Sparse:
         return self

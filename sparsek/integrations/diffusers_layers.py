@@ -135,6 +135,10 @@ class Processor:
     _layer: str
     _dense: Any  # diffusers' dispatch_attention_fn, or torch's scaled_dot_product_attention
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By the class that it replaces: its own is made here."""
+        return _empty, (type(self).__mro__[2],), self.__dict__
+
     def _attend(
         self,
         tokens: int,
@@ -278,12 +282,17 @@ def _text_mask(rows: int, joint: int, lengths: Tensor | None, q: Tensor) -> Bloc
 
 def with_policy(around: Around, old: Any, layer: str, form: Form) -> Any:
     """The processor `old` of a layer as one whose attention the policy decides."""
-    made = object.__new__(_class_of(type(old)))
+    made = _empty(type(old))
     made.__dict__.update(old.__dict__)
     made._around, made._form, made._layer = around, form, layer
     own: Any = type(old).__call__
     made._dense = own.__globals__.get(DISPATCH) or torch.nn.functional.scaled_dot_product_attention
     return made
+
+
+def _empty(old: type) -> Any:
+    """A processor in place of one of this class, without attributes."""
+    return object.__new__(_class_of(old))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -297,9 +297,45 @@ def test_a_model_with_a_policy_is_saved_and_copied(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         assert torch.equal(run(copy.deepcopy(model), given), run(model, given))
     assert "WanTransformer3DModel" in (tmp_path / "config.json").read_text()
-    with pytest.raises((pickle.PicklingError, AttributeError)), diffusers.use(model, POLICY):
-        pickle.dumps(model)  # docs/how-to/diffusion.md: undo() before
-    assert pickle.dumps(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])  # noqa: S301
+def test_copies_of_a_model_and_a_scheduler_with_a_policy_are_whole(copied: Any) -> None:
+    (model, given), scheduler = wan(1), cast(Any, FlowMatchEulerDiscreteScheduler())
+    scheduler.set_timesteps(4)
+    dense = run(model, given)
+    with diffusers.use(model, POLICY, skip_first_steps=2, scheduler=scheduler):
+        scheduler.step(given["hidden_states"], scheduler.timesteps[0], given["hidden_states"])
+        alone = copied(scheduler)
+        other, steps = copied([model, scheduler])
+        assert type(alone) is FlowMatchEulerDiscreteScheduler
+        assert vars(alone).keys() == vars(scheduler).keys()
+        for time, skipped in zip(scheduler.timesteps[1:], (True, False, False), strict=True):
+            assert torch.allclose(run(other, given), dense, atol=1e-5) is skipped
+            steps.step(given["hidden_states"], time, given["hidden_states"])
+        assert torch.equal(run(model, given), dense)  # its own scheduler is where it was
+        (around,) = {hook.__self__ for hook in other._forward_pre_hooks.values()}
+        around.sparse.undo()
+        assert torch.equal(run(other, given), dense)
+        assert type(steps) is type(alone)
+    assert type(scheduler) is type(alone)
+    assert b"sparsek" not in pickle.dumps([model, other, scheduler, steps])
+
+
+def test_copies_count_on_from_the_calls_before() -> None:
+    model, given = wan(1)
+    dense = run(model, given)
+    with diffusers.use(model, POLICY, skip_first_steps=1000):  # a chain that would be too deep to pickle
+        run(model, given)
+        (hook,) = pickle.loads(pickle.dumps(model))._forward_pre_hooks.values()  # noqa: S301
+        sparse = hook.__self__.sparse
+        assert sparse.step == 0
+        sparse.count()
+        assert sparse.step == 1
+        sparse.reset()
+        sparse.count()
+        assert sparse.step == 0
+    assert torch.equal(run(model, given), dense)
 
 
 def test_what_is_refused() -> None:
