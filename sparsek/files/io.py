@@ -100,7 +100,8 @@ def load(
 ) -> Any:
     """Load what `save` wrote: a matrix, a mask, or a dict of them.
 
-    Everything is checked, checksums included.
+    Everything is checked, checksums included. Objects go to another device one at a time, so the host needs memory for
+    the largest, and for all only where they stay on the CPU.
 
     Args:
         path: The file.
@@ -129,7 +130,12 @@ def load(
         if name is not None and name not in records:
             raise unknown_name(path, name, records)
         chosen = records if name is None else {name: records[name]}
-        check_free(path, "all of it" if name is None else shown(name), _size(file, chosen, kinds))
+        sizes = {each: _size(file, each, kinds[each].parts(record)) for each, record in chosen.items()}
+        what, takes = "all of it" if name is None else shown(name), sum(sizes.values())
+        if device.type != "cpu" and len(sizes) > 1:  # they go there one at a time
+            largest = max(sizes, key=lambda each: sizes[each])
+            what, takes = shown(largest), sizes[largest]
+        check_free(path, what, takes)
         loaded = {
             each: _read(path, file, each, kinds[each], record).to(device) for each, record in chosen.items()
         }
@@ -241,10 +247,10 @@ def _check_tensors(path: StrPath, found: set[str], expected: set[str]) -> None:
             raise InvalidFile(f"{path}: {fault} {len(names)} tensors: {', '.join(sorted(names))[:200]}")
 
 
-def _size(file: TensorFile, records: Mapping[str, Record], kinds: Mapping[str, Kind]) -> int:
-    """The bytes of the tensors of these objects."""
-    names = (f"{each}.{part}" for each in records for part in kinds[each].parts(records[each]))
-    return sum(file.tensors[name].end - file.tensors[name].start for name in names)
+def _size(file: TensorFile, name: str, parts: Iterable[str]) -> int:
+    """The bytes of the tensors of an object."""
+    spans = (file.tensors[f"{name}.{part}"] for part in parts)
+    return sum(span.end - span.start for span in spans)
 
 
 def _read(path: StrPath, file: TensorFile, name: str, kind: Kind, record: Record) -> Any:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from sparsek.core import arguments, memory
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
 from sparsek.files.tensor_file import as_bytes
@@ -465,3 +466,19 @@ def test_every_flipped_bit_of_the_header_is_found(saved):
 def test_every_cut_is_found(saved):
     path, content = saved
     assert all(refused_or_equal(path, content[:end]) for end in range(0, len(content), 37))
+
+
+def test_the_host_needs_memory_for_the_largest_object_of_those_that_go_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, many = tmp_path / "w.safetensors", random_bsr(1024, 512, 32, 1.0)
+    io.save({"one": many, "two": many, "few": small()}, path)
+    monkeypatch.setattr(memory, "available_memory", lambda: 3_000_000)
+    monkeypatch.setattr(arguments, "device", lambda _, name: torch.device(name))  # meta in place of a GPU
+    assert io.load(path, device="meta")["two"].values.is_meta
+    assert same(io.load(path, "two"), many)
+    with pytest.raises(InvalidFile, match=r"all of it takes 0\.00\d+ GB; 0\.003 GB of memory are free"):
+        io.load(path)
+    monkeypatch.setattr(memory, "available_memory", lambda: 2_000_000)
+    with pytest.raises(InvalidFile, match=r"'one' takes 0\.0021 GB; 0\.002 GB of memory are free"):
+        io.load(path, device="meta")
