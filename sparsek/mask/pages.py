@@ -34,8 +34,8 @@ class PageLists:
         full: Blocks that every query of the tile sees whole, `BlockLists` of heads * tiles rows. They need no test.
         partial: Further blocks, which are tested element by element.
         heads: Heads with lists of their own: 1, those of k, or those of q.
-        tiles: Rows of one head; at least the tiles of all requests. On a GPU, where nobody reads how many these are, at
-            least as many as the rows of q need.
+        tiles: Rows of one head; at least the tiles of all requests. On a GPU, where nobody reads how many these are,
+            `attention_paged` refuses too few with check=True alone, and none at all in every call.
         block: (bq, bk), in tokens: bq 1, 64 or 128; bk a power of two from 16 to 2^20.
         longest: At most this many blocks in a row, full and partial together. Kernels leave out further ones.
 

@@ -141,7 +141,7 @@ def attention_paged(
         kernel: A name from the table of kernels. It runs or raises `Unsupported`.
         check: Whether to check page ids, lengths and lists on the device, with a wait. Without it wrong ones are
             refused on a CPU; on a GPU they give a result without meaning, but nothing outside the tensors is read, and
-            shapes and bounds without room for the rows of q are refused. Refused under torch.compile.
+            shapes and bounds without room for any query are refused. Refused under torch.compile.
 
     Returns:
         out [tokens, Hq, Dv] in the dtype of q. With return_lse (out, lse), lse [Hq, tokens] in float32, or float64 for

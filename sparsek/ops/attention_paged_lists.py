@@ -11,7 +11,6 @@ from sparsek.core import arguments
 from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskRule
 from sparsek.plan import paged_operands as operands
@@ -67,23 +66,7 @@ def lists_of_rule(
             mask = rule.mask_for(queries, _keys(q, k, table[r], length, factor)[None], scale)
             mask.verify()
             masks.append(mask)
-        lists = _covering(PageLists.of_masks(masks, verify=False), q.shape[0]) if masks else None
-        return lists, seq_lens, cu_seqlens_q
-
-
-def _covering(lists: PageLists, tokens: int) -> PageLists:
-    """The lists with empty tiles for rows of q after the last request."""
-    more = -(-tokens // lists.block[0]) - lists.tiles
-    if more <= 0:
-        return lists
-
-    def longer(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x.view(lists.heads, -1), (0, more)).flatten()
-
-    full, partial = (
-        BlockLists(longer(x.starts), longer(x.counts), x.indices) for x in (lists.full, lists.partial)
-    )
-    return PageLists(full, partial, lists.heads, lists.tiles + more, lists.block, lists.longest)
+        return (PageLists.of_masks(masks, verify=False) if masks else None), seq_lens, cu_seqlens_q
 
 
 def _on_host(cu_seqlens_q: Any, seq_lens: Any) -> tuple[list[int], list[int]]:

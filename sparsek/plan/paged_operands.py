@@ -169,9 +169,9 @@ def _check_lists(q: Tensor, k: Tensor, lists: PageLists) -> None:
 
 
 def check_sizes(q: Tensor, k: Tensor, block_table: Tensor, seen: Visible, max_q: int) -> None:
-    """InvalidInput for sizes that leave the queries of q without room, unless values are checked, which finds more.
+    """InvalidInput for sizes that leave no query of q room, unless values are checked, which finds more.
 
-    Rows of q after the last request are not known here, and count as queries.
+    Any number of rows of q may be after the last request, so lists of few tiles may be those of all requests.
     """
     if not q.shape[0] or not block_table.shape[0]:
         return
@@ -185,14 +185,10 @@ def check_sizes(q: Tensor, k: Tensor, block_table: Tensor, seen: Visible, max_q:
         raise InvalidInput(
             f"block_table is {list(block_table.shape)}; it needs a column for each page of a request"
         )
-    lists = seen.lists
-    if lists is None:
-        return
-    bq = lists.block[0]
-    if lists.tiles * bq < q.shape[0]:
+    if seen.lists is not None and not seen.lists.tiles:
         raise InvalidInput(
-            f"mask has {lists.tiles} tiles of {bq} queries for each head, and q has {q.shape[0]} rows; on a GPU rows "
-            f"after the last request count too: make {-(-q.shape[0] // bq)} tiles, or pass q without these rows"
+            f"mask has lists of no tiles, and q has {q.shape[0]} rows; it needs the tiles of each request, "
+            f"of {seen.lists.block[0]} queries each"
         )
 
 

@@ -328,6 +328,8 @@ def test_a_policy_chooses_for_each_request_from_its_keys(policy: Any, fp8: bool)
             want = sk.attention(q, each.keys[None], each.values[None], policy)[0].transpose(0, 1)
             assert torch.allclose(out[each.at], want, atol=1e-5), each.at
     assert torch.equal(out, attend(x, mask=policy, causal=causal, max_seqlen_q=None))
+    padded = attend(x, q=torch.cat((x.q, x.q)), mask=policy, causal=causal)
+    assert torch.allclose(padded, torch.cat((out, torch.zeros_like(out))), atol=1e-5)
     with pytest.raises(InvalidInput, match=f"causal, and causal={not causal}: one of them must change"):
         attend(x, mask=policy, causal=not causal)
 

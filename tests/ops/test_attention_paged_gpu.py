@@ -54,6 +54,16 @@ def test_recorded_calls_have_the_bits_of_the_first_and_read_other_tensors(
         assert check_attention_paged(x, out, lse).passed
 
 
+@pytest.mark.parametrize("note", [note for note in NOTES if "lists" in note])
+def test_rows_after_the_last_request_need_no_tiles(note: str) -> None:
+    x = CASES[note].make("cuda")
+    padded = torch.cat((x.q[: x.end], torch.full_like(x.q, torch.nan)))
+    out = attend(x, q=padded, check=True)
+    assert torch.equal(out[: x.end], attend(x)[: x.end])
+    assert torch.equal(out, attend(x, q=padded))
+    assert not out[x.end :].any()
+
+
 @pytest.mark.parametrize("note", NOTES)
 def test_a_graph_follows_lengths_tables_and_lists(note: str) -> None:
     case = replace(CASES[note], loose=True)

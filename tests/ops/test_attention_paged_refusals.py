@@ -157,7 +157,9 @@ def test_sizes_without_room_are_refused_without_check(name: str) -> None:
     }
     elsewhere: Any = lambda: sk.plan_attention_paged(**meta, device="h200")  # noqa: E731
     if name == "mask":  # lists are not on the meta device
-        elsewhere = lambda: check_sizes(x.q, x.k, x.block_table, Visible(True, lists=few), 20)  # noqa: E731
+        none = sk.PageLists.from_indices(LISTS[:, :0], (1, 16))
+        elsewhere = lambda: check_sizes(x.q, x.k, x.block_table, Visible(True, lists=none), 20)  # noqa: E731
+        check_sizes(x.q, x.k, x.block_table, Visible(True, lists=few), 20)  # q may be padded
     with pytest.raises(sk.InvalidInput, match=name):
         elsewhere()
     ones = arguments_of(x) | {name: wrong[name], "q": x.q[:0], "cu_seqlens_q": x.cu_seqlens_q * 0}
