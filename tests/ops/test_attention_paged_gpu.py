@@ -205,9 +205,9 @@ def test_rows_of_no_request_are_zeros_recorded_and_in_a_graph(
 
 def test_sizes_without_room_are_refused_without_a_wait(no_sync: Any) -> None:
     x = CASES["decode"].make("cuda")
-    few = sk.PageLists.from_indices(torch.zeros(1, 1, 1, dtype=torch.int32, device="cuda"), (1, 16))
+    none = sk.PageLists.from_indices(torch.zeros(1, 0, 1, dtype=torch.int32, device="cuda"), (1, 16))
     for name, wrong in (
-        ("max_seqlen_q", 0), ("cache", (x.k[:0], x.v[:0])), ("block_table", x.block_table[:, :0]), ("mask", few),
+        ("max_seqlen_q", 0), ("cache", (x.k[:0], x.v[:0])), ("block_table", x.block_table[:, :0]), ("mask", none),
     ):  # fmt: skip
         with no_sync(), pytest.raises(sk.InvalidInput, match=name):
             attend(x, **{name: wrong})
