@@ -1,4 +1,5 @@
-"""What the pages show of the records: `scripts/report.py write` puts it there, `check` prints what differs.
+"""What the pages show of the records: `scripts/report.py write` puts it there, `check` prints what differs. A record
+whose code has changed since is on no page.
 
 The table of an operation stands once, between `<!-- records:spmm -->` and `<!-- /records -->` in docs/benchmarks, a
 table of a few rows of all in README.md, pictures in docs/pictures. Nothing of these is typed by hand.
@@ -56,6 +57,11 @@ FRONT_NOTE = (
 HEADINGS = ("case", MS.heading, SPEEDUP.heading, USEFUL.heading, ROOF.heading, "over the fastest peer")
 
 
+def published(found: Sequence[Record]) -> list[Record]:
+    """The records that pages show: what has changed since it was measured is left out until it is measured again."""
+    return [record for record in found if records.is_fresh(record)]
+
+
 def front(found: Sequence[Record]) -> str:
     """The table of README, with what it was measured on below; rows without records are left out."""
     measured = {
@@ -63,7 +69,7 @@ def front(found: Sequence[Record]) -> str:
     }
     shown = [(row, measured[row.case]) for row in FRONT if row.case in measured]
     if not shown:
-        return "No records yet: run `sparsek bench all` on an H200."
+        return "No record of today's code: run `sparsek bench all` on an H200."
     lines = [report.line(HEADINGS), report.line(["---", *["---:"] * 4, "---"])]
     for row, record in shown:
         name = f"{row.words} {short_name(record)}{mark(record)}".strip()
@@ -101,7 +107,7 @@ def differing(root: Path, found: Sequence[Record]) -> dict[Path, str]:
     """The pages and files that hold something else than the records say, with the whole text that they must have."""
     files = (each for bench in BENCHES.values() for each in bench.files.items())
     made = {root / name: text for name, make in files if (text := make(found))}
-    for page, name, text in blocks(found):
+    for page, name, text in blocks(published(found)):
         path = root / page
         old = made.get(path) or _text(path)
         start, stop = section(old, name, page)
@@ -111,7 +117,7 @@ def differing(root: Path, found: Sequence[Record]) -> dict[Path, str]:
 
 def differing_pictures(root: Path, found: Sequence[Record]) -> list[Path]:
     """The pictures that are missing, or show something else, or that nothing draws any more."""
-    wanted = {root / PICTURES / name: stamp for name, stamp in charts.stamps(found).items()}
+    wanted = {root / PICTURES / name: stamp for name, stamp in charts.stamps(published(found)).items()}
     there = {path: charts.stamp_in(_text(path)) for path in (root / PICTURES).glob("*.svg")}
     drawn = {path: stamp for path, stamp in there.items() if stamp or path in wanted}
     return sorted(path for path in wanted | drawn if wanted.get(path) != drawn.get(path))
@@ -122,7 +128,7 @@ def write(root: Path, found: Sequence[Record]) -> list[Path]:
     changed, pictures = differing(root, found), differing_pictures(root, found)
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
-    drawn = charts.draw(found, root / PICTURES) if pictures else []
+    drawn = charts.draw(published(found), root / PICTURES) if pictures else []
     for path in set(pictures) - set(drawn):
         path.unlink()
     return [*changed, *pictures]

@@ -35,6 +35,7 @@ CHOICE = "choice"
 EVERYTHING = "all:sparsek"
 # What reads sources, for records and for this: it computes no result.
 READERS = ("sparsek.plan.sources", "sparsek.plan.definitions", "tests.evidence.")
+ASIDE = ("sparsek.bench", "sparsek.cli")  # of no process that a test of kernels starts
 PLAIN = ("file:", "all:")  # keys that are no definitions
 # Members that Python calls itself.
 SPECIAL = ("__", "_missing_", "_generate_next_value_")
@@ -303,7 +304,9 @@ class Hashes:
             text = self.tree.text_of_file(key.removeprefix("file:"))
             return digest(text) if text else ""
         if key == EVERYTHING:
-            paths = sorted(path for name, path in self.tree.paths.items() if name.startswith("sparsek"))
+            names = (name for name in self.tree.paths if name.startswith("sparsek"))
+            counted = sorted(name for name in names if not name.startswith((*READERS, *ASIDE)))
+            paths = [self.tree.paths[name] for name in counted]
             return digest(
                 *(self.tree.text_of_file(path.relative_to(self.tree.root).as_posix()) for path in paths)
             )

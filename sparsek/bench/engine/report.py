@@ -51,7 +51,7 @@ def markdown(found: Sequence[Record], op: str) -> str:
     rows = of_one_card(ordered(found, table))
     device_rows = [record for record in rows if record["op"] == op]
     if not device_rows:
-        return f"No records yet: run `sparsek bench {table.command}` on an H200."
+        return f"No record of today's code: run `sparsek bench {table.command}` on an H200."
     beside = [name for name in table.beside if any(name in record["ratio"] for record in device_rows)]
     columns = [*table.columns, *(over(name, table) for name in beside)]
     lines = [
