@@ -224,6 +224,7 @@ class Recorder:
             self.skipped[nodeid] = f"file: {reason}"
 
     def _keep_failure(self, test: str, when: str, seconds: float, text: str) -> None:
+        text = text.replace(f"{ROOT}{os.sep}", "").replace(str(Path.home()), "~")  # no paths of one machine
         kept = text[-LETTERS:] if len(self.failed) < FAILURES_WITH_TEXT else ""
         self.failed.append({"test": test, "when": when, "seconds": round(seconds, 2), "text": kept})
 
