@@ -14,7 +14,7 @@ HEAD = """# The tests on a GPU
 
 `make gpu` runs every test marked `gpu`, in parts, and writes what it found to `benchmarks/evidence/`.
 `make readme` writes this page from those files. `make gpu-status` names the test files that executed something which
-has changed since, and `make gpu STALE=1` runs them again: the rows "stale-1" and so on.
+has changed since, and `make gpu STALE=1` runs them again: the rows "again-1" and so on.
 """
 
 

