@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.evidence.hashes import imports, needed  # noqa: E402
+from tests.evidence.needed import imports, needed  # noqa: E402
 from tests.evidence.parts import test_files  # noqa: E402
 
 SECONDS = 110

@@ -42,7 +42,6 @@ UNUSED = ("build/", ".", "benchmarks/evidence/", "tests/evidence/")
 # Caches of these rooms hold compiled code and handles; what fills them is attributed by `executed.py`.
 KEPT = ("sparsek.kernels.lang", "sparsek.core", "sparsek.integrations", "sparsek.bench")
 TOOL = 4
-Started = Callable[[CodeType, Any], Any]
 
 
 class Trace:

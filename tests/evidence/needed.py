@@ -1,4 +1,4 @@
-"""Hashes of the folders of sparsek/, and the files that a test file needs by its imports."""
+"""The files that a test file needs by its imports, for `make check`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,7 @@ imports = lru_cache(maxsize=None)(sources.imports)
 BESIDE = re.compile(r"""["'](\w+\.(?:py|h|cu))["']""")
 # A module, or a folder of them, that is loaded by its name: f"sparsek.bench.suites.{stem}".
 LATE = re.compile(r"""["'](sparsek\.(?:bench|cli)\.\w+(?:\.\w+)*)""")
-COMPILED = (".pyc", ".zip", ".new")
 FOLLOWED = ("tests.", "sparsek.bench", "sparsek.cli")
-
-
-def source_hashes(root: Path) -> dict[str, str]:
-    """The hash of each folder of sparsek/ that the kernels, plans and operations are made of, so of all but bench and
-    cli, and of the files beside them; without what is compiled from these.
-    """
-    top = root / "sparsek"
-    found = {"sparsek": sources.files_hash(top.glob("*.py"), top)}
-    for folder in sorted(path for path in top.iterdir() if (path / "__init__.py").exists()):
-        if folder.name not in ("bench", "cli"):
-            files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in COMPILED)
-            found[folder.name] = sources.files_hash(files, top)
-    return found
 
 
 def needed(file: Path, root: Path, named: dict[Path, list[Path]] | None = None) -> set[Path]:
