@@ -30,6 +30,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
+PLAIN = (Tensor, torch.nn.Parameter)  # torch's own classes: no fake tensor, and no other subclass
 LONGEST = 80  # characters of a value in a message
 
 
@@ -173,6 +174,8 @@ def tensor(
 
 def dense(name: str, value: Any) -> Tensor:
     """As `tensor`, on any device and of any dtype: for a tensor that is compared with another, or only predicted."""
+    if is_ordinary(value):
+        return value
     if not isinstance(value, Tensor):
         plain = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
         cure = f": torch.tensor({name})" if plain else ""
@@ -195,6 +198,19 @@ def dense(name: str, value: Any) -> Tensor:
             f"{name} is a {type(value).__name__}, which wraps other tensors and hides its ints; pass a plain tensor"
         )
     return living(name, value)
+
+
+def is_ordinary(value: Any) -> bool:
+    """Whether `dense` need look no further, as at most tensors: it has memory of its own, and nothing traces it."""
+    return (
+        type(value) in PLAIN
+        and not is_compiling()
+        and value.layout is torch.strided
+        and not (
+            value.is_nested or value.is_quantized or value.is_neg() or is_functorch_wrapped_tensor(value)
+        )
+        and not torch._C._is_tracing()
+    )
 
 
 def is_dense(value: Tensor) -> bool:
@@ -258,10 +274,12 @@ def _other_kind(name: str, value: Tensor) -> str:
 
 def kept(name: str, value: Tensor) -> Tensor:
     """A tensor that autograd can save for a backward pass; inference tensors are refused."""
+    if is_compiling():
+        return value
     held = value
-    while not is_compiling() and is_functorch_wrapped_tensor(held):
+    while is_functorch_wrapped_tensor(held):
         held = get_unwrapped(held)
-    if not is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled():
+    if held.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             f"{name} was made in torch.inference_mode, and no backward pass can keep it; make it under torch.no_grad, "
             "or .clone() it outside of inference mode"

@@ -16,7 +16,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from sparsek.core import arguments
-from sparsek.core.arguments import UNINITIALIZED, faking, is_fake, wraps
+from sparsek.core.arguments import PLAIN, UNINITIALIZED, faking, is_fake, wraps
 from sparsek.core.errors import InvalidInput
 
 Given = ParamSpec("Given")
@@ -48,7 +48,11 @@ def alive(x: Any) -> Any:
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     """ctx.saved_tensors, without the wrappers of transforms that have ended: see `alive`."""
-    return tuple(map(alive, ctx.saved_tensors))
+    saved = ctx.saved_tensors
+    for x in saved:  # a call for each would take longer
+        if x is not None and is_functorch_wrapped_tensor(x):
+            return tuple(map(alive, saved))
+    return saved
 
 
 def concrete(x: Any, reads: str, instead: str) -> Any:
@@ -119,6 +123,9 @@ def check_has_values(reads: str, instead: str, *given: Any) -> None:
 def check_real(what: str, x: Any, other: str, y: Any) -> None:
     """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both."""
     if torch.compiler.is_compiling() or not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        return
+    wrapped = is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(y)
+    if type(x) in PLAIN and type(y) in PLAIN and not wrapped and not faking():
         return
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)

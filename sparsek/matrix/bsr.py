@@ -103,7 +103,7 @@ class BSR(Conversions, Arithmetic, Drawable):
         return BSR.unchecked(self.pattern.to(device), self.values.to(device, dtype))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> BSR:
-        return BSR.unchecked(self.pattern, change(self.values), self.order)
+        return BSR.of_fields({"pattern": self.pattern, "values": change(self.values), "order": self.order})
 
     def _zero_outside(self, values: Tensor) -> Tensor:
         return zero_outside(self.pattern if self.order is None else self.pattern.T, values)

@@ -307,7 +307,7 @@ class BlockSparseLinear(nn.Module):
         ):  # a graph has the buffers as inputs
             parts = (unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
             pattern = BlockPattern.unchecked(pattern.shape, pattern.block, *parts)
-        return BSR.unchecked(pattern, values)
+        return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
 
     def _look(self) -> BlockPattern:
         """The pattern of buffers that are other tensors than in the last call, or were written to."""

@@ -92,6 +92,11 @@ def one_by_one(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def whole(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        for x in grads:
+            if x is not None and (is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x)):
+                break
+        else:
+            return backward(ctx, *grads)
         grads = tuple(map(alive, grads))
         batched = [x is not None and _is_of_many(x) for x in grads]
         if True not in batched:
