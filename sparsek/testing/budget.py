@@ -86,9 +86,22 @@ def sum_variance(total: Tensor, squares: Tensor, terms: Tensor | int, unit: floa
     is independent of the values, s_i is a sample of i of the n terms without replacement: the mean of s_i^2 is
     (i/n)^2 S^2 + (i/n)(1 - i/n) Q^2, and the sum over i is n (S^2 / 3 + Q^2 / 6). The products' own roundings, if not
     fused, add Q^2. For terms of random sign that is 0.3 u sqrt(n) relative to S. Sums taken in pairs, in blocks or in
-    several accumulators have fewer steps at each size, and so smaller errors.
+    several accumulators have fewer steps at each size, and so smaller errors. `sum_tail` is how far single errors go.
     """
     return ROUNDED * unit**2 * (terms * (total.square() / 3 + squares / 6) + squares)
+
+
+def sum_tail(rarity: float) -> float:
+    """How many standard deviations of `sum_variance` an error exceeds with a probability of exp(-rarity) at most.
+
+    Of a Gaussian these are sqrt(2 rarity). But the variance is a mean over orders: partial sums that go far before
+    they cancel are rounded more coarsely. If terms have random signs and cancel, partial sums are a Brownian bridge b,
+    and with its integral I of b^2, whose mean is 1/6, the variance is proportional to I. E exp(x^2 I / 2) is
+    sqrt(x / sin x) for x < pi (Anderson and Darling, Ann. Math. Statist. 23, 1952), so Chernoff's bound of m standard
+    deviations is exp(-m x / sqrt(6)) sqrt(x / sin x): exponential, not Gaussian. This is m for the best x.
+    """
+    slopes = (math.pi * at / 256 for at in range(1, 256))
+    return min(math.sqrt(6) * (rarity + math.log(x / math.sin(x)) / 2) / x for x in slopes)
 
 
 def summing_unit(dtype: torch.dtype) -> float:
@@ -131,16 +144,17 @@ class Rounding:
     def norm(self, exact64: Tensor) -> float:
         """A bound of the norm of the errors of a right result, whatever the order of its sums.
 
-        Independent errors e of standard deviations s have a norm below ||s|| + t max(s) except with probability
-        exp(-t^2 / 2), t being TAIL: a norm is 1-Lipschitz. If rows or columns of an operand are alike, so are errors:
-        for those of sums the norm of a row or column replaces that of an element.
+        Independent Gaussian errors e of standard deviations s have a norm below ||s|| + t max(s) except with
+        probability exp(-t^2 / 2), t being TAIL: a norm is 1-Lipschitz. Errors of sums have the longer tail of
+        `sum_tail` in place of t. If rows or columns of an operand are alike, so are errors: for those of sums the norm
+        of a row or column replaces that of an element.
         """
         if not exact64.numel():
             return 0.0
         last = ROUNDED * rounding_unit(self.dtype) ** 2 * exact64.square()
         whole = float((self.sums.sum() + last.sum()).sqrt())
         lines = max(float(self.sums.sum(dim).max()) for dim in range(-min(2, exact64.ndim), 0))
-        return whole + TAIL * (math.sqrt(lines) + float(last.max().sqrt()))
+        return whole + sum_tail(TAIL**2 / 2) * math.sqrt(lines) + TAIL * float(last.max().sqrt())
 
 
 class Bound:
@@ -152,17 +166,17 @@ class Bound:
         self, exact64: Tensor, rounding: Rounding, dense: Sequence[Tensor], lost: float = 0.0
     ) -> None:
         self.exact = exact64
-        self.spread = None if rounding.each is None else rounding.each.sqrt()
+        rarity = math.log(max(1, exact64.numel()) / RARE)
+        gaussian = math.sqrt(2 * rarity)
+        longer = (sum_tail(rarity) / gaussian) ** 2 - 1  # as a variance, beside errors that are Gaussian
+        self.spread = None if rounding.each is None else (rounding.each + longer * rounding.sums).sqrt()
         # A sum whose terms cancel to 0 leaves its rounding noise.
         self.size = float(rounding.sums.sum().sqrt())
         whole = float(torch.linalg.vector_norm(exact64)) or self.size
         of_roundings = rounding.norm(exact64) / whole if whole else 0.0
         of_dense = max(error(each, exact64, self.size) for each in dense)
         self.allowed = max(FLOOR, FACTOR * (of_dense + lost), of_roundings)
-        self.most = max(
-            math.sqrt(2 * math.log(max(1, exact64.numel()) / RARE)),
-            FACTOR * max(self._worst(each) for each in dense),
-        )
+        self.most = max(gaussian, FACTOR * max(self._worst(each) for each in dense))
 
     def judge(self, out: Tensor) -> Gate:
         """The gate of a result. NaN and Inf never pass."""
