@@ -145,22 +145,20 @@ def video_sparse_attn(
     keys, queries = (
         _sizes(name, _whole(x, side) if sizes is None else sizes, x, side) for name, sizes, x in given
     )
+    lengths = None if q_variable_block_sizes is None else queries[None]
     if side in BLOCK_SIZES:
-        out = VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=queries)
-    else:
-        q_mean, k_mean = (
-            block_means(q.detach(), side, queries[None]),
-            block_means(k.detach(), side, keys[None]),
-        )
-        scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-        chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
-        mask = BlockMask.from_indices(
-            chosen, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys
-        )
-        means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
-        spread = means.to(q.dtype).repeat_interleave(side, 2)
-        out = attention(q, k, v, mask) + (spread if gate is None else gate * spread)
-    return out if q_variable_block_sizes is None else only(out, side, queries[None])
+        return VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=lengths)
+    q_mean, k_mean = (
+        block_means(q.detach(), side, queries[None]),
+        block_means(k.detach(), side, keys[None]),
+    )
+    scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
+    mask = BlockMask.from_indices(chosen, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys)
+    means = coarse(q, k, v, (side, side), q.shape[3] ** -0.5, queries[None], keys[None])
+    spread = means.to(q.dtype).repeat_interleave(side, 2)
+    out = attention(q, k, v, mask) + (spread if gate is None else gate * spread)
+    return only(out, side, lengths)
 
 
 @refusing("block_sparse_attn")

@@ -79,7 +79,7 @@ class VSA(Policy):
                 for 1.
             kv_lengths: int32 [Nb] or [1 or B, Nb]: the tokens of each block of keys. None: all.
             q_lengths: int32 [Mb] or [1 or B, Mb]: the tokens of each tile of queries, for its mean. Rows after them
-                choose nothing, their results mean nothing, and their gradients are dropped. None: all.
+                choose nothing, and get 0 without a gradient. None: all.
             scale: The factor of q @ k.T; D**-0.5 by default.
 
         Raises:
@@ -114,8 +114,7 @@ class VSA(Policy):
         else:
             means = averaged(block_mass(found, scores), v, self.sides[1], kv_lengths)
         gate = None if gate is None else checked_gate(gate, sparse)
-        out = with_coarse(sparse, means, gate, self.sides[0])
-        return only(out, self.sides[0], q_lengths) if learns else out
+        return only(with_coarse(sparse, means, gate, self.sides[0]), self.sides[0], q_lengths)
 
 
 def with_coarse(sparse: Tensor, means: Tensor, gate: Tensor | None, side: int) -> Tensor:

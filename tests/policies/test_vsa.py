@@ -18,7 +18,7 @@ def slow(
     q: Tensor, k: Tensor, v: Tensor, gate: Any, topk: int, scale: float, lengths: tuple[Any, Any]
 ) -> Tensor:
     """gate * coarse + sparse, block by block."""
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    out, there_rows = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.zeros(q.shape[:3])
     group = q.shape[1] // k.shape[1]
     there = torch.zeros_like(q)
     for b, i in itertools.product(range(q.shape[0]), range(-(-q.shape[2] // 64))):
@@ -35,7 +35,8 @@ def slow(
                 mean = q[b, h, rows.start : rows.stop].mean(0) if rows else torch.zeros_like(q[b, h, 0])
                 weights = (scale * torch.stack(means[0]) @ mean).softmax(0)
                 out[b, h, 64 * i : 64 * i + 64] = weights @ torch.stack(means[1])
-    return sparse + (out if gate is None else gate * out)
+                there_rows[b, h, rows.start : rows.stop] = True
+    return (sparse + (out if gate is None else gate * out)) * there_rows[..., None]
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -80,6 +81,19 @@ def test_gradients_in_rows_after_a_tile_go_nowhere() -> None:
     for one, other in zip(found, torch.autograd.grad(out, leaves, weight * there), strict=True):
         torch.testing.assert_close(one, other)
         assert not (one * ~there).any()
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("side", [64, (64, 128), 128])
+def test_rows_after_a_tile_are_0(side: int | tuple[int, int], learns: bool) -> None:
+    q = normal(2, 2, 192, 8).requires_grad_(learns)
+    tile = side if isinstance(side, int) else side[0]
+    lengths = torch.tensor([[40, 64, 0], [0, 1, 63]], dtype=torch.int32)[:, : -(-192 // tile)]
+    row = torch.arange(192)
+    there = (row % tile < lengths[:, row // tile])[:, None, :, None]
+    out = policies.VSA(2, side).attention(q, q, q, q, q_lengths=lengths)
+    assert not out.masked_fill(there, 0).any()
+    assert out.masked_fill(~there, 1).all()
 
 
 @pytest.mark.parametrize("learns", [False, True])
