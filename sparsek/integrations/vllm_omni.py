@@ -29,10 +29,10 @@ from sparsek.integrations.cubes import cubes_of
 from sparsek.integrations.named import number_in, policy_named, read, require_fit
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
-from sparsek.plan.attention_operands import NO_TANGENT
+from sparsek.plan.attention_operands import NO_TANGENT, checked_scale
 from sparsek.plan.operands import check_no_tangent
 from sparsek.policies.policy import Policy
-from sparsek.policies.vsa import VSA
+from sparsek.policies.vsa import VSA, checked_gate
 
 try:
     abstract: Any = import_module("vllm_omni.diffusion.attention.backends.abstract")
@@ -87,28 +87,23 @@ def sparse_attention(
     """
     if not isinstance(params, Mapping):
         raise InvalidInput(f"params is {arguments.shown(params)}; it must be a dict")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        arguments.tensor(name, x, None, 4)
-    step = next((params[name] for name in STEPS if params.get(name) is not None), 0)
-    options = _Options.of(params)
-    dense = (
-        arguments.flag("is_causal", is_causal)
-        or q.shape[1] != k.shape[1]
-        or q.shape[1] < options.min_tokens
-        or arguments.integer("the denoising step", step) < options.skip_first_steps
-        or params.get("layer_idx") in options.skip_layers
-    )
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    check_tensors(q, k, v)
-    if dense:
-        return _dense(q, k, v, None, is_causal, softmax_scale)
-    gate = params.get("gate_compress")
-    grid = next((params[name] for name in GRIDS if params.get(name) is not None), None)
+    options, state = _Options.of(params), _State.of(params)
+    is_causal = arguments.flag("is_causal", is_causal)
+    q, k, v, scale = _checked(q, k, v, softmax_scale)
+    gate, grid = state.gate, state.grid
     if gate is not None:
-        gate = arguments.tensor("gate_compress", gate, None, 4).transpose(1, 2)
+        gate = checked_gate(gate.transpose(1, 2), q[..., :1].expand(*q.shape[:3], v.shape[3]))
+    if (
+        is_causal
+        or q.shape[2] != k.shape[2]
+        or q.shape[2] < options.min_tokens
+        or state.step < options.skip_first_steps
+        or state.layer in options.skip_layers
+    ):
+        return _dense(q, k, v, None, is_causal, scale)
     if options.tile is not None and grid is not None:
-        return _in_cubes(q, k, v, options, tuple(grid), gate, softmax_scale).transpose(1, 2)
-    return _by_policy(q, k, v, options.policy, gate, softmax_scale).transpose(1, 2)
+        return _in_cubes(q, k, v, options, grid, gate, scale).transpose(1, 2)
+    return _by_policy(q, k, v, options.policy, gate, scale).transpose(1, 2)
 
 
 class _Options(NamedTuple):
@@ -127,12 +122,9 @@ class _Options(NamedTuple):
             policy = policy_named(policy, params.get("options", {}), causal=False)
         else:
             require_fit(policy, False, "a diffusion model")
-        skipped = params.get("skip_layers") or ()
-        for name, value in (("tile", tile), ("skip_layers", skipped)):
-            if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
-                raise InvalidInput(f"{name} is {arguments.shown(value)}; it must be a list of ints")
+        skipped = params.get("skip_layers")
         if tile is not None:
-            tile = tuple(arguments.integer("tile", side, 1) for side in tile)
+            tile = _ints("tile", tile, 1)
             if len(tile) != 3 or policy.sides != (math.prod(tile),) * 2:
                 raise InvalidInput(
                     f"tile is {tile}; it must have three sides, and the tokens of a block of {policy.sides}"
@@ -140,15 +132,51 @@ class _Options(NamedTuple):
         return cls(
             policy,
             arguments.integer("skip_first_steps", params.get("skip_first_steps", 0)),
-            frozenset(arguments.integer("skip_layers", layer) for layer in skipped),
+            frozenset(() if skipped is None else _ints("skip_layers", skipped, 0)),
             arguments.integer("min_tokens", params.get("min_tokens", 0)),
             tile,
         )
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
+class _State(NamedTuple):
+    """What `params` says of the forward pass, checked, whether or not a call reads it."""
+
+    step: int
+    layer: int | None
+    grid: tuple[int, ...] | None
+    gate: Tensor | None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> _State:
+        step, grid = (
+            next((params[name] for name in names if params.get(name) is not None), None)
+            for names in (STEPS, GRIDS)
+        )
+        layer, gate = params.get("layer_idx"), params.get("gate_compress")
+        return cls(
+            0 if step is None else arguments.integer("the denoising step", step),
+            None if layer is None else arguments.integer("layer_idx", layer),
+            None if grid is None or params.get("tile") is None else _ints("latent_grid", grid, 1),
+            None if gate is None else arguments.tensor("gate_compress", gate, None, 4),
+        )
+
+
+def _ints(name: str, value: Any, least: int) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise InvalidInput(f"{name} is {arguments.shown(value)}; it must be a list of ints")
+    return tuple(arguments.integer(name, each, least) for each in value)
+
+
+def _checked(q: Any, k: Any, v: Any, scale: Any) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Operands [B, S, H, D] as [B, H, S, D], and the factor of the scores."""
+    q, k, v = (
+        arguments.tensor(name, x, None, 4).transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    check_tensors(q, k, v)
+    return q, k, v, checked_scale(scale, q.shape[3], "softmax_scale")
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """[B, S, H, D] of operands [B, H, S, D]."""
     check_no_tangent(NO_TANGENT, q, k, v)
     return functional.scaled_dot_product_attention(
@@ -162,7 +190,7 @@ def _by_policy(
     v: Tensor,
     policy: Policy,
     gate: Tensor | None,
-    scale: float | None,
+    scale: float,
     lengths: Any = None,
 ) -> Tensor:
     """Attention by a policy, for operands whose blocks have these lengths."""
@@ -176,24 +204,19 @@ def _in_cubes(
     k: Tensor,
     v: Tensor,
     options: _Options,
-    grid: tuple[Any, ...],
+    grid: tuple[int, ...],
     gate: Tensor | None,
-    scale: float | None,
+    scale: float,
 ) -> Tensor:
     """Attention by a policy that sees the tokens of a video in the order of cubes."""
-    sides = tuple(arguments.integer("latent_grid", side, 1) for side in grid)
-    if len(sides) != 3 or math.prod(sides) != q.shape[2]:
+    if len(grid) != 3 or math.prod(grid) != q.shape[2]:
         raise InvalidInput(
-            f"latent_grid is {sides}; it must be (frames, height, width) of the {q.shape[2]} tokens"
+            f"latent_grid is {grid}; it must be (frames, height, width) of the {q.shape[2]} tokens"
         )
-    order = cubes_of(sides, options.tile or (), q.device)
+    order = cubes_of(grid, options.tile or (), q.device)
     q, k, v = (x.index_select(2, order.source) for x in (q, k, v))
     q = torch.where(order.there, q, 0)  # policies read all rows of a tile
     if gate is not None and gate.shape[2] != 1:
-        if gate.shape[2] != math.prod(sides):
-            raise InvalidInput(
-                f"gate_compress has {gate.shape[2]} tokens and q {math.prod(sides)}; it must have as many"
-            )
         gate = gate.index_select(2, order.source)
     out = _by_policy(q, k, v, options.policy, gate, scale, order.lengths)
     return out.index_select(2, order.target)
@@ -296,9 +319,25 @@ class SparseKImpl(abstract.AttentionImpl):
         extra = dict(getattr(attn_metadata, "extra", None) or {})
         mask = getattr(attn_metadata, "attn_mask", None)
         if mask is not None:
-            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            q, k, v, scale = _checked(query, key, value, self.softmax_scale)
+            mask = arguments.tensor("attn_mask", mask)
             wide = mask[:, None, None].bool() if mask.ndim == 2 else mask
-            return _dense(q, k, v, wide, self.causal, self.softmax_scale)
+            shape = (*q.shape[:3], k.shape[2])
+            sides = zip(wide.shape[::-1], shape[::-1], strict=False)
+            if (
+                wide.dtype not in (torch.bool, q.dtype)
+                or wide.ndim > 4
+                or any(x not in (1, n) for x, n in sides)
+            ):
+                raise InvalidInput(
+                    f"attn_mask is {mask.dtype} {list(mask.shape)}; it must be {[shape[0], shape[3]]}, or bool or "
+                    f"{q.dtype} and broadcast to {list(shape)}"
+                )
+            if self.causal:
+                raise InvalidInput(
+                    "a causal layer takes no attn_mask; make the mask causal, and causal=False"
+                )
+            return _dense(q, k, v, wide, self.causal, scale)
         rows, columns = query.shape[1], key.shape[1]
         packed = getattr(attn_metadata, "packed_padding", None)
         if packed is not None:

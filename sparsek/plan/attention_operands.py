@@ -99,11 +99,11 @@ def fitting(grad: Tensor, out: Tensor, aligned: bool) -> Tensor:
     return grad if fits else torch.empty_like(out).copy_(grad)
 
 
-def checked_scale(scale: Any, dim: int) -> float:
+def checked_scale(scale: Any, dim: int, name: str = "scale") -> float:
     """The softmax scale as a float: D**-0.5 for None. InvalidInput unless it is finite and positive."""
     if scale is None:
         return dim**-0.5
-    return arguments.number("scale", scale, *SCALES)
+    return arguments.number(name, scale, *SCALES)
 
 
 def checked_scores(

@@ -65,6 +65,37 @@ def test_calls_that_do_not(params: dict[str, Any]) -> None:
     same(sparse_attention(*given, {**MEANS, **params}, False, 0.3), right(*given, POLICY))
 
 
+SAID_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({**MEANS, "tile": (4, 4, 4), "latent_grid": 5}, "latent_grid is 5; it must be a list of ints"),
+    ({**MEANS, "tile": (4, 4, 4), "latent_grid": (1, "a", 3)}, "latent_grid"),
+    ({**MEANS, "layer_idx": [3]}, "layer_idx"),
+    ({**MEANS, "denoising_step": "first"}, "the denoising step"),
+    ({**MEANS, "gate_compress": [1.0]}, "gate_compress must be a dense"),
+    ({**MEANS, "gate_compress": torch.ones(1, LENGTH - 1, 1, 1)}, "gate is .* it must be"),
+    ({**MEANS, "gate_compress": torch.ones(1, 1, 1, 1, dtype=torch.int32)}, "gate is torch.int32"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), SAID_WRONG)
+def test_dense_calls_refuse_what_sparse_ones_do(params: dict[str, Any], message: str) -> None:
+    given = operands()
+    for dense in ({"min_tokens": LENGTH + 1}, {"skip_first_steps": 1}):
+        with pytest.raises(sk.InvalidInput, match=message):
+            sparse_attention(*given, {**params, **dense}, False, None)
+    with pytest.raises(sk.InvalidInput, match=message):
+        sparse_attention(*given, params, True, None)
+
+
+@pytest.mark.parametrize(
+    "scale", ["0.3", float("nan"), float("inf"), -0.3, 0.0, 10**400, torch.ones(2), [0.3]]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scales_are_checked_before_a_call_is_dense(scale: Any, is_causal: bool) -> None:
+    for params in (MEANS, {**MEANS, "min_tokens": LENGTH + 1}):
+        with pytest.raises(sk.InvalidInput, match="softmax_scale"):
+            sparse_attention(*operands(), params, is_causal, scale)
+
+
 def test_cross_attention_is_dense() -> None:
     given = operands(LENGTH, 77)
     same(sparse_attention(*given, MEANS, False, 0.3), right(*given, None))
@@ -164,6 +195,23 @@ def test_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_calls_with_a_mask_check_it_and_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    (q, k, v), attend = operands(), layer(monkeypatch)
+    batch, length = q.shape[:2]
+    for mask in ([True], torch.ones(batch, length + 1), torch.ones(batch, 1, 1, length).long()):
+        with pytest.raises(sk.InvalidInput, match="attn_mask"):
+            attend.forward(q, k, v, metadata(attn_mask=mask))
+    seen = torch.ones(batch, length)
+    with pytest.raises(sk.InvalidInput, match=r"q is .* and v torch.float16"):
+        attend.forward(q, k, v.half(), metadata(attn_mask=seen))
+    attend.softmax_scale = float("nan")
+    with pytest.raises(sk.InvalidInput, match="softmax_scale"):
+        attend.forward(q, k, v, metadata(attn_mask=seen))
+    attend.softmax_scale, attend.causal = 0.3, True
+    with pytest.raises(sk.InvalidInput, match="a causal layer takes no attn_mask"):
+        attend.forward(q, k, v, metadata(attn_mask=seen))
+
+
 @pytest.mark.parametrize("kind", ["packed", "prefix"])
 def test_padding_behind_the_tokens_is_cut_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, length = operands(), 200
@@ -242,6 +290,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**MEANS, "skip_layers": ["a"]}, "skip_layers"),
         ({**MEANS, "skip_layers": 3}, "skip_layers is 3; it must be a list"),
         ({**MEANS, "tile": (4, 4, 4), "latent_grid": (1, 2, 3)}, "latent_grid is"),
+        *SAID_WRONG,
     ]
     for params, message in wrong:
         with pytest.raises(sk.InvalidInput, match=message):
