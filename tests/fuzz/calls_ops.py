@@ -134,7 +134,8 @@ MATRIX = "BSR Semi24 BSR24 Quantized"
 DENSE = "tensor QuantizedTensor"
 NAMED = {"kernel": "text none"}
 NUMBERS = {"alpha": "int float", "beta": "int float"}
-PRODUCT = {**NUMBERS, **NAMED, "A": MATRIX, "B": DENSE, "out": "tensor none", "dtype": "none dtype"}
+FACTORS = dict.fromkeys("AB", f"{MATRIX} {DENSE}")  # where both are drawn, either may be the sparse one
+PRODUCT = {**NUMBERS, **NAMED, **FACTORS, "out": "tensor none", "dtype": "none dtype"}
 LAYER = {**NAMED, "W": f"{MATRIX} tensor", "x": DENSE, "dtype": "none dtype"} | dict.fromkeys(
     ("bias", "activation", "residual"), "none tensor text"
 )
@@ -169,9 +170,7 @@ PLAIN = Epilogue()
 CALLS: dict[str, Call] = {
     "spmm": Call(function(sk.spmm, A=bsr(), B=B, out=None, alpha=1.5, beta=0.0, kernel=None), PRODUCT),
     "spmm (out)": Call(written(sk.spmm, A=bsr(), B=B, alpha=2, beta=0.5, kernel="cpu.spmm"), PRODUCT),
-    "spmm (right)": Call(
-        function(sk.spmm, A=RESIDUAL, B=bsr(), alpha=1, kernel=None), PRODUCT | {"A": MATRIX, "B": MATRIX}
-    ),
+    "spmm (right)": Call(function(sk.spmm, A=RESIDUAL, B=bsr(), alpha=1, kernel=None), PRODUCT),
     "spmm (plan)": Call(
         function(sk.spmm, A=bsr(), B=B, plan=plan("spmm"), kernel=None), PRODUCT | {"plan": "none"}
     ),

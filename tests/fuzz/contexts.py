@@ -58,7 +58,9 @@ TRANSFORMS: dict[str, Callable[[Called, Tensor, Callable[[], Any]], Any]] = {
     "vmap": lambda f, x, quiet: torch.func.vmap(f, randomness="same")(torch.stack((x, x))),
     "jvp": lambda f, x, quiet: torch.func.jvp(f, (x,), (x,)),
     "vjp of vmap": lambda f, x, quiet: _pulled_back(torch.func.vmap(f, randomness="same"), x[None], quiet),
-    "vmap of vjp": lambda f, x, quiet: torch.func.vmap(lambda x: _pulled_back(f, x, quiet) or x)(x[None]),
+    "vmap of vjp": lambda f, x, quiet: torch.func.vmap(
+        lambda x: _pulled_back(f, x, quiet) or x, randomness="same"
+    )(x[None]),
     "vjp in a dispatch mode": lambda f, x, quiet: _watched(lambda: _pulled_back(f, x, quiet)),
 }
 
