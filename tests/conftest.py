@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,6 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
+
+# Inductor names what it compiles without this setting: code for one instruction set would be found under another.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    name = f"torchinductor_{os.getuid()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), name)))
 
 # Tests hold kernels to the configs that they choose themselves, whatever was tuned on this machine.
 os.environ.setdefault("SPARSEK_TUNING", "off")

@@ -160,20 +160,17 @@ class Processor:
 
         In a processor that was called with `tokens` of the video and `joint` text tokens.
         """
-        found = None
-        if self._applies(tokens, joint, query.shape[1], key.shape[1], attn_mask, dropout_p, is_causal):
-            if parallel_config is not None:
-                raise InvalidInput(
-                    "context parallelism splits the tokens of a layer, and a policy needs all of them"
-                )
-            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-            found = self._sparsely(q, k, v, joint, attn_mask, scale)
-        if found is not None:
-            return found.transpose(1, 2)
-        return self._dense(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
-            backend=backend, parallel_config=parallel_config,
-        )  # fmt: skip
+        if not self._applies(tokens, joint, query.shape[1], key.shape[1], attn_mask, dropout_p, is_causal):
+            return self._dense(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
+                backend=backend, parallel_config=parallel_config,
+            )  # fmt: skip
+        if parallel_config is not None:
+            raise InvalidInput(
+                "context parallelism splits the tokens of a layer, and a policy needs all of them"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self._sparsely(q, k, v, joint, attn_mask, scale).transpose(1, 2)
 
     def _attend_by_heads(
         self,
@@ -189,11 +186,8 @@ class Processor:
         enable_gqa: bool = False,
     ) -> Tensor:
         """In place of torch's scaled_dot_product_attention: [B, H, S, D]."""
-        found = None
         if self._applies(tokens, joint, query.shape[2], key.shape[2], attn_mask, dropout_p, is_causal):
-            found = self._sparsely(query, key, value, joint, attn_mask, scale)
-        if found is not None:
-            return found
+            return self._sparsely(query, key, value, joint, attn_mask, scale)
         return self._dense(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -174,8 +174,7 @@ def flash_attn_func(
     for name, value in (("aux_tensors", aux_tensors), ("aux_scalars", aux_scalars)):
         require_neutral(call, name, _unless_empty(value), None, BY_CLOSURE)
     check_operands(q, k, v, "[B, S, H, D]")
-    arguments.flag("causal", causal)
-    arguments.flag("return_lse", return_lse)
+    options = _options(q, causal, return_lse, learnable_sink, softcap, softmax_scale, deterministic)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask_mod is not None:
         _check_torch(mask_mod)
@@ -190,12 +189,8 @@ def flash_attn_func(
             raise InvalidInput(
                 "flash_attn_func takes window_size or block_sparse_tensors, as the original; give one"
             )
-    _check_sink(learnable_sink, q)
-    both = attention(
-        q, k, v, mask, scale=softmax_scale, return_lse=True, deterministic=deterministic,
-        softcap=0.0 if softcap is None else softcap, sink_logits=learnable_sink,
-    )  # fmt: skip
-    return both[0].transpose(1, 2), both[1] if return_lse else None
+    out, lse = attention(q, k, v, mask, **options)
+    return out.transpose(1, 2), lse if return_lse else None
 
 
 @refusing("flash_attn_varlen_func", **OLDER, **PAGED)
@@ -281,9 +276,7 @@ def flash_attn_varlen_func(
             "cu_seqlens_q or cu_seqlens_k is None; give both, or call flash_attn_func for [B, S, H, D]"
         )
     check_operands(q, k, v, "[total, H, D]")
-    arguments.flag("causal", causal)
-    arguments.flag("return_lse", return_lse)
-    _check_sink(learnable_sink, q)
+    options = _options(q, causal, return_lse, learnable_sink, softcap, softmax_scale, deterministic)
     left, right = window = _window(window_size, causal)
     mask: Any = MaskPolicy(causal=window == CAUSAL)
     if left is not None and right in (0, left):
@@ -292,10 +285,7 @@ def flash_attn_varlen_func(
         layout = packed_layout(cu_seqlens_q, cu_seqlens_k, (q.shape[0], k.shape[0]))
         near = layout._replace(near=_sides(left, right))
         mask = mask.visible_in(near, q.device).mask_for(*(x.transpose(0, 1)[None] for x in (q, k)))
-    out, lse = attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, mask, scale=softmax_scale, return_lse=True,
-        deterministic=deterministic, softcap=0.0 if softcap is None else softcap, sink_logits=learnable_sink,
-    )  # fmt: skip
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, mask, **options)
     return out, lse if return_lse else None
 
 
@@ -303,10 +293,19 @@ def _unless_empty(x: Any) -> Any:
     return None if isinstance(x, (list, tuple)) and not x else x
 
 
-def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+def _options(
+    q: Tensor, causal: Any, return_lse: Any, sink: Any, softcap: Any, scale: Any, deterministic: Any
+) -> dict[str, Any]:
+    """Options of q [..., H, D], checked, by the names that SparseK has for them."""
+    arguments.flag("causal", causal)
+    arguments.flag("return_lse", return_lse)
     if sink is not None:
         arguments.tensor("learnable_sink", sink, {torch.float32, q.dtype})
-        check_shape("learnable_sink", sink, (q.shape[1],), "a score of each head of q")
+        check_shape("learnable_sink", sink, (q.shape[-2],), "a score of each head of q")
+    softcap = 0.0 if softcap is None else softcap
+    return {
+        "scale": scale, "softcap": softcap, "sink_logits": sink, "deterministic": deterministic, "return_lse": True
+    }  # fmt: skip
 
 
 def _sides(left: int | None, right: int | None) -> Window:

@@ -79,9 +79,9 @@ SAID_WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("params", "message"), SAID_WRONG)
 def test_dense_calls_refuse_what_sparse_ones_do(params: dict[str, Any], message: str) -> None:
     given = operands()
-    for dense in ({"min_tokens": LENGTH + 1}, {"skip_first_steps": 1}):
+    for other in ({"min_tokens": LENGTH + 1}, {"skip_first_steps": 1}):
         with pytest.raises(sk.InvalidInput, match=message):
-            sparse_attention(*given, {**params, **dense}, False, None)
+            sparse_attention(*given, {**params, **other}, False, None)
     with pytest.raises(sk.InvalidInput, match=message):
         sparse_attention(*given, params, True, None)
 
