@@ -139,7 +139,7 @@ class _Options(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What `params` says of the forward pass, checked, whether or not a call reads it."""
+    """What `params` holds of the forward pass, checked, whether or not a call reads it."""
 
     step: int
     layer: int | None
