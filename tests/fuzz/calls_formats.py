@@ -394,7 +394,7 @@ CALLS: dict[str, Call] = {
         {"path": "text", "name": "none text", "device": "none text", "kind": "none"},
         errors=(OSError,),
     ),
-    "BlockMask": Call(_mask_parts, {"lo": "none", "hi": "none", "rules": "none", "bits": "none"}),
+    "BlockMask": Call(_mask_parts, {**BLOCK, "lo": "none", "hi": "none", "rules": "none", "bits": "none"}),
     "BlockMask (lists)": Call(_mask_lists, {**BLOCK, "lo": "none", "hi": "none", "sizes": "any"}),
     "BlockMask.full": Call(builder("full"), FRAME),
     "BlockMask.causal": Call(builder("causal"), FRAME),
