@@ -156,6 +156,9 @@ def test_vsa_adds_its_coarse_branch(gated: bool) -> None:
     operands = [normal(1, 4, 1024, 64, seed=seed).to(torch.bfloat16) for seed in range(4 if gated else 3)]
     lengths = lengths_of(16, 64, 1, 3)
     policy = policies.VSA(topk=4)
-    wanted = policy.attention(*(x.float() for x in operands), kv_lengths=lengths)
-    found = policy.attention(*(x.cuda() for x in operands), kv_lengths=lengths.cuda())
+    wanted = policy.attention(*(x.float() for x in operands), kv_lengths=lengths, q_lengths=lengths)
+    there = lengths.cuda()
+    found = policy.attention(*(x.cuda() for x in operands), kv_lengths=there, q_lengths=there)
     torch.testing.assert_close(found.float().cpu(), wanted, rtol=2e-2, atol=2e-2)
+    after = (torch.arange(1024) % 64 >= lengths.repeat_interleave(64, -1).view(-1)).view(1, 1, -1, 1)
+    assert not found.cpu().masked_fill(~after, 0).any()
