@@ -17,7 +17,7 @@ from sparsek.matrix.bsr24 import BLOCK_STEP
 from sparsek.matrix.storage import BlockStats, Storage
 from sparsek.ops.planning import choose
 from sparsek.plan.dense import dense_seconds
-from sparsek.plan.problem import DenseSpec, SpmmProblem
+from sparsek.plan.product_problems import DenseSpec, SpmmProblem
 
 FORMATS = {"semi24": "2:4", "bsr": "BSR", "bsr24": "BSR24"}
 BLOCKS = (16, 32, 64, 128)

@@ -17,8 +17,8 @@ from sparsek.ops.library_args import TAGS, schema_of
 from sparsek.ops.planning import choose
 from sparsek.plan.attention_operands import lse_dtype
 from sparsek.plan.attention_paged import Paged, PagedPlan, paged_call
+from sparsek.plan.attention_problems import PagedProblem
 from sparsek.plan.op import Operation
-from sparsek.plan.problem import PagedProblem
 from sparsek.plan.select import Choice
 
 

@@ -27,7 +27,7 @@ from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.bound import Slot
 from sparsek.ops.spmm import SPMM, How, Multiplied, multiply
 from sparsek.plan import operands
-from sparsek.plan.kernel import activation_seconds
+from sparsek.plan.product_kernels import activation_seconds
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Epilogue
 

@@ -12,7 +12,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.plan import table
 from sparsek.plan.kernel import MissingKernel
 from sparsek.plan.matches import match
-from sparsek.plan.problem import Problem, SpmmProblem
+from sparsek.plan.problem import Problem
 from sparsek.plan.select import Choice, select
 from sparsek.plan.spgemm import Matcher
 
@@ -54,7 +54,7 @@ def same_family(kernel: str | None, op: str) -> str | None:
 
 
 def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
-    names = kernels.names_for(p.op, p.a.kind if isinstance(p, SpmmProblem) else None)
+    names = kernels.names_for(p.op, getattr(p, "storage", None))
     if only is not None and only not in names:
         other = OTHER_PASS.get(p.op)
         if other is not None and only in kernels.names_for(other):

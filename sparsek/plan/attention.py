@@ -17,10 +17,10 @@ from sparsek.core.streams import captured, tensors_in
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.operands import wants_gradient
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import AttentionProblem
 from sparsek.plan.select import Choice
 from sparsek.reference.scores import PLAIN, Scores
 

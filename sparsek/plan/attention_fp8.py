@@ -17,9 +17,9 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import DIMS, check_shapes
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import MaskPlan, about, sizes, without_keys
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.operands import wants_gradient
-from sparsek.plan.problem import AttentionProblem
 from sparsek.plan.select import Choice
 from sparsek.reference.scores import PLAIN, Scores
 

@@ -16,8 +16,8 @@ from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import MaskPlan, about, alike, megabytes, sizes
-from sparsek.plan.kernel import AttentionGradCall
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_kernels import AttentionGradCall
+from sparsek.plan.attention_problems import AttentionGradProblem
 from sparsek.plan.select import Choice
 from sparsek.reference.scores import PLAIN, Scores
 

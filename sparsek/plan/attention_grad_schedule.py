@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 
 TILE_FIELDS = 8
 VISIT_FIELDS = 4

@@ -18,11 +18,11 @@ from sparsek.core.streams import captured, tensors_in
 from sparsek.mask.pages import PageLists
 from sparsek.plan import paged_operands as operands
 from sparsek.plan.attention import megabytes
+from sparsek.plan.attention_kernels import PagedCall
 from sparsek.plan.attention_operands import checked_scale, lse_dtype
-from sparsek.plan.kernel import PagedCall
+from sparsek.plan.attention_problems import TYPICAL, PagedProblem
 from sparsek.plan.paged_checks import check_values
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import TYPICAL, PagedProblem
 from sparsek.plan.select import Choice
 
 # The plans of this process. They hold nothing of a cache, so caches and layers of one shape share them.

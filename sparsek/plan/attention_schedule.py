@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 
 # Fields of a record: first query, batch item, first head, first partial entry (-1: none) and partial blocks, first
 # full entry and full blocks, slot of the part (-1: the tile is whole).

@@ -19,7 +19,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import block_stats
 from sparsek.plan import operands
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.product_problems import SddmmProblem
 from sparsek.plan.select import Choice
 
 

@@ -20,7 +20,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import operands
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_problems import SpgemmProblem
 from sparsek.plan.select import Choice
 
 # A pair is 8 bytes on the device. A serving engine multiplies the same few matrices.

@@ -29,9 +29,9 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import BlockStats
 from sparsek.plan import operands
-from sparsek.plan.kernel import rounding_seconds
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import DenseSpec, SpmmProblem
+from sparsek.plan.product_kernels import rounding_seconds
+from sparsek.plan.product_problems import DenseSpec, SpmmProblem
 from sparsek.plan.select import Candidate, Choice
 from sparsek.reference.epilogue import PLAIN, Epilogue
 

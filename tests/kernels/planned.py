@@ -12,10 +12,11 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import attention_operands
 from sparsek.plan.attention import Attended
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.operands import layout
-from sparsek.plan.problem import AttentionProblem, SddmmProblem, SpgemmProblem, SpmmProblem
+from sparsek.plan.product_problems import SddmmProblem, SpgemmProblem, SpmmProblem
 from sparsek.plan.sddmm import Sampled
 from sparsek.plan.spgemm import Pair
 from sparsek.plan.spmm import Product

@@ -10,7 +10,7 @@ import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.core.streams import tensors_in
 from sparsek.plan.attention_grad import AttentionGradPlan
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_problems import AttentionGradProblem
 
 # A causal mask of 8 x 8 blocks for all heads, over 4 heads of q to one of k.
 CAUSAL = AttentionGradProblem(

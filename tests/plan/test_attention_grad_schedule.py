@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sparsek.core.device import H200
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import FULL, NO_TICKET, GradSchedule, schedule
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.plan.attention import AttentionPlan
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.plan import bound_seconds
-from sparsek.plan.problem import AttentionProblem
 from sparsek.plan.select import select
 
 # A causal mask of 8 x 8 blocks for all heads, over 4 heads of q to one of k.

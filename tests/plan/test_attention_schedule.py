@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from sparsek.core.device import H200
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.attention_schedule import (
     FIELDS,
     NO_SLOT,
@@ -27,7 +28,6 @@ from sparsek.plan.attention_schedule import (
     sections,
     tiles_of,
 )
-from sparsek.plan.problem import AttentionProblem
 from sparsek.reference.attention import attention
 from tests.ops.test_attention_fuzz import simple_masks
 

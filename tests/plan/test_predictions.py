@@ -22,7 +22,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.ops import planning
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan, bound_seconds
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_problems import SpgemmProblem
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 NEWEST = records.newest(records.read(FOLDER))

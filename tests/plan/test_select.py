@@ -15,7 +15,7 @@ from sparsek.kernels.spmm.cpu import CpuConfig
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.plan import Plan, bound_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.select import select
 from sparsek.plan.spmm import SpmmPlan
 from tests.problems import changed, spmm_problem

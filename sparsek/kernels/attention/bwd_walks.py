@@ -12,7 +12,7 @@ from sparsek.kernels.attention.portable_tiles import section
 from sparsek.kernels.attention.transposed import transposed
 from sparsek.mask.lists import TransposedLists
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_problems import AttentionGradProblem
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,8 @@ from sparsek.kernels.attention.cpu_steps import (
     tiles,
 )
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.reference.scores import Scores
 
 

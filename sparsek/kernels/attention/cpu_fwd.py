@@ -35,8 +35,8 @@ from sparsek.kernels.attention.cpu_steps import (
     tiles,
 )
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionCall, AttentionKernel
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.reference.scores import Scores
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from sparsek.kernels.kinds import CpuKernel, wide_size
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.view import element_mask
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.reference.scores import Scores, capped, distances
 
 STEP_SECONDS = 2e-4

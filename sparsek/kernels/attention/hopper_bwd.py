@@ -66,8 +66,9 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
-from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel, unless_hopper
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel
+from sparsek.plan.attention_problems import AttentionGradProblem
+from sparsek.plan.kernel import unless_hopper
 from sparsek.plan.ring import flops_per_second, throttled
 
 

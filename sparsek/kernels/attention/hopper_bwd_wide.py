@@ -34,8 +34,9 @@ from sparsek.kernels.attention.parts import add_parts, longest_part
 from sparsek.kernels.lang.gluon import Described, describe_heads, launch_on
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import padded_rows
-from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel, unless_hopper
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel
+from sparsek.plan.attention_problems import AttentionGradProblem
+from sparsek.plan.kernel import unless_hopper
 
 
 @dataclass(frozen=True, repr=False)

@@ -68,7 +68,8 @@ from sparsek.kernels.attention.softmax_fp8 import (
 )
 from sparsek.kernels.lang.gluon import Described, describe_heads, launch_on, tma_store_wait
 from sparsek.plan import attention_schedule as tiling
-from sparsek.plan.kernel import AttentionCall, AttentionKernel, unless_hopper
+from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel
+from sparsek.plan.kernel import unless_hopper
 
 WHOLE_HEAD = 1 << 30  # rows of a scale, where a head has one
 LEAST = gl.constexpr(1e-37)  # of a row's factor: 0 times a score of -inf would be NaN

@@ -61,9 +61,10 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as tiling
+from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.attention_schedule import Schedule, Shape
-from sparsek.plan.kernel import AttentionCall, AttentionKernel, unless_hopper
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.kernel import unless_hopper
 
 
 @dataclass(frozen=True, repr=False)

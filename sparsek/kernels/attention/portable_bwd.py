@@ -44,8 +44,8 @@ from sparsek.kernels.attention.portable_tiles import (
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel
+from sparsek.plan.attention_problems import AttentionGradProblem
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from sparsek.kernels.attention.portable_tiles import admitted, bias, capped, is_
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionCall, AttentionKernel
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel
+from sparsek.plan.attention_problems import AttentionProblem
 
 DIMS = common.DIMS
 

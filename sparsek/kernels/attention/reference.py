@@ -9,8 +9,8 @@ import torch
 
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
-from sparsek.plan.kernel import AttentionCall, AttentionGradCall
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_kernels import AttentionCall, AttentionGradCall
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.reference.attention import attention, attention_backward
 from sparsek.reference.attention_fp8 import attention_fp8
 

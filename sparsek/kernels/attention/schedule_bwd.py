@@ -54,7 +54,7 @@ from sparsek.plan.attention_grad_schedule import (
     VISIT_FIELDS,
     GradSchedule,
 )
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 
 # Entries of the mask, visits, entries of lists, the widest row's span, the most visits of a key tile.
 TOTALS = 5

@@ -22,8 +22,8 @@ from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as plan
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.attention_schedule import FIELDS, MERGE_FIELDS, Schedule, Shape
-from sparsek.plan.problem import AttentionProblem
 
 LENGTHS = 16  # of the table, by a program of _count
 RANKED = 8  # rows, by another program of _count

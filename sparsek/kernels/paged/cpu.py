@@ -18,8 +18,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import wide_seconds, wide_size
 from sparsek.mask.pages import PageLists
-from sparsek.plan.kernel import PagedCall, PagedKernel
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_kernels import PagedCall, PagedKernel
+from sparsek.plan.attention_problems import PagedProblem
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,9 @@ from sparsek.kernels.paged.producer import load
 from sparsek.kernels.paged.schedule import FAR, Shape, capacity, schedule
 from sparsek.kernels.paged.steps import RECORD, allowed, masked_key, tile_at, tile_number, within
 from sparsek.mask.pages import PageLists
-from sparsek.plan.kernel import PagedCall, PagedKernel, unless_hopper
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_kernels import PagedCall, PagedKernel
+from sparsek.plan.attention_problems import PagedProblem
+from sparsek.plan.kernel import unless_hopper
 
 
 @dataclass(frozen=True, repr=False)

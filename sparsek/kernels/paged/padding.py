@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sparsek.kernels.lang.launch import launch_unspecialized
-from sparsek.plan.kernel import PagedCall
+from sparsek.plan.attention_kernels import PagedCall
 
 COLUMNS = tl.constexpr(512)  # written together
 PROGRAMS = 128

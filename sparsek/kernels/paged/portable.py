@@ -45,8 +45,8 @@ from sparsek.kernels.lang.tensors import at
 from sparsek.kernels.paged import portable_parts
 from sparsek.kernels.paged.padding import clear_padding
 from sparsek.kernels.paged.portable_steps import FP16_OVER_E4M3, walk, within_fp16
-from sparsek.plan.kernel import PagedCall, PagedKernel
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_kernels import PagedCall, PagedKernel
+from sparsek.plan.attention_problems import PagedProblem
 
 LOG2E = 1.4426950408889634
 PART = 512  # keys: the shortest part, unless a tile has fewer

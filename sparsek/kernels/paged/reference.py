@@ -6,8 +6,8 @@ import torch
 
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
-from sparsek.plan.kernel import PagedCall, PagedKernel
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_kernels import PagedCall, PagedKernel
+from sparsek.plan.attention_problems import PagedProblem
 from sparsek.reference.attention_paged import attention_paged
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
-from sparsek.plan.kernel import PagedCall
+from sparsek.plan.attention_kernels import PagedCall
 
 FIELDS = 16
 QUANTUM = 1024  # keys of a class

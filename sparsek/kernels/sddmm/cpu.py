@@ -28,8 +28,8 @@ from sparsek.core import dtypes
 from sparsek.kernels.kinds import CpuConfig, CpuKernel, goes_wide, widths
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SddmmKernel
-from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.product_kernels import SddmmKernel
+from sparsek.plan.product_problems import SddmmProblem
 
 STEP_SECONDS = 2e-5
 

@@ -34,8 +34,9 @@ from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, multiply
 from sparsek.matrix.padding import padding_of, zero_padding
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SddmmKernel, unless_hopper
-from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.product_kernels import SddmmKernel
+from sparsek.plan.product_problems import SddmmProblem
 from sparsek.plan.sddmm_schedule import OUTSIDE, SddmmTiles, sddmm_tiles
 
 

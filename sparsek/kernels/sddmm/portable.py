@@ -36,8 +36,8 @@ from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SddmmKernel
-from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.product_kernels import SddmmKernel
+from sparsek.plan.product_problems import SddmmProblem
 
 
 @dataclass(frozen=True)

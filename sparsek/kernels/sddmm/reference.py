@@ -9,8 +9,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SddmmKernel
-from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.product_kernels import SddmmKernel
+from sparsek.plan.product_problems import SddmmProblem
 from sparsek.reference.sddmm import STEP_ELEMENTS, sddmm
 
 CALLS, CALLS_PER_STEP = 12, 5

@@ -13,8 +13,8 @@ from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel
 from sparsek.kernels.spmm.vendor_dense import limit_bytes, product_of_blocks
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SddmmKernel
-from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.product_kernels import SddmmKernel
+from sparsek.plan.product_problems import SddmmProblem
 
 
 class VendorSddmm(FixedKernel):

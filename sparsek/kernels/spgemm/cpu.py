@@ -24,9 +24,9 @@ from sparsek.core import dtypes
 from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_kernels import SpgemmKernel
+from sparsek.plan.product_problems import SpgemmProblem
 
 STEP_SECONDS = 4e-5
 

@@ -25,10 +25,11 @@ from sparsek.kernels.spmm.hopper import SOURCE, Config, spmm_kernel
 from sparsek.kernels.spmm.multiply import deepened
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.padding import padding_of, zero_padding
-from sparsek.plan.kernel import SpgemmKernel, unless_hopper
+from sparsek.plan.kernel import unless_hopper
 from sparsek.plan.matches import Matches
 from sparsek.plan.plan import arithmetic_seconds, memory_seconds
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_kernels import SpgemmKernel
+from sparsek.plan.product_problems import SpgemmProblem
 from sparsek.plan.spgemm_schedule import SpgemmTiles
 
 

@@ -33,9 +33,9 @@ from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_kernels import SpgemmKernel
+from sparsek.plan.product_problems import SpgemmProblem
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_kernels import SpgemmKernel
+from sparsek.plan.product_problems import SpgemmProblem
 from sparsek.reference.spgemm import spgemm
 
 CALLS_PER_STEP = 9

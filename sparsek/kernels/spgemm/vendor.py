@@ -17,9 +17,9 @@ from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel
 from sparsek.kernels.spmm.vendor_dense import COPYING, dense_copy, limit_bytes, product_of_blocks
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_kernels import SpgemmKernel
+from sparsek.plan.product_problems import SpgemmProblem
 
 
 class VendorSpgemm(FixedKernel):

@@ -31,8 +31,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 MAX_COLUMNS = 1024

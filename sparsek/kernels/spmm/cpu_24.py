@@ -19,8 +19,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 UNPACK_BYTES = 24  # bytes moved per element of A: its position, in the cache, and the output

@@ -15,8 +15,8 @@ from sparsek.kernels.spmm import cpu as spmm
 from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES, unpacked
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 

@@ -52,9 +52,10 @@ from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, mu
 from sparsek.kernels.spmm.multiply_held import multiply_held
 from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
+from sparsek.plan.kernel import beside, unless_hopper
 from sparsek.plan.plan import arithmetic_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import deal_on_device, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 

@@ -41,8 +41,9 @@ from sparsek.kernels.lang.memo import Memo
 from sparsek.kernels.lang.nvrtc import Program
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import SpmmKernel, beside
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.kernel import beside
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import BUSY_SLOTS, DRIVER_LAUNCHES, Ring, flops_per_second, ring_seconds, share_of_h200
 from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 

@@ -21,8 +21,8 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import SpmmKernel, rounding_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel, rounding_seconds
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 

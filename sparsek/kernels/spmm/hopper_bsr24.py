@@ -20,8 +20,8 @@ from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm.hopper_24 import Config, Lists, Work
 from sparsek.kernels.spmm.parts import records
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import balance, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 

@@ -64,8 +64,9 @@ from sparsek.kernels.spmm.multiply_fp8_held import multiply_held, multiply_held_
 from sparsek.kernels.spmm.parts import Dealt, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
-from sparsek.plan.kernel import SpmmKernel, beside, rounding_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.kernel import beside
+from sparsek.plan.product_kernels import SpmmKernel, rounding_seconds
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 

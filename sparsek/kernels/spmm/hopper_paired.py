@@ -33,9 +33,10 @@ from sparsek.kernels.spmm import hopper
 from sparsek.kernels.spmm.hopper_24 import ACTS, BOX_BYTES
 from sparsek.kernels.spmm.pairs import Pairs, pairs_of
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
+from sparsek.plan.kernel import beside, unless_hopper
 from sparsek.plan.plan import arithmetic_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import flops_per_second, fullest, norm, share_of_h200
 from sparsek.plan.schedule import Walk, balance
 from sparsek.reference.epilogue import PLAIN, Epilogue

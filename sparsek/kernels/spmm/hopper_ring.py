@@ -6,9 +6,9 @@
 from typing import Any
 
 from sparsek.kernels.spmm.parts import drift, tall
-from sparsek.plan.kernel import rounding_seconds
 from sparsek.plan.plan import arithmetic_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import rounding_seconds
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import BUSY_SLOTS, GLUON_LAUNCHES, Ring, flops_per_second, ring_seconds
 
 RATE_FP8 = 1.56  # over that of dense 16-bit products: promotion leaves 78 % of twice it (fitted)

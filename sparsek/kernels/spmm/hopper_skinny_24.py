@@ -33,8 +33,8 @@ from sparsek.kernels.lang.launch import launch_cuda
 from sparsek.kernels.lang.nvrtc import Program
 from sparsek.kernels.spmm.hopper_24 import ACTS, JOINS, unable
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import DRIVER_LAUNCHES
 from sparsek.reference.epilogue import PLAIN, Epilogue
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsek.kernels.lang.epilogue import constants, finished
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.spmm.multiply import RECORD, Tile
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import Cut, Schedule, Walk, balance, cut, part_limit
 from sparsek.reference.epilogue import Epilogue
 

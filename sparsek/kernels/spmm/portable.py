@@ -34,8 +34,9 @@ from sparsek.kernels.lang.epilogue import store_finished
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpmmKernel, beside
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.kernel import beside
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import TRITON_LAUNCHES
 from sparsek.reference.epilogue import PLAIN, Epilogue
 

@@ -26,8 +26,8 @@ from sparsek.kernels.lang.tensors import at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 

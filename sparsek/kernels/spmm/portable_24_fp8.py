@@ -28,8 +28,8 @@ from sparsek.kernels.spmm.unpack_24 import COLUMN_LIMIT, awaited, column_unit, t
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 

@@ -29,8 +29,8 @@ from sparsek.kernels.spmm.unpack_24 import awaited, column_unit, tile_of
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 SMALLEST = 64  # a side of a block

@@ -32,8 +32,8 @@ from sparsek.kernels.spmm.tiles_fp8 import Config, add_fp8, dense_tile, scaled_s
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
 from sparsek.matrix.storage import FP8
-from sparsek.plan.kernel import SpmmKernel, rounding_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel, rounding_seconds
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.quantized import product

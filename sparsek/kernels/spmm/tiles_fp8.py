@@ -21,8 +21,8 @@ from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
-from sparsek.plan.kernel import rounding_seconds
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import rounding_seconds
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import TRITON_LAUNCHES
 from sparsek.reference.epilogue import Epilogue
 

@@ -22,7 +22,7 @@ from sparsek.kernels.lang import epilogue as epilogues
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 
 GROUP = 4

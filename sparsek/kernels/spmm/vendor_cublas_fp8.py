@@ -32,9 +32,9 @@ from sparsek.matrix.quantized import Matrix, Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import FP8
 from sparsek.plan.dense import dense_seconds
-from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.operands import is_readable, readable
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel, rounding_seconds
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 UNIT = 16  # sides of the operands that torch requires

@@ -33,9 +33,9 @@ from sparsek.core.clock import time_rounds
 from sparsek.core.streams import captured
 from sparsek.kernels.lang.memo import Memo
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.operands import readable
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 # The library's requirements for 16-bit matrices: sides of the 2:4 one, and of dense ones.

@@ -33,8 +33,8 @@ from sparsek.core.tracing import outside_inference
 from sparsek.kernels.kinds import Fixed, FixedKernel
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SpmmKernel
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 # values -> {(CUDA stream, is a view): dense copy}. A copy is written and read in the order of its stream. The lock

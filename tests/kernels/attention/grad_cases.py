@@ -18,8 +18,8 @@ from sparsek.core.device import card_of
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention_grad import Differentiated
-from sparsek.plan.kernel import AttentionGradCall
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_kernels import AttentionGradCall
+from sparsek.plan.attention_problems import AttentionGradProblem
 from sparsek.reference.attention import attention
 from sparsek.reference.scores import PLAIN, Scores
 from sparsek.testing.attention_budget import AttentionGradGate, check_attention_backward

@@ -19,7 +19,7 @@ from sparsek.kernels.attention.hopper_fwd import KERNEL, Config
 from sparsek.kernels.lang.gluon import Described
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.reference.scores import PLAIN, Scores
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits

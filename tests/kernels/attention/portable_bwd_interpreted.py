@@ -14,7 +14,7 @@ from sparsek.kernels.attention.portable_bwd import Config, Tile
 from sparsek.kernels.attention.portable_tiles import DIMS
 from sparsek.kernels.attention.sinks import launched
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradCall
+from sparsek.plan.attention_kernels import AttentionGradCall
 from sparsek.reference.scores import sink_gradients
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

@@ -10,7 +10,7 @@ from sparsek.kernels.attention import portable_fwd as portable
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.score_args import Sinks
 from sparsek.mask.mask import BlockLists, BlockMask
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import AttentionGradProblem, AttentionProblem
+from sparsek.plan.attention_problems import AttentionGradProblem, AttentionProblem
 from tests.problems import T4
 
 Problem = TypeVar("Problem", AttentionProblem, AttentionGradProblem)

@@ -15,7 +15,7 @@ from sparsek.kernels.attention.schedule_bwd import launched
 from sparsek.mask.mask import BlockLists, BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import NO_TICKET, GradSchedule
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 from tests.kernels.lang.covering import once
 from tests.plan.test_attention_grad_schedule import drawn, problem
 from tests.plan.test_attention_schedule import bounded

@@ -14,7 +14,7 @@ from sparsek.core.device import H200
 from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_steps import CpuAttentionConfig
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradCall
+from sparsek.plan.attention_kernels import AttentionGradCall
 from sparsek.reference.attention import attention_backward
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

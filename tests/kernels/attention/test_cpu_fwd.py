@@ -15,7 +15,7 @@ from sparsek.core.device import H200, has_bf16_units
 from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_fwd import CpuAttentionConfig
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

@@ -11,7 +11,7 @@ import torch
 
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradCall
+from sparsek.plan.attention_kernels import AttentionGradCall
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from tests.kernels.attention.grad_cases import (
     cases,

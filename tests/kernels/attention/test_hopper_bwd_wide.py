@@ -9,7 +9,7 @@ import pytest
 
 from sparsek.core.device import H100, H200
 from sparsek.kernels import load
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_problems import AttentionGradProblem
 
 pytest.importorskip("triton")
 

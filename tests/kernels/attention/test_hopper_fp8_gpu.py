@@ -17,7 +17,7 @@ from sparsek.kernels import load
 from sparsek.mask.heads8 import AttentionHeads
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_fp8 import AttendedFp8
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from sparsek.testing.poison import poisoned

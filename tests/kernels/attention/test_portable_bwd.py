@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.core.device import H200
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.attention_problems import AttentionGradProblem
 
 pytest.importorskip("triton")
 

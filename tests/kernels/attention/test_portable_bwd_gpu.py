@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradCall
+from sparsek.plan.attention_kernels import AttentionGradCall
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels.attention.grad_cases import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 
 pytest.importorskip("triton")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

@@ -6,8 +6,8 @@ import torch
 from sparsek.core.device import card_named
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionCall
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_kernels import AttentionCall
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.reference.attention import attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase
 from tests.kernels.planned import attend

@@ -15,7 +15,7 @@ from sparsek.kernels.attention.schedule_bwd import launched
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import GradSchedule
-from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.attention_problems import AttentionProblem
 from tests.kernels.attention.grad_cases import differentiate, inputs, judged
 from tests.kernels.attention.test_schedule_fwd_gpu import CASES as FORWARD
 from tests.kernels.attention.test_schedule_fwd_gpu import uneven

@@ -16,9 +16,9 @@ from sparsek.kernels.attention import hopper_fwd
 from sparsek.kernels.attention.schedule_fwd import launched
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as plan
+from sparsek.plan.attention_kernels import AttentionCall
+from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.attention_schedule import Schedule, Shape
-from sparsek.plan.kernel import AttentionCall
-from sparsek.plan.problem import AttentionProblem
 from sparsek.testing.attention_budget import check_attention
 from tests.kernels.planned import attend
 from tests.kernels.planned import attention_problem as problem_of

@@ -17,7 +17,7 @@ from sparsek.kernels import load
 from sparsek.kernels.attention.sinks import launched
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad import Differentiated
-from sparsek.plan.kernel import AttentionGradCall
+from sparsek.plan.attention_kernels import AttentionGradCall
 from sparsek.reference.attention import attention
 from sparsek.reference.scores import Scores, sink_gradients
 from sparsek.testing.attention_budget import check_attention, check_attention_backward

@@ -9,9 +9,9 @@ from torch import Tensor
 from sparsek.core.device import card_of
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
+from sparsek.plan.attention_kernels import PagedCall
 from sparsek.plan.attention_paged import Paged
-from sparsek.plan.kernel import PagedCall
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_problems import PagedProblem
 from sparsek.testing.paged_budget import ExpectedPaged, expected_attention_paged
 from sparsek.testing.paged_cases import PagedCase, PagedInputs
 

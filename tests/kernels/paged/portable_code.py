@@ -8,8 +8,8 @@ import torch
 from sparsek.kernels.paged import portable, portable_parts
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
-from sparsek.plan.kernel import PagedCall
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_kernels import PagedCall
+from sparsek.plan.attention_problems import PagedProblem
 from tests.kernels.lang import portable_code
 from tests.problems import CARDS
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsek.kernels.paged import schedule as scheduling
 from sparsek.kernels.paged.schedule import Shape, capacity, schedule
-from sparsek.plan.kernel import PagedCall
+from sparsek.plan.attention_kernels import PagedCall
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

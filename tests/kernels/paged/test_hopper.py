@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
 from sparsek.kernels import load
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_problems import PagedProblem
 
 pytest.importorskip("triton")
 

@@ -15,7 +15,7 @@ import torch
 
 from sparsek.core.device import H200
 from sparsek.kernels import load
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_problems import PagedProblem
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import ALIGNED, OF_TILES, Listed, PagedCase, drawn_case, drawn_lengths
 from tests.kernels.lang.covering import covering, once

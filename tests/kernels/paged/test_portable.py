@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import PagedProblem
+from sparsek.plan.attention_problems import PagedProblem
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ from sparsek.kernels.lang import tensors
 from sparsek.kernels.sddmm import portable as sddmm
 from sparsek.kernels.spgemm import portable as spgemm
 from sparsek.kernels.spmm import portable_skinny as spmm_skinny
-from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
+from sparsek.plan.product_problems import SddmmProblem, SpgemmProblem, SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.lang.portable_code import Code, compiled
 

@@ -22,7 +22,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.plan.operands import layout
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue, slope
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out

@@ -5,7 +5,7 @@ compiling for real cards.
 import pytest
 
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import SddmmProblem, SpgemmProblem
+from sparsek.plan.product_problems import SddmmProblem, SpgemmProblem
 from tests.problems import CARDS, T4, changed, spmm_problem
 
 pytest.importorskip("triton")

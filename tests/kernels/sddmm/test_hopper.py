@@ -20,7 +20,7 @@ from sparsek.kernels import load
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.sddmm import plan_sddmm
-from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.product_problems import SddmmProblem
 from sparsek.plan.sddmm_schedule import OUTSIDE
 
 pytest.importorskip("triton")

@@ -21,7 +21,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.spgemm import plan_spgemm
 from sparsek.plan.matches import Matches, match
-from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.product_problems import SpgemmProblem
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,7 @@ from sparsek.kernels.spmm import portable_24 as semi24
 from sparsek.kernels.spmm import portable_bsr24 as bsr24
 from sparsek.kernels.spmm import unpack_24
 from sparsek.kernels.spmm.unpack_24 import Config
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.lang.portable_code import Code, compiled
 from tests.kernels.products.portable_code import NAMES, meta, ones

@@ -13,7 +13,7 @@ from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.kernels.spmm import tiles_fp8
 from sparsek.kernels.spmm.tiles_fp8 import Config
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.lang.portable_code import Code, compiled
 from tests.kernels.products.portable_code import NAMES, meta, ones

@@ -28,7 +28,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.matrix.storage import merged_steps
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan import schedule
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from tests.problems import A100, B200, changed, spmm_problem
 from tests.sampling import sampled
 

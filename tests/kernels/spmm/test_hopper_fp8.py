@@ -23,7 +23,7 @@ from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.problems import B200, changed, fp8_problem
 

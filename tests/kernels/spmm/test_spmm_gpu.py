@@ -23,7 +23,7 @@ from sparsek.bench.suites.spmm import BY_BLOCK
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import SPMM_CASES, Case

@@ -7,7 +7,7 @@ import pytest
 from sparsek.core.device import CPU, H200
 from sparsek.kernels import KERNELS, load, names_for
 from sparsek.matrix.storage import FP8, TITLES
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.product_problems import SpmmProblem
 from tests.problems import fp8_problem, spmm_problem
 
 FACTS: dict[str, dict[str, Any]] = {
