@@ -32,6 +32,9 @@ from sparsek.core.errors import InvalidInput
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 PLAIN = (Tensor, torch.nn.Parameter)  # torch's own classes: no fake tensor, and no other subclass
 LONGEST = 80  # characters of a value in a message
+MOVE = "move one of them, SparseK does not"
+TENSORS = (Tensor, torch.nn.Parameter)
+"""Tensor classes that do not intercept ops, as other subclasses may."""
 
 
 def shown(value: Any) -> str:

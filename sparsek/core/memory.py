@@ -123,3 +123,24 @@ def _read(path: str) -> str:
 def gigabytes(count: float) -> str:
     """12.8e9 -> "12.8 GB"."""
     return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether both have the same elements at the same addresses."""
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the spans of memory from the first to the last element of each meet."""
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    (x0, x1), (y0, y1) = _span(x), _span(y)
+    return x0 < y1 and y0 < x1
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    begin = x.data_ptr()
+    if x.is_contiguous():
+        return begin, begin + x.nbytes
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (reach + 1) * x.element_size()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._functorch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
@@ -286,3 +287,26 @@ def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, M
         return made
 
     return decorate
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd would expect a gradient for one of these."""
+    if torch.is_grad_enabled():
+        for x in tensors:  # a loop: any() of a generator takes twice as long, and every call passes here
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def check_no_tangent(refusal: str, *operands: Any) -> None:
+    """InvalidInput with this text if forward-mode differentiation would expect a tangent."""
+    if forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling()  # tangents are invisible while torch.compile traces
+        or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in operands)
+    ):
+        raise InvalidInput(refusal)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is active for the device of `x`."""
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")

@@ -25,12 +25,12 @@ from torch.nn import functional
 
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_no_tangent
 from sparsek.integrations.cubes import cubes_of
 from sparsek.integrations.named import number_in, policy_named, read, require_fit
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
 from sparsek.plan.attention_operands import NO_TANGENT, checked_scale
-from sparsek.plan.operands import check_no_tangent
 from sparsek.policies.policy import Policy
 from sparsek.policies.vsa import VSA, checked_gate
 

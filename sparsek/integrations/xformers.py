@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.tracing import watched
+from sparsek.core.tracing import wants_gradient, watched
 from sparsek.integrations.refused import absent, refusing, require_neutral
 from sparsek.integrations.xformers_pages import kept_with, padded_pages, paged, pages_of
 from sparsek.mask.cache import kept_mask
@@ -29,7 +29,6 @@ from sparsek.mask.lists import upload
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.xformers import GAPPED, PAGED, WHOLE, Sequences, sequences_of
 from sparsek.ops.attention import attention
-from sparsek.plan.operands import wants_gradient
 
 CALL = "memory_efficient_attention"
 NAMES = {"bias": "attn_bias", "q_len": "the length of query", "kv_len": "the length of key"}

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import MOVE
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_real
 
-MOVE = "move one of them, SparseK does not"
 SWAPPED = (
     "; q and k seem to be [B, S, H, D], and attention takes [B, H, S, D]: pass x.transpose(1, 2) for each"
 )

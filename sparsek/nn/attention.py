@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sparsek.core import arguments
+from sparsek.core import arguments, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_real, outside_inference
 from sparsek.mask.accepted import MaskLike
@@ -15,7 +15,6 @@ from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_varlen import attention_varlen
 from sparsek.ops.autocast import CAST
-from sparsek.plan import operands
 from sparsek.plan.attention_operands import checked_softcap
 
 
@@ -137,14 +136,14 @@ class SparseAttention(nn.Module):
     def _check_alike(self, x: Tensor) -> None:
         """InvalidInput unless x has the device and dtype of the parameters, or torch.autocast casts both."""
         weight = self.qkv.weight
-        cast = operands.autocasts(x) and x.dtype in CAST and weight.dtype in CAST
+        cast = tracing.autocasts(x) and x.dtype in CAST and weight.dtype in CAST
         if x.device != weight.device or not (cast or x.dtype == weight.dtype):
             raise InvalidInput(
                 f"x is {x.dtype} on {x.device} and the parameters {weight.dtype} on {weight.device}; cast or move one "
                 "of them"
             )
         check_real("the layer", weight, "x", x)
-        if operands.wants_gradient(x, weight):
+        if tracing.wants_gradient(x, weight):
             arguments.kept("x", x)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_no_tangent, wants_gradient
 from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.heads8 import QuantizedHeads
 from sparsek.mask.mask import BlockMask
@@ -32,7 +33,6 @@ from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_fp8 import AttentionFp8Plan
 from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
-from sparsek.plan.operands import check_no_tangent, wants_gradient
 from sparsek.plan.plan import check_plan
 from sparsek.reference.scores import PLAIN
 

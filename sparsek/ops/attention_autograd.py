@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.core.tracing import save_for_backward, saved_tensors
+from sparsek.core.tracing import save_for_backward, saved_tensors, wants_gradient
 from sparsek.mask.mask import BlockMask
 from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.attention_args import flat_mask
@@ -25,7 +25,6 @@ from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_grad import Differentiated, Forward
-from sparsek.plan.operands import wants_gradient
 from sparsek.reference.scores import PLAIN, Scores
 
 

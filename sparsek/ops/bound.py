@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sparsek.core.arguments import TENSORS
 from sparsek.core.home import Home, drop_oldest
 from sparsek.kernels.lang.recorder import MISS, Recorded, record
 from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.plan.operands import SPARSE, TENSORS
+from sparsek.plan.operands import SPARSE
 
 # A recorded call takes some KB on the host, and no device memory besides that of its plan.
 LIMIT = 256

@@ -17,6 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import operations
+from sparsek.core.arguments import TENSORS
 from sparsek.kernels.lang.recorder import recorder
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -24,7 +25,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Parts
-from sparsek.plan.operands import TENSORS, readable
+from sparsek.plan.operands import readable
 from sparsek.plan.spmm import Matrix
 from sparsek.reference.epilogue import Combine, EpilogueActivation
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -188,7 +188,7 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
             raise InvalidInput("W_gate and W_up must both be a Quantized, or none of them")
         dtype = dtype_of(W_gate, x, dtype)
         if isinstance(x, Tensor):
-            if operands.wants_gradient(x):
+            if tracing.wants_gradient(x):
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
             x = quantize_dense(x, E4M3, "row", check=False)
     if dtype is None and _wanted(x, W_gate.values, W_up.values):
@@ -246,7 +246,7 @@ def fused(
 
 def _wanted(*tensors: Any) -> bool:
     """Whether a gradient is needed, or may be: vmap hides that."""
-    return operands.wants_gradient(*tensors) or transforms.active()
+    return tracing.wants_gradient(*tensors) or transforms.active()
 
 
 def writes_slope(x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
@@ -324,7 +324,7 @@ def _dense(
         raise InvalidInput(
             f"kernel={shown(kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
         )
-    if operands.wants_gradient(x, w):
+    if tracing.wants_gradient(x, w):
         arguments.kept("x", x)
         arguments.kept("W", w)
     with dtypes.as_given(x.device):

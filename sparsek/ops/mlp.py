@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -85,7 +85,7 @@ def mlp(
     plain = all(isinstance(each, Tensor) for each in (x, *given))
     if plain and isinstance(W_up, BSR) and isinstance(W_down, BSR):
         act: Any = activation
-        learns = operands.wants_gradient(x, bias_up, bias_down, W_up.values, W_down.values)
+        learns = tracing.wants_gradient(x, bias_up, bias_down, W_up.values, W_down.values)
         if learns and torch.compiler.is_compiling():
             if one_op(x.device, x.dtype, act, kernel):
                 return _through_op(x, W_up, W_down, bias_up, bias_down, act, kernel)

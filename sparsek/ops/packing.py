@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.core.arguments import TENSORS
 from sparsek.core.operations import KERNELS
 from sparsek.mask.choice import Choice, Parts
 from sparsek.matrix import convert
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import bound, library_args
 from sparsek.ops.bound import Calls, Slot
-from sparsek.plan.operands import TENSORS
 
 _calls = Calls()
 

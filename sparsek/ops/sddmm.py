@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments
+from sparsek.core import arguments, tracing
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, gradients, library_args, transforms
@@ -116,7 +116,7 @@ def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
     if not slot.learns:
         operands.check_sddmm(x, y, pattern)
         transforms.check(x, y)
-    learns = operands.wants_gradient(x, y)
+    learns = tracing.wants_gradient(x, y)
     if library_args.traced() or (learns and not library_args.are_plain(x, y)):
         transforms.check_untransformed(pattern)
         return transforms.call("sddmm", x, y, *library_args.flat_pattern(pattern), kernel)

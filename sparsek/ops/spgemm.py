@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments
+from sparsek.core import arguments, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import untransformed
@@ -107,7 +107,7 @@ def spgemm(
                 return call.seen(c)
     operands.check_spgemm(A, B, out)
     transforms.check(A.values, B.values)
-    if compiling or transforms.active() or operands.wants_gradient(A.values, B.values):
+    if compiling or transforms.active() or tracing.wants_gradient(A.values, B.values):
         transforms.check_untransformed(A, B)
         both = *library_args.flat(A), *library_args.flat(B)
         if isinstance(out, str) and out == "dense":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, memory, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import Later, save_for_backward, saved_tensors
@@ -208,7 +208,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         transforms.refuse("FP8 products have no gradient; they do not go")
     transforms.check(values, call.wide, bias, other, out)
     call.refuse_gradients()
-    learns = not quantized and operands.wants_gradient(values, call.wide, bias, other, out)
+    learns = not quantized and tracing.wants_gradient(values, call.wide, bias, other, out)
     if out is not None:
         if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
@@ -232,7 +232,7 @@ def run(call: Product, kernel: str | None) -> Tensor:
     """The product, row-major, without autograd, of checked operands; by a recorded call where there is one."""
     a, transposed, b, out, epilogue, *lies = call
     bias, other = epilogue.bias, epilogue.other
-    in_place = out is not None and other is not None and operands.same_memory(out, other)
+    in_place = out is not None and other is not None and memory.same_memory(out, other)
     parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
     more = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
     also = [x for x in (bias, None if in_place else other, out) if x is not None]

@@ -17,11 +17,10 @@ from torch.autograd import forward_ad
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import alive
+from sparsek.core.tracing import alive, check_no_tangent
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import library_args
-from sparsek.plan.operands import check_no_tangent
 
 NO_TANGENT = (
     "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "

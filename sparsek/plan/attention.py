@@ -14,12 +14,12 @@ from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured, tensors_in
+from sparsek.core.tracing import wants_gradient
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.plan.attention_problems import AttentionProblem
-from sparsek.plan.operands import wants_gradient
 from sparsek.plan.plan import Plan
 from sparsek.plan.select import Choice
 from sparsek.reference.scores import PLAIN, Scores

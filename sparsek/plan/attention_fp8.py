@@ -12,6 +12,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.core.tracing import wants_gradient
 from sparsek.mask.heads8 import QuantizedHeads
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import DIMS, check_shapes
@@ -19,7 +20,6 @@ from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import MaskPlan, about, sizes, without_keys
 from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.plan.attention_problems import AttentionProblem
-from sparsek.plan.operands import wants_gradient
 from sparsek.plan.select import Choice
 from sparsek.reference.scores import PLAIN, Scores
 

@@ -9,10 +9,9 @@ from sparsek.core import arguments
 from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.core.tracing import check_real, concrete, untransformed
+from sparsek.core.tracing import check_real, concrete, untransformed, wants_gradient
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import swapped
-from sparsek.plan.operands import wants_gradient
 from sparsek.reference.scores import PLAIN, Scores
 
 PLAN_HAS_NO_GRADIENT = (

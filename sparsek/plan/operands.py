@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import shown
+from sparsek.core.arguments import MOVE, shown
 from sparsek.core.errors import InvalidInput
+from sparsek.core.memory import overlap, same_memory
 from sparsek.core.tracing import check_real
-from sparsek.mask.operands import MOVE
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.bsr import BSR, check_stored
 from sparsek.matrix.bsr24 import BSR24
@@ -27,8 +26,6 @@ from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
 
 SPARSE = (BSR, Semi24, BSR24, Quantized)
-TENSORS = (Tensor, torch.nn.Parameter)
-"""Tensor classes that do not intercept ops, as other subclasses may."""
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of C in FP8 products, and of operands that these round."""
 
@@ -312,29 +309,6 @@ def _check_pattern(a: BSR, b: BSR, wanted: BlockPattern) -> None:
         )
 
 
-def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd would expect a gradient for one of these."""
-    if torch.is_grad_enabled():
-        for x in tensors:  # a loop: any() of a generator takes twice as long, and every call passes here
-            if x is not None and x.requires_grad:
-                return True
-    return False
-
-
-def check_no_tangent(refusal: str, *operands: Any) -> None:
-    """InvalidInput with this text if forward-mode differentiation would expect a tangent."""
-    if forward_ad._current_level >= 0 and (
-        torch.compiler.is_compiling()  # tangents are invisible while torch.compile traces
-        or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in operands)
-    ):
-        raise InvalidInput(refusal)
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast is active for the device of `x`."""
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
-
-
 def allows_tf32(dtype: torch.dtype) -> bool:
     """Whether torch may multiply these as TF32. Reads the newer setting: it follows the older ones, whose getters raise
     once the newer one was set.
@@ -382,11 +356,6 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
     for each, held in read.items():
         if overlap(out, held):
             raise InvalidInput(f"out overlaps the memory of {each}; C would be written where that is read")
-
-
-def same_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether both have the same elements at the same addresses."""
-    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def layout(b: Tensor) -> str:
@@ -439,19 +408,3 @@ def _meets_itself(x: Tensor) -> bool:
                 return True
             reach += (size - 1) * stride
     return False
-
-
-def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether the spans of memory from the first to the last element of each meet."""
-    if x.numel() == 0 or y.numel() == 0:
-        return False
-    (x0, x1), (y0, y1) = _span(x), _span(y)
-    return x0 < y1 and y0 < x1
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    begin = x.data_ptr()
-    if x.is_contiguous():
-        return begin, begin + x.nbytes
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return begin, begin + (reach + 1) * x.element_size()

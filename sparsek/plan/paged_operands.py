@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import is_fake, shown
+from sparsek.core.arguments import MOVE, is_fake, shown
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import check_real
-from sparsek.mask.operands import MOVE
+from sparsek.core.memory import overlap
+from sparsek.core.tracing import check_no_tangent, check_real, wants_gradient
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
 from sparsek.plan.attention_operands import Layout, check_sinks, checked_softcap
-from sparsek.plan.operands import check_no_tangent, overlap, wants_gradient
 
 PAGES = (16, 32, 64, 128, 256)
 E4M3 = torch.float8_e4m3fn

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import dtypes, tracing
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
@@ -84,7 +84,7 @@ class SddmmPlan(Plan):
             raise InvalidInput("plans do not go through torch.compile; call sddmm(X, Y, pattern) there")
         self.refuse_unless_ready()
         operands.check_sddmm(x, y, pattern)
-        if operands.wants_gradient(x, y):
+        if tracing.wants_gradient(x, y):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="sddmm"))
         self._check_planned(x, y, pattern)
         return BSR.unchecked(pattern, self.run(Sampled(x, y, pattern), captured(x)))

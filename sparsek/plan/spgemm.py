@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import dtypes, tracing
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home, drop_oldest
@@ -122,7 +122,7 @@ class SpgemmPlan(Plan):
             raise InvalidInput("plans do not go through torch.compile; call spgemm(A, B, out) there")
         self.refuse_unless_ready()
         operands.check_spgemm(a, b, "dense")
-        if operands.wants_gradient(a.values, b.values):
+        if tracing.wants_gradient(a.values, b.values):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spgemm"))
         self._check_planned(a, b)
         assert self.matches is not None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, memory, tracing
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.home import Home
@@ -127,9 +127,9 @@ class Product(NamedTuple):
     def refuse_gradients(self) -> None:
         """InvalidInput if autograd would expect a gradient that no product of this matrix has."""
         if isinstance(self.a, Quantized):
-            if operands.wants_gradient(self.wide, self.epilogue.bias, self.epilogue.other, self.out):
+            if tracing.wants_gradient(self.wide, self.epilogue.bias, self.epilogue.other, self.out):
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
-        elif not isinstance(self.a, BSR) and operands.wants_gradient(self.a.values):
+        elif not isinstance(self.a, BSR) and tracing.wants_gradient(self.a.values):
             kind = type(self.a).__name__
             raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=kind))
 
@@ -234,7 +234,7 @@ class Product(NamedTuple):
     @property
     def _in_place(self) -> bool:
         other, out = self.epilogue.other, self.out
-        return other is not None and out is not None and operands.same_memory(other, out)
+        return other is not None and out is not None and memory.same_memory(other, out)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -298,7 +298,7 @@ class SpmmPlan(Plan):
         call.check_epilogue()
         if isinstance(call.a, Quantized):
             call.refuse_gradients()
-        elif operands.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
+        elif tracing.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
         self._check_planned(call)
 

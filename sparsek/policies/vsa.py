@@ -9,12 +9,11 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import watched
+from sparsek.core.tracing import wants_gradient, watched
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.attention import attention
 from sparsek.plan.attention_operands import checked_scale
-from sparsek.plan.operands import wants_gradient
 from sparsek.policies.estimates import KERNEL_DTYPES, block_mass, block_means, block_scores
 from sparsek.policies.maps import kernels
 from sparsek.policies.policy import Given, Policy, block_lengths, given
