@@ -12,6 +12,8 @@ milliseconds: a name imports its module, and torch, on first use. Importing touc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sparsek.core import doors
+
 if TYPE_CHECKING:
     from sparsek import nn, policies
     from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from sparsek.reference.attention import merge_attention
 
 __version__ = "0.1.0"
+
+doors.build("operations", "sparsek.ops")
+doors.build("kernels", "sparsek.kernels.product_table", "sparsek.kernels.attention_table")
+doors.build("benches", "sparsek.bench.benches")
 
 __all__ = [
     "BSR",
@@ -135,7 +141,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _HOMES[name] != "sparsek.core.errors":
-        import_module("sparsek.ops")  # matrices call the operations, and these each other in backward passes
+        doors.enter("operations")  # matrices call the operations, and these each other in backward passes
     home = import_module(_HOMES[name])
     globals()[name] = found = home if name in ROOMS else getattr(home, name)
     return found

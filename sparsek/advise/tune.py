@@ -17,7 +17,7 @@ from sparsek.core.clock import time_rounds
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, SparseKError, Unsupported
 from sparsek.core.memory import out_of_memory
-from sparsek.kernels import load, names_for
+from sparsek.kernels.table import load, names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.ops.choose import copies
 from sparsek.ops.weight_formats import WeightFormat, plan_of, run_plan

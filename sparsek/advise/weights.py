@@ -20,7 +20,7 @@ from sparsek.core.device import GPUS, card_named, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.core.memory import available_memory, gigabytes, out_of_memory
 from sparsek.files.weights import WeightFile
-from sparsek.kernels import names_for
+from sparsek.kernels.table import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import tiles_of

@@ -19,7 +19,7 @@ from sparsek.cli.output import table as new_table
 from sparsek.core.device import H200, Card, card_of
 from sparsek.core.errors import Unsupported
 from sparsek.core.machine import smi_facts, version_of
-from sparsek.kernels import names_for
+from sparsek.kernels.table import names_for
 from sparsek.mask.heads8 import quantize_heads
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.attention_paged import plan_attention_paged

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from sparsek.kernels import KERNELS
+from sparsek.kernels.table import rows
 
 # The operation of a benchmark's kernels in their table, and how their storage ends.
 OF_BENCH: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -45,4 +45,4 @@ def kernel_named(name: str) -> Named | None:
 
 def _rows(bench: str) -> Iterator[tuple[str, str]]:
     op, ends = OF_BENCH.get(bench, ("", ()))
-    return ((name, kind) for each, name, _, kind in KERNELS if each == op and kind.endswith(ends))
+    return ((name, kind) for each, name, _, kind in rows() if each == op and kind.endswith(ends))

@@ -17,7 +17,7 @@ from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.core.memory import out_of_memory
 from sparsek.core.parsing import listed, parse_block, unknown
-from sparsek.kernels import names_for
+from sparsek.kernels.table import names_for
 from sparsek.ops.weight_formats import FORMATS, combinations
 from sparsek.plan import table
 from sparsek.plan.tune import winner

@@ -1,14 +1,29 @@
-"""Access to the operations from rooms below them: operations register themselves when they load."""
+"""Operations as rooms below reach them: they register themselves when they load; and what torch.library asks of one."""
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
+
+from sparsek.core import doors
 
 # Of torch.library ops. Plans are cached across calls, and would outlive the memory pool of a CUDA graph that
 # torch.compile captures itself.
 TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor | None]: "Tensor?[]",
+    Sequence[int]: "SymInt[]",
+    bool: "bool",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+    str | None: "str?",
+    torch.dtype: "ScalarType",
+}
 
 # By name, functions that pack or round in one kernel: the same bits as torch's code, or None for unsupported inputs.
 KERNELS: dict[str, Callable[..., Any]] = {}
@@ -23,4 +38,12 @@ def by_kernel(name: str, *given: Any) -> Any:
 
 def load() -> None:
     """Loads all operations. Called by a matrix that was made, or unpickled, before any operation was loaded."""
-    import_module("sparsek.ops")
+    doors.enter("operations")
+
+
+def schema_of(args: Any, returns: str = "Tensor", without: Sequence[str] = ()) -> str:
+    """The schema of an op from its named arguments."""
+    kinds = get_type_hints(args).items()
+    words = {name: "str" if get_origin(kind) is Literal else SCHEMA_TYPES[kind] for name, kind in kinds}
+    named = ", ".join(f"{kind} {name}" for name, kind in words.items() if name not in without)
+    return f"({named}) -> {returns}"

@@ -19,7 +19,6 @@ from sparsek.matrix.pattern import BlockPattern
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from sparsek.matrix.dense8 import QuantizedTensor
 
 ALIGNMENT = 16  # bytes of one load of a kernel
 SURE = 1e-12  # a norm from here on lost nothing that counts to squares that underflow in float32
@@ -61,13 +60,13 @@ class Multiplied:
         name = type(self).__name__
         raise InvalidInput(f"products have no gradient for the values of a {name}, as they have for a BSR's")
 
-    def __matmul__(self, other: Tensor | QuantizedTensor) -> Tensor:
+    def __matmul__(self, other: Tensor | Multiplied) -> Tensor:
         """Return self @ other, dense; see `sparsek.spmm`."""
         if _is_vector(other):
             return self._multiply(self, other.unsqueeze(1)).squeeze(1)
         return self._multiply(self, other)
 
-    def __rmatmul__(self, other: Tensor | QuantizedTensor) -> Tensor:
+    def __rmatmul__(self, other: Tensor | Multiplied) -> Tensor:
         """Return other @ self, dense; see `sparsek.spmm`."""
         if _is_vector(other):
             return self._multiply(other.unsqueeze(1).mT, self).squeeze(0)

@@ -17,7 +17,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import save_for_backward, saved_tensors, wants_gradient
 from sparsek.mask.mask import BlockMask
-from sparsek.ops import bound, gradients, library_args, transforms
+from sparsek.ops import bound, gradients, transforms
 from sparsek.ops.attention_args import flat_mask
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, differentiated, fixed
@@ -70,7 +70,7 @@ def _forward(
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), scores=call.scores)
         p = given.problem(card_of(q.device))
         ATTENTION_BACKWARD.choose(p, gradients.same_family(call.kernel, "attention_backward"), None)
-    if call.plan is None and library_args.traced():  # a TorchDispatchMode inside torch.func records the op
+    if call.plan is None and transforms.traced():  # a TorchDispatchMode inside torch.func records the op
         settings = call.scale, True, call.kernel, call.deterministic, *call.all_scores(sinks).parts
         return through_op(q, k, v, call.mask, *settings)
     return run_forward(q, k, v, sinks, call, True)
@@ -170,7 +170,7 @@ class AttentionBackward(torch.autograd.Function):
         sinks: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, ...]:
-        if library_args.traced():
+        if transforms.traced():
             mask, numbers = flat_mask(call.mask)
             given = mask, numbers, call.scale, call.deterministic, call.kernel, *call.all_scores(sinks).parts
             found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *given)
@@ -197,7 +197,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
-        raise InvalidInput(gradients.NO_SECOND_GRADIENT)
+        raise InvalidInput(operands.NO_SECOND_GRADIENT)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.core.operations import TAGS, schema_of
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.ops import bound, gradients, transforms
+from sparsek.ops import attention_gradients, bound, transforms
 from sparsek.ops.attention_args import (
     AttentionArgs,
     AttentionBackwardArgs,
@@ -20,7 +21,6 @@ from sparsek.ops.attention_args import (
 )
 from sparsek.ops.attention_plans import ATTENTION, bound_to, checked, differentiated, fixed
 from sparsek.ops.bound import Slot
-from sparsek.ops.library_args import TAGS, schema_of
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended
 from sparsek.plan.attention_grad import Differentiated, Forward
@@ -114,9 +114,9 @@ def _check_fake(args: AttentionArgs | AttentionBackwardArgs) -> None:
 
 
 attention_op.register_autograd(
-    transforms.one_by_one(gradients.of_attention), setup_context=gradients.save_attention
+    transforms.one_by_one(attention_gradients.of_attention), setup_context=attention_gradients.save_attention
 )
-attention_backward_op.register_autograd(gradients.of_attention_backward)
+attention_backward_op.register_autograd(attention_gradients.of_attention_backward)
 
 
 def through_op(

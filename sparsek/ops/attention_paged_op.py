@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek import kernels
+from sparsek.core.operations import TAGS, schema_of
+from sparsek.kernels import table as kernels
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
 from sparsek.mask.rule import MaskPolicy
-from sparsek.ops.library_args import TAGS, schema_of
 from sparsek.ops.planning import choose
 from sparsek.plan.attention_operands import lse_dtype
-from sparsek.plan.attention_paged import Paged, PagedPlan, paged_call
+from sparsek.plan.attention_paged import PagedPlan, paged_call
 from sparsek.plan.attention_problems import PagedProblem
 from sparsek.plan.op import Operation
+from sparsek.plan.paged_call import Paged
 from sparsek.plan.select import Choice
 
 

@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized
-from sparsek.matrix.semi24 import Semi24
 
 # Whether torch.autocast is on for any device. The verbs check this first.
 autocasts = torch._C._is_any_autocast_enabled
@@ -22,38 +17,25 @@ CAST = (torch.float32, *dtypes.LOW)
 def follow_autocast(*operands: Any) -> tuple[Any, ...]:
     """The operands in the dtype of torch.autocast, if it is on for their device; differentiable.
 
-    Tensors and the values of a BSR, Semi24 or BSR24 are cast if they are float32, bf16 or fp16. float64 stays, as in
-    torch, and so do matrices and tensors in FP8. Anything else is returned as it is; later checks refuse it.
+    Tensors and the values of matrices are cast if they are float32, bf16 or fp16. float64 stays, as in torch, and so do
+    matrices and tensors in FP8. Anything else is returned as it is; later checks refuse it.
     """
     return tuple(map(_cast, operands)) if autocasts() else operands
 
 
-def follow_autocast_fp8(dtype: torch.dtype | None, *operands: Any) -> tuple[Any, ...]:
-    """`dtype` and the operands of a call that may multiply in FP8; `dtype` becomes that of autocast.
-
-    If `dtype` is given, nothing is cast.
-    """
-    fp8 = next((x for x in operands if isinstance(x, Quantized | QuantizedTensor)), None)
-    if fp8 is None or not autocasts():
-        return dtype, *follow_autocast(*operands)
-    if dtype is not None:
-        return dtype, *operands
-    return _dtype_on(fp8.device), *follow_autocast(*operands)
-
-
-def _dtype_on(device: torch.device) -> torch.dtype | None:
+def dtype_on(device: torch.device) -> torch.dtype | None:
     """The dtype of autocast on `device`; None where it is off."""
     on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if on else None
 
 
 def _cast(x: Any) -> Any:
-    values = x if isinstance(x, Tensor) else x.values if isinstance(x, BSR | Semi24 | BSR24) else None
+    values = x if isinstance(x, Tensor) else x.values if hasattr(type(x), "_each") else None
     if values is None or values.dtype not in CAST:
         return x
     if not arguments.is_dense(values) or arguments.is_ended(values):  # some of these have no .to
         return x
-    wanted = _dtype_on(values.device)
+    wanted = dtype_on(values.device)
     if wanted is None or wanted == values.dtype:
         return x
     made = values.to(wanted)

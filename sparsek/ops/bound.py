@@ -1,9 +1,9 @@
 """Recorded calls, found again: a call like one of the last four skips checks, planner and key.
 
-    slot = repeat(...)    the result of the recorded call (kernels/lang/recorder.py), or the Slot of this one
-    slot.run(...)         after all checks: runs, and records the second call of a key
+    repeat(...)      the result of the recorded call (kernels/lang/recorder.py), or the Slot of this one
+    slot.run(...)    after all checks: runs, and records the second call of a key
 
-    slot = bound.product(A, B, more)
+    slot = bound.repeat(calls, more, operands)
     if slot.__class__ is not bound.Slot:
         return slot
     ...                   # checks
@@ -24,17 +24,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from sparsek.core.arguments import TENSORS
-from sparsek.core.home import Home, drop_oldest
+from sparsek.core.home import drop_oldest
 from sparsek.kernels.lang.recorder import MISS, Recorded, record
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.plan.operands import SPARSE
 
 # A recorded call takes some KB on the host, and no device memory besides that of its plan.
 LIMIT = 256
@@ -211,34 +208,6 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
     slot = Slot(calls, more, operands, key, learns)
     found: Any = calls.known.get(key)
     return slot.again(found) if isinstance(found, Recorded) and not learns else slot
-
-
-def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: Any = None) -> Any:
-    """`repeat` for a product of a sparse matrix and a dense one, in either order; UNBOUND for other operands.
-
-    `also`: the other tensors of the call. `plan`: the call uses this plan, and is dropped with it.
-    """
-    on_left = a.__class__ in SPARSE
-    matrix, dense = (a, b) if on_left else (b, a)
-    if matrix.__class__ not in SPARSE:
-        return UNBOUND
-    home, form, own = matrix.signature()
-    if dense.__class__ in TENSORS:
-        given, turned = (*own, dense, *also), None
-    elif dense.__class__ is QuantizedTensor:
-        given, turned = (*own, dense.values, dense.scale, *also), dense.turned
-    else:
-        return UNBOUND
-    calls = home.derived("calls", Calls) if plan is None else _of_plan(home, plan)
-    return repeat(calls, (more, on_left, turned, form), given)
-
-
-def _of_plan(home: Home, plan: Any) -> Calls:
-    plans: WeakKeyDictionary[Any, Calls] = home.derived("calls of plans", WeakKeyDictionary)
-    calls = plans.get(plan)
-    if calls is None:
-        calls = plans[plan] = Calls()
-    return calls
 
 
 def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:

@@ -7,7 +7,6 @@
     C = A B, dense                         the same, dC read at the blocks that C can have
     C = A B, A 2:4, or A^T B               no dA; dB = alpha A^T dZ, or alpha A dZ; dbias, dother as above
     y = mlp(x, A, B), h = act(z)           dz = (dy B) * act'(z), then those of y = h B^T and of z = x A^T
-    out, lse = attention(q, k, v)          attention_backward, which has no gradient itself
 
 A gradient of values has their shape and order, [nnzb, bm, bk] as stored, for a transposed view too: for A = V^T, dV is
 B dZ^T at the blocks of V. So no gradient is larger than its operand.
@@ -30,14 +29,11 @@ from sparsek.matrix.padding import zero_outside
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
-from sparsek.ops.attention_args import AttentionArgs
 from sparsek.ops.library_args import FlatMatrix, MlpArgs, SampledArgs, SddmmArgs, SpgemmArgs, SpmmArgs
 from sparsek.ops.planning import same_family
-from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
+from sparsek.ops.transforms import Gradients
 from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
 from sparsek.plan.spmm import tokens
-
-Gradients = tuple[Any, ...]
 
 # Families whose 2:4 kernels also multiply the transpose. For another family the planner chooses among these.
 TURNING = ("portable", "cpu", "reference")
@@ -243,38 +239,6 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
     if args.x is not None:
         of_values = _dense_at(args.x.mT, s, args.a, args.kernel)
     return _named(SampledArgs, x=of_x, values=of_values)
-
-
-def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    """Save q, k, v, the tensors of scores and mask, out and lse; the backward pass recomputes the weights."""
-    args, none = AttentionArgs(*inputs), cast(Any, None)
-    save_for_backward(ctx, *args[:3], args.alibi_slopes, args.sink_logits, *output, *args.mask)
-    ctx.set_materialize_grads(False)
-    ctx.call = args._replace(q=none, k=none, v=none, mask=none, alibi_slopes=None, sink_logits=None)
-
-
-def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-    """The gradients of q, k, v and the sinks. The first three share their products, so omitting one saves nothing."""
-    args: AttentionArgs = ctx.call
-    if not args.return_lse:
-        raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
-    q, k, v, slopes, sinks, out, lse, *mask = saved_tensors(ctx)
-    grad = torch.zeros_like(out) if grad is None else grad
-    kernel = same_family(args.kernel, "attention_backward")
-    learned = sinks if ctx.needs_input_grad[-1] else None
-    settings = mask, args.numbers, args.scale, args.deterministic, kernel, args.softcap, slopes, learned
-    *found, of_sinks = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *settings)
-    wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    of_sinks = None if learned is None else of_sinks.sum(0).to(learned.dtype)
-    # torch expects the structure of the inputs: a list of tensors has elements, any other list has none.
-    listed = all(isinstance(x, Tensor) for x in mask)
-    rest = [None] * len(mask) if listed else None, None if args.numbers else [], *[None] * 6
-    return *wanted, *rest, of_sinks
-
-
-def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
-    """Raise InvalidInput: attention has no second derivative."""
-    raise InvalidInput(NO_SECOND_GRADIENT)
 
 
 def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: float = 1.0) -> Tensor:

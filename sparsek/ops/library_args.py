@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core import operations
 from sparsek.core.arguments import TENSORS
-from sparsek.kernels.lang.recorder import recorder
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
@@ -179,32 +177,7 @@ class SampledArgs(NamedTuple):
         return FlatMatrix(*self[1:6])
 
 
-SCHEMA_TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    Sequence[Tensor | None]: "Tensor?[]",
-    Sequence[int]: "SymInt[]",
-    bool: "bool",
-    float: "float",
-    float | None: "float?",
-    str: "str",
-    EpilogueActivation: "str",
-    Combine: "str",
-    str | None: "str?",
-    torch.dtype: "ScalarType",
-}
-
-
-def schema_of(args: Any, returns: str = "Tensor", without: Sequence[str] = ()) -> str:
-    """The schema of an op from its named arguments."""
-    kinds = get_type_hints(args).items()
-    named = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in kinds if name not in without)
-    return f"({named}) -> {returns}"
-
-
 FlatPattern = tuple[Tensor, Tensor, list[int]]
-
-TAGS = operations.TAGS
 
 
 class Known(NamedTuple):
@@ -218,20 +191,6 @@ class Known(NamedTuple):
 # From indptr to its pattern. A pattern of the caller is weakly referenced; one made here has tensors of its own. So an
 # entry lives no longer than its indptr.
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def traced() -> bool:
-    """Whether calls are traced op by op: by torch.compile, torch.func, or a TorchDispatchMode."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > (recorder() is not None)
-    )
-
-
-def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether none of these is of a tensor subclass, which may trace calls too."""
-    return all(x is None or type(x) in TENSORS for x in tensors)
 
 
 def flat(a: BSR) -> FlatMatrix:

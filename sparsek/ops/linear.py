@@ -22,10 +22,10 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor, quantize_dense
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import bound, library_args, transforms
-from sparsek.ops.autocast import autocasts, follow_autocast_fp8
+from sparsek.ops import bound, bound_products, transforms
+from sparsek.ops.autocast import autocasts
 from sparsek.ops.bound import Slot
-from sparsek.ops.spmm import SPMM, How, Multiplied, multiply
+from sparsek.ops.spmm import SPMM, How, Multiplied, follow_autocast_fp8, multiply
 from sparsek.plan import operands
 from sparsek.plan.product_kernels import activation_seconds
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
@@ -98,7 +98,7 @@ def linear(
     ):
         also = () if bias is None and residual is None else [t for t in (bias, residual) if t is not None]
         more = "linear", bias is None, residual is None, activation, kernel, dtype
-        slot = bound.product(W, x, more, also)
+        slot = bound_products.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
     # With a gradient the product checks its operands; the activation and the residual may be applied by torch.
@@ -198,7 +198,7 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
     else:
         gate = multiply(_layer(x, W_gate, Epilogue(activation="silu"), dtype), kernel)
         call = _layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
-        in_place = dtype is None and not library_args.traced()
+        in_place = dtype is None and not transforms.traced()
         y = multiply(call._replace(out=gate.mT) if in_place else call, kernel)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], W_up.shape[0])
 
@@ -290,7 +290,7 @@ def with_slope(
 ) -> tuple[Tensor, Tensor]:
     """act(z) [..., N] and act'(z) [T, N] of z = x @ w.T + bias, by one kernel; no gradient."""
     more = "slope", bias is None, activation, kernel
-    slot = bound.product(w, x, more, () if bias is None else (bias,))
+    slot = bound_products.product(w, x, more, () if bias is None else (bias,))
     if slot.__class__ is not Slot:
         return slot
 

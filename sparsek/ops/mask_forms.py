@@ -1,33 +1,44 @@
-"""Registers the GPU kernels that make masks of closed form. The first such mask on a GPU loads them."""
+"""Registers the GPU kernels that make masks, and the one that rounds q, k and v to FP8. The first tensor on a GPU loads
+them. Without Triton, or if calls are traced, numpy and torch make the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from sparsek.core.operations import KERNELS
-from sparsek.ops import library_args
+from sparsek.mask.choice import Choice, Parts
+from sparsek.ops.transforms import function_of
 
 
 def _registered(module: str, function: str) -> Callable[..., Any]:
-    """A function of kernels/mask. It returns None, for a fallback to numpy, without Triton or if calls are traced."""
-
     def make(*given: Any) -> Any:
-        if library_args.traced():
-            return None
-        try:
-            kernel = getattr(import_module(f"sparsek.kernels.mask.{module}"), function)
-        except ImportError:
-            return None
-        return kernel(*given)
+        kernel = function_of(module, function)
+        return None if kernel is None else kernel(*given)
 
     return make
 
 
+def _choose_blocks(c: Choice) -> Parts | None:
+    tensors = (c.given, c.lengths, c.limit, c.always, c.counts)
+    plain = [each for each in tensors if isinstance(each, Tensor)]
+    kernel = function_of("sparsek.kernels.mask.choose", "choose_blocks", *plain)
+    return None if kernel is None else kernel(c)
+
+
+def _round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) -> Tensor | None:
+    kernel = function_of("sparsek.kernels.pack.heads_to_fp8", "round_heads", x, scale)
+    return None if kernel is None else kernel(x, scale, rows, stored, turned)
+
+
 KERNELS.update(
-    mask_of_blocks=_registered("forms", "blocks"),
-    mask_of_band=_registered("forms", "band"),
-    mask_of_bigbird=_registered("bigbird", "bigbird"),
-    mask_of_documents=_registered("documents", "documents"),
+    mask_of_blocks=_registered("sparsek.kernels.mask.forms", "blocks"),
+    mask_of_band=_registered("sparsek.kernels.mask.forms", "band"),
+    mask_of_bigbird=_registered("sparsek.kernels.mask.bigbird", "bigbird"),
+    mask_of_documents=_registered("sparsek.kernels.mask.documents", "documents"),
+    choose_blocks=_choose_blocks,
+    round_heads=_round_heads,
 )

@@ -20,11 +20,12 @@ from sparsek.core import arguments, dtypes, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import TAGS, schema_of
 from sparsek.core.tracing import Later, constant, save_for_backward, saved_tensors
 from sparsek.matrix.bsr import BSR
 from sparsek.ops import gradients
 from sparsek.ops.autocast import autocasts, follow_autocast
-from sparsek.ops.library_args import TAGS, MlpArgs, fake, flat, matrix, schema_of
+from sparsek.ops.library_args import MlpArgs, fake, flat, matrix
 from sparsek.ops.linear import SLOPED, Weight, fused, in_rows, linear, slope_pays, with_slope, writes_slope
 from sparsek.ops.planning import same_family
 from sparsek.ops.sddmm import sampled

@@ -1,7 +1,4 @@
-"""Registers the GPU kernels that pack to blocks and to 2:4, round to FP8, and make masks.
-
-The first CUDA tensor loads them.
-"""
+"""Registers the GPU kernels that pack to blocks and to 2:4, and round to FP8. The first CUDA tensor loads them."""
 
 from __future__ import annotations
 
@@ -15,25 +12,13 @@ from torch import Tensor
 
 from sparsek.core.arguments import TENSORS
 from sparsek.core.operations import KERNELS
-from sparsek.mask.choice import Choice, Parts
 from sparsek.matrix import convert
 from sparsek.matrix.bsr import BSR
-from sparsek.ops import bound, library_args
+from sparsek.ops import bound
 from sparsek.ops.bound import Calls, Slot
+from sparsek.ops.transforms import function_of
 
 _calls = Calls()
-
-
-def _kernel(
-    name: str, function: str, *tensors: Tensor | None, room: str = "pack"
-) -> Callable[..., Any] | None:
-    """A function of a folder of kernels; None, for a fallback to torch, without Triton or if calls are traced."""
-    if library_args.traced() or not library_args.are_plain(*tensors):
-        return None
-    try:
-        return getattr(import_module(f"sparsek.kernels.{room}.{name}"), function)
-    except ImportError:
-        return None
 
 
 def _again(what: Hashable, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
@@ -43,7 +28,7 @@ def _again(what: Hashable, tensors: Sequence[Tensor], run: Callable[[], Any]) ->
 
 
 def _pack_bsr(w: Tensor, block: tuple[int, int], rule: convert.Rule) -> BSR | None:
-    kernel = _kernel("to_bsr", "pack_bsr", w, rule.mask)
+    kernel = function_of("sparsek.kernels.pack.to_bsr", "pack_bsr", w, rule.mask)
     return None if kernel is None else kernel(w, block, rule, _again)
 
 
@@ -70,30 +55,18 @@ def _loaded(name: str) -> Callable[..., Any]:
 
 
 def _pack24(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    kernel = _kernel("to_24", "pack24", w, mask)
+    kernel = function_of("sparsek.kernels.pack.to_24", "pack24", w, mask)
     return None if kernel is None else kernel(w, mask)
 
 
 def _unpack24(values: Tensor, meta: Tensor) -> Tensor | None:
-    kernel = _kernel("to_24", "unpack24", values, meta)
+    kernel = function_of("sparsek.kernels.pack.to_24", "unpack24", values, meta)
     return None if kernel is None else kernel(values, meta)
 
 
 def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    kernel = _kernel("to_fp8", "round_rows", x)
+    kernel = function_of("sparsek.kernels.pack.to_fp8", "round_rows", x)
     return None if kernel is None else kernel(x, dtype)
-
-
-def _round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) -> Tensor | None:
-    kernel = _kernel("heads_to_fp8", "round_heads", x, scale)
-    return None if kernel is None else kernel(x, scale, rows, stored, turned)
-
-
-def _choose_blocks(c: Choice) -> Parts | None:
-    tensors = (c.given, c.lengths, c.limit, c.always, c.counts)
-    plain = [each for each in tensors if isinstance(each, Tensor)]
-    kernel = _kernel("choose", "choose_blocks", *plain, room="mask")
-    return None if kernel is None else kernel(c)
 
 
 KERNELS.update(
@@ -102,6 +75,4 @@ KERNELS.update(
     pack24=_pack24,
     unpack24=_unpack24,
     round_rows=_round_rows,
-    round_heads=_round_heads,
-    choose_blocks=_choose_blocks,
 )

@@ -3,18 +3,14 @@
 from functools import lru_cache
 from typing import Any
 
-import torch
-
-from sparsek import kernels
 from sparsek.core import arguments
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
+from sparsek.kernels import table as kernels
 from sparsek.plan import table
 from sparsek.plan.kernel import MissingKernel
-from sparsek.plan.matches import match
 from sparsek.plan.problem import Problem
 from sparsek.plan.select import Choice, select
-from sparsek.plan.spgemm import Matcher
 
 # A choice takes some 100 us on the host. It depends on the problem alone, so masks and patterns with equal problems
 # share it.
@@ -29,17 +25,6 @@ def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     elif config is not None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
     return _decided(p, only, table.generation()) if config is None else _decide(p, only, config)
-
-
-def matcher(device: torch.device) -> Matcher:
-    """The function that matches two patterns on `device`: by Triton on a GPU, otherwise by torch, with equal lists."""
-    if device.type == "cuda":
-        try:
-            from sparsek.kernels.spgemm import match as portable
-        except ImportError:
-            return match
-        return portable.match
-    return match
 
 
 def same_family(kernel: str | None, op: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, tracing
+from sparsek.core import arguments, operations, tracing
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, gradients, library_args, transforms
@@ -117,8 +117,8 @@ def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
         operands.check_sddmm(x, y, pattern)
         transforms.check(x, y)
     learns = tracing.wants_gradient(x, y)
-    if library_args.traced() or (learns and not library_args.are_plain(x, y)):
-        transforms.check_untransformed(pattern)
+    if transforms.traced() or (learns and not transforms.are_plain(x, y)):
+        transforms.check_untransformed(pattern.indptr)
         return transforms.call("sddmm", x, y, *library_args.flat_pattern(pattern), kernel)
     if learns:
         return Sddmm.apply(x, y, *library_args.flat_pattern(pattern), kernel, pattern)
@@ -136,7 +136,7 @@ def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Ten
 
 
 @torch.library.custom_op(
-    "sparsek::sddmm", mutates_args=(), schema=library_args.schema_of(SddmmArgs), tags=library_args.TAGS
+    "sparsek::sddmm", mutates_args=(), schema=operations.schema_of(SddmmArgs), tags=operations.TAGS
 )
 def _sddmm_op(*given: Any) -> Tensor:
     x, y, indptr, indices, sizes, kernel = SddmmArgs(*given)

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, tracing
+from sparsek.core import arguments, operations, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import untransformed
@@ -18,16 +18,17 @@ from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
 from sparsek.ops.library_args import SampledArgs, SpgemmArgs
-from sparsek.ops.planning import choose, matcher
+from sparsek.ops.planning import choose
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
+from sparsek.plan.matches import match
 from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.spgemm import Kept, MatchCache, Pair, SpgemmPlan
+from sparsek.plan.spgemm import Kept, MatchCache, Matcher, Pair, SpgemmPlan
 
 SPGEMM = Operation(SpgemmPlan, choose)
 Output: TypeAlias = Literal["dense", "bsr"] | BlockPattern
-DENSE_SCHEMA = library_args.schema_of(SpgemmArgs, without=("c_indptr", "c_indices"))
+DENSE_SCHEMA = operations.schema_of(SpgemmArgs, without=("c_indptr", "c_indices"))
 
 
 @overload
@@ -108,7 +109,7 @@ def spgemm(
     operands.check_spgemm(A, B, out)
     transforms.check(A.values, B.values)
     if compiling or transforms.active() or tracing.wants_gradient(A.values, B.values):
-        transforms.check_untransformed(A, B)
+        transforms.check_untransformed(A.pattern.indptr, B.pattern.indptr)
         both = *library_args.flat(A), *library_args.flat(B)
         if isinstance(out, str) and out == "dense":
             return transforms.call("spgemm_dense", *both, kernel)
@@ -205,7 +206,7 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
 
 
 @torch.library.custom_op(
-    "sparsek::spgemm", mutates_args=(), schema=library_args.schema_of(SpgemmArgs), tags=library_args.TAGS
+    "sparsek::spgemm", mutates_args=(), schema=operations.schema_of(SpgemmArgs), tags=operations.TAGS
 )
 def _spgemm_op(*given: Any) -> Tensor:
     """The values of A @ B at the blocks of C."""
@@ -228,7 +229,7 @@ def _(*given: Any) -> Tensor:
     "sparsek::spgemm_dense",
     mutates_args=(),
     schema=DENSE_SCHEMA,
-    tags=library_args.TAGS,
+    tags=operations.TAGS,
 )
 def _spgemm_dense_op(*given: Any) -> Tensor:
     """A @ B, dense."""
@@ -247,7 +248,7 @@ def _(*given: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "sparsek::sampled", mutates_args=(), schema=library_args.schema_of(SampledArgs), tags=library_args.TAGS
+    "sparsek::sampled", mutates_args=(), schema=operations.schema_of(SampledArgs), tags=operations.TAGS
 )
 def _sampled_op(*given: Any) -> Tensor:
     """The values of X @ A at the blocks of P, for X dense and A in BSR. The adjoint of `spgemm_dense` uses it.
@@ -280,3 +281,14 @@ transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm
 transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm, gradients.save_spgemm)
 transforms.differentiable(_sampled_op, gradients.of_sampled, gradients.save_sampled)
 BSR.register_matmul(_multiply)
+
+
+def matcher(device: torch.device) -> Matcher:
+    """The function that matches two patterns on `device`: by Triton on a GPU, otherwise by torch, with equal lists."""
+    if device.type == "cuda":
+        try:
+            from sparsek.kernels.spgemm import match as portable
+        except ImportError:
+            return match
+        return portable.match
+    return match

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes, memory, tracing
+from sparsek.core import arguments, dtypes, memory, operations, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import Later, save_for_backward, saved_tensors
@@ -23,8 +23,8 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import bound, gradients, library_args, transforms
-from sparsek.ops.autocast import autocasts, follow_autocast_fp8
+from sparsek.ops import bound, bound_products, gradients, library_args, transforms
+from sparsek.ops.autocast import autocasts, dtype_on, follow_autocast
 from sparsek.ops.bound import Slot
 from sparsek.ops.library_args import SpmmArgs
 from sparsek.ops.planning import choose
@@ -112,7 +112,7 @@ def spmm(
         and type(alpha) is type(beta) is float
         and beta == 0
     ):
-        slot = bound.product(A, B, ("spmm", alpha, kernel, dtype))
+        slot = bound_products.product(A, B, ("spmm", alpha, kernel, dtype))
         if slot.__class__ is not Slot:
             return slot
     epilogue = _epilogue(alpha, beta, out)
@@ -135,6 +135,19 @@ def spmm(
         return Multiplied.apply(matrix.values, dense, None, None, matrix, how, again)
     call = _checked(A, B, None, epilogue, dtype)
     return slot.run(lambda: call.seen(multiply(call, kernel), A))
+
+
+def follow_autocast_fp8(dtype: torch.dtype | None, *operands: Any) -> tuple[Any, ...]:
+    """`dtype` and the operands of a call that may multiply in FP8; `dtype` becomes that of autocast.
+
+    If `dtype` is given, nothing is cast.
+    """
+    fp8 = next((x for x in operands if isinstance(x, Quantized | QuantizedTensor)), None)
+    if fp8 is None or not autocasts():
+        return dtype, *follow_autocast(*operands)
+    if dtype is not None:
+        return dtype, *operands
+    return dtype_on(fp8.device), *follow_autocast(*operands)
 
 
 def plan_spmm(
@@ -183,7 +196,7 @@ def plan_spmm(
 
 def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
     """plan(A, B), by a recorded call where there is one."""
-    slot = bound.product(a, b, "plan", plan=plan)
+    slot = bound_products.product(a, b, "plan", plan=plan)
     if slot.__class__ is not Slot:
         return slot
 
@@ -213,12 +226,12 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
         return run(call, kernel)
-    traced = library_args.traced()
+    traced = transforms.traced()
     if not (learns or traced):
         return run(call, kernel)
     if not isinstance(call.matrix, Semi24):
-        transforms.check_untransformed(call.matrix.pattern)
-    if not traced and library_args.are_plain(values, call.wide, bias, other):
+        transforms.check_untransformed(call.matrix.pattern.indptr)
+    if not traced and transforms.are_plain(values, call.wide, bias, other):
         rows = out_layout == "col"
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
@@ -236,7 +249,7 @@ def run(call: Product, kernel: str | None) -> Tensor:
     parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
     more = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
     also = [x for x in (bias, None if in_place else other, out) if x is not None]
-    slot = bound.product(a, b, more, also)
+    slot = bound_products.product(a, b, more, also)
     return slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
@@ -274,7 +287,7 @@ def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
 
 
 @torch.library.custom_op(
-    "sparsek::spmm", mutates_args=(), schema=library_args.schema_of(SpmmArgs), tags=library_args.TAGS
+    "sparsek::spmm", mutates_args=(), schema=operations.schema_of(SpmmArgs), tags=operations.TAGS
 )
 def _spmm_op(*given: Any) -> Tensor:
     args = SpmmArgs(*given)

@@ -1,4 +1,4 @@
-"""Products under torch.func: grad, vjp, jacrev and vmap transform them; forward mode is refused, not ignored.
+"""Ops under torch.func: grad, vjp, jacrev and vmap transform products; forward mode is refused, not ignored.
 
 torch.func does not transform torch.library ops with gradients, and takes their tangents for 0. It does transform an
 autograd.Function with a separate setup_context. So each op has one here, which runs the op on the unwrapped tensors.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -16,11 +17,10 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_l
 from torch.autograd import forward_ad
 
 from sparsek.core import dtypes
+from sparsek.core.arguments import TENSORS
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import alive, check_no_tangent
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import library_args
+from sparsek.kernels.lang.recorder import recorder
 
 NO_TANGENT = (
     "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "
@@ -28,7 +28,8 @@ NO_TANGENT = (
 )
 
 Made = TypeVar("Made")
-Backward = Callable[..., tuple[Any, ...]]
+Gradients = tuple[Any, ...]
+Backward = Callable[..., Gradients]
 Vmap = Callable[[Any, Any, Any], tuple[Tensor, int] | None]
 
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
@@ -40,9 +41,34 @@ def active() -> bool:
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
+def traced() -> bool:
+    """Whether calls are traced op by op: by torch.compile, torch.func, or a TorchDispatchMode."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > (recorder() is not None)
+    )
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether none of these is of a tensor subclass, which may trace calls too."""
+    return all(x is None or type(x) in TENSORS for x in tensors)
+
+
+def function_of(module: str, name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
+    """A function of a module of kernels; None, for a fallback to torch or numpy, without Triton or if calls with these
+    tensors are traced."""
+    if traced() or not are_plain(*tensors):
+        return None
+    try:
+        return getattr(import_module(module), name)
+    except ImportError:
+        return None
+
+
 def untraced(*tensors: Any) -> bool:
     """Whether autograd alone differentiates this call, by reverse mode, and nothing traces it."""
-    return forward_ad._current_level < 0 and not library_args.traced() and library_args.are_plain(*tensors)
+    return forward_ad._current_level < 0 and not traced() and are_plain(*tensors)
 
 
 def check(*tensors: Any) -> None:
@@ -51,15 +77,13 @@ def check(*tensors: Any) -> None:
         check_no_tangent(NO_TANGENT, *tensors)
 
 
-def check_untransformed(*made: BSR | BlockPattern) -> None:
-    """Raise InvalidInput for patterns whose indices torch.func has wrapped."""
-    if active():
-        patterns = (each.pattern if isinstance(each, BSR) else each for each in made)
-        if any(is_functorch_wrapped_tensor(each.indptr) for each in patterns):
-            raise InvalidInput(
-                "this pattern was made inside a function that torch.func transforms; make it outside, and take a view "
-                ".T that is needed there once outside as well"
-            )
+def check_untransformed(*indices: Tensor) -> None:
+    """Raise InvalidInput for indices of a pattern that torch.func has wrapped."""
+    if active() and any(map(is_functorch_wrapped_tensor, indices)):
+        raise InvalidInput(
+            "this pattern was made inside a function that torch.func transforms; make it outside, and take a view "
+            ".T that is needed there once outside as well"
+        )
 
 
 def refuse(what: str) -> None:
@@ -78,8 +102,8 @@ def call(name: str, *args: Any) -> Tensor:
         return _FUNCTIONS[name].apply(*args)
     if (
         not torch.is_grad_enabled()
-        and not library_args.traced()
-        and library_args.are_plain(*(x for x in args if isinstance(x, Tensor)))
+        and not traced()
+        and are_plain(*(x for x in args if isinstance(x, Tensor)))
     ):
         return _DIRECT[name](*args)
     return getattr(torch.ops.sparsek, name)(*args)

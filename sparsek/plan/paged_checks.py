@@ -6,7 +6,6 @@ On a CPU every call makes those of values without a meaning.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from torch import Tensor
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.mask.pages import PageLists
-
-if TYPE_CHECKING:
-    from sparsek.plan.attention_paged import Paged
+from sparsek.plan.paged_call import Paged
 
 
 def check_values(call: Paged, every: bool = True) -> None:

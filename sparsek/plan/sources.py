@@ -27,8 +27,10 @@ JOINED = " + "
 SETTINGS = ("Config", "Tile", "Pipeline")
 # Kernels whose schedule is part of what is timed: it determines which sums their CTAs wait for.
 SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
-# Host code that is followed to device functions, and counts for kernels without any.
-FOLLOWED = ("sparsek.kernels.", "sparsek.reference.")
+# The tables of kernels, whose modules stand beside them.
+TABLES = ("kernels/product_table.py", "kernels/attention_table.py")
+# Rooms whose host code is followed to device functions, and counts for kernels without any.
+FOLLOWED = {"kernels", "reference"}
 # The launcher determines the host time of a call, not the time of a kernel: benchmarks of host time name it.
 LAUNCHING = tuple(f"sparsek.kernels.lang.{name}" for name in ("launch", "recorder", "shipped", "progress"))
 # Members of a kernel that plan, and run before the time is taken.
@@ -59,7 +61,7 @@ def counted(name: str, root: Path = ROOT) -> list[tuple[str, str]]:
     tree = _tree(root)
     module = _module_of(name, tree, root)
     work = _Followed(tree)
-    if not module.startswith("sparsek.kernels."):
+    if "kernels" not in module.split("."):
         return _whole(tree, module)
     for each in _definitions(tree, module):
         work.host(each)
@@ -81,22 +83,24 @@ def _own_tree() -> Tree:
 
 
 def _module_of(name: str, tree: Tree, root: Path) -> str:
-    place = _modules(root).get(name, name)
-    found = next(
-        (each for each in (f"sparsek.kernels.{place}", f"sparsek.{place}") if each in tree.paths), None
-    )
-    if found is None:
-        path = root / "kernels" / f"{place.replace('.', '/')}.py"
-        raise InvalidInput(f"no source file {path} for a kernel called {name!r}")
-    return found
+    place = _modules(root).get(name, "")
+    if place in tree.paths:
+        return place
+    found = sorted((each for each in tree.paths if each.endswith(f".{name}")), key=len)
+    if not found:
+        raise InvalidInput(f"no source file in {root} for a kernel called {name!r}")
+    return found[0]
 
 
 def _modules(root: Path) -> dict[str, str]:
-    """From names of kernels to their modules, as in the table of sparsek/kernels/__init__.py, which is not imported."""
-    table = root / "kernels/__init__.py"
-    tree = ast.parse(table.read_text(encoding="utf-8")) if table.is_file() else ast.Module([], [])
-    tables = (node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None)
-    return {name: module for table in tables for _, name, module, _ in ast.literal_eval(table)}
+    """From names of kernels to their modules, as in their tables, which are not imported."""
+    found: dict[str, str] = {}
+    for table in (root / path for path in TABLES):
+        room = ".".join(table.parent.relative_to(root.parent).parts)
+        tree = ast.parse(table.read_text(encoding="utf-8")) if table.is_file() else ast.Module([], [])
+        for rows in (each.value for each in tree.body if isinstance(each, ast.AnnAssign) and each.value):
+            found |= {name: f"{room}.{module}" for _, name, module, _ in ast.literal_eval(rows)}
+    return found
 
 
 def _definitions(tree: Tree, module: str) -> list[Definition]:
@@ -145,7 +149,7 @@ class _Followed:
         for target in targets:
             if target.device or (launches and target.kind == "constant"):
                 self.compile(target)
-            if target.module.startswith(FOLLOWED) and target.module not in LAUNCHING:
+            if FOLLOWED & {*target.module.split(".")} and target.module not in LAUNCHING:
                 self.host(target)
 
     def compile(self, each: Definition) -> None:

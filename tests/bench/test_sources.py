@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from sparsek import kernels
 from sparsek.bench.engine import records
 from sparsek.core.errors import InvalidInput
+from sparsek.kernels import table as kernels
 from sparsek.plan import sources
 from sparsek.plan.definitions import Module, Tree, digest, whole_text
 from sparsek.plan.sources import counted, executed_by, names_hash, source_hash
 
 FILES = {
     "sparsek/__init__.py": "",
-    "sparsek/kernels/__init__.py": "KERNELS: object = (('spmm', 'toy.spmm', 'toy.spmm', ''),)\n",
+    "sparsek/kernels/product_table.py": "KERNELS: object = (('spmm', 'toy.spmm', 'toy.spmm', ''),)\n",
     "sparsek/kernels/toy/spmm.py": '''"""A kernel."""
 from sparsek.kernels.lang import launch, tiles
 from sparsek.kernels.toy.settings import Config
@@ -196,7 +196,7 @@ def test_cuda_code_counts_with_the_settings_it_is_compiled_with(root: Path) -> N
     assert not differs("hopper_twin.py", "return 1\n", "return 4\n")
 
 
-@pytest.mark.parametrize("name", [name for _, name, *_ in kernels.KERNELS])
+@pytest.mark.parametrize("name", [name for _, name, *_ in kernels.rows()])
 def test_every_kernel_has_code_that_counts(name: str) -> None:
     texts = counted(name)
     assert texts

@@ -13,7 +13,7 @@ from sparsek.bench.engine import data
 from sparsek.bench.suites import spgemm
 from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.core.clock import Times
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.plan.matches import match
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import sparsek as sk
-from sparsek import kernels
 from sparsek.cli.__main__ import app
 from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
+from sparsek.kernels import table as kernels
 from sparsek.testing.budget import Gate
 from tests.house.tools import need
 
@@ -421,7 +421,7 @@ def test_doctor_shows_one_screen_and_with_verbose_every_kernel(run) -> None:
         assert name in first
     assert len(lines) < 24
     listed = [line.split()[0] for line in table]
-    for _, kernel, *_ in kernels.KERNELS:
+    for _, kernel, *_ in kernels.rows():
         assert kernel in listed
     if not torch.cuda.is_available():
         assert any(line.startswith("spmm, BSR ") and " hopper.spmm " in line for line in lines)

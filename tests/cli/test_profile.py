@@ -15,7 +15,7 @@ from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli import profile, profile_run
 from sparsek.cli.kernel_names import OF_BENCH, kernel_named, kernels_of
 from sparsek.core.device import H200
-from sparsek.kernels import KERNELS
+from sparsek.kernels.table import rows
 from sparsek.ops.spmm import plan_spmm
 from sparsek.profile import ncu
 from sparsek.profile.breakdown import Breakdown, broken_down, on_gpu
@@ -164,7 +164,7 @@ def test_a_trace_is_written(tmp_path: Path) -> None:
 
 
 def test_every_kernel_belongs_to_a_benchmark_and_every_operation_has_a_line_of_help() -> None:
-    assert {name for _, name, *_ in KERNELS} == {name for bench in OF_BENCH for name in kernels_of(bench)}
+    assert {name for _, name, *_ in rows()} == {name for bench in OF_BENCH for name in kernels_of(bench)}
     assert set(profile.OPERATIONS) == set(OF_BENCH)
     named = kernel_named("hopper.bsr24")
     assert named is not None

@@ -31,6 +31,8 @@ PACKAGES = ("sparsek", "tests", "scripts")
 SHARED = ("sparsek.kernels.lang", "sparsek.core", "sparsek.integrations", "sparsek.bench")
 CACHES = ("dict", "set", "list", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Calls", "local")
 TABLE = "sparsek.kernels:KERNELS"  # counts by the rows of the operations that a file planned
+TABLES = ("sparsek.kernels.product_table:KERNELS", "sparsek.kernels.attention_table:KERNELS")
+READS_TABLE = "sparsek.kernels.table:"
 CHOICE = "choice"
 EVERYTHING = "all:sparsek"
 # What reads sources, for records and for this: it computes no result.
@@ -126,10 +128,9 @@ class Closure:
             work.found |= reasons.found
             work.files |= reasons.files
         keys = work.found | {f"file:{path}" for path in work.files}
-        if TABLE in keys:
+        if any(key.startswith(READS_TABLE) for key in keys):
             # A choice is made again, and its outcome compared.
             ops = {choice["op"] for choice in own.choices}
-            keys.discard(TABLE)
             keys |= {f"{TABLE}#{op}" for op in ops or ([] if label == CHOICE else [""])}
         if own.untraced:
             keys.add(EVERYTHING)
@@ -150,13 +151,11 @@ class Closure:
 
     def _reasons(self, ops: set[str]) -> set[str]:
         """The `why_not` of the kernels that were asked, of these operations."""
-        module = self.tree.module("sparsek.kernels")
-        of_op: set[str] = set()
-        for node in module.definitions["KERNELS"].nodes if module and "KERNELS" in module.definitions else ():
-            if isinstance(node, ast.AnnAssign) and node.value is not None:
-                of_op |= {
-                    f"sparsek.kernels.{row[2]}" for row in ast.literal_eval(node.value) if row[0] in ops
-                }
+        of_op = {
+            f"{room}.{ast.literal_eval(row)[2]}"
+            for room, row in _rows(self.tree)
+            if ast.literal_eval(row)[0] in ops
+        }
         asked = self.ran.get(CHOICE, Ran()).definitions
         return {name for name in asked if name.endswith("why_not") and name.partition(":")[0] in of_op}
 
@@ -327,10 +326,20 @@ class Hashes:
 
     def _rows(self, op: str) -> list[str]:
         """The rows of the kernels' table for one operation; the whole table for ""."""
-        each = self.tree.definition(TABLE)
-        nodes = each.nodes if each else []
-        rows = [row for node in nodes for row in getattr(getattr(node, "value", None), "elts", ())]
+        rows = [row for _, row in _rows(self.tree)]
         return [dumped(row) for row in rows if not op or dumped(row.elts[0]) == repr(op)]
+
+
+def _rows(tree: Tree) -> list[tuple[str, Any]]:
+    """The rows of the kernels' tables, each with the package of its kernel's module."""
+    found = []
+    for each in filter(None, map(tree.definition, TABLES)):
+        room = (
+            each.module if tree.paths[each.module].name == "__init__.py" else each.module.rpartition(".")[0]
+        )
+        for node in each.nodes:
+            found += [(room, row) for row in getattr(getattr(node, "value", None), "elts", ())]
+    return found
 
 
 def pack(tree: Tree, codes: Mapping[str, Code], choosing: Code) -> str:

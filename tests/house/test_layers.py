@@ -23,8 +23,8 @@ def test_each_room_imports_only_from_the_rooms_below() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from sparsek.kernels import load\n",
-        "def late():\n    from sparsek.kernels import load\n    return load\n",
+        "from sparsek.kernels.table import load\n",
+        "def late():\n    from sparsek.kernels.table import load\n    return load\n",
     ],
     ids=["at the top", "inside a function"],
 )

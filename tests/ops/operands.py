@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.kernels import names_for
+from sparsek.kernels.table import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.storage import TITLES

@@ -15,7 +15,8 @@ from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
 from sparsek.ops.attention_paged import _binding
 from sparsek.plan import attention_paged as planned
-from sparsek.plan.attention_paged import HOME, PagedPlan
+from sparsek.plan.attention_paged import PagedPlan
+from sparsek.plan.paged_call import HOME
 from sparsek.reference.attention_paged import requests
 from sparsek.testing.paged_budget import check_attention_paged
 from sparsek.testing.paged_cases import FORMS, PAGED_CASES, Listed, PagedCase, PagedInputs

@@ -10,13 +10,13 @@ import torch
 
 import sparsek as sk
 from scripts import predictions
-from sparsek import kernels
 from sparsek.bench.engine import records
 from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core import dtypes
 from sparsek.core.device import CPU, H200, UNITS_OVER_FP32
 from sparsek.kernels import kinds
+from sparsek.kernels import table as kernels
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import planning

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr

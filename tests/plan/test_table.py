@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek import kernels
 from sparsek.core.device import CPU, H200
 from sparsek.core.errors import InvalidFile
+from sparsek.kernels import table as kernels
 from sparsek.ops import planning
 from sparsek.plan import table
 from sparsek.plan.select import select

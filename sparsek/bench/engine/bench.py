@@ -4,13 +4,13 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from importlib import import_module
 from itertools import chain
 from typing import Any, TypeVar
 
 from sparsek.bench.engine.case import Case, SuiteRow
 from sparsek.bench.engine.options import Option, check_choice, combined, option_of
 from sparsek.bench.engine.peer import Peer
+from sparsek.core import doors
 
 Record = dict[str, Any]
 Value = TypeVar("Value")
@@ -127,10 +127,8 @@ class Listed(UserDict[str, Value]):
 
     @cached_property
     def data(self) -> dict[str, Value]:
-        every = (
-            self._held(bench).items() for bench in import_module("sparsek.bench.benches").BENCHES.values()
-        )
-        return dict(chain.from_iterable(every))
+        (benches,) = doors.enter("benches")
+        return dict(chain.from_iterable(self._held(bench).items() for bench in benches.BENCHES.values()))
 
 
 OPS: Mapping[str, type[Case]] = Listed(lambda bench: {each.op: each for each in bench.kinds})

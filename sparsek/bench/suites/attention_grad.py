@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from sparsek import kernels
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column
 from sparsek.bench.engine.case import SuiteRow, rows
@@ -25,6 +24,7 @@ from sparsek.bench.suites.attention import (
     sampled,
 )
 from sparsek.core.memory import peak_bytes
+from sparsek.kernels import table as kernels
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import same_family

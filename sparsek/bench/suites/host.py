@@ -187,8 +187,8 @@ CHILD_SECONDS = 120
 # What first calls import at the most.
 IMPORTS = """
 import sympy, triton.experimental.gluon.nvidia.hopper
-from sparsek import kernels
-for _, name, *_ in kernels.KERNELS:
+from sparsek.kernels import table as kernels
+for _, name, *_ in kernels.rows():
     kernels.load(name)
 """
 # By call, the folder of caches that its last process left behind.

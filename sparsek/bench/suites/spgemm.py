@@ -22,8 +22,7 @@ from sparsek.core.parsing import parse_block
 from sparsek.core.wall import wall_rounds
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern, block_sides
-from sparsek.ops.planning import matcher
-from sparsek.ops.spgemm import plan_spgemm, spgemm
+from sparsek.ops.spgemm import matcher, plan_spgemm, spgemm
 from sparsek.plan.spgemm import SpgemmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.product_budget import check_spgemm

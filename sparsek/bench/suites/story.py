@@ -17,13 +17,13 @@ from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, useful
 from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase, check_24_sides
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.kernels import KERNELS
+from sparsek.kernels import table
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate
 
-STORAGE_OF = {name: storage for _, name, _, storage in KERNELS}
+STORAGE_OF = {name: storage for _, name, _, storage in table.rows()}
 HALF = 0.5
 
 

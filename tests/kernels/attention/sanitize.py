@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import AttentionCase, random_bits

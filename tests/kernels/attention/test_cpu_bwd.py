@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_steps import CpuAttentionConfig
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_kernels import AttentionGradCall
 from sparsek.reference.attention import attention_backward

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core.device import H200, has_bf16_units
-from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_fwd import CpuAttentionConfig
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparsek.core.device import H100, H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.plan.attention_problems import AttentionGradProblem
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_kernels import AttentionGradCall
 from sparsek.testing.attention_cases import AttentionCase, random_bits

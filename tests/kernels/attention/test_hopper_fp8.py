@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.plan.attention_fp8 import AttentionFp8Problem
 from sparsek.plan.attention_schedule import part_blocks
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.device import card_of
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.mask.heads8 import AttentionHeads
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_fp8 import AttendedFp8

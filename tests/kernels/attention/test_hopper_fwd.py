@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.attention_schedule import part_blocks

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits

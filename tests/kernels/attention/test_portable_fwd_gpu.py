@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention

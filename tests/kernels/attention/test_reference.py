@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsek.core.device import card_named
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.plan.attention_problems import AttentionProblem

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from sparsek.core.device import H200
-from sparsek.kernels import load
 from sparsek.kernels.attention.schedule_bwd import launched
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import GradSchedule

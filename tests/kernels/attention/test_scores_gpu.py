@@ -13,8 +13,8 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.device import card_of
-from sparsek.kernels import load
 from sparsek.kernels.attention.sinks import launched
+from sparsek.kernels.table import load
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad import Differentiated
 from sparsek.plan.attention_kernels import AttentionGradCall

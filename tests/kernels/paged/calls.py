@@ -10,8 +10,8 @@ from sparsek.core.device import card_of
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.pages import PageLists
 from sparsek.plan.attention_kernels import PagedCall
-from sparsek.plan.attention_paged import Paged
 from sparsek.plan.attention_problems import PagedProblem
+from sparsek.plan.paged_call import Paged
 from sparsek.testing.paged_budget import ExpectedPaged, expected_attention_paged
 from sparsek.testing.paged_cases import PagedCase, PagedInputs
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.testing.paged_budget import check_attention_paged, expected_attention_paged
 from sparsek.testing.paged_cases import PAGED_CASES, PagedCase
 from tests.kernels.paged.calls import attend_paged, check_alone, check_cleared, paged_problem

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.plan.attention_problems import PagedProblem
 
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.plan.attention_problems import PagedProblem
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import ALIGNED, OF_TILES, Listed, PagedCase, drawn_case, drawn_lengths

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.testing.paged_budget import expected_attention_paged
 from sparsek.testing.paged_cases import Listed, PagedCase, drawn_case
 from tests.kernels.lang.covering import once

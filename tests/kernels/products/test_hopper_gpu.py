@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek import kernels
 from sparsek.core import dtypes
+from sparsek.kernels import table as kernels
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core.device import H200, card_named
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.quantized import Quantized

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.kernels import load
 from sparsek.kernels.spmm.vendor_dense import dense_copy
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match

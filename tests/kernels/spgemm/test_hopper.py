@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.spgemm import plan_spgemm

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek.kernels import load
 from sparsek.kernels.pack import to_fp8 as round_fp8
 from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.kernels.spmm import tiles_fp8
 from sparsek.kernels.spmm.tiles_fp8 import TABLE, Config
+from sparsek.kernels.table import load
 from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24

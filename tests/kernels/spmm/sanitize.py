@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from sparsek import kernels
+from sparsek.kernels import table as kernels
 from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsek import kernels
+from sparsek.kernels import table as kernels
 from sparsek.testing.cases import COL, ROW, Case
 from tests.kernels.planned import default_and, hold, problem
 

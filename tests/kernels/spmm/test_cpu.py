@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.kernels import load
 from sparsek.kernels.spmm.cpu import CpuConfig
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import Epilogue

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import load
 from sparsek.kernels.spmm import cpu as cpu_spmm
 from sparsek.kernels.spmm import cpu_24 as cpu_semi24
 from sparsek.kernels.spmm import cpu_bsr24
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24

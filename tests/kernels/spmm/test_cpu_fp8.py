@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import load, names_for
 from sparsek.kernels.spmm import cpu_fp8 as cpu
 from sparsek.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
+from sparsek.kernels.table import load, names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
 from sparsek.matrix.quantized import Quantized, quantize

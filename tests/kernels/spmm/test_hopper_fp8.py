@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core import dtypes
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
 from sparsek.matrix.quantized import Quantized, Scale

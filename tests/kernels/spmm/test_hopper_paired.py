@@ -9,7 +9,7 @@ import torch
 
 import sparsek as sk
 from sparsek.core.device import H200
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.sources import counted
 from tests.problems import changed, spmm_problem

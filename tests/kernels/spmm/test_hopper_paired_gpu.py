@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek import kernels
+from sparsek.kernels import table as kernels
 from sparsek.kernels.lang.recorder import MISS, Recorded
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.operands import layout

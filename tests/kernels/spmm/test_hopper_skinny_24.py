@@ -20,11 +20,11 @@ from tests.sampling import sampled
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
-from sparsek.kernels import load, names_for
 from sparsek.kernels.lang import nvrtc
 from sparsek.kernels.lang.nvrtc import OPTIONS
 from sparsek.kernels.spmm import hopper_skinny_24 as skinny
 from sparsek.kernels.spmm.hopper_skinny_24 import KERNEL, PROGRAM, Config
+from sparsek.kernels.table import load, names_for
 from tests.kernels.lang import sass
 from tests.kernels.planned import problem
 from tests.kernels.spmm import hopper_skinny_24_emulated as emulated

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.kernels import load
+from sparsek.kernels.table import load
 from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import quantize

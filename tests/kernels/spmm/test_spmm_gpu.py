@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek import kernels
 from sparsek.bench.suites.spmm import BY_BLOCK
 from sparsek.core import dtypes
+from sparsek.kernels import table as kernels
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.product_problems import SpmmProblem

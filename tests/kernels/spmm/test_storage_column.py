@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from sparsek.core.device import CPU, H200
-from sparsek.kernels import KERNELS, load, names_for
+from sparsek.kernels.product_table import KERNELS
+from sparsek.kernels.table import load, names_for
 from sparsek.matrix.storage import FP8, TITLES
 from sparsek.plan.product_problems import SpmmProblem
 from tests.problems import fp8_problem, spmm_problem

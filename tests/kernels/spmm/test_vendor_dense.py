@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.kernels import load
 from sparsek.kernels.spmm.vendor_dense import _COPIES, dense_copy
+from sparsek.kernels.table import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import Epilogue

@@ -1,0 +1,176 @@
+"""The structure of the house: `scripts/house.py` prints the numbers of floors, arrows and files in circles, `-v` all.
+
+A room is a folder directly in sparsek/, and scripts/ and benchmarks/. An arrow A -> B: a file of A imports one of B, at
+its top, inside a function, by `import_module` of its name, or for type checkers only. A room's floor is one above
+the highest room that it imports. Files that import each other in a loop, in these four ways, are in a circle.
+tests/house/test_layers.py holds the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE, BESIDE = "sparsek", ("scripts", "benchmarks")
+LOADERS = ("import_module", "function_of", "build")  # that take the names of modules
+FLOORS, ARROWS, IN_CIRCLES = 8, 60, 22
+
+Graph = Mapping[str, set[str]]
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """The Python files of the house by the names of their modules."""
+    paths = (path for top in (PACKAGE, *BESIDE) for path in sorted((root / top).rglob("*.py")))
+    return {_module(path.relative_to(root)): path for path in paths}
+
+
+def _module(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str) -> Iterator[str]:
+    """The names that a file imports, in any of the four ways; of `from a import b` both a and a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = [f"{node.module}.{each.name}" for each in node.names]
+            yield from inside
+            yield node.module
+        elif isinstance(node, ast.Call) and _last(node.func) in LOADERS:
+            yield from map(_text, node.args)
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _text(node: ast.expr) -> str:
+    """A string; of an f-string with a module's name at its end, the package."""
+    if isinstance(node, ast.JoinedStr):
+        node = node.values[0]
+    text = node.value if isinstance(node, ast.Constant) else ""
+    return text.rstrip(".") if isinstance(text, str) else ""
+
+
+def files(found: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The modules that each module imports. One that imports a name of a package imports the package's own file only if
+    that is no module."""
+    graph: dict[str, set[str]] = {}
+    for name, path in found.items():
+        named = [each for each in imports(path.read_text(encoding="utf-8")) if each in found]
+        inner = {each.rpartition(".")[0] for each in named}
+        graph[name] = {
+            each for each in named if each != name and not (_is_empty(each, found) and each in inner)
+        }
+    return graph
+
+
+def _is_empty(name: str, found: Mapping[str, Path]) -> bool:
+    return found[name].name == "__init__.py"
+
+
+def room(name: str) -> str:
+    """The room of a module; "" for a file beside the rooms."""
+    first, _, rest = name.partition(".")
+    if first != PACKAGE:
+        return first
+    inner = rest.partition(".")[0]
+    return inner if rest and (ROOT / PACKAGE / inner).is_dir() else ""
+
+
+def rooms(graph: Graph) -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    found: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        if here := room(name):
+            found.setdefault(here, set()).update({room(each) for each in others} - {here, ""})
+    return found
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """The groups of nodes that reach each other, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph.get(name, ()):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            group = stack[at:]
+            del stack[at:]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def floors(graph: Graph) -> dict[str, int]:
+    """The floor of each room, from 1. Rooms in a circle share one."""
+    group = {name: f"{min(each)}..." for each in circles(graph) for name in each}
+    joined: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        here = group.get(name, name)
+        joined.setdefault(here, set()).update({group.get(each, each) for each in others} - {here})
+    known: dict[str, int] = {}
+
+    def floor(name: str) -> int:
+        if name not in known:
+            known[name] = 1 + max((floor(each) for each in joined.get(name, ())), default=0)
+        return known[name]
+
+    return {name: floor(group.get(name, name)) for name in graph}
+
+
+def summary(graph: Graph) -> tuple[int, int, int]:
+    """Floors, arrows, files in circles."""
+    between = rooms(graph)
+    return (
+        max(floors(between).values()),
+        sum(map(len, between.values())),
+        sum(map(len, circles(graph))),
+    )
+
+
+def lines(graph: Graph) -> Iterable[str]:
+    """Every room with its floor and what it imports, every circle."""
+    between = rooms(graph)
+    at = floors(between)
+    for name in sorted(between, key=lambda each: (-at[each], each)):
+        yield f"{at[name]:2} {name:13} {' '.join(sorted(between[name], key=lambda each: (-at[each], each)))}"
+    for each in circles(graph):
+        yield f"circle of {len(each)} files: {' '.join(each)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="rooms, arrows and circles")
+    graph = files(modules())
+    if parser.parse_args().verbose:
+        print(*lines(graph), sep="\n")
+    found = summary(graph)
+    print(f"{found[0]} floors, {found[1]} arrows, {found[2]} files in circles")
+    return int(any(now > most for now, most in zip(found, (FLOORS, ARROWS, IN_CIRCLES), strict=True)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Doors: what rooms below load of rooms above, without naming them. `sparsek/__init__.py` says what is behind each.
+
+Behind "operations" are the modules that register all verbs when they load, behind "kernels" those whose KERNELS are the
+kernels' table.
+"""
+
+from importlib import import_module
+from types import ModuleType
+
+_behind: dict[str, tuple[str, ...]] = {}
+
+
+def build(door: str, *modules: str) -> None:
+    """Put modules behind a door. Nothing is imported."""
+    _behind[door] = modules
+
+
+def enter(door: str) -> list[ModuleType]:
+    """The modules behind a door, imported."""
+    return [import_module(module) for module in _behind[door]]

@@ -1,0 +1,45 @@
+"""The kernels of matrix products in order of preference, one line each.
+
+An operation, a name, a module of kernels, and for spmm the storage that the kernel multiplies (`Storage.kind`); "fp8"
+stands for every FP8 storage. The kernel's `why_not` agrees with this column, which is read without loading the kernel.
+A module holds its kernel as KERNEL, or several by name in KERNELS.
+"""
+
+KERNELS: tuple[tuple[str, str, str, str], ...] = (
+    ("spmm", "hopper.spmm", "spmm.hopper", "bsr"),
+    ("spmm", "hopper.spmm_paired", "spmm.hopper_paired", "bsr"),
+    ("spmm", "portable.spmm", "spmm.portable", "bsr"),
+    ("spmm", "portable.spmm_skinny", "spmm.portable_skinny", "bsr"),
+    ("spmm", "vendor.dense", "spmm.vendor_dense", "bsr"),
+    ("spmm", "cpu.spmm", "spmm.cpu", "bsr"),
+    ("spmm", "reference.spmm", "spmm.reference", "bsr"),
+    ("spmm", "hopper.semi24", "spmm.hopper_24", "semi24"),
+    ("spmm", "hopper.semi24_skinny", "spmm.hopper_skinny_24", "semi24"),
+    ("spmm", "portable.semi24", "spmm.portable_24", "semi24"),
+    ("spmm", "vendor.cusparselt", "spmm.vendor_cusparselt", "semi24"),
+    ("spmm", "cpu.semi24", "spmm.cpu_24", "semi24"),
+    ("spmm", "reference.semi24", "spmm.reference", "semi24"),
+    ("spmm", "hopper.bsr24", "spmm.hopper_bsr24", "bsr24"),
+    ("spmm", "portable.bsr24", "spmm.portable_bsr24", "bsr24"),
+    ("spmm", "cpu.bsr24", "spmm.cpu_bsr24", "bsr24"),
+    ("spmm", "reference.bsr24", "spmm.reference", "bsr24"),
+    ("spmm", "hopper.spmm_fp8", "spmm.hopper_fp8", "bsr_fp8"),
+    ("spmm", "portable.spmm_fp8", "spmm.portable_fp8", "bsr_fp8"),
+    ("spmm", "hopper.semi24_fp8", "spmm.hopper_24_fp8", "semi24_fp8"),
+    ("spmm", "portable.semi24_fp8", "spmm.portable_24_fp8", "semi24_fp8"),
+    ("spmm", "hopper.bsr24_fp8", "spmm.hopper_bsr24_fp8", "bsr24_fp8"),
+    ("spmm", "portable.bsr24_fp8", "spmm.portable_bsr24_fp8", "bsr24_fp8"),
+    ("spmm", "vendor.cublas_fp8", "spmm.vendor_cublas_fp8", "fp8"),
+    ("spmm", "cpu.spmm_fp8", "spmm.cpu_fp8", "fp8"),
+    ("spmm", "reference.spmm_fp8", "spmm.reference", "fp8"),
+    ("sddmm", "hopper.sddmm", "sddmm.hopper", ""),
+    ("sddmm", "portable.sddmm", "sddmm.portable", ""),
+    ("sddmm", "vendor.sddmm", "sddmm.vendor", ""),
+    ("sddmm", "cpu.sddmm", "sddmm.cpu", ""),
+    ("sddmm", "reference.sddmm", "sddmm.reference", ""),
+    ("spgemm", "hopper.spgemm", "spgemm.hopper", ""),
+    ("spgemm", "portable.spgemm", "spgemm.portable", ""),
+    ("spgemm", "vendor.spgemm", "spgemm.vendor", ""),
+    ("spgemm", "cpu.spgemm", "spgemm.cpu", ""),
+    ("spgemm", "reference.spgemm", "spgemm.reference", ""),
+)

@@ -1,0 +1,42 @@
+"""The table of kernels: the rows of all rooms of kernels. A kernel's module is loaded on first use."""
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from sparsek.core import doors
+from sparsek.core.errors import InvalidInput
+
+
+class Row(NamedTuple):
+    """A kernel: its operation, name, module, and the storage that it multiplies, "" where there is no choice of one."""
+
+    op: str
+    name: str
+    module: str
+    storage: str
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All kernels; those of one operation in order of preference."""
+    return tuple(
+        Row(op, name, f"{room.__package__}.{module}", storage)
+        for room in doors.enter("kernels")
+        for op, name, module, storage in room.KERNELS
+    )
+
+
+def load(name: str) -> Any:
+    """The kernel called `name` ("hopper.spmm"). Raises InvalidInput for a name that is not in the table."""
+    module = next((row.module for row in rows() if row.name == name), None)
+    if module is None:
+        raise InvalidInput(f"no kernel is called {name!r}; known: {', '.join(row.name for row in rows())}")
+    found = import_module(module)
+    return found.KERNELS[name] if hasattr(found, "KERNELS") else found.KERNEL
+
+
+def names_for(op: str, storage: str | None = None) -> tuple[str, ...]:
+    """Names of the kernels of one operation, in order of preference; for spmm, those for one kind of storage."""
+    wanted = {storage, "fp8" if storage is not None and storage.endswith("_fp8") else storage}
+    return tuple(row.name for row in rows() if row.op == op and (storage is None or row.storage in wanted))
