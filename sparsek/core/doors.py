@@ -1,4 +1,4 @@
-"""Doors: what rooms below load of rooms above, without naming them. `sparsek/__init__.py` says what is behind each.
+"""Doors: what rooms below load of rooms above, without naming them. `sparsek/__init__.py` lists what is behind each.
 
 Behind "operations" are the modules that register all verbs when they load, behind "kernels" those whose KERNELS are the
 kernels' table.

@@ -1,4 +1,4 @@
-"""Operations as rooms below reach them: they register themselves when they load; and what torch.library asks of one."""
+"""Operations as rooms below reach them: they register themselves when they load. Schemas and tags of torch.library."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_origin, get_type_hints
