@@ -12,7 +12,7 @@ milliseconds: a name imports its module, and torch, on first use. Importing touc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsek.core import doors
+from sparsek.core import aliases, doors
 
 if TYPE_CHECKING:
     from sparsek import nn, policies
@@ -133,6 +133,7 @@ _HOMES = {
     "swiglu": "sparsek.ops.linear",
 }
 
+aliases.install()
 ROOMS = ("nn", "policies")  # public names that are modules
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from sparsek.kernels.table import rows
+from sparsek.kernels.table import refuse_removed, rows
 
 # The operation of a benchmark's kernels in their table, and how their storage ends.
 OF_BENCH: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -39,7 +39,8 @@ def kernels_of(bench: str) -> dict[str, Named]:
 
 
 def kernel_named(name: str) -> Named | None:
-    """The kernel of that name; None for others."""
+    """The kernel of that name; None for others. Raises Unsupported for a removed one."""
+    refuse_removed(name)
     return next((found[name] for bench in OF_BENCH if name in (found := kernels_of(bench))), None)
 
 

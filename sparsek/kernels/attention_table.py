@@ -17,3 +17,6 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("attention_paged", "cpu.attention_paged", "paged.cpu", ""),
     ("attention_paged", "reference.attention_paged", "paged.reference", ""),
 )
+
+# Removed kernels, and the successor of each.
+REMOVED: dict[str, str] = {}

@@ -43,3 +43,6 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spgemm", "cpu.spgemm", "spgemm.cpu", ""),
     ("spgemm", "reference.spgemm", "spgemm.reference", ""),
 )
+
+# Removed kernels, and the successor of each.
+REMOVED: dict[str, str] = {}

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from sparsek.core import doors
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidInput, Unsupported
 
 
 class Row(NamedTuple):
@@ -27,8 +27,21 @@ def rows() -> tuple[Row, ...]:
     )
 
 
+@cache
+def removed() -> dict[str, str]:
+    """Removed kernels, and the successor of each."""
+    return {old: new for room in doors.enter("kernels") for old, new in room.REMOVED.items()}
+
+
+def refuse_removed(name: str) -> None:
+    """Raises Unsupported for the name of a removed kernel."""
+    if name in removed():
+        raise Unsupported(f"{name} was removed: name {removed()[name]}, or no kernel to have one chosen", {})
+
+
 def load(name: str) -> Any:
     """The kernel called `name` ("hopper.spmm"). Raises InvalidInput for a name that is not in the table."""
+    refuse_removed(name)
     module = next((row.module for row in rows() if row.name == name), None)
     if module is None:
         raise InvalidInput(f"no kernel is called {name!r}; known: {', '.join(row.name for row in rows())}")

@@ -22,6 +22,7 @@ def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     """The kernel and config for `p`. Raises InvalidInput for an unknown name or config, and Unsupported."""
     if only is not None:
         arguments.text("kernel", only)
+        kernels.refuse_removed(only)
     elif config is not None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
     return _decided(p, only, table.generation()) if config is None else _decide(p, only, config)

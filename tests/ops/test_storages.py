@@ -10,6 +10,7 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.kernels import table
 from sparsek.ops.linear import plan_layer
 from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.poison import poisoned
@@ -188,6 +189,17 @@ def test_a_named_kernel_runs_or_says_why_not(storage: str):
             Unsupported, match=r"cpu.spmm cannot run this; (.|\n)*cpu.spmm: multiplies BSR, not "
         ):
             sk.linear(b.mT, a, kernel="cpu.spmm")
+
+
+def test_removed_kernels_name_their_successors():
+    a, b = matrix("bsr", F32), torch.randn(192, 16)
+    known = {row.name for row in table.rows()}
+    for name, successor in table.removed().items():
+        assert name not in known
+        assert successor in known
+        for call in (lambda name=name: sk.spmm(a, b, kernel=name), lambda name=name: table.load(name)):
+            with pytest.raises(Unsupported, match=f"{name} was removed: name {successor}, or no kernel"):
+                call()
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -1,0 +1,65 @@
+"""Old paths of modules: imports of them, and pickles that name them, go on working with a warning.
+
+MOVED has a row for each folder and module that moved or has another name. An import of an old path gets a module whose
+names are looked up at the new one, so a class is the same class by both paths.
+"""
+
+import sys
+import warnings
+from importlib import import_module, util
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Paths within sparsek, old: new, or several new ones that divide the names of the old. A row also holds for the modules
+# below it that have no row of their own.
+MOVED: dict[str, tuple[str, ...]] = {}
+
+
+class MovedWarning(FutureWarning):
+    """A name of SparseK was found by its old path."""
+
+
+def homes(old: str) -> tuple[str, ...]:
+    """The modules that have the names of the module `old` today; none if it has not moved."""
+    row = MOVED.get(old.removeprefix("sparsek."))
+    if row is not None:
+        return tuple(f"sparsek.{new}" for new in row)
+    above, _, stem = old.rpartition(".")
+    return tuple(f"{home}.{stem}" for home in homes(above) if _has(home, stem)) if above else ()
+
+
+def _has(package: str, stem: str) -> bool:
+    return hasattr(import_module(package), "__path__") and util.find_spec(f"{package}.{stem}") is not None
+
+
+class Aliases:  # no importlib.abc, whose import takes longer than that of sparsek
+    """Finds and loads modules of sparsek by their old paths, after every other finder has failed."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec of an old path; None for other modules."""
+        old = fullname.startswith("sparsek.") and homes(fullname)
+        return ModuleSpec(fullname, self, is_package=True) if old else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Have the names of `module` looked up where they are today."""
+        old, found = module.__name__, [import_module(home) for home in homes(module.__name__)]
+
+        def lookup(name: str) -> Any:
+            for home in found:
+                if not name.startswith("__") and hasattr(home, name):
+                    text = f"{old}.{name} is {home.__name__}.{name} now; imports of the old path, and files that "
+                    text += "were pickled with it, work until a later release"
+                    warnings.warn(text, MovedWarning, stacklevel=2)
+                    return getattr(home, name)
+            raise AttributeError(f"module {old!r}, now {' and '.join(homes(old))}, has no attribute {name!r}")
+
+        module.__getattr__ = lookup
+
+
+def install() -> None:
+    """Let imports find old paths. Done by `import sparsek`."""
+    sys.meta_path.append(Aliases())

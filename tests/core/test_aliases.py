@@ -1,0 +1,107 @@
+"""Old paths of modules, in imports and in pickles, go on working with a warning."""
+
+import gzip
+import io
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core import aliases, clock, errors
+from sparsek.core.aliases import MovedWarning
+
+# By name, the pickle and the repr of public objects of commit c424793, and two state dicts that torch.save wrote there.
+STORED: dict[str, tuple[bytes, str]] = pickle.loads(  # noqa: S301  a file of this repository
+    gzip.decompress(Path(__file__).with_name("c424793.pickle.gz").read_bytes())
+)
+STATES = ("state_dict", "BSR.state_dict")
+
+
+def unpickled(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MovedWarning)
+        return pickle.loads(STORED[name][0])  # noqa: S301
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder that is now two, and a module with another name."""
+    rows = {"old": ("core", "files"), "old.hour": ("core.clock",), "core.mistakes": ("core.errors",)}
+    monkeypatch.setattr(aliases, "MOVED", rows)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if type(getattr(sys.modules[name], "__loader__", None)) is aliases.Aliases:
+            del sys.modules[name]
+            room, _, stem = name.rpartition(".")
+            vars(sys.modules.get(room, sk)).pop(stem, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("old.errors:InvalidInput", errors.InvalidInput),
+        ("old.io:save", sk.save),
+        ("old.hour:host_seconds", clock.host_seconds),
+        ("core.mistakes:Unsupported", sk.Unsupported),
+    ],
+)
+def test_an_old_path_has_the_names_of_the_new_one_and_warns(moved: None, old: str, new: object) -> None:
+    path, name = f"sparsek.{old}".split(":")
+    with pytest.warns(MovedWarning, match=rf"{path}\.{name} is sparsek\..*\.{name} now") as found:
+        assert getattr(import_module(path), name) is new
+    assert found[0].filename == __file__
+
+
+def test_a_pickle_that_names_an_old_path_loads(moved: None) -> None:
+    written = pickle.dumps(sk.InvalidInput("x is 3"), protocol=0).replace(
+        b"sparsek.core.errors", b"sparsek.core.mistakes"
+    )
+    with pytest.warns(MovedWarning, match="core.mistakes"):
+        assert type(pickle.loads(written)) is sk.InvalidInput  # noqa: S301
+
+
+@pytest.mark.parametrize(
+    "path", ["sparsek.old.nothing", "sparsek.old.hour.errors", "sparsek.nothing", "sparsek.nothing.errors"]
+)
+def test_a_path_that_never_was_is_not_found(moved: None, path: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=path.rsplit(".", 1)[0]):
+        import_module(path)
+
+
+def test_a_name_that_never_was_is_not_found(moved: None) -> None:
+    with pytest.raises(
+        AttributeError, match=r"'sparsek.old.hour', now sparsek.core.clock, has no attribute 'nothing'"
+    ):
+        _ = import_module("sparsek.old.hour").nothing
+
+
+def test_every_old_path_leads_somewhere() -> None:
+    for old in aliases.MOVED:
+        for home in aliases.homes(f"sparsek.{old}"):
+            import_module(home)
+
+
+@pytest.mark.parametrize("name", STORED.keys() - STATES)
+def test_a_pickle_of_c424793_loads(name: str) -> None:
+    assert repr(unpickled(name)) == STORED[name][1]
+
+
+def test_a_state_dict_of_a_layer_of_c424793_loads() -> None:
+    state = torch.load(io.BytesIO(STORED["state_dict"][0]), weights_only=True)
+    layer = sk.nn.BlockSparseLinear.random(32, 32, 16, 0.25, bias=False)
+    layer.load_state_dict(state)
+    x = torch.randn(3, 32)
+    assert torch.equal(layer(x), unpickled("BlockSparseLinear")(x))
+
+
+def test_a_state_dict_of_a_matrix_of_c424793_loads() -> None:
+    written, shown = STORED["BSR.state_dict"]
+    assert repr(sk.BSR.from_state_dict(torch.load(io.BytesIO(written), weights_only=True))) == shown
