@@ -22,7 +22,6 @@ NESTED = {
     "fast_accum": ("a", "fast_accum"),
     "b_dtype": ("b", "dtype"),
     "b_layout": ("b", "layout"),
-    "gapless": ("b", "gapless"),
     "b_scale": ("b", "scale"),
     "rounds": ("b", "rounds"),
     "out_dtype": ("c", "dtype"),

@@ -16,7 +16,6 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "hopper.semi24", "spmm.hopper_24", "semi24"),
     ("spmm", "hopper.semi24_skinny", "spmm.hopper_skinny_24", "semi24"),
     ("spmm", "portable.semi24", "spmm.portable_24", "semi24"),
-    ("spmm", "vendor.cusparselt", "spmm.vendor_cusparselt", "semi24"),
     ("spmm", "cpu.semi24", "spmm.cpu_24", "semi24"),
     ("spmm", "reference.semi24", "spmm.reference", "semi24"),
     ("spmm", "hopper.bsr24", "spmm.hopper_bsr24", "bsr24"),
@@ -45,4 +44,4 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 # Removed kernels, and the successor of each.
-REMOVED: dict[str, str] = {}
+REMOVED = {"vendor.cusparselt": "hopper.semi24"}

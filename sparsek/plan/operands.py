@@ -372,12 +372,6 @@ def layout(b: Tensor) -> str:
     return "row" if row else "strided"
 
 
-def gapless(b: Tensor) -> bool:
-    """Whether every matrix of b [..., K, N] is contiguous, or the transpose view of a contiguous one."""
-    k, n = b.shape[-2:]
-    return b.stride()[-2:] in ((n, 1), (1, k))
-
-
 def aligned(*tensors: Tensor | None) -> bool:
     """True if all pointers and leading strides are multiples of 16 bytes."""
     return all(x is None or _is_aligned(x) for x in tensors)

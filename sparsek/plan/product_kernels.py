@@ -37,9 +37,8 @@ class SpmmKernel(Kernel[SpmmProblem], Protocol):
     """One implementation of C = A @ B for a sparse A of some kinds of storage, with an epilogue.
 
     The first reason of `why_not` is an unsupported storage, because `why_not` is called for every storage. A kernel
-    may have a method `make(c, work, a, b, epilogue, by_columns)`, which returns C as `SpmmPlan.run` does, in a tensor
-    of its own, or None if it can only write to an `out`. A kernel whose attribute `writes_slope` is true also writes
-    the epilogue's slope. `seconds` includes the rounding of B to FP8, `rounding_seconds(p)`.
+    whose attribute `writes_slope` is true also writes the epilogue's slope. `seconds` includes the rounding of B to
+    FP8, `rounding_seconds(p)`.
     """
 
     def prepare(self, p: SpmmProblem, c: Any, a: Any) -> Any:

@@ -53,13 +53,12 @@ class DenseSpec:
     """The layout of a dense matrix X [..., R, C] that a product reads or writes.
 
     `layout` is "row" for row-major, "col" for the transpose view of a row-major matrix, "strided" for any other.
-    `gapless`: every item of the batch is contiguous, or the transpose view of a contiguous matrix. An FP8 matrix has
-    a `scale` per "column" or for the whole "tensor". `rounds` is the dtype of an input that the call rounds to FP8.
+    An FP8 matrix has a `scale` per "column" or for the whole "tensor". `rounds` is the dtype of an input that the call
+    rounds to FP8.
     """
 
     dtype: str
     layout: str = "row"
-    gapless: bool = True
     scale: str = ""
     rounds: str = ""
 

@@ -146,10 +146,10 @@ class Product(NamedTuple):
             wide = isinstance(b, Tensor)
             dtype, rounds = (E4M3, dtypes.name(b.dtype)) if wide else (b.dtype, "")
             scale = "column" if wide or b.kind == "row" else "tensor"
-            of_b = DenseSpec(dtypes.FP8[dtype], "col", True, scale, rounds)
+            of_b = DenseSpec(dtypes.FP8[dtype], "col", scale, rounds)
         else:
             assert isinstance(b, Tensor)
-            of_b = DenseSpec(dtypes.name(b.dtype), operands.layout(b), operands.gapless(b))
+            of_b = DenseSpec(dtypes.name(b.dtype), operands.layout(b))
         return SpmmProblem(
             a=self.a.storage(self.transposed, counted),
             b=of_b,
@@ -262,7 +262,7 @@ class SpmmPlan(Plan):
         return self.problem.c.layout == "col"
 
     def __call__(self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN) -> Tensor:
-        """C = A @ B for operands as planned. No host sync, unless vendor.cusparselt compresses changed values.
+        """C = A @ B for operands as planned. No host sync.
 
         `out`, of C's shape, is overwritten. `epilogue` has the parts that were planned. Raises InvalidInput for other
         operands. Values may change between calls, the pattern may not.
@@ -319,11 +319,6 @@ class SpmmPlan(Plan):
             epilogue = _without_other(call)
         if isinstance(a, Quantized) and isinstance(b, Tensor):
             b = quantize_dense(b.mT, E4M3, "row", check=False).mT
-        make = getattr(kernel, "make", None)
-        if out is None and make is not None and p.m * p.n * p.batch:
-            made = make(config, self.work, a, b, epilogue, by_columns)
-            if made is not None:
-                return made
         if out is None:
             c = new_rows(b, p.m, by_columns, dtypes.parse(p.c.dtype))
             out = c.mT if by_columns else c
@@ -453,11 +448,10 @@ class SpmmPlan(Plan):
                 f"this plan was made for C = {formula(p, 'A @ B')}; got {formula(found, 'A @ B')}. Pass the "
                 "planned epilogue, epilogue=..., or plan with this one"
             )
-        gaps = p.a.two_four and p.b.gapless and not found.b.gapless
-        if (p.aligned and not found.aligned) or gaps:
+        if p.aligned and not found.aligned:
             raise InvalidInput(
-                "this plan needs pointers and leading strides of A's values, B and out that are multiples of 16 bytes"
-                f"{', and a B without gaps' if p.a.two_four else ''}; spmm(A, B) takes any"
+                "this plan needs pointers and leading strides of A's values, B and out that are multiples of 16 bytes; "
+                "spmm(A, B) takes any"
             )
         self._passed[:] = [known]
 
@@ -472,7 +466,7 @@ def _turned(epilogue: Epilogue, other: Tensor | None, slope: Tensor | None) -> E
 
 
 def _operands(p: SpmmProblem) -> tuple[Any, ...]:
-    return replace(p.a, blocks=None), replace(p.b, gapless=True), p.c, p.n, p.batch
+    return replace(p.a, blocks=None), p.b, p.c, p.n, p.batch
 
 
 def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ def test_a_plan_of_a_semi24_explains_itself_and_fits_others_of_its_shape():
     assert text.startswith(
         "C = A @ B   A [128, 192] bf16, 2:4, B [192, 40] row-major, on cpu\n  kernel     cpu.semi24"
     )
-    assert "not        vendor.cusparselt: " in text
+    assert "not        portable.semi24: " in text
     assert torch.equal(plan(a, b), a @ b)
     assert torch.equal(plan(other, b), other @ b)
     out = poisoned((128, 40), BF16)
@@ -207,5 +207,4 @@ def test_an_aligned_plan_refuses_what_is_not():
     assert check_spmm(a, b, plan(a, b)).passed
     with pytest.raises(InvalidInput, match="multiples of 16 bytes"):
         plan(a, odd)
-    with pytest.raises(InvalidInput, match="without gaps"):
-        sk.plan_spmm(a, b.contiguous())(a, b)
+    assert check_spmm(a, b, sk.plan_spmm(a, b.contiguous())(a, b)).passed
