@@ -4,18 +4,17 @@ For x [tokens, K] @ W.T with W [N, K] in BSR or BSR24, its blocks spread evenly,
 is timed, and no matrix made.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from sparsek.bench.charts import COLOURS, pyplot
-from sparsek.core import files
 from sparsek.core.device import card_named
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr24 import BLOCK_STEP
 from sparsek.matrix.storage import BlockStats, Storage
 from sparsek.ops.planning import choose
+from sparsek.pictures import svg
 from sparsek.plan.dense import dense_seconds
 from sparsek.plan.product_problems import DenseSpec, SpmmProblem
 
@@ -24,6 +23,8 @@ BLOCKS = (16, 32, 64, 128)
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
 # Shares are found to a fraction of this many.
 FINE = 256
+PANEL = 400, 320  # pixels
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 
 
 @dataclass(frozen=True)
@@ -125,47 +126,38 @@ def curves(setting: Setting, blocks: Sequence[int] = BLOCKS, tokens: Sequence[in
     ]
 
 
-def check_picture(path: Path) -> None:
-    """Raises InvalidInput for a file whose ending names no kind of picture, as `draw` would after all the work."""
-    known = sorted(pyplot().matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes())
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise InvalidInput(f"{path}: no picture is written as {path.suffix}; use one of {', '.join(known)}")
-
-
-def draw(found: Sequence[Curve], setting: Setting, path: Path, tokens: Sequence[int] = TOKENS) -> None:
-    """The curves as a picture, a panel for each format with blocks: below its line sparse is faster than dense.
-
-    Needs the plot extra.
-    """
-    plt = pyplot()
+def draw(
+    found: Sequence[Curve], setting: Setting, path: str | os.PathLike[str], tokens: Sequence[int] = TOKENS
+) -> None:
+    """The curves as an SVG picture, a panel for each format with blocks: below its line sparse is faster than dense."""
+    where, parts = svg.as_path("path", path), []
     found = [curve for curve in found if curve.block]
     forms = [form for form in FORMATS if any(curve.form == form for curve in found)]
     blocks = sorted({curve.block for curve in found})
-    figure, panels = plt.subplots(
-        1, len(forms), figsize=(4.6 * len(forms), 4.2), layout="constrained", squeeze=False, sharey=True
-    )
-    for axes, form in zip(panels[0], forms, strict=True):
-        for curve in found:
-            if curve.form == form:
-                axes.plot(
-                    tokens,
-                    [share * 100 for share in curve.shares],
-                    marker="o",
-                    color=COLOURS[blocks.index(curve.block) % len(COLOURS)],
-                    label=f"block {curve.block}",
-                )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [str(count) for count in tokens], fontsize=8)
-        axes.minorticks_off()
-        axes.set_ylim(0, 103)
-        axes.set_title(
-            FORMATS[form] + (", at most half of the values" if form == "bsr24" else ""), fontsize=10
-        )
-        axes.set_xlabel("tokens")
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
-    panels[0][0].set_ylabel("% of the values stored: below it sparse is faster")
-    figure.suptitle(f"as fast as dense: {setting.words}", fontsize=10)
-    with files.replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower() or "png", dpi=150)
-    plt.close(figure)
+    width, height = PANEL
+    for at, form in enumerate(forms):
+        left = svg.LEFT + at * (width + svg.LEFT)
+        title = FORMATS[form] + (", at most half of the values" if form == "bsr24" else "")
+        parts.append(svg.text(left, -8, title, colour=svg.INK))
+        for share in (0, 25, 50, 75, 100):
+            y = height * (1 - share / 100)
+            parts.append(f'<path stroke="{svg.EMPTY}" d="M{left} {y:g}h{width}"/>')
+            parts.append(svg.text(left - 6, y + 4, f"{share} %", anchor="end"))
+        steps = {count: left + width * place / max(len(tokens) - 1, 1) for place, count in enumerate(tokens)}
+        parts += [svg.text(x, height + svg.LINE, str(count), anchor="middle") for count, x in steps.items()]
+        parts.append(svg.text(left + width, height + 2 * svg.LINE, "tokens", anchor="end"))
+        for curve in (each for each in found if each.form == form):
+            colour = COLOURS[blocks.index(curve.block) % len(COLOURS)]
+            line = [
+                (steps[count], height * (1 - share))
+                for count, share in zip(tokens, curve.shares, strict=True)
+            ]
+            corners = " ".join(f"{x:g},{y:g}" for x, y in line)
+            parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{corners}"/>')
+            parts += [f'<circle cx="{x:g}" cy="{y:g}" r="3" fill="{colour}"/>' for x, y in line]
+    for at, block in enumerate(blocks):
+        colour = COLOURS[at % len(COLOURS)]
+        parts.append(svg.text(svg.LEFT + 80 * at, height + 3 * svg.LINE, f"block {block}", colour=colour))
+    facts = ["% of the values stored: below a line sparse is faster", ""]
+    size = len(forms) * (width + svg.LEFT) + svg.MARGIN, height + 3 * svg.LINE + svg.MARGIN
+    svg.write(where, svg.page(f"as fast as dense: {setting.words}", facts, *size, parts))

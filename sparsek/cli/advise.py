@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsek.advise import weights as advising
-from sparsek.advise.break_even import check_picture
 from sparsek.advise.sources import Skipped, few, opened
 from sparsek.advise.weights import Advice, NoAdvice, Question
 from sparsek.cli.advise_formats import print_break_even, print_formats
@@ -22,7 +21,8 @@ from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import parse_block
 from sparsek.files.weights import WeightFile, open_weights
-from sparsek.pictures.blocks import spy_png
+from sparsek.pictures import svg
+from sparsek.pictures.blocks import spy_svg
 
 VERDICT, LEFT = 7, ("matrix", "shape", "verdict")
 
@@ -47,7 +47,9 @@ def advise(
     scope: Annotated[
         str, typer.Option(help="Where the blocks that stay are chosen: global (the whole matrix) or row.")
     ] = "global",
-    picture: Annotated[Path | None, typer.Option(help="Write a picture of one pruned matrix here.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write an SVG picture of one pruned matrix here.")
+    ] = None,
     break_even: Annotated[
         Path | None,
         typer.Option(
@@ -87,8 +89,8 @@ def answer(
             raise InvalidInput(f"{option} {path}: there is no folder {path.parent}")
         if path is not None and path.is_dir():
             raise InvalidInput(f"{option} {path}: is a folder; name a file in it")
-    if break_even is not None:
-        check_picture(break_even)
+        if path is not None:
+            svg.as_path(option, path)
     weights, skipped = opened(models, open_weights)
     names = advising.choose(weights, wanted, question.block)
     if not wanted:
@@ -120,7 +122,7 @@ def answer(
         print_break_even(largest, question, break_even, out)
     if advices and picture is not None:
         shown = max(advices, key=lambda advice: (not advice.group.lookup, advice.cells)).first
-        spy_png(shown.matrix, picture, title=plain(shown.name))
+        spy_svg(shown.matrix, picture, title=plain(shown.name))
         out.print(f"picture of {shown.name}: {picture}", soft_wrap=True)
     for failure in failures:
         complain(str(failure))

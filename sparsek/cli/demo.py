@@ -34,7 +34,7 @@ def demo(
     tokens: Annotated[int, typer.Option(help="Rows of x in y = x @ W.T.")] = 4096,
     device: ToPredict = None,
     picture: Annotated[Path, typer.Option(help="Where the picture of one pruned matrix goes.")] = Path(
-        "demo.png"
+        "demo.svg"
     ),
 ) -> None:
     """Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix.

@@ -1,4 +1,4 @@
-"""Pictures of the stored blocks: text for a terminal, and PNG.
+"""Pictures of the stored blocks: text for a terminal, and SVG.
 
 Both draw the grid of blocks, row 0 on top. A grid that is finer than the picture is binned; a bin with any stored block
 is visible.
@@ -7,32 +7,27 @@ is visible.
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sparsek.core import arguments, files
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from sparsek.pictures import svg
 
 TEXT_COLUMNS, TEXT_LINES = 64, 32
 HALVES = np.array([" ", "▄", "▀", "█"])  # index: 2 * upper + lower
 SHADES = np.array([" ", "░", "▒", "▓", "█"])
 
-DPI = 160
 PIXELS = (64, 4096)  # of the longer side of a picture
+CELL = 4  # pixels of a cell, at least: a file has a shape for each run of cells
 FLATTEST = 0.2  # the short side of the picture is at least this part of the long one
-GAP_FROM = 6  # pixels of a cell from which on cells are set apart
-INK, FAINT, PAPER, EMPTY, BARS, FAULTY = "#1f2430", "#6b7280", "#ffffff", "#edeff3", "#8fa6c4", "#00b8d9"
+LEGEND = 240  # pixels of a legend's height
+FAULTY = "#00b8d9"
 SHARE_COLOURS = ("#b3cde8", "#5b93c9", "#12355b")
 NORM_COLOURS = ("#fdd9a0", "#f78d5c", "#d3436e", "#812581", "#1d1147")
-FONT = "DejaVu Sans"  # comes with matplotlib
-LOOK: dict[str, Any] = {"dpi": DPI, "facecolor": PAPER, "bbox_inches": None}
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Drawable:
         the share of stored blocks.
 
         Args:
-            path: Where to write a PNG picture as well; it needs matplotlib.
+            path: Where to write an SVG picture as well.
             max_pixels: The pixels of its longer side, 64 to 4096.
 
         Examples:
@@ -88,37 +83,52 @@ class Drawable:
         blocks = self.drawn()
         arguments.integer("max_pixels", max_pixels, *PIXELS)
         if path is not None:
-            spy_png(self, path, max_pixels=max_pixels)
+            spy_svg(self, path, max_pixels=max_pixels)
         lines, scale = _text(blocks)
         return "\n".join([*framed(lines), blocks.described, *scale])
 
 
-def spy_png(
+def spy_svg(
     obj: Drawable, path: str | os.PathLike[str], title: str | None = None, max_pixels: int = 1024
 ) -> None:
-    """Write a PNG picture of a pattern, or of a matrix with its blocks coloured by Frobenius norm. Synchronizes.
+    """Write an SVG picture of a pattern, or of a matrix with its blocks coloured by Frobenius norm. Synchronizes.
 
-    Bars show the stored blocks of each block row (right) and of each block column (below). A bin of several blocks is
+    Bars show the stored blocks of each block row (right) and of each block column (below). A cell of several blocks is
     coloured by the share that is stored, or by the root mean square of its stored norms. Norms that are not finite are
-    cyan. Needs matplotlib, whose global state is not touched.
+    cyan.
 
     Args:
         obj: A BlockPattern or a BSR.
-        path: Where to write the file.
+        path: Where to write the file, whose name ends in .svg.
         title: The title; the shape by default.
         max_pixels: The pixels of the longer side, 64 to 4096, or slightly fewer so that all blocks have one size.
     """
-    blocks, where = _blocks(obj), files.as_path("path", path)
+    blocks, where = _blocks(obj), svg.as_path("path", path)
     title = None if title is None else arguments.text("title", title)
     arguments.integer("max_pixels", max_pixels, *PIXELS)
     bins = Bins.of(blocks, max_pixels)
-    page = Page(bins.width, bins.height, has_scale=blocks.norms is not None or bins.is_coarse)
-    figure = new_figure(page)
-    _draw_cells(figure, page, bins)
-    draw_sides(figure, page, bins)
-    _write_facts(figure, page, blocks, title)
-    with files.replacing(where) as file:
-        figure.savefig(file, format="png", **LOOK)
+    stored, levels = bins.sums() > 0, _levels(bins)
+    drawn = stored & np.isfinite(levels)
+    low, high, label, names = 0.0, 1.0, "share stored", SHARE_COLOURS
+    if blocks.norms is not None:
+        label, names = ("RMS of norms" if bins.is_coarse else "block norm"), NORM_COLOURS
+        if drawn.any():
+            low, high = float(levels[drawn].min()), float(levels[drawn].max())
+    if high - low <= 1e-6 * high:
+        low, high = 0.0, high or 1.0
+    shown = svg.mixed(names, (np.where(drawn, levels, low) - low) / (high - low))
+    shown[stored & ~drawn] = svg.mixed((FAULTY, FAULTY), np.zeros(()))
+    parts = [svg.panel(svg.LEFT, shown, stored, bins.pixels), bins.beside]
+    width = svg.LEFT + bins.width + svg.GAP + svg.BAR + 3 * svg.MARGIN
+    if blocks.norms is not None or bins.is_coarse:
+        ends = f"{low:.3g}", f"{high:.3g}"
+        parts.append(svg.legend(width, LEGEND, names, label, ends))
+        width += 100
+    lengths = np.diff(blocks.indptr)
+    rows = f"{lengths.min()} to {lengths.max()} in a row" if lengths.size else "no rows"
+    facts = [blocks.name, f"blocks of {blocks.block[0]} × {blocks.block[1]}", blocks.summary, rows]
+    first, *rest = facts if title is None else [title, *facts]
+    svg.write(where, svg.page(first, [" · ".join(rest)], width, bins.page_height, parts))
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ class Bins:
     def of(cls, drawn: Blocks, longest: int) -> Bins:
         sides = [max(count * side, 1) for count, side in zip(drawn.grid, drawn.block, strict=True)]
         room = [max(round(longest * side / max(sides)), round(longest * FLATTEST)) for side in sides]
-        blocks = [max(-(-side // most), 1) for side, most in zip(drawn.grid, room, strict=True)]
+        blocks = [max(-(-side // (most // CELL)), 1) for side, most in zip(drawn.grid, room, strict=True)]
         cells = [max(-(-side // step), 1) for side, step in zip(drawn.grid, blocks, strict=True)]
         pixels = [most // cell for most, cell in zip(room, cells, strict=True)]
         return cls(drawn, (blocks[0], blocks[1]), (cells[0], cells[1]), (pixels[0], pixels[1]))
@@ -161,6 +171,21 @@ class Bins:
         return self.cells[1] * self.pixels[1]
 
     @property
+    def page_height(self) -> int:
+        """The pixels of a page below its title, with the bars of the columns."""
+        return max(self.height + svg.GAP + svg.BAR, LEGEND) + svg.LINE + svg.MARGIN
+
+    @property
+    def beside(self) -> str:
+        """The ticks and the bars of a picture: the stored blocks of each block row and column."""
+        drawn = (
+            *(c * b * side for c, b, side in zip(self.cells, self.blocks, self.drawn.block, strict=True)),
+        )
+        sums = self.sums()
+        bars = [sums.sum(axis=1 - axis) / self.capacity(axis) for axis in (0, 1)]
+        return svg.sides(self.drawn.shape, (drawn[0], drawn[1]), self.width, self.height, bars)
+
+    @property
     def is_coarse(self) -> bool:
         """True if a cell holds more than one block."""
         return self.blocks != (1, 1)
@@ -182,39 +207,6 @@ class Bins:
         return self.sums() / np.outer(self.capacity(0), self.capacity(1))
 
 
-@dataclass(frozen=True)
-class Page:
-    """The layout of a picture, in pixels from its upper left corner."""
-
-    panel_width: int
-    panel_height: int
-    has_scale: bool
-    left: int = 124
-    top: int = 168
-    gap: int = 16
-    bars: int = 92
-    margin: int = 36
-    narrowest: int = 980
-
-    @property
-    def scale_left(self) -> int:
-        return self.left + self.panel_width + self.gap + self.bars + 2 * self.margin
-
-    @property
-    def width(self) -> int:
-        needed = self.scale_left + (22 + 120 if self.has_scale else -self.margin)
-        return max(needed, self.narrowest)
-
-    @property
-    def height(self) -> int:
-        return self.top + self.panel_height + self.gap + self.bars + self.margin
-
-    def box(self, left: int, top: int, width: int, height: int) -> tuple[float, float, float, float]:
-        """(left, bottom, width, height) of a box as fractions of the page, for matplotlib."""
-        bottom = self.height - top - height
-        return left / self.width, bottom / self.height, width / self.width, height / self.height
-
-
 def framed(lines: list[str]) -> list[str]:
     """The lines of a picture with a frame around them."""
     width = max(map(len, lines), default=0)
@@ -226,21 +218,9 @@ def shaded(shares: np.ndarray) -> list[str]:
     return ["".join(line) for line in SHADES[np.ceil(4 * shares).astype(np.int64)]]
 
 
-def new_figure(page: Page) -> Figure:
-    """An empty figure of the page's size. InvalidInput without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidInput("pictures need matplotlib: pip install 'sparsek[plot]'") from error
-    figure = Figure(figsize=(page.width / DPI, page.height / DPI), dpi=DPI, facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _blocks(obj: Any) -> Blocks:
     if not isinstance(obj, Drawable):
-        raise InvalidInput(f"spy_png draws a BlockPattern or a BSR, not {arguments.shown(obj)}")
+        raise InvalidInput(f"spy_svg draws a BlockPattern or a BSR, not {arguments.shown(obj)}")
     return obj.drawn()
 
 
@@ -264,137 +244,3 @@ def _levels(bins: Bins) -> np.ndarray:
     if bins.drawn.norms is None:
         return bins.shares()
     return np.sqrt(bins.sums(bins.drawn.norms() ** 2) / np.maximum(bins.sums(), 1))
-
-
-def _draw_cells(figure: Figure, page: Page, bins: Bins) -> None:
-    """Draw the matrix pixel by pixel, so that no resampling blurs or drops a block, and its colour scale."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
-
-    stored, levels = bins.sums() > 0, _levels(bins)
-    drawn = stored & np.isfinite(levels)
-    low, high = 0.0, 1.0
-    if bins.drawn.norms is not None:
-        label, names = ("RMS of norms" if bins.is_coarse else "block norm"), NORM_COLOURS
-        if drawn.any():
-            low, high = float(levels[drawn].min()), float(levels[drawn].max())
-    else:
-        label, names = "share stored", SHARE_COLOURS
-    if high - low <= 1e-6 * high:
-        low, high = 0.0, high or 1.0
-    norm, colours = Normalize(low, high), LinearSegmentedColormap.from_list("sparsek", names)
-    cells = np.empty((*bins.cells, 3))
-    cells[:] = to_rgb(EMPTY)
-    cells[stored] = to_rgb(FAULTY)
-    cells[drawn] = colours(norm(levels[drawn]))[..., :3]
-
-    image = as_image(bins, cells)
-    if min(bins.pixels) >= GAP_FROM:
-        gap = 1 if min(bins.pixels) < 4 * GAP_FROM else 2
-        for start in range(gap):
-            image[bins.pixels[0] - 1 - start :: bins.pixels[0]] = 255
-            image[:, bins.pixels[1] - 1 - start :: bins.pixels[1]] = 255
-    figure.figimage(image, page.left, page.height - page.top - page.panel_height, origin="upper")
-    if page.has_scale:
-        axes = figure.add_axes(page.box(page.scale_left, page.top, 22, min(page.panel_height, 480)))
-        figure.colorbar(ScalarMappable(norm, colours), cax=axes)
-        axes.set_title(label, loc="left", pad=9, color=FAINT, fontsize=7, fontfamily=FONT)
-        style_axes(axes)
-
-
-def as_image(bins: Bins, cells: np.ndarray) -> np.ndarray:
-    """Pixels, uint8 [height, width, 3], of the colours of cells, float [cells, 3] from 0 to 1."""
-    image = np.round(255 * cells).astype(np.uint8)
-    return image.repeat(bins.pixels[0], axis=0).repeat(bins.pixels[1], axis=1)
-
-
-def draw_sides(figure: Figure, page: Page, bins: Bins) -> None:
-    """Draw ticks in elements on top and left, and bars of stored blocks: of the rows right, of the columns below."""
-    panel = figure.add_axes(page.box(page.left, page.top, page.panel_width, page.panel_height))
-    panel.patch.set_visible(False)
-    drawn = bins.drawn
-    rows, columns = (bins.cells[axis] * bins.blocks[axis] * drawn.block[axis] for axis in (0, 1))
-    panel.set(xlim=(0, columns), ylim=(rows, 0))  # the last cell is drawn whole, even if it sticks out
-    panel.xaxis.tick_top()
-    panel.set_xticks(_ticks(drawn.shape[1], drawn.block[1], columns, page.panel_width))
-    panel.set_yticks(_ticks(drawn.shape[0], drawn.block[0], rows, page.panel_height))
-    style_axes(panel)
-
-    sums = bins.sums()
-    per_row, per_column = (sums.sum(axis=1 - axis) / bins.capacity(axis) for axis in (0, 1))
-    right = figure.add_axes(
-        page.box(page.left + page.panel_width + page.gap, page.top, page.bars, page.panel_height)
-    )
-    right.stairs(per_row, orientation="horizontal", fill=True, color=BARS)
-    most = max(float(per_row.max()), 1.0)
-    right.set(xlim=(0, most), ylim=(bins.cells[0], 0), yticks=[])
-    right.xaxis.tick_top()
-    right.set_xticks([most], [f"{most:.3g}"])
-    below = figure.add_axes(
-        page.box(page.left, page.top + page.panel_height + page.gap, page.panel_width, page.bars)
-    )
-    below.stairs(per_column, fill=True, color=BARS)
-    most = max(float(per_column.max()), 1.0)
-    below.set(xlim=(0, bins.cells[1]), ylim=(most, 0), xticks=[])
-    below.set_yticks([most], [f"{most:.3g}"])
-    for axes, label in ((right, "blocks in a row"), (below, "blocks in a column")):
-        style_axes(axes)
-        axes.set_xlabel(label, loc="left", color=FAINT, fontsize=7, fontfamily=FONT, labelpad=6)
-        axes.xaxis.set_label_position("bottom")
-
-
-def _ticks(side: int, block: int, drawn: int, pixels: int) -> list[int]:
-    """0, the true side, and multiples of the block between them, far enough apart for their labels."""
-    apart = 110 * drawn / pixels
-    step = block
-    while step < apart:
-        step *= 2
-    return [*(at for at in range(0, side, step) if at == 0 or side - at >= apart), side]
-
-
-def style_axes(axes: Any) -> None:
-    """Set faint small labels and no box."""
-    axes.tick_params(length=3, width=0.6, color=FAINT, labelcolor=FAINT, labelsize=7, labelfontfamily=FONT)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _write_facts(figure: Figure, page: Page, drawn: Blocks, title: str | None) -> None:
-    """Write the title, or the shape by default, and how much is stored."""
-    lengths = np.diff(drawn.indptr)
-    rows = f"{lengths.min()} to {lengths.max()} in a row" if lengths.size else "no rows"
-    facts = [drawn.name, f"blocks of {drawn.block[0]} × {drawn.block[1]}", drawn.summary, rows]
-    write_titles(figure, page, facts if title is None else [title, *facts])
-
-
-def write_titles(figure: Figure, page: Page, facts: list[str]) -> None:
-    """Write the first fact in bold and the others in one or two lines below."""
-    first, second = two_lines(facts[1:], _room(page, 8))
-    bold = textwrap.shorten(facts[0], _room(page, 12), placeholder=" …")
-    for text, top, size, colour, weight in (
-        (bold, 44, 12, INK, "bold"),
-        (first, 84, 8, FAINT, "normal"),
-        (second, 112, 8, FAINT, "normal"),
-    ):
-        figure.text(
-            page.margin / page.width, 1 - top / page.height, text,
-            color=colour, fontsize=size, fontweight=weight, fontfamily=FONT, va="center", parse_math=False,
-        )  # fmt: skip
-
-
-def _room(page: Page, size: int) -> int:
-    """The number of letters of a size, in points, that fit on the page."""
-    return int((page.width - 2 * page.margin) / (0.62 * size * DPI / 72))
-
-
-def two_lines(facts: list[str], room: int) -> tuple[str, str]:
-    """The facts with dots between them, in one line if they fit, and otherwise in two; only the second may be cut."""
-    lines = [""]
-    for fact in facts:
-        longer = f"{lines[-1]} · {fact}" if lines[-1] else fact
-        if len(longer) <= room or len(lines) == 2:
-            lines[-1] = longer
-        else:
-            lines.append(fact)
-    first, second = (*lines, "")[:2]
-    return first, textwrap.shorten(second, room, placeholder=" …")

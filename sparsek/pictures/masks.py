@@ -1,4 +1,4 @@
-"""Pictures of a block mask, one head at a time: text for a terminal, and PNG or SVG.
+"""Pictures of a block mask, one head at a time: text for a terminal, and SVG.
 
 Query tiles go down, key blocks to the right. A grid that is finer than the picture is binned, some rows at a time, so
 that no picture needs memory for all blocks of a large mask. A bin with any stored block is visible.
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sparsek.core import arguments, files
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.pictures import blocks as spy
-
-if TYPE_CHECKING:
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure
+from sparsek.pictures import svg
 
 ENTRIES = 1 << 22  # of the lists, counted in one step
 FULL, PARTIAL = (
@@ -78,52 +76,22 @@ def plot(
     partial one counts half.
 
     Args:
-        path: Where to write a picture as well, a .png or .svg file; it needs matplotlib.
+        path: Where to write an SVG picture as well. Full blocks are blue and partial ones red; a cell of several blocks
+            is paler if fewer are stored, and between blue and red if it has both. Bars show the stored blocks of each
+            row of tiles (right) and of each column (below).
         head: The head to draw.
         batch: The batch item to draw.
         title: The title of the picture in the file.
-        max_pixels: The pixels of its longer side, 64 to 4096.
+        max_pixels: The pixels of its longer side, 64 to 4096, or slightly fewer so that all blocks have one size.
     """
     found = _head(mask, head, batch)
     title = None if title is None else arguments.text("title", title)
     arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     if path is not None:
-        picture(mask, path, head, batch, title=title, max_pixels=max_pixels)
+        _write(found, svg.as_path("path", path), title, max_pixels)
     lines, scale = _text(found)
     which = [found.which] if found.which else []
     return "\n".join([*spy.framed(lines), found.described, *which, *scale])
-
-
-def picture(
-    mask: Drawable,
-    path: str | os.PathLike[str],
-    head: int = 0,
-    batch: int = 0,
-    *,
-    title: str | None = None,
-    max_pixels: int = 1024,
-) -> None:
-    """Write a PNG or SVG picture of the blocks that one head of one batch item visits.
-
-    Full blocks are blue and partial ones red. A bin of several blocks is paler if fewer are stored, and between blue
-    and red if it has both. Bars show the stored blocks of each row of tiles (right) and of each column (below). The
-    longer side has `max_pixels` (64 to 4096) pixels, or slightly fewer so that all blocks have one size. Needs
-    matplotlib, whose global state is not touched. Syncs.
-    """
-    found, path = _head(mask, head, batch), files.as_path("path", path)
-    form = path.suffix.lower().removeprefix(".")
-    if form not in ("png", "svg"):
-        raise InvalidInput(f"{arguments.shown(path.name)}: a picture is a .png or a .svg file")
-    arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
-    bins = MaskBins.counted(found, spy.Bins.of(found.blank, max_pixels))
-    page = spy.Page(bins.width, bins.height, has_scale=True)
-    figure = spy.new_figure(page)
-    _draw_cells(figure, page, bins, as_pixels=form == "png")
-    spy.draw_sides(figure, page, bins)
-    names = [] if title is None else [arguments.text("title", title)]
-    spy.write_titles(figure, page, [*names, *_facts(found, bins)])
-    with files.replacing(path) as file:
-        figure.savefig(file, format=form, metadata={"Date": None}, **spy.LOOK)
 
 
 def _head(mask: Any, head: int, batch: int) -> Head:
@@ -149,6 +117,12 @@ class MaskBins(spy.Bins):
     def sums(self, weights: np.ndarray | None = None) -> np.ndarray:
         """The number of stored blocks in each cell; a mask has no weights."""
         return self.full + self.partial
+
+    @property
+    def colours(self) -> np.ndarray:
+        """The colour of each cell."""
+        shares, of_partial = self.shares(), (self.partial / np.maximum(self.sums(), 1))[..., None]
+        return (1 - of_partial) * svg.mixed(FULL, shares) + of_partial * svg.mixed(PARTIAL, shares)
 
 
 def _counts(rows: Rows, bins: spy.Bins) -> np.ndarray:
@@ -182,40 +156,17 @@ def _text(head: Head) -> tuple[list[str], list[str]]:
     return spy.shaded(shares.repeat(wide, axis=1)), ["█ full, ▒ partial"]
 
 
-def _draw_cells(figure: Figure, page: spy.Page, bins: MaskBins, as_pixels: bool) -> None:
-    """Draw the blocks, pixel by pixel in a PNG so that no resampling drops one, and the legend."""
-    from matplotlib.colors import LinearSegmentedColormap, to_rgb
-
-    full, partial = (LinearSegmentedColormap.from_list("sparsek", names) for names in (FULL, PARTIAL))
-    stored, shares = bins.sums(), bins.shares()
-    of_partial = (bins.partial / np.maximum(stored, 1))[..., None]
-    colours = (1 - of_partial) * full(shares)[..., :3] + of_partial * partial(shares)[..., :3]
-    cells = np.where(stored[..., None] > 0, colours, to_rgb(spy.EMPTY))
-    if as_pixels:
-        image = spy.as_image(bins, cells)
-        figure.figimage(image, page.left, page.height - page.top - page.panel_height, origin="upper")
-    else:
-        axes = figure.add_axes(page.box(page.left, page.top, page.panel_width, page.panel_height))
-        axes.imshow(cells, aspect="auto", interpolation="none")
-        axes.set_axis_off()
-    for at, (label, colours) in enumerate((("full", full), ("partial", partial))):
-        _draw_scale(figure, page, at, label, colours, bins.is_coarse)
-
-
-def _draw_scale(
-    figure: Figure, page: spy.Page, at: int, label: str, colours: LinearSegmentedColormap, is_coarse: bool
-) -> None:
-    """Draw one of two bars of the legend, by share stored if cells hold several blocks."""
-    height = min(page.panel_height, 480 if is_coarse else 22)
-    axes = figure.add_axes(page.box(page.scale_left + 72 * at, page.top, 22, height))
-    levels = np.linspace(1, 0, 256) if is_coarse else np.ones(1)
-    axes.imshow(colours(levels)[:, None], aspect="auto", extent=(0, 1, 0, 1))
-    axes.set_title(label, loc="left", pad=9, color=spy.FAINT, fontsize=7, fontfamily=spy.FONT)
-    axes.yaxis.tick_right()
-    axes.set(xticks=[], yticks=[])
-    if is_coarse and at:
-        axes.set_yticks([0, 1], ["few", "all"])
-    spy.style_axes(axes)
+def _write(head: Head, path: Path, title: str | None, max_pixels: int) -> None:
+    bins = MaskBins.counted(head, spy.Bins.of(head.blank, max_pixels))
+    width = svg.LEFT + bins.width + svg.GAP + svg.BAR + 3 * svg.MARGIN
+    parts = [svg.panel(svg.LEFT, bins.colours, bins.sums() > 0, bins.pixels), bins.beside]
+    for at, (label, colours) in enumerate((("full", FULL), ("partial", PARTIAL))):
+        shown, ends = (colours, ("few", "all")) if bins.is_coarse else (colours[1:], ("", ""))
+        parts.append(
+            svg.legend(width + 64 * at, spy.LEGEND if bins.is_coarse else svg.SCALE, shown, label, ends)
+        )
+    first, *rest = ([] if title is None else [title]) + _facts(head, bins)
+    svg.write(path, svg.page(first, [" · ".join(rest)], width + 140, bins.page_height, parts))
 
 
 def _facts(head: Head, bins: MaskBins) -> list[str]:

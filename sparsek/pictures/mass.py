@@ -1,20 +1,21 @@
-"""A block mask beside the softmax mass of the blocks, one head at a time: text for a terminal, and PNG."""
+"""A block mask beside the softmax mass of the blocks, one head at a time: text for a terminal, and SVG."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 
-from sparsek.core import arguments, files
-from sparsek.core.errors import InvalidInput
+from sparsek.core import arguments
 from sparsek.pictures import blocks as spy
-from sparsek.pictures.masks import FULL, PARTIAL, Drawable, Head, MaskBins
+from sparsek.pictures import svg
+from sparsek.pictures.masks import Drawable, Head, MaskBins
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)  # of the mass of a row: the cells that hold it, darkest first
 LEGEND = "left: the mask, █ full, ▒ partial; right: the cells that hold 50 █, 75 ▓, 90 ▒, 95 ░ % of each row's mass"
 PANELS = "left: the mask, blue full, red partial; right: blocks with 50, 75, 90, 95 % of a row, the largest darkest"
-TEXT_CELLS, GAP = 32, 24  # lines, and cells of each picture in a line; pixels between the panels of a PNG
+TEXT_CELLS, GAP = 32, 24  # lines, and cells of each picture in a line; pixels between the panels of an SVG
 
 
 def beside(
@@ -32,8 +33,8 @@ def beside(
     Args:
         mask: What is drawn on the left.
         mass: float64 [Mb, Nb], not negative: the mass of each block, drawn on the right.
-        facts: Lines below the picture, and the titles of the PNG.
-        path: Where to write a PNG as well; it needs matplotlib.
+        facts: Lines below the text picture and above the SVG.
+        path: Where to write an SVG picture as well.
         head: The head of the mask.
         batch: The batch item of the mask.
         max_pixels: The pixels of the longer side of each panel, 64 to 4096.
@@ -41,7 +42,7 @@ def beside(
     drawn = mask.drawn(head, batch)
     arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     if path is not None:
-        _png(drawn, mass, facts, path, max_pixels)
+        _write(drawn, mass, facts, svg.as_path("path", path), max_pixels)
     if 0 in mass.shape:
         return "\n".join(facts)
     blocks = (*(-(-side // TEXT_CELLS) for side in mass.shape),)
@@ -75,30 +76,14 @@ def levels(mass: np.ndarray) -> np.ndarray:
     return made
 
 
-def _png(head: Head, mass: np.ndarray, facts: list[str], path: str | os.PathLike[str], most: int) -> None:
-    where = files.as_path("path", path)
-    if where.suffix.lower() != ".png":
-        raise InvalidInput(f"{arguments.shown(where.name)}: the picture is a .png file")
+def _write(head: Head, mass: np.ndarray, facts: list[str], path: Path, most: int) -> None:
     bins = MaskBins.counted(head, spy.Bins.of(head.blank, most))
-    page = spy.Page(2 * bins.width + GAP, bins.height, has_scale=False)
-    figure = spy.new_figure(page)
-    from matplotlib.colors import LinearSegmentedColormap, to_rgb
-
-    full, partial, dark = (
-        LinearSegmentedColormap.from_list("sparsek", names) for names in (FULL, PARTIAL, spy.NORM_COLOURS)
-    )
-    stored, shares = bins.sums(), bins.shares()
-    of_partial = (bins.partial / np.maximum(stored, 1))[..., None]
-    colours = (1 - of_partial) * full(shares)[..., :3] + of_partial * partial(shares)[..., :3]
     found = levels(binned(mass, bins)) if mass.size else np.zeros(bins.cells, np.int64)
-    panels = (
-        np.where(stored[..., None] > 0, colours, to_rgb(spy.EMPTY)),
-        np.where(found[..., None] > 0, dark(found / 4)[..., :3], to_rgb(spy.EMPTY)),
-    )
-    bottom = page.height - page.top - page.panel_height
-    for at, cells in enumerate(panels):
-        left = page.left + at * (bins.width + GAP)
-        figure.figimage(spy.as_image(bins, cells), left, bottom, origin="upper")
-    spy.write_titles(figure, page, [*facts, PANELS])
-    with files.replacing(where) as file:
-        figure.savefig(file, format="png", **spy.LOOK)
+    right = svg.MARGIN + bins.width + GAP
+    parts = [
+        svg.panel(svg.MARGIN, bins.colours, bins.sums() > 0, bins.pixels),
+        svg.panel(right, svg.mixed(spy.NORM_COLOURS, found / 4), found > 0, bins.pixels),
+    ]
+    first, *rest = facts
+    size = right + bins.width + svg.MARGIN, bins.height + svg.MARGIN
+    svg.write(path, svg.page(first, [*rest, PANELS], *size, parts))

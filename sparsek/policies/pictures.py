@@ -44,7 +44,7 @@ def plot(
         k: Keys [B, Hkv, T, D].
         head: The head of q to draw.
         batch: The batch item to draw.
-        path: Where to write a .png picture as well; it needs matplotlib.
+        path: Where to write an SVG picture as well.
         scale: The factor of q @ k.T; D**-0.5 by default.
         causal: As in `recall`.
         q_offset: As in `recall`.

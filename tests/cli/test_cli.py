@@ -20,7 +20,6 @@ from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
 from sparsek.kernels import table as kernels
 from sparsek.testing.budget import Gate
-from tests.house.tools import need
 
 
 @pytest.fixture
@@ -91,12 +90,12 @@ def test_the_call_that_advise_suggests_fits_its_function(run, model: Path) -> No
     assert set(named) <= set(parameters)
 
 
-def test_a_break_even_picture_of_no_kind_is_refused_before_any_work(run, tmp_path: Path) -> None:
-    need("matplotlib")
+@pytest.mark.parametrize("option", ["--break-even", "--picture"])
+def test_a_picture_that_is_no_svg_is_refused_before_any_work(run, tmp_path: Path, option: str) -> None:
     save_file({"w": torch.randn(64, 64)}, tmp_path / "m.safetensors")
-    result = run("advise", tmp_path / "m.safetensors", "--break-even", tmp_path / "even.txt")
+    result = run("advise", tmp_path / "m.safetensors", option, tmp_path / "even.png")
     assert result.exit_code == 2
-    assert "even.txt: no picture is written as .txt; use one of" in " ".join(result.stderr.split())
+    assert "even.png'; pictures are SVG, so its name must end in .svg" in " ".join(result.stderr.split())
     assert not result.stdout
 
 
@@ -196,7 +195,7 @@ def test_a_narrow_table_keeps_speedup_and_verdict_whole(run, tmp_path: Path, mon
     assert "Look-up: an embedding" in result.stdout
 
 
-@pytest.mark.parametrize("picture", ["none/p.png", "."])
+@pytest.mark.parametrize("picture", ["none/p.svg", "."])
 def test_a_picture_that_cannot_be_written_fails_before_the_work(run, tmp_path: Path, picture: str) -> None:
     (tmp_path / "w.npy").write_bytes(b"not read")
     result = run("advise", tmp_path / "w.npy", "--picture", tmp_path / picture)
@@ -220,11 +219,10 @@ def test_advise_on_the_cpu_measures(run, model: Path) -> None:
 
 
 def test_advise_writes_a_picture(run, model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "pruned.png"
+    picture = tmp_path / "pruned.svg"
     result = run("advise", model, "--block", "16", "--tokens", "8", "--device", "h200", "--picture", picture)
     assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"<svg")
     assert "picture of layer.0.weight" in result.output
 
 
@@ -281,8 +279,7 @@ def test_names_of_a_file_are_shown_as_they_are_without_control_characters(run, h
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_picture_takes_any_name(run, hostile: Path, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "p.png"
+    picture = tmp_path / "p.svg"
     arguments = ["--block", "16", "--tokens", "8", "--device", "h200", "--picture", picture]
     chosen = name.replace("[", "[[]")
     assert run("advise", hostile, "--tensor", chosen, *arguments).exit_code == 0
@@ -452,7 +449,6 @@ def test_doctor_names_a_wrong_kernel_and_exits_1(run, monkeypatch: pytest.Monkey
 def test_demo_runs_on_the_weights_of_the_demo_extra(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     from sparsek.cli import demo
     from sparsek.core.errors import InvalidInput
 
@@ -461,7 +457,7 @@ def test_demo_runs_on_the_weights_of_the_demo_extra(
     except InvalidInput:
         pytest.skip("the demo extra is not installed")
     monkeypatch.setattr(demo, "attend", lambda device: None)
-    picture = tmp_path / "demo.png"
+    picture = tmp_path / "demo.svg"
     result = run("demo", "--device", "h200", "--picture", picture)
     assert result.exit_code == 0, result.output
     lines = masked(result.stdout)

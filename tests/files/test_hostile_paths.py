@@ -28,7 +28,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io, weights
 from sparsek.files.weights import open_weights
 from sparsek.matrix.random import random_bsr
-from sparsek.pictures.blocks import spy_png
+from sparsek.pictures.blocks import spy_svg
 from sparsek.plan import table
 from tests.house.tools import need
 
@@ -206,7 +206,7 @@ ODD = {
 @pytest.mark.parametrize("path", ODD.values(), ids=ODD)
 def test_what_is_no_path_is_refused_by_name(path: Any) -> None:
     mask = sk.BlockMask.causal(128, block=64)
-    uses = [sk.load, open_weights, lambda it: sk.save(MATRIX, it), lambda it: spy_png(MATRIX, it)]
+    uses = [sk.load, open_weights, lambda it: sk.save(MATRIX, it), lambda it: spy_svg(MATRIX, it)]
     if path is not None:  # means no picture
         uses += [MATRIX.spy, mask.plot]
     for use in uses:
@@ -220,10 +220,9 @@ def test_a_name_that_is_too_long_is_refused_and_not_repeated(tmp_path: Path) -> 
         with pytest.raises(error, match="File name too long") as caught:
             use(path)
         assert len(str(caught.value)) < 200
-    need("matplotlib")
     for use in (MATRIX.spy, sk.BlockMask.causal(128, block=64).plot):
         with pytest.raises(InvalidInput, match="File name too long"):
-            use(path.with_suffix(".png"))
+            use(path.with_suffix(".svg"))
 
 
 def saved(path: Path) -> None:
@@ -245,15 +244,14 @@ def test_a_folder_or_what_is_below_a_file_cannot_be_read(tmp_path: Path, use: Ca
 def test_pictures_and_records_replace_nothing_but_regular_files_and_wait_for_none(
     tmp_path: Path, kind: str
 ) -> None:
-    need("matplotlib")
     mask = sk.BlockMask.causal(128, block=64)
     q = torch.zeros(1, 1, 128, 16)
     setting, shown = Setting((512, 512)), curves(Setting((512, 512)), tokens=(16, 32))
     for suffix, write in {
-        "a.png": MATRIX.spy,
+        "a.svg": MATRIX.spy,
         "b.svg": mask.plot,
-        "c.png": lambda path: sk.policies.plot(mask, q, q, path=path),
-        "d.png": lambda path: break_even.draw(shown, setting, path, tokens=(16, 32)),
+        "c.svg": lambda path: sk.policies.plot(mask, q, q, path=path),
+        "d.svg": lambda path: break_even.draw(shown, setting, path, tokens=(16, 32)),
         "e.html": lambda path: write_html(path, [], "none"),
     }.items():
         path = special(tmp_path / suffix, kind)
@@ -287,11 +285,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    need("matplotlib")
     mask = sk.BlockMask.causal(128, block=64)
     for draw in (MATRIX.spy, mask.plot):
-        with pytest.raises(InvalidInput, match=r"p\.png: cannot be written: there is no folder"):
-            draw(tmp_path / "none" / "p.png")
+        with pytest.raises(InvalidInput, match=r"p\.svg: cannot be written: there is no folder"):
+            draw(tmp_path / "none" / "p.svg")
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def _blocks(random: Random) -> Any:
 
 
 def _picture(made: Any, **more: Any) -> Any:
-    return lambda random: (made, {"path": Path("picture.png"), "max_pixels": 64, **more})
+    return lambda random: (made, {"path": Path("picture.svg"), "max_pixels": 64, **more})
 
 
 def _scipy(random: Random) -> Any:
@@ -487,11 +487,9 @@ CALLS: dict[str, Call] = {
     "BlockMask.to_pattern": Call(method("to_pattern", any_mask, head=0, batch=0)),
     "BlockMask.plot": Call(method("plot", any_mask, path=None, head=0, batch=0), PATH, 5, (OSError,)),
     "masks.plot": Call(_picture(masks.plot, mask=mask(), head=0, batch=0, title=None), PATH, 100, (OSError,)),
-    "masks.picture": Call(
-        _picture(masks.picture, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)
-    ),
-    "spy.spy_png": Call(
-        _picture(spy.spy_png, obj=bsr(), title="m"), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)
+    "masks.plot": Call(_picture(masks.plot, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)),
+    "spy.spy_svg": Call(
+        _picture(spy.spy_svg, obj=bsr(), title="m"), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)
     ),
 }
 

@@ -1,8 +1,8 @@
-"""Pictures: every stored block shows where it is, nothing else does, and matplotlib is left as it was."""
+"""Pictures: every stored block shows where it is, and nothing else does."""
 
-import subprocess
-import sys
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
-from sparsek.pictures.blocks import Bins, spy_png, two_lines
+from sparsek.pictures.blocks import Bins, spy_svg
 
 
 def pattern_of(mask: np.ndarray, block: tuple[int, int] = (16, 16)) -> BlockPattern:
@@ -93,9 +92,9 @@ def test_a_transposed_view_is_drawn_transposed():
 
 def test_only_patterns_and_matrices_are_drawn(tmp_path):
     with pytest.raises(InvalidInput, match=r"not a torch.Tensor"):
-        spy_png(torch.zeros(3, 3), tmp_path / "a.png")  # pyright: ignore[reportArgumentType]
+        spy_svg(torch.zeros(3, 3), tmp_path / "a.svg")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidInput, match=r"not \[\]"):
-        spy_png([], tmp_path / "a.png")  # pyright: ignore[reportArgumentType]
+        spy_svg([], tmp_path / "a.svg")  # pyright: ignore[reportArgumentType]
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,14 +116,16 @@ def test_bins_cover_the_grid_and_fit_the_picture(grid, block, longest):
     assert max(bins.width, bins.height) <= longest
 
 
-def panel(path: Path, obj: BlockPattern | BSR, max_pixels: int) -> np.ndarray:
-    """The pixels at the centres of the cells, [cells, 3], as they stand in the PNG."""
-    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
-    bins = Bins.of(obj.drawn(), max_pixels)
-    pixels = np.round(255 * image.imread(path)[..., :3]).astype(int)
-    left, top = 124, 168  # Page.left, Page.top
-    whole = pixels[top : top + bins.height, left : left + bins.width]
-    return whole[bins.pixels[0] // 2 :: bins.pixels[0], bins.pixels[1] // 2 :: bins.pixels[1]]
+def panel(path: Path) -> np.ndarray:
+    """The colours of the cells of an SVG's first panel, [rows, columns, 3]."""
+    ground, *shapes = (
+        shape.attrib for shape in ElementTree.parse(path).getroot().find(".//*[@shape-rendering]") or ()
+    )
+    cells = np.full((int(ground["height"]), int(ground["width"])), ground["fill"])
+    for shape in shapes:
+        for x, y, wide in re.findall(r"M(\d+) (\d+)h(\d+)v1", shape["d"]):
+            cells[int(y), int(x) : int(x) + int(wide)] = shape["fill"]
+    return np.array([[list(bytes.fromhex(cell[1:])) for cell in line] for line in cells])
 
 
 EMPTY, CYAN = [0xED, 0xEF, 0xF3], [0x00, 0xB8, 0xD9]
@@ -132,11 +133,11 @@ EMPTY, CYAN = [0xED, 0xEF, 0xF3], [0x00, 0xB8, 0xD9]
 
 @pytest.mark.parametrize("block", [(16, 16), (128, 64), (16, 512)], ids=str)
 @pytest.mark.parametrize("max_pixels", [64, 333, 1024])
-def test_the_png_shows_exactly_the_stored_blocks(tmp_path, block, max_pixels):
+def test_the_svg_shows_exactly_the_stored_blocks(tmp_path, block, max_pixels):
     mask = np.random.default_rng(0).random((11, 23)) < 0.3
-    spy_png(pattern_of(mask, block), tmp_path / "a.png", max_pixels=max_pixels)
+    spy_svg(pattern_of(mask, block), tmp_path / "a.svg", max_pixels=max_pixels)
     bins = Bins.of(pattern_of(mask, block).drawn(), max_pixels)
-    cells = panel(tmp_path / "a.png", pattern_of(mask, block), max_pixels)
+    cells = panel(tmp_path / "a.svg")
     assert np.array_equal((cells != EMPTY).any(axis=2), bins.sums() > 0)
     assert bins.is_coarse or np.array_equal(bins.sums() > 0, mask)
 
@@ -146,18 +147,18 @@ def test_a_matrix_is_coloured_by_block_norm_and_norms_that_are_not_finite_are_cy
     a.values[:] = torch.arange(1, 17).reshape(16, 1, 1)
     a.values[5, 3, 3] = float("nan")
     a.values[6, 0, 0] = float("inf")
-    spy_png(a, tmp_path / "a.png")
-    cells = panel(tmp_path / "a.png", a, 1024).reshape(16, 3)
+    spy_svg(a, tmp_path / "a.svg")
+    cells = panel(tmp_path / "a.svg").reshape(16, 3)
     assert cells[5].tolist() == cells[6].tolist() == CYAN
     brightness = np.delete(cells, [5, 6], axis=0).sum(axis=1)
     assert (np.diff(brightness) < 0).all()
 
 
-def test_the_png_of_a_transposed_view_is_the_picture_transposed(tmp_path):
+def test_the_svg_of_a_transposed_view_is_the_picture_transposed(tmp_path):
     a = random_bsr(5 * 16, 7 * 16, 16, 0.4)
-    spy_png(a, tmp_path / "a.png")
-    spy_png(a.T, tmp_path / "t.png")
-    cells, flipped = panel(tmp_path / "a.png", a, 1024), panel(tmp_path / "t.png", a.T, 1024)
+    spy_svg(a, tmp_path / "a.svg")
+    spy_svg(a.T, tmp_path / "t.svg")
+    cells, flipped = panel(tmp_path / "a.svg"), panel(tmp_path / "t.svg")
     assert np.array_equal(cells, flipped.transpose(1, 0, 2))
 
 
@@ -174,45 +175,29 @@ def test_the_png_of_a_transposed_view_is_the_picture_transposed(tmp_path):
     ],
     ids=repr,
 )
-def test_a_matrix_of_any_shape_gives_a_png(tmp_path, a):
-    text = a.spy(tmp_path / "a.png", max_pixels=256)
+def test_a_matrix_of_any_shape_gives_an_svg(tmp_path, a):
+    text = a.spy(tmp_path / "a.svg", max_pixels=256)
     assert text == a.spy()
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
 
 
 def test_any_title_is_drawn_as_it_is(tmp_path):
-    for title in ("$x_{", "a " * 500, "", "größe\n§ 1"):
-        spy_png(random_bsr(64, 64, 16, 0.5), tmp_path / "a.png", title, max_pixels=64)
+    for title in ("$x_{", '<b> & "c"', "a " * 500, "", "größe\n§ \x00 \ud800"):
+        spy_svg(random_bsr(64, 64, 16, 0.5), tmp_path / "a.svg", title, max_pixels=64)
+        words = ElementTree.parse(tmp_path / "a.svg").getroot().findtext(".//*[@font-weight]", "")
+        assert (
+            words == title.replace("\n", "\ufffd").replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
+            or "…" in words
+        )
 
 
 @pytest.mark.parametrize("max_pixels", [0, 63, 4097, 100.0, "big"])
 def test_a_picture_of_another_size_is_refused(tmp_path, max_pixels):
     with pytest.raises(InvalidInput, match=r"max_pixels is .*; it must be an int from 64 to 4096"):
-        spy_png(random_bsr(64, 64, 16, 0.5), tmp_path / "a.png", max_pixels=max_pixels)
+        spy_svg(random_bsr(64, 64, 16, 0.5), tmp_path / "a.svg", max_pixels=max_pixels)
 
 
-def test_without_matplotlib_the_text_stands_and_the_png_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert random_bsr(64, 64, 16, 0.5).spy().startswith("┌")
-    with pytest.raises(InvalidInput, match=r"pip install 'sparsek\[plot\]'"):
-        random_bsr(64, 64, 16, 0.5).spy(tmp_path / "a.png")
-
-
-def test_a_picture_leaves_matplotlib_as_it_was(tmp_path):
-    script = """if True:
-        import sys
-        import matplotlib
-        before = matplotlib.rcParams.copy(), list(matplotlib.colormaps)  # dict() would load a backend
-        from sparsek.matrix.random import random_bsr
-        from sparsek.pictures.blocks import spy_png
-        spy_png(random_bsr(64, 64, 16, 0.5), sys.argv[1])
-        assert (matplotlib.rcParams.copy(), list(matplotlib.colormaps)) == before
-        assert "matplotlib.pyplot" not in sys.modules
-    """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "a.png")], check=True)
-
-
-def test_facts_that_do_not_fit_in_one_line_go_on_in_a_second():
-    facts = ["30522 × 384 bf16", "blocks of 64 × 64", "358 of 2862 blocks, 12.5 %", "0 to 6 in a row"]
-    assert two_lines(facts, 200) == (" · ".join(facts), "")
-    assert two_lines(facts, 70) == (" · ".join(facts[:3]), facts[3])
+@pytest.mark.parametrize("name", ["a.png", "a", "a.svgz"])
+def test_a_picture_that_is_no_svg_is_refused(tmp_path, name):
+    with pytest.raises(InvalidInput, match=r"pictures are SVG, so its name must end in \.svg"):
+        random_bsr(64, 64, 16, 0.5).spy(tmp_path / name)

@@ -109,7 +109,7 @@ def test_levels_mark_the_cells_that_hold_most() -> None:
 def test_a_picture_of_a_large_mask(heads: tuple[int, int], tmp_path: Path) -> None:
     q, k = normal(2, heads[0], 64 * 40, 8), normal(2, heads[1], 64 * 40, 8, seed=1)
     policy = policies.VSA(topk=10)
-    text = plot(policy, q, k, heads[0] - 1, 1, tmp_path / "mask.png")
+    text = plot(policy, q, k, heads[0] - 1, 1, tmp_path / "mask.svg")
     lines = text.splitlines()
     assert len(lines) == 20 + 2 + 4
     assert lines[-1] == "one character is 2 x 2 blocks"
@@ -117,7 +117,7 @@ def test_a_picture_of_a_large_mask(heads: tuple[int, int], tmp_path: Path) -> No
     stored = chosen(policy.mask(q, k))[1, -1]
     held = float(100 * mass[0, 0][stored].sum() / 40)
     assert f"400 of 1600 blocks, 25 %, hold {held:.3g} % of the mass" in text
-    assert (tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "mask.svg").read_bytes().startswith(b"<svg")
 
 
 WRONG: dict[str, Any] = {
@@ -127,7 +127,7 @@ WRONG: dict[str, Any] = {
     ),
     "samples is 0": lambda q: recall(policies.VSA(), q, q, samples=0),
     "head is 2; it must be an int from 0 to 1": lambda q: plot(policies.VSA(), q, q, head=2),
-    "the picture is a .png file": lambda q: plot(policies.VSA(), q, q, path="mask.svg"),
+    "pictures are SVG, so its name must end in .svg": lambda q: plot(policies.VSA(), q, q, path="mask.png"),
     "mask has 1 batch items and 3 heads; q has 1 and 2": lambda q: recall(
         sk.BlockMask.per_head([sk.BlockMask.full(256)] * 3), q, q
     ),
