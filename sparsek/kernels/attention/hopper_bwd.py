@@ -53,6 +53,7 @@ from sparsek.kernels.attention.bwd_load import load, load_keys
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
 from sparsek.kernels.attention.delta import cast_quantized, prepare_rows
+from sparsek.kernels.attention.portable_tiles import DIMS as PORTABLE
 from sparsek.kernels.attention.schedule_bwd import padded_bounds, schedule
 from sparsek.kernels.attention.softmax import capped, distances
 from sparsek.kernels.lang.gluon import (
@@ -473,6 +474,10 @@ class HopperAttentionGrad:
             reasons.append(
                 "TMA needs contiguous last dims, and pointers and strides of q, k, v and grad that are multiples of "
                 "16 bytes"
+            )
+        if p.deterministic and p.block[1] == 64 and p.dim in PORTABLE and p.v_dim in PORTABLE:
+            reasons.append(
+                "portable.attention_bwd is faster in order with blocks of 64 keys; name that, or deterministic=False"
             )
         tiles = p.batch * p.kv_heads * p.grid[1]
         if p.batch * p.q_heads * padded_rows(p) >= 2**31 or VISIT_FIELDS * (p.visited + tiles) >= 2**31:

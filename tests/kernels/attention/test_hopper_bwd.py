@@ -149,11 +149,15 @@ def test_narrow_heads_take_128_queries_a_step_and_two_sums() -> None:
         (problem(dtype="fp32"), "bf16 and fp16"),
         (problem(aligned=False), "16 bytes"),
         (problem(card=A100), "Hopper"),
+        (problem(block=(128, 64)), "in order with blocks of 64 keys; name that, or deterministic=False"),
     ],
 )
 def test_what_it_cannot_it_says(p: AttentionGradProblem, words: str) -> None:
     assert re.search(words, " ".join(KERNEL.why_not(p)))
-    assert KERNEL.why_not(problem()) == []
+    assert KERNEL.why_not(problem()) == KERNEL.why_not(problem(block=(64, 128))) == []
+    # In any order it is the faster one, and of these heads the only one.
+    assert KERNEL.why_not(problem(block=(64, 64), deterministic=False)) == []
+    assert KERNEL.why_not(problem(80, block=(64, 64))) == []
 
 
 def test_time_follows_the_blocks_and_order_costs() -> None:

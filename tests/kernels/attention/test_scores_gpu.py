@@ -126,7 +126,8 @@ def test_gradients(family: str, name: str, shape: str, block: tuple[int, int]) -
     seed = fresh()
     q, k, v = drawn(shape, BF16 if shape == "wide" else HALF, seed)
     scores, mask = CHANGES[name](q), mask_of(shape, block, seed)
-    for ordered in (True, False) if family == "hopper" and name == "all" else (True,):
+    orders = (True, False) if family == "hopper" and name == "all" else (True,)
+    for ordered in (False,) if family == "hopper" and block[1] == 64 else orders:
         grad, grad_lse, found = differentiated(family, (q, k, v), mask, scores, ordered)
         for c, grads in found.items():
             gate = check_attention_backward(q, k, v, mask, grad, grads, grad_lse, scores=scores)
