@@ -486,7 +486,6 @@ CALLS: dict[str, Call] = {
     "BlockMask.to_fa4": Call(method("to_fa4", any_mask, q_heads=2), HEADS),
     "BlockMask.to_pattern": Call(method("to_pattern", any_mask, head=0, batch=0)),
     "BlockMask.plot": Call(method("plot", any_mask, path=None, head=0, batch=0), PATH, 5, (OSError,)),
-    "masks.plot": Call(_picture(masks.plot, mask=mask(), head=0, batch=0, title=None), PATH, 100, (OSError,)),
     "masks.plot": Call(_picture(masks.plot, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)),
     "spy.spy_svg": Call(
         _picture(spy.spy_svg, obj=bsr(), title="m"), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)
