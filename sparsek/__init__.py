@@ -16,7 +16,7 @@ from sparsek.core import aliases, doors
 
 if TYPE_CHECKING:
     from sparsek import nn, policies
-    from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
+    from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, SparseKWarning, Unsupported
     from sparsek.files.io import load, save
     from sparsek.mask.heads8 import QuantizedHeads, quantize_heads
     from sparsek.mask.mask import BlockMask
@@ -63,6 +63,7 @@ __all__ = [
     "QuantizedTensor",
     "Semi24",
     "SparseKError",
+    "SparseKWarning",
     "Unsupported",
     "attention",
     "attention_paged",
@@ -106,6 +107,7 @@ _HOMES = {
     "QuantizedTensor": "sparsek.matrix.dense8",
     "Semi24": "sparsek.matrix.semi24",
     "SparseKError": "sparsek.core.errors",
+    "SparseKWarning": "sparsek.core.errors",
     "Unsupported": "sparsek.core.errors",
     "attention": "sparsek.ops.attention",
     "attention_paged": "sparsek.ops.attention_paged",

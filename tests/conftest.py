@@ -32,9 +32,6 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     name = f"torchinductor_{os.getuid()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), name)))
 
-# Tests hold kernels to the configs that they choose themselves, whatever was tuned on this machine.
-os.environ.setdefault("SPARSEK_TUNING", "off")
-
 INTERPRETED = "_interpreted.py"
 if env.interpreting() and importlib.util.find_spec("triton") is not None:
     from tests.kernels.lang.interpreter import hasten

@@ -1,29 +1,102 @@
-"""`sparsek tune`: measures configs and keeps the winners, which plans then take."""
+"""`sparsek tune`: a sweep over the configs of each kernel on a layer, checked, then timed in the same rounds."""
 
-from dataclasses import asdict
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.text import Text
+from torch import Tensor
 
-from sparsek.advise import tune as tuning
-from sparsek.advise.tune import SHAPES, Job, Tuning
+from sparsek.advise.sources import opened
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.peer import first_line, rotating
 from sparsek.cli.options import Dtype
 from sparsek.cli.output import AsJson, complain, console, duration, print_json, progress
 from sparsek.cli.output import table as new_table
-from sparsek.core import arguments, env
-from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
+from sparsek.core import arguments, dtypes
+from sparsek.core.clock import time_rounds
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput, SparseKError, SparseKWarning, Unsupported
 from sparsek.core.memory import out_of_memory
 from sparsek.core.parsing import listed, parse_block, unknown
 from sparsek.kernels.table import names_for
-from sparsek.ops.weight_formats import FORMATS, combinations
-from sparsek.plan import table
-from sparsek.plan.tune import winner
+from sparsek.matrix.bsr import BSR
+from sparsek.ops.choose import copies
+from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations, plan_of, run_plan
+from sparsek.plan.select import config_fields
+from sparsek.testing.compare import Expected
+from sparsek.testing.poison import poisoned
 
+# Layers of W [N, K] that are measured where none are named: those of models with 4096 and 8192 features.
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
+INNER_MS = 5.0
+SETTLE_MS = 100.0
 SPARSE = tuple(name for name in FORMATS if not name.startswith("dense"))
-TUNABLE = [name for name in names_for("spmm") if not name.startswith("reference.")]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One layer, y [tokens, n] = x [tokens, k] @ W.T with W stored in one way."""
+
+    tokens: int
+    n: int
+    k: int
+    form: WeightFormat
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for side in ("tokens", "n", "k"):
+            if getattr(self, side) < 1:
+                raise InvalidInput(f"{side} must be at least 1, got {getattr(self, side)}")
+        dtypes.parse(self.dtype)
+
+    @property
+    def name(self) -> str:
+        """ "4096 x 8192 to 8192, BSR 128 12.5 % bf16"."""
+        return f"{self.tokens} x {self.k} to {self.n}, {self.form.name} {self.dtype}"
+
+    def make(self, device: torch.device) -> tuple[Tensor, Any]:
+        """x and the weight, N(0, 1) values and what a random W keeps of them."""
+        draw = Draw(device, dtypes.parse(self.dtype), 0)
+        w = draw.weight(self.n, self.k)
+        why = self.form.why_not(w)
+        if why:
+            raise Unsupported(self.name, {self.form.name: why})
+        return draw.normal(self.tokens, self.k), self.form.convert(w)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A config, the seconds of a call in each run, or why it has none. `choice`: "planner" for what a plan of the
+    layer takes, "kernel" for what one with this kernel named takes.
+    """
+
+    kernel: str
+    config: Any
+    choice: str = ""
+    runs: tuple[float, ...] = ()
+    why_not: str = ""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.runs)
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of the runs; None for a single one."""
+        return statistics.stdev(self.runs) if len(self.runs) > 1 else None
+
+    def as_json(self) -> dict[str, Any]:
+        named = {"kernel": self.kernel, "config": config_fields(self.config), "text": str(self.config)}
+        if self.why_not:
+            return named | {"why": self.why_not}
+        times = {"mean_seconds": self.mean, "deviation_seconds": self.deviation, "runs": len(self.runs)}
+        return named | times | {"choice": self.choice}
 
 
 def tune(
@@ -41,66 +114,160 @@ def tune(
     block: Annotated[str, typer.Option(help="Blocks: 128,64.")] = "128",
     keep: Annotated[str, typer.Option(help="Fractions of blocks that stay.")] = "0.125",
     dtype: Dtype = "bf16",
-    kernel: Annotated[str, typer.Option(help="Kernels by name; all: every one that can.")] = "all",
-    configs: Annotated[int, typer.Option(min=2, help="Configs of a kernel to measure, by prediction.")] = 6,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU, which it needs.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The table to add to; default: SPARSEK_TUNING, which plans consult.")
+    kernel: Annotated[
+        str, typer.Option(help="Kernels by name; all: every one that can, references only if planned.")
+    ] = "all",
+    configs: Annotated[
+        int | None, typer.Option(min=1, help="Configs of a kernel to measure, by prediction; default: all.")
     ] = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="Show the tables that plans consult; measure nothing.")
-    ] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove your table; measure nothing.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds, a run of each config in each.")] = 5,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU, which it needs.")] = None,
+    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
     json: AsJson = False,
 ) -> None:
-    """Measures configs of each kernel, each checked first, and keeps the winners in a table that plans consult.
+    """Measures every config of each kernel, each checked first, and prints mean and deviation, the best first.
 
-    Exit code 1 if nothing was learned.
+    A run is the mean of calls in a row. plan_spmm(kernel=, config=) takes a config by its printed text, or by its
+    fields as in the JSON. Exit code 1 if nothing was measured.
 
-    --json: {table, tuned: [{kernel, layer, configs, best_seconds, default_seconds, entered}], failed: [{layer, why}]};
-    with --show {tables: [{path, exists, entries: [{kernel, problem, card, config, seconds, default_seconds, predicted,
-    date, source, fresh}]}]}; with --clear {table, removed}.
+    --json: {card, layers: [{layer, n, k, tokens, format, dtype, configs: [{kernel, config, text, mean_seconds,
+    deviation_seconds, runs, choice}], left_out: [{kernel, config, text, why}]}], failed: [{layer, why}]}. choice:
+    "planner", "kernel" (what it takes if it is named), or "".
     """
-    if show and clear:
-        raise InvalidInput("--show looks at tables and --clear removes one; choose one of them")
-    if show or clear:
-        (_show if show else _clear)(out, json)
-        return
-    path = out or _own()
-    if path.is_dir():
-        raise InvalidInput(f"{path}: is a folder; name a file in it, by --out or SPARSEK_TUNING")
-    table.extensible(path)
+    if out is not None:
+        warnings.warn(
+            f"--out {out} has no effect: plans read no tables of tuned configs any more. Take the best config of the "
+            "table or of --json, and give it to plan_spmm: kernel=..., config=...",
+            SparseKWarning,
+        )
     jobs = _jobs(what, tokens, formats, block, keep, dtype)
     names = None if kernel == "all" else listed("kernel", kernel, str)
     for name in names or ():
-        if name not in TUNABLE:
-            raise unknown("kernel of these formats", name, TUNABLE)
+        if name not in names_for("spmm"):
+            raise unknown("kernel of these formats", name, names_for("spmm"))
     if device is None and not torch.cuda.is_available():
-        raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
+        raise InvalidInput("there is no GPU to tune for; --device cpu measures the CPU's kernels")
     where = arguments.device("device", device or "cuda")
-    found, failed = _run(jobs, where, names, configs, rounds, path)
-    entries = sum(each.entry is not None for each in found)
+    found: dict[Job, list[Trial]] = {}
+    failed: list[dict[str, str]] = []
+    with progress(len(jobs), "tune", watch=False) as (say, advance):
+        for job in jobs:
+            try:
+                found[job] = sweep(
+                    job,
+                    device=where,
+                    kernels=names,
+                    most=configs,
+                    rounds=rounds,
+                    step=lambda text, name=job.name: say(f"{name}, {text}"),
+                )
+            except (Unsupported, MemoryError, RuntimeError) as error:
+                why = str(error) if isinstance(error, Unsupported) else out_of_memory(error)
+                if why is None:
+                    raise
+                failed.append({"layer": job.name, "why": why})
+                complain(f"{job.name}: {why}")
+            advance()
     if json:
-        print_json({"table": path, "tuned": [_as_json(each) for each in found], "failed": failed})
+        layers = [_as_json(job, trials) for job, trials in found.items()]
+        print_json({"card": card_of(where).name, "layers": layers, "failed": failed})
     else:
-        screen = console()
-        for each in found:
-            screen.print(each.line)
-        screen.print(f"{entries} entries in {path}", soft_wrap=True)
-    if not entries:
+        for job, trials in found.items():
+            _show(f"{job.name} on {card_of(where).name}", trials)
+    if not any(each.runs for trials in found.values() for each in trials):
         raise typer.Exit(1)
 
 
-def _as_json(one: Tuning) -> dict[str, Any]:
-    return {
-        "kernel": one.kernel,
-        "layer": one.job.name,
-        "configs": len(one.trials),
-        "best_seconds": winner(one.trials).seconds,
-        "default_seconds": one.trials[0].seconds,
-        "entered": one.entry is not None,
-    }
+def sweep(
+    job: Job,
+    *,
+    device: torch.device,
+    kernels: Sequence[str] | None = None,
+    most: int | None = None,
+    rounds: int = 5,
+    step: Callable[[str], None] = lambda text: None,
+) -> list[Trial]:
+    """The configs of every kernel that can run the job, the best first, then those without a time.
+
+    `kernels`: only these; Unsupported if one cannot run it. Without them a reference takes part only if it is the
+    planner's choice. `most`: so many configs of a kernel, its own choice and then by prediction. `step(text)` is called
+    before every config. A config whose result is outside the error budget, or that does not run, gets no time.
+    """
+    x, weight = job.make(device)
+    with torch.no_grad():
+        expected, planned = Expected.of(x, weight), plan_of(x, weight)
+        sets = copies(weight, x, card_of(x.device))
+        able = [each.name for each in planned.candidates if not each.why_not]
+        able = [name for name in able if name == planned.kernel or not name.startswith("reference.")]
+        trials: list[Trial] = []
+        calls: dict[str, Callable[[], object]] = {}
+        heat = None
+        for name in kernels or able:
+            own = plan_of(x, weight, kernel=name)
+            configs = shortlist(own.implementation, own.problem, most)
+            for at, config in enumerate(configs):
+                step(f"{name}: config {at + 1} of {len(configs)}")
+                choice = "" if at else "planner" if name == planned.kernel else "kernel"
+                plan, why = _checked(name, config, x, weight, expected)
+                if not why:
+                    calls[str(len(trials))] = rotating(
+                        [lambda p=plan, w=w, x=x: run_plan(p, x, w) for w, x in sets]
+                    )
+                    heat = str(len(trials)) if choice == "planner" or heat is None else heat
+                trials.append(Trial(name, config, choice, why_not=why))
+        step(f"{rounds} rounds of {len(calls)} configs")
+        times = time_rounds(
+            calls, device=device, rounds=rounds, inner_ms=INNER_MS, settle_ms=SETTLE_MS, heat=heat
+        )
+    for at, each in times.items():
+        trials[int(at)] = replace(trials[int(at)], runs=tuple(ms / 1e3 for ms in each.samples))
+    return sorted(trials, key=lambda each: each.mean if each.runs else math.inf)
+
+
+def shortlist(kernel: Any, p: Any, most: int | None) -> list[Any]:
+    """The kernel's own choice, then others by rising prediction: at most `most` configs."""
+    default = kernel.default(p)
+    others = [each for each in kernel.configs(p) if each != default]
+    return [default, *sorted(others, key=lambda each: kernel.seconds(p, each))][:most]
+
+
+def _checked(kernel: str, config: Any, x: Tensor, weight: Any, expected: Expected) -> tuple[Any, str]:
+    """The plan with a config, and why it is not timed, "" if it is. Its result is in memory that held NaN: a plan of a
+    BSR writes to it, others are given what was freed just now.
+    """
+    try:
+        plan = plan_of(x, weight, kernel=kernel, config=config)
+        y = poisoned((x.shape[0], weight.shape[0]), x.dtype, x.device)
+        if isinstance(weight, BSR):
+            y = plan(x, weight.T, out=y)
+        else:
+            del y
+            y = run_plan(plan, x, weight)
+        gate = expected.judge(y)
+    except (SparseKError, RuntimeError) as error:
+        return None, f"does not run: {out_of_memory(error) or first_line(error)}"
+    return plan, "" if gate.passed else f"error {gate.error:.1e} exceeds the budget {gate.budget:.1e}"
+
+
+def shapes_in(text: str) -> list[tuple[int, int]]:
+    """Shapes of W from "4096x14336,8192x8192", or those of the weights of a file, each once."""
+    path = Path(text)
+    try:
+        is_file = path.is_file()
+    except OSError:  # a list of shapes may be longer than any name
+        is_file = False
+    if is_file:
+        found = dict.fromkeys((shape[0], shape[1]) for _, shape, _ in opened([text])[0].names())
+        if not found:
+            raise InvalidInput(f"{path}: no 2-D float matrix is in it")
+        return list(found)
+    shapes = []
+    for part in text.split(","):
+        sides = part.strip().lower().split("x")
+        if len(sides) != 2 or not all(side.isdigit() and int(side) for side in sides):
+            raise InvalidInput(f"{part.strip()!r} is neither a file nor a shape of W like 4096x14336")
+        shapes.append((int(sides[0]), int(sides[1])))
+    return list(dict.fromkeys(shapes))
 
 
 def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dtype: str) -> list[Job]:
@@ -112,7 +279,7 @@ def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dt
             )
         if name not in SPARSE:
             raise unknown("format", name, SPARSE)
-    shapes = SHAPES if what is None else tuning.shapes_in(what)
+    shapes = SHAPES if what is None else shapes_in(what)
     blocks, keeps = listed("block", block, parse_block), listed("keep", keep, float)
     for each in keeps:
         if not 0 < each <= 1:
@@ -126,91 +293,23 @@ def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dt
     ]
 
 
-def _run(
-    jobs: list[Job], device: torch.device, names: list[str] | None, most: int, rounds: int, path: Path
-) -> tuple[list[Tuning], list[dict[str, str]]]:
-    """Every job in turn, and those that failed; the entries of a job are in the table before the next begins."""
-    found: list[Tuning] = []
-    failed: list[dict[str, str]] = []
-    with progress(len(jobs), "tune", watch=False) as (say, advance):
-        for job in jobs:
-
-            def step(text: str, job: Job = job) -> None:
-                say(f"{job.name}, {text}")
-
-            try:
-                done = list(
-                    tuning.tune(job, device=device, kernels=names, most=most, rounds=rounds, step=step)
-                )
-            except (Unsupported, MemoryError, RuntimeError) as error:
-                why = str(error) if isinstance(error, Unsupported) else out_of_memory(error)
-                if why is None:
-                    raise
-                failed.append({"layer": job.name, "why": why})
-                complain(f"{job.name}: {why}")
-            else:
-                found += done
-                table.add(path, [each.entry for each in done if each.entry is not None])
-            advance()
-    return found, failed
+def _as_json(job: Job, trials: Sequence[Trial]) -> dict[str, Any]:
+    layer = {"layer": job.name, "n": job.n, "k": job.k, "tokens": job.tokens, "format": job.form.format}
+    timed, left_out = ([each.as_json() for each in trials if bool(each.runs) is way] for way in (True, False))
+    return {**layer, "dtype": job.dtype, "configs": timed, "left_out": left_out}
 
 
-def _own() -> Path:
-    path = env.tuning_file()
-    if not path:
-        raise InvalidInput("SPARSEK_TUNING is off: no table is consulted; name one with --out, or unset it")
-    return Path(path)
-
-
-def _show(out: Path | None, json: bool) -> None:
-    tables = {path: _entries(path) for path in ([out] if out is not None else [_own(), table.SHIPPED])}
-    if json:
-        rows = [
-            {
-                "path": path,
-                "exists": path.exists(),
-                "entries": [{**asdict(each), "fresh": table.is_fresh(each)} for each in entries],
-            }
-            for path, entries in tables.items()
-        ]
-        print_json({"tables": rows})
-        return
-    screen = console()
-    for path, entries in tables.items():
-        screen.print(f"{path}: {f'{len(entries)} entries' if path.exists() else 'not there'}", soft_wrap=True)
-        if not entries:
-            continue
-        shown = new_table("")
-        for title in ("kernel", "problem", "tuned", "own choice", "date", "source"):
-            shown.add_column(title, justify="right" if title in ("tuned", "own choice") else "left")
-        for entry in entries:
-            fresh = table.is_fresh(entry)
-            shown.add_row(
-                entry.kernel,
-                f"{entry.problem} on {entry.card}",
-                duration(entry.seconds),
-                duration(entry.default_seconds),
-                entry.date[:10],
-                Text("as measured" if fresh else "changed, ignored", "" if fresh else "yellow"),
-            )
-        screen.print(shown)
-
-
-def _entries(path: Path) -> list[table.Entry]:
-    try:
-        return list(table.read(path).values()) if path.exists() else []
-    except InvalidFile as error:
-        raise InvalidFile(f"{error}; plans ignore it, and `sparsek tune` adds nothing to it") from None
-
-
-def _clear(out: Path | None, json: bool) -> None:
-    path = out or _own()
-    there = path.exists()
-    if there and not table.is_table(path):
-        raise InvalidFile(f"{path}: is no table of tuned configs; it is not removed")
-    path.unlink(missing_ok=True)
-    table.forget()
-    if json:
-        print_json({"table": path, "removed": there})
-    else:
-        console().print(f"{path}: {'removed' if there else 'was not there'}", soft_wrap=True)
+def _show(title: str, trials: Sequence[Trial]) -> None:
+    screen, shown = console(), new_table(title)
+    shown.add_column("kernel: config")
+    for heading in ("mean", "deviation", "runs"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("choice of")
+    for each in trials:
+        name = f"{each.kernel}: {each.config}"
+        if each.runs:
+            spread = "" if each.deviation is None else duration(each.deviation)
+            shown.add_row(name, duration(each.mean), spread, str(len(each.runs)), each.choice)
+        else:
+            screen.print(f"not timed: {name}: {each.why_not}", style="dim")
+    screen.print(shown)

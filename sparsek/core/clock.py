@@ -7,7 +7,7 @@ comparable only if their rounds are interleaved, after the card has settled.
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,16 +22,17 @@ MOST_CALLS = 100
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds per call over interleaved rounds."""
+    """Milliseconds per call over interleaved rounds. `samples`: those of each round, where they are known."""
 
     median: float
     min: float
     max: float
     rounds: int
+    samples: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
     def of(samples: list[float]) -> "Times":
-        return Times(statistics.median(samples), min(samples), max(samples), len(samples))
+        return Times(statistics.median(samples), min(samples), max(samples), len(samples), tuple(samples))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Every environment variable of SparseK, each read in one function."""
 
 import os
-from functools import cache
 from pathlib import Path
 
 
@@ -84,21 +83,9 @@ def nvrtc_path() -> str:
     return os.environ.get("NVRTC", "")
 
 
-def tuning_file() -> str:
-    """SPARSEK_TUNING: the file of tuned configs, tuning.json in `cache_dir` by default; "" for "off": no table at
-    all, not even the shipped one.
-    """
-    path = os.environ.get("SPARSEK_TUNING")
-    if path:
-        return "" if path == "off" else path
-    return _tuning_in(os.environ.get("SPARSEK_CACHE"), os.environ.get("HOME"))
-
-
-@cache
-def _tuning_in(folder: str | None, home: str | None) -> str:
-    """The file for these variables: a plan looks it up for every new mask, and paths take 10 us."""
-    folder = _absolute(folder) or _home_cache()
-    return str(Path(folder) / "tuning.json") if folder else ""
+def tuning() -> str:
+    """SPARSEK_TUNING: once the file of tuned configs; it has no effect."""
+    return os.environ.get("SPARSEK_TUNING", "")
 
 
 def vllm_omni_options() -> str:

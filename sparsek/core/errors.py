@@ -1,4 +1,4 @@
-"""All errors, in four classes. Every message states what was wrong, where, and what would be right."""
+"""All errors, in four classes, and the warning. Every message states what was wrong, where, and what would be right."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,6 +6,10 @@ from typing import Any
 
 class SparseKError(Exception):
     """Base of every error that SparseK raises on purpose."""
+
+
+class SparseKWarning(UserWarning):
+    """Something that was given has no effect any more; the message names what to use."""
 
 
 class InvalidInput(SparseKError, ValueError):

@@ -192,22 +192,6 @@ def _give_away(handle: int, old: os.stat_result) -> None:
 
 
 @contextmanager
-def turn_in(folder: Path) -> Iterator[None]:
-    """Waits until no other thread or process has its turn in this folder; where folders have no locks, for nothing."""
-    handle = None
-    with suppress(OSError, ImportError):
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-@contextmanager
 def faults(path: object, *errors: type[Exception]) -> Iterator[None]:
     """Convert `errors`, which a parser raises on bad bytes, to an InvalidFile that names the file."""
     try:

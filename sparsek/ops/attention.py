@@ -308,7 +308,7 @@ def plan_attention(
         v: Values [B, Hkv, T, Dv].
         mask: As in `attention`. A plan that is to be called needs the BlockMask itself, because it runs for that only.
         kernel: A name from the table of kernels. Without it the one predicted to be fastest.
-        config: A config of the named kernel. Without it the tuned one or its default.
+        config: A config of the named kernel, by its text or by some of its fields; default: its own choice.
         device: The name of a card ("h200"). The plan is then a prediction for that card and cannot be called.
         return_lse: Whether to plan for lse too, which calls with a gradient need.
         softcap: As in `attention`. The plan takes calls with any softcap above 0, or with none, as here.
@@ -367,7 +367,7 @@ def plan_attention_backward(
         v: Values [B, Hkv, T, Dv].
         mask: As in `plan_attention`.
         kernel: A name of a kernel of attention_backward ("hopper.attention_bwd").
-        config: A config of the named kernel.
+        config: A config of the named kernel, by its text or by some of its fields.
         device: The name of a card ("h200"), as in `plan_attention`.
         deterministic: As in `attention`.
         softcap: As in `plan_attention`.

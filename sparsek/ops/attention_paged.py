@@ -240,7 +240,7 @@ def plan_attention_paged(
         cu_seqlens_q: int32 [requests + 1].
         mask: None, a `MaskPolicy` or `PageLists`.
         kernel: A name from the table of kernels. Without it the one predicted to be fastest.
-        config: A config of the named kernel.
+        config: A config of the named kernel, by its text or by some of its fields.
         device: The name of a card ("h200"). The plan is then a prediction for that card and cannot be called.
         **options: Options of `attention_paged` from max_seqlen_q to return_lse.
 

@@ -1,13 +1,13 @@
 """Connects planner and kernels: compares all kernels of an operation, and caches the choice for a problem."""
 
-from functools import lru_cache
+import warnings
+from functools import cache, lru_cache
 from typing import Any
 
-from sparsek.core import arguments
+from sparsek.core import arguments, env
 from sparsek.core.arguments import shown
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidInput, SparseKWarning
 from sparsek.kernels import table as kernels
-from sparsek.plan import table
 from sparsek.plan.kernel import MissingKernel
 from sparsek.plan.problem import Problem
 from sparsek.plan.select import Choice, select
@@ -25,7 +25,19 @@ def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
         kernels.refuse_removed(only)
     elif config is not None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
-    return _decided(p, only, table.generation()) if config is None else _decide(p, only, config)
+    if env.tuning():
+        _warn_of_tables(env.tuning())
+    return _decided(p, only) if config is None else _decide(p, only, config)
+
+
+@cache
+def _warn_of_tables(named: str) -> None:
+    warnings.warn(
+        f"SPARSEK_TUNING={named} has no effect: plans read no tables of tuned configs any more. `sparsek tune` prints "
+        "the times of all configs, and plan_spmm and the other plan functions take one: kernel=..., config=...",
+        SparseKWarning,
+        stacklevel=3,
+    )
 
 
 def same_family(kernel: str | None, op: str) -> str | None:
@@ -55,8 +67,7 @@ def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
 
 
 @lru_cache(REMEMBERED)
-def _decided(p: Problem, only: str | None, tables: int) -> Choice:
-    """The choice with the tables of tuned configs in state `tables`."""
+def _decided(p: Problem, only: str | None) -> Choice:
     return _decide(p, only)
 
 

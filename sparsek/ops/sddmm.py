@@ -93,7 +93,7 @@ def plan_sddmm(
         Y: As in `sddmm`.
         pattern: As in `sddmm`.
         kernel: The name of a kernel to use.
-        config: A config of that kernel.
+        config: A config of that kernel, by its text or by some of its fields, as `sparsek tune` prints them.
         device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
             cannot be called.
 

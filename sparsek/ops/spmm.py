@@ -173,7 +173,7 @@ def plan_spmm(
         epilogue: A sparsek.reference.epilogue.Epilogue of the calls. `linear(x, W, bias, activation)` is
             `plan_spmm(x, W.T, epilogue=Epilogue(bias=bias, activation=activation))`.
         kernel: The name of a kernel to use.
-        config: A config of that kernel.
+        config: A config of that kernel, by its text or by some of its fields, as `sparsek tune` prints them.
         device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
             cannot be called. The dense operand may then be on the meta device.
         dtype: The dtype of C, as in `spmm`, where an operand is in FP8.

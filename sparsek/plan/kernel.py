@@ -33,9 +33,8 @@ class Kernel(Protocol[P]):
     """One implementation of one operation, as far as the choice of a kernel needs it.
 
     Optional attributes. `only_by_name`, a reason: the kernel is chosen only if `kernel=` names it. `notes(p, c) ->
-    list[str]`: further lines of `explain()` for that choice. `paced`: names of config fields that follow from the
-    problem, which a tuned config may have with other values. `successor`: the kernel of a retargeted plan, for a
-    kernel whose lists are made on the host.
+    list[str]`: further lines of `explain()` for that choice. `successor`: the kernel of a retargeted plan, for a kernel
+    whose lists are made on the host.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Kernel(Protocol[P]):
         ...
 
     def configs(self, p: P) -> Iterable[Any]:
-        """Every legal config, for the tuner."""
+        """Every legal config, for `sparsek tune` and `config=`."""
         ...
 
     def seconds(self, p: P, c: Any) -> float:

@@ -92,11 +92,6 @@ class Plan(ABC):
             *(each.slow for each in self.candidates if each.slow),
             *self.headline(),
             f"  kernel     {self.kernel}: {self.config}",
-            *(
-                f"  config     {each.origin}"
-                for each in self.candidates
-                if each.name == self.kernel and each.origin
-            ),
             (
                 f"  predicted  {time_text(self.seconds)}, {_tflops(p.useful_flops, self.seconds)} useful, "
                 f"{_tflops(p.dense_flops, self.seconds)} dense-equivalent"

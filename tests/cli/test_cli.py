@@ -99,22 +99,6 @@ def test_a_picture_that_is_no_svg_is_refused_before_any_work(run, tmp_path: Path
     assert not result.stdout
 
 
-def test_tune_says_what_is_wrong_with_its_table(run, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("SPARSEK_TUNING", str(tmp_path))
-    assert "is a folder; name a file in it" in " ".join(
-        run("tune", "64x64", "--device", "cpu").stderr.split()
-    )
-    broken = tmp_path / "t.json"
-    broken.write_text("{")
-    result = run("tune", "--show", "--out", broken)
-    assert result.exit_code == 2
-    assert "t.json: not JSON" in " ".join(result.stderr.split())
-    assert "plans ignore it, and `sparsek tune` adds nothing to it" in " ".join(result.stderr.split())
-    for words in (["--device", "cpu"], ["--clear"]):
-        result = run("tune", *words, "--out", broken)
-        assert (result.exit_code, broken.read_text()) == (2, "{")
-
-
 @pytest.mark.parametrize(
     ("dtype", "short"),
     [("bfloat16", "bf16"), ("torch.bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")],

@@ -93,28 +93,3 @@ def test_bench_with_bad_input_prints_no_document(run) -> None:
     result = run(*BENCH, "--kernel", "hopper.spm", "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "no kernel is called 'hopper.spm'; did you mean 'hopper.spmm'" in result.stderr
-
-
-def test_tune(parsed, tmp_path: Path) -> None:
-    table = tmp_path / "t.json"
-    given = [
-        "64x64",
-        "--tokens",
-        "16",
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-        "--format",
-        "semi24",
-        "--rounds",
-        "1",
-    ]
-    found = parsed("tune", *given, "--out", table)
-    assert found["table"] == str(table)
-    assert {each["kernel"] for each in found["tuned"]} == {"cpu.semi24"}
-    assert found["tuned"][0]["best_seconds"] > 0
-    (shown,) = parsed("tune", "--show", "--out", table)["tables"]
-    assert [(each["kernel"], each["fresh"]) for each in shown["entries"]] == [("cpu.semi24", True)]
-    assert parsed("tune", "--clear", "--out", table)["removed"] is True
-    assert parsed("tune", "--show", "--out", table)["tables"][0]["exists"] is False

@@ -20,16 +20,15 @@ from safetensors.torch import save_file
 import sparsek as sk
 from sparsek.advise import break_even
 from sparsek.advise.break_even import Setting, curves
-from sparsek.advise.tune import shapes_in
 from sparsek.bench.engine import records
 from sparsek.cli.bench_run import write_html
+from sparsek.cli.tune import shapes_in
 from sparsek.core import files, memory
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io, weights
 from sparsek.files.weights import open_weights
 from sparsek.matrix.random import random_bsr
 from sparsek.pictures.blocks import spy_svg
-from sparsek.plan import table
 from tests.house.tools import need
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these are files of Unix")
@@ -437,14 +436,10 @@ def test_no_message_quotes_a_long_dtype_or_shape_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_tables_of_configs_and_records_are_regular_files_too(tmp_path: Path, kind: str) -> None:
+def test_records_are_regular_files_too(tmp_path: Path, kind: str) -> None:
     path = special(tmp_path / "t.jsonl", kind)
     with pytest.raises(InvalidFile, match=f"is a {kind}"):
-        table.read(path)
-    with pytest.raises(InvalidFile, match=f"is a {kind}"):
         records.read(path)
-    with pytest.raises(InvalidFile, match=f"is a {kind}"):
-        table.add(path, [])
     assert stat.S_IFMT(path.lstat().st_mode) == SPECIAL[kind]
 
 

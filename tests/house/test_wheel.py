@@ -52,29 +52,33 @@ def test_the_wheel_carries_the_licence_and_the_command(wheel: Path) -> None:
     assert "sparsek = sparsek.cli.__main__:main" in inside.read(names["entry_points.txt"]).decode()
 
 
-def test_the_installed_wheel_imports_from_where_it_was_installed(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-compile",
-        "--quiet",
-        "--target",
-        str(site),
-    )
-    done = run(*pip, str(wheel), cwd=tmp_path, env=OFFLINE)
+def test_the_installed_wheel_runs_and_measures_in_any_folder(wheel: Path, tmp_path: Path) -> None:
+    """With what a wheel requires alone: what only this project's checks need is not found."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    here.mkdir()
+    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet", "--target")
+    done = run(*pip, str(site), str(wheel), cwd=tmp_path, env=OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     code = """
-import importlib.metadata, json, sparsek, torch
-print(json.dumps([sparsek.__file__, importlib.metadata.version("sparsek"), sparsek.BSR.__name__]))
+import importlib.machinery as machinery, importlib.metadata, json, sys
+absent = {"tests", "scripts", "benchmarks", "matplotlib", "scipy", "sklearn", "pytest", "hypothesis", "transformers"}
+found = machinery.PathFinder.find_spec
+machinery.PathFinder.find_spec = staticmethod(
+    lambda name, *more: None if name.partition(".")[0] in absent else found(name, *more))
+from typer.testing import CliRunner
+from sparsek.cli.__main__ import app
+small = "--m 64 --k 64 --n 16 --block 16 --dtype fp32 --rounds 1 --device cpu --out r.jsonl --html r.html"
+for words in ("bench --help", f"bench spmm {small}", "bench all --take r.jsonl", "bench all --list --device cpu"):
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 0, done.output
+places = [each.__file__ for name, each in sys.modules.items() if name.partition(".")[0] == "sparsek"]
+print(json.dumps([places, importlib.metadata.version("sparsek"), done.stdout]))
 """
-    where, version, name = json.loads(python(code, cwd=tmp_path, env={"PYTHONPATH": str(site)}))
-    assert Path(where).is_relative_to(site)
+    places, version, rows = json.loads(python(code, cwd=here, env={"PYTHONPATH": str(site)}))
+    assert all(Path(each).is_relative_to(site) for each in places)
     assert version == wheel.name.split("-")[1]
-    assert name == "BSR"
+    assert "host: A @ B, " in rows
+    assert sorted(each.name for each in here.iterdir()) == ["benchmarks", "r.html", "r.jsonl"]
 
 
 def test_an_editable_install_is_a_plain_path_for_type_checkers(source: Path, tmp_path: Path) -> None:

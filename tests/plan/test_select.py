@@ -1,5 +1,6 @@
 """The choice of a kernel, what the planner says about it, and what a plan refuses."""
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, dataclass
@@ -11,12 +12,13 @@ import torch
 import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.kernels import table as kernels
 from sparsek.kernels.spmm.cpu import CpuConfig
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.plan import Plan, bound_seconds
 from sparsek.plan.product_problems import SpmmProblem
-from sparsek.plan.select import select
+from sparsek.plan.select import config_fields, given_config, select
 from sparsek.plan.spmm import SpmmPlan
 from tests.problems import changed, spmm_problem
 
@@ -119,6 +121,82 @@ def test_a_config_that_the_kernel_does_not_have_is_refused(config: Any):
         InvalidInput, match=r"is no config of one for this problem; its default is Choice\(width=8\)"
     ):
         select(SQUARE, [Stub("one")], only="one", config=config)
+
+
+def test_a_config_is_named_by_its_text_or_by_its_fields():
+    for config in ("Choice(width=16)", {"width": 16}, Choice(16)):
+        assert select(SQUARE, [Stub("one")], only="one", config=config).config == Choice(16)
+    assert select(SQUARE, [Stub("one")], only="one", config={}).config == Choice(8)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"width": 32}, "width is 32; in configs of one for this problem it is 8 or 16"),
+        ({"width": torch.ones(2)}, "width is a torch.Tensor, .*; in configs of one"),
+        ({"depth": 3}, "one has no field 'depth'; its configs have width"),
+        ({3: 3}, "one has no field 3; its configs have width"),
+        (
+            "width 8",
+            "is no config of one .*; give a text that `sparsek tune` prints, or some of its fields by name: width",
+        ),
+    ],
+)
+def test_a_config_that_is_not_there_names_what_is(config: Any, said: str):
+    with pytest.raises(InvalidInput, match=said):
+        select(SQUARE, [Stub("one")], only="one", config=config)
+
+
+def every_config() -> Iterable[tuple[Any, Any, Any]]:
+    """Kernels, problems, and all configs: of products, attention and its gradients on an H200, and of a CPU."""
+    a = random_bsr(2048, 2048, 128, 0.25, dtype=BF16)
+    b, q = (torch.empty(*shape, dtype=BF16, device="meta") for shape in ((2048, 512), (1, 4, 1024, 128)))
+    mask = sk.BlockMask.causal(1024)
+    plans: list[Plan] = [
+        sk.plan_spmm(a, b, device="h200"),
+        sk.plan_spmm(
+            sk.Semi24.from_dense(torch.randn(256, 256, dtype=BF16)), torch.empty(256, 64, dtype=BF16)
+        ),
+        sk.plan_sddmm(b, b.T, a.pattern, device="h200"),
+        sk.plan_spgemm(a, a, device="h200"),
+        sk.plan_attention(q, q, q, mask, device="h200"),
+        sk.plan_attention_backward(q, q, q, mask, device="h200"),
+    ]
+    for plan in plans:
+        for one in plan.candidates:
+            if not one.why_not:
+                kernel = kernels.load(one.name)
+                yield from (
+                    (kernel, plan.problem, each) for each in (one.config, *kernel.configs(plan.problem))
+                )
+
+
+def test_the_text_and_the_json_of_every_config_name_it():
+    count = 0
+    for kernel, p, config in every_config():
+        for given in (config, str(config), json.loads(json.dumps(config_fields(config)))):
+            assert given_config(kernel, p, given) == config, (kernel.name, given)
+        count += 1
+    assert count > 50
+
+
+def test_fields_that_are_left_out_are_the_kernels_own_or_the_fastest():
+    p = sk.plan_spmm(
+        random_bsr(2048, 2048, 128, 0.25, dtype=BF16), torch.empty(2048, 512, dtype=BF16, device="meta"),
+        device="h200",
+    ).problem  # fmt: skip
+    kernel = kernels.load("hopper.spmm")
+    default = kernel.default(p)
+    assert given_config(kernel, p, {"cols": default.cols}) == default
+    cols = next(each.cols for each in kernel.configs(p) if each.cols != default.cols)
+    found = given_config(kernel, p, {"cols": cols})
+    alike = [each for each in kernel.configs(p) if each.cols == cols]
+    assert found in alike
+    assert kernel.seconds(p, found) == min(kernel.seconds(p, each) for each in alike)
+    with pytest.raises(
+        InvalidInput, match=f"stages is 99; in configs of hopper.spmm .* with cols {cols} it is "
+    ):
+        given_config(kernel, p, {"cols": cols, "stages": 99})
 
 
 def test_explain_tells_choice_roofline_and_why_the_others_lost():

@@ -27,7 +27,7 @@ import datetime
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from sparsek.core.device import CARDS, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 from sparsek.core.machine import smi_facts, version_of
 from sparsek.core.parsing import json_value
+from sparsek.plan.select import config_fields
 from sparsek.plan.sources import JOINED, names_hash, source_hash
 
 FIELDS = (
@@ -210,7 +211,7 @@ def config_of(config: Any) -> dict[str, Any]:
         return {name: config_of(one) for name, one in config.items()}
     if not is_dataclass(config) or isinstance(config, type):
         return {} if config is None else {"config": str(config)}
-    return json.loads(json.dumps(asdict(config), default=str))
+    return config_fields(config)
 
 
 def hash_of(op: str, kernel: str, ran: Iterable[str] = ()) -> str:

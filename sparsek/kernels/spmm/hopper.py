@@ -224,7 +224,6 @@ class HopperSpmm:
 
     name = "hopper.spmm"
     writes_slope = True
-    paced = ("every",)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr"):

@@ -49,20 +49,17 @@ def test_a_file_that_is_not_whole_is_compiled_anew(folder: Path, damage) -> None
 
 @needs_nvrtc
 def test_who_has_no_home_compiles_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HOME", "SPARSEK_CACHE", "SPARSEK_TUNING"):
+    for name in ("HOME", "SPARSEK_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # raises KeyError, as for a user who is not listed
     assert compiled(SOURCE, "twice.cu", OPTIONS)[:4] == b"\x7fELF"
-    assert not env.tuning_file()
 
 
 @pytest.mark.parametrize("variable", ["SPARSEK_CACHE", "HOME"])
 def test_a_relative_folder_holds_no_machine_code(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARSEK_CACHE", raising=False)
-    monkeypatch.delenv("SPARSEK_TUNING", raising=False)
     monkeypatch.setenv(variable, "here")
     assert Path(env.cache_dir()).is_absolute()
-    assert not env.tuning_file() or Path(env.tuning_file()).is_absolute()
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "endless", "huge", "folder"])
