@@ -11,12 +11,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from sparsek.core.errors import SparseKWarning
+
 # Paths within sparsek, old: new, or several new ones that divide the names of the old. A row also holds for the modules
 # below it that have no row of their own.
 MOVED: dict[str, tuple[str, ...]] = {}
 
 
-class MovedWarning(FutureWarning):
+class MovedWarning(SparseKWarning):
     """A name of SparseK was found by its old path."""
 
 

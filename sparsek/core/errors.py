@@ -8,8 +8,8 @@ class SparseKError(Exception):
     """Base of every error that SparseK raises on purpose."""
 
 
-class SparseKWarning(UserWarning):
-    """Something that was given has no effect any more; the message names what to use."""
+class SparseKWarning(FutureWarning):
+    """Something that was given has no effect or another name now; the message names what to use."""
 
 
 class InvalidInput(SparseKError, ValueError):

@@ -80,9 +80,14 @@ def loaded(printed: "dict[str, str]") -> dict:
 
 
 def is_kernel(module: str) -> bool:
-    """Of the kernels' room all but the launcher, which needs neither Triton nor a GPU."""
-    launcher = ("sparsek.kernels.lang", "sparsek.kernels.lang.driver", "sparsek.kernels.lang.recorder")
-    return module.startswith("sparsek.kernels.") and module not in launcher
+    """Of the kernels' room all but the table of names and the launcher, which need neither Triton nor a GPU."""
+    others = (
+        "sparsek.kernels.table",
+        "sparsek.kernels.lang",
+        "sparsek.kernels.lang.driver",
+        "sparsek.kernels.lang.recorder",
+    )
+    return module.startswith("sparsek.kernels.") and module not in others
 
 
 def test_importing_sparsek_touches_no_cuda(loaded: dict) -> None:
