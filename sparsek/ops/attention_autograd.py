@@ -17,11 +17,12 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import save_for_backward, saved_tensors, wants_gradient
 from sparsek.mask.mask import BlockMask
-from sparsek.ops import bound, gradients, transforms
+from sparsek.ops import bound, transforms
 from sparsek.ops.attention_args import flat_mask
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, differentiated, fixed
 from sparsek.ops.bound import Slot
+from sparsek.ops.planning import same_family
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_grad import Differentiated, Forward
@@ -69,7 +70,7 @@ def _forward(
         # Unsupported, with its reasons, where that one cannot give the gradients.
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), scores=call.scores)
         p = given.problem(card_of(q.device))
-        ATTENTION_BACKWARD.choose(p, gradients.same_family(call.kernel, "attention_backward"), None)
+        ATTENTION_BACKWARD.choose(p, same_family(call.kernel, "attention_backward"), None)
     if call.plan is None and transforms.traced():  # a TorchDispatchMode inside torch.func records the op
         settings = call.scale, True, call.kernel, call.deterministic, *call.all_scores(sinks).parts
         return through_op(q, k, v, call.mask, *settings)
@@ -186,7 +187,7 @@ class AttentionBackward(torch.autograd.Function):
             once, slot = to.once, bound.repeat(to.calls, more, (*tensors, *to.operands))
         if slot.__class__ is not Slot:
             return slot
-        kernel = gradients.same_family(call.kernel, "attention_backward")
+        kernel = same_family(call.kernel, "attention_backward")
         forward = Forward(out, lse, call.scale)
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse, scores)
         return slot.run(lambda: differentiated(given, kernel, once))

@@ -1,4 +1,4 @@
-"""How plain Triton kernels address tensors, and which problems they support."""
+"""How plain Triton kernels address tensors and divide, and which problems they support."""
 
 import math
 from collections.abc import Iterator
@@ -12,6 +12,9 @@ from sparsek.core import dtypes, env
 
 # Sizes stay this far below 2^31 so that int32 row and column numbers of a last tile do not wrap.
 SIZE_LIMIT = 2**31 - 2048
+# In a quotient, the remainder x - q s has 24 bits below those of x, and x down to 2^-17 of a scale counts. With scales
+# below SMALL some bits would lie below the last bit of a subnormal float32: x and the scales are scaled up.
+SMALL, LIFT = (tl.constexpr(each) for each in (2.0**-80, 2.0**64))
 
 
 @triton.jit
@@ -110,3 +113,24 @@ def why_not(p: Any) -> list[str]:
     if p.dtype not in ("bf16", "fp16", "fp32"):
         why.append(f"dtype must be bf16, fp16 or fp32, not {p.dtype}")
     return why
+
+
+@triton.jit
+def quotients(x, scale, DIVIDE: tl.constexpr):
+    """x / scale[:, None] in float32, rounded to nearest.
+
+    Markstein, IBM J. Res. Dev. 34 (1990): with r = 1 / s rounded, q = x r, and q + r (x - q s) by two fused
+    multiply-adds; the first is exact. DIVIDE: Triton's interpreter has no fused multiply-add.
+    """
+    if DIVIDE:
+        return tl.math.div_rn(x, scale[:, None] + tl.zeros(x.shape, dtype=tl.float32))
+    lift = tl.where(scale < SMALL, LIFT, 1.0)
+    lifted = scale * lift
+    inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), lifted)
+    endless = scale == float("inf")  # x / inf: 0, or NaN for an infinite x
+    lifted, inverse = tl.where(endless, 0.0, lifted), tl.where(endless, 0.0, inverse)
+    x = x * lift[:, None]
+    q = x * inverse[:, None]
+    q = tl.math.fma(tl.math.fma(q, -lifted[:, None], x), inverse[:, None], q)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000  # of -0, which the sum of two zeros loses
+    return (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.kernels.lang.launch import launch, launch_unspecialized
-from sparsek.kernels.pack.to_fp8 import quotients
+from sparsek.kernels.lang.tensors import quotients
 from sparsek.matrix.float8 import rounded
 from sparsek.matrix.pattern import INT32_MAX
 

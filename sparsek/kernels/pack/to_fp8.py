@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsek.core import env
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.launch import launch, launch_unspecialized
-from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
+from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, quotients, times
 from sparsek.matrix.float8 import LEAST, rounded
 
 # Rows of up to WHOLE elements stay in registers, EACH per thread; longer ones STEP at a time, STEP_EACH per thread;
@@ -31,9 +31,7 @@ from sparsek.matrix.float8 import LEAST, rounded
 # transposed 102, with steps of 128 206.
 WHOLE, EACH, STEP, STEP_EACH = 4096, 32, 4096, 16
 TURNED_ROWS, TURNED_STEP, TURNED_WARPS = 32, 512, 8
-# The remainder x - q s has 24 bits below those of x, and x down to 2^-17 of a scale counts. With scales below SMALL
-# some bits would lie below the last bit of a subnormal float32: x and the scales are scaled up.
-SMALL, LIFT, LEAST_SCALE = (tl.constexpr(each) for each in (2.0**-80, 2.0**64, LEAST))
+LEAST_SCALE = tl.constexpr(LEAST)
 
 # Triton does not specialize for these: neither a size nor an alignment triggers a compilation. UNIT gives the
 # alignment.
@@ -45,27 +43,6 @@ _ANYWHERE = ("x", "values", "scale")
 def _magnitude_bits(x):
     """Bits of a float32 without the sign. Their order is that of magnitudes, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def quotients(x, scale, DIVIDE: tl.constexpr):
-    """x / scale[:, None] in float32, rounded to nearest.
-
-    Markstein, IBM J. Res. Dev. 34 (1990): with r = 1 / s rounded, q = x r, and q + r (x - q s) by two fused
-    multiply-adds; the first is exact. DIVIDE: Triton's interpreter has no fused multiply-add.
-    """
-    if DIVIDE:
-        return tl.math.div_rn(x, scale[:, None] + tl.zeros(x.shape, dtype=tl.float32))
-    lift = tl.where(scale < SMALL, LIFT, 1.0)
-    lifted = scale * lift
-    inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), lifted)
-    endless = scale == float("inf")  # x / inf: 0, or NaN for an infinite x
-    lifted, inverse = tl.where(endless, 0.0, lifted), tl.where(endless, 0.0, inverse)
-    x = x * lift[:, None]
-    q = x * inverse[:, None]
-    q = tl.math.fma(tl.math.fma(q, -lifted[:, None], x), inverse[:, None], q)
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000  # of -0, which the sum of two zeros loses
-    return (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
