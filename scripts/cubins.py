@@ -1,4 +1,4 @@
-"""Compiles the kernels of common calls for sm_90a into sparsek/kernels/shipped.zip. No GPU is needed.
+"""Compiles the kernels of common calls for sm_90a into sparsek/kernels/lang/shipped.zip. No GPU is needed.
 
 walk       each call of CALLS runs on CPU tensors that pose as tensors on an H200: the library plans it, and every
            kernel launch is noted instead, with its arguments

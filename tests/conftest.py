@@ -102,11 +102,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_masks_before() -> None:
     """The first mask of a kind in a test is the first of all, so its plan is kept (mask/fresh.py)."""
     for module, kept in (
-        ("mask.fresh", "_KINDS"),
-        ("mask.closed", "_KINDS"),
-        ("ops.mask_calls", "_templates"),
+        ("sparsek.mask.fresh", "_KINDS"),
+        ("sparsek.mask.closed", "_KINDS"),
+        ("sparsek.ops.mask_calls", "_templates"),
     ):
-        if found := sys.modules.get(f"sparsek.{module}"):
+        if found := sys.modules.get(module):
             getattr(found, kept).clear()
 
 

@@ -27,8 +27,9 @@ from sparsek.core import env
 from sparsek.kernels.lang import driver
 from sparsek.kernels.lang.driver import Code
 
-ROOM = Path(__file__).parents[1]
-ARCHIVE = ROOM / "shipped.zip"
+PACKAGE = Path(__file__).parents[2]
+SOURCES = {"kernels", "launch"}  # folders of kernels, and of what launches them
+ARCHIVE = Path(__file__).with_name("shipped.zip")
 INDEX = "index.json"
 CAPABILITY = (9, 0)
 
@@ -58,8 +59,9 @@ class Store(NamedTuple):
 def source() -> str:
     """The hash of all kernel sources."""
     hashed = hashlib.sha256()
-    for path in sorted(path for kind in ("*.py", "*.cu") for path in ROOM.rglob(kind)):
-        hashed.update(str(path.relative_to(ROOM)).encode() + path.read_bytes())
+    for path in sorted(path for kind in ("*.py", "*.cu") for path in PACKAGE.rglob(kind)):
+        if SOURCES.intersection(path.relative_to(PACKAGE).parts):
+            hashed.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
     return hashed.hexdigest()
 
 
