@@ -30,7 +30,6 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
-PLAIN = (Tensor, torch.nn.Parameter)  # torch's own classes: no fake tensor, and no other subclass
 LONGEST = 80  # characters of a value in a message
 MOVE = "move one of them, SparseK does not"
 TENSORS = (Tensor, torch.nn.Parameter)
@@ -206,7 +205,7 @@ def dense(name: str, value: Any) -> Tensor:
 def is_ordinary(value: Any) -> bool:
     """Whether `dense` need look no further, as at most tensors: it has memory of its own, and nothing traces it."""
     return (
-        type(value) in PLAIN
+        type(value) in TENSORS
         and not is_compiling()
         and value.layout is torch.strided
         and not (

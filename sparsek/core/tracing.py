@@ -17,7 +17,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from sparsek.core import arguments
-from sparsek.core.arguments import PLAIN, UNINITIALIZED, faking, is_fake, wraps
+from sparsek.core.arguments import TENSORS, UNINITIALIZED, faking, is_fake, wraps
 from sparsek.core.errors import InvalidInput
 
 Given = ParamSpec("Given")
@@ -126,7 +126,7 @@ def check_real(what: str, x: Any, other: str, y: Any) -> None:
     if torch.compiler.is_compiling() or not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         return
     wrapped = is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(y)
-    if type(x) in PLAIN and type(y) in PLAIN and not wrapped and not faking():
+    if type(x) in TENSORS and type(y) in TENSORS and not wrapped and not faking():
         return
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
@@ -188,7 +188,7 @@ def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
     """ctx.save_for_backward. InvalidInput for an inference tensor, which torch refuses to save."""
     if any(ctx.needs_input_grad):
         for x in tensors:
-            if x is not None:
+            if x is not None and (x.is_inference() or is_functorch_wrapped_tensor(x)):
                 arguments.kept("an operand, a pattern or a mask", x)
     ctx.save_for_backward(*tensors)
 

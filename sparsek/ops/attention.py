@@ -214,7 +214,8 @@ def attention(
             both = slot = bound.repeat(to.calls, settings, given)
             if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
-    if plan is None and _traced() and not transforms.active():
+    anew = slot.found is None  # otherwise the call is like one that was checked
+    if anew and plan is None and _traced() and not transforms.active():
         changes = softcap, alibi_slopes, sink_logits
         if not (plain and _compiling()):
             check_tensors(q, k, v)
@@ -230,27 +231,27 @@ def attention(
         _check_plan(plan, kernel, return_lse)
         found = plan.checked(q, k, v, mask)
     else:
-        found = checked(q, k, v, mask)
+        found = checked(q, k, v, mask) if anew or mask is None else mask
     factor = operands.checked_scale(scale, q.shape[3])
     scores = PLAIN if plain else operands.checked_scores(q, softcap, alibi_slopes, sink_logits)
     if plan is not None:
         plan.check_scores(scores)
     sinks = scores.sink_logits
     rest = scores.without_sinks()
-    call = Call(found, plan, factor, kernel, deterministic, slot=slot, once=once, scores=rest)
+    call = Call(found, plan, factor, kernel, deterministic, once=once, scores=rest)
     check_no_tangent(operands.NO_TANGENT, q, k, v, sinks)
     if torch._C._are_functorch_transforms_active():
         check_untransformed(found, scores.alibi_slopes)
-        call = replace(call, wanted=wants_gradient(q, k, v, sinks), slot=bound.UNBOUND, once=False)
+        call = replace(call, wanted=wants_gradient(q, k, v, sinks), once=False)
         both = TransformedAttention.apply(q, k, v, sinks, call)
     elif wants_gradient(q, k, v, sinks):
         if plan is not None and not plan.problem.lse:
             raise InvalidInput(
                 "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
             )
-        both = Attention.apply(q, k, v, sinks, call)
+        both = bound.differentiable(Attention, slot)(q, k, v, sinks, call, slot)
     else:
-        both = run_forward(q, k, v, sinks, call, return_lse)
+        both = run_forward(q, k, v, sinks, call, return_lse, slot)
     return cast(Any, both if return_lse else both[0])
 
 

@@ -29,13 +29,12 @@ from sparsek.plan.attention_grad import Differentiated, Forward
 from sparsek.reference.scores import PLAIN, Scores
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # a frozen one takes twice as long to make
 class Call:
     """The settings of a call. `plan` gives lse; without one the mask's plan is used. `kernel`: a name, or None.
 
-    `wanted`: whether a gradient is. `slot` is that of the forward pass, with `once` for a new mask, whose
-    plan is not kept. `scores` has no sinks, which are operands. The class hides the mask, a pytree, and the slopes
-    from torch.func.
+    `wanted`: whether a gradient is. `once`: the plan of a new mask is not kept. `scores` has no sinks, which are
+    operands. The class hides the mask, a pytree, and the slopes from torch.func.
     """
 
     mask: BlockMask
@@ -44,7 +43,6 @@ class Call:
     kernel: str | None
     deterministic: bool
     wanted: bool = True
-    slot: Slot = bound.UNBOUND
     once: bool = False
     scores: Scores = PLAIN
 
@@ -64,8 +62,10 @@ def check_untransformed(mask: BlockMask, slopes: Tensor | None) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, slot: Slot
 ) -> tuple[Tensor, Tensor | None]:
+    if slot.found is not None:
+        return run_forward(q, k, v, sinks, call, True, slot)
     if call.kernel is not None and call.wanted:
         # Unsupported, with its reasons, where that one cannot give the gradients.
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), scores=call.scores)
@@ -74,23 +74,21 @@ def _forward(
     if call.plan is None and transforms.traced():  # a TorchDispatchMode inside torch.func records the op
         settings = call.scale, True, call.kernel, call.deterministic, *call.all_scores(sinks).parts
         return through_op(q, k, v, call.mask, *settings)
-    return run_forward(q, k, v, sinks, call, True)
+    return run_forward(q, k, v, sinks, call, True, slot)
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, lse: bool
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, lse: bool, slot: Slot
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of checked operands, by the given plan or the mask's."""
     given = Attended(q, k, v, call.mask, call.scale, lse, call.all_scores(sinks))
     if call.plan is not None:
         return call.plan.run(given, captured(q))
-    return call.slot.run(lambda: ATTENTION.run(given, call.kernel, once=call.once), inside=True)
+    return slot.run(lambda: ATTENTION.run(given, call.kernel, once=call.once), inside=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, sinks, call = inputs
-    # The slot has q, k and v, which live no longer than what is saved.
-    ctx.call = call if call.slot is bound.UNBOUND else replace(call, slot=bound.UNBOUND)
+    q, k, v, sinks, ctx.call = inputs
     save_for_backward(ctx, q, k, v, sinks, *output)
     ctx.set_materialize_grads(False)
 
@@ -115,13 +113,15 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, slot: Slot
     ) -> tuple[Tensor, Tensor | None]:
-        output = _forward(q, k, v, sinks, call)
+        output = _forward(q, k, v, sinks, call, slot)
         _save(ctx, (q, k, v, sinks, call), output)
         return output
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, *grads), None
 
 
 def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
@@ -131,7 +131,12 @@ def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
 class TransformedAttention(torch.autograd.Function):
     """The same for torch.func."""
 
-    forward = staticmethod(_forward)
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor | None]:
+        return _forward(q, k, v, sinks, call, bound.UNBOUND)
+
     setup_context = staticmethod(_save)
     backward = staticmethod(_backward)
     jvp = staticmethod(_no_tangent)

@@ -6,8 +6,12 @@
     slot = bound.repeat(calls, more, operands)
     if slot.__class__ is not bound.Slot:
         return slot
-    ...                   # checks
+    if slot.found is None:
+        ...               # checks
     return slot.run(lambda: ...)
+
+Where autograd needs a gradient the slot of a call that is found is returned too: `slot.run` then repeats it inside of
+the differentiable function, which `differentiable(function, slot)` calls. Backward passes are calls of their own.
 
 The key of a call has all that checks, plan and launch read: `more` (verb, settings, form of the sparse operand), the
 shapes, strides, dtypes and alignments of the operands, the thread, the device and the stream. Calls under
@@ -54,13 +58,14 @@ _capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 class Recent(NamedTuple):
     """A recorded call that `repeat` finds: torch's guards of its operands, and the rest of its key.
 
-    `precision`: that of float32 products, "" if no operand is float32.
+    `precision`: that of float32 products, "" if no operand is float32. `learns`: as in `Slot`.
     """
 
     like: Callable[..., bool]
     precision: str
     thread: int
     grad: bool
+    learns: bool
     call: Recorded
 
 
@@ -95,14 +100,16 @@ class Calls:
             }
             self.recent = {more: xs for more, xs in left.items() if xs}
 
-    def find_again(self, more: Hashable, operands: Sequence[Tensor], call: Recorded) -> None:
-        """Make `repeat` find the call."""
+    def find_again(
+        self, more: Hashable, operands: Sequence[Tensor], call: Recorded, learns: bool = False
+    ) -> None:
+        """Make `repeat` find the call, in the grad mode of now."""
         if GUARDS is None:
             return
         precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
         sizes, strides = [list(x.shape) for x in operands], [list(x.stride()) for x in operands]
         like = GUARDS(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        made = Recent(like, precision, _thread(), _grad(), call)
+        made = Recent(like, precision, _thread(), _grad(), learns, call)
         others = [x for x in self.recent.get(more, ()) if x.call is not call]
         self.recent[more] = (made, *others)[:SHAPES]
 
@@ -110,7 +117,8 @@ class Calls:
 class Slot(NamedTuple):
     """The place of a call in `calls`. `key`: None if it must not be recorded, because something traces it.
 
-    `learns`: autograd needs a gradient of the call.
+    `learns`: autograd needs a gradient of the call. `found`: a recorded call that this one is like, if it learns; its
+    operands were checked then.
     """
 
     calls: Calls
@@ -118,6 +126,7 @@ class Slot(NamedTuple):
     operands: Sequence[Tensor]
     key: Hashable | None
     learns: bool
+    found: Recorded | None = None
 
     def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
         """Return `run()`, for checked operands. The second call with a key is recorded.
@@ -126,6 +135,11 @@ class Slot(NamedTuple):
         `run` is the inner part of a differentiable function, and may be recorded although a gradient is needed.
         """
         calls = self.calls
+        if self.found is not None:
+            output = self.found(*self.operands)
+            if output is not MISS:
+                return output
+            return Slot(*self[:3], _key(self.more, self.operands, True)[0], True).run(run, inside)
         if self.key is None or (self.learns and not inside):
             return run()
         seen: Any = calls.known.get(self.key)
@@ -161,6 +175,12 @@ class Slot(NamedTuple):
 UNBOUND = Slot(Calls(), None, (), None, False)
 
 
+def differentiable(function: type[torch.autograd.Function], slot: Slot) -> Callable[..., Any]:
+    """`function.apply`; for a call that was found, without torch's look at each argument for wrappers of torch.func."""
+    direct: Any = super(torch.autograd.Function, function)
+    return function.apply if slot.found is None else direct.apply
+
+
 def _guards() -> Any:
     """torch's class of guards; None if those of this torch do not behave as `repeat` needs."""
     try:
@@ -189,7 +209,7 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
     if recent is not None and forward_ad._current_level < 0 and not _tracing():
         thread, grad = _thread(), _grad()
         for each in recent:
-            like, precision, of_thread, of_grad, call = each
+            like, precision, of_thread, of_grad, learns, call = each
             if of_grad is not grad or of_thread != thread or not like(*operands):
                 continue
             stream = call.stream
@@ -197,21 +217,28 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
                 continue  # none captures stream 0
             if precision and precision != _precision():
                 continue
-            output = call(*operands)
+            output = Slot(calls, more, operands, None, True, call) if learns else call(*operands)
             if output is not MISS:
                 if each is not recent[0]:
                     calls.recent[more] = (each, *[x for x in recent if x is not each])
                 return output
-    key, learns = _key(more, operands)
+    key, learns = _key(more, operands, _grad())
     if key is None:
         return UNBOUND
-    slot = Slot(calls, more, operands, key, learns)
-    found: Any = calls.known.get(key)
-    return slot.again(found) if isinstance(found, Recorded) and not learns else slot
+    slot, found = Slot(calls, more, operands, key, learns), calls.known.get(key)
+    if not isinstance(found, Recorded):
+        return slot
+    if not learns:
+        return slot.again(found)
+    calls.find_again(more, operands, found, True)
+    return slot._replace(found=found)
 
 
-def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
-    """The key of a call, None if it must not be recorded; and whether autograd needs a gradient of it."""
+def _key(more: Hashable, operands: Sequence[Tensor], grad: bool) -> tuple[Hashable, bool]:
+    """The key of a call, None if it must not be recorded; and whether autograd needs a gradient of it.
+
+    `grad`: whether autograd listened when the call began.
+    """
     if (
         _compiling()
         or torch._C._are_functorch_transforms_active()
@@ -236,5 +263,5 @@ def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
             facts.append(_precision())
     if index < 0 or index != _device() or _capturing():
         return None, False
-    learns = learns and _grad()
+    learns = learns and grad
     return (*facts, index, _stream(index), learns), learns

@@ -100,8 +100,32 @@ def of_product(
     `out`: C after relu, with the layout of `grad`. `transposed`: A is the transpose of what is stored.
     sample(X, Y): the values of X Y at the stored blocks of A. turn(dZ): alpha A^T dZ, in the layout of the caller.
     """
-    of_values = of_b = of_bias = None
-    dz = grad if out is None else torch.where(out <= 0, 0, grad)
+    dz = grad if out is None else through_relu(grad, out)
+    both = of_factors(needs, dz, b, transposed, alpha, sample, turn)
+    return *both, of_bias(dz) if needs[2] else None, grad if needs[3] else None
+
+
+def through_relu(grad: Tensor, out: Tensor) -> Tensor:
+    """The gradient of what relu made `out` of."""
+    return torch.where(out <= 0, 0, grad)
+
+
+def of_bias(dz: Tensor) -> Tensor:
+    """The sums of the rows of dZ [..., M, N]."""
+    return dz.sum(1 if dz.ndim == 2 else [dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
+
+
+def of_factors(
+    needs: Sequence[Any],
+    dz: Tensor,
+    b: Tensor | None,
+    transposed: bool,
+    alpha: float,
+    sample: Callable[[Tensor, Tensor], Tensor],
+    turn: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of values and B: see `of_product`."""
+    of_values = of_b = None
     if needs[0]:
         assert b is not None
         left, right = (_joined(b), _joined(dz)) if transposed else (_joined(dz), _joined(b))
@@ -110,9 +134,7 @@ def of_product(
             of_values = of_values * alpha if alpha else torch.zeros_like(of_values)
     if needs[1]:
         of_b = turn(dz)
-    if needs[2]:
-        of_bias = dz.sum(1 if dz.ndim == 2 else [dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
-    return of_values, of_b, of_bias, grad if needs[3] else None
+    return of_values, of_b
 
 
 def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:

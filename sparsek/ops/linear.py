@@ -101,25 +101,26 @@ def linear(
         slot = bound_products.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
-    # With a gradient the product checks its operands; the activation and the residual may be applied by torch.
-    if (
-        slot is bound.UNBOUND
-        or not slot.learns
-        or (activation and (activation not in ACTIVATIONS or residual is not None))
-    ):
+    if slot.found is None:
         operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
     rows = in_rows(bias), in_rows(residual)
-    if not slot.learns and (rows[0] is not bias or rows[1] is not residual):
+    if rows[0] is not bias or rows[1] is not residual:
         # In a recorded call, a copy made before the launch would be a constant.
-        slot = bound.UNBOUND
+        slot = slot._replace(key=None)
     bias, residual = rows
     act = activation or ""
     # torch computes the gradients of an epilogue, and so applies what needs one.
     apart = act != "" and not isinstance(W, Quantized) and _wanted(x, W.values, bias, residual)
     cut = apart and act != "relu"
     inside, beside = (None if cut else activation), (None if apart else residual)
+
+    def run() -> (
+        Tensor
+    ):  # includes the copy of leading dims that do not join: a copy is no operand of the recorded call
+        return fused(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), kernel, dtype)
+
     if cut and writes_slope(x, W, bias, act, kernel):
         cut = False
         how = How(True, False, 1.0, False, kernel, act)
@@ -127,15 +128,9 @@ def linear(
         y = Multiplied.apply(W.values, x, bias, None, W, how, both)
     elif slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized):
         how = How(True, False, 1.0, inside == "relu", kernel)
-        again = functools.partial(linear, x, W, bias, inside, beside, kernel=kernel, dtype=dtype)
-        y = Multiplied.apply(W.values, x, bias, beside, W, how, again)
+        multiplied, again = bound.differentiable(Multiplied, slot), functools.partial(slot.run, run, True)
+        y = multiplied(W.values, x, bias, beside, W, how, again)
     else:
-
-        def run() -> (
-            Tensor
-        ):  # includes the copy of leading dims that do not join: a copy is no operand of the recorded call
-            return fused(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), kernel, dtype)
-
         y = slot.run(run)
     if apart:
         with dtypes.as_given(x.device):

@@ -128,13 +128,18 @@ def spmm(
         transforms.refuse("out=")
         multiply(_checked(A, B, out, epilogue, dtype), kernel)
         return out
+    call = _checked(A, B, None, epilogue, dtype) if slot.found is None else None
+
+    def product() -> Tensor:
+        given = call or Product.of(A, B, None, epilogue, dtype)
+        return given.seen(multiply(given, kernel), A)
+
     if slot.learns and not (isinstance(A, Quantized) or isinstance(B, Quantized)):
         matrix, dense = (A, B) if operands.is_sparse(A) else (B, A)
         how = How(matrix is B, matrix is B, alpha, False, kernel)
-        again = functools.partial(spmm, A, B, alpha=alpha, kernel=kernel, dtype=dtype)
-        return Multiplied.apply(matrix.values, dense, None, None, matrix, how, again)
-    call = _checked(A, B, None, epilogue, dtype)
-    return slot.run(lambda: call.seen(multiply(call, kernel), A))
+        again = functools.partial(slot.run, product, True)
+        return bound.differentiable(Multiplied, slot)(matrix.values, dense, None, None, matrix, how, again)
+    return slot.run(product)
 
 
 def follow_autocast_fp8(dtype: torch.dtype | None, *operands: Any) -> tuple[Any, ...]:
@@ -400,39 +405,52 @@ class Multiplied(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         values, dense, out, slope = saved_tensors(ctx)
         a, (rows, turned, alpha, _, kernel, activation), by_columns = ctx.a, ctx.how, ctx.b_by_columns
-        two_four = not isinstance(a, BSR)
-        view = not two_four and a.order is not None
-
-        def sample(x: Tensor, y: Tensor) -> Tensor:
-            return sampled(x, y, a.pattern.T if view else a.pattern, gradients.same_family(kernel, "sddmm"))
-
-        def turn(dz: Tensor) -> Tensor:
-            whole, named = a._each(lambda _: values), gradients.turning(kernel, two_four)
-            if two_four or (by_columns and not rows):
-                flipped = whole if two_four or turned else whole.T
-                epilogue, lies = Epilogue(alpha=alpha), "col" if by_columns else "row"
-                call = Product(flipped, two_four and not turned, dz, None, epilogue, lies, dz.dtype)
-                c = multiply(call, named)
-                return c.mT if by_columns and not rows else c
-            if rows:
-                return spmm(dz.mT, whole.T if turned else whole, alpha=alpha, kernel=named)
-            return spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
-
-        of_other = grad
-        if slope is not None and not torch.is_grad_enabled():
-            grad = tokens(grad) * slope
+        needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
+        two_four, dz = not isinstance(a, BSR), grad
+        if slope is not None and not again:
+            dz = tokens(grad) * slope
         elif slope is not None:
             bias = None if ctx.bias is None else ctx.bias.read("bias")
             z = multiply(Product.layer(dense, a._each(lambda _: values), Epilogue(bias=bias)), kernel)
-            (grad,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
-        if rows:
-            parts = (None if x is None else tokens(x).mT for x in (grad, dense, out))
-            grad, dense, out = parts  # type: ignore[assignment]
-        transposed = view != (turned and not two_four)
-        found = gradients.of_product(ctx.needs_input_grad, grad, dense, out, transposed, alpha, sample, turn)
-        of_values, of_b, of_bias, _ = found
-        of_b = of_b.view(ctx.shape) if rows and of_b is not None else of_b
-        return of_values, of_b, of_bias, of_other if ctx.needs_input_grad[3] else None, None, None, None
+            (dz,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
+        elif out is not None:
+            dz = gradients.through_relu(grad, out)
+
+        def products() -> tuple[Tensor | None, Tensor | None]:
+            """The gradients of the values and of the dense operand."""
+            view, whole = not two_four and a.order is not None, a._each(lambda _: values)
+            named = gradients.turning(kernel, two_four)
+
+            def sample(x: Tensor, y: Tensor) -> Tensor:
+                return sampled(
+                    x, y, a.pattern.T if view else a.pattern, gradients.same_family(kernel, "sddmm")
+                )
+
+            def turn(dz: Tensor) -> Tensor:
+                if two_four or (by_columns and not rows):
+                    flipped = whole if two_four or turned else whole.T
+                    epilogue, lies = Epilogue(alpha=alpha), "col" if by_columns else "row"
+                    call = Product(flipped, two_four and not turned, dz, None, epilogue, lies, dz.dtype)
+                    c = multiply(call, named)
+                    c = c.mT if by_columns and not rows else c
+                elif rows:
+                    c = spmm(dz.mT, whole.T if turned else whole, alpha=alpha, kernel=named)
+                else:
+                    c = spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
+                return c.view(ctx.shape) if rows and c.shape != ctx.shape else c
+
+            parts = (tokens(dz).mT, none if dense is None else tokens(dense).mT) if rows else (dz, dense)
+            return gradients.of_factors(needs, *parts, view != (turned and not two_four), alpha, sample, turn)
+
+        slot: Any = bound.UNBOUND
+        if not again and not torch.compiler.is_compiling():
+            home, form, (_, *own) = a.signature()
+            given = [x for x in (dz, dense, values, *(own if needs[1] else ())) if x is not None]
+            more = "backward", ctx.how, form, by_columns, *needs[:2]
+            slot = bound.repeat(home.derived("calls", bound.Calls), more, given)
+        of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot
+        of_bias = gradients.of_bias(tokens(dz).mT if rows else dz) if needs[2] else None
+        return of_values, of_b, of_bias, grad if needs[3] else None, None, None, None
 
 
 for kind in (Semi24, BSR24, Quantized, QuantizedTensor):

@@ -227,7 +227,7 @@ def learned(device: str) -> Subject:
         of_a = sk.BSR.unchecked(a.pattern, of_values)
         return [check_spmm(a, b, out), check_sddmm(grad, b.mT, of_a), check_spmm(a.T, grad, of_b)]
 
-    return Subject(lambda: (a(), *(randn(each, N, device=device) for each in (K, M))), call, gates, repeats=3)
+    return Subject(lambda: (a(), *(randn(each, N, device=device) for each in (K, M))), call, gates, repeats=2)
 
 
 def learned_layer(device: str) -> Subject:
@@ -247,7 +247,7 @@ def learned_layer(device: str) -> Subject:
         return [gate, check_sddmm(grad.mT, x, of_w), check_spmm(w.T, grad.mT, of_x.mT)]
 
     shapes = (N, K), (M,), (N, M)
-    return Subject(lambda: (w(), *(randn(*each, device=device) for each in shapes)), call, gates, repeats=3)
+    return Subject(lambda: (w(), *(randn(*each, device=device) for each in shapes)), call, gates, repeats=2)
 
 
 def mask_of(kind: str, device: str) -> sk.BlockMask | None:
