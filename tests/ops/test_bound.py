@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import MISS, Recorded
-from sparsek.ops import bound, library_args
+from sparsek.ops import bound, transforms
 from sparsek.ops.linear import plan_layer
 from sparsek.plan import operands
 from sparsek.plan import spmm as plan_spmm
@@ -85,7 +85,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
         made.append(weakref.ref(again))
         return within(), again
 
-    monkeypatch.setattr(library_args, "recorder", lambda: modes[-1] if modes else None)
+    monkeypatch.setattr(transforms, "recorder", lambda: modes[-1] if modes else None)
     monkeypatch.setattr(bound, "record", record)
     monkeypatch.setattr(bound, "_device", lambda: NOW["device"])
     monkeypatch.setattr(bound, "_stream", lambda device: NOW["stream"])
