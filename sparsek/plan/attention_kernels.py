@@ -13,6 +13,18 @@ from sparsek.reference.scores import PLAIN as PLAIN_SCORES
 from sparsek.reference.scores import Scores
 
 
+def unless_heads(
+    p: AttentionProblem | PagedProblem, room: str, most: int, most_v: int = 0, unit: int = 8
+) -> list[str]:
+    """TMA moves units of 16 bytes, `unit` numbers, and a kernel has `room` for so many columns of k and of v."""
+    most_v = most_v or most
+    if p.dim <= most and p.v_dim <= most_v and p.dim % unit == p.v_dim % unit == 0:
+        return []
+    upto = f"{most}" if most == most_v else f"{most} for k and {most_v} for v"
+    right = f"multiples of {unit} up to {upto}, not {p.dim} and {p.v_dim}"
+    return [f"TMA moves whole 16 bytes and {room}, so head dims must be {right}"]
+
+
 class AttentionCall(NamedTuple):
     """The tensors and settings of one launch of attention.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from sparsek.core import dtypes
 from sparsek.plan.problem import Problem
 from sparsek.plan.ring import norm
 
@@ -19,14 +20,45 @@ def beside(busy: float, moved: float) -> float:
     return norm(2, busy, moved)
 
 
-def unless_hopper(p: Problem, multiplied: tuple[str, ...] = ("bf16", "fp16")) -> list[str]:
-    """Why wgmma over these dtypes and TMA cannot run `p`: its card, its dtype."""
+# Each rule of the hardware is a function `unless_...`: the reasons why it forbids something, [] if it does not.
+
+
+def unless_hopper(p: Any, multiplied: tuple[str, ...] = ("bf16", "fp16")) -> list[str]:
+    """Wgmma and TMA exist on sm_90 only, and a kernel multiplies these dtypes."""
     reasons = []
     if p.card.capability != (9, 0):
         reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
     if p.dtype not in multiplied:
         reasons.append(f"multiplies {' and '.join(multiplied)}, not {p.dtype}")
     return reasons
+
+
+def unless_aligned(p: Any, strides: str) -> list[str]:
+    """TMA addresses memory in units of 16 bytes. `strides` names what must be so beside pointers: "rows of X"."""
+    last = "contiguous last dims, and " if hasattr(p, "unit_stride") else ""
+    return [] if p.aligned else [f"TMA needs {last}pointers and {strides} that are multiples of 16 bytes"]
+
+
+def unless_whole(name: str, size: int, dtype: str) -> list[str]:
+    """TMA writes units of 16 bytes: what of a row of `size` numbers is no whole unit would overwrite its neighbour."""
+    unit = 16 // dtypes.itemsize(dtype)
+    if size % unit == 0:
+        return []
+    return [f"TMA writes whole 16 bytes, so a row of {name} must hold a multiple of {unit}, not {size}"]
+
+
+def unless_gapless(name: str, layout: str) -> list[str]:
+    """TMA reads elements of a row that are adjacent."""
+    if layout != "strided":
+        return []
+    return [f"TMA reads a row-major {name} or its transpose view; this {name} has gaps between its elements"]
+
+
+def unless_near(what: str, *sizes: int, bits: int = 31) -> list[str]:
+    """Coordinates are int32, those of TMA too, and a tile reaches beyond the end."""
+    if max(sizes) <= 2**bits - 1024:
+        return []
+    return [f"coordinates are 32 bits: {what} must stay 1024 below 2^{bits}"]
 
 
 class Kernel(Protocol[P]):

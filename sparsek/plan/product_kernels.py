@@ -7,10 +7,22 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import Kernel, beside
+from sparsek.plan.kernel import Kernel, beside, unless_aligned, unless_gapless, unless_whole
 from sparsek.plan.matches import Matches
 from sparsek.plan.product_problems import SddmmProblem, SpgemmProblem, SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
+
+
+def unless_dense_sides(p: SpmmProblem) -> list[str]:
+    """TMA reads B, and another matrix, and writes C."""
+    sides = "B, C and another matrix with C's layout" if p.combine else "B and C"
+    reasons = unless_aligned(p, f"leading strides of {sides}") + unless_whole("C", p.c_row, p.c.dtype)
+    return reasons + unless_gapless("B", p.b.layout)
+
+
+def unless_stored(p: SpmmProblem) -> list[str]:
+    """TMA needs the address of something."""
+    return [] if p.nnzb else ["A has no stored blocks, and TMA needs a valid address"]
 
 
 def rounding_seconds(p: SpmmProblem) -> float:

@@ -136,6 +136,11 @@ class SpmmProblem(ProductProblem):
         return -(-self.m // self.block[0]), -(-self.k // self.block[1])
 
     @property
+    def c_row(self) -> int:
+        """Numbers that are adjacent in C."""
+        return self.m if self.c.layout == "col" else self.n
+
+    @property
     def stored(self) -> int:
         """Number of stored values of A."""
         whole = self.m * self.k if self.a.blocks is None else self.nnzb * self.block[0] * self.block[1]

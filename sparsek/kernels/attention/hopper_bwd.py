@@ -67,9 +67,9 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
-from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel
+from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel, unless_heads
 from sparsek.plan.attention_problems import AttentionGradProblem
-from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.kernel import unless_aligned, unless_hopper
 from sparsek.plan.ring import flops_per_second, throttled
 
 
@@ -464,17 +464,8 @@ class HopperAttentionGrad:
     name = "hopper.attention_bwd"
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
-        reasons = unless_hopper(p)
-        if max(p.dim, p.v_dim) > 128 or p.dim % 8 or p.v_dim % 8:
-            reasons.append(
-                f"TMA moves whole 16 bytes and registers hold dK and dV of at most 128 columns, so head dims must be "
-                f"multiples of 8 up to 128, not {p.dim} and {p.v_dim}"
-            )
-        if not p.aligned:
-            reasons.append(
-                "TMA needs contiguous last dims, and pointers and strides of q, k, v and grad that are multiples of "
-                "16 bytes"
-            )
+        reasons = unless_hopper(p) + unless_heads(p, "registers hold dK and dV of at most 128 columns", 128)
+        reasons += unless_aligned(p, "strides of q, k, v and grad")
         if p.deterministic and p.block[1] == 64 and p.dim in PORTABLE and p.v_dim in PORTABLE:
             reasons.append(
                 "portable.attention_bwd is faster in order with blocks of 64 keys; name that, or deterministic=False"

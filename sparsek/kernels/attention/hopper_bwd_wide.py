@@ -34,9 +34,9 @@ from sparsek.kernels.attention.parts import add_parts, longest_part
 from sparsek.kernels.lang.gluon import Described, describe_heads, launch_on
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import padded_rows
-from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel
+from sparsek.plan.attention_kernels import AttentionGradCall, AttentionGradKernel, unless_heads
 from sparsek.plan.attention_problems import AttentionGradProblem
-from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.kernel import unless_aligned, unless_hopper
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,22 +88,16 @@ class HopperWideAttentionGrad:
     name = "hopper.attention_bwd_wide"
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
-        reasons = unless_hopper(p)
-        widest = max(p.dim, p.v_dim)
-        if not 128 < widest <= 256 or p.dim % 8 or p.v_dim % 8:
+        reasons = unless_hopper(p) + unless_heads(p, "a warpgroup holds one sum of at most 256 columns", 256)
+        reasons += unless_aligned(p, "strides of q, k, v and grad")
+        if max(p.dim, p.v_dim) <= 128:
             reasons.append(
-                f"TMA moves whole 16 bytes and a warpgroup holds one sum of at most 256 columns, so head dims must be "
-                f"multiples of 8 up to 256, one of them above 128, not {p.dim} and {p.v_dim}"
+                f"is for head dims above 128, not {p.dim} and {p.v_dim}; hopper.attention_bwd takes those"
             )
         if p.block[0] != 128:
             reasons.append(f"a tile has 128 queries, so blocks must too, not {p.block[0]}")
         if p.softcap or p.alibi:
             reasons.append("has no softcap and no ALiBi")
-        if not p.aligned:
-            reasons.append(
-                "TMA needs contiguous last dims, and pointers and strides of q, k, v and grad that are multiples of "
-                "16 bytes"
-            )
         programs = p.batch * max(p.q_heads * p.grid[0], p.kv_heads * p.grid[1] * 2)
         if p.batch * p.q_heads * padded_rows(p) >= 2**31 or programs >= 2**30:
             reasons.append(f"numbers of rows and tiles are 32 bits: at most 2^31 rows and {2**30} tiles")

@@ -68,8 +68,8 @@ from sparsek.kernels.attention.softmax_fp8 import (
 )
 from sparsek.kernels.lang.gluon import Described, describe_heads, launch_on, tma_store_wait
 from sparsek.plan import attention_schedule as tiling
-from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel
-from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel, unless_heads
+from sparsek.plan.kernel import unless_aligned, unless_hopper
 
 WHOLE_HEAD = 1 << 30  # rows of a scale, where a head has one
 LEAST = gl.constexpr(1e-37)  # of a row's factor: 0 times a score of -inf would be NaN
@@ -371,16 +371,8 @@ class HopperAttentionFp8(HopperAttention):
             reasons.append(f"gives bf16 and fp16, not {p.out}")
         if p.changes:
             reasons.append(f"does not change scores, and these have {', '.join(p.changes)}")
-        if p.dim > 256 or p.v_dim > 128 or p.dim % 16 or p.v_dim % 16:
-            reasons.append(
-                f"TMA moves whole 16 bytes and registers hold O twice, so head dims must be multiples of 16, up to 256 "
-                f"for k and 128 for v, not {p.dim} and {p.v_dim}"
-            )
-        if not p.aligned:
-            reasons.append(
-                "TMA needs contiguous rows and pointers and strides of the values that are multiples of 16 bytes"
-            )
-        return reasons + too_long(p)
+        reasons += unless_heads(p, "registers hold O twice", 256, 128, unit=16)
+        return reasons + unless_aligned(p, "strides of the values") + too_long(p)
 
     def configs(self, p: Any) -> Iterable[Config]:
         dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))

@@ -61,10 +61,10 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as tiling
-from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel
+from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel, unless_heads
 from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.plan.attention_schedule import Schedule, Shape
-from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.kernel import unless_aligned, unless_hopper
 
 
 @dataclass(frozen=True, repr=False)
@@ -331,17 +331,8 @@ class HopperAttention:
     _tile_seconds = 1.2e-6  # beside the steps of a tile of 128 rows
 
     def why_not(self, p: AttentionProblem) -> list[str]:
-        reasons = unless_hopper(p)
-        if max(p.dim, p.v_dim) > 256 or p.dim % 8 or p.v_dim % 8:
-            reasons.append(
-                f"TMA moves whole 16 bytes and registers hold heads of at most 256, so head dims must be multiples "
-                f"of 8 up to 256, not {p.dim} and {p.v_dim}"
-            )
-        if not p.aligned:
-            reasons.append(
-                "TMA needs contiguous last dims and pointers and strides of q, k and v that are multiples of 16 bytes"
-            )
-        return reasons + too_long(p)
+        reasons = unless_hopper(p) + unless_heads(p, "registers hold heads of at most 256", 256)
+        return reasons + unless_aligned(p, "strides of q, k and v") + too_long(p)
 
     def default(self, p: AttentionProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))

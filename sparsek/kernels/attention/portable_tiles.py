@@ -6,7 +6,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from sparsek.core import env
+from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 
 DIMS = (32, 64, 96, 128, 192, 256)
@@ -102,16 +102,7 @@ def is_hopper(p: Any) -> bool:
 
 def why_not(p: Any) -> list[str]:
     """Why no plain Triton kernel of attention runs problem `p`: its device, dtype, head dims or lengths."""
-    why = []
-    if p.on_cpu and not env.interpreting():
-        why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
-    if p.on_cpu and p.dtype == "bf16":
-        why.append("bf16 is wrong in Triton's interpreter; use fp16 there")
-    if not p.on_cpu and p.card.capability < (8, 0):
-        has = ".".join(map(str, p.card.capability))
-        why.append(f"needs compute capability 8.0 or newer; {p.card.name} has {has}")
-    if p.dtype not in ("bf16", "fp16"):
-        why.append(f"dtype must be bf16 or fp16, not {p.dtype}")
+    why = tensors.why_not(p, ("bf16", "fp16"))
     if p.dim not in DIMS or p.v_dim not in DIMS:
         why.append(f"head dims must be among {', '.join(map(str, DIMS))}; got {p.dim} and {p.v_dim}")
     if max(p.q_len, p.kv_len) > SIZE_LIMIT:

@@ -100,18 +100,18 @@ def stages(p: Any, wanted: int, elements: int) -> int:
     return wanted if p.on_cpu else max(1, min(wanted, room // (elements * dtypes.itemsize(p.dtype))))
 
 
-def why_not(p: Any) -> list[str]:
-    """Why no plain Triton kernel runs problem `p`: its device or its dtype."""
+def why_not(p: Any, multiplied: tuple[str, ...] = ("bf16", "fp16", "fp32")) -> list[str]:
+    """Why no plain Triton kernel for these dtypes runs problem `p`: its device or its dtype."""
     why = []
     if p.on_cpu and not env.interpreting():
         why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
     if p.on_cpu and p.dtype == "bf16":
-        why.append("bf16 is wrong in Triton's interpreter; use fp16 or fp32 there")
+        why.append(f"bf16 is wrong in Triton's interpreter; use {' or '.join(multiplied[1:])} there")
     if not p.on_cpu and p.card.capability < (8, 0):
         has = ".".join(map(str, p.card.capability))
         why.append(f"needs compute capability 8.0 or newer; {p.card.name} has {has}")
-    if p.dtype not in ("bf16", "fp16", "fp32"):
-        why.append(f"dtype must be bf16, fp16 or fp32, not {p.dtype}")
+    if p.dtype not in multiplied:
+        why.append(f"dtype must be {', '.join(multiplied[:-1])} or {multiplied[-1]}, not {p.dtype}")
     return why
 
 

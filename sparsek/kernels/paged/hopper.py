@@ -63,9 +63,9 @@ from sparsek.kernels.paged.producer import load
 from sparsek.kernels.paged.schedule import FAR, Shape, capacity, schedule
 from sparsek.kernels.paged.steps import RECORD, allowed, masked_key, tile_at, tile_number, within
 from sparsek.mask.pages import PageLists
-from sparsek.plan.attention_kernels import PagedCall, PagedKernel
+from sparsek.plan.attention_kernels import PagedCall, PagedKernel, unless_heads
 from sparsek.plan.attention_problems import PagedProblem
-from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.kernel import unless_aligned, unless_hopper
 
 
 @dataclass(frozen=True, repr=False)
@@ -282,19 +282,11 @@ class HopperPaged:
         reasons = unless_hopper(p)
         if p.kv_dtype != p.dtype:
             reasons.append(f"multiplies pages of q's dtype, {p.dtype}, not {p.kv_dtype}")
-        if max(p.dim, p.v_dim) > 256 or p.dim % 8 or p.v_dim % 8:
-            reasons.append(
-                f"TMA moves whole 16 bytes and registers hold heads of at most 256, so head dims must be multiples "
-                f"of 8 up to 256, not {p.dim} and {p.v_dim}"
-            )
+        reasons += unless_heads(p, "registers hold heads of at most 256", 256)
+        reasons += unless_aligned(p, "strides of q and the pages")
         if p.page < 16 or p.page & (p.page - 1):
             reasons.append(
                 f"a copy lies in one page, so pages must be powers of two from 16 on, not {p.page}"
-            )
-        if not p.aligned:
-            reasons.append(
-                "TMA needs contiguous last dims and pointers and strides of q and the pages that are multiples of 16 "
-                "bytes"
             )
         if max(p.tokens, p.max_k) >= FAR:
             reasons.append("positions are 32 bits: there may be 2^30 queries, and as many keys of a request")

@@ -38,8 +38,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.core import dtypes, env
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import at
 from sparsek.kernels.paged import portable_parts
@@ -430,16 +431,7 @@ class PortablePaged:
 
     def why_not(self, p: PagedProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
-        why = []
-        if p.on_cpu and not env.interpreting():
-            why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
-        if p.on_cpu and p.dtype == "bf16":
-            why.append("bf16 is wrong in Triton's interpreter; use fp16 there")
-        if not p.on_cpu and p.card.capability < (8, 0):
-            has = ".".join(map(str, p.card.capability))
-            why.append(f"needs compute capability 8.0 or newer; {p.card.name} has {has}")
-        if p.dtype not in ("bf16", "fp16"):
-            why.append(f"dtype must be bf16 or fp16, not {p.dtype}")
+        why = tensors.why_not(p, ("bf16", "fp16"))
         if p.kv_dtype not in (p.dtype, "e4m3"):
             why.append(f"pages must be {p.dtype}, as q, or e4m3, not {p.kv_dtype}")
         elif p.kv_dtype == "e4m3" and not p.aligned:

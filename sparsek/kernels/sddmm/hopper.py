@@ -34,10 +34,10 @@ from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, multiply
 from sparsek.matrix.padding import padding_of, zero_padding
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.kernel import unless_aligned, unless_gapless, unless_hopper, unless_near
 from sparsek.plan.product_kernels import SddmmKernel
 from sparsek.plan.product_problems import SddmmProblem
-from sparsek.plan.sddmm_schedule import OUTSIDE, SddmmTiles, sddmm_tiles
+from sparsek.plan.sddmm_schedule import SddmmTiles, sddmm_tiles
 
 
 @dataclass(frozen=True)
@@ -185,17 +185,11 @@ class HopperSddmm:
 
     def why_not(self, p: SddmmProblem) -> list[str]:
         reasons = unless_hopper(p)
-        for name, layout in (("X", p.x_layout), ("Y", p.y_layout)):
-            if layout == "strided":
-                reasons.append(
-                    f"TMA reads a row-major {name} or its transpose view; this one has gaps between its elements"
-                )
-        if not p.aligned:
-            reasons.append("TMA needs pointers and leading strides of X and Y that are multiples of 16 bytes")
-        if max(p.nnzb * p.block[0], p.m, p.n, p.k) > OUTSIDE - 1024:
-            reasons.append(
-                f"TMA coordinates are 32 bits: M, N, K and all stored blocks' rows must stay below {OUTSIDE - 1024}"
-            )
+        reasons += unless_gapless("X", p.x_layout) + unless_gapless("Y", p.y_layout)
+        reasons += unless_aligned(p, "leading strides of X and Y")
+        reasons += unless_near(
+            "M, N, K and the rows of all stored blocks", p.nnzb * p.block[0], p.m, p.n, p.k, bits=30
+        )  # the schedule's OUTSIDE
         if p.k == 0:
             reasons.append("K is 0")
         return reasons

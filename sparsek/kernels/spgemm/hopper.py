@@ -25,7 +25,7 @@ from sparsek.kernels.spmm.hopper import SOURCE, Config, spmm_kernel
 from sparsek.kernels.spmm.multiply import deepened
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.padding import padding_of, zero_padding
-from sparsek.plan.kernel import unless_hopper
+from sparsek.plan.kernel import unless_aligned, unless_hopper, unless_near, unless_whole
 from sparsek.plan.matches import Matches
 from sparsek.plan.plan import arithmetic_seconds, memory_seconds
 from sparsek.plan.product_kernels import SpgemmKernel
@@ -57,13 +57,11 @@ class HopperSpgemm:
     name = "hopper.spgemm"
 
     def why_not(self, p: SpgemmProblem) -> list[str]:
-        reasons = unless_hopper(p)
-        if not p.aligned or (p.dense_out and p.n % 8):
-            reasons.append("TMA needs pointers, and rows of a dense C, that are multiples of 16 bytes")
+        reasons = unless_hopper(p) + unless_aligned(p, "rows of a dense C")
+        if p.dense_out:
+            reasons += unless_whole("C", p.n, p.dtype)
         sides = (p.nnzb_a * max(p.a_block), p.nnzb_b * max(p.b_block), p.nnzb_out * p.block[0], p.m, p.n)
-        if max(sides) > 2**31 - 1024:
-            reasons.append("TMA coordinates are 32 bits: all stored blocks' rows must stay 1024 below 2^31")
-        return reasons
+        return reasons + unless_near("M, N and the rows of all stored blocks", *sides)
 
     def default(self, p: SpgemmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))

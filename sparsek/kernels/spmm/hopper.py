@@ -54,7 +54,7 @@ from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, lim
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import beside, unless_hopper
 from sparsek.plan.plan import arithmetic_seconds
-from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_kernels import SpmmKernel, unless_dense_sides
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import deal_on_device, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -228,16 +228,7 @@ class HopperSpmm:
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr"):
             return foreign
-        reasons = unless_hopper(p)
-        if not p.aligned:
-            reasons.append("TMA needs pointers and leading strides of B and C that are multiples of 16 bytes")
-        row = p.m if p.c.layout == "col" else p.n
-        if row % 8:
-            reasons.append(f"TMA writes whole 16 bytes, so a row of C must hold a multiple of 8, not {row}")
-        if p.b.layout == "strided":
-            reasons.append(
-                "TMA reads a row-major B or its transpose view; this B has gaps between its elements"
-            )
+        reasons = unless_hopper(p) + unless_dense_sides(p)
         return limits(p, self.configs, reasons)
 
     def default(self, p: SpmmProblem) -> Config:

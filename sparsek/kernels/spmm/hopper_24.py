@@ -41,8 +41,8 @@ from sparsek.kernels.lang.memo import Memo
 from sparsek.kernels.lang.nvrtc import Program
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import beside
-from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.kernel import beside, unless_hopper, unless_near
+from sparsek.plan.product_kernels import SpmmKernel, unless_dense_sides
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import BUSY_SLOTS, DRIVER_LAUNCHES, Ring, flops_per_second, ring_seconds, share_of_h200
 from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
@@ -343,11 +343,7 @@ def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor, other: Tensor | Non
 
 def unable(p: SpmmProblem, dtype: str) -> list[str]:
     """Reasons from the machine, the dtype and the storage, shared by the CUDA C++ kernels. `dtype` is C's."""
-    reasons = []
-    if p.card.capability != (9, 0):
-        reasons.append(f"needs a Hopper card (sm_90), this is {p.card.name}")
-    else:
-        reasons += nvrtc.missing()
+    reasons = unless_hopper(p, (p.dtype,)) or nvrtc.missing()
     if dtype not in ("bf16", "fp16"):
         reasons.append(f"C must be bf16 or fp16, not {dtype}")
     if p.a.transposed:
@@ -359,18 +355,7 @@ def unable(p: SpmmProblem, dtype: str) -> list[str]:
 
 def why_not(p: SpmmProblem, dtype: str) -> list[str]:
     """Reasons shared by Semi24 and BSR24: of the machine, then of the problem. `dtype` is C's."""
-    reasons = unable(p, dtype)
-    if not p.aligned:
-        alike = ", and another matrix with C's layout" if p.combine else ""
-        reasons.append(f"TMA needs pointers and leading strides that are multiples of 16 bytes{alike}")
-    row = p.m if p.c.layout == "col" else p.n
-    if row % 8:
-        reasons.append(f"TMA writes whole 16 bytes, so a row of C must hold a multiple of 8, not {row}")
-    if p.b.layout == "strided":
-        reasons.append("TMA reads a row-major B or its transpose view; this B has gaps between its elements")
-    if max(p.m, p.k, p.n) > 2**31 - 1024:
-        reasons.append("TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31")
-    return reasons
+    return unable(p, dtype) + unless_dense_sides(p) + unless_near("M, K and N", p.m, p.k, p.n)
 
 
 # (wgs, ms, tn, boxes) of tiles, largest first.

@@ -20,7 +20,8 @@ from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm.hopper_24 import Config, Lists, Work
 from sparsek.kernels.spmm.parts import records
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.kernel import unless_near
+from sparsek.plan.product_kernels import SpmmKernel, unless_stored
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import balance, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -55,12 +56,7 @@ def tiles_of_blocks(p: SpmmProblem) -> Iterator[Config]:
 
 def why_not_blocks(p: SpmmProblem) -> list[str]:
     """Reasons from the blocks, independent of dtype."""
-    reasons = []
-    if not p.nnzb:
-        reasons.append("A has no stored blocks, and TMA needs a valid address")
-    if p.nnzb * p.block[0] > 2**31 - 1024:
-        reasons.append("TMA coordinates are 32 bits: the rows of all stored blocks must stay 1024 below 2^31")
-    return reasons
+    return unless_stored(p) + unless_near("the rows of all stored blocks", p.nnzb * p.block[0])
 
 
 class HopperBsr24:

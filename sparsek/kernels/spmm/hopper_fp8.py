@@ -64,7 +64,7 @@ from sparsek.kernels.spmm.multiply_fp8_held import multiply_held, multiply_held_
 from sparsek.kernels.spmm.parts import Dealt, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
-from sparsek.plan.kernel import beside
+from sparsek.plan.kernel import beside, unless_aligned, unless_hopper, unless_whole
 from sparsek.plan.product_kernels import SpmmKernel, rounding_seconds
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import walk
@@ -258,23 +258,15 @@ class HopperSpmmFp8:
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr_fp8"):
             return foreign
-        reasons = []
-        if p.card.capability != (9, 0):
-            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
+        reasons = unless_hopper(p, ("e4m3", "e5m2"))
         if p.a.transposed:
             reasons.append(
                 "Hopper's FP8 wgmma reads both operands along K, and the blocks of an A.T are contiguous across it"
             )
         if p.block[1] % 32:
             reasons.append(f"FP8 wgmma is 32 deep, and blocks are {p.block[1]} wide")
-        row = p.m if p.c.layout == "col" else p.n
-        if row * dtypes.itemsize(p.c.dtype) % 16:
-            reasons.append(f"TMA writes whole 16 bytes, and a row of C is {row} numbers of {p.c.dtype}")
-        elif not p.aligned:
-            reasons.append(
-                "TMA needs pointers and rows of B (K values each), of C and of the other matrix that are multiples of "
-                "16 bytes"
-            )
+        whole = unless_whole("C", p.c_row, p.c.dtype)
+        reasons += whole or unless_aligned(p, "rows of B (K values each), of C and of the other matrix")
         if p.c.dtype == "fp32" and (p.combine or p.activation not in ("", "relu")):
             reasons.append("a C in fp32 takes a bias and relu; other activations and matrices bf16 and fp16")
         return limits(p, self.configs, reasons)

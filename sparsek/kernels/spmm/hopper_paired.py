@@ -33,9 +33,9 @@ from sparsek.kernels.spmm import hopper
 from sparsek.kernels.spmm.hopper_24 import ACTS, BOX_BYTES
 from sparsek.kernels.spmm.pairs import Pairs, pairs_of
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import beside, unless_hopper
+from sparsek.plan.kernel import beside, unless_hopper, unless_near
 from sparsek.plan.plan import arithmetic_seconds
-from sparsek.plan.product_kernels import SpmmKernel
+from sparsek.plan.product_kernels import SpmmKernel, unless_dense_sides, unless_stored
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import flops_per_second, fullest, norm, share_of_h200
 from sparsek.plan.schedule import Walk, balance
@@ -181,25 +181,14 @@ class HopperPaired:
         bm, bk = p.block
         if bm not in SIDES or bk not in SIDES:
             reasons.append(f"the sides of blocks must be 16, 32 or 64, not {bm}x{bk}")
-        if not p.nnzb:
-            reasons.append("A has no stored blocks, and TMA needs a valid address")
+        reasons += unless_stored(p) + unless_dense_sides(p)
         if p.a.transposed:
             reasons.append("A is a transposed view; hopper.spmm reads its blocks transposed")
         if p.combine or p.slope:
             reasons.append("neither joins another matrix nor writes slopes; hopper.spmm does")
-        if not p.aligned:
-            reasons.append("TMA needs pointers and leading strides of B and C that are multiples of 16 bytes")
-        if (p.m if p.c.layout == "col" else p.n) % 8:
-            reasons.append("TMA writes whole 16 bytes, so a row of C must hold a multiple of 8")
         if p.b.layout == "row" and p.n % 64:
             reasons.append(f"a row of a row-major B must hold whole panels of 64, not {p.n}")
-        if p.b.layout == "strided":
-            reasons.append(
-                "TMA reads a row-major B or its transpose view; this B has gaps between its elements"
-            )
-        if max(p.nnzb, p.m, p.k, p.n) > 2**31 - 1024:
-            reasons.append("coordinates and blocks have 32 bits: sides and blocks must stay 1024 below 2^31")
-        return reasons
+        return reasons + unless_near("M, K, N and the number of stored blocks", p.nnzb, p.m, p.k, p.n)
 
     def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))

@@ -33,6 +33,7 @@ from sparsek.kernels.lang.launch import launch_cuda
 from sparsek.kernels.lang.nvrtc import Program
 from sparsek.kernels.spmm.hopper_24 import ACTS, JOINS, unable
 from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.kernel import unless_near
 from sparsek.plan.product_kernels import SpmmKernel
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.ring import DRIVER_LAUNCHES
@@ -141,9 +142,7 @@ class HopperSemi24Skinny:
             reasons.append(f"multiplies up to {WIDEST} columns of B, not {p.n}")
         if p.k % STEP or not p.k:
             reasons.append(f"metadata comes in 16 bytes of a row: K a multiple of {STEP}, not {p.k}")
-        if max(p.m, p.k) > 2**31 - 1024:
-            reasons.append("counts rows and columns in 32 bits: M and K must stay 1024 below 2^31")
-        return reasons
+        return reasons + unless_near("M and K", p.m, p.k)
 
     def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))

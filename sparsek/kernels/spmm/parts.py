@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsek.kernels.lang.epilogue import constants, finished
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.spmm.multiply import RECORD, Tile
+from sparsek.plan.kernel import unless_near
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.plan.schedule import Cut, Schedule, Walk, balance, cut, part_limit
 from sparsek.reference.epilogue import Epilogue
@@ -104,10 +105,9 @@ def uneven(p: SpmmProblem) -> bool:
 
 def limits(p: SpmmProblem, configs: Callable[[SpmmProblem], list[Any]], reasons: list[str]) -> list[str]:
     """`reasons`, plus limits of sizes and tiles."""
-    if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
-        reasons.append(
-            "TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31, and so must all stored blocks' rows"
-        )
+    reasons = reasons + unless_near(
+        "M, K, N and the rows of all stored blocks", p.nnzb * max(p.block), p.m, p.k, p.n
+    )
     if not reasons and not configs(p):
         reasons.append(
             f"tiles of blocks of {p.block[0]} rows overlap, and C would be added to itself twice there"

@@ -109,10 +109,9 @@ class VendorCublasFp8:
             why.append("a scale per block of A lies inside the sums, where the library applies none")
         if (p.dtype, p.b.dtype) == ("e5m2", "e5m2"):
             why.append("the library multiplies no E5M2 with E5M2")
-        across = p.m if p.c.layout == "col" else p.n
-        if p.k % UNIT or across % UNIT or not p.k:
+        if p.k % UNIT or p.c_row % UNIT or not p.k:
             side = "M" if p.c.layout == "col" else "N"
-            why.append(f"K and {side} must be multiples of {UNIT}, not {p.k} and {across}")
+            why.append(f"K and {side} must be multiples of {UNIT}, not {p.k} and {p.c_row}")
         need, limit = p.m * p.k, limit_bytes(p.card)
         if need > limit:
             why.append(

@@ -104,7 +104,7 @@ def test_every_ring_fits() -> None:
 @pytest.mark.parametrize(
     ("p", "words"),
     [
-        (problem(128), "one of them above 128"),
+        (problem(128), "is for head dims above 128"),
         (problem(512), "up to 256"),
         (problem(196), "multiples of 8"),
         (problem(block=(64, 128)), "blocks must too, not 64"),

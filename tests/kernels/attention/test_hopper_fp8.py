@@ -121,7 +121,7 @@ def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObjec
         ({"out": "fp32"}, "gives bf16 and fp16, not fp32"),
         ({"softcap": True}, "does not change scores, and these have softcap"),
         ({"sink_logits": "fp32"}, "fp32 sinks"),
-        ({"dim": 264}, "multiples of 16, up to 256 for k and 128 for v, not 264 and 128"),
+        ({"dim": 264}, "multiples of 16 up to 256 for k and 128 for v, not 264 and 128"),
         ({"v_dim": 192}, "not 128 and 192"),
         ({"dim": 40}, "not 40 and 128"),
         ({"aligned": False}, "multiples of 16 bytes"),

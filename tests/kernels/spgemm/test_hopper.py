@@ -131,7 +131,7 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
         ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),
         ({"dtype": "fp64"}, "multiplies bf16 and fp16, not fp64"),
         ({"aligned": False}, "multiples of 16 bytes"),
-        ({"n": 8190}, "rows of a dense C, that are multiples of 16 bytes"),
+        ({"n": 8190}, "a row of C must hold a multiple of 8, not 8190"),
         ({"nnzb_a": 2**31 // 64}, "32 bits"),
         ({"nnzb_b": 2**31 // 64}, "32 bits"),
         ({"nnzb_out": 2**31 // 64}, "32 bits"),
