@@ -14,9 +14,8 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("attention_backward", "reference.attention_bwd", "attention.reference", ""),
     ("attention_paged", "hopper.attention_paged", "paged.hopper", ""),
     ("attention_paged", "portable.attention_paged", "paged.portable", ""),
-    ("attention_paged", "cpu.attention_paged", "paged.cpu", ""),
     ("attention_paged", "reference.attention_paged", "paged.reference", ""),
 )
 
 # Removed kernels, and the successor of each.
-REMOVED: dict[str, str] = {}
+REMOVED = {"cpu.attention_paged": "reference.attention_paged"}

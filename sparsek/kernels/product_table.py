@@ -16,7 +16,6 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "hopper.semi24", "spmm.hopper_24", "semi24"),
     ("spmm", "hopper.semi24_skinny", "spmm.hopper_skinny_24", "semi24"),
     ("spmm", "portable.semi24", "spmm.portable_24", "semi24"),
-    ("spmm", "cpu.semi24", "spmm.cpu_24", "semi24"),
     ("spmm", "reference.semi24", "spmm.reference", "semi24"),
     ("spmm", "hopper.bsr24", "spmm.hopper_bsr24", "bsr24"),
     ("spmm", "portable.bsr24", "spmm.portable_bsr24", "bsr24"),
@@ -29,19 +28,22 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "hopper.bsr24_fp8", "spmm.hopper_bsr24_fp8", "bsr24_fp8"),
     ("spmm", "portable.bsr24_fp8", "spmm.portable_bsr24_fp8", "bsr24_fp8"),
     ("spmm", "vendor.cublas_fp8", "spmm.vendor_cublas_fp8", "fp8"),
-    ("spmm", "cpu.spmm_fp8", "spmm.cpu_fp8", "fp8"),
     ("spmm", "reference.spmm_fp8", "spmm.reference", "fp8"),
     ("sddmm", "hopper.sddmm", "sddmm.hopper", ""),
     ("sddmm", "portable.sddmm", "sddmm.portable", ""),
     ("sddmm", "vendor.sddmm", "sddmm.vendor", ""),
-    ("sddmm", "cpu.sddmm", "sddmm.cpu", ""),
     ("sddmm", "reference.sddmm", "sddmm.reference", ""),
     ("spgemm", "hopper.spgemm", "spgemm.hopper", ""),
     ("spgemm", "portable.spgemm", "spgemm.portable", ""),
     ("spgemm", "vendor.spgemm", "spgemm.vendor", ""),
-    ("spgemm", "cpu.spgemm", "spgemm.cpu", ""),
     ("spgemm", "reference.spgemm", "spgemm.reference", ""),
 )
 
 # Removed kernels, and the successor of each.
-REMOVED = {"vendor.cusparselt": "hopper.semi24"}
+REMOVED = {
+    "vendor.cusparselt": "hopper.semi24",
+    "cpu.semi24": "reference.semi24",
+    "cpu.spmm_fp8": "reference.spmm_fp8",
+    "cpu.sddmm": "reference.sddmm",
+    "cpu.spgemm": "reference.spgemm",
+}

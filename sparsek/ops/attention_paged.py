@@ -256,7 +256,7 @@ def plan_attention_paged(
         >>> cache, q = torch.randn(8, 2, 16, 128), torch.randn(2, 8, 64)
         >>> table, lengths, edges = (torch.zeros(s, dtype=torch.int32) for s in ((2, 4), (2,), (3,)))
         >>> sk.plan_attention_paged(q, cache, table, lengths, edges).kernel
-        'cpu.attention_paged'
+        'reference.attention_paged'
     """
     if kernel is not None:
         arguments.text("kernel", kernel)

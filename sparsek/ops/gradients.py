@@ -12,7 +12,7 @@ A gradient of values has their shape and order, [nnzb, bm, bk] as stored, for a 
 B dZ^T at the blocks of V. So no gradient is larger than its operand.
 
 The kernels of a backward pass are chosen as in any call. If the forward pass named its kernel, they are of the same
-family: cpu.spmm leads to cpu.sddmm.
+family where it has one: hopper.spmm leads to hopper.sddmm.
 """
 
 from __future__ import annotations

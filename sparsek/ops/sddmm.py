@@ -42,7 +42,7 @@ def sddmm(
         Y: [K, N] of the dtype of X, on its device, with strides like X.
         pattern: A BlockPattern of shape (M, N) on their device.
         plan: From `plan_sddmm`. By default a plan is made once, and cached with the pattern.
-        kernel: The name of a kernel, for example "cpu.sddmm". It runs or raises Unsupported. The backward pass uses
+        kernel: The name of a kernel, for example "hopper.sddmm". It runs or raises Unsupported. The backward pass uses
             kernels of the same family.
 
     Returns:

@@ -69,8 +69,8 @@ def spgemm(
             contributes to. A BlockPattern of the shape and blocks of C: a BSR on it, where blocks without a pair are 0.
         plan: From `plan_spgemm`. By default a plan is made once, and cached with the pattern of A, as are the matched
             pairs of blocks.
-        kernel: The name of a kernel, for example "cpu.spgemm". It runs or raises Unsupported. The backward pass uses it
-            too.
+        kernel: The name of a kernel, for example "hopper.spgemm". It runs or raises Unsupported. The backward
+            pass uses it too.
 
     Returns:
         C, accumulated in float32 (float64 for float64) and rounded once. Values outside the matrix are 0.

@@ -2,7 +2,7 @@
 
 One op serves every storage. The product with the transpose of a 2:4 matrix, as in B @ A and in the gradient of B, needs
 its own kernels: its pairs run along M, where sparse tensor cores cannot read them. portable.semi24 and portable.bsr24
-unpack tiles in registers, cpu.semi24 and cpu.bsr24 rows.
+unpack tiles in registers, cpu.bsr24 blocks.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ def unless_near(what: str, *sizes: int, bits: int = 31) -> list[str]:
 class Kernel(Protocol[P]):
     """One implementation of one operation, as far as the choice of a kernel needs it.
 
-    Optional attributes. `only_by_name`, a reason: the kernel is chosen only if `kernel=` names it. `notes(p, c) ->
-    list[str]`: further lines of `explain()` for that choice. `successor`: the kernel of a retargeted plan, for a kernel
-    whose lists are made on the host.
+    Optional attributes. `only_by_name`, a reason or a function of the problem that returns one or "": the kernel is
+    chosen only if `kernel=` names it. `notes(p, c) -> list[str]`: further lines of `explain()` for that choice.
+    `successor`: the kernel of a retargeted plan, for a kernel whose lists are made on the host.
     """
 
     name: str

@@ -57,6 +57,7 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
         named = config is not None and name == only
         chosen = given_config(kernel, p, config) if named else kernel.default(p)
         aside = getattr(kernel, "only_by_name", "")
+        aside = aside(p) if callable(aside) else aside
         candidates.append(Candidate(name, chosen, kernel.seconds(p, chosen), only_by_name=aside))
     able = [
         c for c in candidates if not c.why_not and (c.name == only or (only is None and not c.only_by_name))

@@ -18,7 +18,7 @@ from sparsek.plan.matches import match
 
 CPU = torch.device("cpu")
 CASE = SpgemmCase(64, 96, 80, (32, 48), (48, 16), 0.5, dtype="fp32")
-KERNEL = "cpu.spgemm"
+KERNEL = "reference.spgemm"
 
 
 @pytest.fixture

@@ -186,16 +186,16 @@ def measured(case: Any, *kernels: str) -> Outcome:
 @pytest.mark.parametrize(
     ("case", "kernel", "peers"),
     [
-        (WHOLE, "cpu.semi24", {"torch_dense"}),
-        (replace(WHOLE, form="A@B"), "cpu.semi24", {"torch_dense"}),
+        (WHOLE, "reference.semi24", {"torch_dense"}),
+        (replace(WHOLE, form="A@B"), "reference.semi24", {"torch_dense"}),
         (BLOCKS, "cpu.bsr24", {"torch_dense", "bsr"}),
         (replace(BLOCKS, form="x@W.T", m=100), "cpu.bsr24", {"torch_dense", "bsr"}),
         (PACKED, "matrix.convert", {"copy"}),
         (PackCase(16, 24, "semi24", dtype="bf16"), "matrix.two_four", {"copy"}),
-        (IN_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
-        (TWO_FOUR_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
-        (HYBRID_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
-        (FAST_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
+        (IN_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
+        (TWO_FOUR_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
+        (HYBRID_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
+        (FAST_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -211,14 +211,14 @@ def test_cases_are_measured_with_their_peers(case: Any, kernel: str, peers: set[
 
 
 def test_every_format_is_measured_at_equal_stored_values() -> None:
-    kernels = ("cpu.semi24", "cpu.bsr24", "cpu.spmm")
+    kernels = ("reference.semi24", "cpu.bsr24", "cpu.spmm")
     half = measured(EQUAL, *kernels)
     assert [record["kernel"] for record in half.records] == list(kernels)
     rates = [record["tflops"]["useful"] / record["tflops"]["dense_equivalent"] for record in half.records]
     assert rates == pytest.approx([0.5] * 3, rel=1e-6)
     quarter = measured(replace(EQUAL, stored=0.25), *kernels)
     assert [record["kernel"] for record in quarter.records] == list(kernels[1:])
-    assert quarter.unavailable["cpu.semi24"] == ["a Semi24 cannot store 25 % of the values"]
+    assert quarter.unavailable["reference.semi24"] == ["a Semi24 cannot store 25 % of the values"]
 
 
 def test_a_gate_of_packing_finds_what_is_wrong() -> None:
@@ -234,7 +234,7 @@ def test_a_gate_of_packing_finds_what_is_wrong() -> None:
     mask = torch.zeros(12, dtype=torch.bool).scatter(0, least, True).view(2, 6)
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, mask=mask)).passed
     with pytest.raises(Unsupported, match=r"matrix\.two_four packs here"):
-        to_24.plan("cpu.semi24")
+        to_24.plan("reference.semi24")
 
 
 def test_a_gate_of_fp8_finds_what_is_wrong() -> None:
@@ -260,7 +260,7 @@ def test_a_table_says_whether_a_target_is_met(make_record: Any, ratio: float, sa
     (column,) = [column for column in TABLES["semi24"].columns if column.heading == "target"]
     cell = column.cell(make_record(semi24.WHOLE[0], "hopper.semi24", **shown))
     assert cell == f"1.05 over cuSPARSELt, {said}"
-    assert column.cell(make_record(semi24.WHOLE[0], "cpu.semi24", **shown)) == ""
+    assert column.cell(make_record(semi24.WHOLE[0], "reference.semi24", **shown)) == ""
     assert column.cell(make_record(WHOLE, "hopper.semi24", **shown)) == ""
 
 

@@ -124,12 +124,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("op", "arguments", "title", "rows"),
     [
-        ("sddmm", PRODUCT, "SDDMM", ["64×96×80 block 16 50 % fp32 cpu.sddmm"]),
+        ("sddmm", PRODUCT, "SDDMM", ["64×96×80 block 16 50 % fp32 reference.sddmm"]),
         (
             "spgemm",
             [*PRODUCT, "--block", "32x48:48x16", "--result", "dense,bsr"],
             "BSR x BSR",
-            [f"64×96×80 block 32x48·48x16 50 % fp32 to {out} cpu.spgemm" for out in ("dense", "bsr")],
+            [f"64×96×80 block 32x48·48x16 50 % fp32 to {out} reference.spgemm" for out in ("dense", "bsr")],
         ),
         (
             "linear",
@@ -142,7 +142,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             [*PRODUCT[:6], "--k", "128", "--block", "none,64", "--density", "0.5,1", "--dtype", "fp32"],
             "2:4",
             [
-                "x @ W.T 64×128×80 2:4 fp32 cpu.semi24",
+                "x @ W.T 64×128×80 2:4 fp32 reference.semi24",
                 "x @ W.T 64×128×80 2:4 in block 64 50 % fp32 cpu.bsr24",
                 "x @ W.T 64×128×80 2:4 in block 64 100 % fp32 cpu.bsr24",
             ],
@@ -151,13 +151,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             "fp8",
             [*PRODUCT[:6], "--block", "32", "--density", "0.5", "--stored", "bsr,semi24", "--form", "A@B"],
             "FP8",
-            ["A @ B 64×96×80 block 32 50 % e4m3 cpu.spmm_fp8", "A @ B 64×96×80 2:4 e4m3 cpu.spmm_fp8"],
+            [
+                "A @ B 64×96×80 block 32 50 % e4m3 reference.spmm_fp8",
+                "A @ B 64×96×80 2:4 e4m3 reference.spmm_fp8",
+            ],
         ),
         (
             "mlp",
             [*MLP, "--measure", "train"],
             "training step of an MLP",
-            ["64 to 96 to 64 gelu, block 32 50 % fp32, 24 tokens cpu.sddmm + cpu.spmm"],
+            ["64 to 96 to 64 gelu, block 32 50 % fp32, 24 tokens reference.sddmm + cpu.spmm"],
         ),
     ],
 )

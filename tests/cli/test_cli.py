@@ -419,7 +419,7 @@ def test_doctor_shows_one_screen_and_with_verbose_every_kernel(run) -> None:
 def test_doctor_names_a_wrong_kernel_and_exits_1(run, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsek.cli import doctor
 
-    gates = {"cpu.spmm": Gate(1.0, 1e-3, passed=False), "cpu.sddmm": Gate(1e-4, 1e-3, passed=True)}
+    gates = {"cpu.spmm": Gate(1.0, 1e-3, passed=False), "reference.sddmm": Gate(1e-4, 1e-3, passed=True)}
     found = [doctor.Checked("spmm", name, gate) for name, gate in gates.items()]
     monkeypatch.setattr(doctor, "_checked", lambda device: found)
     monkeypatch.setattr(doctor, "_typical", lambda device: {})

@@ -175,7 +175,7 @@ CALLS: dict[str, Call] = {
         function(sk.spmm, A=bsr(), B=B, plan=plan("spmm"), kernel=None), PRODUCT | {"plan": "none"}
     ),
     "spmm (2:4)": Call(
-        function(sk.spmm, A=two_four(), B=B, alpha=2.0, kernel="cpu.semi24", dtype=None), PRODUCT
+        function(sk.spmm, A=two_four(), B=B, alpha=2.0, kernel="reference.semi24", dtype=None), PRODUCT
     ),
     "spmm (2:4, plan)": Call(
         function(sk.spmm, A=two_four(), B=B, plan=plan("semi24")), PRODUCT | {"plan": "none"}
@@ -200,7 +200,13 @@ CALLS: dict[str, Call] = {
     ),
     "linear (2:4)": Call(
         function(
-            sk.linear, x=X, W=two_four(), bias=BIAS, activation="silu", residual=RESIDUAL, kernel="cpu.semi24"
+            sk.linear,
+            x=X,
+            W=two_four(),
+            bias=BIAS,
+            activation="silu",
+            residual=RESIDUAL,
+            kernel="reference.semi24",
         ),
         LAYER,
     ),
@@ -221,14 +227,16 @@ CALLS: dict[str, Call] = {
     "swiglu (FP8)": Call(function(sk.swiglu, x=rounded(), W_gate=fp8(), W_up=fp8(), kernel=None), LAYER),
     "sddmm": Call(function(sk.sddmm, **SAMPLED, plan=None, kernel=None), NAMED),
     "sddmm (plan)": Call(
-        function(sk.sddmm, **SAMPLED, plan=plan("sddmm"), kernel="cpu.sddmm"),
+        function(sk.sddmm, **SAMPLED, plan=plan("sddmm"), kernel="reference.sddmm"),
         NAMED | {"plan": "none"},
     ),
     "spgemm": Call(
         function(sk.spgemm, A=bsr(), B=bsr(64, 96), out="bsr", kernel=None), NAMED | {"out": "BlockPattern"}
     ),
     "spgemm (plan)": Call(
-        function(sk.spgemm, A=bsr(), B=bsr(64, 96), out="dense", plan=plan("spgemm"), kernel="cpu.spgemm"),
+        function(
+            sk.spgemm, A=bsr(), B=bsr(64, 96), out="dense", plan=plan("spgemm"), kernel="reference.spgemm"
+        ),
         NAMED | {"plan": "none"},
     ),
     "attention": Call(
@@ -318,7 +326,10 @@ CALLS: dict[str, Call] = {
     ),
     "attention_paged (window)": Call(
         function(
-            sk.attention_paged, **PAGED, mask=sk.MaskPolicy(window=8, sinks=2), kernel="cpu.attention_paged"
+            sk.attention_paged,
+            **PAGED,
+            mask=sk.MaskPolicy(window=8, sinks=2),
+            kernel="reference.attention_paged",
         ),
         PAGED_ALSO,
     ),

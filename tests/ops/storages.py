@@ -25,9 +25,9 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 # The kernels that run on a CPU, first the one that a plan takes.
 KERNELS = {
     "bsr": ("cpu.spmm", "reference.spmm", "vendor.dense"),
-    "semi24": ("cpu.semi24", "reference.semi24"),
+    "semi24": ("reference.semi24",),
     "bsr24": ("cpu.bsr24", "reference.bsr24"),
-    **dict.fromkeys(IN_FP8, ("cpu.spmm_fp8", "reference.spmm_fp8", "vendor.cublas_fp8")),
+    **dict.fromkeys(IN_FP8, ("reference.spmm_fp8", "vendor.cublas_fp8")),
 }
 
 # Their sums are in float32 on a CPU, whatever the dtype; those of cuBLAS are judged by a wider budget.

@@ -145,7 +145,7 @@ def test_a_plan_explains_itself_runs_and_refuses_other_calls() -> None:
     plan = sk.plan_attention_paged(**given)
     text = plan.explain()
     for part in (
-        "cpu.attention_paged",
+        "reference.attention_paged",
         "4 requests",
         "a window of 9 and the first 1",
         "capped scores",

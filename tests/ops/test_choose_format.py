@@ -158,7 +158,9 @@ def test_measured_times_decide_over_predicted_ones(clock: Callable[..., None]) -
     assert plan.choice.name == "2:4"
     assert isinstance(plan.weight, sk.Semi24)
     lines = plan.explain().splitlines()
-    assert lines[1] == "  choice     2:4 by cpu.semi24: 100.0 us measured, 3.00x as fast as dense, LOSSY"
+    assert (
+        lines[1] == "  choice     2:4 by reference.semi24: 100.0 us measured, 3.00x as fast as dense, LOSSY"
+    )
     assert lines[2] == "  decided    by measured time, of options with at least 0 of the norm kept"
 
 

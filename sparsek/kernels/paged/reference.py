@@ -12,11 +12,13 @@ from sparsek.reference.attention_paged import attention_paged
 
 
 class ReferencePaged(FixedKernel):
-    """`sparsek.reference.attention_paged` as a kernel: the baseline for tests."""
+    """`sparsek.reference.attention_paged` as a kernel: that of CPU tensors, and the baseline for tests."""
 
     name = "reference.attention_paged"
     config = Fixed("every key of one request at a time, in float32 or float64")
-    only_by_name = "reads the lengths on the host, which waits for the device"
+
+    def only_by_name(self, p: PagedProblem) -> str:
+        return "" if p.on_cpu else "reads the lengths on the host, which waits for the device"
 
     def prepare(self, p: PagedProblem, c: Fixed, source: Any) -> PagedProblem:
         return p

@@ -4,6 +4,7 @@ Every call unpacks all blocks, into twice the memory of the values. Rows of B un
 Inside a stored block, a NaN or Inf in B reaches all its rows.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.kernels.spmm import cpu as spmm
-from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES, unpacked
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.plan.product_kernels import SpmmKernel
 from sparsek.plan.product_problems import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
+
+UNPACK_BYTES = 24  # bytes moved per element of A: its position, in the cache, and the output
+PIECE = 1 << 15  # bytes of metadata unpacked at once; their positions take 32 bytes each
+COLUMNS, VALUES = 8, 4  # per byte of metadata
 
 
 class CpuWork24(NamedTuple):
@@ -59,6 +63,29 @@ class CpuBsr24(CpuKernel):
 
 def _turned(a: BSR, transposed: bool) -> BSR:
     return a.T if transposed else a
+
+
+def unpacked(values: Tensor, meta: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dense [..., C] of values [..., C/2] and meta uint8 [..., C/8] of any strides, in `dtype`. No gradient.
+
+    One pass over the output, by a table of the positions of the four values of a byte. `matrix.two_four.unpack` takes
+    several passes and is differentiable.
+    """
+    flat_values, flat_meta = values.reshape(-1, VALUES), meta.reshape(-1)
+    dense = torch.zeros(flat_meta.shape[0], COLUMNS, dtype=dtype, device=meta.device)
+    for first in range(0, flat_meta.shape[0], PIECE):
+        part = slice(first, first + PIECE)
+        places = _places().index_select(0, flat_meta[part].int())
+        dense[part].scatter_(1, places, flat_values[part].to(dtype))
+    return dense.view(*meta.shape[:-1], COLUMNS * meta.shape[-1])
+
+
+@cache
+def _places() -> Tensor:
+    """int64 [256, 4]: the column, 0 to 7, of each value of a byte."""
+    byte = torch.arange(256, device="cpu")
+    fields = [byte >> shift & 3 for shift in (0, 2, 4, 6)]
+    return torch.stack((fields[0], fields[1], fields[2] + 4, fields[3] + 4), 1)
 
 
 KERNEL: SpmmKernel = CpuBsr24()

@@ -106,23 +106,6 @@ def test_inputs_that_need_gradients_are_multiplied() -> None:
     assert not sample(SDDMM, x, x.detach().mT, a.pattern).values.requires_grad
 
 
-@pytest.mark.parametrize(("k", "block"), [(64, 32), (1024, 64), (4096, 128)])
-def test_sddmm_is_predicted_slower_than_the_cpu_kernel(k: int, block: int) -> None:
-    pattern = random_bsr(2048, 2048, block, 0.125, device="cpu", seed=1).pattern
-    p = sddmm_problem(torch.empty(2048, k), torch.empty(k, 2048), pattern)
-    fast = load("cpu.sddmm")
-    assert SDDMM.seconds(p, SDDMM.default(p)) > fast.seconds(p, fast.default(p)) > 0
-
-
-@pytest.mark.parametrize("dense_out", [False, True])
-@pytest.mark.parametrize("block", [32, 64, 128])
-def test_spgemm_is_predicted_slower_than_the_cpu_kernel(block: int, dense_out: bool) -> None:
-    a, b = (random_bsr(1024, 1024, block, 0.2, device="cpu", seed=seed) for seed in (1, 2))
-    p = spgemm_problem(a, b, match(a.pattern, b.pattern), dense_out)
-    fast = load("cpu.spgemm")
-    assert SPGEMM.seconds(p, SPGEMM.default(p)) > fast.seconds(p, fast.default(p)) > 0
-
-
 def test_an_epilogue_costs_time() -> None:
     a, b, epilogue, out = EPILOGUE_CASES[0].make()
     p = problem(a, b, out, epilogue)

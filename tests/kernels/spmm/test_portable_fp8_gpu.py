@@ -37,7 +37,7 @@ def test_the_library_is_within_budget_where_it_runs(case: Case, dtype: torch.dty
     kernel = load("vendor.cublas_fp8")
     a, b, epilogue, out = case.make("cuda", dtype)
     if kernel.why_not(problem(a, b, out, epilogue)):
-        pytest.skip("the library does not take it, as test_cpu_fp8.py holds")
+        pytest.skip("the library does not take it, as test_vendor_cublas_fp8.py holds")
     hold(kernel, case, dtype, "cuda", seed())
 
 
