@@ -210,10 +210,11 @@ def test_the_command_prints_a_table_for_each_layer(clock: dict[str, list[float]]
     lines = [line.strip() for line in done.stdout.splitlines()]
     assert lines[0] == "16 x 128 to 64, 2:4 fp32 on cpu"
     assert re.fullmatch(r"kernel: config +mean +deviation +runs +choice of", lines[1])
-    assert re.fullmatch(r"cpu\.semi24: \d+ KiB of A unpacked at a time +500 ms +354 ms +2", lines[2])
-    assert re.fullmatch(r"cpu\.semi24: .* 2\.25 s +354 ms +2 +planner", lines[3])
-    assert lines[4] == "16 x 128 to 64, BSR 32 50 % fp32 on cpu"
-    assert len(lines) == 8
+    assert re.fullmatch(r"reference\.semi24: .* 2\.25 s +354 ms +2 +planner", lines[2])
+    assert lines[3] == "16 x 128 to 64, BSR 32 50 % fp32 on cpu"
+    assert re.fullmatch(r"cpu\.spmm: steps of \d+ KiB +500 ms +354 ms +2", lines[5])
+    assert re.fullmatch(r"cpu\.spmm: .* 2\.25 s +354 ms +2 +planner", lines[6])
+    assert len(lines) == 7
 
 
 def test_json_has_the_configs_that_a_plan_takes(clock: dict[str, list[float]]) -> None:
