@@ -56,7 +56,7 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
             continue
         named = config is not None and name == only
         chosen = given_config(kernel, p, config) if named else kernel.default(p)
-        aside = getattr(kernel, "only_by_name", "")
+        aside: Any = getattr(kernel, "only_by_name", "")
         aside = aside(p) if callable(aside) else aside
         candidates.append(Candidate(name, chosen, kernel.seconds(p, chosen), only_by_name=aside))
     able = [
