@@ -234,9 +234,7 @@ CALLS: dict[str, Call] = {
         function(sk.spgemm, A=bsr(), B=bsr(64, 96), out="bsr", kernel=None), NAMED | {"out": "BlockPattern"}
     ),
     "spgemm (plan)": Call(
-        function(
-            sk.spgemm, A=bsr(), B=bsr(64, 96), out="dense", plan=plan("spgemm"), kernel="reference.spgemm"
-        ),
+        function(sk.spgemm, A=bsr(), B=bsr(64, 96), out="dense", plan=plan("spgemm"), kernel=None),
         NAMED | {"plan": "none"},
     ),
     "attention": Call(
@@ -325,12 +323,7 @@ CALLS: dict[str, Call] = {
         function(sk.attention_paged, **PAGED, mask=page_lists(), causal=False, check=False), PAGED_ALSO
     ),
     "attention_paged (window)": Call(
-        function(
-            sk.attention_paged,
-            **PAGED,
-            mask=sk.MaskPolicy(window=8, sinks=2),
-            kernel="reference.attention_paged",
-        ),
+        function(sk.attention_paged, **PAGED, mask=sk.MaskPolicy(window=8, sinks=2), kernel=None),
         PAGED_ALSO,
     ),
     "attention_paged (policy)": Call(
