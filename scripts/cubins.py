@@ -38,8 +38,9 @@ from sparsek.core import device as devices
 from sparsek.core import operations
 from sparsek.kernels.lang import driver, launch, nvrtc, shipped
 from sparsek.kernels.mask.choose import choose_blocks
-from sparsek.mask import chosen, closed
-from sparsek.mask.choice import Choice, mask_in
+from sparsek.mask.build import banded as closed
+from sparsek.mask.build import selection_reference as chosen
+from sparsek.mask.build.selection import Choice, mask_in
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_BYTES = 12 << 20  # of the archive

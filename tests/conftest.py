@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_masks_before() -> None:
-    """The first mask of a kind in a test is the first of all, so its plan is kept (mask/fresh.py)."""
+    """The first mask of a kind in a test is the first of all, so its plan is kept (mask/layout.py)."""
     for module, kept in (
         ("sparsek.mask.fresh", "_KINDS"),
         ("sparsek.mask.closed", "_KINDS"),

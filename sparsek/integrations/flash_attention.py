@@ -27,14 +27,14 @@ from sparsek.integrations.refused import (
     refusing,
     require_neutral,
 )
-from sparsek.mask.accepted import kept_conversion, read_by
-from sparsek.mask.again import of_options
+from sparsek.mask.build.documents import Window
+from sparsek.mask.build.structured import of_window
 from sparsek.mask.cache import kept_mask
-from sparsek.mask.documents import Window
+from sparsek.mask.convert.argument import kept_conversion, read_by
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.recorded import of_options
 from sparsek.mask.rule import MaskPolicy, packed_layout
-from sparsek.mask.structured import of_window
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_varlen import attention_varlen
 

@@ -28,8 +28,8 @@ from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.integrations.named import misfit
-from sparsek.mask.closed import Band, Counted, bounded_band, of_parts, room_of_documents
-from sparsek.mask.documents import Documents, PackedLayout, Window
+from sparsek.mask.build.banded import Band, Counted, bounded_band, of_parts, room_of_documents
+from sparsek.mask.build.documents import Documents, PackedLayout, Window
 from sparsek.mask.lists import Place, Sizes
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.readback import Readback

@@ -14,8 +14,8 @@ import transformers.masking_utils as masking_utils
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.mask.chosen import rows_of
-from sparsek.mask.elements import pack_bits
+from sparsek.mask.build.selection_reference import rows_of
+from sparsek.mask.build.tiles import pack_bits
 from sparsek.mask.lists import Sizes, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy

@@ -23,11 +23,11 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.tracing import wants_gradient, watched
 from sparsek.integrations.refused import absent, refusing, require_neutral
 from sparsek.integrations.xformers_pages import kept_with, padded_pages, paged, pages_of
+from sparsek.mask.build.documents import documents_mask
 from sparsek.mask.cache import kept_mask
-from sparsek.mask.documents import documents_mask
+from sparsek.mask.convert.xformers import GAPPED, PAGED, WHOLE, Sequences, sequences_of
 from sparsek.mask.lists import upload
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.xformers import GAPPED, PAGED, WHOLE, Sequences, sequences_of
 from sparsek.ops.attention import attention
 
 CALL = "memory_efficient_attention"

@@ -13,12 +13,12 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, wait_for
 from sparsek.integrations.refused import check_shape
+from sparsek.mask.build.documents import Documents, PackedLayout, documents_mask
 from sparsek.mask.cache import kept_mask
-from sparsek.mask.documents import Documents, PackedLayout, documents_mask
+from sparsek.mask.convert.xformers import Sequences
 from sparsek.mask.lists import upload
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy
-from sparsek.mask.xformers import Sequences
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_paged import attention_paged
 from sparsek.reference.attention import merge_attention

@@ -11,6 +11,7 @@ import torch
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.elements import find
 from sparsek.mask.lists import (
     BY_INTERVAL,
     WORD,
@@ -22,7 +23,6 @@ from sparsek.mask.lists import (
     mask_block,
     mask_length,
 )
-from sparsek.mask.view import find
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.pictures.masks import Rows
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.elements import TileMask
+from sparsek.mask.build.tiles import TileMask
+from sparsek.mask.elements import CHUNK, element_mask, find, stored_cells
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
-from sparsek.mask.view import CHUNK, element_mask, find, stored_cells
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask

@@ -1,163 +1,240 @@
-"""A mask from its elements: which blocks are full, partial or absent, and the rule of each partial one.
-
-Partial blocks keep their elements as bits until all blocks are known. Then the hull is taken: for each query the
-interval from the first key that it sees anywhere to the last. If any interval explains a block, the hull does, and its
-bits are dropped.
-"""
+"""The elements of a mask, and its blocks seen from the keys."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists
-from sparsek.matrix.padding import tiles_of
-from sparsek.matrix.pattern import INT32_MAX
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, TransposedLists
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
+DENSE_MOST = 2**31
+NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
+CHUNK = 2**24  # elements of partial blocks that are read in one step
+ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
-class Seen(NamedTuple):
-    """Partial blocks. Query q of block n sees keys from `first[n, q]` on and before `end[n, q]` (INT32_MAX and 0 if
-    none), and every one of those if `solid[n, q]`. Queries beyond q_len see none.
+
+def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
+    """Return the elements of partial blocks, bool [n, bq, bk]. Queries beyond q_len see nothing.
+
+    Values of tensors on a GPU are not checked, because that would need a sync.
+
+    Args:
+        rows: int64 [n], rows of the mask, on its device.
+        entries: int64 [n], positions in `partial.indices`: element i of the result is entry entries[i] of row rows[i].
+
+    Raises:
+        InvalidInput: For other dtypes, shapes and devices, and on the CPU for values out of range.
     """
+    # Values on a GPU are not checked, because that would need a sync.
+    for name, part, end in (("rows", rows, mask.rows), ("entries", entries, mask.partial.indices.numel())):
+        arguments.tensor(name, part, (torch.int64,), ndim=1)
+        if part.shape != rows.shape or part.device != mask.device:
+            raise InvalidInput(
+                f"{name} is {list(part.shape)} on {part.device}, rows {list(rows.shape)} and the mask on {mask.device}"
+            )
+        if part.device.type == "cpu" and part.numel() and not 0 <= int(part.min()) <= int(part.max()) < end:
+            raise InvalidInput(
+                f"{name} holds {int(part.min())} to {int(part.max())}; they are 0 to {end - 1}"
+            )
+    return element_mask(mask, rows, entries)
 
-    cells: Tensor  # int64 [n]
-    bits: Tensor  # int32 [n, bq, bk / 32]
-    first: Tensor  # int32 [n, bq]
-    end: Tensor  # int32 [n, bq]
-    solid: Tensor  # bool [n, bq]
+
+def element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
+    """As `checked_element_mask`, without its checks."""
+    (bq, bk), device = mask.block, mask.device
+    queries = (rows % max(mask.grid[0], 1) * bq)[:, None] + torch.arange(bq, device=device)
+    seen = (queries < mask.q_len)[:, :, None]
+    if mask.rules is None:
+        return seen & _by_interval(mask, rows, entries, queries)
+    rules = mask.rules[entries]
+    if mask.bits is None or not mask.bits.shape[0]:
+        return seen & _by_interval(mask, rows, entries, queries)
+    column = torch.arange(bk, device=device)
+    words = mask.bits[rules.clamp(min=0)][:, :, column // WORD]
+    by_bits = ((words >> (column % WORD).to(torch.int32)) & 1).bool()
+    if mask.lo is None:
+        return seen & by_bits
+    return seen & torch.where((rules < 0)[:, None, None], _by_interval(mask, rows, entries, queries), by_bits)
 
 
-class TileMask:
-    """A mask in the making. A cell is row * Nb + column of a block, int64; each is added once."""
+def _by_interval(mask: BlockMask, rows: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
+    bk = mask.block[1]
+    keys = (mask.partial.indices[entries].long() * bk)[:, None] + torch.arange(bk, device=mask.device)
+    if mask.lo is None or mask.hi is None:
+        return (keys < mask.kv_len)[:, None, :].expand(-1, mask.block[0], -1)
+    group = rows // max(mask.grid[0], 1) if mask.lo.shape[0] > 1 else torch.zeros_like(rows)
+    at = (group[:, None], queries.clamp(max=mask.q_len - 1))
+    keys = keys[:, None, :]
+    return (mask.lo[at][:, :, None] <= keys) & (keys < mask.hi[at][:, :, None])
 
-    def __init__(
-        self, lengths: tuple[int, int], block: tuple[int, int], batch: int, heads: int, device: torch.device
-    ) -> None:
-        self.q_len, self.kv_len = lengths
-        self.block, self.batch, self.heads, self.device = block, batch, heads, device
-        self.tiles, self.columns = (-(-length // side) for length, side in zip(lengths, block, strict=True))
-        self.rows = batch * heads * self.tiles
-        self._full: list[Tensor] = []
-        self._partial: list[Seen] = []
-        self.add(
-            torch.empty(0, dtype=torch.int64, device=device),
-            torch.empty(0, *block, dtype=torch.bool, device=device),
+
+def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
+    """Return which keys the queries `first` to `last` - 1 see, bool [batch, heads, last - first, kv_len]. Syncs.
+
+    Args:
+        first: The first query.
+        last: The query after the last, at most q_len.
+
+    Raises:
+        InvalidInput: For queries out of range.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.causal(100000).dense_rows(500, 502).sum(-1)
+        tensor([[[501, 502]]])
+    """
+    first = arguments.integer("first", first, 0, mask.q_len)
+    last = arguments.integer("last", last, first, mask.q_len)
+    (bq, bk), (tiles, columns), device = mask.block, mask.grid, mask.device
+    top, bottom = first // bq, -(-last // bq)
+    groups = mask.batch * mask.heads
+    rows = (
+        torch.arange(groups, device=device)[:, None] * tiles + torch.arange(top, bottom, device=device)
+    ).flatten()
+    seen = torch.zeros((rows.numel(), columns, bq, bk), dtype=torch.bool, device=device)
+    at, entries = stored_entries(mask.full, rows)
+    seen[at, mask.full.indices[entries].long()] = True
+    at, entries = stored_entries(mask.partial, rows)
+    seen[at, mask.partial.indices[entries].long()] = element_mask(mask, rows[at], entries)
+    whole = seen.view(mask.batch, mask.heads, bottom - top, columns, bq, bk).transpose(3, 4)
+    whole = whole.reshape(mask.batch, mask.heads, (bottom - top) * bq, columns * bk)
+    return whole[:, :, first - top * bq : last - top * bq, : mask.kv_len]
+
+
+def to_dense(mask: BlockMask) -> Tensor:
+    """Return which keys every query sees, bool [batch, heads, q_len, kv_len]. Waits for the device.
+
+    Raises:
+        InvalidInput: Above 2^31 elements; `dense_rows` returns some of the queries.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.causal(3).to_dense()[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
+    size = mask.batch * mask.heads * mask.q_len * mask.kv_len
+    if size > DENSE_MOST:
+        raise InvalidInput(
+            f"to_dense: {mask.batch} x {mask.heads} x {mask.q_len} x {mask.kv_len} are {size} elements; at most "
+            f"{DENSE_MOST} are made at once. Use dense_rows(first, last) for some of the queries"
         )
+    return dense_rows(mask, 0, mask.q_len)
 
-    def add_full(self, cells: Tensor) -> None:
-        """Blocks where every query sees every key; none may reach beyond kv_len."""
-        self._full.append(cells)
 
-    def add(self, cells: Tensor, tiles: Tensor) -> None:
-        """Blocks and their elements, bool [n, bq, bk], which count up to q_len and kv_len only. Syncs."""
-        queries, keys = self.positions(cells)
-        here = queries < self.q_len
-        tiles = tiles & here[:, :, None] & (keys < self.kv_len)[:, None, :]
-        some = tiles.any(2)
-        whole = (tiles.all(2) | ~here).all(1)
-        self._full.append(cells[whole])
-        kept = torch.nonzero(some.any(1) & ~whole)[:, 0]
-        cells, tiles, some, keys = cells[kept], tiles[kept], some[kept], keys[kept, None].to(torch.int32)
-        first = torch.where(tiles, keys, INT32_MAX).amin(2)
-        end = torch.where(tiles, keys + 1, 0).amax(2)
-        solid = tiles.sum(2) == end - torch.where(some, first, 0)
-        self._partial.append(Seen(cells, pack_bits(tiles), first, end, solid))
+def elements(mask: BlockMask) -> int:
+    """See BlockMask.elements."""
+    mask.verify()
+    (bq, bk), tiles = mask.block, mask.grid[0]
+    rows = torch.arange(mask.rows, device=mask.device)
+    queries = (mask.q_len - rows % max(tiles, 1) * bq).clamp(max=bq)
+    seen = (mask.full.counts * queries).sum() * bk
+    for at, entries in _chunks(mask, rows):
+        seen += element_mask(mask, at, entries).sum()
+    return int(seen)
 
-    def add_slab(self, first: tuple[int, int], slab: Tensor) -> None:
-        """Add the blocks of bool [queries, keys], the first of them in this row and column of blocks. Syncs."""
-        row, column = first
-        blocks = tiles_of(slab, self.block)
-        some, whole = blocks.any(3).any(1), blocks.all(3).all(1)
-        tiles, columns = torch.nonzero(whole, as_tuple=True)
-        self.add_full((row + tiles) * self.columns + column + columns)
-        tiles, columns = torch.nonzero(some & ~whole, as_tuple=True)
-        self.add((row + tiles) * self.columns + column + columns, blocks[tiles, :, columns])
 
-    def positions(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries [n, bq] and keys [n, bk] of blocks, int64; some may lie beyond q_len and kv_len."""
-        rows, columns = cells // self.columns, cells % self.columns
-        queries, keys = (torch.arange(side, device=self.device) for side in self.block)
-        return (rows % self.tiles * self.block[0])[:, None] + queries, (columns * self.block[1])[
-            :, None
-        ] + keys
+def _chunks(mask: BlockMask, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and entries of all partial blocks, in chunks of CHUNK elements."""
+    step = CHUNK // (mask.block[0] * mask.block[1])
+    for some in rows.split(max(ENTRIES // max(mask.sizes.longest, 1), 1)):
+        at, entries = stored_entries(mask.partial, some)
+        yield from zip(some[at].split(step), entries.split(step), strict=True)
 
-    def mask(self, cls: type[BlockMask], label: str) -> BlockMask:
-        """The mask, of class `cls`, of all added blocks. Syncs."""
-        full = torch.cat(self._full).sort().values
-        seen = Seen(*map(torch.cat, zip(*self._partial, strict=True)))
-        order = seen.cells.argsort()
-        seen = Seen(*(part[order] for part in seen))
-        lo, hi = self._hull(full, seen)
-        explained = self._explained(seen, lo, hi)
-        pure, by_interval = bool(explained.all()), bool(explained.any())
-        rules, bits = (None, None) if pure else _shared_bits(seen.bits, explained)
-        full, partial = self._lists(full), self._lists(seen.cells)
-        return cls(
-            self.q_len, self.kv_len, self.block, self.batch, self.heads, full, partial,
-            lo=self._per_query(lo, lo < hi) if by_interval else None,
-            hi=self._per_query(hi, lo < hi) if by_interval else None,
-            rules=rules, bits=bits, pure=pure, label=label,
-        )  # fmt: skip
 
-    def _hull(self, full: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-        """The first key that each query sees and the one after the last, int32 [rows, bq]; INT32_MAX and 0 for none."""
-        start = (full % self.columns * self.block[1]).to(torch.int32)
-        rows_of_full, rows_of_seen = (
-            full // self.columns,
-            (seen.cells // self.columns)[:, None].expand_as(seen.end),
+def stored_entries(lists: BlockLists, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """For each entry of the rows: which of `rows` it belongs to, and its position in `indices`; int64. Syncs."""
+    counts = lists.counts[rows].long()
+    at = torch.repeat_interleave(torch.arange(rows.numel(), device=rows.device), counts)
+    before = counts.cumsum(0) - counts
+    inside = torch.arange(at.numel(), device=rows.device) - before[at]
+    return at, lists.starts[rows].long()[at] + inside
+
+
+def stored_cells(mask: BlockMask, rows: Tensor) -> Tensor:
+    """row * Nb + column of every block that these rows store, int64, in any order; row is a place in `rows`. Syncs."""
+    cells = []
+    for lists in (mask.full, mask.partial):
+        at, entries = stored_entries(lists, rows)
+        cells.append(at * mask.grid[1] + lists.indices[entries])
+    return torch.cat(cells)
+
+
+def find(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Whether a row holds a column, and at which entry: one binary search for all rows."""
+    low = lists.starts[rows].long()
+    end = high = low + lists.counts[rows]
+    if not lists.indices.numel():
+        return torch.zeros_like(low, dtype=torch.bool), low
+    most = lists.indices.numel() - 1
+    for _ in range(longest.bit_length()):
+        middle = (low + high) // 2
+        is_less = (low < high) & (lists.indices[middle.clamp(max=most)] < column)
+        low, high = (
+            torch.where(is_less, middle + 1, low),
+            torch.where(is_less, high, torch.minimum(high, middle)),
         )
-
-        def extreme(how: str, none: int, in_full: Tensor, in_seen: Tensor) -> Tensor:
-            by_row = torch.full((self.rows,), none, dtype=torch.int32, device=self.device)
-            by_row.scatter_reduce_(0, rows_of_full, in_full, how)
-            by_query = by_row[:, None].repeat(1, self.block[0])
-            return by_query.scatter_reduce_(0, rows_of_seen, in_seen, how)
-
-        return extreme("amin", INT32_MAX, start, seen.first), extreme(
-            "amax", 0, start + self.block[1], seen.end
-        )
-
-    def _explained(self, seen: Seen, lo: Tensor, hi: Tensor) -> Tensor:
-        """Whether the hull explains each partial block, bool [n]."""
-        queries, keys = self.positions(seen.cells)
-        rows, start = seen.cells // self.columns, keys[:, :1]
-        first, end = lo[rows].clamp(min=start), hi[rows].clamp(max=start + self.block[1])
-        same = (seen.first == first) & (seen.end == end)
-        neither = (seen.end == 0) & (first >= end)
-        return (seen.solid & (same | neither) | (queries >= self.q_len)).all(1)
-
-    def _per_query(self, bound: Tensor, sees: Tensor) -> Tensor:
-        """int32 [batch * heads, q_len] from [rows, bq]; 0 for queries that see nothing."""
-        whole = torch.where(sees, bound, 0).view(self.batch * self.heads, -1)
-        return whole[:, : self.q_len].contiguous()
-
-    def _lists(self, cells: Tensor) -> BlockLists:
-        """Rows of block columns from sorted cells."""
-        indptr, columns = rows_of_cells(cells, self.rows, self.columns)
-        return BlockLists(indptr[:-1].contiguous(), indptr.diff(), columns)
+    return (low < end) & (lists.indices[low.clamp(max=most)] == column), low
 
 
-def rows_of_cells(cells: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Row pointers and block columns, int32, of sorted cells row * columns + column."""
-    edges = torch.arange(rows + 1, device=cells.device) * columns
-    return torch.searchsorted(cells, edges, out_int32=True), (cells % columns).to(torch.int32)
+def transposed(mask: BlockMask) -> TransposedLists:
+    """See BlockMask.transposed."""
+    sizes = mask.sizes
+    whole = sizes.stored - sizes.partial if sizes.exact else sizes.stored
+    full, full_entries = _flipped(mask, mask.full, whole)
+    partial, partial_entries = _flipped(mask, mask.partial, sizes.partial)
+    return TransposedLists(full, partial, full_entries, partial_entries)
 
 
-def pack_bits(tiles: Tensor) -> Tensor:
-    """int32 [n, bq, bk / 32] of bool [n, bq, bk]: bit c % 32 of word c // 32 is column c."""
-    places = torch.arange(WORD, dtype=torch.int32, device=tiles.device)
-    weights = torch.ones_like(places) << places
-    return torch.where(tiles.unflatten(2, (-1, WORD)), weights, 0).sum(3, dtype=torch.int32)
+def _flipped(mask: BlockMask, lists: BlockLists, most: int) -> tuple[BlockLists, Tensor]:
+    """A stable sort by key block. If there are fewer than `most` entries, unused ones follow the last row."""
+    (tiles, columns), device = mask.grid, mask.device
+    rows_below = mask.batch * mask.heads * columns
+    ends = lists.counts.cumsum(0)
+    entry = torch.arange(most, device=device)
+    row = torch.searchsorted(ends, entry, right=True).clamp(max=max(mask.rows - 1, 0))
+    there = entry < (ends[-1:] if mask.rows else 0)
+    position = torch.where(there, lists.starts[row] + entry - (ends - lists.counts)[row], 0)
+    key = torch.where(there, row // max(tiles, 1) * columns + lists.indices[position], rows_below)
+    key, order = torch.sort(key, stable=True)
+    edges = torch.searchsorted(key, torch.arange(rows_below + 1, device=device), out_int32=True)
+    tile, position = (row % max(tiles, 1))[order].to(torch.int32), position[order].to(torch.int32)
+    return BlockLists(edges[:-1].contiguous(), edges.diff(), tile), position
 
 
-def _shared_bits(bits: Tensor, explained: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule of each block, and the bits of those that no interval explains, equal ones stored once."""
-    rules = torch.full(explained.shape, BY_INTERVAL, dtype=torch.int32, device=bits.device)
-    distinct, number = torch.unique(bits[~explained].flatten(1), dim=0, return_inverse=True)
-    rules[~explained] = number.to(torch.int32)
-    return rules, distinct.view(-1, *bits.shape[1:])
+def table_of(mask: BlockMask) -> Tensor:
+    """The kind of each block, int32 [batch, heads, Mb, Nb].
+
+    NOT_STORED, WHOLE, BY_INTERVAL or the index of its bits. Syncs only if the sizes are not exact.
+    """
+    table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
+    rows, entries = _entries(mask, mask.full, mask.sizes.stored - mask.sizes.partial)
+    at = rows * mask.grid[1] + mask.full.indices[entries]
+    table.view(-1).index_fill_(0, at, WHOLE)  # an assignment would wait for the device
+    rows, entries = _entries(mask, mask.partial, mask.sizes.partial)
+    rules = (
+        torch.full_like(entries, BY_INTERVAL, dtype=torch.int32)
+        if mask.rules is None
+        else mask.rules[entries]
+    )
+    table[rows, mask.partial.indices[entries].long()] = rules
+    return table.view(mask.batch, mask.heads, *mask.grid)
+
+
+def _entries(mask: BlockMask, lists: BlockLists, stored: int) -> tuple[Tensor, Tensor]:
+    """Row and position of every entry, int64. Syncs only if the sizes are not exact."""
+    every = torch.arange(mask.rows, device=mask.device)
+    if not mask.sizes.exact:
+        return stored_entries(lists, every)
+    rows = torch.repeat_interleave(every, lists.counts, output_size=stored)
+    before = lists.counts.cumsum(0) - lists.counts
+    return rows, (lists.starts - before)[rows] + torch.arange(stored, device=mask.device)

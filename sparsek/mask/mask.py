@@ -24,21 +24,12 @@ from sparsek.core import arguments
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable, untransformed
-from sparsek.mask import (
-    bigbird,
-    check,
-    compose,
-    flex,
-    interop,
-    listed,
-    lists,
-    scored,
-    structured,
-    traced,
-    view,
-    xformers,
-)
-from sparsek.mask.fresh import Leaf
+from sparsek.mask import check, compose, lists, traced
+from sparsek.mask import elements as view
+from sparsek.mask.build import bigbird, scored, structured
+from sparsek.mask.build import lists as listed
+from sparsek.mask.convert import flex, interop, xformers
+from sparsek.mask.layout import Leaf
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
 

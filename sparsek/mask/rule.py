@@ -16,13 +16,13 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced, untransformed
+from sparsek.mask.build.documents import Documents, PackedLayout, Window, documents_mask
+from sparsek.mask.build.scored import best_blocks, best_near
+from sparsek.mask.build.selection import Near
 from sparsek.mask.cache import edges_of, kept_mask, values_of
-from sparsek.mask.choice import Near
-from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, Place, as_device, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.scored import best_blocks, best_near
 from sparsek.mask.traced import traceable
 
 

@@ -23,7 +23,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import carved
 from sparsek.core.operations import TAGS
 from sparsek.core.tracing import CONSTANT, constant
-from sparsek.mask.fresh import Kind, kind_of, known_kind, leaves_of, raise_earlier
+from sparsek.mask.layout import Kind, kind_of, known_kind, leaves_of, raise_earlier
 from sparsek.mask.lists import BlockLists, Sizes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from sparsek.core import arguments, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_real, outside_inference
-from sparsek.mask.accepted import MaskLike
+from sparsek.mask.convert.argument import MaskLike
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy, MaskRule
 from sparsek.matrix.pattern import INT32_MAX

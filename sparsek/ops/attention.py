@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_no_tangent, wants_gradient
-from sparsek.mask.accepted import MaskLike, block_mask
+from sparsek.mask.convert.argument import MaskLike, block_mask
 from sparsek.mask.heads8 import QuantizedHeads
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.mask.fresh import freshened
+from sparsek.mask.layout import freshened
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 
 # The masks of calls through the ops, with their arguments, so that plans are made once. An entry lives as long as its

@@ -11,8 +11,8 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
-from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.cache import kept_mask
+from sparsek.mask.convert.argument import MaskLike, block_mask
 from sparsek.mask.heads8 import QuantizedHeads
 from sparsek.mask.lists import Frame
 from sparsek.mask.mask import BlockMask

@@ -97,7 +97,7 @@ def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _recorded(mask: BlockMask, more: Any, tensors: tuple[Tensor, ...], run: Callable[[bool], Any]) -> Any:
-    """The result of `run(once)`; of a recorded call, if the mask was made in the same graph: see mask/fresh.py."""
+    """The result of `run(once)`; of a recorded call, if the mask was made in the same graph: see mask/layout.py."""
     to = bound_to(mask, counting=True) if "fresh" in mask._memo else None
     if to is None:
         return run(False)

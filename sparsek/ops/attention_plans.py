@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.mask.cache import kept_mask
-from sparsek.mask.fresh import fresh_of
+from sparsek.mask.layout import fresh_of
 from sparsek.mask.lists import Frame
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
@@ -52,7 +52,7 @@ _UNMASKED = Calls()
 class Bound(NamedTuple):
     """Where calls with a mask are recorded, and the operands that the mask adds to them.
 
-    `once`: the mask is new, so its plan is made in every call: see mask/fresh.py.
+    `once`: the mask is new, so its plan is made in every call: see mask/layout.py.
     """
 
     calls: Calls

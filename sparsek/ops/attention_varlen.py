@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.accepted import MaskLike, block_mask
+from sparsek.mask.convert.argument import MaskLike, block_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import MaskPolicy, MaskRule, packed_layout

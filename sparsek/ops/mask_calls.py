@@ -2,7 +2,7 @@
 
     mask = again("topk", (scores,), options, build)
 
-`build()` makes a mask whose tensors are views of one buffer, by launches, allocations and views only (mask/fresh.py).
+`build()` makes a mask whose tensors are views of one buffer, by launches, allocations and views only (mask/layout.py).
 What it makes on a CPU, or of tensors that something traces, is returned as it is.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsek.core.home import drop_oldest
 from sparsek.core.operations import KERNELS
-from sparsek.mask.fresh import Kind, WrittenFault, raise_earlier
+from sparsek.mask.layout import Kind, WrittenFault, raise_earlier
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.readback import LateSizes
 from sparsek.ops import bound

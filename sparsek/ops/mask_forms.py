@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsek.core.operations import KERNELS
-from sparsek.mask.choice import Choice, Parts
+from sparsek.mask.build.selection import Choice, Parts
 from sparsek.ops.transforms import function_of
 
 

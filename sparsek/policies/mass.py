@@ -11,11 +11,11 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.elements import stored_entries
 from sparsek.mask.lists import WORD
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import MaskRule
-from sparsek.mask.view import stored_entries
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.plan.attention_operands import checked_scale
 from sparsek.policies.policy import Policy, block_lengths

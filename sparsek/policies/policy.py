@@ -11,12 +11,12 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.again import repeated
-from sparsek.mask.fresh import WrittenFault
+from sparsek.mask.layout import WrittenFault
 from sparsek.mask.lists import Frame, Place, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.readback import Fault
+from sparsek.mask.recorded import repeated
 from sparsek.mask.rule import MaskRule
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.plan.attention_operands import checked_scale

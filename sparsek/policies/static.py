@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.tracing import CONSTANT, constant
-from sparsek.mask.again import is_determined
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.readback import LateSizes
+from sparsek.mask.recorded import is_determined
 from sparsek.mask.traced import decoded, encoded
 from sparsek.policies.maps import block_map
 from sparsek.policies.policy import Given, Policy

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.elements import stored_entries
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.view import stored_entries
 from sparsek.reference.attention import attend, attend_backward, check, met, places_of, seen_by
 from sparsek.reference.scores import PLAIN, Places, Scores, changed, distances
 from sparsek.testing.budget import (

@@ -54,9 +54,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, executed.Ran]:
 def test_each_file_has_what_it_executed(ran: dict[str, executed.Ran]) -> None:
     one, two = (ran[f"tests/test_{name}.py"].definitions for name in ("one", "two"))
     assert "sparsek.ops.spmm:spmm" in one
-    assert "sparsek.mask.structured:causal" not in one
-    assert "sparsek.mask.structured:causal" in two
-    assert "sparsek.mask.structured:dilated" not in two
+    assert "sparsek.mask.build.structured:causal" not in one
+    assert "sparsek.mask.build.structured:causal" in two
+    assert "sparsek.mask.build.structured:dilated" not in two
 
 
 def test_a_process_that_a_test_starts_counts_for_it(ran: dict[str, executed.Ran]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.mask.choice import Choice, Near, Parts, mask_in
+from sparsek.mask.build.selection import Choice, Near, Parts, mask_in
 from sparsek.mask.lists import CHOSEN_SIZES, Place
 from sparsek.mask.mask import BlockMask
 

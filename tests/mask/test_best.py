@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.choice import Near
+from sparsek.mask.build.scored import best_blocks, best_near
+from sparsek.mask.build.selection import Near
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.scored import best_blocks, best_near
 from tests.mask.masks import ABSENT, check_mask, kinds
 
 FRAME: dict[str, Any] = {"q_len": 300, "kv_len": 420, "block": 64}

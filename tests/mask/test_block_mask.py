@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import check, view
+from sparsek.mask import check
+from sparsek.mask import elements as view
 from sparsek.mask.lists import BY_INTERVAL, BlockLists
 from sparsek.mask.mask import BlockMask
 from tests.mask.masks import check_mask

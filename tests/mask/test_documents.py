@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
+from sparsek.mask.build.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy
 from tests.mask.masks import check_mask

@@ -9,7 +9,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core import words
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import fresh
+from sparsek.mask import layout as fresh
 from sparsek.mask.lists import BlockLists
 from sparsek.ops import mask_calls
 from sparsek.policies import policy

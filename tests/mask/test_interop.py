@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import flex as converted
-from sparsek.mask import interop
-from sparsek.mask.interop import FlashLists
+from sparsek.mask.convert import flex as converted
+from sparsek.mask.convert import interop
+from sparsek.mask.convert.interop import FlashLists
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import flex as masks
-from sparsek.mask import survey
+from sparsek.mask.convert import evaluate as survey
+from sparsek.mask.convert import flex as masks
 from sparsek.mask.mask import BlockMask
 from tests.sampling import sampled
 

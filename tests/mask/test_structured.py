@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import chosen, listed, readback
+from sparsek.mask import readback
+from sparsek.mask.build import lists as listed
+from sparsek.mask.build import selection_reference as chosen
 from sparsek.mask.lists import Sizes
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import BlockPattern

@@ -276,7 +276,7 @@ def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
 def test_the_transposed_lists_are_built_once_and_only_for_kernels_that_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from sparsek.mask import view
+    from sparsek.mask import elements as view
 
     built, real = [], view.transposed
     monkeypatch.setattr(view, "transposed", lambda mask: built.append(mask) or real(mask))

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import accepted
+from sparsek.mask.convert import argument as accepted
 from sparsek.ops.attention_refused import HARMLESS, REFUSED, REFUSED_PACKED
 from tests.ops.tensors import qkv, window
 from tests.ops.test_attention_compiled import calls

@@ -16,7 +16,8 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import MISS, Recorded
-from sparsek.mask import closed, fresh
+from sparsek.mask import layout as fresh
+from sparsek.mask.build import banded as closed
 from sparsek.ops import bound, mask_calls
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan

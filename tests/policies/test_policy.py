@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import again
+from sparsek.mask import recorded as again
 from tests.policies.drawn import chosen, lengths_of, normal, slow_scores
 
 policies = sk.policies

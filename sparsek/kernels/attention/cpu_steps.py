@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.kernels.kinds import CpuKernel, wide_size
+from sparsek.mask.elements import element_mask
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.view import element_mask
 from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.reference.scores import Scores, capped, distances
 

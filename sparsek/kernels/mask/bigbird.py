@@ -2,7 +2,7 @@
 
     row    0 .. first | drawn before the window | left .. right | drawn after it
 
-A program draws the blocks of its rows by Philox from the seed, the row and the number of the draw, as mask/bigbird.py
+A program draws the blocks of its rows by Philox from the seed, the row and the number of the draw, as mask/build/bigbird.py
 does, sorts them, and writes the row. Tiles that see every block share the list of all columns. Other rows have a fixed
 room for their entries.
 
@@ -15,9 +15,9 @@ import triton.language as tl
 from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.mask.runs import bounds, within, write_all_columns, write_bounds
-from sparsek.mask import bigbird as drawn
-from sparsek.mask.bigbird import BigBird
-from sparsek.mask.closed import Band, Parts
+from sparsek.mask.build import bigbird as drawn
+from sparsek.mask.build.banded import Band, Parts
+from sparsek.mask.build.bigbird import BigBird
 from sparsek.mask.lists import BlockLists, Place
 from sparsek.matrix.pattern import INT32_MAX
 
@@ -34,7 +34,7 @@ _NUMBERS = ("near", "after", "wide", "globals", "random", "seed_low", "seed_high
 
 @triton.jit
 def _philox(seed_low, seed_high, one, two):
-    """As `philox` of mask/bigbird.py: uint64 in [0, 2^32). The counters are broadcast to one shape."""
+    """As `philox` of mask/build/bigbird.py: uint64 in [0, 2^32). The counters are broadcast to one shape."""
     a, b = one.to(tl.uint32), two.to(tl.uint32)
     c, d = tl.zeros_like(a), tl.zeros_like(a)
     key_a, key_b = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""A mask of chosen blocks in one launch, in plain Triton: bit for bit the lists of `mask/chosen.py`. Any CUDA GPU, and
+"""A mask of chosen blocks in one launch, in plain Triton: bit for bit the lists of `mask/build/selection_reference.py`. Any CUDA GPU, and
 Triton's interpreter.
 
     topk, mass   a score becomes an integer of the same order; the lowest one that is kept is found by bisection
@@ -14,7 +14,7 @@ fault the word has any.
 Nothing is read or written out of bounds, whatever the values: columns are positions, and those of `indices` are
 checked before they are used.
 
-`ops/packing.py` registers it with `mask/choice.py`.
+`ops/packing.py` registers it with `mask/build/selection.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.ranks import count_over, highest, order
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import times
-from sparsek.mask import choice
-from sparsek.mask.choice import Choice, Near, Parts
+from sparsek.mask.build import selection as choice
+from sparsek.mask.build.selection import Choice, Near, Parts
 
 MOST_COLUMNS = 16384  # a prefix sum over more takes more shared memory than an SM has
 _MASS_BITS, _SHIFT = tl.constexpr(choice.MASS_BITS), tl.constexpr(choice.POSITION_BITS)

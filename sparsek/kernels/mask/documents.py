@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.mask.runs import within, write_all_columns, write_runs
-from sparsek.mask.closed import Band, Parts, room_of_documents
+from sparsek.mask.build.banded import Band, Parts, room_of_documents
 from sparsek.mask.lists import Place
 from sparsek.matrix.pattern import INT32_MAX
 

@@ -7,7 +7,7 @@
     bits        one entry of bits: the sinks in a partial block
 
 Each program computes the runs of its rows from the lengths alone, and every row has a fixed room for its entries, so
-no program waits for another. Everything is in one allocation. mask/structured.py and mask/documents.py are the
+no program waits for another. Everything is in one allocation. mask/build/structured.py and mask/build/documents.py are the
 specification, on the CPU.
 
 Bottleneck: the host, with one launch, one allocation and the sizes. The device writes 8 bytes for each query.
@@ -30,7 +30,7 @@ from sparsek.kernels.mask.runs import (
     write_bounds,
     write_runs,
 )
-from sparsek.mask.closed import Band, Parts, Steps
+from sparsek.mask.build.banded import Band, Parts, Steps
 from sparsek.mask.lists import BlockLists, Place
 from sparsek.matrix.pattern import INT32_MAX
 

@@ -14,7 +14,7 @@ def within(x, low, high):
 
 @triton.jit
 def bounds(query, low, high, sink_end, kv_len, SINKS: tl.constexpr):
-    """lo and hi of queries, as `bounds` of mask/documents.py for one document of all keys.
+    """lo and hi of queries, as `bounds` of mask/build/documents.py for one document of all keys.
 
     SINKS: 0 without sinks, 1 with sinks, 2 with sinks that are seen from positions before them too.
     """

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.mask.choose import choose_blocks
-from sparsek.mask import chosen
-from sparsek.mask.choice import Choice, mask_in
+from sparsek.mask.build import selection_reference as chosen
+from sparsek.mask.build.selection import Choice, mask_in
 from sparsek.mask.mask import BlockMask
 from tests.mask.drawn_choices import KINDS, PLACES, drawn, same
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.closed import Band, room_of_documents
-from sparsek.mask.fresh import known_kind, leaves_of
+from sparsek.mask.build.banded import Band, room_of_documents
+from sparsek.mask.layout import known_kind, leaves_of
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import SIDES, assert_same, by_kernels, entries_of

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from sparsek.mask import closed
+from sparsek.mask.build import banded as closed
 from sparsek.mask.lists import BlockLists, Frame, Place
 from sparsek.mask.mask import BlockMask
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import record
-from sparsek.mask import chosen
-from sparsek.mask.choice import Choice, Parts
+from sparsek.mask.build import selection_reference as chosen
+from sparsek.mask.build.selection import Choice, Parts
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.mask.drawn_choices import DTYPES, KINDS, PLACES, drawn, same

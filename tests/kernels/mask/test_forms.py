@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.mask.closed import Band, Steps, bounded_band, counted_band, counted_documents, counted_steps
+from sparsek.mask.build.banded import (
+    Band,
+    Steps,
+    bounded_band,
+    counted_band,
+    counted_documents,
+    counted_steps,
+)
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import frame, places

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sparsek.core.arguments import is_fake
-from sparsek.mask import choice
-from sparsek.mask.choice import MASS_BITS, Choice, Near, by_a_kernel, mask_in, parts_of
+from sparsek.mask.build import selection as choice
+from sparsek.mask.build.selection import MASS_BITS, Choice, Near, by_a_kernel, mask_in, parts_of
+from sparsek.mask.build.structured import every_key, up_to_itself
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, Place, Sizes, check_stored, exact_sizes
 from sparsek.mask.readback import Fault, faults, with_readbacks
-from sparsek.mask.structured import every_key, up_to_itself
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core.tracing import not_traced
-from sparsek.mask import closed
-from sparsek.mask.closed import Band, Counted, counted_documents, on_gpu
-from sparsek.mask.elements import pack_bits
+from sparsek.mask.build import banded as closed
+from sparsek.mask.build.banded import Band, Counted, counted_documents, on_gpu
+from sparsek.mask.build.tiles import pack_bits
 from sparsek.mask.lists import (
     BY_INTERVAL,
     BlockLists,

@@ -17,10 +17,10 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import carved
 from sparsek.core.operations import by_kernel
-from sparsek.mask.fresh import WrittenFault, freshened
+from sparsek.mask.build.structured import visible
+from sparsek.mask.layout import WrittenFault, freshened
 from sparsek.mask.lists import WORD, BlockLists, Place, Sizes, check_stored
 from sparsek.mask.readback import LateSizes, index
-from sparsek.mask.structured import visible
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask

@@ -13,11 +13,11 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.again import repeated
-from sparsek.mask.choice import INTS, Choice, Near, as_kv_lengths, held, joined_batch
-from sparsek.mask.chosen import chosen_mask, highest, rows_of
+from sparsek.mask.build.selection import INTS, Choice, Near, as_kv_lengths, held, joined_batch
+from sparsek.mask.build.selection_reference import chosen_mask, highest, rows_of
+from sparsek.mask.elements import NOT_STORED, WHOLE, table_of
 from sparsek.mask.lists import BY_INTERVAL, CHOSEN_SIZES, Frame, Place
-from sparsek.mask.view import NOT_STORED, WHOLE, table_of
+from sparsek.mask.recorded import repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,7 +19,7 @@ from sparsek.core import operations
 from sparsek.core.arguments import faking
 from sparsek.core.home import drop_oldest
 from sparsek.core.memory import carved
-from sparsek.mask.fresh import KINDS, Kind, WrittenFault, freshened, known_kind
+from sparsek.mask.layout import KINDS, Kind, WrittenFault, freshened, known_kind
 from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
 from sparsek.mask.readback import LateSizes
 
@@ -67,7 +67,7 @@ class Band(NamedTuple):
     def of(
         cls, place: Place, back: int | None, ahead: int | None, sinks: int = 0, sinks_ahead: bool = False
     ) -> Band:
-        """From a window: see `Window` in mask/documents.py."""
+        """From a window: see `Window` in mask/build/documents.py."""
         shift, least, most = place.q_offset, -place.q_len, place.kv_len
         low = least if back is None else min(max(shift + 1 - back, least), most)
         high = most if ahead is None else min(max(shift + ahead, least), most)

@@ -12,10 +12,10 @@ import numpy as np
 
 from sparsek.core import arguments
 from sparsek.core.tracing import not_traced
-from sparsek.mask.again import of_options
-from sparsek.mask.closed import Band, Counted, on_gpu, summed_rows
+from sparsek.mask.build.banded import Band, Counted, on_gpu, summed_rows
+from sparsek.mask.build.structured import of_blocks
 from sparsek.mask.lists import Frame, Place, Runs, Sizes
-from sparsek.mask.structured import of_blocks
+from sparsek.mask.recorded import of_options
 from sparsek.matrix.pattern import INT32_MAX
 
 if TYPE_CHECKING:

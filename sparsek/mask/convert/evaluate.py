@@ -5,7 +5,7 @@
     (sync)     how many there are of each
     write      the lists; the bits of the blocks that need them are evaluated again
 
-The hull of a query, from the first key that it sees to the last, is its interval, as in mask/elements.py. It depends on
+The hull of a query, from the first key that it sees to the last, is its interval, as in mask/build/tiles.py. It depends on
 one row of blocks only, so rows are evaluated and classified in chunks. What is kept of a chunk is a byte for each block
 and 8 for each query.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.mask.elements import pack_bits
+from sparsek.mask.build.tiles import pack_bits
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Place, Sizes, check_stored
 from sparsek.matrix.pattern import INT32_MAX
 

@@ -15,15 +15,15 @@ from torch.nn import functional
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.elements import TileMask, rows_of_cells
+from sparsek.mask.build.tiles import TileMask, rows_of_cells
+from sparsek.mask.elements import NOT_STORED, WHOLE, stored_cells, stored_entries, table_of
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, mask_block
-from sparsek.mask.view import NOT_STORED, WHOLE, stored_cells, stored_entries, table_of
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-    from sparsek.mask.flex import MaskMod
+    from sparsek.mask.convert.flex import MaskMod
     from sparsek.mask.mask import BlockMask
 
 CHUNK = 1 << 22  # elements that are read in one step

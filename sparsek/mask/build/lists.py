@@ -15,9 +15,9 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.again import of_options, repeated
-from sparsek.mask.choice import INTS, Choice, as_kv_lengths, joined_batch
-from sparsek.mask.chosen import chosen_mask
+from sparsek.mask.build.selection import INTS, Choice, as_kv_lengths, joined_batch
+from sparsek.mask.build.selection_reference import chosen_mask
+from sparsek.mask.build.structured import every_key
 from sparsek.mask.lists import (
     CHOSEN_SIZES,
     BlockLists,
@@ -30,7 +30,7 @@ from sparsek.mask.lists import (
     upload,
 )
 from sparsek.mask.readback import Fault, LateSizes, with_readbacks
-from sparsek.mask.structured import every_key
+from sparsek.mask.recorded import of_options, repeated
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Masks in closed form: causal, strided, dilated. Windows and documents are made by `documents`.
 
-On a GPU a kernel writes them (mask/closed.py, kernels/mask). What follows here in numpy makes them on the CPU, where
+On a GPU a kernel writes them (mask/build/banded.py, kernels/mask). What follows here in numpy makes them on the CPU, where
 no kernel is, and is the specification.
 """
 
@@ -17,11 +17,11 @@ from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask import closed
-from sparsek.mask.again import of_options, repeated
-from sparsek.mask.closed import Band, Steps, counted_band, counted_steps, on_gpu
-from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
+from sparsek.mask.build import banded as closed
+from sparsek.mask.build.banded import Band, Steps, counted_band, counted_steps, on_gpu
+from sparsek.mask.build.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble, read_edges
+from sparsek.mask.recorded import of_options, repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.elements import TileMask
+from sparsek.mask.build.tiles import TileMask
+from sparsek.mask.convert.evaluate import Classes, Seen, Survey, Window, classified, seen_in, seen_on_cpu
 from sparsek.mask.lists import BLOCK_SIZES, Place, check_stored, mask_block
-from sparsek.mask.survey import Classes, Seen, Survey, Window, classified, seen_in, seen_on_cpu
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask

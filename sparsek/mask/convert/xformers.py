@@ -16,10 +16,10 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced, untransformed
-from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.flex import from_mask_mod
+from sparsek.mask.build.documents import Documents, PackedLayout, Window, documents_mask
+from sparsek.mask.build.structured import of_window
+from sparsek.mask.convert.flex import from_mask_mod
 from sparsek.mask.lists import Place, mask_length, upload
-from sparsek.mask.structured import of_window
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask

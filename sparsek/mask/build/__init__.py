@@ -1,0 +1,1 @@
+"""Builders of masks: each states the layout that it writes."""

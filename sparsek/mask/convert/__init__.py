@@ -1,0 +1,1 @@
+"""Masks from other forms, and other forms from masks."""
