@@ -40,7 +40,7 @@ from sparsek.kernels.lang import driver, launch, nvrtc, shipped
 from sparsek.kernels.mask.choose import choose_blocks
 from sparsek.mask.build import banded as closed
 from sparsek.mask.build import selection_reference as chosen
-from sparsek.mask.build.selection import Choice, mask_in
+from sparsek.mask.build.selection import written
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_BYTES = 12 << 20  # of the archive
@@ -155,12 +155,7 @@ def of_closed_form() -> None:
 
 def of_chosen_blocks() -> None:
     """The kernel of masks of chosen blocks, to which no call with CPU tensors comes."""
-
-    def made(cls: type[sk.BlockMask], c: Choice) -> sk.BlockMask:
-        parts = choose_blocks(c)
-        assert parts is not None
-        return mask_in(cls, c, parts)
-
+    made = functools.partial(written, write=choose_blocks)
     with mock.patch.object(chosen, "by_a_kernel", new=made):
         for block, blocks, causal in itertools.product((128, 64), (64, 128, 256, 512), (True, False)):
             length = block * blocks

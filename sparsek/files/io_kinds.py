@@ -15,8 +15,9 @@ from sparsek.core import dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files.tensor_file import FLOAT8_TAGS, TAGS
+from sparsek.mask.data import LISTS
 from sparsek.mask.lists import BlockLists
-from sparsek.mask.mask import LISTS, BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern

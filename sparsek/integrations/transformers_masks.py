@@ -28,8 +28,9 @@ from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.integrations.named import misfit
-from sparsek.mask.build.banded import Band, Counted, bounded_band, of_parts, room_of_documents
+from sparsek.mask.build.banded import Band, bounded_band, room_of_documents
 from sparsek.mask.build.documents import Documents, PackedLayout, Window
+from sparsek.mask.layout import Counted, MaskLayout
 from sparsek.mask.lists import Place, Sizes
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.readback import Readback
@@ -398,9 +399,8 @@ def packed_mask(documents: Tensor) -> BlockMask:
         band = Band.of(place, None, 1)
         stored, partial, longest, _ = bounded_band(place, band).sizes
         bound = Counted(Sizes(batch * stored, batch * partial, longest, exact=False), batch * stored)
-        return of_parts(
-            BlockMask, place, room_of_documents(place, band, False, batch), bound, batch=batch, label=label
-        )
+        layout = MaskLayout.of(place, bound, room_of_documents(place, band, False, batch), label, batch=batch)
+        return BlockMask.of_layout(layout, layout.base(device))
     rows = [np.diff(_runs(each)[1], prepend=0) for each in documents.cpu().numpy()]
     return BlockMask.block_diagonal(rows, device=device)
 

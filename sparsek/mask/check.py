@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.data import MaskData
 from sparsek.mask.elements import find
 from sparsek.mask.lists import (
     BY_INTERVAL,
@@ -26,14 +27,11 @@ from sparsek.mask.lists import (
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.pictures.masks import Rows
 
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
-
 ENTRIES = 1 << 22  # partial blocks that are checked at a time: rows may share entries, so a file may be small
 
 
 @not_traced("a block mask")
-def plain(mask: BlockMask) -> dict[str, Any]:
+def plain(mask: MaskData) -> dict[str, Any]:
     """Lengths, block, batch and heads as plain ints, `pure`, and the label."""
     block = mask_block(mask.block)
     for name in ("full", "partial"):
@@ -51,7 +49,7 @@ def plain(mask: BlockMask) -> dict[str, Any]:
 
 
 @not_traced("a block mask")
-def check(mask: BlockMask) -> Sizes:
+def check(mask: MaskData) -> Sizes:
     """Check the tensors of a mask whose other fields are checked; return the true sizes. Waits for the device once."""
     _check_tensors(mask)
     host = mask.host
@@ -67,7 +65,7 @@ def check(mask: BlockMask) -> Sizes:
     return sizes
 
 
-def _check_tensors(mask: BlockMask) -> None:
+def _check_tensors(mask: MaskData) -> None:
     """All that can be checked without a sync."""
     arguments.tensor("full.starts", mask.full.starts)
     (bq, bk), groups = mask.block, mask.batch * mask.heads
@@ -112,7 +110,7 @@ def _check_tensor(name: str, part: Any, dimensions: int, device: torch.device) -
         raise InvalidInput(f"{name} is on {part.device} and full.starts on {device}; use one device")
 
 
-def _check_rows(mask: BlockMask, kind: str, lists: Rows) -> None:
+def _check_rows(mask: MaskData, kind: str, lists: Rows) -> None:
     """Rows lie in the list, and their columns in the mask, ascending."""
     starts, ends = lists.starts.astype(np.int64), lists.starts.astype(np.int64) + lists.counts
     columns = mask.grid[1]
@@ -164,7 +162,7 @@ def _in_steps(host: HostMask) -> Iterator[np.ndarray]:
     return iter(np.split(rows, np.unique(edges)))
 
 
-def _check_apart(mask: BlockMask, host: HostMask, rows: np.ndarray) -> None:
+def _check_apart(mask: MaskData, host: HostMask, rows: np.ndarray) -> None:
     """No block is full and partial: each partial one is searched among the full ones of its row."""
     counts = host.partial.counts[rows].astype(np.int64)
     row, before = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
@@ -188,7 +186,7 @@ def _held_entries(lists: Rows) -> np.ndarray:
     return np.flatnonzero(np.cumsum(opened) > 0)
 
 
-def _check_rules(mask: BlockMask, host: HostMask) -> None:
+def _check_rules(mask: MaskData, host: HostMask) -> None:
     """Rules exist where they point, and admit no key past the end."""
     entries = _held_entries(host.partial)
     rules = np.full(entries.shape, BY_INTERVAL) if host.rules is None else host.rules[entries]
@@ -220,7 +218,7 @@ def _check_rules(mask: BlockMask, host: HostMask) -> None:
             raise InvalidInput(f"bits[{used[beyond[0]]}], {where}, admits keys beyond kv_len {mask.kv_len}")
 
 
-def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
+def _check_interval(mask: MaskData, lo: np.ndarray, hi: np.ndarray) -> None:
     """No interval reaches past the last key."""
     for name, part, least, most in (("lo", lo, 0, INT32_MAX), ("hi", hi, 0, mask.kv_len)):
         far = np.argwhere((part < least) | (part > most))
@@ -231,7 +229,7 @@ def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
             )
 
 
-def _check_pure(mask: BlockMask, host: HostMask) -> None:
+def _check_pure(mask: MaskData, host: HostMask) -> None:
     """Everything by interval, and full blocks inside the interval of each of their queries."""
     if host.rules is not None and (host.rules[_held_entries(host.partial)] != BY_INTERVAL).any():
         raise InvalidInput("pure is True, but some rules are bits; a pure mask has intervals only")
@@ -251,7 +249,7 @@ def _check_pure(mask: BlockMask, host: HostMask) -> None:
         )
 
 
-def _where(mask: BlockMask, row: int) -> str:
+def _where(mask: MaskData, row: int) -> str:
     """A row in words."""
     tiles = mask.grid[0]
     place = f"query tile {row % tiles}"
@@ -262,7 +260,7 @@ def _where(mask: BlockMask, row: int) -> str:
     return place
 
 
-def _first_with(mask: BlockMask, host: HostMask, entry: int) -> str:
+def _first_with(mask: MaskData, host: HostMask, entry: int) -> str:
     """The first row that has an entry of partial.indices, in words."""
     starts, counts = host.partial.starts.astype(np.int64), host.partial.counts
     return _where(mask, int(np.argmax((starts <= entry) & (entry < starts + counts))))

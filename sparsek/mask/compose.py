@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,17 +12,15 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.build.tiles import TileMask
+from sparsek.mask.data import Mask, MaskData
 from sparsek.mask.elements import CHUNK, element_mask, find, stored_cells
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 
 class Placed:
     """A mask in the grid of another that has as many or more batch items and heads."""
 
-    def __init__(self, mask: BlockMask, batch: int, heads: int) -> None:
+    def __init__(self, mask: MaskData, batch: int, heads: int) -> None:
         self.mask, tiles = mask, mask.grid[0]
         row = torch.arange(batch * heads * tiles, device=mask.device)
         b, h, i = row // (heads * tiles), row // tiles % heads, row % tiles
@@ -52,7 +50,7 @@ class Placed:
 
 
 @not_traced("a block mask")
-def both(a: BlockMask, other: BlockMask) -> BlockMask:
+def both(a: Mask, other: MaskData) -> Mask:
     """Return the intersection: a query sees a key that both masks admit. Waits for the device.
 
     Args:
@@ -77,12 +75,18 @@ def both(a: BlockMask, other: BlockMask) -> BlockMask:
     cells = fewer.cells
     full, partial, _ = more.find(cells)
     return _filled(
-        made, cells[full | partial], a_placed, b_placed, torch.logical_and, f"{_named(a)} & {_named(other)}"
+        type(a),
+        made,
+        cells[full | partial],
+        a_placed,
+        b_placed,
+        torch.logical_and,
+        f"{_named(a)} & {_named(other)}",
     )
 
 
 @not_traced("a block mask")
-def either(a: BlockMask, other: BlockMask) -> BlockMask:
+def either(a: Mask, other: MaskData) -> Mask:
     """Return the union: a query sees a key that either mask admits. Waits for the device.
 
     Args:
@@ -101,10 +105,12 @@ def either(a: BlockMask, other: BlockMask) -> BlockMask:
         return _not_a_mask(other, "|")
     a_placed, b_placed, made = _placed(a, other, "|")
     cells = torch.cat((a_placed.cells, b_placed.cells)).unique()
-    return _filled(made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(other)}")
+    return _filled(
+        type(a), made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(other)}"
+    )
 
 
-def inverted(a: BlockMask) -> NoReturn:
+def inverted(a: MaskData) -> NoReturn:
     """InvalidInput, with how to build the complement: most of its blocks would be stored."""
     raise InvalidInput("a BlockMask has no ~; build the complement by BlockMask.from_dense(~mask.to_dense())")
 
@@ -118,12 +124,12 @@ def _not_a_mask(other: Any, sign: str) -> Any:
     return NotImplemented
 
 
-def _named(mask: BlockMask) -> str:
+def _named(mask: MaskData) -> str:
     label = mask.label or "blocks"
     return f"({label})" if " & " in label or " | " in label else label
 
 
-def _placed(a: BlockMask, b: BlockMask, sign: str) -> tuple[Placed, Placed, TileMask]:
+def _placed(a: MaskData, b: MaskData, sign: str) -> tuple[Placed, Placed, TileMask]:
     """Both masks in the grid of the result, and the empty result."""
     _check_alike(type(a), (a, b), sign)
     for mask in (a, b):
@@ -140,23 +146,24 @@ def _placed(a: BlockMask, b: BlockMask, sign: str) -> tuple[Placed, Placed, Tile
 
 
 def _filled(
+    cls: type[Mask],
     made: TileMask,
     cells: Tensor,
     a: Placed,
     b: Placed,
     joined: Callable[[Tensor, Tensor], Tensor],
     label: str,
-) -> BlockMask:
+) -> Mask:
     """The mask of these cells: full where the full lists alone decide, else by elements, a chunk at a time."""
     whole = joined(a.find(cells)[0], b.find(cells)[0])
     made.add_full(cells[whole])
     for some in cells[~whole].split(CHUNK // (made.block[0] * made.block[1])):
         made.add(some, joined(a.seen(some), b.seen(some)))
-    return made.mask(type(a.mask), label)
+    return made.mask(cls, label)
 
 
 @not_traced("a block mask")
-def per_head(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
+def per_head(cls: type[Mask], masks: Sequence[MaskData]) -> Mask:
     """Return one mask after the other along the heads. No sync.
 
     Args:
@@ -176,7 +183,7 @@ def per_head(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
 
 
 @not_traced("a block mask")
-def per_batch(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
+def per_batch(cls: type[Mask], masks: Sequence[MaskData]) -> Mask:
     """Return one mask after the other along the batch. No sync.
 
     Args:
@@ -198,7 +205,7 @@ def per_batch(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
 class _Stack:
     """Masks one after the other along the batch (axis 0) or the heads (axis 1). Repeated masks are stored once."""
 
-    def __init__(self, cls: type[BlockMask], masks: Sequence[BlockMask], name: str, axis: int) -> None:
+    def __init__(self, cls: type[MaskData], masks: Sequence[MaskData], name: str, axis: int) -> None:
         if not isinstance(masks, Sequence):
             raise InvalidInput(f"{name} takes a list of masks, got {arguments.shown(masks)}")
         _check_alike(cls, masks, name)
@@ -213,7 +220,7 @@ class _Stack:
                     f"{across} must be the same in all masks, or 1"
                 )
 
-    def mask(self) -> BlockMask:
+    def mask(self) -> Any:
         full, partial = self._lists("full"), self._lists("partial")
         lo, hi = self._interval()
         rules, bits = self._bits()
@@ -290,7 +297,7 @@ class _Stack:
         return Sizes(stored, partial, longest, exact)
 
 
-def _check_alike(cls: type[BlockMask], masks: Sequence[Any], name: str) -> None:
+def _check_alike(cls: type[MaskData], masks: Sequence[Any], name: str) -> None:
     """InvalidInput unless these are masks of one shape, block and device."""
     if not masks:
         raise InvalidInput(f"{name} of no masks; give at least one")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.data import MaskData
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, TransposedLists
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 DENSE_MOST = 2**31
 NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
@@ -21,7 +18,7 @@ CHUNK = 2**24  # elements of partial blocks that are read in one step
 ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
 
-def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
+def checked_element_mask(mask: MaskData, rows: Tensor, entries: Tensor) -> Tensor:
     """Return the elements of partial blocks, bool [n, bq, bk]. Queries beyond q_len see nothing.
 
     Values of tensors on a GPU are not checked, because that would need a sync.
@@ -47,7 +44,7 @@ def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tens
     return element_mask(mask, rows, entries)
 
 
-def element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
+def element_mask(mask: MaskData, rows: Tensor, entries: Tensor) -> Tensor:
     """As `checked_element_mask`, without its checks."""
     (bq, bk), device = mask.block, mask.device
     queries = (rows % max(mask.grid[0], 1) * bq)[:, None] + torch.arange(bq, device=device)
@@ -65,7 +62,7 @@ def element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
     return seen & torch.where((rules < 0)[:, None, None], _by_interval(mask, rows, entries, queries), by_bits)
 
 
-def _by_interval(mask: BlockMask, rows: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
+def _by_interval(mask: MaskData, rows: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
     bk = mask.block[1]
     keys = (mask.partial.indices[entries].long() * bk)[:, None] + torch.arange(bk, device=mask.device)
     if mask.lo is None or mask.hi is None:
@@ -76,7 +73,7 @@ def _by_interval(mask: BlockMask, rows: Tensor, entries: Tensor, queries: Tensor
     return (mask.lo[at][:, :, None] <= keys) & (keys < mask.hi[at][:, :, None])
 
 
-def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
+def dense_rows(mask: MaskData, first: int, last: int) -> Tensor:
     """Return which keys the queries `first` to `last` - 1 see, bool [batch, heads, last - first, kv_len]. Syncs.
 
     Args:
@@ -109,7 +106,7 @@ def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
     return whole[:, :, first - top * bq : last - top * bq, : mask.kv_len]
 
 
-def to_dense(mask: BlockMask) -> Tensor:
+def to_dense(mask: MaskData) -> Tensor:
     """Return which keys every query sees, bool [batch, heads, q_len, kv_len]. Waits for the device.
 
     Raises:
@@ -131,7 +128,7 @@ def to_dense(mask: BlockMask) -> Tensor:
     return dense_rows(mask, 0, mask.q_len)
 
 
-def elements(mask: BlockMask) -> int:
+def elements(mask: MaskData) -> int:
     """See BlockMask.elements."""
     mask.verify()
     (bq, bk), tiles = mask.block, mask.grid[0]
@@ -143,7 +140,7 @@ def elements(mask: BlockMask) -> int:
     return int(seen)
 
 
-def _chunks(mask: BlockMask, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(mask: MaskData, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows and entries of all partial blocks, in chunks of CHUNK elements."""
     step = CHUNK // (mask.block[0] * mask.block[1])
     for some in rows.split(max(ENTRIES // max(mask.sizes.longest, 1), 1)):
@@ -160,7 +157,7 @@ def stored_entries(lists: BlockLists, rows: Tensor) -> tuple[Tensor, Tensor]:
     return at, lists.starts[rows].long()[at] + inside
 
 
-def stored_cells(mask: BlockMask, rows: Tensor) -> Tensor:
+def stored_cells(mask: MaskData, rows: Tensor) -> Tensor:
     """row * Nb + column of every block that these rows store, int64, in any order; row is a place in `rows`. Syncs."""
     cells = []
     for lists in (mask.full, mask.partial):
@@ -186,7 +183,7 @@ def find(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tuple
     return (low < end) & (lists.indices[low.clamp(max=most)] == column), low
 
 
-def transposed(mask: BlockMask) -> TransposedLists:
+def transposed(mask: MaskData) -> TransposedLists:
     """See BlockMask.transposed."""
     sizes = mask.sizes
     whole = sizes.stored - sizes.partial if sizes.exact else sizes.stored
@@ -195,7 +192,7 @@ def transposed(mask: BlockMask) -> TransposedLists:
     return TransposedLists(full, partial, full_entries, partial_entries)
 
 
-def _flipped(mask: BlockMask, lists: BlockLists, most: int) -> tuple[BlockLists, Tensor]:
+def _flipped(mask: MaskData, lists: BlockLists, most: int) -> tuple[BlockLists, Tensor]:
     """A stable sort by key block. If there are fewer than `most` entries, unused ones follow the last row."""
     (tiles, columns), device = mask.grid, mask.device
     rows_below = mask.batch * mask.heads * columns
@@ -211,7 +208,7 @@ def _flipped(mask: BlockMask, lists: BlockLists, most: int) -> tuple[BlockLists,
     return BlockLists(edges[:-1].contiguous(), edges.diff(), tile), position
 
 
-def table_of(mask: BlockMask) -> Tensor:
+def table_of(mask: MaskData) -> Tensor:
     """The kind of each block, int32 [batch, heads, Mb, Nb].
 
     NOT_STORED, WHOLE, BY_INTERVAL or the index of its bits. Syncs only if the sizes are not exact.
@@ -230,7 +227,7 @@ def table_of(mask: BlockMask) -> Tensor:
     return table.view(mask.batch, mask.heads, *mask.grid)
 
 
-def _entries(mask: BlockMask, lists: BlockLists, stored: int) -> tuple[Tensor, Tensor]:
+def _entries(mask: MaskData, lists: BlockLists, stored: int) -> tuple[Tensor, Tensor]:
     """Row and position of every entry, int64. Syncs only if the sizes are not exact."""
     every = torch.arange(mask.rows, device=mask.device)
     if not mask.sizes.exact:

@@ -1,322 +1,190 @@
-"""Masks that are new in every call: what those of one builder have in common, so that calls with them are recorded.
+"""The layout of a mask: its fields that are no tensors, and where its tensors are in one int32 buffer, the *base*.
 
-A builder with kernels writes all tensors of a mask into one buffer, the *base*. Masks of one builder, with the same
-options and operands of the same shapes, differ only in the contents of their base. Their `Kind` keeps the calls that
-were recorded with such masks (ops/bound.py), which take the base as an operand; a schedule is made anew in each. A mask
-that is used again and again gets a plan of its own instead, whose schedule is kept. So does one whose predecessor of
-its kind was used so, and the first of a kind.
+A builder states the layout that it writes. Masks of one layout differ in the contents of their bases only, so a call
+that was recorded with one of them is repeated with any other (mask/recorded.py). torch.compile gets a layout as text,
+because dynamo makes symbols of the ints of an object and opaque objects of torch.library are not in every torch:
+`MaskLayout.text` and `MaskLayout.of_text` are the only two places that know its form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsek.core import words
-from sparsek.core.arguments import is_fake
-from sparsek.core.errors import InvalidInput
-from sparsek.core.home import Home, drop_oldest
-from sparsek.mask.lists import BlockLists
-from sparsek.mask.readback import LateSizes
+from sparsek.core.home import Home
+from sparsek.mask.lists import ALIGNED, WORD, Place, Sizes
 
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
-
-FEW = 4  # attention calls with one mask; from the next one on it has a plan of its own
-KINDS = 256
-LISTS, TENSORS = ("full", "partial"), ("lo", "hi", "rules", "bits")
-PLAIN = ("q_len", "kv_len", "block", "batch", "heads", "sizes", "pure", "label")
+LAYOUTS = 256
+ABSENT = -1  # a size that is not there, among the numbers of a layout
 
 
-class Part(NamedTuple):
-    """A tensor of a mask: piece `at` of its base, seen in `shape` (None: one-dimensional, as the piece is)."""
+class Room(NamedTuple):
+    """The sizes of a mask's tensors, as far as its lengths, batch and heads do not determine them.
 
-    at: int
-    shape: tuple[int, ...] | None
-
-
-class Kind(Home):
-    """What masks of one form have in common: all but the contents of their base. See `kind_of`.
-
-    `plain`: the fields that are no tensors. `sizes`: the pieces of the base. `parts`: the place of every tensor.
-    `heavy`: as `BlockMask.heavy_blocks`, by which plans allocate; None if it is not known.
+    Attributes:
+        partial: Entries of `partial.indices`, and of `rules`.
+        full: Entries of `full.indices`; ABSENT if it is `partial.indices`.
+        bounds: Rows of `lo` and `hi`; 0 for a mask without them.
+        bits: Blocks in `bits`; ABSENT for a mask without `rules` and `bits`.
     """
 
-    def __init__(
-        self,
-        plain: tuple[Any, ...],
-        heavy: int | None,
-        sizes: tuple[int, ...],
-        parts: tuple[Part | None, ...],
-    ) -> None:
-        super().__init__()
-        self.plain = dict(zip(PLAIN, plain, strict=True))
-        self.heavy, self.sizes, self.parts = heavy, sizes, parts
-        self.last: Uses | None = None
-
-    def mask(
-        self,
-        cls: type[BlockMask],
-        base: Tensor,
-        faults: Sequence[WrittenFault] = (),
-        late: LateSizes | None = None,
-    ) -> BlockMask:
-        """The mask whose tensors are in `base`, where these faults would be. No check, no sync. A `Leaf` makes the
-        tensors when the first of them is read.
-        """
-        made: Any = object.__new__(cls)
-        fields = made.__dict__
-        fields.update(self.plain)
-        memo: dict[str, Any] = {"fresh": Fresh(self, base)}
-        fields["_memo"], fields["_base"] = memo, None
-        if self.heavy is not None:
-            memo["heavy"] = self.heavy
-        _note(memo, self, faults, late)
-        return made
-
-    def leaves(self, base: Tensor) -> list[Any]:
-        """The tensors of the mask in `base`, in the order of `leaves_of`."""
-        pieces = base.split_with_sizes(self.sizes)
-        tensors = []
-        for part in self.parts:
-            if part is None:
-                tensors.append(None)
-            else:
-                tensors.append(pieces[part.at] if part.shape is None else pieces[part.at].view(part.shape))
-        return tensors
+    partial: int
+    full: int = ABSENT
+    bounds: int = 0
+    bits: int = ABSENT
 
 
-def fill(mask: Any) -> None:
-    """Make the tensors of a mask that `Kind.mask` has made: views, which take the host longer than all else of it."""
-    state = mask._memo["fresh"]
-    tensors = state.kind.leaves(state.base)
-    fields = mask.__dict__
-    fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
-    fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]
+class Counted(NamedTuple):
+    """The sizes of a mask, and the blocks of rows that are more than twice as long as the mean."""
 
-
-class Leaf:
-    """A field of tensors of masks. After `fill`, and in other masks, the attribute of the instance takes precedence."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, mask: Any, owner: Any = None) -> Any:
-        if mask is None:
-            return None  # as the default of the field
-        fill(mask)
-        return mask.__dict__[self.name]
+    sizes: Sizes
+    heavy: int
 
 
 class Uses:
-    """How often attention was called with a mask."""
+    """How often attention was called with a mask that has a layout. `passing`: whether such masks are used a few times
+    only, as the one before was; None before the first use.
+    """
 
-    __slots__ = ("count",)
+    __slots__ = ("count", "passing")
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.passing = 0, None
 
 
-class Fresh:
-    """The state of a mask that may be new in every call: its base, its kind, and the calls of attention with it.
-
-    `passing`: whether such masks are used a few times only, as the one before this was. `kind` is found at the first
-    use, because that takes 20 us; `known`: whether it was.
+class MaskLayout(Home):
+    """All of a mask but the contents of its base. `fields`: those of the mask that are no tensors. `heavy`: as
+    `BlockMask.heavy_blocks`, by which plans allocate. `last`: the uses of the mask that was used last.
     """
 
-    __slots__ = ("base", "kind", "known", "passing", "uses")
+    def __init__(
+        self, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int, sizes: Sizes, pure: bool,
+        label: str, heavy: int, room: Room,
+    ) -> None:  # fmt: skip
+        self._memo = {}
+        self.fields = {
+            "q_len": q_len, "kv_len": kv_len, "block": block, "batch": batch, "heads": heads, "sizes": sizes,
+            "pure": pure, "label": label,
+        }  # fmt: skip
+        self.heavy, self.room = heavy, room
+        self.last: Uses | None = None
+        self.shapes = shapes_of(batch * heads * -(-q_len // block[0]), q_len, block, room)
+        self.spans: list[int] = []  # of the base: each tensor, and what aligns the next one
+        self.places: list[int | None] = []  # of each tensor, in the order of `leaves_of`, among the spans
+        for shape in self.shapes:
+            if shape is None:
+                self.places.append(None)
+                continue
+            size = 1
+            for side in shape:
+                size *= side
+            self.places.append(len(self.spans))
+            self.spans += [size, -size % ALIGNED] if size % ALIGNED else [size]
+        if not any(self.spans):
+            self.spans.append(ALIGNED)  # so that there is an address
+        self.length = sum(self.spans)
 
-    def __init__(self, kind: Kind | None, base: Tensor) -> None:
-        self.base, self.kind, self.uses, self.passing, self.known = base, None, Uses(), False, False
-        if kind is not None:
-            self.join(kind)
+    @classmethod
+    def of(
+        cls, place: Place, counted: Counted, room: Room, label: str, *, batch: int = 1, heads: int = 1,
+        pure: bool = True,
+    ) -> MaskLayout:  # fmt: skip
+        """The layout of a mask at a place, always the same object."""
+        facts = (
+            place.q_len,
+            place.kv_len,
+            place.block,
+            batch,
+            heads,
+            counted.sizes,
+            pure,
+            label,
+            counted.heavy,
+            room,
+        )
+        return known_layout(place.device, *facts)
 
-    def join(self, kind: Kind | None) -> None:
-        """Make this the last mask of its kind; None for a mask that has none."""
-        self.known = True
-        if kind is not None:
-            last, kind.last, self.kind = kind.last, self.uses, kind
-            self.passing = last is not None and last.count <= FEW
+    @classmethod
+    def like(cls, mask: Any, tensors: Sequence[Any]) -> MaskLayout:
+        """The layout of a mask with these tensors, always the same object."""
+        _, _, full, _, _, partial, lo, _, rules, bits = tensors
+        by_bits = ABSENT if rules is None else 0 if bits is None else bits.shape[0]
+        room = Room(partial.numel(), full.numel(), 0 if lo is None else lo.shape[0], by_bits)
+        facts = mask.batch, mask.heads, mask.sizes, mask.pure, mask.label, mask.heavy_blocks, room
+        return known_layout(mask.device, mask.q_len, mask.kv_len, mask.block, *facts)
 
+    def base(self, device: torch.device) -> Tensor:
+        """Memory for the tensors of a mask, not cleared. One allocation, which a recorded call may contain."""
+        return torch.empty(self.length, dtype=torch.int32, device=device)
 
-_KINDS: dict[Hashable, Kind] = {}
+    def pieces(self, base: Tensor) -> list[Any]:
+        """The ten tensors in `base`, each with one dim, and None for those that the mask lacks, by one operator. None
+        for full.indices too, if those are partial.indices.
+        """
+        found = base.split_with_sizes(self.spans)
+        return [None if at is None else found[at] for at in self.places]
 
+    def leaves(self, base: Tensor) -> list[Any]:
+        """The tensors of the mask in `base`, in the order of `leaves_of`."""
+        made = [
+            x if x is None or shape is None or len(shape) == 1 else x.view(shape)
+            for x, shape in zip(self.pieces(base), self.shapes, strict=True)
+        ]
+        if self.room.full == ABSENT:
+            made[2] = made[5]
+        return made
 
-def leaves_of(mask: BlockMask) -> list[Any]:
-    """The tensors of a mask, and None for those that it lacks: always ten."""
-    return [*mask.full, *mask.partial, *(getattr(mask, name) for name in TENSORS)]
+    def text(self) -> str:
+        """All of the layout in one line of numbers and the label."""
+        sizes, label = self.fields["sizes"], self.fields["label"]
+        return f"{','.join(map(str, self.numbers(sizes, self.fields['pure'])))},{label}"
 
+    @classmethod
+    def of_text(cls, text: str) -> MaskLayout:
+        """The layout that has this text. torch.compile traces it."""
+        *numbers, label = text.split(",", NUMBERS)
+        return cls(*facts_of([int(each) for each in numbers], label))
 
-def _address(x: Tensor) -> int:
-    """In int32 elements."""
-    return x.data_ptr() // 4
-
-
-def _offset(x: Tensor) -> int:
-    """In place of an address, which a fake tensor lacks."""
-    return int(x.storage_offset())
-
-
-def kind_of(mask: BlockMask, base: Tensor) -> Kind | None:
-    """The kind of a mask whose tensors should all be views of `base`, int32 [n]; None if one is not."""
-    leaves, address = leaves_of(mask), _offset if is_fake(base) else _address
-    first, end = address(base), address(base) + base.numel()
-    places: dict[int, int] = {}  # offset in the base -> elements
-    for x in leaves:
-        if x is None or not x.numel():
-            continue
-        at = address(x) - first
-        if not (first <= address(x) and address(x) + x.numel() <= end and x.is_contiguous()):
-            return None
-        if places.setdefault(at, x.numel()) != x.numel():
-            return None
-    sizes: list[int] = []
-    number: dict[int, int] = {}
-    reached = 0
-    for at in sorted(places):
-        if at < reached:
-            return None
-        if at > reached:
-            sizes.append(at - reached)
-        number[at] = len(sizes)
-        sizes.append(places[at])
-        reached = at + places[at]
-    empty = len(sizes)
-    sizes += [0, base.numel() - reached]
-    parts = []
-    for x in leaves:
-        if x is None:
-            parts.append(None)
-        else:
-            piece = number[address(x) - first] if x.numel() else empty
-            parts.append(Part(piece, None if x.dim() == 1 else tuple(x.shape)))
-    plain = tuple(getattr(mask, name) for name in PLAIN)
-    heavy = mask._memo.get("heavy")
-    facts = plain, heavy, tuple(sizes), tuple(parts), base.device
-    kind = _KINDS.get(facts)
-    if kind is None:
-        while len(_KINDS) >= KINDS:
-            drop_oldest(_KINDS)
-        kind = _KINDS[facts] = Kind(plain, heavy, tuple(sizes), tuple(parts))
-    return kind
-
-
-def freshened(
-    mask: BlockMask, base: Tensor, fault: WrittenFault | None, late: LateSizes | None = None
-) -> BlockMask:
-    """The mask as one whose tensors are views of `base`. `fault`: where its fault would be; `late`: of its sizes."""
-    # A mask of closed form has neither, and most often it is kept.
-    kind = None if fault is None and late is None else kind_of(mask, base)
-    mask._memo["fresh"] = Fresh(kind, base)
-    _note(mask._memo, kind, () if fault is None else (fault,), late)
-    return mask
-
-
-def _note(
-    memo: dict[Any, Any], kind: Kind | None, faults: Sequence[WrittenFault], late: LateSizes | None
-) -> None:
-    """Makes the mask verify these."""
-    if faults or late is not None:
-        memo["readbacks"] = (*faults,) if late is None else (*faults, late)
-    if kind is not None:
-        for each in faults:
-            each.keep(kind)
-
-
-def known_kind(mask: Any) -> Kind | None:
-    """The kind of a mask that `freshened` has marked; found now if it was not."""
-    state = mask._memo["fresh"]
-    if not state.known:
-        state.join(kind_of(mask, state.base))
-    return state.kind
+    def numbers(self, sizes: Sizes, pure: bool) -> list[int]:
+        """The layout but its label as ints, of a mask with these sizes: see `facts_of`. By names: torch.compile of
+        torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
+        """
+        fields, room = self.fields, self.room
+        return [
+            fields["q_len"], fields["kv_len"], fields["block"][0], fields["block"][1], fields["batch"],
+            fields["heads"], sizes.stored, sizes.partial, sizes.longest, 1 if sizes.exact else 0, 1 if pure else 0,
+            self.heavy, room.partial, room.full, room.bounds, room.bits,
+        ]  # fmt: skip
 
 
-def fresh_of(mask: Any, *, counting: bool = False) -> Fresh | None:
-    """The state of a mask whose plan is not worth keeping, with its kind; None for any other.
-
-    `counting`: this is one more use.
-    """
-    state = mask._memo.get("fresh")
-    if state is None:
-        return None
-    kind = known_kind(mask)
-    if counting:
-        state.uses.count += 1
-        if state.uses.count == FEW + 1:
-            for each in mask._memo.get("readbacks", ()):
-                if isinstance(each, LateSizes):
-                    each.begin(mask)
-    # True sizes may have replaced the bounds by which calls of this kind allocate.
-    passing = state.passing and state.uses.count <= FEW
-    if kind is None or not passing or mask.sizes.exact != kind.plain["sizes"].exact:
-        return None
-    return state
+NUMBERS = 16
 
 
-class WrittenFault:
-    """A fault that a kernel may write to a word of host memory (core/words.py).
-
-    `explain(fault)` is the fault in words. Reading needs no event: a word is 0 until there is a fault. `place` is the
-    word's place in the ring, whose words are given out again; None for a word that is never given out again.
-    """
-
-    __slots__ = ("device", "explain", "found", "place", "word")
-
-    def __init__(self, word: Tensor, explain: Callable[[int], str], device: torch.device) -> None:
-        self.word, self.explain, self.device, self.found = word, explain, device, 0
-        self.place = words.place_of(word)
-
-    def keep(self, kind: Kind) -> None:
-        """Let `raise_earlier` find the fault, if nothing verifies the mask."""
-        if self.place is not None:
-            words.ring().owners[self.place] = kind, self
-
-    def look(self) -> int:
-        """1 + the fault, as far as it is written; 0 for none."""
-        place = self.place
-        if self.found == 0 and place is None:
-            self.found = int(self.word)
-        elif self.found == 0 and place is not None:
-            ring = words.ring()
-            owner = ring.owners[place]
-            if owner is not None and owner[1] is self:
-                self.found = int(ring.values[place])
-        return self.found
-
-    def apply(self, mask: BlockMask, wait: bool) -> None:
-        """Raise InvalidInput if there is a fault. Without `wait` one that was not yet written is not seen."""
-        if wait and self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize(self.device)
-        found = self.look()
-        if found > 0:
-            self.tell()
-
-    def faults_only(self) -> WrittenFault:
-        """The readback for another mask that contains this one: this one."""
-        return self
-
-    def tell(self) -> None:
-        """Raise the fault. `raise_earlier` does not raise it again."""
-        if self.place is not None:
-            ring = words.ring()
-            owner = ring.owners[self.place]
-            if owner is not None and owner[1] is self:
-                ring.values[self.place] = 0
-        raise InvalidInput(self.explain(self.found - 1))
+def facts_of(numbers: Sequence[int], label: str = "") -> tuple[Any, ...]:
+    """The arguments of `MaskLayout` of its numbers."""
+    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure, heavy, *room = numbers
+    sizes = Sizes(stored, partial, longest, exact == 1)
+    return q_len, kv_len, (bq, bk), batch, heads, sizes, pure == 1, label, heavy, Room(*room)
 
 
-def raise_earlier(kind: Kind) -> None:
-    """Raise InvalidInput if an earlier mask of this kind had a fault that was not raised yet."""
-    for place in words.written():
-        owner = words.ring().owners[place]
-        if owner is not None and owner[0] is kind:
-            fault = owner[1]
-            if fault.look() > 0:
-                try:
-                    fault.tell()
-                except InvalidInput as error:
-                    label = kind.plain["label"]
-                    raise InvalidInput(f"an earlier mask, {label}, has a fault: {error}") from error
+@lru_cache(maxsize=LAYOUTS)
+def known_layout(device: torch.device, *facts: Any) -> MaskLayout:
+    """The layout of masks on a device: the one cache of layouts."""
+    return MaskLayout(*facts)
+
+
+def shapes_of(
+    rows: int, q_len: int, block: tuple[int, int], room: Room
+) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of a mask's tensors, in the order of `leaves_of`. None: it lacks it, or shares partial.indices."""
+    row, entries = (rows,), (room.partial,)
+    bounds = (room.bounds, q_len) if room.bounds else None
+    by_bits = room.bits != ABSENT
+    return (
+        row, row, None if room.full == ABSENT else (room.full,), row, row, entries, bounds, bounds,
+        entries if by_bits else None, (room.bits, block[0], block[1] // WORD) if by_bits else None,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_has_values, untransformed
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
 from sparsek.pictures.masks import Rows
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 BLOCK_SIZES = (64, 128)
 CHOSEN_SIZES = (*BLOCK_SIZES, 256)  # in which blocks are chosen; of 256, a mask stores the halves
@@ -325,36 +322,6 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
         start += span
     there = staging.to(device, non_blocking=True).split(spans)
     return [part[: each.size].view(each.shape) for part, each in zip(there, arrays, strict=True)]
-
-
-def assemble(
-    cls: type[BlockMask],
-    place: Place,
-    full: Runs,
-    partial: Runs,
-    interval: tuple[Tensor, Tensor] | None,
-    *,
-    pure: bool,
-    label: str,
-    heads: int = 1,
-) -> BlockMask:
-    """The mask of these runs, one row for each tile of each head."""
-    counts = full.count.sum(0), partial.count.sum(0)
-    sizes = exact_sizes(*counts)
-    check_stored(sizes.stored)
-    tables = table_of_runs(full, counts[0]), table_of_runs(partial, counts[1])
-    sent = upload([*tables[0], *tables[1]], place.device)
-    every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
-    split = len(tables[0])
-    full_lists = lists_of_runs(sent[:split], every, sizes.stored - sizes.partial)
-    partial_lists = lists_of_runs(sent[split:], every, sizes.partial)
-    lo, hi = interval or (None, None)
-    mask = cls.unchecked(
-        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=1, heads=heads, full=full_lists,
-        partial=partial_lists, lo=lo, hi=hi, sizes=sizes, pure=pure, label=label,
-    )  # fmt: skip
-    mask._memo["heavy"] = heavy_blocks(*counts)
-    return mask
 
 
 def table_of_runs(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:

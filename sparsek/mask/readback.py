@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsek.core import words
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.data import Mask, MaskData
+from sparsek.mask.layout import MaskLayout
 from sparsek.mask.lists import exact_sizes, heavy_blocks
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 
 class Readback:
@@ -46,7 +46,7 @@ class Fault(Readback):
         super().__init__(at)
         self.explain = explain
 
-    def apply(self, mask: BlockMask, wait: bool) -> None:
+    def apply(self, mask: MaskData, wait: bool) -> None:
         """Raise InvalidInput if there is a fault. Does nothing while that is unknown."""
         at = self.read(wait)
         if at is not None and at >= 0:
@@ -55,6 +55,72 @@ class Fault(Readback):
     def faults_only(self) -> Fault:
         """The readback for another mask that contains this one: this one."""
         return self
+
+
+class DeferredFault:
+    """A fault that a kernel may write to a word of host memory (core/words.py).
+
+    `explain(fault)` is the fault in words. Reading needs no event: a word is 0 until there is a fault. `place` is the
+    word's place in the ring, whose words are given out again; None for a word that is never given out again. There
+    `raise_earlier` finds the fault, if nothing verifies the mask of this layout.
+    """
+
+    __slots__ = ("device", "explain", "found", "place", "word")
+
+    def __init__(
+        self, word: Tensor, explain: Callable[[int], str], device: torch.device, layout: MaskLayout
+    ) -> None:
+        self.word, self.explain, self.device, self.found = word, explain, device, 0
+        self.place = words.place_of(word)
+        if self.place is not None:
+            words.ring().owners[self.place] = layout, self
+
+    def look(self) -> int:
+        """1 + the fault, as far as it is written; 0 for none."""
+        place = self.place
+        if self.found == 0 and place is None:
+            self.found = int(self.word)
+        elif self.found == 0 and place is not None:
+            ring = words.ring()
+            owner = ring.owners[place]
+            if owner is not None and owner[1] is self:
+                self.found = int(ring.values[place])
+        return self.found
+
+    def apply(self, mask: MaskData, wait: bool) -> None:
+        """Raise InvalidInput if there is a fault. Without `wait` one that was not yet written is not seen."""
+        if wait and self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
+        found = self.look()
+        if found > 0:
+            self.tell()
+
+    def faults_only(self) -> DeferredFault:
+        """The readback for another mask that contains this one: this one."""
+        return self
+
+    def tell(self) -> None:
+        """Raise the fault. `raise_earlier` does not raise it again."""
+        if self.place is not None:
+            ring = words.ring()
+            owner = ring.owners[self.place]
+            if owner is not None and owner[1] is self:
+                ring.values[self.place] = 0
+        raise InvalidInput(self.explain(self.found - 1))
+
+
+def raise_earlier(layout: MaskLayout) -> None:
+    """Raise InvalidInput if an earlier mask of this layout had a fault that was not raised yet."""
+    for place in words.written():
+        owner = words.ring().owners[place]
+        if owner is not None and owner[0] is layout:
+            fault = owner[1]
+            if fault.look() > 0:
+                try:
+                    fault.tell()
+                except InvalidInput as error:
+                    label = layout.fields["label"]
+                    raise InvalidInput(f"an earlier mask, {label}, has a fault: {error}") from error
 
 
 class LateSizes:
@@ -66,7 +132,7 @@ class LateSizes:
         self.counts: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
 
-    def begin(self, mask: BlockMask) -> None:
+    def begin(self, mask: MaskData) -> None:
         """Copy the counts of the rows to the host, without a sync. Not while a CUDA graph is captured."""
         parts = mask.full.counts, mask.partial.counts
         on_gpu = mask.device.type == "cuda"
@@ -79,7 +145,7 @@ class LateSizes:
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(mask.device))
 
-    def apply(self, mask: BlockMask, wait: bool) -> None:
+    def apply(self, mask: MaskData, wait: bool) -> None:
         """Set the sizes of the mask, once they have arrived. `wait`: read them now, if nothing has begun to."""
         if mask.sizes.exact or (self.counts is None and not wait):
             return
@@ -116,7 +182,7 @@ def _first(found: Tensor) -> Tensor:
     return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
 
 
-def with_readbacks(mask: BlockMask, readbacks: Sequence[Any]) -> BlockMask:
+def with_readbacks(mask: Mask, readbacks: Sequence[Any]) -> Mask:
     """The mask, whose `verify` applies these readbacks. On the CPU they are applied here."""
     if mask.device.type == "cpu":
         for each in readbacks:
@@ -124,6 +190,17 @@ def with_readbacks(mask: BlockMask, readbacks: Sequence[Any]) -> BlockMask:
     else:
         mask._memo["readbacks"] = tuple(readbacks)
     return mask
+
+
+def made_in(
+    cls: type[Mask], layout: MaskLayout, base: Tensor, words: Sequence[Tensor] = (),
+    explain: Sequence[Callable[[int], str]] = (), late: bool = False,
+) -> Mask:  # fmt: skip
+    """The mask whose tensors are in `base`, where a kernel may write faults to `words`, each explained in words.
+    `late`: its true sizes are read later.
+    """
+    found = [DeferredFault(*each, base.device, layout) for each in zip(words, explain, strict=True)]
+    return cls.of_layout(layout, base, (*found, LateSizes()) if late else (*found,))
 
 
 def index(at: Sequence[int]) -> str:

@@ -1,5 +1,9 @@
-"""Builders of masks that are called at every step: their launches are recorded and repeated, and torch.compile traces
-them (traced.py).
+"""Masks that are new in every call: the launches of their builders are recorded and repeated, and so are calls with
+such masks (ops/bound.py), which take the base as an operand; a schedule is made anew in each. torch.compile traces
+builders (traced.py).
+
+A mask that is used again and again gets a plan of its own instead, whose schedule is kept. So does one whose
+predecessor of its layout was used so, and the first of a layout.
 """
 
 from __future__ import annotations
@@ -7,25 +11,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import CONSTANT
+from sparsek.mask.data import MaskData
+from sparsek.mask.layout import MaskLayout
+from sparsek.mask.readback import LateSizes
 from sparsek.mask.traced import constant_of, node, register
 
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
-
+FEW = 4  # attention calls with one mask; from the next one on it has a plan of its own
 Given = ParamSpec("Given")
+Made = TypeVar("Made", bound=MaskData)
 _TENSORS = (Tensor, torch.nn.Parameter)
 _compiling = torch.compiler.is_compiling
 _inference = torch.is_inference_mode_enabled
 
 
-def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
+def repeated(make: Callable[Given, Made]) -> Callable[Given, Made]:
     """For builders that read tensors on a GPU. From the third call with the same options, and tensors of the same
     shapes, strides and dtypes, the launches of `make` are repeated, without its checks: see ops/mask_calls.py.
 
@@ -34,7 +40,7 @@ def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
     name = make.__qualname__
 
     @functools.wraps(make)
-    def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
         if _compiling():
             return make(*args, **kwargs) if CONSTANT else node(recipe, args, kwargs)
         tensors: list[Tensor] = []
@@ -47,14 +53,14 @@ def repeated(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
     return made
 
 
-def of_options(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
+def of_options(make: Callable[Given, Made]) -> Callable[Given, Made]:
     """For builders that read no tensor, which `repeated` would do the same for. Inside torch.compile their masks are
     constants.
     """
     name = make.__qualname__
 
     @functools.wraps(make)
-    def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
         if _compiling():
             return make(*args, **kwargs) if CONSTANT else constant_of(recipe, args, kwargs)
         device: Any = kwargs.get("device")
@@ -112,9 +118,7 @@ def _fields_of(kind: type[Any]) -> frozenset[str] | None:
     return frozenset(each.name for each in found) if fixed else None
 
 
-def _recorded(
-    name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], BlockMask]
-) -> BlockMask:
+def _recorded(name: str, tensors: Sequence[Tensor], options: Hashable, build: Callable[[], Made]) -> Made:
     if not _inference():
         return by_kernel("mask_again", name, tensors, options, build)
     # No backward pass could save what is made in it, and no later call with a gradient repeat that.
@@ -137,3 +141,22 @@ def _no_operand(device: Any) -> Tensor | None:
 def _empty_on(index: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.int32, device=torch.device("cuda", index))
+
+
+def fresh_layout(mask: MaskData, *, counting: bool = False) -> MaskLayout | None:
+    """The layout of a mask whose plan is not worth keeping; None for any other. `counting`: this is one more use."""
+    uses, layout = mask._memo.get("uses"), mask._layout
+    if uses is None or layout is None:
+        return None
+    if uses.passing is None:
+        last, layout.last = layout.last, uses
+        uses.passing = last is not None and last.count <= FEW
+    if counting:
+        uses.count += 1
+        if uses.count == FEW + 1:
+            for each in mask._memo.get("readbacks", ()):
+                if isinstance(each, LateSizes):
+                    each.begin(mask)
+    # True sizes may have replaced the bounds by which calls of this layout allocate.
+    passing = uses.passing and uses.count <= FEW
+    return layout if passing and mask.sizes.exact == layout.fields["sizes"].exact else None

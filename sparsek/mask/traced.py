@@ -14,20 +14,18 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.core.memory import carved
 from sparsek.core.operations import TAGS
 from sparsek.core.tracing import CONSTANT, constant
-from sparsek.mask.layout import Kind, kind_of, known_kind, leaves_of, raise_earlier
-from sparsek.mask.lists import BlockLists, Sizes
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
+from sparsek.mask.data import MaskData, leaves_of
+from sparsek.mask.layout import MaskLayout
+from sparsek.mask.lists import BlockLists
+from sparsek.mask.readback import raise_earlier
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -36,22 +34,16 @@ _compiling = torch.compiler.is_compiling
 # Kinds of arguments as constants. A tensor is its number, an object its class and fields, a float its hexadecimal text;
 # anything else is itself. torch.compile hands on objects made in a graph without their fields, and floats as symbols.
 TENSOR, SEQUENCE, OBJECT, FLOAT, PLAIN = range(5)
-ABSENT = "-"  # a tensor that a mask lacks
 
 
 class Recipe(NamedTuple):
-    """A builder, its arguments with numbers in place of tensors, and the layout of what it makes.
+    """A builder, and its arguments, where tensors have numbers: pairs (a tensor's number, None) or (None, value)."""
 
-    `args`, `named`: pairs (the tensor's number, None) or (None, value). `length`: int32 elements of the base.
-    """
-
-    make: Callable[..., BlockMask]
+    make: Callable[..., MaskData]
     args: tuple[tuple[int | None, Any], ...]
     named: dict[str, tuple[int | None, Any]]
-    kind: Kind
-    length: int
 
-    def run(self, tensors: Sequence[Tensor]) -> BlockMask:
+    def run(self, tensors: Sequence[Tensor]) -> MaskData:
         """The mask of these tensors."""
         args = [value if at is None else tensors[at] for at, value in self.args]
         named = {name: value if at is None else tensors[at] for name, (at, value) in self.named.items()}
@@ -59,35 +51,35 @@ class Recipe(NamedTuple):
 
 
 # The class of masks, whose module imports this one.
-_MASK: list[type[BlockMask]] = []
-_BUILDERS: dict[str, Callable[..., BlockMask]] = {}
-_RECIPES: dict[str, Recipe] = {}
+_MASK: list[type[MaskData]] = []
+_BUILDERS: dict[str, Callable[..., Any]] = {}
+_RECIPES: dict[str, tuple[Recipe, MaskLayout]] = {}
 
 
-def makes(cls: type[BlockMask]) -> None:
+def makes(cls: type[MaskData]) -> None:
     """Let traced builders make masks of this class."""
     _MASK[:] = [cls]
 
 
-def register(make: Callable[..., BlockMask], made: Callable[..., BlockMask]) -> str:
+def register(make: Callable[..., Any], made: Callable[..., Any]) -> str:
     """The name under which `node` and `constant_mask` find `made`, the public form of `make`."""
     name = f"{make.__module__}.{make.__qualname__}"
     _BUILDERS[name] = made
     return name
 
 
-def traceable(make: Callable[Given, BlockMask]) -> Callable[Given, BlockMask]:
+def traceable(make: Callable[Given, Made]) -> Callable[Given, Made]:
     """For builders that read tensors: inside torch.compile they are one node of the graph."""
 
     @functools.wraps(make)
-    def made(*args: Given.args, **kwargs: Given.kwargs) -> BlockMask:
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
         return node(name, args, kwargs) if _compiling() and not CONSTANT else make(*args, **kwargs)
 
     name = register(make, made)
     return made
 
 
-def constant_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockMask:
+def constant_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mask of a builder that reads no tensor: a constant of the graph."""
     tensors: list[Tensor] = []
     spec = _spec(args, kwargs, tensors)
@@ -102,44 +94,31 @@ def constant_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Blo
     return found
 
 
-def node(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockMask:
+def node(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mask of a builder of tensors, for torch.compile to trace."""
     if not _compiling() or CONSTANT:  # a graph ended here, because of an error
         return _BUILDERS[name](*args, **kwargs)
     tensors: list[Tensor] = []
     spec = _spec(args, kwargs, tensors)
     metas = tuple((_ints(x.shape), _ints(x.stride()), x.dtype, x.device) for x in tensors)
-    found = _prepared(name, spec, metas).split("\n", 5)
-    if len(found) == 1:
-        raise InvalidInput(found[0])
-    recipe, sizes, parts, numbers, pure, label = found
+    recipe, _, text = _prepared(name, spec, metas).partition("\n")
+    if not text:
+        raise InvalidInput(recipe)
+    layout = MaskLayout.of_text(text)
     base = torch.ops.sparsek.mask([x.detach() for x in tensors], recipe)
-    pieces = base.split_with_sizes(_numbers(sizes))
-    leaves: list[Any] = []
-    for part in parts.split(" "):
-        if part == ABSENT:
-            leaves.append(None)
-        else:
-            at, *shape = _numbers(part)
-            leaves.append(pieces[at].view(shape) if shape else pieces[at])
-    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact = _numbers(numbers)
+    leaves = layout.leaves(base)
     mask = _MASK[0].unchecked(
-        q_len=q_len, kv_len=kv_len, block=(bq, bk), batch=batch, heads=heads,
         full=BlockLists(leaves[0], leaves[1], leaves[2]), partial=BlockLists(leaves[3], leaves[4], leaves[5]),
-        lo=leaves[6], hi=leaves[7], rules=leaves[8], bits=leaves[9],
-        sizes=Sizes(stored, partial, longest, exact == 1), pure=pure == "True", label=label,
+        lo=leaves[6], hi=leaves[7], rules=leaves[8], bits=leaves[9], **layout.fields,
     )  # fmt: skip
-    object.__setattr__(mask, "_base", base)  # for the attention op, which recognizes masks of one kind by it
+    object.__setattr__(mask, "_layout", layout)
+    object.__setattr__(mask, "_base", base)
     return mask
 
 
 def _ints(values: Any) -> tuple[int, ...]:
     """Plain ints: torch.compile then has no symbols in their place."""
     return tuple([operator.index(each) for each in values])
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
 
 
 def _spec(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, Any]:
@@ -198,7 +177,7 @@ def _or_message(make: Callable[Given, Made]) -> Callable[Given, Made | str]:
 
 @constant
 @_or_message
-def constant_mask(name: str, spec: tuple[Any, Any]) -> BlockMask:
+def constant_mask(name: str, spec: tuple[Any, Any]) -> MaskData:
     """A mask of options alone, made while torch.compile traces; the text of an error, if there is one."""
     args, named = spec
     return _BUILDERS[name](*map(decoded, args), **{key: decoded(code) for key, code in named})
@@ -207,41 +186,20 @@ def constant_mask(name: str, spec: tuple[Any, Any]) -> BlockMask:
 @constant
 @_or_message
 def _prepared(name: str, spec: tuple[Any, Any], metas: tuple[Any, ...]) -> str:
-    """The recipe of a builder with these options for such tensors, and its layout; or an error in one line.
-
-    As text: torch.compile makes symbols of other ints, and torch 2.11 cannot iterate over some constant tuples. The
-    lines are the name of the recipe, the sizes of the pieces of the base, for each tensor the piece and the shape in
-    which it is seen, the numbers of the mask, `pure`, and the label.
+    """The name of the recipe of a builder with these options for such tensors, and in the next line the text of the
+    layout; or an error in one line.
     """
     key = f"{name.rpartition('.')[2]}-{hashlib.sha256(repr((name, spec, metas)).encode()).hexdigest()[:24]}"
     known = _RECIPES.get(key)
     if known is None:
         args, named = tuple(map(_opened, spec[0])), {each: _opened(code) for each, code in spec[1]}
-        kind, length = _layout(_BUILDERS[name], args, named, metas)
-        known = _RECIPES[key] = Recipe(_BUILDERS[name], args, named, kind, length)
-    plain = known.kind.plain
-    sizes: Sizes = plain["sizes"]
-    numbers = (
-        plain["q_len"],
-        plain["kv_len"],
-        *plain["block"],
-        plain["batch"],
-        plain["heads"],
-        *map(int, sizes),
-    )
-    parts = [ABSENT if part is None else _text((part.at, *(part.shape or ()))) for part in known.kind.parts]
-    lines = key, _text(known.kind.sizes), " ".join(parts), _text(numbers), plain["pure"], plain["label"]
-    return "\n".join(map(str, lines))
+        recipe = Recipe(_BUILDERS[name], args, named)
+        known = _RECIPES[key] = recipe, _layout_of(recipe, metas)
+    return f"{key}\n{known[1].text()}"
 
 
-def _text(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _layout(
-    make: Callable[..., BlockMask], args: Any, named: Any, metas: tuple[Any, ...]
-) -> tuple[Kind, int]:
-    """What all masks of a recipe have in common, and the elements of their base: from a run without values."""
+def _layout_of(recipe: Recipe, metas: tuple[Any, ...]) -> MaskLayout:
+    """The layout of all masks of a recipe, from a run without values."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -252,35 +210,15 @@ def _layout(
     unreadable = DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            fakes = [
-                torch.empty_strided(shape, step, dtype=kind, device=at) for shape, step, kind, at in metas
-            ]
-            mask: Any = Recipe(make, args, named, *[None] * 2).run(fakes)  # type: ignore[arg-type]
-            fresh = mask._memo.get("fresh")
-            if fresh is None:
-                mask, base = _carved(mask)
-            else:
-                base = fresh.base
-            kind = kind_of(mask, base)
+            mask = recipe.run(
+                [torch.empty_strided(shape, step, dtype=kind, device=at) for shape, step, kind, at in metas]
+            )
     except unreadable as error:
         raise InvalidInput(
             f"a block mask is made inside torch.compile of values that only the run knows ({error}); make it outside "
             "and pass it to the compiled function"
         ) from error
-    assert kind is not None
-    return kind, base.numel()
-
-
-def _carved(mask: BlockMask) -> tuple[BlockMask, Tensor]:
-    """A mask like this one in one new allocation."""
-    leaves = leaves_of(mask)
-    base, views = carved([None if x is None else tuple(x.shape) for x in leaves], mask.device)
-    made = mask.unchecked(
-        q_len=mask.q_len, kv_len=mask.kv_len, block=mask.block, batch=mask.batch, heads=mask.heads,
-        full=BlockLists(*views[:3]), partial=BlockLists(*views[3:6]), lo=views[6], hi=views[7], rules=views[8],
-        bits=views[9], sizes=mask.sizes, pure=mask.pure, label=mask.label,
-    )  # fmt: skip
-    return made, base
+    return mask._layout or MaskLayout.like(mask, leaves_of(mask))
 
 
 @torch.library.custom_op(
@@ -291,34 +229,26 @@ def mask_op(tensors: Sequence[Tensor], recipe: str) -> Tensor:
 
     Raises InvalidInput as the builder does: on a GPU, for a fault that the device found, at a later call.
     """
-    known = _known(recipe)
-    raise_earlier(known.kind)
+    known, layout = _known(recipe)
+    raise_earlier(layout)
     with torch.no_grad():
         mask = known.run(tensors)
-    return _in_layout(mask, known)
+    if mask._base is not None and mask._layout is not None and mask._layout.shapes == layout.shapes:
+        return mask._base
+    base = torch.zeros(layout.length, dtype=torch.int32, device=mask.device)
+    for part, place in zip(leaves_of(mask), layout.leaves(base), strict=True):
+        if part is not None and place is not None:
+            place.flatten()[: part.numel()].copy_(part.flatten())
+    return base
 
 
 @mask_op.register_fake
 def _(tensors: Sequence[Tensor], recipe: str) -> Tensor:
-    return tensors[0].new_empty(_known(recipe).length, dtype=torch.int32)
+    return tensors[0].new_empty(_known(recipe)[1].length, dtype=torch.int32)
 
 
-def _known(recipe: str) -> Recipe:
+def _known(recipe: str) -> tuple[Recipe, MaskLayout]:
     known = _RECIPES.get(recipe)
     if known is None:
         raise InvalidInput(f"mask recipe {recipe} is of another process; compile the function in this one")
     return known
-
-
-def _in_layout(mask: BlockMask, known: Recipe) -> Tensor:
-    """The tensors of a mask in one, in the layout of its recipe: as they are if the builder has made them so."""
-    fresh = mask._memo.get("fresh")
-    if fresh is not None and fresh.base.numel() == known.length:
-        kind = known_kind(mask)
-        if kind is not None and (kind.sizes, kind.parts) == (known.kind.sizes, known.kind.parts):
-            return fresh.base
-    base = torch.zeros(known.length, dtype=torch.int32, device=mask.device)
-    for part, place in zip(leaves_of(mask), known.kind.leaves(base), strict=True):
-        if part is not None and place is not None:
-            place.flatten()[: part.numel()].copy_(part.flatten())
-    return base

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.mask.layout import freshened
-from sparsek.mask.mask import BlockLists, BlockMask, Sizes
+from sparsek.mask.layout import facts_of, known_layout
+from sparsek.mask.lists import BlockLists, Sizes
+from sparsek.mask.mask import BlockMask
 
 # The masks of calls through the ops, with their arguments, so that plans are made once. An entry lives as long as its
 # first tensor: the mask holds another tensor object on the same memory.
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-PARTS = 10  # tensors of a mask; then its base, if it was made inside torch.compile
 
 
 class AttentionArgs(NamedTuple):
@@ -59,9 +57,11 @@ class AttentionBackwardArgs(NamedTuple):
 
 
 def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
-    """A mask as tensors and ints; empty without a mask."""
+    """A mask as tensors and ints: as its base and the numbers of its layout, if it has these; empty without a mask."""
     if mask is None:
         return [], []
+    if mask._base is not None and mask._layout is not None:
+        return [mask._base], mask._layout.numbers(mask.sizes, mask.pure)
     # By names: torch.compile of torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
     full, part, sizes, (bq, bk) = mask.full, mask.partial, mask.sizes, mask.block
     lists = [full.starts, full.counts, full.indices, part.starts, part.counts, part.indices]
@@ -69,8 +69,7 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     # The op takes ints, not bools, where torch.compile has made any of them symbolic.
     exact, pure = 1 if sizes.exact else 0, 1 if mask.pure else 0
     numbers += [sizes.stored, sizes.partial, sizes.longest, exact, pure]
-    more = [] if mask._base is None else [mask._base]
-    return [*lists, mask.lo, mask.hi, mask.rules, mask.bits, *more], numbers
+    return [*lists, mask.lo, mask.hi, mask.rules, mask.bits], numbers
 
 
 def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMask | None:
@@ -80,18 +79,20 @@ def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMa
     facts = tuple(numbers), tuple(None if x is None else (x.data_ptr(), x.shape) for x in tensors)
     known = MASKS.get(tensors[0])
     if known is None or known[1] != facts:
-        own = [None if x is None else x.detach() for x in tensors]
-        made = put_together(own, numbers)
-        for base in own[PARTS:]:
-            made = made if base is None else freshened(made, base, None)
-        known = made, facts
+        own: list[Any] = [None if x is None else x.detach() for x in tensors]
+        if len(own) == 1:
+            layout = known_layout(own[0].device, *facts_of(numbers))
+            known = BlockMask.of_layout(layout, own[0]), facts
+        else:
+            known = put_together(own, numbers), facts
         MASKS[tensors[0]] = known
     return known[0]
 
 
 def put_together(tensors: Sequence[Any], numbers: Sequence[int]) -> BlockMask:
-    """A mask of these tensors, which may be fake."""
-    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure = numbers
+    """A mask of these tensors, which may be fake; of a base, a mask with the right fields on the right device."""
+    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure, *_ = numbers
+    tensors = [*([tensors[0]] * 6), *[None] * 4] if len(tensors) == 1 else tensors
     return BlockMask.unchecked(
         q_len=q_len,
         kv_len=kv_len,

@@ -97,8 +97,8 @@ def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _recorded(mask: BlockMask, more: Any, tensors: tuple[Tensor, ...], run: Callable[[bool], Any]) -> Any:
-    """The result of `run(once)`; of a recorded call, if the mask was made in the same graph: see mask/layout.py."""
-    to = bound_to(mask, counting=True) if "fresh" in mask._memo else None
+    """The result of `run(once)`; of a recorded call, if the mask was made in the same graph: see mask/recorded.py."""
+    to = bound_to(mask, counting=True) if mask._base is not None else None
     if to is None:
         return run(False)
     slot: Any = bound.repeat(to.calls, more, (*tensors, *to.operands))

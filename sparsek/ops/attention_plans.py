@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsek.mask.cache import kept_mask
-from sparsek.mask.layout import fresh_of
 from sparsek.mask.lists import Frame
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
+from sparsek.mask.recorded import fresh_layout
 from sparsek.ops.bound import Calls
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
@@ -52,7 +52,7 @@ _UNMASKED = Calls()
 class Bound(NamedTuple):
     """Where calls with a mask are recorded, and the operands that the mask adds to them.
 
-    `once`: the mask is new, so its plan is made in every call: see mask/layout.py.
+    `once`: the mask is new, so its plan is made in every call: see mask/recorded.py.
     """
 
     calls: Calls
@@ -75,10 +75,9 @@ def bound_to(mask: Any, *, counting: bool = False) -> Bound | None:
     memo = mask._memo
     if "readbacks" in memo:
         mask.verify()
-    state = fresh_of(mask, counting=counting)
-    if state is not None and state.kind is not None:
-        kept = state.kind._memo.get("calls") or state.kind.derived("calls", Calls)
-        return Bound(kept, (state.base,), True)
+    layout, base = fresh_layout(mask, counting=counting), mask._base
+    if layout is not None and base is not None:
+        return Bound(layout._memo.get("calls") or layout.derived("calls", Calls), (base,), True)
     key = "calls", mask.sizes.exact
     return Bound(memo.get(key) or mask.derived(key, Calls))
 

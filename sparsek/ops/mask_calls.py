@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sparsek.core.home import drop_oldest
 from sparsek.core.operations import KERNELS
-from sparsek.mask.layout import Kind, WrittenFault, raise_earlier
+from sparsek.mask.layout import MaskLayout
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.readback import LateSizes
+from sparsek.mask.readback import DeferredFault, LateSizes, made_in, raise_earlier
 from sparsek.ops import bound
 from sparsek.ops.bound import Calls, Slot
 
@@ -30,7 +30,7 @@ class Template(NamedTuple):
     `sized`: their true sizes are read later.
     """
 
-    kind: Kind
+    layout: MaskLayout
     explain: tuple[Callable[[int], str], ...]
     sized: bool
 
@@ -44,7 +44,7 @@ def again(
 ) -> BlockMask:
     """The mask of `build()`, which reads `tensors` and `options` only, made by a recorded call if there is one.
 
-    The tensors are on GPUs. Raises InvalidInput if an earlier mask of the same kind has a fault that was not raised
+    The tensors are on GPUs. Raises InvalidInput if an earlier mask of the same layout has a fault that was not raised
     yet.
     """
     learns = torch.is_grad_enabled()  # a choice has no gradient, and calls with one are not repeated
@@ -61,7 +61,7 @@ def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockM
     key = more, tensors[0].device, *[x.shape for x in tensors]
     template = _templates.get(key)
     if template is not None and template.explain:
-        raise_earlier(template.kind)
+        raise_earlier(template.layout)
     slot: Any = bound.repeat(_calls, more, tensors)
     made: list[BlockMask] = []
 
@@ -75,28 +75,24 @@ def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockM
     if made or template is None:
         _note(key, made[0])
         return made[0]
-    kind, explain, sized = template
-    base, *found = results
-    faults = [WrittenFault(word, told, base.device) for word, told in zip(found, explain, strict=True)]
-    return kind.mask(BlockMask, base, faults, LateSizes() if sized else None)
+    layout, explain, sized = template
+    return made_in(BlockMask, layout, results[0], results[1:], explain, sized)
 
 
 def _results(mask: BlockMask) -> tuple[Tensor, ...]:
     """The base and the words of faults: what a recorded call gives back."""
-    fresh = mask._memo.get("fresh")
-    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
+    if mask._base is None or type(mask) is not BlockMask:
         return (torch.empty(0, dtype=torch.int32, device="cpu"),)  # which no recorded call can return
-    return (fresh.base, *(each.word for each in _found(mask, WrittenFault)))
+    return (mask._base, *(each.word for each in _found(mask, DeferredFault)))
 
 
 def _note(key: Hashable, mask: BlockMask) -> None:
-    fresh = mask._memo.get("fresh")
-    if fresh is None or fresh.kind is None or type(mask) is not BlockMask:
+    if mask._layout is None or type(mask) is not BlockMask:
         return
     while len(_templates) >= TEMPLATES and key not in _templates:
         drop_oldest(_templates)
-    explain = tuple(each.explain for each in _found(mask, WrittenFault))
-    _templates[key] = Template(fresh.kind, explain, bool(_found(mask, LateSizes)))
+    explain = tuple(each.explain for each in _found(mask, DeferredFault))
+    _templates[key] = Template(mask._layout, explain, bool(_found(mask, LateSizes)))
 
 
 def _found(mask: BlockMask, kind: type[Any]) -> list[Any]:

@@ -4,13 +4,13 @@ them. Without Triton, or if calls are traced, numpy and torch make the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from sparsek.core.operations import KERNELS
-from sparsek.mask.build.selection import Choice, Parts
+from sparsek.mask.build.selection import Choice
 from sparsek.ops.transforms import function_of
 
 
@@ -22,11 +22,11 @@ def _registered(module: str, function: str) -> Callable[..., Any]:
     return make
 
 
-def _choose_blocks(c: Choice) -> Parts | None:
+def _choose_blocks(made: Sequence[Any], c: Choice) -> tuple[Tensor, ...] | None:
     tensors = (c.given, c.lengths, c.limit, c.always, c.counts)
     plain = [each for each in tensors if isinstance(each, Tensor)]
     kernel = function_of("sparsek.kernels.mask.choose", "choose_blocks", *plain)
-    return None if kernel is None else kernel(c)
+    return None if kernel is None else kernel(made, c)
 
 
 def _round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) -> Tensor | None:

@@ -53,7 +53,7 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
         )
     if here and mask.device != q.device:
         raise InvalidInput(f"mask is on {mask.device} and q on {q.device}; call mask.to({str(q.device)!r})")
-    check_real("q", q, "mask", mask.full.starts)
+    check_real("q", q, "mask", mask.full.starts if mask._base is None else mask._base)
     if not captured(q):
         mask.verify()
 

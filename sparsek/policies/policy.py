@@ -11,11 +11,10 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.layout import WrittenFault
 from sparsek.mask.lists import Frame, Place, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.readback import Fault
+from sparsek.mask.readback import DeferredFault, Fault
 from sparsek.mask.recorded import repeated
 from sparsek.mask.rule import MaskRule
 from sparsek.matrix.pattern import INT32_MAX
@@ -68,7 +67,7 @@ class Given(NamedTuple):
         """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose faults it has too."""
         made = BlockMask.from_block_map(chosen, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
         found = (each for mask in of for each in mask._memo.get("readbacks", ()))
-        wrong = [each for each in found if isinstance(each, (Fault, WrittenFault))]
+        wrong = [each for each in found if isinstance(each, (Fault, DeferredFault))]
         if wrong:
             made._memo["readbacks"] = (*wrong, *made._memo.get("readbacks", ()))
         return made

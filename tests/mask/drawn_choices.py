@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.mask.build.selection import Choice, Near, Parts, mask_in
+from sparsek.mask.build.selection import Choice, Near
 from sparsek.mask.lists import CHOSEN_SIZES, Place
 from sparsek.mask.mask import BlockMask
 
@@ -116,9 +116,8 @@ def drawn(
     )  # fmt: skip
 
 
-def same(c: Choice, parts: Parts, wanted: BlockMask) -> None:
+def same(found: BlockMask, wanted: BlockMask) -> None:
     """The kernel's mask and the specification's are equal in every element of every tensor."""
-    found = mask_in(BlockMask, c, parts)
     for name in ("full", "partial"):
         for field, a, b in zip(
             ("starts", "counts", "indices"), getattr(found, name), getattr(wanted, name), strict=True
@@ -129,4 +128,5 @@ def same(c: Choice, parts: Parts, wanted: BlockMask) -> None:
         assert (a is None) == (b is None), name
         assert a is None or (a.shape == b.shape and torch.equal(a, b)), name
     assert (found.pure, found.batch, found.heads) == (wanted.pure, wanted.batch, wanted.heads)
-    assert all(part.data_ptr() % 16 == parts.base.data_ptr() % 16 for part in (*found.full, *found.partial))
+    base: Any = found._base
+    assert all(part.data_ptr() % 16 == base.data_ptr() % 16 for part in (*found.full, *found.partial))

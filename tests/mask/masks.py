@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from sparsek.mask.mask import BlockLists, BlockMask
+from sparsek.mask.lists import BlockLists
+from sparsek.mask.mask import BlockMask
 
 ABSENT, FULL, PARTIAL = 0, 1, 2
 

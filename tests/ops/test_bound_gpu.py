@@ -16,8 +16,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import MISS, Recorded
-from sparsek.mask import layout as fresh
-from sparsek.mask.build import banded as closed
+from sparsek.mask import layout
 from sparsek.ops import bound, mask_calls
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan
@@ -115,8 +114,8 @@ def test_a_bound_call_follows_what_changes_between_calls(
 )
 def test_a_call_may_be_captured_before_it_is_bound(name: str, before: int, runs: Runs) -> None:
     SUBJECTS[name]("cuda").turn()
-    for kept in (fresh._KINDS, closed._KINDS, mask_calls._templates):
-        kept.clear()  # the next mask is the first of its kind
+    mask_calls._templates.clear()
+    layout.known_layout.cache_clear()  # the next mask is the first of its layout
     subject = SUBJECTS[name]("cuda")
     for _ in range(before):
         subject.turn()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import recorded as again
+from sparsek.mask import recorded
 from tests.policies.drawn import chosen, lengths_of, normal, slow_scores
 
 policies = sk.policies
@@ -248,16 +248,16 @@ class Unequal(policies.Policy):
 )
 def test_calls_of_a_policy_that_may_be_another_one_are_not_repeated(policy: Any) -> None:
     """Recorded calls are found again by == of the options."""
-    assert not again.is_determined(policy)
-    assert again._key((policy, torch.zeros(1)), {}, []) is None
+    assert not recorded.is_determined(policy)
+    assert recorded._key((policy, torch.zeros(1)), {}, []) is None
 
 
 @pytest.mark.parametrize(
     "policy", [Own(), policies.VSA(), policies.VSA() | policies.VSA(topk=3)], ids=["own", "VSA", "two"]
 )
 def test_calls_of_a_policy_of_fixed_fields_are_repeated(policy: Any) -> None:
-    assert again.is_determined(policy)
-    assert again._key((policy, torch.zeros(1)), {}, []) is not None
+    assert recorded.is_determined(policy)
+    assert recorded._key((policy, torch.zeros(1)), {}, []) is not None
 
 
 def test_masks_of_a_static_policy_that_changes_are_not_kept() -> None:

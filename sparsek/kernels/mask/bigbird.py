@@ -2,23 +2,26 @@
 
     row    0 .. first | drawn before the window | left .. right | drawn after it
 
-A program draws the blocks of its rows by Philox from the seed, the row and the number of the draw, as mask/build/bigbird.py
+A program draws the blocks of its rows by Philox from the seed, the row and the number of the draw, as the builder
 does, sorts them, and writes the row. Tiles that see every block share the list of all columns. Other rows have a fixed
 room for their entries.
 
 Bottleneck: the host, with one launch, one allocation and the sizes.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.mask.runs import bounds, within, write_all_columns, write_bounds
 from sparsek.mask.build import bigbird as drawn
-from sparsek.mask.build.banded import Band, Parts
+from sparsek.mask.build.banded import Band
 from sparsek.mask.build.bigbird import BigBird
-from sparsek.mask.lists import BlockLists, Place
+from sparsek.mask.lists import Place
 from sparsek.matrix.pattern import INT32_MAX
 
 ROWS, ENTRIES, LANES, WARPS = 16, 16, 1024, 4
@@ -114,18 +117,20 @@ def _bigbird(
         write_bounds(lo, hi, chunk, q_len, low, high, 0, kv_len, 0, LANES)
 
 
-def bigbird(place: Place, band: Band, bird: BigBird, heads: int) -> Parts | None:
-    """The parts of a mask of BigBird with a draw for each of `heads`, as far as queries see keys before `band.high`.
+def bigbird(
+    tensors: Sequence[Any], place: Place, band: Band, bird: BigBird, heads: int
+) -> tuple[Tensor, ...] | None:
+    """Writes a mask of BigBird with a draw for each of `heads`, as far as queries see keys before `band.high`.
 
-    None if the entries do not fit int32, or too many blocks are drawn. No sync; it may be captured.
+    `tensors`: those of its layout. None if too many blocks are drawn. No sync; it may be captured.
     """
-    (tiles, columns), (bq, bk), capacity = place.grid, place.block, bird.capacity(place)
-    rows = tiles * heads
-    if columns + rows * capacity > INT32_MAX or bird.random > MOST_DRAWN:
+    if bird.random > MOST_DRAWN:
         return None
-    bounded = bird.causal or place.kv_len % bk != 0
+    (tiles, columns), (bq, bk), capacity = place.grid, place.block, bird.capacity(place)
+    full_starts, full_counts, _, starts, counts, indices, lo, hi = tensors[:8]
+    rows, bounded = tiles * heads, lo is not None
     queries = place.q_len if bounded else 0
-    base, made = carved([*(rows,) * 4, columns + rows * capacity, queries, queries], place.device)
+    made = full_starts, full_counts, starts, counts, indices, *((lo, hi) if bounded else (indices, indices))
     sizes = rows, tiles, columns, place.q_len, place.kv_len, band.low, band.high, place.q_offset
     seed = ((half ^ 1 << 31) - (1 << 31) for half in (bird.seed & drawn.LOW, bird.seed >> 32))  # as int32
     after, most = 1 if bird.causal else bird.near, INT32_MAX
@@ -134,9 +139,6 @@ def bigbird(place: Place, band: Band, bird: BigBird, heads: int) -> Parts | None
     constants = draws, bounded, bq, bk, bk.bit_length() - 1, ROWS, ENTRIES, LANES
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (queries, LANES)))
     if programs:
-        launch_unspecialized(_bigbird, base.device, programs, (*made, *sizes, *numbers), constants, WARPS)
-    full_starts, full_counts, starts, counts, indices, lo, hi = made
-    return Parts(
-        BlockLists(full_starts, full_counts, indices), BlockLists(starts, counts, indices), base,
-        *((lo.view(1, -1), hi.view(1, -1)) if bounded else (None, None)),
-    )  # fmt: skip
+        args = (*made, *sizes, *numbers)
+        launch_unspecialized(_bigbird, starts.device, programs, args, constants, WARPS)
+    return ()

@@ -1,5 +1,5 @@
-"""A mask of chosen blocks in one launch, in plain Triton: bit for bit the lists of `mask/build/selection_reference.py`. Any CUDA GPU, and
-Triton's interpreter.
+"""A mask of chosen blocks in one launch, in plain Triton: bit for bit the lists of `selection_reference.py`. Any CUDA
+GPU, and Triton's interpreter.
 
     topk, mass   a score becomes an integer of the same order; the lowest one that is kept is found by bisection
     map          bool
@@ -20,6 +20,7 @@ checked before they are used.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from sparsek.kernels.lang.ranks import count_over, highest, order
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import times
 from sparsek.mask.build import selection as choice
-from sparsek.mask.build.selection import Choice, Near, Parts
+from sparsek.mask.build.selection import Choice, Near
 
 MOST_COLUMNS = 16384  # a prefix sum over more takes more shared memory than an SM has
 _MASS_BITS, _SHIFT = tl.constexpr(choice.MASS_BITS), tl.constexpr(choice.POSITION_BITS)
@@ -348,11 +349,14 @@ def _choose(
             tl.store(hi + query, seen.to(tl.int32), mask=query < q_len)
 
 
-def choose_blocks(c: Choice) -> Parts | None:
-    """The tensors of the mask, in one allocation and one launch, without a sync; None for rows that are too long."""
+def choose_blocks(made: Sequence[Any], c: Choice) -> tuple[Tensor, ...] | None:
+    """Writes the tensors of the mask, those of its layout, in one launch, without a sync; None for rows that are too
+    long. Returns the word of a fault.
+    """
     if max(c.stored.grid[1], c.given.shape[-1]) > MOST_COLUMNS:
         return None
-    parts = choice.parts_of(c, fault_word(c.place.device))
+    word = fault_word(c.place.device)
+    starts, full, _, cut_starts, cut, indices, lo, hi, rules, bits = made
     tiles, columns, place = c.stored.grid[0], c.place.grid[1], c.place
     cols = max(16, triton.next_power_of_2(columns))
     numbers, limit = (c.limit, 0) if isinstance(c.limit, Tensor) else (None, c.limit)
@@ -363,17 +367,16 @@ def choose_blocks(c: Choice) -> Parts | None:
         "" if c.always is None or isinstance(c.always, Tensor) else "sinks" if near.back is None else "window"
     )
     always = c.always if isinstance(c.always, Tensor) else None
-    full, cut = parts.full_counts, parts.cut_counts
     warps = min(max(cols * c.split[1] // 512, 1), 32)
     # A histogram counts an entry once for each thread that has it, so every thread has entries of its own.
     listed = max(32 * warps, triton.next_power_of_2(c.given.shape[-1])) if c.kind == "indices" else 1
     options: dict[str, Any] = {"num_warps": warps}
     if cols * c.split[1] <= 256:  # so that an SM has registers for the 32 programs that it can hold
         options["maxnreg"] = 64
-    with torch.cuda.device_of(parts.base):
+    with torch.cuda.device_of(starts):
         launch(
-            _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, parts.word, full, cut,
-            parts.starts, parts.cut_starts, parts.indices, parts.lo, parts.hi, parts.rules, parts.bits,
+            _choose, (c.rows,), c.given, c.lengths, numbers, always, c.counts, word, full, cut, starts,
+            cut_starts, indices, lo, hi, rules, bits,
             *_steps(c.given, 4), *_steps(c.lengths, 2), *_steps(numbers, 4)[:2], *_steps(always, 4),
             *_steps(c.counts, 3), limit, c.least, near.sinks, near.back or 0, near.fore, c.given.shape[1],
             tiles, columns, c.given.shape[-1], c.capacity, place.q_len, place.kv_len, place.q_offset, c.deep,
@@ -383,7 +386,7 @@ def choose_blocks(c: Choice) -> Parts | None:
             LISTED=listed,
             UNIT=_unit(c.given, columns), FQ=c.split[0], FK=c.split[1], **options,
         )  # fmt: skip
-    return parts
+    return (word,)
 
 
 def _unit(x: Tensor, columns: int) -> int:

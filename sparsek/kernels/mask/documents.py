@@ -16,6 +16,9 @@ hold.
 Bottleneck: the host, with one launch and one allocation. Each query looks up about log2(documents) edges.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,9 +26,8 @@ from torch import Tensor
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.mask.runs import within, write_all_columns, write_runs
-from sparsek.mask.build.banded import Band, Parts, room_of_documents
+from sparsek.mask.build.banded import Band
 from sparsek.mask.lists import Place
-from sparsek.matrix.pattern import INT32_MAX
 
 ROWS, ENTRIES, LANES, WARPS = 32, 16, 512, 4
 _LISTS = ("edges", "fault", "full_starts", "full_counts", "starts", "counts", "indices", "lo", "hi")
@@ -114,10 +116,13 @@ def _documents(
             tl.store(fault, (found + 1).to(tl.int64))
 
 
-def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool = False) -> Parts | None:
-    """The parts of a mask of packed documents of as many queries as keys.
+def documents(
+    given: Sequence[Any], place: Place, edges: Tensor, band: Band, batch: int, checked: bool = False
+) -> tuple[Tensor, ...]:
+    """Writes a mask of packed documents of as many queries as keys. No sync; it may be captured.
 
     Args:
+        given: The tensors of its layout.
         place: The lengths of one batch item.
         edges: int32 or int64 [documents + 1] on the device: where each document begins, and the end of the last, with
             batch items one behind the other.
@@ -126,14 +131,12 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool
         checked: Whether to look for faults in the edges, which then are those of one batch item.
 
     Returns:
-        None if the entries do not fit int32, or there is no document. No sync; it may be captured.
+        The word of a fault, if `checked`.
     """
     (tiles, columns), (bq, bk), length = place.grid, place.block, place.q_len
     rows, capacity, queries = batch * tiles, band.capacities(place)[1], batch * place.q_len
-    if columns + rows * capacity > INT32_MAX or edges.numel() < 2 or queries > INT32_MAX:
-        return None
-    made = room_of_documents(place, band, True, batch)
-    tensors = *made.full[:2], *made.partial, made.lo, made.hi
+    full_starts, full_counts, _, *others = given[:8]
+    tensors = full_starts, full_counts, *others
     sizes = edges.numel() - 1, rows, tiles, columns, length, queries, band.low, band.high, capacity
     constants = bq, bk, ROWS, ENTRIES, LANES
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (queries, LANES)))
@@ -144,4 +147,4 @@ def documents(place: Place, edges: Tensor, band: Band, batch: int, checked: bool
         launch_unspecialized(
             _documents, place.device, programs, (edges, word, *tensors, *sizes), constants, WARPS
         )
-    return made._replace(word=word)
+    return () if word is None else (word,)

@@ -7,19 +7,19 @@
     bits        one entry of bits: the sinks in a partial block
 
 Each program computes the runs of its rows from the lengths alone, and every row has a fixed room for its entries, so
-no program waits for another. Everything is in one allocation. mask/build/structured.py and mask/build/documents.py are the
+no program waits for another. Everything is in one allocation. structured.py and documents.py of mask/build are the
 specification, on the CPU.
 
 Bottleneck: the host, with one launch, one allocation and the sizes. The device writes 8 bytes for each query.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.core.memory import carved
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.mask.runs import (
     bounds,
@@ -30,9 +30,8 @@ from sparsek.kernels.mask.runs import (
     write_bounds,
     write_runs,
 )
-from sparsek.mask.build.banded import Band, Parts, Steps
-from sparsek.mask.lists import BlockLists, Place
-from sparsek.matrix.pattern import INT32_MAX
+from sparsek.mask.build.banded import Band, Steps
+from sparsek.mask.lists import Place
 
 ROWS, ENTRIES, LANES, WARPS = 32, 16, 1024, 4
 WORD = tl.constexpr(32)
@@ -200,57 +199,42 @@ def _band(
         tl.store(bits + slot * BQ * WORDS + cell, word)
 
 
-def blocks(place: Place, band: Band, steps: Steps | None, causal: bool) -> Parts | None:
-    """The parts of a mask of every block, or of blocks with a step, as far as queries see keys before `band.high`.
+def blocks(
+    tensors: Sequence[Any], place: Place, band: Band, steps: Steps | None, causal: bool
+) -> tuple[Tensor, ...]:
+    """Writes a mask of every block, or of blocks with a step, as far as queries see keys before `band.high`.
 
-    None if the entries do not fit int32. No sync; it may be captured.
+    `tensors`: those of its layout. No sync; it may be captured.
     """
-    (rows, columns), (bq, bk), capacity = place.grid, place.block, 0
-    if steps is not None:
-        capacity = steps.capacity(place)
-        if rows * capacity > INT32_MAX:
-            return None
-    bounded = causal or place.kv_len % bk != 0
+    (rows, columns), (bq, bk), capacity = place.grid, place.block, steps.capacity(place) if steps else 0
+    full_starts, full_counts, _, starts, counts, indices, lo, hi = tensors[:8]
+    bounded = lo is not None
     queries = place.q_len if bounded else 0
-    entries = rows * capacity if steps else columns
-    base, made = carved([*(rows,) * 4, entries, queries, queries], place.device)
+    lo, hi = (lo, hi) if bounded else (indices, indices)
     near, step, gap, more, kind, both_ways = steps or (0, 1, 0, 0, 0, False)
     sizes = rows, columns, place.q_len, place.kv_len, band.low, band.high, place.q_offset
     programs = -(-rows // ROWS) + -(-queries // LANES) + (0 if steps else -(-columns // LANES))
     constants = kind, both_ways, bounded, bq, bk, bk.bit_length() - 1, ROWS, ENTRIES, LANES
     if programs:
+        made = full_starts, full_counts, starts, counts, indices, lo, hi
         args = (*made, *sizes, near, step, gap, more, capacity)
-        launch_unspecialized(_steps, base.device, programs, args, constants, WARPS)
-    full_starts, full_counts, starts, counts, indices, lo, hi = made
-    return Parts(
-        BlockLists(full_starts, full_counts, indices), BlockLists(starts, counts, indices), base,
-        *((lo.view(1, -1), hi.view(1, -1)) if bounded else (None, None)),
-    )  # fmt: skip
+        launch_unspecialized(_steps, starts.device, programs, args, constants, WARPS)
+    return ()
 
 
-def band(place: Place, band: Band) -> Parts | None:
-    """The parts of a mask of a window, maybe with sinks. None if the entries do not fit int32. No sync; it may be
-    captured.
-    """
+def band(tensors: Sequence[Any], place: Place, band: Band) -> tuple[Tensor, ...]:
+    """Writes a mask of a window, maybe with sinks. `tensors`: those of its layout. No sync; it may be captured."""
     (rows, columns), (bq, bk) = place.grid, place.block
     full_capacity, capacity = band.capacities(place)
-    if columns + rows * max(full_capacity, capacity) > INT32_MAX:
-        return None
     split_row, split_rows, slots = band.split(place)
-    entries, bits_size = rows * capacity, (1 + split_rows * slots) * bq * (bk // 32) if slots else 0
-    of_bits = entries if slots else 0, bits_size
-    shapes = *(rows,) * 4, columns + rows * full_capacity, entries, place.q_len, place.q_len, *of_bits
-    base, made = carved(shapes, place.device)
-    full_starts, full_counts, starts, counts, full_indices, indices, lo, hi, rules, bits = made
+    full_starts, full_counts, full_indices, starts, counts, indices, lo, hi, rules, bits = tensors
+    rules, bits = (rules, bits) if slots else (indices, indices)
+    made = full_starts, full_counts, starts, counts, full_indices, indices, lo, hi, rules, bits
     programs = sum(-(-size // each) for size, each in ((rows, ROWS), (columns, LANES), (place.q_len, LANES)))
     programs += 1 + split_rows * slots if slots else 0
     sizes: tuple[Any, ...] = rows, columns, place.q_len, place.kv_len, band.low, band.high, band.sink_end
     sizes += full_capacity, capacity, split_row, split_rows
     constants = band.sinks, slots, bq, bk, ROWS, ENTRIES, LANES
     if programs:
-        launch_unspecialized(_band, base.device, programs, (*made, *sizes), constants, WARPS)
-    by_bits: tuple[Tensor | None, ...] = (rules, bits.view(-1, bq, bk // 32)) if slots else (None, None)
-    return Parts(
-        BlockLists(full_starts, full_counts, full_indices), BlockLists(starts, counts, indices), base,
-        lo.view(1, -1), hi.view(1, -1), *by_bits,
-    )  # fmt: skip
+        launch_unspecialized(_band, starts.device, programs, (*made, *sizes), constants, WARPS)
+    return ()

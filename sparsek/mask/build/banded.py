@@ -7,48 +7,22 @@ one period of rows to the next. A period is the rows after which tiles begin at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sparsek.core import operations
 from sparsek.core.arguments import faking
-from sparsek.core.home import drop_oldest
-from sparsek.core.memory import carved
-from sparsek.mask.layout import KINDS, Kind, WrittenFault, freshened, known_kind
-from sparsek.mask.lists import BlockLists, Place, Sizes, check_stored
-from sparsek.mask.readback import LateSizes
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
+from sparsek.mask.data import Mask
+from sparsek.mask.layout import ABSENT, Counted, MaskLayout, Room
+from sparsek.mask.lists import Place, Sizes, check_stored
+from sparsek.mask.readback import made_in
+from sparsek.matrix.pattern import INT32_MAX
 
 NO_SINKS, SINKS, SINKS_AHEAD = 0, 1, 2
-
-
-class Parts(NamedTuple):
-    """The tensors of a mask that a kernel has written, the one allocation that holds all of them, and the word of the
-    host to which it writes a fault.
-    """
-
-    full: BlockLists
-    partial: BlockLists
-    base: Tensor
-    lo: Tensor | None = None
-    hi: Tensor | None = None
-    rules: Tensor | None = None
-    bits: Tensor | None = None
-    word: Tensor | None = None
-
-
-class Counted(NamedTuple):
-    """The sizes of a mask, and the blocks of rows that are more than twice as long as the mean."""
-
-    sizes: Sizes
-    heavy: int
 
 
 class Band(NamedTuple):
@@ -118,6 +92,12 @@ class Band(NamedTuple):
             return 0, 0, 0
         end = -(-(max(columns * bk, self.sink_end + 1) - self.low) // bq)
         return first, min(max(end, first + 1), tiles) - first, bq // bk + 2
+
+    def room(self, place: Place) -> Room:
+        """The room of a mask of this window."""
+        (rows, columns), (full, most) = place.grid, self.capacities(place)
+        _, split_rows, slots = self.split(place)
+        return Room(rows * most, columns + rows * full, 1, 1 + split_rows * slots if slots else ABSENT)
 
     def row_counts(self, row: np.ndarray, place: Place) -> tuple[np.ndarray, np.ndarray]:
         """How many full and how many partial blocks these rows have."""
@@ -239,22 +219,19 @@ def bounded_band(place: Place, band: Band) -> Counted:
     return Counted(Sizes(stored, stored, longest, exact=False), stored)
 
 
-def room_of_documents(place: Place, band: Band, by_kernel: bool, batch: int = 1) -> Parts:
-    """The tensors, not yet written, of a mask of packed documents of any lengths, as kernels/mask/documents.py has them
-    or torch.
-    """
+def room_of_blocks(place: Place, steps: Steps | None, causal: bool) -> Room:
+    """The room of a mask of every block, or of blocks with a step."""
+    entries = place.grid[1] if steps is None else place.grid[0] * steps.capacity(place)
+    return Room(entries, bounds=1 if causal or place.kv_len % place.block[1] else 0)
+
+
+def room_of_documents(place: Place, band: Band, by_kernel: bool, batch: int = 1) -> Room:
+    """The room of a mask of packed documents of any lengths, as kernels/mask/documents.py fills it or torch."""
     rows, columns = batch * place.grid[0], place.grid[1]
-    queries = (batch, place.q_len)
     if by_kernel:
-        entries = columns + rows * band.capacities(place)[1]
-        base, made = carved([*[(rows,)] * 4, (entries,), queries, queries], place.device)
-        full_starts, full_counts, starts, counts, indices, lo, hi = made
-        return Parts(
-            BlockLists(full_starts, full_counts, indices), BlockLists(starts, counts, indices), base, lo, hi
-        )
-    room = (max(batch * bounded_band(place, band).sizes.stored, columns),)
-    base, made = carved([(rows,), (rows,), room] * 2 + [queries] * 2, place.device)
-    return Parts(BlockLists(*made[:3]), BlockLists(*made[3:6]), base, *made[6:])
+        return Room(columns + rows * band.capacities(place)[1], bounds=batch)
+    entries = max(batch * bounded_band(place, band).sizes.stored, columns)
+    return Room(entries, entries, bounds=batch)
 
 
 def counted_documents(place: Place, edges: np.ndarray, band: Band, batch: int) -> Counted:
@@ -345,57 +322,20 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and not faking()
 
 
-# By what determines all but the contents of a mask: its kind, from which it is made without being looked at again.
-_KINDS: dict[Hashable, Kind] = {}
-
-
 def on_gpu(
-    cls: type[BlockMask],
-    place: Place,
-    name: str,
-    given: tuple[Any, ...],
-    count: Callable[[], Counted],
-    *,
-    known: tuple[Hashable, ...] | None = None,
-    explain: Callable[[int], str] = str,
-    **fields: Any,
-) -> BlockMask | None:
+    cls: type[Mask], place: Place, name: str, given: tuple[Any, ...], count: Callable[[], Counted],
+    room: Callable[[], Room], label: str, *, explain: Callable[[int], str] = str, **more: Any,
+) -> Mask | None:  # fmt: skip
     """The mask that a kernel of kernels/mask makes on a GPU; None if none does. No sync; it may be captured.
 
-    `known`: what, with the place and the label, determines the sizes; None if the values of a tensor do.
+    `given`: the arguments of the kernel beside the tensors and the place. `more`: batch, heads and `pure`, as
+    `MaskLayout.of` takes them.
     """
-    if not has_kernels(place.device):
+    if not has_kernels(place.device) or max(found := room()) > INT32_MAX:
         return None
-    made: Parts | None = operations.by_kernel(name, place, *given)
-    if made is None:
+    layout = MaskLayout.of(place, count(), found, label, **more)
+    base = layout.base(place.device)
+    words = operations.by_kernel(name, layout.pieces(base), place, *given)
+    if words is None:
         return None
-    fault = None if made.word is None else WrittenFault(made.word, explain, place.device)
-    key = None if known is None else (name, place, known, fields["label"])
-    kind = _KINDS.get(key)
-    if kind is not None:
-        return kind.mask(cls, made.base, () if fault is None else (fault,), _late(kind.plain["sizes"]))
-    mask = of_parts(cls, place, made, count(), fault, **fields)
-    if key is not None and (kind := known_kind(mask)) is not None:
-        while len(_KINDS) >= KINDS:
-            drop_oldest(_KINDS)
-        _KINDS[key] = kind
-    return mask
-
-
-def _late(sizes: Sizes) -> LateSizes | None:
-    """What reads true sizes later, if these are bounds."""
-    return None if sizes.exact else LateSizes()
-
-
-def of_parts(
-    cls: type[BlockMask], place: Place, made: Parts, counted: Counted, fault: WrittenFault | None = None,
-    *, batch: int = 1, heads: int = 1, pure: bool = True, label: str,
-) -> BlockMask:  # fmt: skip
-    """The mask of these parts."""
-    mask = cls.unchecked(
-        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
-        full=made.full, partial=made.partial, lo=made.lo, hi=made.hi, rules=made.rules, bits=made.bits,
-        sizes=counted.sizes, pure=pure, label=label,
-    )  # fmt: skip
-    mask._memo["heavy"] = counted.heavy
-    return freshened(mask, made.base, fault, _late(counted.sizes))
+    return made_in(cls, layout, base, words, (explain,) * len(words), not layout.fields["sizes"].exact)

@@ -12,8 +12,10 @@ import numpy as np
 
 from sparsek.core import arguments
 from sparsek.core.tracing import not_traced
-from sparsek.mask.build.banded import Band, Counted, on_gpu, summed_rows
+from sparsek.mask.build.banded import Band, on_gpu, summed_rows
 from sparsek.mask.build.structured import of_blocks
+from sparsek.mask.data import Mask
+from sparsek.mask.layout import Counted, Room
 from sparsek.mask.lists import Frame, Place, Runs, Sizes
 from sparsek.mask.recorded import of_options
 from sparsek.matrix.pattern import INT32_MAX
@@ -21,7 +23,6 @@ from sparsek.matrix.pattern import INT32_MAX
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sparsek.mask.mask import BlockMask
 
 # Philox 4x32 with ten rounds: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 ROUNDS = 10
@@ -59,11 +60,16 @@ class BigBird(NamedTuple):
         most = min(self.wide, columns) + 2 * min(self.near, columns) + (bq - 1) // bk + 1 + self.random
         return max(min(most, columns), 1)
 
+    def room(self, place: Place, heads: int) -> Room:
+        """The room of a mask with a draw for each head."""
+        entries = place.grid[1] + place.grid[0] * heads * self.capacity(place)
+        return Room(entries, bounds=1 if self.causal or place.kv_len % place.block[1] else 0)
+
 
 @of_options
 @not_traced("a block mask")
 def bigbird(
-    cls: type[BlockMask],
+    cls: type[Mask],
     seq_len: int | None = None,
     window: int | None = None,
     globals: int = 0,
@@ -72,7 +78,7 @@ def bigbird(
     causal: bool = False,
     heads: int = 1,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of window, global and random blocks of BigBird.
 
     All queries see the first `globals` keys, rounded up to blocks. Tiles with a query among the first `globals`
@@ -113,8 +119,8 @@ def bigbird(
     band = Band.of(place, None, 1 if causal else None)
     heads = heads if has_draws(place, band, bird) else 1
     count = partial(counted_bird, place, band, bird, heads)
-    given = band, bird, heads
-    made = on_gpu(cls, place, "mask_of_bigbird", given, count, known=given, heads=heads, label=label)
+    room = partial(bird.room, place, heads)
+    made = on_gpu(cls, place, "mask_of_bigbird", (band, bird, heads), count, room, label, heads=heads)
     if made is not None:
         return made
     first, left, right, end, _ = (np.tile(each, heads) for each in bird.rows(place, band))

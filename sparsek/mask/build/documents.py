@@ -8,16 +8,18 @@ several documents have no full blocks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsek.core.tracing import not_traced
-from sparsek.mask.build import banded as closed
-from sparsek.mask.build.banded import Band, Counted, counted_documents, on_gpu
+from sparsek.mask.build import banded
+from sparsek.mask.build.banded import Band, counted_documents, on_gpu, room_of_documents
 from sparsek.mask.build.tiles import pack_bits
+from sparsek.mask.data import Mask
 from sparsek.mask.lists import (
     BY_INTERVAL,
     BlockLists,
@@ -31,9 +33,6 @@ from sparsek.mask.lists import (
     upload,
 )
 from sparsek.matrix.pattern import INT32_MAX
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 CHUNK = 1 << 22  # elements of blocks whose bits are made in one step
 
@@ -157,15 +156,15 @@ def _within(x: Any, low: Any, high: Any) -> Any:
 
 @not_traced("a block mask")
 def documents_mask(
-    cls: type[BlockMask], layout: PackedLayout, near: Window, block: Any, device: Any, label: str
-) -> BlockMask:
+    cls: type[Mask], layout: PackedLayout, near: Window, block: Any, device: Any, label: str
+) -> Mask:
     """The mask of a layout, in which each query sees the keys of its document that `near` admits.
 
     `layout.near` is not read. O(tiles + documents + partial blocks) on the host, without a sync; O(q_len + stored
     blocks) on the device.
     """
     place = Place.of(q_len=layout.q_len, kv_len=layout.kv_len, block=block, device=device, q_offset=0)
-    if closed.has_kernels(place.device) and not near.sinks:
+    if banded.has_kernels(place.device) and not near.sinks:
         edges = layout.edges
         made = None if edges is None else _of_edges(cls, place, edges, near, layout.batch, label)
         if made is not None:
@@ -175,16 +174,16 @@ def documents_mask(
 
 
 def _of_edges(
-    cls: type[BlockMask], place: Place, edges: np.ndarray, near: Window, batch: int, label: str
-) -> BlockMask | None:
+    cls: type[Mask], place: Place, edges: np.ndarray, near: Window, batch: int, label: str
+) -> Mask | None:
     """The mask of documents that adjoin, made by a kernel of their edges; None if none makes it."""
+    if edges.size < 2 or batch * place.q_len > INT32_MAX:
+        return None
     band = Band.of(place, *near)
     (there,) = upload([edges], place.device)
-
-    def count() -> Counted:
-        return counted_documents(place, edges, band, batch)
-
-    return on_gpu(cls, place, "mask_of_documents", (there, band, batch), count, batch=batch, label=label)
+    count = partial(counted_documents, place, edges, band, batch)
+    room = partial(room_of_documents, place, band, True, batch)
+    return on_gpu(cls, place, "mask_of_documents", (there, band, batch), count, room, label, batch=batch)
 
 
 class Pieces(NamedTuple):
@@ -367,14 +366,14 @@ class Queries(NamedTuple):
 
 
 def _assembled(
-    cls: type[BlockMask],
+    cls: type[Mask],
     place: Place,
     docs: Documents,
     pieces: Pieces,
     near: Window,
     batch: int,
     label: str,
-) -> BlockMask:
+) -> Mask:
     rows = batch * place.grid[0]
     found = _blocks(pieces, place, rows)
     full = Runs.between(*found.window)

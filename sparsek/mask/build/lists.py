@@ -18,6 +18,7 @@ from sparsek.core.tracing import not_traced
 from sparsek.mask.build.selection import INTS, Choice, as_kv_lengths, joined_batch
 from sparsek.mask.build.selection_reference import chosen_mask
 from sparsek.mask.build.structured import every_key
+from sparsek.mask.data import Mask
 from sparsek.mask.lists import (
     CHOSEN_SIZES,
     BlockLists,
@@ -36,20 +37,18 @@ from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sparsek.mask.mask import BlockMask
-
 
 @repeated
 @not_traced("a block mask")
 def from_block_map(
-    cls: type[BlockMask],
+    cls: type[Mask],
     block_map: Tensor,
     seq_len: int | None = None,
     *,
     causal: bool = False,
     kv_lengths: Tensor | None = None,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of the blocks that are True, on the map's device. Without a sync.
 
     Args:
@@ -82,7 +81,7 @@ def from_block_map(
 @repeated
 @not_traced("a block mask")
 def from_indices(
-    cls: type[BlockMask],
+    cls: type[Mask],
     indices: Tensor,
     counts: Tensor | None = None,
     seq_len: int | None = None,
@@ -90,7 +89,7 @@ def from_indices(
     causal: bool = False,
     kv_lengths: Tensor | None = None,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of the listed key blocks of each query tile, on the device of the lists. Without a sync.
 
     Args:
@@ -128,7 +127,7 @@ def from_indices(
 
 
 def _listed(
-    cls: type[BlockMask],
+    cls: type[Mask],
     kind: str,
     place: Place,
     causal: bool,
@@ -137,7 +136,7 @@ def _listed(
     capacity: int,
     counts: Tensor | None = None,
     names: dict[str, Any] | None = None,
-) -> BlockMask:
+) -> Mask:
     """The mask of a map or of indices [1 or B, 1 or H, Mb, n], checked but for kv_lengths and `causal`."""
     causal = arguments.flag("causal", causal)
     lengths = None if kv_lengths is None else as_kv_lengths(kv_lengths, place)
@@ -190,7 +189,7 @@ def _as_counts(counts: Any, place: Place, given: Tensor) -> Tensor:
 @of_options
 @not_traced("a block mask")
 def from_blocks(
-    cls: type[BlockMask],
+    cls: type[Mask],
     indptr: Any,
     indices: Any,
     q_len: int,
@@ -199,7 +198,7 @@ def from_blocks(
     batch: int = 1,
     heads: int = 1,
     device: str | torch.device | None = None,
-) -> BlockMask:
+) -> Mask:
     """Return the mask in which a query sees every key of the listed blocks.
 
     Lists on the host are checked here. Lists on a GPU are checked and counted there, without a sync: `sizes` are bounds

@@ -15,6 +15,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.build.selection import INTS, Choice, Near, as_kv_lengths, held, joined_batch
 from sparsek.mask.build.selection_reference import chosen_mask, highest, rows_of
+from sparsek.mask.data import Mask, MaskData
 from sparsek.mask.elements import NOT_STORED, WHOLE, table_of
 from sparsek.mask.lists import BY_INTERVAL, CHOSEN_SIZES, Frame, Place
 from sparsek.mask.recorded import repeated
@@ -22,13 +23,11 @@ from sparsek.mask.recorded import repeated
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sparsek.mask.mask import BlockMask
-
 
 @repeated
 @not_traced("a block mask")
 def topk(
-    cls: type[BlockMask],
+    cls: type[Mask],
     scores: Tensor,
     k: int | Tensor,
     causal: bool = False,
@@ -38,7 +37,7 @@ def topk(
     most: int | None = None,
     kv_lengths: Tensor | None = None,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of the `k` key blocks with the highest scores for each query tile, on the scores' device.
 
     Neither the mask nor its plan waits for a GPU, and a CUDA graph may capture both. Of equal scores the block with the
@@ -103,7 +102,7 @@ def topk(
 @repeated
 @not_traced("a block mask")
 def cumulative(
-    cls: type[BlockMask],
+    cls: type[Mask],
     scores: Tensor,
     threshold: float | Tensor,
     causal: bool = False,
@@ -114,7 +113,7 @@ def cumulative(
     most: int | None = None,
     kv_lengths: Tensor | None = None,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of the fewest key blocks that hold a share of each query tile's mass, the highest first.
 
     A tile keeps its `always` blocks, then the block with the highest mass of the rest, and so on, until the sum reaches
@@ -268,8 +267,8 @@ def _as_near(always: Any, place: Place, causal: bool, k: int) -> Near:
 
 @not_traced("a block mask")
 def best_near(
-    cls: type[BlockMask], scores: Tensor, place: Place, causal: bool, k: int, near: Near, label: str
-) -> BlockMask:
+    cls: type[Mask], scores: Tensor, place: Place, causal: bool, k: int, near: Near, label: str
+) -> Mask:
     """The mask of the `k` blocks with the highest scores in each tile, and of all near ones, which count among the k.
 
     scores: floating point [B, H, Mb, Nb] on the place's device; -inf and NaN exclude a block. As `best_blocks` of a
@@ -284,7 +283,7 @@ def best_near(
 
 
 @not_traced("a block mask")
-def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | None = None) -> BlockMask:
+def best_blocks(within: Mask, scores: Tensor, k: int, always: MaskData | None = None) -> Mask:
     """For each query tile the `k` blocks of `within` with the highest scores, with the rules of `within`.
 
     scores: floating point [B, H, Mb, Nb] on the mask's device. within, always: one head, and 1 or B batch items. Blocks
@@ -321,7 +320,7 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     )  # fmt: skip
 
 
-def _check(within: BlockMask, scores: Tensor, always: BlockMask | None) -> None:
+def _check(within: MaskData, scores: Tensor, always: MaskData | None) -> None:
     shape = ["B", "H", *within.grid]
     if scores.ndim != 4 or tuple(scores.shape[2:]) != within.grid or not scores.is_floating_point():
         raise InvalidInput(f"scores are {scores.dtype} {list(scores.shape)}; the mask needs floats {shape}")

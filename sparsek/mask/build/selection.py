@@ -1,29 +1,28 @@
-"""The checked arguments of a mask of chosen blocks, and its tensors in one allocation.
+"""The checked arguments of a mask of chosen blocks, and its layout.
 
-A kernel (`kernels/mask`) makes the mask on a GPU from a `Choice`; `chosen.py` is the specification, in plain torch.
+A kernel (`kernels/mask`) makes the mask on a GPU from a `Choice`; `selection_reference.py` is the specification, in
+plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.core.memory import carved
 from sparsek.core.operations import by_kernel
 from sparsek.mask.build.structured import visible
-from sparsek.mask.layout import WrittenFault, freshened
-from sparsek.mask.lists import WORD, BlockLists, Place, Sizes, check_stored
-from sparsek.mask.readback import LateSizes, index
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
+from sparsek.mask.data import Mask
+from sparsek.mask.layout import ABSENT, Counted, MaskLayout, Room
+from sparsek.mask.lists import Place, Sizes, check_stored
+from sparsek.mask.readback import index, made_in
 
 INTS = (torch.int32, torch.int64)
 MASS_BITS = 30  # the highest mass of a row is an integer of so many bits
@@ -197,71 +196,42 @@ def _within(at: Sequence[int], shape: Sequence[int]) -> str:
     return index(some)
 
 
-class Parts(NamedTuple):
-    """The tensors of a mask of chosen blocks, int32 views of `base`.
-
-    `word`: int64 [1] of the host: 1 + (row << 32 | kind << POSITION_BITS | position) of a fault, or 0.
-    """
-
-    base: Tensor
-    word: Tensor | None
-    full_counts: Tensor
-    cut_counts: Tensor
-    starts: Tensor
-    cut_starts: Tensor
-    indices: Tensor
-    lo: Tensor | None
-    hi: Tensor | None
-    rules: Tensor | None
-    bits: Tensor | None
-
-
-def parts_of(c: Choice, word: Tensor | None = None) -> Parts:
-    """The tensors of the mask in a new allocation, whose elements are arbitrary."""
-    rows, (bq, bk), q_len = c.rows, c.stored.block, c.place.q_len
+def layout_of(c: Choice) -> MaskLayout:
+    """The layout of the mask of a choice: rows have a fixed capacity, and full and partial blocks share their list."""
+    rows, (batch, heads) = c.rows, c.given.shape[:2]
     listed = rows * c.room
     check_stored(listed)
-    bits = 0
-    if c.lengths is not None and rows:
+    bits = ABSENT
+    if c.lengths is not None:
         tiles, columns = c.stored.grid
-        bits = c.lengths.shape[0] * (columns + tiles * c.deep)
-    held = (q_len if c.has_interval else None, None if c.lengths is None else listed)
-    shapes: list[tuple[int, ...] | None] = [
-        *[(rows,)] * 4, (listed,),
-        *[None if held[0] is None else (1, q_len)] * 2,
-        None if held[1] is None else (listed,),
-        None if c.lengths is None else (bits, bq, bk // WORD),
-    ]  # fmt: skip
-    base, views = carved(shapes, c.place.device)
-    return Parts(base, word, *views)
+        bits = c.lengths.shape[0] * (columns + tiles * c.deep) if rows else 0
+    stored, cut, longest = c.bounds()
+    bound = Counted(Sizes(stored, cut, longest, exact=False), stored)
+    room = Room(listed, bounds=1 if c.has_interval else 0, bits=bits)
+    return MaskLayout.of(c.stored, bound, room, c.label, batch=batch, heads=heads, pure=c.lengths is None)
 
 
-def mask_in(cls: type[BlockMask], c: Choice, parts: Parts) -> BlockMask:
-    """The mask whose tensors a kernel writes. Views only: no launch, no allocation and no sync."""
-    full, cut = parts.full_counts, parts.cut_counts
-    mask = cls.unchecked(
-        q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.stored.block,
-        batch=c.given.shape[0], heads=c.given.shape[1],
-        full=BlockLists(parts.starts, full, parts.indices), partial=BlockLists(parts.cut_starts, cut, parts.indices),
-        lo=parts.lo, hi=parts.hi, rules=parts.rules, bits=parts.bits, sizes=Sizes(*c.bounds(), exact=False),
-        pure=parts.rules is None, label=c.label,
-    )  # fmt: skip
+def by_a_kernel(cls: type[Mask], c: Choice) -> Mask | None:
+    """The mask made on a GPU by one launch; None where no kernel makes it. Of fake tensors, one without values."""
+    if is_fake(c.given):
+        layout = layout_of(c)
+        return cls.of_layout(layout, layout.base(c.place.device))
+    return written(cls, c, partial(by_kernel, "choose_blocks")) if c.place.device.type == "cuda" else None
+
+
+def written(cls: type[Mask], c: Choice, write: Callable[[list[Any], Choice], Any]) -> Mask | None:
+    """The mask whose tensors `write` fills; it returns words for faults, or None. Views only: no sync."""
+    layout = layout_of(c)
+    base = layout.base(c.place.device)
+    words = write(layout.pieces(base), c)
+    if words is None:
+        return None
+    words = () if c.every else words
     # Without its tensors, because it stays with the mask.
     shaped: Any = Shaped(c.given.shape)
-    told = c._replace(given=shaped, lengths=None, limit=0, always=None, counts=None)
-    fault = None
-    if parts.word is not None and not c.every:
-        fault = WrittenFault(parts.word, told.explain, c.place.device)
-    sized = c.kind != "topk" or isinstance(c.limit, Tensor)
-    return freshened(mask, parts.base, fault, LateSizes() if sized else None)
-
-
-def by_a_kernel(cls: type[BlockMask], c: Choice) -> BlockMask | None:
-    """The mask made on a GPU by one launch; None where no kernel makes it."""
-    if c.place.device.type != "cuda":
-        return None
-    parts = by_kernel("choose_blocks", c)
-    return None if parts is None else mask_in(cls, c, parts)
+    shapes_only = c._replace(given=shaped, lengths=None, limit=0, always=None, counts=None)
+    late = c.kind != "topk" or isinstance(c.limit, Tensor)
+    return made_in(cls, layout, base, words, (shapes_only.explain,) * len(words), late)
 
 
 def as_kv_lengths(kv_lengths: Any, place: Place) -> Tensor:

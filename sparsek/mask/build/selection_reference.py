@@ -6,21 +6,18 @@ blocks share. Full blocks come first, then partial ones, each ascending; entries
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.core.arguments import is_fake
 from sparsek.mask.build import selection as choice
-from sparsek.mask.build.selection import MASS_BITS, Choice, Near, by_a_kernel, mask_in, parts_of
+from sparsek.mask.build.selection import MASS_BITS, Choice, Near, by_a_kernel
 from sparsek.mask.build.structured import every_key, up_to_itself
+from sparsek.mask.data import Mask
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, Place, Sizes, check_stored, exact_sizes
 from sparsek.mask.readback import Fault, faults, with_readbacks
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 
 class Visible(NamedTuple):
@@ -37,15 +34,13 @@ class Visible(NamedTuple):
     lengths: Tensor | None
 
 
-def chosen_mask(cls: type[BlockMask], c: Choice) -> BlockMask:
+def chosen_mask(cls: type[Mask], c: Choice) -> Mask:
     """The mask of a choice: by a kernel on a GPU, where there is one; else in torch. Of fake tensors, its layout."""
-    if is_fake(c.given):
-        return mask_in(cls, c, parts_of(c))
     made = by_a_kernel(cls, c)
     return specified(cls, c) if made is None else made
 
 
-def specified(cls: type[BlockMask], c: Choice) -> BlockMask:
+def specified(cls: type[Mask], c: Choice) -> Mask:
     """The mask of a choice, in torch on any device. On a GPU without a sync."""
     found: list[Fault] = []
     lengths = None

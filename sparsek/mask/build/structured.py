@@ -1,7 +1,7 @@
 """Masks in closed form: causal, strided, dilated. Windows and documents are made by `documents`.
 
-On a GPU a kernel writes them (mask/build/banded.py, kernels/mask). What follows here in numpy makes them on the CPU, where
-no kernel is, and is the specification.
+On a GPU a kernel writes them (banded.py, kernels/mask). What follows here in numpy makes them on the CPU, where no
+kernel is, and is the specification.
 """
 
 from __future__ import annotations
@@ -17,16 +17,37 @@ from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.build import banded as closed
-from sparsek.mask.build.banded import Band, Steps, counted_band, counted_steps, on_gpu
+from sparsek.mask.build import banded
+from sparsek.mask.build.banded import (
+    Band,
+    Steps,
+    bounded_band,
+    counted_band,
+    counted_steps,
+    on_gpu,
+    room_of_blocks,
+    room_of_documents,
+)
 from sparsek.mask.build.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble, read_edges
+from sparsek.mask.data import Mask
+from sparsek.mask.layout import MaskLayout
+from sparsek.mask.lists import (
+    Frame,
+    Place,
+    Runs,
+    as_lengths,
+    check_stored,
+    exact_sizes,
+    heavy_blocks,
+    lists_of_runs,
+    read_edges,
+    table_of_runs,
+    upload,
+)
 from sparsek.mask.recorded import of_options, repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from sparsek.mask.mask import BlockMask
 
 
 def every_key(place: Place) -> tuple[Tensor, Tensor] | None:
@@ -45,30 +66,14 @@ def up_to_itself(place: Place) -> tuple[Tensor, Tensor]:
 
 @of_options
 @not_traced("a block mask")
-def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
-    """Return the mask in which every query sees every key.
-
-    Args:
-        seq_len: Queries and keys, in tokens, where there are as many of both.
-        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
-
-    Returns:
-        A mask shared by all batch items and heads. Made without a host sync.
-
-    Raises:
-        InvalidInput: For lengths, blocks or devices that no mask has.
-
-    Example:
-        >>> import sparsek as sk
-        >>> sk.BlockMask.full(q_len=100, kv_len=300)
-        BlockMask(full, 100 x 300, block 128x128, batch 1, heads 1, 3 of 3 blocks, 100 %, 1 partial, cpu)
-    """
+def full(cls: type[Mask], seq_len: int | None = None, **frame: Unpack[Frame]) -> Mask:
+    """The mask in which every query sees every key: see `BlockMask.full`."""
     return _all_blocks(cls, Place.of(seq_len, **frame), False, "full")
 
 
 @of_options
 @not_traced("a block mask")
-def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
+def causal(cls: type[Mask], seq_len: int | None = None, **frame: Unpack[Frame]) -> Mask:
     """Return the mask in which every query sees the keys up to its own position.
 
     The last query stands at the last key, so that a query sees all earlier keys of a cache. With q_offset=0 the first
@@ -99,13 +104,13 @@ def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Fra
 @of_options
 @not_traced("a block mask")
 def sliding_window(
-    cls: type[BlockMask],
+    cls: type[Mask],
     seq_len: int | None = None,
     window: int | None = None,
     sinks: int = 0,
     causal: bool = True,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of a window of keys around each query, and of the first keys (attention sinks).
 
     A query at position p sees the keys k with p - window < k <= p, or |p - k| < window if not causal, and the first
@@ -145,11 +150,11 @@ def sliding_window(
     return of_window(cls, place, near, label)
 
 
-def of_window(cls: type[BlockMask], place: Place, near: Window, label: str) -> BlockMask:
+def of_window(cls: type[Mask], place: Place, near: Window, label: str) -> Mask:
     """The mask in which each query sees the keys that `near` admits."""
     band = Band.of(place, *near)
-    count, pure = partial(counted_band, place, band), not band.splits(place)
-    made = on_gpu(cls, place, "mask_of_band", (band,), count, known=(band,), pure=pure, label=label)
+    count, room = partial(counted_band, place, band), partial(band.room, place)
+    made = on_gpu(cls, place, "mask_of_band", (band,), count, room, label, pure=not band.splits(place))
     if made is not None:
         return made
     return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
@@ -158,13 +163,13 @@ def of_window(cls: type[BlockMask], place: Place, near: Window, label: str) -> B
 @of_options
 @not_traced("a block mask")
 def strided(
-    cls: type[BlockMask],
+    cls: type[Mask],
     seq_len: int | None = None,
     stride: int | None = None,
     window: int | None = None,
     causal: bool = True,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of the blocks near the diagonal and of every (stride / bk)-th block from there.
 
     A tile whose queries stand in key blocks p to p' sees the blocks j with p - w < j < p' + w, where w is `window` in
@@ -214,13 +219,13 @@ def strided(
 @of_options
 @not_traced("a block mask")
 def dilated(
-    cls: type[BlockMask],
+    cls: type[Mask],
     seq_len: int | None = None,
     window: int | None = None,
     dilation: int = 1,
     causal: bool = True,
     **frame: Unpack[Frame],
-) -> BlockMask:
+) -> Mask:
     """Return the mask of every `dilation`-th block within `window` tokens on either side.
 
     A tile whose queries stand in key blocks p to p' sees these, and for 0 < t < w the blocks p - t * dilation and
@@ -267,33 +272,43 @@ def _both_ways(causal: bool) -> str:
     return "" if causal else ", causal=False"
 
 
-def _all_blocks(cls: type[BlockMask], place: Place, causal: bool, label: str) -> BlockMask:
+def _all_blocks(cls: type[Mask], place: Place, causal: bool, label: str) -> Mask:
     band = Band.of(place, None, 1 if causal else None)
-    given, count = (band, None, causal), partial(counted_band, place, band)
-    made = on_gpu(cls, place, "mask_of_blocks", given, count, known=given, label=label)
+    count, room = partial(counted_band, place, band), partial(room_of_blocks, place, None, causal)
+    made = on_gpu(cls, place, "mask_of_blocks", (band, None, causal), count, room, label)
     if made is not None:
         return made
     runs = Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
     return of_blocks(cls, place, runs, causal, label)
 
 
-def _stepped_on_gpu(
-    cls: type[BlockMask], place: Place, steps: Steps, causal: bool, label: str
-) -> BlockMask | None:
+def _stepped_on_gpu(cls: type[Mask], place: Place, steps: Steps, causal: bool, label: str) -> Mask | None:
     band = Band.of(place, None, 1 if causal else None)
-    given, count = (band, steps, causal), partial(counted_steps, place, band, steps)
-    return on_gpu(cls, place, "mask_of_blocks", given, count, known=given, label=label)
+    count, room = partial(counted_steps, place, band, steps), partial(room_of_blocks, place, steps, causal)
+    return on_gpu(cls, place, "mask_of_blocks", (band, steps, causal), count, room, label)
 
 
-def of_blocks(
-    cls: type[BlockMask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1
-) -> BlockMask:
-    """The mask of these blocks, as far as they exist; if causal, of their keys up to the query."""
+def of_blocks(cls: type[Mask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1) -> Mask:
+    """The mask of these blocks of each tile, as far as they exist; if causal, of their keys up to the query."""
     edge, end = (np.tile(each, heads) for each in visible(place, causal))
     stored = stored.behind(np.zeros_like(edge)).before(end)
     interval = up_to_itself(place) if causal else every_key(place)
     full, cut = stored.before(edge), stored.behind(edge)
-    return assemble(cls, place, full, cut, interval, pure=True, label=label, heads=heads)
+    counts = full.count.sum(0), cut.count.sum(0)
+    sizes = exact_sizes(*counts)
+    check_stored(sizes.stored)
+    tables = table_of_runs(full, counts[0]), table_of_runs(cut, counts[1])
+    sent = upload([*tables[0], *tables[1]], place.device)
+    every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
+    split = len(tables[0])
+    lo, hi = interval or (None, None)
+    mask = cls.unchecked(
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=1, heads=heads,
+        full=lists_of_runs(sent[:split], every, sizes.stored - sizes.partial),
+        partial=lists_of_runs(sent[split:], every, sizes.partial), lo=lo, hi=hi, sizes=sizes, pure=True, label=label,
+    )  # fmt: skip
+    mask._memo["heavy"] = heavy_blocks(*counts)
+    return mask
 
 
 def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -307,13 +322,13 @@ def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
 @of_options
 @not_traced("a block mask")
 def block_diagonal(
-    cls: type[BlockMask],
+    cls: type[Mask],
     lengths: Any,
     causal: bool = True,
     seq_len: int | None = None,
     block: int | tuple[int, int] = 128,
     device: str | torch.device | None = None,
-) -> BlockMask:
+) -> Mask:
     """Return the mask of packed documents, in which a query sees the keys of its own document.
 
     Args:
@@ -359,7 +374,7 @@ def block_diagonal(
 @repeated
 @not_traced("a block mask")
 def documents(
-    cls: type[BlockMask],
+    cls: type[Mask],
     cu_seqlens: Tensor,
     seq_len: int | None = None,
     *,
@@ -367,7 +382,7 @@ def documents(
     causal: bool = True,
     max_seqlen: int | None = None,
     block: int | tuple[int, int] = 128,
-) -> BlockMask:
+) -> Mask:
     """Return the mask of packed documents from `cu_seqlens`, in which a query sees the keys of its own document.
 
     On a GPU with `seq_len` given nothing is read back, so a CUDA graph may capture it, and a replay makes the mask of
@@ -407,13 +422,12 @@ def documents(
     near = Window(back, 1 if causal else back)
     if is_fake(cu_seqlens):
         return _fake_documents(cls, cu_seqlens, seq_len, block, near, label)
-    if seq_len is not None and closed.has_kernels(cu_seqlens.device) and count:
+    if seq_len is not None and count and banded.has_kernels(cu_seqlens.device):
         place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
-        band, edges = Band.of(place, *near), cu_seqlens.detach().contiguous()
-        bound, explain = partial(closed.bounded_band, place, band), partial(_wrong_edges, place.q_len)
-        made = on_gpu(
-            cls, place, "mask_of_documents", (edges, band, 1, True), bound, known=(band,), explain=explain, label=label
-        )  # fmt: skip
+        band, explain = Band.of(place, *near), partial(_wrong_edges, place.q_len)
+        given = cu_seqlens.detach().contiguous(), band, 1, True
+        bound, room = partial(bounded_band, place, band), partial(room_of_documents, place, band, True)
+        made = on_gpu(cls, place, "mask_of_documents", given, bound, room, label, explain=explain)
         if made is not None:
             return made
     edges = read_edges(cu_seqlens, "cu_seqlens")
@@ -429,20 +443,16 @@ def documents(
 
 
 def _fake_documents(
-    cls: type[BlockMask], cu_seqlens: Tensor, seq_len: int | None, block: Any, near: Window, label: str
-) -> BlockMask:
+    cls: type[Mask], cu_seqlens: Tensor, seq_len: int | None, block: Any, near: Window, label: str
+) -> Mask:
     """A mask without values that has room for any documents: for torch.compile, see mask/traced.py."""
     if seq_len is None:
         raise InvalidInput("seq_len is missing; inside torch.compile no cu_seqlens are read, so give it")
     place = Place.of(seq_len, block=block, device=cu_seqlens.device, q_offset=0)
     band = Band.of(place, *near)
-    return closed.of_parts(
-        cls,
-        place,
-        closed.room_of_documents(place, band, cu_seqlens.is_cuda),
-        closed.bounded_band(place, band),
-        label=label,
-    )
+    room = room_of_documents(place, band, cu_seqlens.is_cuda)
+    layout = MaskLayout.of(place, bounded_band(place, band), room, label)
+    return cls.of_layout(layout, layout.base(place.device))
 
 
 def _wrong_edges(total: int, document: int) -> str:

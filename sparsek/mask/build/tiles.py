@@ -7,17 +7,15 @@ bits are dropped.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsek.mask.data import Mask
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import INT32_MAX
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 
 class Seen(NamedTuple):
@@ -86,7 +84,7 @@ class TileMask:
             :, None
         ] + keys
 
-    def mask(self, cls: type[BlockMask], label: str) -> BlockMask:
+    def mask(self, cls: type[Mask], label: str) -> Mask:
         """The mask, of class `cls`, of all added blocks. Syncs."""
         full = torch.cat(self._full).sort().values
         seen = Seen(*map(torch.cat, zip(*self._partial, strict=True)))

@@ -5,7 +5,7 @@
     (sync)     how many there are of each
     write      the lists; the bits of the blocks that need them are evaluated again
 
-The hull of a query, from the first key that it sees to the last, is its interval, as in mask/build/tiles.py. It depends on
+The hull of a query, from the first key that it sees to the last, is its interval, as in build/tiles.py. It depends on
 one row of blocks only, so rows are evaluated and classified in chunks. What is kept of a chunk is a byte for each block
 and 8 for each query.
 """
@@ -13,17 +13,15 @@ and 8 for each query.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.mask.build.tiles import pack_bits
+from sparsek.mask.data import Mask
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Place, Sizes, check_stored
 from sparsek.matrix.pattern import INT32_MAX
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 ABSENT, WHOLE, SOLID, CUT = range(4)  # the kinds of blocks
 CELLS = 1 << 24  # queries times blocks of keys that are classified in one step
@@ -161,9 +159,7 @@ class Survey:
             by_rows.append(_joined(by_columns, 1))
         return _joined(by_rows, 0)
 
-    def mask(
-        self, cls: type[BlockMask], found: Classes, look_at: LookAt, label: str, *, share: bool
-    ) -> BlockMask:
+    def mask(self, cls: type[Mask], found: Classes, look_at: LookAt, label: str, *, share: bool) -> Mask:
         """The mask of these classes. Waits for the device once, and if bits are to be shared again."""
         kind = found.kind
         full, partial, cut = kind == WHOLE, kind >= SOLID, kind == CUT

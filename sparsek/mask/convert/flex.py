@@ -17,12 +17,12 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.build.tiles import TileMask
 from sparsek.mask.convert.evaluate import Classes, Seen, Survey, Window, classified, seen_in, seen_on_cpu
+from sparsek.mask.data import Mask
 from sparsek.mask.lists import BLOCK_SIZES, Place, check_stored, mask_block
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-    from sparsek.mask.mask import BlockMask
 
 CHUNK = 1 << 20  # elements that are evaluated in one step: few enough for a CPU's cache
 BIG_CHUNK = 1 << 26  # in one step of a GPU, or of compiled code, which holds no element
@@ -56,7 +56,7 @@ def _refusing_other_names(make: Callable[Given, Made]) -> Callable[Given, Made]:
 @_refusing_other_names
 @not_traced("a block mask")
 def from_mask_mod(
-    cls: type[BlockMask],
+    cls: type[Mask],
     mask_mod: MaskMod,
     B: int | None,
     H: int | None,
@@ -66,7 +66,7 @@ def from_mask_mod(
     block: int | tuple[int, int] = 128,
     device: str | torch.device | None = None,
     compiled: bool = False,
-) -> BlockMask:
+) -> Mask:
     """Return the mask of a `mask_mod` of FlexAttention, as create_block_mask does.
 
     The function is evaluated at every query and key under torch.vmap, in chunks, each a few rows of blocks or a part of
@@ -224,7 +224,7 @@ def _called(mask_mod: MaskMod, *position: Tensor) -> Tensor:
 
 
 @not_traced("a block mask")
-def from_flex(cls: type[BlockMask], bm: FlexMask) -> BlockMask:
+def from_flex(cls: type[Mask], bm: FlexMask) -> Mask:
     """Return the mask of a FlexAttention BlockMask.
 
     Full blocks are taken over. `mask_mod` is evaluated under torch.vmap, as in FlexAttention, at the elements of

@@ -15,7 +15,9 @@ from torch.nn import functional
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
+from sparsek.mask.build.lists import from_blocks
 from sparsek.mask.build.tiles import TileMask, rows_of_cells
+from sparsek.mask.data import Mask, MaskData
 from sparsek.mask.elements import NOT_STORED, WHOLE, stored_cells, stored_entries, table_of
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, mask_block
 from sparsek.matrix.pattern import BlockPattern
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     from sparsek.mask.convert.flex import MaskMod
-    from sparsek.mask.mask import BlockMask
 
 CHUNK = 1 << 22  # elements that are read in one step
 CLOSED = (
@@ -48,7 +49,7 @@ class FlashLists(NamedTuple):
 
 
 @not_traced("a block mask")
-def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
+def from_dense(cls: type[Mask], dense: Tensor, block: int | tuple[int, int] = 128) -> Mask:
     """Return the mask of a bool tensor, true where a query sees a key. Blocks without a true element are not stored.
 
     The mask is `pure` if one interval of keys per query explains all partial blocks. Other blocks keep their bits, and
@@ -78,7 +79,7 @@ def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int]
 
 
 @not_traced("a block mask")
-def from_transformers(cls: type[BlockMask], mask: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
+def from_transformers(cls: type[Mask], mask: Tensor, block: int | tuple[int, int] = 128) -> Mask:
     """Return the mask of an `attention_mask` that Hugging Face transformers passes to the attention of a model.
 
     A query that sees no key (left padding) gets output 0 here; transformers' eager attention gives the mean of all
@@ -129,12 +130,12 @@ def _additive(slab: Tensor, where: tuple[int, ...]) -> Tensor:
 
 
 def _from_elements(
-    cls: type[BlockMask],
+    cls: type[Mask],
     dense: Tensor,
     block: int | tuple[int, int],
     opened: Callable[[Tensor, tuple[int, ...]], Tensor],
     label: str,
-) -> BlockMask:
+) -> Mask:
     """The mask of a tensor [batch, heads, q_len, kv_len]; `opened` turns slabs of its rows into bool."""
     sides = mask_block(block)
     batch, heads, q_len, kv_len = dense.shape
@@ -148,7 +149,7 @@ def _from_elements(
     return made.mask(cls, label)
 
 
-def to_flex(mask: BlockMask, q_heads: int | None = None) -> FlexMask:
+def to_flex(mask: MaskData, q_heads: int | None = None) -> FlexMask:
     """Return the same mask as a FlexAttention BlockMask, for eager and compiled flex_attention on the mask's device.
 
     FlexAttention's lists are dense: at least eight bytes for each of the B * H * Mb * Nb blocks, stored or not, and as
@@ -179,7 +180,7 @@ def to_flex(mask: BlockMask, q_heads: int | None = None) -> FlexMask:
     )
 
 
-def to_fa4(mask: BlockMask, q_heads: int | None = None) -> FlashLists:
+def to_fa4(mask: MaskData, q_heads: int | None = None) -> FlashLists:
     """Return the same mask in the form that FlashAttention-4 (`flash_attn.cute`) takes.
 
     B and H are 1 where the mask is shared. Counts are [B, H, Mb]; indices are [B, H, Mb, w], with w the blocks of the
@@ -220,7 +221,7 @@ def to_fa4(mask: BlockMask, q_heads: int | None = None) -> FlashLists:
     return FlashLists(*lists, block_size=mask.block, lo=lo, hi=hi, table=table, bits=bits)
 
 
-def from_pattern(cls: type[BlockMask], pattern: BlockPattern) -> BlockMask:
+def from_pattern(cls: type[Mask], pattern: BlockPattern) -> Mask:
     """Return the mask in which a query sees every key of each stored block of a pattern. No sync.
 
     Args:
@@ -240,7 +241,8 @@ def from_pattern(cls: type[BlockMask], pattern: BlockPattern) -> BlockMask:
             f"from_pattern takes a BlockPattern, got {arguments.shown(pattern)}; of a BSR, its .pattern"
         )
     q_len, kv_len = pattern.shape
-    return cls.from_blocks(
+    return from_blocks(
+        cls,
         pattern.indptr,
         pattern.indices,
         q_len=q_len,
@@ -250,7 +252,7 @@ def from_pattern(cls: type[BlockMask], pattern: BlockPattern) -> BlockMask:
     )
 
 
-def to_pattern(mask: BlockMask, head: int = 0, batch: int = 0) -> BlockPattern:
+def to_pattern(mask: MaskData, head: int = 0, batch: int = 0) -> BlockPattern:
     """Return the blocks that one head of one batch item visits, in full or in part, as a `BlockPattern`.
 
     Waits for the device.
@@ -274,14 +276,14 @@ def to_pattern(mask: BlockMask, head: int = 0, batch: int = 0) -> BlockPattern:
     return BlockPattern.unchecked((mask.q_len, mask.kv_len), mask.block, *lists)
 
 
-def as_row(mask: BlockMask, head: int, batch: int) -> int:
+def as_row(mask: MaskData, head: int, batch: int) -> int:
     """The first row of a head of a batch item. InvalidInput if the mask has no such head or item."""
     head = arguments.integer("head", head, 0, mask.heads - 1)
     batch = arguments.integer("batch", batch, 0, mask.batch - 1)
     return (batch * mask.heads + head) * mask.grid[0]
 
 
-def _mask_mod(mask: BlockMask, repeat: int) -> MaskMod:
+def _mask_mod(mask: MaskData, repeat: int) -> MaskMod:
     """The mask as a function of positions, from its tensors; q head h uses the mask's head h // repeat.
 
     It holds for every block, stored or not: eager flex_attention evaluates all of them and does not read the lists.
@@ -312,7 +314,7 @@ def _mask_mod(mask: BlockMask, repeat: int) -> MaskMod:
     return mask_mod
 
 
-def _interval(mask: BlockMask) -> tuple[Tensor, Tensor]:
+def _interval(mask: MaskData) -> tuple[Tensor, Tensor]:
     """lo and hi, int32 [1 or batch * heads, q_len]; for a mask without them those that admit every key."""
     if mask.lo is not None and mask.hi is not None:
         return mask.lo, mask.hi
@@ -320,7 +322,7 @@ def _interval(mask: BlockMask) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(hi), hi
 
 
-def _is_all_of_interval(mask: BlockMask, table: Tensor) -> bool:
+def _is_all_of_interval(mask: MaskData, table: Tensor) -> bool:
     """Whether each query sees exactly its interval: a row's stored blocks are one run that covers it."""
     if not mask.pure:
         return False
@@ -333,7 +335,7 @@ def _is_all_of_interval(mask: BlockMask, table: Tensor) -> bool:
     return bool(((table != NOT_STORED).flatten(0, 1) == needed).all())
 
 
-def _whole_tiles(mask: BlockMask, bound: Tensor, repeat: int) -> Tensor:
+def _whole_tiles(mask: MaskData, bound: Tensor, repeat: int) -> Tensor:
     """[1 or B, 1 or H, Mb * bq] of [1 or B * H, q_len], 0 beyond q_len."""
     whole = _tiles(mask, bound, 0)
     if whole.shape[0] == 1:
@@ -341,7 +343,7 @@ def _whole_tiles(mask: BlockMask, bound: Tensor, repeat: int) -> Tensor:
     return _by_head(mask, whole.flatten(0, 1), repeat).flatten(2)
 
 
-def _padded(mask: BlockMask, lists: BlockLists, width: int, repeat: int) -> tuple[Tensor, Tensor]:
+def _padded(mask: MaskData, lists: BlockLists, width: int, repeat: int) -> tuple[Tensor, Tensor]:
     """Counts [B, H, Mb] and indices [B, H, Mb, width], 0 after the counts; each head `repeat` times."""
     rows, entries = stored_entries(lists, torch.arange(mask.rows, device=mask.device))
     indices = torch.zeros(mask.rows, width, dtype=torch.int32, device=mask.device)
@@ -349,18 +351,18 @@ def _padded(mask: BlockMask, lists: BlockLists, width: int, repeat: int) -> tupl
     return _by_head(mask, lists.counts, repeat), _by_head(mask, indices, repeat)
 
 
-def _by_head(mask: BlockMask, rows: Tensor, repeat: int) -> Tensor:
+def _by_head(mask: MaskData, rows: Tensor, repeat: int) -> Tensor:
     """[B, H * repeat, Mb, ...] from [rows, ...]."""
     return rows.view(mask.batch, mask.heads, mask.grid[0], *rows.shape[1:]).repeat_interleave(repeat, dim=1)
 
 
-def _tiles(mask: BlockMask, bound: Tensor, beyond: int) -> Tensor:
+def _tiles(mask: MaskData, bound: Tensor, beyond: int) -> Tensor:
     """[groups, Mb, bq] of [groups, q_len], with `beyond` for the queries beyond q_len."""
     missing = mask.grid[0] * mask.block[0] - mask.q_len
     return functional.pad(bound, (0, missing), value=beyond).unflatten(1, (-1, mask.block[0]))
 
 
-def _repeat(mask: BlockMask, q_heads: int | None) -> int:
+def _repeat(mask: MaskData, q_heads: int | None) -> int:
     """How many heads of q share a head of the mask."""
     if q_heads is None:
         return 1

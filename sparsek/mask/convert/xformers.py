@@ -7,7 +7,7 @@ read, so that nothing waits for a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,10 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced, untransformed
 from sparsek.mask.build.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.build.structured import of_window
+from sparsek.mask.build.structured import full, of_window
 from sparsek.mask.convert.flex import from_mask_mod
+from sparsek.mask.data import Mask
 from sparsek.mask.lists import Place, mask_length, upload
-
-if TYPE_CHECKING:
-    from sparsek.mask.mask import BlockMask
 
 WHOLE, JOINED, GAPPED, PAGED = "whole", "joined", "gapped", "paged"
 EVERY, CAUSAL, BACK, BOTH = "every key", "causal", "_window_size", "window_left and window_right"
@@ -119,14 +117,14 @@ class Sequences(NamedTuple):
 
 @not_traced("a block mask")
 def from_xformers(
-    cls: type[BlockMask],
+    cls: type[Mask],
     bias: Any,
     q_len: int | None = None,
     kv_len: int | None = None,
     *,
     block: int | tuple[int, int] = 128,
     device: str | torch.device | None = None,
-) -> BlockMask:
+) -> Mask:
     """Return the mask of a bias of xFormers, any class of xformers.ops.fmha.attn_bias 0.0.35 but those with a tensor.
 
     Classes are known by their names and fields, so xFormers need not be installed. Lengths are read from the lists on
@@ -163,7 +161,7 @@ def from_xformers(
     if device is None:
         device = _device_of(bias)
     if bias is None:
-        return cls.full(q_len=q_len, kv_len=kv_len, block=block, device=device)
+        return full(cls, q_len=q_len, kv_len=kv_len, block=block, device=device)
     found = sequences_of(bias, q_len, kv_len)
     place = Place.of(q_len=found.q_len, kv_len=found.kv_len, block=block, device=device)
     if found.kind.keys == PAGED:
@@ -298,7 +296,7 @@ def _device_of(bias: Any) -> torch.device | None:
     return found.device if isinstance(found, Tensor) else None
 
 
-def _of_pages(cls: type[BlockMask], bias: Any, found: Sequences, place: Place) -> BlockMask:
+def _of_pages(cls: type[Mask], bias: Any, found: Sequences, place: Place) -> Mask:
     """The mask of the rows of all pages, evaluated at every query and row."""
     page = int(bias.page_size)
     if found.kv_len % page:

@@ -9,7 +9,8 @@ from torch import Tensor
 from sparsek.kernels.attention import portable_fwd as portable
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.score_args import Sinks
-from sparsek.mask.mask import BlockLists, BlockMask
+from sparsek.mask.lists import BlockLists
+from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits

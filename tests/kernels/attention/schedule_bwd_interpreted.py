@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sparsek.core.device import H200
 from sparsek.kernels.attention import schedule_bwd
 from sparsek.kernels.attention.schedule_bwd import launched
-from sparsek.mask.mask import BlockLists, BlockMask
+from sparsek.mask.lists import BlockLists
+from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_grad_schedule as plan
 from sparsek.plan.attention_grad_schedule import NO_TICKET, GradSchedule
 from sparsek.plan.attention_problems import AttentionProblem

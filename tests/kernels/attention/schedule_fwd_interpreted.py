@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from sparsek.core.device import H200
 from sparsek.kernels.attention import schedule_fwd
 from sparsek.kernels.attention.schedule_fwd import launched
-from sparsek.mask.mask import BlockLists, BlockMask
+from sparsek.mask.lists import BlockLists
+from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as plan
 from sparsek.plan.attention_schedule import Schedule, Shape
 from tests.plan.test_attention_schedule import Case, bounded, cases, problem

@@ -10,15 +10,15 @@ from torch import Tensor
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.mask.choose import choose_blocks
 from sparsek.mask.build import selection_reference as chosen
-from sparsek.mask.build.selection import Choice, mask_in
+from sparsek.mask.build.selection import Choice, written
 from sparsek.mask.mask import BlockMask
 from tests.mask.drawn_choices import KINDS, PLACES, drawn, same
 
 POISON = 0x5EADBEEF
 
 
-def made(c: Choice) -> Any:
-    """The kernel's tensors, in memory that was poisoned, between canaries that stay."""
+def made(c: Choice) -> BlockMask:
+    """The kernel's mask, in memory that was poisoned, between canaries that stay."""
     kept: list[Tensor] = []
 
     def poisoned(size: int, **options: Any) -> Tensor:
@@ -26,10 +26,11 @@ def made(c: Choice) -> Any:
         return kept[-1][32:-32]
 
     with mock.patch.object(torch, "empty", new=poisoned):
-        parts = choose_blocks(c)
+        mask = written(BlockMask, c, choose_blocks)
+    assert mask is not None
     assert (kept[0][:32] == POISON).all()
     assert (kept[0][-32:] == POISON).all()
-    return parts
+    return mask
 
 
 def specified(c: Choice) -> tuple[BlockMask, list[str]]:
@@ -51,9 +52,8 @@ def specified(c: Choice) -> tuple[BlockMask, list[str]]:
 def test_it_makes_the_tensors_of_the_specification(kind: str, hostile: bool) -> None:
     for seed in (0, 1, 5) if kind == "mass" else range(len(PLACES)):
         c = drawn(kind, seed % len(PLACES), seed % 3 > 0, seed, hostile)
-        parts, (wanted, faults) = made(c), specified(c)
-        same(c, parts, wanted)
-        mask = mask_in(BlockMask, c, parts)
+        mask, (wanted, faults) = made(c), specified(c)
+        same(mask, wanted)
         if faults and c.rows:
             with pytest.raises(InvalidInput) as caught:
                 mask.verify(wait=True)
@@ -65,8 +65,7 @@ def test_it_makes_the_tensors_of_the_specification(kind: str, hostile: bool) -> 
 def test_masks_that_contain_a_faulty_one_report_its_fault_and_keep_their_own_sizes() -> None:
     for hostile in (False, True):
         c = drawn("mass", 0, True, 1, hostile)
-        parts = made(c)
-        mask = mask_in(BlockMask, c, parts)
+        mask = made(c)
         both = BlockMask.per_batch([mask, mask])
         assert both.batch == 2 * mask.batch
         if not hostile:

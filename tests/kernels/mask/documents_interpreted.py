@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.build.banded import Band, room_of_documents
-from sparsek.mask.layout import known_kind, leaves_of
+from sparsek.mask.build.banded import Band, bounded_band, room_of_documents
+from sparsek.mask.layout import MaskLayout
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.kernels.mask.same import SIDES, assert_same, by_kernels, entries_of
@@ -65,17 +65,9 @@ def test_torch_compile_knows_the_layout_without_the_kernel(window: "int | None",
     with FakeTensorMode():
         place = Place.of(500, block=block, device="cpu", q_offset=0)
         room = room_of_documents(place, Band.of(place, window, 1), True)
-    known = known_kind(made)
-    assert known is not None
-    leaves = [*room.full, *room.partial, room.lo, room.hi]
-    assert room.base.numel() == sum(known.sizes)
-    assert [None if x is None else tuple(x.shape) for x in leaves] == [
-        tuple(x.shape) for x in leaves_of(made) if x is not None
-    ]
-    starts = [0, *accumulate(known.sizes)]
-    assert [x.storage_offset() for x in leaves if x is not None] == [
-        starts[part.at] for part in known.parts if part is not None
-    ]
+        shapes = MaskLayout.of(place, bounded_band(place, Band.of(place, window, 1)), room, made.label).shapes
+    assert made._layout is not None
+    assert shapes == made._layout.shapes
 
 
 EDGE = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 520), st.just(0))

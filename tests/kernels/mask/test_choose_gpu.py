@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import record
 from sparsek.mask.build import selection_reference as chosen
-from sparsek.mask.build.selection import Choice, Parts
+from sparsek.mask.build.selection import Choice, layout_of, written
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
 from tests.mask.drawn_choices import DTYPES, KINDS, PLACES, drawn, same
@@ -26,12 +26,10 @@ def specified(c: Choice) -> BlockMask:
     return chosen.specified(BlockMask, c)
 
 
-def choose(c: Choice) -> Parts:
+def choose(c: Choice) -> Any:
     from sparsek.kernels.mask.choose import choose_blocks
 
-    parts = choose_blocks(c)
-    assert parts is not None
-    return parts
+    return written(BlockMask, c, choose_blocks)
 
 
 @pytest.mark.gpu
@@ -42,7 +40,7 @@ def test_it_makes_the_tensors_of_the_specification(
 ):
     for step in range(20 if EVERY else len(PLACES)):  # every frame
         c = drawn(kind, step % len(PLACES), step % 3 > 0, seed + step, hostile, "cuda")
-        same(c, choose(c), specified(c))
+        same(choose(c), specified(c))
 
 
 @pytest.mark.gpu
@@ -60,7 +58,7 @@ def test_rows_of_any_length(kind: str, columns: int, seed: int):
         capacity = min(columns, 99) if kind == "indices" else columns
         names = {"room": "k", "indices": tuple(given.shape)}
         c = Choice(kind, place, True, given, None, capacity, "long", limit, 1, names=names)
-        same(c, choose(c), specified(c))
+        same(choose(c), specified(c))
 
 
 @pytest.mark.gpu
@@ -107,7 +105,7 @@ def test_builders_use_it_without_a_sync_and_the_cpu_agrees(name: str, no_sync: N
     with no_sync():
         mask = build(here)
         mask.verify()
-    assert "fresh" in mask._memo
+    assert mask._base is not None
     mask.verify(wait=True)
     wanted = build(scores)
     if name not in ("topk", "short"):  # a budget for all gives bounds, which stay
@@ -138,14 +136,9 @@ def test_it_can_be_recorded(kind: str, seed: int):
     c = drawn(kind, 0, True, seed, device="cuda")
     choose(c)
     operands = [x for x in (c.given, c.lengths, c.limit, c.always, c.counts) if isinstance(x, Tensor)]
-    _, again = record(lambda: choose(c).base, operands)
+    _, again = record(lambda: choose(c)._base, operands)
     assert again is not None
-    base, parts = again(*operands), choose(c)
-    first = parts.base.data_ptr()
-    moved: list[Any] = [
-        x if x is None else base[(x.data_ptr() - first) // 4 :][: x.numel()].view(x.shape) for x in parts[2:]
-    ]
-    same(c, Parts(base, parts.word, *moved), specified(c))
+    same(BlockMask.of_layout(layout_of(c), again(*operands)), specified(c))
 
 
 @pytest.mark.gpu
