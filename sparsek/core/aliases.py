@@ -15,7 +15,24 @@ from sparsek.core.errors import SparseKWarning
 
 # Paths within sparsek, old: new, or several new ones that divide the names of the old. A row also holds for the modules
 # below it that have no row of their own.
-MOVED: dict[str, tuple[str, ...]] = {}
+MOVED: dict[str, tuple[str, ...]] = {
+    "mask.accepted": ("mask.convert.argument",),
+    "mask.again": ("mask.recorded",),
+    "mask.bigbird": ("mask.build.bigbird",),
+    "mask.choice": ("mask.build.selection",),
+    "mask.chosen": ("mask.build.selection_reference",),
+    "mask.closed": ("mask.build.banded",),
+    "mask.documents": ("mask.build.documents",),
+    "mask.flex": ("mask.convert.flex",),
+    "mask.fresh": ("mask.layout", "mask.recorded", "mask.readback"),
+    "mask.interop": ("mask.convert.interop",),
+    "mask.listed": ("mask.build.lists",),
+    "mask.scored": ("mask.build.scored",),
+    "mask.structured": ("mask.build.structured",),
+    "mask.survey": ("mask.convert.evaluate",),
+    "mask.view": ("mask.elements",),
+    "mask.xformers": ("mask.convert.xformers",),
+}
 
 
 class MovedWarning(SparseKWarning):
