@@ -34,7 +34,7 @@ UNKNOWN = Sizes(0, 0, 0, exact=False)
 class MaskData(Home, Record):
     """The fields of `BlockMask`, which documents them.
 
-    A builder with kernels writes all tensors into one buffer, the *base*, in a layout that it states. Such a mask has
+    A builder with kernels writes all tensors into one buffer, the *base*, in a layout that it states. The mask then has
     `_layout` and `_base`, and its tensors are views of the base, made when the first of them is read.
     """
 

@@ -19,7 +19,7 @@ from sparsek.core.home import Home
 from sparsek.mask.lists import ALIGNED, WORD, Place, Sizes
 
 LAYOUTS = 256
-ABSENT = -1  # a size that is not there, among the numbers of a layout
+ABSENT = -1  # in place of a size, among the numbers of a layout
 
 
 class Room(NamedTuple):
