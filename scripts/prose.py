@@ -19,11 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md")
 FOLDERS = ("docs", "sparsek", "scripts", "benchmarks/torch_bsr")
-LEFT_OUT = (
-    "docs/lab-notes",
-    "docs/gpu-test-log.md",
-    "scripts/prose.py",
-)  # a diary, a generated table, this list
+LEFT_OUT = ("docs/gpu-test-log.md", "scripts/prose.py")  # a generated table, this list
 LONGEST = 40  # words of a sentence
 PERSON = "only persons do this"
 # Wording as a regular expression, why it is poor, and what is better.

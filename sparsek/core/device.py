@@ -1,6 +1,6 @@
 """Facts about the device of a problem. The only module that queries torch.cuda about hardware.
 
-The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/lab-notes.md). Those of other Hopper cards
+The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/notes/cards.md). Those of other Hopper cards
 are from NVIDIA's data sheets, dense and at boost clocks; their bandwidths are what a copy reaches if it reaches the
 share of the peak that it does on an H200. Cards without a data sheet here get rates derived from their SMs, clocks and
 memory bus. `Card.measured` and `Card.source` give the origin.

@@ -25,7 +25,7 @@ also keeps ptxas from mixing sums and rounding with exp2. P is rounded after P V
 ptxas would serialize wgmma, whose registers it would write (C7513). The two warpgroups take turns at exp2: in phase,
 each would take twice as long for it, and leave the unit idle otherwise.
 
-Bottleneck (docs/lab-notes.md, 2026-11-26): latency. At dim 128 a step of 128 x 128 is 1024 cycles of tensor core and
+Bottleneck (docs/notes/attention-fp8.md): latency. At dim 128 a step of 128 x 128 is 1024 cycles of tensor core and
 1056 of exp2 on each SM, but takes 2050. A warpgroup waits for S, then computes maxima, exp2, sums and rounding one
 after another. Registers have no room for a second S.
 """

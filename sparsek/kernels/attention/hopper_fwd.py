@@ -18,7 +18,7 @@ A row of a tile is one query of one head. With `pack` > 1 a tile holds `pack` qu
 adjacent by the tensor map. A tile stores O through shared memory and TMA. Tiles that the schedule split write float32
 O and the logarithm of their sum instead, which `merge_parts` merges in a fixed order.
 
-Bottleneck (docs/internals/attention-kernels.md, docs/lab-notes.md): at dim 128 a step of 128 x 128 is 2048 cycles of
+Bottleneck (docs/notes/attention-forward.md): at dim 128 a step of 128 x 128 is 2048 cycles of
 tensor core and 1024 of exp2 on each SM, plus some 400 other instructions a thread. All of these must overlap.
 """
 

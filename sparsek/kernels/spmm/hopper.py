@@ -22,7 +22,7 @@ One kernel serves every product of a BSR matrix, because wgmma reads A and B, an
 Block rows with far more blocks than others are split: the parts write float32 sums to a workspace, and `merge_parts`
 adds them in order (spmm/parts.py).
 
-Bottleneck (H200, 8192^3 bf16, 12.5 % stored; docs/internals/product-kernels.md, docs/lab-notes.md): L2 to shared
+Bottleneck (H200, 8192^3 bf16, 12.5 % stored; docs/notes/products-hopper.md): L2 to shared
 memory, 9 TB/s. Blocks of 128 load 96 KB for 8.4 MFLOP and reach 0.95 of cuBLAS; blocks of 64, 32 and 16 are at the L2
 bound. Storing C in one burst at the end of a tile delayed the loads queued behind it; spreading the stores gained 5 %.
 """

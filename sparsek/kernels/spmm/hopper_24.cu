@@ -20,7 +20,7 @@
    The other matrix comes through the ring too: behind a tile's steps, 64 rows in a slot, in the place of B. So it is
    asked for early and needs no memory or barriers of its own. C may lie over it: what is written was read before.
 
-   What bounds it (H200, 8192^3 bf16, 2026-11-22, docs/lab-notes.md): power, and reads from L2, 7.2 TB/s without any
+   What bounds it (H200, 8192^3 bf16, docs/notes/two-four.md): power, and reads from L2, 7.2 TB/s without any
    wgmma. So a cluster shares B: CLUSTER 1 has three quarters of the rate of 2.
 
    With FP8, A and B are e4m3 or e5m2, and a step has 128 columns instead of 64: the same bytes. Tensor cores keep some

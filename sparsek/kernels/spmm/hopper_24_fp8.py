@@ -5,7 +5,7 @@ contiguous along K, as FP8 wgmma requires. Tensor cores keep some 14 bits of a r
 promoted to float32 registers every 512 columns; tiles are narrower for it. With `fast_accum` there is no promotion,
 and the tiles are those of hopper.semi24. C is bf16 or fp16.
 
-8192^3 on an H200 (docs/lab-notes.md, 2026-11-26; variants in one run, without peers): 0.596 ms, 1845 TFLOPS in
+8192^3 on an H200 (docs/notes/fp8-products.md; variants in one run, without peers): 0.596 ms, 1845 TFLOPS in
 dense-equivalent, after 0.698 ms while every promotion wrote zeros that the next wgmma waited for. With `fast_accum`
 0.546 ms, 2010 TFLOPS; that kernel is unchanged since it was 0.95 to 0.97 of cuSPARSELt FP8 (2026-11-23), which
 accumulates the same way and was timed without scales.

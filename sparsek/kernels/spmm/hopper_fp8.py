@@ -406,7 +406,7 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
     """The config with stores of C spread over the next tile: one box of 64 rows at every stage.
 
     Faster than at every second or fourth stage (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200,
-    2026-11-22, lab notes). With an epilogue, boxes have 32 rows, and as many stages between them as a tile of mean
+    docs/notes/fp8-products.md). With an epilogue, boxes have 32 rows, and as many stages between them as a tile of mean
     length allows; so have the pieces of a held tile. Held float32 sums all leave in the first stage.
     """
     if (c.held > 0 and c.promote > 0) or not (c.held or c.finishes):

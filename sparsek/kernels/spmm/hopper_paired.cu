@@ -14,7 +14,7 @@
    by TMA (`load_b`), and a third that of A by cp.async (`load_a`), which also writes zeros for what a joined block
    row lacks; two consumer warpgroups multiply out of both (`multiply`).
 
-   Bottleneck (docs/lab-notes.md): what TMA writes to shared memory, in lines of 128 bytes. Small boxes of A cost it
+   Bottleneck (docs/notes/products-paired.md): what TMA writes to shared memory, in lines of 128 bytes. Small boxes of A cost it
    more than their bytes, so A does not come by TMA.
 
    Capital names that are not defined here are constants of the compilation: Config.defines in hopper_paired.py, which

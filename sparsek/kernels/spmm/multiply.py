@@ -7,7 +7,7 @@ round their 64 x cols of a tile, and stage it in shared memory. It is stored to 
 wgmma of the next tile. An activation, or the product or sum with another matrix, is applied to a box just before it
 is stored. The next wgmma waits for that, so boxes with an epilogue are small and spread over the tile. Tiles of full
 height have a second way, through registers (spmm/multiply_held.py), without slopes. Alternatives that were tried
-(docs/lab-notes-first-days.md): the epilogue in registers before staging; two extra warps, too slow for short tiles;
+(docs/notes/products-hopper.md): the epilogue in registers before staging; two extra warps, too slow for short tiles;
 four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
 
 T is a Config with the fields of `Tile`. A record of `tiles` has RECORD numbers: first step, end step, row and column

@@ -300,7 +300,7 @@ class PortableSpmmSkinny:
     def default(self, p: SpmmProblem) -> Config:
         """The first of `configs` with whole rows, if rows are even and fill half of the SMs; else the first.
 
-        Few programs with whole rows were faster than four times as many with rows in parts (docs/lab-notes.md).
+        Few programs with whole rows were faster than four times as many with rows in parts (docs/notes/portable.md).
         """
         found = list(self.configs(p))
         mean = p.nnzb / max(1, p.grid[0])
