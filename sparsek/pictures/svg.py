@@ -34,18 +34,25 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
 
 
 def text(
-    x: float, y: float, words: str, *, size: int = SMALL, colour: str = FAINT, anchor: str = "start"
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: int = SMALL,
+    colour: str = FAINT,
+    anchor: str = "start",
+    bold: bool = False,
 ) -> str:
     """A line of text that begins, ends or has its middle ("start", "end", "middle") at x, on the line y."""
     shown = escape("".join(each if each.isprintable() else "\ufffd" for each in words))
-    weight = ' font-weight="bold"' if size == BOLD else ""
+    weight = ' font-weight="bold"' if bold else ""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}"{weight}>{shown}</text>'
 
 
 def page(title: str, facts: Sequence[str], width: float, height: float, parts: Iterable[str]) -> bytes:
     """A picture: a bold title, a line for each fact, and below them `parts`, whose y is 0 below the lines."""
     width, top = max(width, LEAST), 2 * MARGIN + LINE * len(facts) + 12
-    lines = [text(MARGIN, 32, _cut(title, BOLD, width), size=BOLD, colour=INK)]
+    lines = [text(MARGIN, 32, _cut(title, BOLD, width), size=BOLD, colour=INK, bold=True)]
     lines += [text(MARGIN, 52 + LINE * at, _cut(fact, SMALL, width)) for at, fact in enumerate(facts)]
     size = f'width="{width:g}" height="{top + height:g}"'
     view = f'viewBox="0 0 {width:g} {top + height:g}"'

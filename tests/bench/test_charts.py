@@ -15,7 +15,6 @@ from sparsek.bench.figures import Line, Panel, Picture
 from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.host import HOST
 from sparsek.bench.suites.spmm import SpmmCase
-from tests.house.tools import need
 
 Make = Callable[..., Record]
 WINDOW = AttentionCase(1, 8, 8, 8192, 8192, 128, 128, "window:4096+sinks:128")
@@ -154,7 +153,6 @@ def test_host_times_stand_in_pairs(found: list[Record]) -> None:
 
 
 def test_every_picture_is_drawn_for_light_and_dark_pages(found: list[Record], tmp_path: Path) -> None:
-    need("matplotlib")
     drawn = charts.draw(found, tmp_path)
     assert {path.name for path in drawn} == {
         f"{name}-{theme}.svg" for name in figures.PICTURES for theme in ("light", "dark")
@@ -165,7 +163,6 @@ def test_every_picture_is_drawn_for_light_and_dark_pages(found: list[Record], tm
         width, height = (float(root.attrib[side]) for side in ("width", "height"))
         assert 2 * height <= 3 * width <= 4 * 1080
         assert "SparseK" in text
-        assert "DejaVu" not in text
         assert charts.stamp_in(text) == charts.stamps(found)[path.name]
     light, dark = (tmp_path / f"front-{theme}.svg" for theme in ("light", "dark"))
     assert light.read_text() != dark.read_text()
@@ -192,7 +189,6 @@ def test_a_stamp_follows_the_numbers_and_the_code(
 
 
 def test_pictures_that_differ_from_the_records_are_found(found: list[Record], tmp_path: Path) -> None:
-    need("matplotlib")
     folder = tmp_path / pages.PICTURES
     assert len(pages.differing_pictures(tmp_path, found)) == 2 * len(figures.PICTURES)
     charts.draw(found, folder)
@@ -209,7 +205,6 @@ def test_pictures_that_differ_from_the_records_are_found(found: list[Record], tm
 
 def test_names_behind_lines_do_not_touch() -> None:
     """Lines that end at the same place: their names keep 18 pixels, inside the panel."""
-    need("matplotlib")
     x = figures.Axis("x", ((1, "1"), (2, "2")), (1, 2))
     y = figures.Axis("y", (), (0.0, 10.0), log=False)
     lines = tuple(Line(f"line {index}", ((1, 9.0), (2, 9.9))) for index in range(4))
@@ -222,5 +217,5 @@ def test_names_behind_lines_do_not_touch() -> None:
     ]
     places = sorted(float(each.attrib["y"]) for each in named)
     assert len(places) == 4
-    assert all(b - a >= 17.9 * charts.PIXEL for a, b in pairwise(places))
-    assert places[0] >= (charts.TOP - 1) * charts.PIXEL
+    assert all(b - a >= 17.9 for a, b in pairwise(places))
+    assert places[0] >= charts.TOP - 1

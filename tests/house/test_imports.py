@@ -99,7 +99,7 @@ def test_importing_sparsek_loads_no_kernel_module(loaded: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["triton", "matplotlib", "scipy", "typer", "rich", "hypothesis", "pytest", "transformers"]
+    "package", ["triton", "scipy", "typer", "rich", "hypothesis", "pytest", "transformers"]
 )
 def test_importing_sparsek_loads_nothing_that_it_can_do_without(loaded: dict, package: str) -> None:
     assert [name for name in loaded["new"] if name.split(".")[0] == package] == []
