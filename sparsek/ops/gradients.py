@@ -36,7 +36,7 @@ from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
 from sparsek.plan.spmm import tokens
 
 # Families whose 2:4 kernels also multiply the transpose. For another family the planner chooses among these.
-TURNING = ("portable", "cpu", "reference")
+TURNING = ("unpacked", "cpu", "reference")
 
 
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:

@@ -1,8 +1,8 @@
 """`spmm`, C = A @ B with a sparse matrix on either side: checks, the torch.library op, plan and launch.
 
 One op serves every storage. The product with the transpose of a 2:4 matrix, as in B @ A and in the gradient of B, needs
-its own kernels: its pairs run along M, where sparse tensor cores cannot read them. portable.semi24 and portable.bsr24
-unpack tiles in registers, cpu.bsr24 blocks.
+its own kernels: its pairs run along M, where sparse tensor cores cannot read them. unpacked.semi24 and unpacked.bsr24
+unpack the matrix into a workspace first, cpu.bsr24 blocks.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def spmm(
 ) -> Tensor:
     """Compute C = alpha * A @ B + beta * out, with one sparse and one dense operand. `A @ B` is spmm(A, B).
 
-    Once planned, GPU kernels do not synchronize and allocate only C, and a workspace for block rows that are split. The
-    same plan gives the same bits.
+    Once planned, GPU kernels do not synchronize. They allocate only C, and a workspace for block rows that are split or
+    for a 2:4 matrix that is unpacked. The same plan gives the same bits.
 
     Args:
         A: [M, K]. One of A and B is a BSR, Semi24, BSR24 or Quantized, the other dense. Transposed views of a BSR cost
@@ -85,8 +85,8 @@ def spmm(
     reads the leading dims of B joined with N, which copies B and the gradient of C unless their layout allows that.
     `out` and `plan` have no gradient, nor do products with a Quantized and the values of a Semi24 or BSR24.
 
-    The transpose of a 2:4 matrix, as in X @ A and in the gradient of B, is unpacked by tiles, never as a whole, on a
-    GPU. A Semi24 or BSR24 in FP8 must be A; for x @ A.T use `sparsek.linear(x, A)`.
+    The transpose of a 2:4 matrix, as in X @ A and in the gradient of B, is unpacked into a workspace in each call on a
+    GPU; `explain()` has its size. A Semi24 or BSR24 in FP8 must be A; for x @ A.T use `sparsek.linear(x, A)`.
 
     Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
     rows of that block; where the plan joins block rows, also those joined with it; with vendor.dense, all rows. Under

@@ -38,16 +38,16 @@ def kinds(at: int) -> list[tuple[object, ...]]:
 
 
 ROWS: list[Row] = [
-    (Semi24Case(1024, 2048, 512), ("auto", "portable.semi24"), {"cublas", "cusparselt"}),
+    (Semi24Case(1024, 2048, 512), ("auto", "unpacked.semi24"), {"cublas", "cusparselt"}),
     (Semi24Case(1024, 2048, 512, "A@B", dtype="fp16"), ("auto",), {"cublas", "cusparselt"}),
     (Semi24Case(1024, 2048, 512, block=(128, 128), density=0.25), ("auto",), {"cublas", "bsr"}),
     (Semi24Case(1024, 2048, 512, "A@B", (128, 128), 0.25), ("auto",), {"cublas", "bsr"}),
     (
         StoryCase(1024, 2048, 512, 0.5),
-        ("portable.semi24", "portable.bsr24", "auto"),
+        ("unpacked.semi24", "unpacked.bsr24", "auto"),
         {"cublas", "cusparselt"},
     ),
-    (StoryCase(1024, 2048, 512, 0.25), ("portable.bsr24", "auto"), {"cublas"}),
+    (StoryCase(1024, 2048, 512, 0.25), ("unpacked.bsr24", "auto"), {"cublas"}),
     (PackCase(2048, 4096, "semi24"), ("auto",), {"copy"}),
     (PackCase(2048, 4096, "bsr", (128, 128), 0.25), ("auto",), {"copy"}),
     (Fp8Case(1024, 2048, 512, density=0.25), ("auto",), {"cublas_fp8", "cublas_fp8_float32", "bf16"}),

@@ -81,8 +81,8 @@ SQUARE = (8192, 8192, 8192)
 WHOLE = tuple(Semi24Case(*SQUARE, form) for form in FORMS)
 IN_BLOCKS = tuple(Semi24Case(*SQUARE, form, (128, 128), 0.125) for form in FORMS)
 PUBLISHED = (
-    *rows(("hopper.semi24", "portable.semi24"), *WHOLE),
-    *rows(("hopper.bsr24", "portable.bsr24"), *IN_BLOCKS),
+    *rows(("hopper.semi24", "unpacked.semi24"), *WHOLE),
+    *rows(("hopper.bsr24", "unpacked.bsr24"), *IN_BLOCKS),
 )
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys(WHOLE, (Bar("cusparselt", 1.05, 1.25), Bar("cublas", 1.45, 1.7))),

@@ -11,8 +11,9 @@ integers: magnitudes have the order of their bits without the sign, and every Na
                  eight columns, and packs the groups of its rows. The result is transposed in shared memory and written
                  by rows.
 
-`unpack24` is the inverse, for contiguous parts. All are limited by memory. An earlier version packed 8192^2 in bf16
-by rows in 0.052 ms on an H200 (2026-11-22), at copy bandwidth; columns and `unpack24` are not timed.
+`unpack24` is the inverse, for contiguous parts, and `unpacked_blocks` writes blocks for the products that read them
+(spmm/unpacked.py). All are limited by memory. An earlier version packed 8192^2 in bf16 by rows in 0.052 ms on an H200
+(2026-11-22), at copy bandwidth; columns and `unpack24` are not timed.
 
 `ops/packing.py` registers functions with `matrix/two_four.py`, which import this file at the first CUDA tensor. So
 formats depend on no kernel, and `import sparsek` loads no Triton.
@@ -29,7 +30,6 @@ from sparsek.core import env
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import times
-from sparsek.kernels.spmm.unpack_24 import unpacked
 from sparsek.matrix.two_four import BITS, STEP
 
 # Lanes of a program by rows, two per thread. If the matrix is not one row, so many lanes span it: 1 KB.
@@ -37,8 +37,9 @@ LANES, ACROSS = 256, 32
 # Rows of a program by columns, and bytes of metadata in each.
 TALL, BYTES = 64, 16
 WARPS = 4
-UNPACK_WARPS = 8  # one byte of metadata per thread: 16-bit values then stay in it
+UNPACK_LANES, UNPACK_WARPS = 256, 8  # one byte of metadata per thread: 16-bit values then stay in it
 GRID = 65535  # programs along the second and third axis
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -264,15 +265,49 @@ def _by_columns(
     _store(meta + (line + byte), n, inside & (byte < steps), RAGGED)
 
 
-@triton.jit(do_not_specialize=("steps",))
-def _unpack(values, meta, dense, steps, LANES: tl.constexpr, RAGGED: tl.constexpr):
-    """LANES bytes, and the four values of each, become eight columns each."""
+@triton.jit
+def unpacked(values, nibbles, R: tl.constexpr, C: tl.constexpr):
+    """Dense [R, C] of values [R, C/2] and metadata [R, C/8], each as loaded."""
+    low, high = tl.split(tl.reshape(values, (R, C // 4, 2)))
+    nibble = tl.reshape(tl.join(nibbles & 15, nibbles >> 4), (R, C // 4))
+    i0, i1 = nibble & 3, nibble >> 2
+    zero = tl.zeros_like(low)
+    c0 = tl.where(i0 == 0, low, zero)
+    c1 = tl.where(i0 == 1, low, tl.where(i1 == 1, high, zero))
+    c2 = tl.where(i0 == 2, low, tl.where(i1 == 2, high, zero))
+    c3 = tl.where(i1 == 3, high, zero)
+    # Joining puts the pair last: (c0 c2) (c1 c3) joined again is [.., 2 (high bit), 2 (low bit)].
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (R, C))
+
+
+@triton.jit(do_not_specialize=("rows", "steps"))
+def _unpack(
+    values, meta, dense, rows, steps, LANES: tl.constexpr, RAGGED: tl.constexpr, TALL: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
+    """LANES bytes of metadata, and the four values of each, become eight columns each.
+
+    `dense` is in the order of the values, or, with TALL > 0, in blocks of TALL rows and BYTES bytes of metadata, row of
+    blocks after row of blocks; what the last ones have beyond `rows` rows of `steps` bytes is 0.
+    """
     first = tl.program_id(0).to(tl.int64) * LANES
-    lane = tl.arange(0, LANES)[:, None]
-    live = first + lane < steps
-    v = _load(values + first * 4 + (lane * 4 + tl.arange(0, 4)[None, :]), live, RAGGED)
-    n = _load(meta + first + lane, live, RAGGED)
-    _store(dense + first * 8 + (lane * 8 + tl.arange(0, 8)[None, :]), unpacked(v, n, LANES, 8), live, RAGGED)
+    lane = tl.arange(0, LANES)
+    source, live = first + lane, lane < LANES
+    if TALL > 0:
+        across = tl.cdiv(steps, BYTES)
+        block = tl.program_id(0) // (TALL * BYTES // LANES)
+        inside = tl.program_id(0) % (TALL * BYTES // LANES) * LANES
+        row = block // across * TALL + (inside + lane) // BYTES
+        step = block % across * BYTES + lane % BYTES
+        source = row.to(tl.int64) * steps + step
+        if RAGGED:
+            live = (row < rows) & (step < steps)
+    elif RAGGED:
+        live = source < steps
+    live = live[:, None]
+    v = _load(values + (source[:, None] * 4 + tl.arange(0, 4)[None, :]), live, RAGGED)
+    n = _load(meta + source[:, None], live, RAGGED)
+    to = dense + first * 8 + (lane[:, None] * 8 + tl.arange(0, 8)[None, :])
+    _store(to, unpacked(v, n, LANES, 8), live, RAGGED and TALL == 0)
 
 
 class Launch(NamedTuple):
@@ -349,16 +384,41 @@ def unpack24(values: Tensor, meta: Tensor) -> Tensor | None:
         return None
     if not (values.is_contiguous() and meta.is_contiguous()):
         return None
-    integers, _ = BITS[values.dtype]
     dense = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
-    steps = meta.numel()
+    _write(values, meta, dense, 1, meta.numel(), 0, 0)
+    return dense
+
+
+def unpacked_blocks(values: Tensor, meta: Tensor, block: tuple[int, int]) -> Tensor:
+    """A matrix of values [M, K/2] and meta [M, K/8] as all its blocks [Mb * Kb, bm, bk], row of blocks after row of
+    blocks, or stored blocks [nnzb, bm, bk/2] as [nnzb, bm, bk]. Contiguous, aligned parts of any dtype. No sync.
+    """
+    bm, bk = block
+    if values.ndim == 3:
+        dense, tall, across = values.new_empty((values.shape[0], bm, bk)), 0, meta.numel()
+    else:
+        down, right = -(-values.shape[0] // bm), -(-2 * values.shape[1] // bk)
+        dense, tall, across = values.new_empty((down * right, bm, bk)), bm, meta.shape[1]
+    if dense.numel():
+        _write(values, meta, dense, meta.shape[0], across, tall, bk // STEP)
+    return dense
+
+
+def _write(
+    values: Tensor, meta: Tensor, dense: Tensor, rows: int, steps: int, tall: int, across: int
+) -> None:
+    """Launches `_unpack`: `rows` rows of `steps` bytes become `dense`, in blocks of `tall` rows and `across` bytes if
+    `tall` is not 0.
+    """
+    integers = INTEGERS[values.element_size()]
+    count = dense.numel() // STEP
+    ragged = bool(rows % tall or steps % across) if tall else count % UNPACK_LANES != 0
     with torch.cuda.device_of(values):
         launch(
-            _unpack, (-(-steps // LANES),),
-            values.view(integers), meta, dense.view(integers), steps,
-            LANES=LANES, RAGGED=steps % LANES != 0, num_warps=UNPACK_WARPS,
+            _unpack, (-(-count // UNPACK_LANES),),
+            values.view(integers), meta, dense.view(integers), rows, steps,
+            LANES=UNPACK_LANES, RAGGED=ragged, TALL=tall, BYTES=across, num_warps=UNPACK_WARPS,
         )  # fmt: skip
-    return dense
 
 
 def _matrices(x: Tensor) -> Tensor | None:

@@ -49,10 +49,11 @@ def test_it_reads_and_writes_16_bytes_at_once(card: str, dtype: str, read: str, 
 
 
 @pytest.mark.parametrize(
-    ("card", "dtype", "ragged"), once(product(("sm_90", "sm_80"), offline.DTYPES, (False, True)))
+    ("card", "dtype", "ragged", "blocks"),
+    once(product(("sm_90", "sm_80"), offline.DTYPES, (False, True), (False, True))),
 )
-def test_unpacking_writes_16_bytes_at_once(card: str, dtype: str, ragged: bool):
-    code = offline.unpack_code(card, dtype, ragged)
+def test_unpacking_writes_16_bytes_at_once(card: str, dtype: str, ragged: bool, blocks: bool):
+    code = offline.unpack_code(card, dtype, ragged, blocks)
     assert code.stack == 0
     assert code.registers <= 32
     assert code.stores == {WIDE}
@@ -63,7 +64,7 @@ def test_unpacking_writes_16_bytes_at_once(card: str, dtype: str, ragged: bool):
 def test_the_newest_triton_reads_and_writes_16_bytes_at_once_too():
     reads = once(product(offline.DTYPES, offline.READ))
     found = newest.call(offline.facts, reads)
-    assert len(found) == len(reads) + len(offline.DTYPES)
+    assert len(found) == len(reads) + 2 * len(offline.DTYPES)
     for name, (loads, stores, stack, shared) in found.items():
         assert WIDE in stores, name
         assert set(stores) - {WIDE} <= BYTES, name

@@ -11,7 +11,7 @@ from tests.problems import CARDS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 READ = ("contiguous", "contiguous, ragged", "rows", "columns", "columns, ragged")
-INTEGERS = {2: "*i16", 4: "*i32"}
+INTEGERS = {1: "*i8", 2: "*i16", 4: "*i32"}
 
 
 def given(read: str, dtype: torch.dtype) -> Tensor:
@@ -43,10 +43,11 @@ def pack_code(card: str, dtype: str, read: str, masked: bool) -> Code:
     return compiled(launch.kernel, types, constants, CARDS[card], portable.WARPS, 1)
 
 
-def unpack_code(card: str, dtype: str, ragged: bool) -> Code:
+def unpack_code(card: str, dtype: str, ragged: bool, blocks: bool = False) -> Code:
     kind = INTEGERS[DTYPES[dtype].itemsize]
     types = {"values": kind, "dense": kind, "meta": "*u8"}
-    constants = {"LANES": portable.LANES, "RAGGED": ragged}
+    tall, across = (128, 16) if blocks else (0, 0)
+    constants = {"LANES": portable.UNPACK_LANES, "RAGGED": ragged, "TALL": tall, "BYTES": across}
     return compiled(portable._unpack, types, constants, CARDS[card], portable.UNPACK_WARPS, 1)
 
 
@@ -59,4 +60,5 @@ def facts(reads: list[tuple[str, str]]) -> dict[str, list]:
     """Of sm_90: loads, stores, bytes of stack and of shared memory, for these dtypes and ways to be read."""
     codes = {f"{dtype} {read}": pack_code("sm_90", dtype, read, False) for dtype, read in reads}
     codes |= {f"{dtype} unpacked": unpack_code("sm_90", dtype, False) for dtype in DTYPES}
+    codes |= {f"{dtype} unpacked blocks": unpack_code("sm_90", dtype, True, True) for dtype in DTYPES}
     return {name: [sorted(loads(c.ptx)), sorted(c.stores), c.stack, c.shared] for name, c in codes.items()}

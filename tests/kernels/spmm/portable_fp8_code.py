@@ -1,5 +1,4 @@
-"""portable.spmm_fp8, portable.semi24_fp8, portable.bsr24_fp8 and the rounding of B, compiled for cards that are not
-there, as `launch` specialises them."""
+"""portable.spmm_fp8 and the rounding of B, compiled for cards that are not there, as `launch` specialises them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +7,6 @@ import torch
 
 from sparsek.core.device import Card
 from sparsek.kernels.pack import to_fp8 as round_fp8
-from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
-from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.kernels.spmm import tiles_fp8
 from sparsek.kernels.spmm.tiles_fp8 import Config
@@ -43,20 +40,6 @@ def spmm_fp8_code(p: SpmmProblem, c: Config) -> Code:
     constants |= spmm_fp8._own(a)
     types |= dict.fromkeys(("indices", "order", "rows"), "*i32")
     return compiled(spmm_fp8._spmm_fp8, types, constants, p.card, c.num_warps, c.num_stages)
-
-
-def semi24_fp8_code(p: SpmmProblem, c: Config) -> Code:
-    constants, types = _shared(p, c)
-    constants |= semi24_fp8._own(c, (p.m, p.k), DTYPES[p.dtype])
-    types |= {"values": "*u8", "meta": "*u8"}
-    return compiled(semi24_fp8._semi24_fp8, types, constants, p.card, c.num_warps, c.num_stages)
-
-
-def bsr24_fp8_code(p: SpmmProblem, c: Config) -> Code:
-    constants, types = _shared(p, c)
-    constants |= bsr24_fp8._own(p.block, DTYPES[p.dtype], p.k)
-    types |= {"values": "*u8", "meta": "*u8", "indices": "*i32", "rows": "*i32"}
-    return compiled(bsr24_fp8._bsr24_fp8, types, constants, p.card, c.num_warps, c.num_stages)
 
 
 def round_code(rows: int, k: int, turned: bool, dtype: str, card: Card) -> Code:

@@ -12,33 +12,18 @@ from tests.sampling import sampled
 pytest.importorskip("triton")
 
 from sparsek.kernels.pack import to_fp8 as round_fp8
-from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
-from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.kernels.spmm.tiles_fp8 import Config
-from tests.kernels.spmm.portable_fp8_code import bsr24_fp8_code, round_code, semi24_fp8_code, spmm_fp8_code
+from tests.kernels.spmm.portable_fp8_code import round_code, spmm_fp8_code
 
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
 BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
-SPMM, SEMI24, BSR24 = (
-    fp8_problem(**BIG, **BLOCKS),
-    fp8_problem(two_four=True, **BIG),
-    fp8_problem(two_four=True, **BIG, **BLOCKS),
-)
-KERNELS = {
-    "bsr_fp8": (spmm_fp8.KERNEL, spmm_fp8_code),
-    "semi24_fp8": (semi24_fp8.KERNEL, semi24_fp8_code),
-    "bsr24_fp8": (bsr24_fp8.KERNEL, bsr24_fp8_code),
-}
-ALL = [SPMM, SEMI24, BSR24]
-
-
-def of(p: Any) -> Any:
-    return KERNELS[p.a.kind][0]
+SPMM = fp8_problem(**BIG, **BLOCKS)
+KERNEL: Any = spmm_fp8.KERNEL
 
 
 def check(p: Any, c: Config, vectors: bool = True) -> None:
-    code = KERNELS[p.a.kind][1](p, c)
+    code = spmm_fp8_code(p, c)
     what = f"{p} {c}"
     assert code.stack == 0, f"{what} spills {code.stack} bytes"
     assert code.shared <= p.card.smem_bytes, what
@@ -50,14 +35,13 @@ def check(p: Any, c: Config, vectors: bool = True) -> None:
         assert f"m16n8k32.row.col.f32.{p.dtype}.{p.b.dtype}.f32" in code.ptx, what
 
 
-@pytest.mark.parametrize("p", ALL, ids=lambda p: p.a.kind)
-def test_every_config_compiles_without_spills(p: Any):
-    configs = list(of(p).configs(p))
+def test_every_config_compiles_without_spills():
+    configs = list(KERNEL.configs(SPMM))
     assert len(configs) >= 3
-    for c in sampled(configs, 3, of=p.a.kind):
-        check(p, c)
-    other = changed(p, card=RTX_4090)
-    check(other, of(p).default(other))
+    for c in sampled(configs, 3):
+        check(SPMM, c)
+    other = changed(SPMM, card=RTX_4090)
+    check(other, KERNEL.default(other))
 
 
 LAYER: dict[str, Any] = {"out_layout": "col", "bias": True}
@@ -74,9 +58,8 @@ LAYER: dict[str, Any] = {"out_layout": "col", "bias": True}
     ids=["layer", "gate", "tensor scales", "decode"],
 )
 def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
-    for p in sampled(ALL, 2, of=change):
-        q = changed(p, **change)
-        check(q, of(q).default(q))
+    p = changed(SPMM, **change)
+    check(p, KERNEL.default(p))
 
 
 @pytest.mark.parametrize(
@@ -93,10 +76,7 @@ def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
 )
 def test_blocks_and_views_compile_without_spills(change: dict[str, Any]):
     p = changed(SPMM, **change)
-    check(p, spmm_fp8.KERNEL.default(p), vectors=p.k % 16 == 0)
-    if not set(change) & {"transposed"} and p.block[0] % 64 == 0:
-        q = changed(BSR24, **change)
-        check(q, bsr24_fp8.KERNEL.default(q), vectors=q.k % 16 == 0)
+    check(p, KERNEL.default(p), vectors=p.k % 16 == 0)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -126,37 +106,32 @@ def test_the_rounding_of_b_knows_strides_of_more_than_31_bits():
 
 
 def test_reasons_name_what_is_wrong():
-    for p in ALL:
-        assert of(p).why_not(p) == []
-        old = A100
-        assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(changed(p, card=old))[0]
-        assert "TRITON_INTERPRET=1" in of(p).why_not(changed(p, card=CPU))[0]
-        assert "at most" in of(p).why_not(changed(p, k=2**31 - 8))[0]
-    # Offsets inside a tile of 128 rows of 2:4 values are 32 bits.
-    assert "at most 16777216" in of(SEMI24).why_not(changed(SEMI24, k=2**26, m=256, n=256))[0]
+    assert KERNEL.why_not(SPMM) == []
+    assert "capability 8.9; NVIDIA A100 has 8.0" in KERNEL.why_not(changed(SPMM, card=A100))[0]
+    assert "TRITON_INTERPRET=1" in KERNEL.why_not(changed(SPMM, card=CPU))[0]
+    assert "at most" in KERNEL.why_not(changed(SPMM, k=2**31 - 8))[0]
 
 
 def test_defaults_fill_the_card_where_they_can():
-    for p in ALL:
-        assert of(p).default(p).tile_m == of(p).default(p).tile_n == 128
-        c = of(p).default(changed(p, m=1024, n=512))
-        assert c.tile_m * c.tile_n < 128 * 128
-    for each in semi24_fp8.KERNEL.configs(changed(SEMI24, m=5)):
-        assert each.tile_m == 16
-    assert spmm_fp8.KERNEL.default(changed(SPMM, block=(16, 16))).tile_k == 32
-    assert spmm_fp8.KERNEL.default(changed(SPMM, n=3)).tile_n == 16
+    c = KERNEL.default(SPMM)
+    assert c.tile_m == c.tile_n == 128
+    c = KERNEL.default(changed(SPMM, m=1024, n=512))
+    assert c.tile_m * c.tile_n < 128 * 128
+    assert KERNEL.default(changed(SPMM, block=(16, 16))).tile_k == 32
+    assert KERNEL.default(changed(SPMM, n=3)).tile_n == 16
 
 
 def test_predictions_grow_with_work_and_never_beat_the_roofline():
-    for p in ALL:
-        for c in of(p).configs(p):
-            seconds = of(p).seconds(p, c)
-            assert of(p).seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
-            assert seconds > p.useful_flops / (H200.tflops["fp8"] * 1e12)
-            assert seconds > p.compulsory_bytes / H200.bandwidth
-            assert of(p).seconds(changed(p, rounds="bf16"), c) > seconds + p.k * p.n * 3 / H200.bandwidth
-    c = spmm_fp8.KERNEL.default(SPMM)
-    assert spmm_fp8.KERNEL.seconds(changed(SPMM, row_max=4096), c) > spmm_fp8.KERNEL.seconds(SPMM, c)
+    for c in KERNEL.configs(SPMM):
+        seconds = KERNEL.seconds(SPMM, c)
+        assert KERNEL.seconds(changed(SPMM, n=2 * SPMM.n), c) > 1.8 * seconds
+        assert seconds > SPMM.useful_flops / (H200.tflops["fp8"] * 1e12)
+        assert seconds > SPMM.compulsory_bytes / H200.bandwidth
+        assert (
+            KERNEL.seconds(changed(SPMM, rounds="bf16"), c) > seconds + SPMM.k * SPMM.n * 3 / H200.bandwidth
+        )
+    c = KERNEL.default(SPMM)
+    assert KERNEL.seconds(changed(SPMM, row_max=4096), c) > KERNEL.seconds(SPMM, c)
 
 
 def test_config_sides_that_do_not_fit_are_refused():

@@ -1,4 +1,4 @@
-"""The portable FP8 kernels, the rounding of B and vendor.cublas_fp8 on a GPU: every case, long K, the same bits."""
+"""The FP8 kernels for any GPU, the rounding of B and vendor.cublas_fp8 on a GPU: every case, long K, the same bits."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,12 +24,16 @@ def seed() -> int:
     return int(torch.randint(2**31, ()))
 
 
+def kernel_of(case: Case) -> Any:
+    return load(f"{'unpacked' if '24' in case.op else 'portable'}.{case.op}")
+
+
 CASES = [(case, dtype) for case in FP8_CASES for dtype in sampled(DTYPES, 1, of=str(case))]
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_every_case_is_within_budget(case: Case, dtype: torch.dtype):
-    hold(load(f"portable.{case.op}"), case, dtype, "cuda", seed())
+    hold(kernel_of(case), case, dtype, "cuda", seed())
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
@@ -46,7 +50,7 @@ LONG = Case(256, 16384, 264, (128, 128), "long", scales=ROW, bias=True, layouts=
 
 @pytest.mark.parametrize("case", [LONG, replace(LONG, block=None), replace(LONG, two_four=True)], ids=str)
 def test_every_config_is_within_budget_for_long_k(case: Case):
-    kernel: Any = load(f"portable.{case.op}")
+    kernel = kernel_of(case)
     a, b, epilogue, out = case.make("cuda", torch.float32, seed())
     for c in kernel.configs(problem(a, b, out, epilogue)):
         multiply(kernel, a, b, epilogue, out.fill_(torch.nan), config=c)
@@ -65,7 +69,7 @@ def test_sums_of_one_sign_do_not_drift(kernel: str):
 def test_a_second_run_gives_the_same_bits():
     for case in FP8_CASES[::6]:
         a, b, epilogue, out = case.make("cuda")
-        kernel = load(f"portable.{case.op}")
+        kernel = kernel_of(case)
         first = multiply(kernel, a, b, epilogue, out.clone())
         assert torch.equal(multiply(kernel, a, b, epilogue, out), first)
 

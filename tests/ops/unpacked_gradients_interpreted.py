@@ -1,4 +1,4 @@
-"""Gradients of the portable 2:4 kernels in Triton's interpreter."""
+"""Gradients of unpacked 2:4 matrices in Triton's interpreter."""
 
 import pytest
 import torch
@@ -10,4 +10,4 @@ from tests.ops.test_semi24_gradients import hold
 @pytest.mark.parametrize("name", ["batch of X @ A", "linear relu", "linear None with a residual"])
 @pytest.mark.parametrize("kind", TWO_FOUR)
 def test_gradients_are_within_the_error_budget(kind: str, name: str):
-    hold(name, kind, f"portable.{kind}", torch.float16)
+    hold(name, kind, f"unpacked.{kind}", torch.float16)
