@@ -8,8 +8,9 @@ A program walks the K axis of a block row as if its stored blocks were contiguou
     B tile          B[indices[start + kk // bk] * bk + kk % bk, columns of the tile]      [TK, TN]
 
 If TK divides bk, a step lies in one block and has one scalar index. Otherwise a step joins several small blocks or
-straddles two, and its index is a vector along TK: blocks 16 wide still fill a dot of depth 64. Positions outside the
-stored blocks are masked and never read, so NaN in rows of B that no block references cannot reach the product.
+straddles two, and its index is a vector along TK: blocks 16 wide still fill a dot of depth 64. In FP8, where a block
+may have a scale, every step lies in one block, and what TK has beyond it is masked. Positions outside the stored
+blocks are masked and never read, so NaN in rows of B that no block references cannot reach the product.
 """
 
 import math
@@ -49,6 +50,23 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
     if a.dtype == tl.float32:
         a, b = _to_tf32(a), _to_tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def add_step(acc, a, b, scale, place, PRECISION: tl.constexpr, SCALE: tl.constexpr):
+    """acc + a @ b. In FP8 times the scale of the block at `place`, if SCALE is "block".
+
+    Hopper's tensor cores keep some 14 bits of a running FP8 sum. So they sum only within a step; the steps are added in
+    float32.
+    """
+    TK: tl.constexpr = a.shape[1]
+    if SCALE == "":
+        return add_product(acc, a, b, PRECISION)
+    elif SCALE == "block":
+        step = tl.dot(a, b, max_num_imprecise_acc=TK)
+        return acc + tl.load(scale + place) * step
+    else:
+        return tl.dot(a, b, acc, max_num_imprecise_acc=TK)
 
 
 @triton.jit
@@ -118,17 +136,21 @@ def find(
 
 @triton.jit
 def blocks_times_dense(
-    values, indices, order, start, length, i, col, b, n, k, sb_k, sb_n,
+    values, indices, order, start, length, i, col, b, n, k, sb_k, sb_n, scale,
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
     SPAN: tl.constexpr, VIEW: tl.constexpr, WIDE: tl.constexpr,
-    RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """float32 [TM, TN]: rows `i` of the `length` blocks from `start` on, times columns `col` of b [K, N].
 
     `i` [TM] are rows inside the block, `col` [TN] columns of B. VIEW: blocks are stored transposed, and block q of
-    the row is at order[start + q]. Each element is one sum in the order of K.
+    the row is at order[start + q]. SCALE: what of an FP8 A shares a scale; here only scales of blocks are applied. Each
+    element is one sum in the order of K.
     """
     kt = tl.arange(0, TK)
+    STEPS: tl.constexpr = (BK + TK - 1) // TK  # of a block
+    WITHIN: tl.constexpr = BK % TK == 0 or SCALE != ""
+    PADDED: tl.constexpr = BK % TK != 0 and SCALE != ""
     if VIEW:
         a_i = i
         a_step: tl.constexpr = BM
@@ -137,18 +159,19 @@ def blocks_times_dense(
         a_step: tl.constexpr = 1
     col_off = at(col, WIDE) * sb_n
     acc = tl.zeros((TM, TN), dtype=tl.float32)
-    steps = tl.cdiv(length * BK, TK)
-    column, place = find(indices, None, order, None, start, length, 0, BK, TK, SPAN, VIEW)
+    steps = length * STEPS if PADDED else tl.cdiv(length * BK, TK)
+    column, place = find(indices, None, order, None, start, length, 0, BK, BK if PADDED else TK, SPAN, VIEW)
     for step in range(steps):
-        if BK % TK == 0:
-            inner = step % (BK // TK) * TK
+        if WITHIN:
+            inner = step % STEPS * TK
             a_ptr = values + place.to(tl.int64) * (BM * BK) + inner * a_step
             a_ptr = a_ptr + (a_i[:, None] + (kt * a_step)[None, :])
             b_row = column * BK + inner + kt
             b_ptr = b + (column * BK + inner).to(tl.int64) * sb_k
             b_ptr = b_ptr + ((at(kt, WIDE) * sb_k)[:, None] + col_off[None, :])
-            a_live = kt[None, :] < TK
-            b_live = kt[:, None] < TK
+            left = BK - inner if BK % TK != 0 else TK
+            a_live = (kt < left)[None, :]
+            b_live = (kt < left)[:, None]
         else:
             inside = inside_blocks(step, BK, TK, SPAN)
             a_ptr = values + (a_i[:, None] + (at(place, WIDE) * (BM * BK) + inside * a_step)[None, :])
@@ -166,8 +189,14 @@ def blocks_times_dense(
         a_tile = tl.load(a_ptr, mask=a_live, other=0.0)
         b_tile = tl.load(b_ptr, mask=b_live, other=0.0)
         # Read one step ahead: an index loaded in the step that uses it would halve the pipeliner's buffers.
-        column, place = find(indices, None, order, None, start, length, step + 1, BK, TK, SPAN, VIEW)
-        acc = add_product(acc, a_tile, b_tile, PRECISION)
+        here = place
+        if PADDED:
+            column, place = find(
+                indices, None, order, None, start, length, (step + 1) // STEPS, BK, BK, 1, VIEW
+            )
+        else:
+            column, place = find(indices, None, order, None, start, length, step + 1, BK, TK, SPAN, VIEW)
+        acc = add_step(acc, a_tile, b_tile, scale, here, PRECISION, SCALE)
     return acc
 
 

@@ -1,4 +1,4 @@
-"""portable.spmm_skinny, portable.sddmm and portable.spgemm compiled for cards that are not there."""
+"""The portable kernels of spmm, sddmm and spgemm compiled for cards that are not there."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,23 +10,27 @@ from sparsek.core import dtypes
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.sddmm import portable as sddmm
 from sparsek.kernels.spgemm import portable as spgemm
+from sparsek.kernels.spmm import portable as spmm
 from sparsek.kernels.spmm import portable_skinny as spmm_skinny
 from sparsek.plan.product_problems import SddmmProblem, SpgemmProblem, SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.lang.portable_code import Code, compiled
 
-NAMES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+NAMES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
+DTYPES = {name: dtype for dtype, name in dtypes.FP8.items()} | {
+    name: dtypes.parse(name) for name in ("bf16", "fp16", "fp32")
+}
 
 
 def meta(rows: int, columns: int, layout: str, dtype: str) -> Tensor:
-    kind = dtypes.parse(dtype)
+    kind = DTYPES[dtype]
     if layout == "row":
         return torch.empty((1, rows, columns), dtype=kind, device="meta")
     return torch.empty((1, columns, rows), dtype=kind, device="meta").mT
 
 
 def matrix(shape: tuple[int, int], block: tuple[int, int], nnzb: int, view: bool, dtype: str) -> Any:
-    values = torch.empty((nnzb, *block), dtype=dtypes.parse(dtype), device="meta")
+    values = torch.empty((nnzb, *block), dtype=DTYPES[dtype], device="meta")
     return SimpleNamespace(block=block, shape=shape, values=values, order=values if view else None)
 
 
@@ -36,24 +40,29 @@ def ones(name: str, x: Tensor, dims: str) -> dict[str, int]:
     return {f"{name}_{dim}": stride for dim, stride in found if stride == 1}
 
 
-def skinny_code(p: SpmmProblem, c: spmm_skinny.Config) -> Code:
-    b, out = meta(p.k, p.n, p.b.layout, p.dtype), meta(p.m, p.n, p.c.layout, p.dtype)
-    other = meta(p.m, p.n, p.c.layout, p.dtype) if p.combine else None
+def spmm_code(p: SpmmProblem, c: spmm.Config) -> Code:
+    """portable.spmm, portable.spmm_skinny or portable.spmm_fp8 for contiguous tensors that begin at 16 bytes."""
+    b, out = meta(p.k, p.n, p.b.layout, p.b.dtype), meta(p.m, p.n, p.c.layout, p.c.dtype)
+    other = meta(p.m, p.n, p.c.layout, p.c.dtype) if p.combine else None
     a = matrix((p.m, p.k), p.block, p.nnzb, p.a.transposed, p.dtype)
-    work: Any = SimpleNamespace(slots=spmm_skinny._counts(p, c)[1], tf32=p.tf32)
+    work: Any = SimpleNamespace(slots=spmm_skinny._counts(p, c)[1] if c.part else 0, tf32=p.tf32)
     epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
-    constants = spmm_skinny._constants(c, work, a, b, out, epilogue)
+    scales = (p.a.scale, "row" if p.b.scale == "column" else p.b.scale)
+    constants = spmm._constants(c, work, a, b, out, epilogue, scales)
     constants |= ones("sb", b, "kn") | ones("sc", out, "mn")
     constants |= {"other": None} if other is None else ones("so", other, "mn")
     constants |= {} if p.bias else {"bias": None}
+    constants |= {} if p.a.quantized else {"a_scale": None, "b_scale": None}
+    constants |= {} if work.slots else {"sums": None, "arrivals": None}
     constants |= {"n": 1} if p.n == 1 else {}
-    types = dict.fromkeys(("values", "b", "c", "bias", "other"), NAMES[p.dtype])
-    types |= dict.fromkeys(("indices", "order", "parts", "arrivals"), "*i32") | {
-        "alpha": "fp32",
-        "beta": "fp32",
-    }
-    types["sums"] = "*fp32" if work.slots else "*i32"
-    return compiled(spmm_skinny._skinny, types, constants, p.card, c.num_warps, c.num_stages)
+    constants |= {"column_tiles": 1, "batch_tiles": 1} if p.n <= c.tile_n else {}
+    types = {"values": NAMES[p.dtype], "b": NAMES[p.b.dtype]}
+    types |= dict.fromkeys(("c", "bias", "other"), NAMES[p.c.dtype])
+    types |= dict.fromkeys(("indices", "order", "rows", "arrivals"), "*i32")
+    types |= dict.fromkeys(("sums", "a_scale", "b_scale"), "*fp32")
+    pointers = set(types) - set(constants)
+    types |= {"alpha": "fp32", "beta": "fp32"}
+    return compiled(spmm._spmm, types, constants, p.card, c.num_warps, c.num_stages, aligned=pointers)
 
 
 def sddmm_code(p: SddmmProblem, c: sddmm.Config) -> Code:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from sparsek.kernels.sddmm import portable as sddmm
 from sparsek.kernels.spgemm import portable as spgemm
 from sparsek.kernels.spmm import portable_skinny as spmm_skinny
-from tests.kernels.products.portable_code import sddmm_code, skinny_code, spgemm_code
+from tests.kernels.products.portable_code import sddmm_code, spgemm_code, spmm_code
 
 WHOLE = {"v4.b32"}
 
@@ -54,7 +54,7 @@ def pairing(a_block=(128, 128), b_block=(128, 128), card=H200, **more):
 def test_skinny_products_copy_asynchronously_and_do_not_spill(card, change):
     p = decode(card=CARDS[card], **change)
     c = spmm_skinny.KERNEL.default(p)
-    code = skinny_code(p, c)
+    code = spmm_code(p, c)
     what = f"{p} {c}: {code.registers} registers"
     assert code.stack == 0, what
     assert code.copies, what
@@ -177,7 +177,7 @@ def test_predictions_grow_with_work_and_never_beat_the_bandwidth(name):
     assert kernel.seconds(more, c) > 1.5 * seconds
 
 
-@pytest.mark.parametrize("config", [spmm_skinny.Config, sddmm.Config, spgemm.Config])
+@pytest.mark.parametrize("config", [sddmm.Config, spgemm.Config])
 def test_config_sides_that_are_no_power_of_two_are_refused(config):
     with pytest.raises(ValueError, match="must be a power of two"):
         config(48, 64, 64, 4, 3)

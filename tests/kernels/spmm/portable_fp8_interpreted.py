@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.kernels.pack import to_fp8 as round_fp8
+from sparsek.kernels.spmm import portable
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
-from sparsek.kernels.spmm import tiles_fp8
-from sparsek.kernels.spmm.tiles_fp8 import TABLE, Config
+from sparsek.kernels.spmm.portable import Config
+from sparsek.kernels.spmm.portable_fp8 import TABLE
 from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import quantize
@@ -84,7 +85,7 @@ def test_offsets_of_64_bits_and_a_second_run_give_the_same_bits(case: Case, monk
     p = problem(a, b, out, epilogue)
     c = kernel.default(p)
     with monkeypatch.context() as patch:
-        patch.setattr(tiles_fp8, "SIZE_LIMIT", 100)
+        patch.setattr(portable, "SIZE_LIMIT", 100)
         kernel.launch(c, kernel.prepare(p, c, a), a, b, out, epilogue)
     assert torch.equal(out, narrow)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsek.kernels.spmm import portable_skinny as portable
+from sparsek.kernels.spmm import portable, portable_skinny
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
@@ -17,8 +17,8 @@ from tests.kernels.planned import multiply, problem
 from tests.problems import changed
 
 HALF = torch.float16
-KERNEL = portable.KERNEL
-CUT = portable.Config(32, 64, 1, 1, 2)
+KERNEL = portable_skinny.KERNEL
+CUT = portable.Config(32, 64, 64, 1, 1, 1, 2)
 CASES = [c for c in EPILOGUE_CASES if c.n <= 64 and c.dtype != "bf16"]
 
 
@@ -72,7 +72,7 @@ def test_every_layout_of_b_and_c(n, layout, out_layout):
 @pytest.mark.parametrize("view", [False, True], ids=["stored", "view"])
 def test_cut_rows_of_any_block_and_of_transposed_views(block, view):
     a = heavy(block).T if view else heavy(block)
-    check(a, *operands(a, 16, "col", "col"), CUT if view else portable.Config(64, 128, 1, 1, 3))
+    check(a, *operands(a, 16, "col", "col"), CUT if view else portable.Config(64, 16, 128, 1, 1, 1, 3))
 
 
 def test_batches_that_no_view_joins():
@@ -93,10 +93,10 @@ def test_fp32(tf32):
 
 def test_every_tile_of_the_tables_gives_the_same_product():
     a = random_bsr(32, 288, (32, 32), 1.0, dtype=HALF, device="cpu", seed=3)
-    for n, table in portable.LOW.items():
+    for n, table in portable_skinny.LOW.items():
         b, out = operands(a, n, "col", "col")
-        for tile_m, tile_k in sorted({(c.tile_m, c.tile_k) for c in table}):
-            check(a, b, out, portable.Config(tile_m, tile_k, 1, 1, 5))
+        for tile_m, tile_k in sorted({sides[:2] for sides in table}):
+            check(a, b, out, portable.Config(tile_m, n, tile_k, 1, 1, 1, 5))
 
 
 def test_the_same_bits_again_and_counters_return_to_zero():
@@ -152,7 +152,7 @@ def test_parts_cover_every_row_once_within_the_bounds(part):
     b, out = operands(a, 16)
     work = KERNEL.prepare(problem(a, b, out), replace(CUT, part=part), a)
     indptr = a.pattern.host.indptr
-    table = [entry[:7] for entry in work.parts.tolist() if entry[0] >= 0]
+    table = [entry for entry in work.rows.T.tolist() if entry[0] >= 0]
     lengths = [length for _, _, length, *_ in table]
     assert lengths == sorted(lengths, reverse=True)
     rows: dict[int, list[list[int]]] = {}

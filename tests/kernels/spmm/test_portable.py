@@ -2,24 +2,18 @@
 
 import math
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from sparsek.core.device import CPU, H200
-from sparsek.reference.epilogue import Epilogue
 from tests.problems import CARDS, T4, changed, spmm_problem
 
 pytest.importorskip("triton")
 
 from sparsek.kernels.lang.tensors import tile_side
 from sparsek.kernels.spmm import portable
-from tests.kernels.lang import portable_code
 from tests.kernels.lang.covering import once
-
-TRITON_NAMES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from tests.kernels.products.portable_code import spmm_code
 
 
 def problem(card, block, n=8192, dtype="bf16", m=8192, k=8192, **more):
@@ -28,36 +22,8 @@ def problem(card, block, n=8192, dtype="bf16", m=8192, k=8192, **more):
     return spmm_problem(m, k, n, block, max(1, cells // 8), dtype, card, row_max=row, **more)
 
 
-def compiled(p, c):
-    """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors."""
-    b, out = (
-        torch.empty((1, rows, p.n), dtype=DTYPES[p.dtype], device="meta")
-        if layout == "row"
-        else torch.empty((1, p.n, rows), dtype=DTYPES[p.dtype], device="meta").mT
-        for rows, layout in ((p.k, p.b.layout), (p.m, p.c.layout))
-    )
-    other = out if p.combine else None
-    epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
-    values = torch.empty((p.nnzb, *p.block), dtype=DTYPES[p.dtype], device="meta")
-    a = SimpleNamespace(
-        block=p.block, shape=(p.m, p.k), values=values, order=values if p.a.transposed else None
-    )
-    consts = dict(portable._constants(c, a, b, out, p.tf32, epilogue))  # pyright: ignore[reportArgumentType]
-    dim = "n" if p.c.layout == "row" else "m"
-    consts |= {f"sc_{dim}": 1, "sb_k" if p.b.layout == "col" else "sb_n": 1}
-    consts |= {f"so_{dim}": 1} if p.combine else {"other": None}
-    consts |= {} if p.bias else {"bias": None}
-    types = dict.fromkeys(("values", "b", "c", "bias", "other"), TRITON_NAMES[p.dtype])
-    types |= dict.fromkeys(("indices", "order", "rows"), "*i32")
-    pointers = set(types) - set(consts)
-    types |= {"alpha": "fp32", "beta": "fp32"}
-    return portable_code.compiled(
-        portable._spmm, types, consts, p.card, c.num_warps, c.num_stages, aligned=pointers
-    )
-
-
 def check_code(p, c):
-    code = compiled(p, c)
+    code = spmm_code(p, c)
     what = f"{p.block} n={p.n} {p.dtype} {c}"
     stage = c.tile_k * (c.tile_m + c.tile_n) * (4 if p.dtype == "fp32" else 2)
     assert code.stack == 0, f"{what} spills {code.stack} bytes"
@@ -142,7 +108,7 @@ def test_the_default_is_the_first_config_unless_tiles_are_fewer_than_sms():
     assert portable.KERNEL.default(p) == next(iter(portable.KERNEL.configs(p)))
     small = problem(H200, (128, 128), m=1024, n=512)
     c = portable.KERNEL.default(small)
-    assert math.prod(portable._tiles(small, c)) >= 64
+    assert math.prod(portable.tiles(small, c)) >= 64
     assert c.tile_m * c.tile_n < 128 * 128
 
 
@@ -164,5 +130,5 @@ def test_predictions_grow_with_work_and_never_beat_the_bandwidth():
 
 
 def test_config_sides_that_are_no_power_of_two_are_refused():
-    with pytest.raises(ValueError, match="tile_k of portable"):
+    with pytest.raises(ValueError, match="tile_k of a portable"):
         portable.Config(64, 64, 48, 4, 3)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.core.device import CPU, H200
+from sparsek.core.device import CPU, H200, Card
 from tests.problems import A100, RTX_4090, changed, fp8_problem
 from tests.sampling import sampled
 
@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.pack import to_fp8 as round_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
-from sparsek.kernels.spmm.tiles_fp8 import Config
-from tests.kernels.spmm.portable_fp8_code import round_code, spmm_fp8_code
+from sparsek.kernels.spmm.portable import Config
+from tests.kernels.lang.portable_code import Code, compiled
+from tests.kernels.products.portable_code import NAMES, meta, spmm_code
 
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
 BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
@@ -23,7 +24,7 @@ KERNEL: Any = spmm_fp8.KERNEL
 
 
 def check(p: Any, c: Config, vectors: bool = True) -> None:
-    code = spmm_fp8_code(p, c)
+    code = spmm_code(p, c)
     what = f"{p} {c}"
     assert code.stack == 0, f"{what} spills {code.stack} bytes"
     assert code.shared <= p.card.smem_bytes, what
@@ -79,6 +80,16 @@ def test_blocks_and_views_compile_without_spills(change: dict[str, Any]):
     check(p, KERNEL.default(p), vectors=p.k % 16 == 0)
 
 
+def round_code(rows: int, k: int, turned: bool, dtype: str, card: Card) -> Code:
+    """The rounding of x [rows, k], or of the transpose of a [k, rows]."""
+    x = meta(rows, k, "col" if turned else "row", dtype)
+    values, warps = round_fp8._constants(x, torch.float8_e4m3fn)
+    kernel = round_fp8._round_rows
+    constants = dict(zip(kernel.arg_names[-len(values) :], values, strict=True))
+    types = {"x": NAMES[dtype], "values": NAMES["e4m3"], "scale": "*fp32"}
+    return compiled(kernel, types, constants, card, warps, 1)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_rounding_reads_and_writes_whole_vectors_and_converts_in_hardware(dtype: str):
     for rows, k, turned in ((8192, 8192, False), (8192, 1024, False), (64, 28672, False), (8192, 8192, True)):
@@ -132,9 +143,3 @@ def test_predictions_grow_with_work_and_never_beat_the_roofline():
         )
     c = KERNEL.default(SPMM)
     assert KERNEL.seconds(changed(SPMM, row_max=4096), c) > KERNEL.seconds(SPMM, c)
-
-
-def test_config_sides_that_do_not_fit_are_refused():
-    for sides in ((64, 64, 48), (8, 64, 64), (64, 64, 16)):
-        with pytest.raises(ValueError, match="of an FP8 kernel must be a power of two from"):
-            Config(*sides, 4, 3)
