@@ -58,11 +58,13 @@ class Config:
 
 
 class Work(NamedTuple):
-    """The pattern and order of the unpacked matrix as a BSR, and the work of the kernel that multiplies it."""
+    """Whether A is transposed in the product; the work of the kernel that multiplies; and the tensors of the unpacked
+    matrix's pattern, for which calls on other streams wait. The pattern itself would keep its plans alive for ever.
+    """
 
-    pattern: BlockPattern
-    order: Tensor | None
+    transposed: bool
     inner: Any
+    lists: tuple[Tensor | None, ...]
 
     @property
     def imbalance(self) -> Any:
@@ -134,21 +136,21 @@ class Unpacked:
 
     def prepare(self, p: SpmmProblem, c: Config, a: Any) -> Work:
         """The pattern of the unpacked matrix, kept with the metadata, and the work of the kernel that multiplies."""
-        stored = _pattern(a.matrix if isinstance(a, Quantized) else a)
-        pattern, order = stored.transposed if p.a.transposed else (stored, None)
-        shown = a.values.new_empty(1).expand(
-            stored.nnzb, *stored.block
-        )  # of the right shape; no memory is read
-        made = _as_bsr(a, pattern, shown, order)
-        return Work(pattern, order, KERNELS_OF_BSR[c.kernel].prepare(whole(p), c.config, made))
+        pattern, order = _pattern(a, p.a.transposed)
+        block = pattern.block if order is None else pattern.block[::-1]
+        shown = a.values.new_empty(1).expand(pattern.nnzb, *block)  # of the right shape; no memory is read
+        inner = KERNELS_OF_BSR[c.kernel].prepare(whole(p), c.config, _as_bsr(a, pattern, shown, order))
+        return Work(p.a.transposed, inner, (pattern.indptr, pattern.indices, order))
 
     def launch(self, c: Config, work: Work, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
         if out.numel() == 0:
             return
         matrix = a.matrix if isinstance(a, Quantized) else a
-        block = work.pattern.block if work.order is None else work.pattern.block[::-1]
-        values = unpacked_blocks(matrix.values, matrix.meta, block)
-        made = _as_bsr(a, work.pattern, values, work.order)
+        pattern, order = _pattern(a, work.transposed)
+        values = unpacked_blocks(
+            matrix.values, matrix.meta, pattern.block if order is None else pattern.block[::-1]
+        )
+        made = _as_bsr(a, pattern, values, order)
         KERNELS_OF_BSR[c.kernel].launch(c.config, work.inner, made, b, out, epilogue)
 
 
@@ -158,9 +160,14 @@ def _as_bsr(a: Any, pattern: BlockPattern, values: Tensor, order: Tensor | None)
     return a._with(made, a.scale) if isinstance(a, Quantized) else made
 
 
-def _pattern(a: Semi24 | BSR24) -> BlockPattern:
-    """The pattern of the unpacked matrix: that of a BSR24, and all blocks of a Semi24."""
-    return a.pattern if isinstance(a, BSR24) else a.home().derived("all blocks", lambda: _all_blocks(a))
+def _pattern(a: Any, transposed: bool) -> tuple[BlockPattern, Tensor | None]:
+    """The pattern and order of the unpacked matrix: that of a BSR24, and all blocks of a Semi24."""
+    matrix = a.matrix if isinstance(a, Quantized) else a
+    if isinstance(matrix, BSR24):
+        stored = matrix.pattern
+    else:
+        stored = matrix.home().derived("all blocks", lambda: _all_blocks(matrix))
+    return stored.transposed if transposed else (stored, None)
 
 
 def _all_blocks(a: Semi24) -> BlockPattern:

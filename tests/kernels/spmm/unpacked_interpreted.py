@@ -1,9 +1,13 @@
 """The products of unpacked 2:4 matrices in Triton's interpreter."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 
+import sparsek as sk
 from sparsek.kernels.pack import to_24
 from sparsek.kernels.spmm import unpacked
 from sparsek.kernels.table import load
@@ -15,6 +19,7 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.cases import BSR24_CASES, FP8_CASES, SEMI24_CASES, Case
 from tests.kernels.planned import hold, multiply, problem, semi24_cases
 from tests.matrix.two_four import same_bits
+from tests.ops.storages import TWO_FOUR, matrix
 from tests.sampling import half
 
 F16, F32 = torch.float16, torch.float32
@@ -130,13 +135,31 @@ def test_a_second_run_gives_the_same_bits(case: Case):
 
 def test_plans_of_one_matrix_share_the_pattern_of_all_blocks():
     a, b, _, _ = SEMI24_CASES[0].make(dtype=F16)
-    works = []
+    lists = []
     for turned, dense in ((False, b), (False, b[:, :3]), (True, torch.randn(a.shape[0], 5).half())):
         p = problem(a, dense, turned=turned)
-        works.append(SEMI24.prepare(p, SEMI24.default(p), a))
-    assert works[0].pattern is works[1].pattern is works[2].pattern.T
-    assert works[0].pattern.density == 1
-    assert works[0].pattern.shape == a.shape
+        lists.append(SEMI24.prepare(p, SEMI24.default(p), a).lists)
+    pattern = a.home().known("all blocks")
+    assert (pattern.density, pattern.shape) == (1, a.shape)
+    assert lists[0][1] is lists[1][1] is pattern.indices
+    assert lists[2][1] is pattern.T.indices
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["A @ B", "X @ A"])
+@pytest.mark.parametrize("kind", TWO_FOUR)
+def test_plans_go_with_the_matrix(kind: str, turned: bool):
+    a = matrix(kind, F16)
+    x = torch.randn((3, a.shape[0]) if turned else (a.shape[1], 3)).half()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            sk.spmm(*((x, a) if turned else (a, x)), kernel=f"unpacked.{kind}")
+        gone = weakref.ref(a.home())
+        del a
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_bf16_is_refused_in_the_interpreter():
