@@ -139,7 +139,7 @@ PRODUCT = {**NUMBERS, **NAMED, **FACTORS, "out": "tensor none", "dtype": "none d
 LAYER = {**NAMED, "W": f"{MATRIX} tensor", "x": DENSE, "dtype": "none dtype"} | dict.fromkeys(
     ("bias", "activation", "residual"), "none tensor text"
 )
-PLANNED = {**PRODUCT, "device": "none text", "config": "none", "epilogue": "Epilogue", "W": "tensor BSR"}
+PLANNED = {**PRODUCT, "device": "none text", "config": "none dict", "epilogue": "Epilogue", "W": "tensor BSR"}
 SCORES = {"softcap": "float int", "alibi_slopes": "none", "sink_logits": "none"}
 ATTENTION = {**NAMED, **SCORES, "mask": "none BlockMask", "scale": "none float int", "plan": "none"}
 VARLEN = {**ATTENTION, "cu_seqlens_k": "none tensor", "mask": "none MaskPolicy BlockMask"}
@@ -159,7 +159,7 @@ PAGED_ALSO = {
     **NAMED, "cache": "sequence", "mask": "none MaskPolicy PageLists", "scale": "none float int",
     "softcap": "int float",
     "max_seqlen_q": "none int", "max_seqlen_k": "none int", "k_scale": "none float int", "v_scale": "none float int",
-    "sink_logits": "none tensor", "out": "none tensor", "device": "none text", "config": "none",
+    "sink_logits": "none tensor", "out": "none tensor", "device": "none text", "config": "none dict",
 }  # fmt: skip
 SAMPLED = {"X": dense(128, 48), "Y": dense(48, 64), "pattern": bsr().pattern}
 X, B, BIAS, RESIDUAL = dense(48, 64), dense(64, 48), dense(128), dense(48, 128)
