@@ -67,9 +67,7 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
         what = (
             f"no kernel can run this {p.op} on {p.card.name}" if only is None else f"{only} cannot run this"
         )
-        refusals = {c.name: c.why_not for c in candidates if c.why_not}
-        if only is not None and only in refusals:
-            refusals = {only: refusals.pop(only)} | refusals
+        refusals = {c.name: c.why_not for c in candidates if c.why_not and only in (None, c.name)}
         raise Unsupported(f"{what}; {others} can" if others else what, refusals)
     best = min(able, key=lambda c: c.seconds)
     if only is None and best.name.startswith("reference.") and not p.card.is_cpu:
