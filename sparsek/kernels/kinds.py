@@ -69,24 +69,19 @@ class CpuKernel:
     """
 
     storages: tuple[str, ...] = ()
-    config: type[CpuConfig] = CpuConfig
 
     def why_not(self, p: Any) -> list[str]:
         foreign = p.a.unless(*self.storages) if self.storages else []
         return foreign or ([] if p.on_cpu else ["runs on CPU tensors only"])
 
     def default(self, p: Any) -> Any:
-        return self.config(wide=goes_wide(p))
+        return CpuConfig(wide=goes_wide(p))
 
     def configs(self, p: Any) -> list[Any]:
-        return [self.config(1 << shift, each) for each in widths(p) for shift in (19, 20, 21, 22)]
+        widths = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
+        return [CpuConfig(1 << shift, each) for each in widths for shift in (19, 20, 21, 22)]
 
 
 def goes_wide(p: Any) -> bool:
     """Whether this processor runs `p` faster in float32."""
     return p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units())
-
-
-def widths(p: Any) -> tuple[bool, ...]:
-    """The values of `wide` to try."""
-    return (False, True) if p.dtype in ("bf16", "fp16") else (False,)

@@ -115,7 +115,7 @@ def quantize(
     arguments.dtype("the dtype of a", a.dtype)
     _check_fast_accum(fast_accum, scale)
     values = a.values.detach()
-    parts = _largest(a, values, scale)
+    parts = _largest(values, scale)
     if check:
         check_finite(values, parts, dtype, "stored values", lambda at: _place(a, at))
     scales = scales_of(_joined(a, parts, scale), dtype)
@@ -333,7 +333,7 @@ def _check_fast_accum(fast_accum: Any, kind: str) -> None:
         )
 
 
-def _largest(a: Matrix, values: Tensor, kind: str) -> Tensor:
+def _largest(values: Tensor, kind: str) -> Tensor:
     """Largest magnitudes [], [M], [nnzb], or [nnzb, bm] for rows of blocks; float32 (float64). NaN is largest."""
     if kind == "tensor":
         dims = tuple(range(values.ndim))
