@@ -104,8 +104,9 @@ class Launch:
 class Part:
     """What a call allocates, and what it then runs before it allocates again: functions and their arguments.
 
-    `cells` are (8-byte cell, role, offset), of the argument blocks of launches from this part on. `maps` are (tensor
-    map, role, offset). `last` are the addresses of all roles so far that were written at last.
+    `cells` are (8-byte cell, role, offset), of the argument blocks of launches from this part on. `maps` are (reference
+    to a tensor map, cell for its address, role, offset). `last` are the addresses of all roles so far that were written
+    at last.
     """
 
     __slots__ = ("allocations", "cells", "last", "maps", "steps")
@@ -113,7 +114,7 @@ class Part:
     def __init__(self) -> None:
         self.allocations: list[tuple[Any, Any]] = []
         self.cells: list[tuple[Any, int, int]] = []
-        self.maps: list[tuple[Any, int, int]] = []
+        self.maps: list[tuple[Any, Any, int, int]] = []
         self.steps: list[tuple[Any, Any]] = []
         self.last: list[int] = []
 
@@ -122,10 +123,11 @@ class Part:
         last, self.last = self.last, []  # if interrupted here, the next call writes all addresses again
         for cell, role, offset in self.cells:
             cell.value = addresses[role] + offset
-        for tensor_map, role, offset in self.maps:
+        replace: Any = driver.cuda().cuTensorMapReplaceAddress if self.maps else None
+        for tensor_map, cell, role, offset in self.maps:
             if not last or last[role] != addresses[role]:
-                address = ctypes.c_void_p(addresses[role] + offset)
-                driver.check(driver.cuda().cuTensorMapReplaceAddress(ctypes.byref(tensor_map), address))
+                cell.value = addresses[role] + offset
+                driver.check(replace(tensor_map, cell))
         self.last = [*addresses]
 
 
@@ -320,7 +322,7 @@ class Recorder(TorchDispatchMode):
         """A tensor map whose address follows its role."""
         at = self.at(pointer, tensor)
         if at is not None:
-            self.parts[-1].maps.append((made, *at))
+            self.parts[-1].maps.append((ctypes.byref(made), ctypes.c_void_p(), *at))
         return made
 
     def structure(self, given: ctypes.Structure) -> None:

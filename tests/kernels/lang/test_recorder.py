@@ -63,7 +63,7 @@ def test_a_call_that_was_interrupted_leaves_no_addresses_behind(monkeypatch: pyt
     recorder = Recorder(first)
     (part,) = recorder.parts
     part.cells.append((cell, 0, 0))
-    part.maps.append(((ctypes.c_char * 128)(), 1, 0))
+    part.maps.append((ctypes.byref((ctypes.c_char * 128)()), ctypes.c_void_p(), 1, 0))
     part.steps.append((lambda: seen.append(cell.value) or 0, ()))
     call = Recorded(recorder, [Result(0)], True)
     call(*first)
