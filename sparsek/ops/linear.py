@@ -97,7 +97,8 @@ def linear(
         and (dtype is None or dtype.__class__ is torch.dtype)
     ):
         also = () if bias is None and residual is None else [t for t in (bias, residual) if t is not None]
-        more = "linear", bias is None, residual is None, activation, kernel, dtype
+        sloped = activation in SLOPED and isinstance(W, BSR) and W.values.requires_grad  # see `writes_slope`
+        more = "linear", bias is None, residual is None, activation, kernel, dtype, sloped
         slot = bound_products.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
@@ -121,14 +122,12 @@ def linear(
     ):  # includes the copy of leading dims that do not join: a copy is no operand of the recorded call
         return fused(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), kernel, dtype)
 
-    if cut and writes_slope(x, W, bias, act, kernel):
-        cut = False
-        how = How(True, False, 1.0, False, kernel, act)
-        both = functools.partial(with_slope, x, W, bias, act, kernel)
-        y = Multiplied.apply(W.values, x, bias, None, W, how, both)
-    elif slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized):
-        how = How(True, False, 1.0, inside == "relu", kernel)
-        multiplied, again = bound.differentiable(Multiplied, slot), functools.partial(slot.run, run, True)
+    slope = cut and writes_slope(x, W, bias, act, kernel)
+    if slope or (slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized)):
+        cut = cut and not slope
+        how = How(True, False, 1.0, inside == "relu", kernel, act if slope else "")
+        both: Any = functools.partial(with_slope, x, W, bias, act, kernel) if slope else run
+        multiplied, again = bound.differentiable(Multiplied, slot), functools.partial(slot.run, both, True)
         y = multiplied(W.values, x, bias, beside, W, how, again)
     else:
         y = slot.run(run)

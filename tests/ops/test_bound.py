@@ -20,7 +20,7 @@ from sparsek.ops import bound, transforms
 from sparsek.ops.linear import plan_layer
 from sparsek.plan import operands
 from sparsek.plan import spmm as plan_spmm
-from sparsek.reference.epilogue import Activation
+from sparsek.reference.epilogue import ACTIVATIONS, Activation
 
 
 class Again(Recorded):
@@ -66,6 +66,12 @@ class Mode(TorchDispatchMode):
 NOW = {"device": 0, "stream": 0}
 
 
+def writes_slope(x: Any, w: Any, bias: Any, activation: Any, kernel: Any) -> bool:
+    """As with a kernel that is fast at gelu and its slope."""
+    learns = activation == "gelu" and isinstance(w, sk.BSR) and w.values.requires_grad
+    return learns and transforms.untraced(x, w.values, bias)
+
+
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
     """The calls that were recorded."""
@@ -91,6 +97,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
     monkeypatch.setattr(bound, "_stream", lambda device: NOW["stream"])
     monkeypatch.setattr(bound, "_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(sys.modules["sparsek.ops.linear"], "writes_slope", writes_slope)
     monkeypatch.setitem(NOW, "device", 0)
     monkeypatch.setitem(NOW, "stream", 0)
     return made
@@ -301,6 +308,7 @@ VERBS = (
     "linear",
     "linear relu",
     "linear silu",
+    "linear gelu",
     "linear 3-D",
     "2:4",
     "attention",
@@ -335,7 +343,8 @@ class Step:
         if self.verb == "sddmm":
             return sk.sddmm(two[:, :64].T.repeat(2, 1), two, self.a.pattern).values
         if self.verb.startswith("linear"):
-            activation = cast(Any, {"linear relu": "relu", "linear silu": "silu"}.get(self.verb))
+            last = self.verb.split()[-1]
+            activation = cast(Any, last if last in ACTIVATIONS else None)
             return sk.linear(two, b, three, activation, two.detach()[..., :128])
         b = b.T if "A.T" in self.verb else b
         return b @ two.T if self.verb.endswith("x") else two @ b
