@@ -1,0 +1,187 @@
+"""Steps, forward and backward passes of new tensors, beside unbound ones, and what may change between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.ops import bound, bound_products
+from sparsek.reference.epilogue import ACTIVATIONS
+
+VERBS = (
+    "A @ x",
+    "A.T @ x",
+    "x @ A",
+    "x @ A.T",
+    "linear",
+    "linear relu",
+    "linear silu",
+    "linear gelu",
+    "linear 3-D",
+    "2:4",
+    "attention",
+)
+
+
+class Step:
+    """A forward and backward pass of new tensors of the same shapes."""
+
+    def __init__(self, verb: str, learns: Sequence[int] = (0, 1, 2)) -> None:
+        self.verb, self.learns = verb, learns
+        self.a = sk.random_bsr(128, 192, 64, 0.5, dtype=torch.float64, seed=0)
+        self.w = sk.Semi24.from_dense(torch.randn(128, 192).double())
+        self.mask = sk.BlockMask.causal(64)
+
+    def draw(self) -> list[torch.Tensor]:
+        if self.verb == "attention":
+            given = [*torch.randn(3, 1, 2, 64, 16).double()]
+        else:
+            sides = (4, 6) if self.verb.endswith("3-D") else (24,)
+            last = 128 if self.verb in ("A.T @ x", "x @ A") else 192
+            given = [*map(torch.randn, (self.a.values.shape, (*sides, last), (128,)))]
+            given = [x.double() for x in given]
+        return [x.clone().requires_grad_(at in self.learns) for at, x in enumerate(given)]
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
+        b = sk.BSR.unchecked(self.a.pattern, one)
+        if self.verb == "attention":
+            return sk.attention(one, two, three, self.mask)
+        if self.verb == "2:4":
+            return sk.linear(two, self.w, three, "gelu")
+        if self.verb == "sddmm":
+            return sk.sddmm(two[:, :64].T.repeat(2, 1), two, self.a.pattern).values
+        if self.verb.startswith("linear"):
+            last = self.verb.split()[-1]
+            activation = cast(Any, last if last in ACTIVATIONS else None)
+            return sk.linear(two, b, three, activation, two.detach()[..., :128])
+        b = b.T if "A.T" in self.verb else b
+        return b @ two.T if self.verb.endswith("x") else two @ b
+
+    def run(self, given: Sequence[torch.Tensor], dy: Any = None, **how: Any) -> list[Any]:
+        """The result and the gradients of what learns."""
+        out, wanted = self.forward(*given), [x for x in given if x.requires_grad]
+        if not out.requires_grad:
+            return [out]
+        dy = drawn(out) if dy is None else dy(out)
+        return [out, *torch.autograd.grad(out, wanted, dy, allow_unused=True, **how)]
+
+    def turn(self, run: Any = None) -> None:
+        """A step, or `run`, of new tensors, which finds what it finds where nothing is bound."""
+        given, run = self.draw(), run or self.run
+        found = run(given)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (bound, bound_products):
+                patch.setattr(module, "repeat", lambda *given: bound.UNBOUND)
+            right = run(given)
+        torch.testing.assert_close(found, right)
+
+
+def drawn(like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, dtype=torch.float64, generator=generator).to(like.dtype)
+
+
+def expanded(step: Step) -> None:
+    step.turn(lambda given: step.run(given, lambda out: torch.full((), 0.5).to(out).expand(out.shape)))
+
+
+def in_columns(step: Step) -> None:
+    step.turn(lambda given: step.run(given, lambda out: drawn(out).mT.contiguous().mT))
+
+
+def with_gaps(step: Step) -> None:
+    step.turn(
+        lambda given: step.run(
+            given, lambda out: torch.cat((drawn(out), drawn(out)), -1)[..., : out.shape[-1]]
+        )
+    )
+
+
+def turned_operands(step: Step) -> None:
+    step.turn(lambda given: step.run([given[0], given[1].mT.contiguous().mT, given[2]]))
+
+
+def twice(step: Step) -> None:
+    def run(given: Any) -> list[Any]:
+        out = step.forward(*given)
+        wanted = [x for x in given if x.requires_grad]
+        grads = [torch.autograd.grad(out, wanted, k * drawn(out), True, allow_unused=True) for k in (1, 2)]
+        return [*grads[0], *grads[1]]
+
+    step.turn(run)
+
+
+def again(step: Step) -> None:
+    def run(given: Any) -> list[Any]:
+        _, *first = (x for x in step.run(given, create_graph=True) if x is not None)
+        norm = torch.stack([x.square().sum() for x in first]).sum()
+        return [*torch.autograd.grad(norm, given, allow_unused=True)]
+
+    if step.verb == "attention":
+        with pytest.raises(InvalidInput, match="no gradients themselves"):
+            step.turn(run)
+    else:
+        step.turn(run)
+
+
+def by_torch_func(step: Step) -> None:
+    def loss(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
+        return step.forward(one, two, three).square().sum()
+
+    step.turn(lambda given: list(torch.func.grad(loss, (0, 1, 2))(*given)))
+
+
+def under_hooks(step: Step) -> None:
+    def run(given: Any) -> list[Any]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous(), lambda x: x.mT):
+            return step.run(given)
+
+    step.turn(run)
+
+
+def under_autocast(step: Step) -> None:
+    def run(given: Any) -> list[Any]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step.run(given)
+
+    step.turn(run)
+
+
+def without_gradients(step: Step) -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        for _ in range(3):
+            with mode():
+                out = step.forward(*step.draw())
+            assert not out.requires_grad
+
+
+def written_to(step: Step) -> None:
+    given = step.draw()
+    out = step.forward(*given)
+    if step.verb == "2:4":  # whose x has to be kept for no gradient
+        return
+    with torch.no_grad():
+        given[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def inference_tensors(step: Step) -> None:
+    given = step.draw()
+    if step.verb == "2:4":
+        return
+    with torch.inference_mode():
+        given[1] = given[1].detach().clone()
+    with pytest.raises(InvalidInput, match="inference_mode"):
+        step.forward(*given)
+
+
+CHANGES = (
+    expanded, in_columns, with_gaps, turned_operands, twice, again, by_torch_func, under_hooks, under_autocast,
+    without_gradients, written_to, inference_tensors,
+)  # fmt: skip
