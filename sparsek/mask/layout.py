@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core.home import Home
-from sparsek.mask.lists import ALIGNED, WORD, Place, Sizes
+from sparsek.mask.lists import ALIGNED, WORD, Sizes
 
 LAYOUTS = 256
 ABSENT = -1  # in place of a size, among the numbers of a layout
@@ -57,22 +57,18 @@ class Uses:
 
 
 class MaskLayout(Home):
-    """All of a mask but the contents of its base. `fields`: those of the mask that are no tensors. `heavy`: as
-    `BlockMask.heavy_blocks`, by which plans allocate. `last`: the uses of the mask that was used last.
+    """All of a mask but the contents of its base, from its numbers: see `of`.
+
+    `fields`: those of the mask that are no tensors. `heavy`: as `BlockMask.heavy_blocks`, by which plans allocate.
+    `last`: the uses of the mask that was used last.
     """
 
-    def __init__(
-        self, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int, sizes: Sizes, pure: bool,
-        label: str, heavy: int, room: Room,
-    ) -> None:  # fmt: skip
+    def __init__(self, numbers: Sequence[int], label: str) -> None:
         self._memo = {}
-        self.fields = {
-            "q_len": q_len, "kv_len": kv_len, "block": block, "batch": batch, "heads": heads, "sizes": sizes,
-            "pure": pure, "label": label,
-        }  # fmt: skip
-        self.heavy, self.room = heavy, room
+        self.numbers, self.fields = numbers, fields_of(numbers, label)
+        self.heavy, self.room = numbers[11], Room(*numbers[12:])
         self.last: Uses | None = None
-        self.shapes = shapes_of(batch * heads * -(-q_len // block[0]), q_len, block, room)
+        self.shapes = shapes_of(numbers, self.room)
         self.spans: list[int] = []  # of the base: each tensor, and what aligns the next one
         self.places: list[int | None] = []  # of each tensor, in the order of `leaves_of`, among the spans
         for shape in self.shapes:
@@ -90,23 +86,13 @@ class MaskLayout(Home):
 
     @classmethod
     def of(
-        cls, place: Place, counted: Counted, room: Room, label: str, *, batch: int = 1, heads: int = 1,
+        cls, place: Any, counted: Counted, room: Room, label: str, *, batch: int = 1, heads: int = 1,
         pure: bool = True,
     ) -> MaskLayout:  # fmt: skip
-        """The layout of a mask at a place, always the same object."""
-        facts = (
-            place.q_len,
-            place.kv_len,
-            place.block,
-            batch,
-            heads,
-            counted.sizes,
-            pure,
-            label,
-            counted.heavy,
-            room,
-        )
-        return known_layout(place.device, *facts)
+        """The layout of a mask at a `Place`, always the same object."""
+        sides, sizes = (place.q_len, place.kv_len, *place.block), map(int, counted.sizes)
+        numbers = *sides, batch, heads, *sizes, int(pure), counted.heavy, *room
+        return known_layout(place.device, numbers, label)
 
     @classmethod
     def like(cls, mask: Any, tensors: Sequence[Any]) -> MaskLayout:
@@ -114,8 +100,8 @@ class MaskLayout(Home):
         _, _, full, _, _, partial, lo, _, rules, bits = tensors
         by_bits = ABSENT if rules is None else 0 if bits is None else bits.shape[0]
         room = Room(partial.numel(), full.numel(), 0 if lo is None else lo.shape[0], by_bits)
-        facts = mask.batch, mask.heads, mask.sizes, mask.pure, mask.label, mask.heavy_blocks, room
-        return known_layout(mask.device, mask.q_len, mask.kv_len, mask.block, *facts)
+        more = {"batch": mask.batch, "heads": mask.heads, "pure": mask.pure}
+        return cls.of(mask, Counted(mask.sizes, mask.heavy_blocks), room, mask.label, **more)
 
     def base(self, device: torch.device) -> Tensor:
         """Memory for the tensors of a mask, not cleared. One allocation, which a recorded call may contain."""
@@ -139,52 +125,38 @@ class MaskLayout(Home):
         return made
 
     def text(self) -> str:
-        """All of the layout in one line of numbers and the label."""
-        sizes, label = self.fields["sizes"], self.fields["label"]
-        return f"{','.join(map(str, self.numbers(sizes, self.fields['pure'])))},{label}"
+        """All of the layout in numbers and the label."""
+        return f"{','.join(map(str, self.numbers))},{self.fields['label']}"
 
     @classmethod
     def of_text(cls, text: str) -> MaskLayout:
         """The layout that has this text. torch.compile traces it."""
-        *numbers, label = text.split(",", NUMBERS)
-        return cls(*facts_of([int(each) for each in numbers], label))
-
-    def numbers(self, sizes: Sizes, pure: bool) -> list[int]:
-        """The layout but its label as ints, of a mask with these sizes: see `facts_of`. By names: torch.compile of
-        torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
-        """
-        fields, room = self.fields, self.room
-        return [
-            fields["q_len"], fields["kv_len"], fields["block"][0], fields["block"][1], fields["batch"],
-            fields["heads"], sizes.stored, sizes.partial, sizes.longest, 1 if sizes.exact else 0, 1 if pure else 0,
-            self.heavy, room.partial, room.full, room.bounds, room.bits,
-        ]  # fmt: skip
-
-
-NUMBERS = 16
-
-
-def facts_of(numbers: Sequence[int], label: str = "") -> tuple[Any, ...]:
-    """The arguments of `MaskLayout` of its numbers."""
-    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure, heavy, *room = numbers
-    sizes = Sizes(stored, partial, longest, exact == 1)
-    return q_len, kv_len, (bq, bk), batch, heads, sizes, pure == 1, label, heavy, Room(*room)
+        *numbers, label = text.split(",", 16)
+        return cls([int(each) for each in numbers], label)
 
 
 @lru_cache(maxsize=LAYOUTS)
-def known_layout(device: torch.device, *facts: Any) -> MaskLayout:
+def known_layout(device: torch.device, numbers: tuple[int, ...], label: str = "") -> MaskLayout:
     """The layout of masks on a device: the one cache of layouts."""
-    return MaskLayout(*facts)
+    return MaskLayout(numbers, label)
 
 
-def shapes_of(
-    rows: int, q_len: int, block: tuple[int, int], room: Room
-) -> tuple[tuple[int, ...] | None, ...]:
+def fields_of(numbers: Sequence[int], label: str = "") -> dict[str, Any]:
+    """The fields of a mask that are no tensors, from their numbers, which may be followed by others."""
+    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure = numbers[:11]
+    return {
+        "q_len": q_len, "kv_len": kv_len, "block": (bq, bk), "batch": batch, "heads": heads,
+        "sizes": Sizes(stored, partial, longest, exact == 1), "pure": pure == 1, "label": label,
+    }  # fmt: skip
+
+
+def shapes_of(numbers: Sequence[int], room: Room) -> tuple[tuple[int, ...] | None, ...]:
     """The shapes of a mask's tensors, in the order of `leaves_of`. None: it lacks it, or shares partial.indices."""
-    row, entries = (rows,), (room.partial,)
+    q_len, _, bq, bk, batch, heads = numbers[:6]
+    row, entries = (batch * heads * -(-q_len // bq),), (room.partial,)
     bounds = (room.bounds, q_len) if room.bounds else None
     by_bits = room.bits != ABSENT
     return (
         row, row, None if room.full == ABSENT else (room.full,), row, row, entries, bounds, bounds,
-        entries if by_bits else None, (room.bits, block[0], block[1] // WORD) if by_bits else None,
+        entries if by_bits else None, (room.bits, bq, bk // WORD) if by_bits else None,
     )  # fmt: skip

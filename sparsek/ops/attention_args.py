@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.mask.layout import facts_of, known_layout
-from sparsek.mask.lists import BlockLists, Sizes
+from sparsek.mask.data import TENSORS
+from sparsek.mask.layout import fields_of, known_layout
+from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import BlockMask
 
 # The masks of calls through the ops, with their arguments, so that plans are made once. An entry lives as long as its
@@ -60,15 +61,17 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     """A mask as tensors and ints: as its base and the numbers of its layout, if it has these; empty without a mask."""
     if mask is None:
         return [], []
-    if mask._base is not None and mask._layout is not None:
-        return [mask._base], mask._layout.numbers(mask.sizes, mask.pure)
     # By names: torch.compile of torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
-    full, part, sizes, (bq, bk) = mask.full, mask.partial, mask.sizes, mask.block
-    lists = [full.starts, full.counts, full.indices, part.starts, part.counts, part.indices]
-    numbers = [mask.q_len, mask.kv_len, bq, bk, mask.batch, mask.heads]
+    sizes, (bq, bk), layout = mask.sizes, mask.block, mask._layout
     # The op takes ints, not bools, where torch.compile has made any of them symbolic.
     exact, pure = 1 if sizes.exact else 0, 1 if mask.pure else 0
+    numbers = [mask.q_len, mask.kv_len, bq, bk, mask.batch, mask.heads]
     numbers += [sizes.stored, sizes.partial, sizes.longest, exact, pure]
+    if layout is not None:
+        room = layout.room
+        return [mask._base], [*numbers, layout.heavy, room.partial, room.full, room.bounds, room.bits]
+    full, part = mask.full, mask.partial
+    lists = [full.starts, full.counts, full.indices, part.starts, part.counts, part.indices]
     return [*lists, mask.lo, mask.hi, mask.rules, mask.bits], numbers
 
 
@@ -81,8 +84,7 @@ def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMa
     if known is None or known[1] != facts:
         own: list[Any] = [None if x is None else x.detach() for x in tensors]
         if len(own) == 1:
-            layout = known_layout(own[0].device, *facts_of(numbers))
-            known = BlockMask.of_layout(layout, own[0]), facts
+            known = BlockMask.of_layout(known_layout(own[0].device, facts[0]), own[0]), facts
         else:
             known = put_together(own, numbers), facts
         MASKS[tensors[0]] = known
@@ -91,20 +93,7 @@ def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMa
 
 def put_together(tensors: Sequence[Any], numbers: Sequence[int]) -> BlockMask:
     """A mask of these tensors, which may be fake; of a base, a mask with the right fields on the right device."""
-    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure, *_ = numbers
     tensors = [*([tensors[0]] * 6), *[None] * 4] if len(tensors) == 1 else tensors
-    return BlockMask.unchecked(
-        q_len=q_len,
-        kv_len=kv_len,
-        block=(bq, bk),
-        batch=batch,
-        heads=heads,
-        full=BlockLists(*tensors[:3]),
-        partial=BlockLists(*tensors[3:6]),
-        lo=tensors[6],
-        hi=tensors[7],
-        rules=tensors[8],
-        bits=tensors[9],
-        sizes=Sizes(stored, partial, longest, bool(exact)),
-        pure=bool(pure),
-    )
+    full, partial = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
+    more = dict(zip(TENSORS, tensors[6:], strict=True))
+    return BlockMask.unchecked(full=full, partial=partial, **more, **fields_of(numbers))

@@ -16,6 +16,7 @@ from sparsek.mask.lists import Place, Sizes
 from sparsek.mask.readback import DeferredFault, made_in, raise_earlier
 from sparsek.mask.recorded import fresh_layout
 from sparsek.ops import mask_calls
+from sparsek.ops.attention_args import flat_mask
 from sparsek.policies import policy
 
 
@@ -58,9 +59,8 @@ def test_a_layout_makes_the_mask_of_another_base(name: str) -> None:
 def test_a_layout_is_the_same_after_its_text_and_its_numbers(name: str) -> None:
     made = in_one_buffer(MASKS[name]())._layout
     read = layout.MaskLayout.of_text(made.text())
-    numbers = made.numbers(made.fields["sizes"], made.fields["pure"])
-    known = layout.known_layout(torch.device("cpu"), *layout.facts_of(numbers, made.fields["label"]))
-    assert known is made
+    numbers = flat_mask(sk.BlockMask.of_layout(made, made.base(torch.device("cpu"))))[1]
+    assert layout.known_layout(torch.device("cpu"), tuple(numbers), made.fields["label"]) is made
     for name in ("fields", "heavy", "room", "shapes", "spans", "places", "length"):
         assert getattr(read, name) == getattr(made, name), name
 
