@@ -38,8 +38,7 @@ from sparsek.core import device as devices
 from sparsek.core import operations
 from sparsek.kernels.lang import driver, launch, nvrtc, shipped
 from sparsek.kernels.mask.choose import choose_blocks
-from sparsek.mask.build import banded as closed
-from sparsek.mask.build import selection_reference as chosen
+from sparsek.mask.build import banded, selection_reference
 from sparsek.mask.build.selection import written
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -134,7 +133,7 @@ def masks() -> None:
 
 
 def of_closed_form() -> None:
-    with mock.patch.object(closed, "has_kernels", return_value=True):
+    with mock.patch.object(banded, "has_kernels", return_value=True):
         for block in (64, 128):
             frame: Any = {"block": block, "device": "cpu"}
             for causal in (True, False):
@@ -156,7 +155,7 @@ def of_closed_form() -> None:
 def of_chosen_blocks() -> None:
     """The kernel of masks of chosen blocks, to which no call with CPU tensors comes."""
     made = functools.partial(written, write=choose_blocks)
-    with mock.patch.object(chosen, "by_a_kernel", new=made):
+    with mock.patch.object(selection_reference, "by_a_kernel", new=made):
         for block, blocks, causal in itertools.product((128, 64), (64, 128, 256, 512), (True, False)):
             length = block * blocks
             frame = {"seq_len": length, "block": block, "causal": causal}

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import check
-from sparsek.mask import elements as view
+from sparsek.mask import check, elements
 from sparsek.mask.lists import BY_INTERVAL, BlockLists
 from sparsek.mask.mask import BlockMask
 from tests.mask.masks import check_mask
@@ -233,7 +232,7 @@ def test_a_block_that_is_twice_is_found_in_any_step(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
 def test_elements_are_counted_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, step: int):
-    monkeypatch.setattr(view, "ENTRIES", step)
+    monkeypatch.setattr(elements, "ENTRIES", step)
     mask = BlockMask.sliding_window(700, 150, sinks=70, block=64, device="cpu")
     assert mask.elements == int(mask.to_dense().sum())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.convert import evaluate as survey
+from sparsek.mask.convert import evaluate
 from sparsek.mask.convert import flex as masks
 from sparsek.mask.mask import BlockMask
 from tests.sampling import sampled
@@ -221,14 +221,16 @@ def test_a_cpu_counts_words_and_finds_the_same_keys(bk: int):
     blocks = torch.rand(30, 5, bk) < torch.rand(30, 5, 1) ** 4
     blocks[3], blocks[4] = True, False
     start = torch.arange(5, dtype=torch.int32) * bk + 7 * bk
-    for found, wanted in zip(survey.seen_on_cpu(blocks, start), survey.seen_in(blocks, start), strict=True):
+    for found, wanted in zip(
+        evaluate.seen_on_cpu(blocks, start), evaluate.seen_in(blocks, start), strict=True
+    ):
         assert torch.equal(found, wanted)
 
 
 def test_rows_that_are_classified_apart_make_the_same_mask(monkeypatch: pytest.MonkeyPatch):
     mask_mod = MODS["tensors"](torch.Generator().manual_seed(2))
     wanted = BlockMask.from_mask_mod(mask_mod, 2, 3, 390, 333, block=64, device="cpu")
-    monkeypatch.setattr(survey, "CELLS", 1)
+    monkeypatch.setattr(evaluate, "CELLS", 1)
     made = BlockMask.from_mask_mod(mask_mod, 2, 3, 390, 333, block=64, device="cpu")
     assert torch.equal(made.to_dense(), wanted.to_dense())
     assert made.sizes == wanted.sizes

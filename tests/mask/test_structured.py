@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsek.core.errors import InvalidInput
 from sparsek.mask import readback
 from sparsek.mask.build import lists as listed
-from sparsek.mask.build import selection_reference as chosen
+from sparsek.mask.build import selection_reference
 from sparsek.mask.lists import Sizes
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.pattern import BlockPattern
@@ -336,7 +336,7 @@ def test_builders_read_nothing_and_launch_little(name: str):
 
 
 def test_topk_reads_nothing_and_launches_little(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chosen, "with_readbacks", lambda mask, asked: mask)
+    monkeypatch.setattr(selection_reference, "with_readbacks", lambda mask, asked: mask)
     scores = torch.randn(1, 4, 32, 32)
     with NoReading() as mode:
         BlockMask.topk(scores, 4, causal=True, always=(1, 1), seq_len=4096)

@@ -276,10 +276,10 @@ def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
 def test_the_transposed_lists_are_built_once_and_only_for_kernels_that_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from sparsek.mask import elements as view
+    from sparsek.mask import elements
 
-    built, real = [], view.transposed
-    monkeypatch.setattr(view, "transposed", lambda mask: built.append(mask) or real(mask))
+    built, real = [], elements.transposed
+    monkeypatch.setattr(elements, "transposed", lambda mask: built.append(mask) or real(mask))
     mask = window()
     sk.attention(*leaves(qkv()), mask).sum().backward()
     assert not built

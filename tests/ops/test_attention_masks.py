@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.convert import argument as accepted
+from sparsek.mask.convert import argument
 from sparsek.ops.attention_refused import HARMLESS, REFUSED, REFUSED_PACKED
 from tests.ops.tensors import qkv, window
 from tests.ops.test_attention_compiled import calls
@@ -246,7 +246,7 @@ def test_views_of_a_tensor_that_are_made_anew_are_found_again(conversions: list[
     for _ in range(2):
         for first in range(20):
             sk.attention(q[:, :, :1], k[:, :, :8], v[:, :, :8], padding[:, None, None, first : first + 8])
-    assert all(len(known[1]) <= 8 for known in accepted._OF_TENSORS._kept.values())
+    assert all(len(known[1]) <= 8 for known in argument._OF_TENSORS._kept.values())
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -291,19 +291,19 @@ def test_a_tensor_of_inference_mode_is_read_every_time(conversions: list[str]):
 def test_what_was_made_of_a_tensor_or_a_flex_mask_goes_with_it():
     q, k, v = qkv(130)
     gc.collect()
-    before = len(accepted._OF_TENSORS), len(accepted._OF_FLEX)
+    before = len(argument._OF_TENSORS), len(argument._OF_FLEX)
     masks = [torch.rand(130, 130) < 0.5, of_flex(lambda b, h, q, k: q >= k, 130, 130)[0]]
     made = []
     for mask in masks:
         leaf = q.clone().requires_grad_()
         sk.attention(leaf, k, v, mask).sum().backward()
-        made.append(weakref.ref(accepted.block_mask(mask, q, k)))
+        made.append(weakref.ref(argument.block_mask(mask, q, k)))
     refs = [weakref.ref(mask) for mask in masks]
     assert all(ref() is not None for ref in (*refs, *made))
     del mask, masks, leaf
     gc.collect()
     assert [ref() for ref in (*refs, *made)] == [None] * 4
-    assert (len(accepted._OF_TENSORS), len(accepted._OF_FLEX)) == before
+    assert (len(argument._OF_TENSORS), len(argument._OF_FLEX)) == before
 
 
 OFFSET = torch.zeros((), dtype=torch.int64)

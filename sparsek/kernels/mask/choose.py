@@ -32,13 +32,13 @@ from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.ranks import count_over, highest, order
 from sparsek.kernels.lang.recorder import fault_word
 from sparsek.kernels.lang.tensors import times
-from sparsek.mask.build import selection as choice
+from sparsek.mask.build import selection
 from sparsek.mask.build.selection import Choice, Near
 
 MOST_COLUMNS = 16384  # a prefix sum over more takes more shared memory than an SM has
-_MASS_BITS, _SHIFT = tl.constexpr(choice.MASS_BITS), tl.constexpr(choice.POSITION_BITS)
+_MASS_BITS, _SHIFT = tl.constexpr(selection.MASS_BITS), tl.constexpr(selection.POSITION_BITS)
 _LENGTH, _NUMBER, _VALUE, _CROWDED = (
-    tl.constexpr(each) for each in (choice.LENGTH, choice.NUMBER, choice.VALUE, choice.CROWDED)
+    tl.constexpr(each) for each in (selection.LENGTH, selection.NUMBER, selection.VALUE, selection.CROWDED)
 )
 _NONE = tl.constexpr(2**31 - 1)
 # Triton does not specialize for these: sizes and strides that vary from call to call.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.mask.build import selection as choice
+from sparsek.mask.build import selection
 from sparsek.mask.build.selection import MASS_BITS, Choice, Near, by_a_kernel
 from sparsek.mask.build.structured import every_key, up_to_itself
 from sparsek.mask.data import Mask
@@ -45,7 +45,7 @@ def specified(cls: type[Mask], c: Choice) -> Mask:
     found: list[Fault] = []
     lengths = None
     if c.lengths is not None:
-        _note(found, c, choice.LENGTH, ((c.lengths < 0) | (c.lengths > c.place.block[1]))[:, None, None])
+        _note(found, c, selection.LENGTH, ((c.lengths < 0) | (c.lengths > c.place.block[1]))[:, None, None])
         lengths = c.lengths.long().clamp(0, c.place.block[1])
     seen = _visible(c.place, c.causal, lengths)
     by_scores = c.kind in ("topk", "mass")
@@ -124,17 +124,17 @@ def _as_listed(c: Choice, found: list[Fault]) -> Tensor:
     used = c.given != -1
     if c.counts is not None:
         counts = c.counts[..., None]
-        _note(found, c, choice.NUMBER, (counts < 0) | (counts > each))
+        _note(found, c, selection.NUMBER, (counts < 0) | (counts > each))
         entry = torch.arange(each, dtype=torch.int64, device=c.place.device)
         used = (entry < counts).expand(c.given.shape)
     outside = used & ((c.given < 0) | (c.given >= columns))
-    _note(found, c, choice.VALUE, outside)
+    _note(found, c, selection.VALUE, outside)
     # Entries that do not count go to one more column, which is cut off.
     at = torch.where(used & ~outside, c.given, columns).long()
     marks = torch.zeros((*at.shape[:3], columns + 1), dtype=torch.int32, device=c.place.device)
     marks.scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
     often = marks[..., :columns]
-    _note(found, c, choice.CROWDED, often > 1)
+    _note(found, c, selection.CROWDED, often > 1)
     return often > 0
 
 
@@ -145,21 +145,21 @@ def _by_scores(c: Choice, there: Tensor, found: list[Fault]) -> Tensor:
     if c.kind == "topk":
         wrong = c.given.isnan()
         if numbers:
-            _note(found, c, choice.NUMBER, limit < 1)
+            _note(found, c, selection.NUMBER, limit < 1)
             limit = limit.clamp(1, c.capacity)
     else:
         wrong = ~((c.given >= 0) & (c.given < torch.inf))
         if numbers:
             right = (limit > 0) & (limit <= 1)
-            _note(found, c, choice.NUMBER, ~right)
+            _note(found, c, selection.NUMBER, ~right)
             limit = torch.where(right, limit.double(), 1.0)
     if not c.every:
-        _note(found, c, choice.VALUE, wrong & there)
+        _note(found, c, selection.VALUE, wrong & there)
     ranked = c.given.masked_fill(wrong | ~there, -torch.inf)
     first = None if c.always is None else _always(c) & there
     if first is not None and not c.every:
         most = limit if c.kind == "topk" else c.capacity
-        _note(found, c, choice.CROWDED, first.sum(-1, keepdim=True) > most)
+        _note(found, c, selection.CROWDED, first.sum(-1, keepdim=True) > most)
     if c.kind == "mass":
         return _reaching(ranked, first, limit, c.least, c.capacity)
     rank, able = highest(ranked, first), ranked != -torch.inf

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.mask.choose import choose_blocks
-from sparsek.mask.build import selection_reference as chosen
+from sparsek.mask.build import selection_reference
 from sparsek.mask.build.selection import Choice, written
 from sparsek.mask.mask import BlockMask
 from tests.mask.drawn_choices import KINDS, PLACES, drawn, same
@@ -36,8 +36,13 @@ def made(c: Choice) -> BlockMask:
 def specified(c: Choice) -> tuple[BlockMask, list[str]]:
     """The specification's mask, and the faults that it finds; the kernel reports one of them."""
     found: list[Any] = []
-    with mock.patch.object(chosen, "with_readbacks", new=lambda mask, faults: found.extend(faults) or mask):
-        mask = chosen.specified(BlockMask, c)
+
+    def noted(mask: BlockMask, faults: list[Any]) -> BlockMask:
+        found.extend(faults)
+        return mask
+
+    with mock.patch.object(selection_reference, "with_readbacks", new=noted):
+        mask = selection_reference.specified(BlockMask, c)
     faults = []
     for each in found:
         try:

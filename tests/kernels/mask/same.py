@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from sparsek.mask.build import banded as closed
+from sparsek.mask.build import banded
 from sparsek.mask.lists import BlockLists, Frame, Place
 from sparsek.mask.mask import BlockMask
 
@@ -34,7 +34,7 @@ def frame(place: Place, device: str = "cpu") -> Frame:
 
 def by_kernels(build: Callable[[], BlockMask]) -> BlockMask:
     """The mask that kernels make on the CPU, in Triton's interpreter: the second of its kind."""
-    with mock.patch.object(closed, "has_kernels", return_value=True):
+    with mock.patch.object(banded, "has_kernels", return_value=True):
         build()
         made = build()
     assert made._base is not None

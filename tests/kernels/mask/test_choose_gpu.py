@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import record
-from sparsek.mask.build import selection_reference as chosen
+from sparsek.mask.build import selection_reference
 from sparsek.mask.build.selection import Choice, layout_of, written
 from sparsek.mask.lists import Place
 from sparsek.mask.mask import BlockMask
@@ -23,7 +23,7 @@ CANARY = 0x5EADBEE
 
 def specified(c: Choice) -> BlockMask:
     """The specification's mask, on the GPU, whatever faults it has."""
-    return chosen.specified(BlockMask, c)
+    return selection_reference.specified(BlockMask, c)
 
 
 def choose(c: Choice) -> Any:
