@@ -41,15 +41,24 @@ class MovedWarning(SparseKWarning):
 
 def homes(old: str) -> tuple[str, ...]:
     """The modules that have the names of the module `old` today; none if it has not moved."""
+    found: list[str] = []
+    for new in _next(old):  # which may have moved again
+        found += homes(new) or ([new] if _exists(new) else [])
+    return tuple(found)
+
+
+def _next(old: str) -> list[str]:
+    """Where its own row or that of its folder puts a module."""
     row = MOVED.get(old.removeprefix("sparsek."))
     if row is not None:
-        return tuple(f"sparsek.{new}" for new in row)
+        return [f"sparsek.{new}" for new in row]
     above, _, stem = old.rpartition(".")
-    return tuple(f"{home}.{stem}" for home in homes(above) if _has(home, stem)) if above else ()
+    return [f"{folder}.{stem}" for folder in _next(above)] if above else []
 
 
-def _has(package: str, stem: str) -> bool:
-    return hasattr(import_module(package), "__path__") and util.find_spec(f"{package}.{stem}") is not None
+def _exists(module: str) -> bool:
+    package = import_module(module.rpartition(".")[0])
+    return hasattr(package, "__path__") and util.find_spec(module) is not None
 
 
 class Aliases:  # no importlib.abc, whose import takes longer than that of sparsek

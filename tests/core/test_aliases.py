@@ -32,8 +32,9 @@ def unpickled(name: str) -> Any:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder that is now two, and a module with another name."""
+    """A folder that is now two, and modules with other names; some moved twice."""
     rows = {"old": ("core", "files"), "old.hour": ("core.clock",), "core.mistakes": ("core.errors",)}
+    rows |= {"older": ("old",), "older.hours": ("older.hour",)}
     monkeypatch.setattr(aliases, "MOVED", rows)
     before = set(sys.modules)
     yield
@@ -51,12 +52,16 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("old.io:save", sk.save),
         ("old.hour:host_seconds", clock.host_seconds),
         ("core.mistakes:Unsupported", sk.Unsupported),
+        ("older.io:save", sk.save),
+        ("older.hours:host_seconds", clock.host_seconds),
+        ("older.mistakes:Unsupported", sk.Unsupported),
     ],
 )
 def test_an_old_path_has_the_names_of_the_new_one_and_warns(moved: None, old: str, new: object) -> None:
     path, name = f"sparsek.{old}".split(":")
     with pytest.warns(MovedWarning, match=rf"{path}\.{name} is sparsek\..*\.{name} now") as found:
         assert getattr(import_module(path), name) is new
+    assert len(found) == 1
     assert found[0].filename == __file__
 
 
@@ -85,7 +90,9 @@ def test_a_name_that_never_was_is_not_found(moved: None) -> None:
 
 def test_every_old_path_leads_somewhere() -> None:
     for old in aliases.MOVED:
-        for home in aliases.homes(f"sparsek.{old}"):
+        found = aliases.homes(f"sparsek.{old}")
+        assert found, old
+        for home in found:
             import_module(home)
 
 

@@ -35,7 +35,7 @@ def test_a_plan_of_a_semi24_explains_itself_and_fits_others_of_its_shape():
     assert text.startswith(
         "C = A @ B   A [128, 192] bf16, 2:4, B [192, 40] row-major, on cpu\n  kernel     reference.semi24"
     )
-    assert "not        portable.semi24: " in text
+    assert "not        hopper.semi24: " in text
     assert torch.equal(plan(a, b), a @ b)
     assert torch.equal(plan(other, b), other @ b)
     out = poisoned((128, 40), BF16)
