@@ -51,4 +51,8 @@ def _take_over(cls: Any, module: Any, pkg: Any) -> None:
             parent=cls,
         )
         made.labels |= {found[1]} if found[1] else set()
+        for annotation in (made.returns, *(each.annotation for each in made.parameters)):
+            for part in annotation.iterate(flat=True) if isinstance(annotation, griffe.Expr) else ():
+                if isinstance(part, griffe.ExprName) and part.name == "Mask":  # any class of masks: this one
+                    part.name, part.parent = cls.name, module
         cls.set_member(name, made)

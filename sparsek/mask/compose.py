@@ -163,7 +163,7 @@ def _filled(
 
 
 @not_traced("a block mask")
-def per_head(cls: type[Mask], masks: Sequence[MaskData]) -> Mask:
+def per_head(cls: type[Mask], masks: Sequence[Mask]) -> Mask:
     """Return one mask after the other along the heads. No sync.
 
     Args:
@@ -183,7 +183,7 @@ def per_head(cls: type[Mask], masks: Sequence[MaskData]) -> Mask:
 
 
 @not_traced("a block mask")
-def per_batch(cls: type[Mask], masks: Sequence[MaskData]) -> Mask:
+def per_batch(cls: type[Mask], masks: Sequence[Mask]) -> Mask:
     """Return one mask after the other along the batch. No sync.
 
     Args:
