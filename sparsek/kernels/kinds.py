@@ -1,9 +1,52 @@
-"""Base classes that kernels share: kernels with one config, and kernels for CPU tensors."""
+"""Base classes that kernels share: configs, kernels with one config, and kernels for CPU tensors."""
 
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
 
 from sparsek.core.device import has_bf16_units
+from sparsek.core.errors import InvalidInput
+
+
+class KernelConfig:
+    """Base of the configs of kernels, which are frozen dataclasses.
+
+    The text of a config distinguishes it from all others: `explain()` prints it, `plan_*` takes it, and Triton caches
+    compiled kernels by it. With repr=False it consists of `texts`. SIDES of a tile of KERNEL are powers of two.
+    """
+
+    SIDES: ClassVar[tuple[str, ...]] = ()
+    KERNEL: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name in self.SIDES:
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise InvalidInput(f"{name} of {self.KERNEL} must be a power of two from 16 up, not {size}")
+
+    @property
+    def texts(self) -> list[str]:
+        """The parts of the text; empty ones are left out."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return ", ".join(filter(None, self.texts))
+
+    def true_names(self, *names: str) -> list[str]:
+        """Those that are true."""
+        return [name for name in names if getattr(self, name)]
+
+    def true_values(self, *names: str) -> list[str]:
+        """Those that are true, with their values."""
+        return [f"{name} {getattr(self, name)}" for name in self.true_names(*names)]
+
+
+def source_of(*files: str | None) -> str:
+    """A constant for Triton's cache key, which covers the text of device functions and of constants, but not what a
+    config computes from its fields, or what builtins do: the sources of these files.
+    """
+    return sha256(b"".join(Path(str(each)).read_bytes() for each in files)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek.kernels.attention.bwd_dq import stage_dq, start_dq
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
-from sparsek.kernels.attention.bwd_rules import allowed
+from sparsek.kernels.attention.rules import by_step
 from sparsek.kernels.lang.gluon import opaque, reinterpret, tma_store, tma_store_wait
 
 
@@ -76,9 +76,9 @@ def step(
         if T.bits:
             pos, h, entry, ticket = step_at(T, visits, first, i)
             if entry >= 0:
-                s = allowed(T, s, entry, key + WG * 64, pos, rules, bits, low, high, kv_len)
+                s = by_step(T, s, entry, key + WG * 64, pos, rules, bits, low, high, kv_len)
         else:
-            s = allowed(T, s, 0, key + WG * 64, 0, rules, bits, low, high, kv_len)
+            s = by_step(T, s, 0, key + WG * 64, 0, rules, bits, low, high, kv_len)
     p = gl.exp2(s * scale)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))  # dP is done, dV still runs

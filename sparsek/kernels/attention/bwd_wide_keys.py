@@ -15,12 +15,12 @@ from sparsek.kernels.attention.bwd_wide_lists import (
     POINTERS,
     bounds_of,
     put_sums,
-    ruled,
     taken,
     tile_of,
     visited,
 )
 from sparsek.kernels.attention.parts import turn
+from sparsek.kernels.attention.rules import by_entry
 from sparsek.kernels.lang.gluon import tma_load, tma_store, tma_store_wait
 
 
@@ -166,7 +166,7 @@ def weigh(
                 entry = 0
                 if T.bits:
                     entry = gl.load(entry_of + entries[0] + i // SUBS)
-                s = ruled(T, s, entry, low, high, query, key, rules, bits)
+                s = by_entry(T, s, entry, low, high, query, key, rules, bits)
             p = gl.exp2(s * scale - less)
             rounded = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
             mbarrier.wait(p_empty.index(slot), phase ^ 1)  # until the P before in this slot has been read

@@ -61,24 +61,6 @@ def visited(lists, entries, i):
 
 
 @gluon.jit
-def ruled(T: gl.constexpr, s, entry, low, high, query, key, rules, bits):
-    """Scores after the rule of a partial block's entry. `low`, `high`, `query` and `key` broadcast to them."""
-    BM: gl.constexpr = T.block[0]
-    BK: gl.constexpr = T.block[1]
-    if T.bits:
-        rule = gl.load(rules + entry)
-        if rule >= 0:
-            words = bits + rule.to(gl.int64) * (BM * (BK // 32))
-            word = gl.load(words + (query % BM * (BK // 32) + key % BK // 32))
-            s = gl.where((word >> (key % 32)) & 1 != 0, s, float("-inf"))
-        else:
-            s = gl.where((low <= key) & (key < high), s, float("-inf"))
-    else:
-        s = gl.where((low <= key) & (key < high), s, float("-inf"))
-    return s
-
-
-@gluon.jit
 def bounds_of(T: gl.constexpr, lo, hi, query, q_len, kv_len):
     """First key and end of the keys of every query."""
     if T.interval:

@@ -15,12 +15,12 @@ from sparsek.kernels.attention.bwd_wide_lists import (
     POINTERS,
     bounds_of,
     put_sums,
-    ruled,
     taken,
     tile_of,
     visited,
 )
 from sparsek.kernels.attention.parts import turn
+from sparsek.kernels.attention.rules import by_entry
 from sparsek.kernels.lang.gluon import opaque, tma_load, tma_store, tma_store_wait
 
 
@@ -94,7 +94,7 @@ def differentiate_queries(
             key = gl.expand_dims(pos + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT)), 0)
             low, high = bounds_of(T, lo + rule_at, hi + rule_at, query, q_len, kv_len)
             low, high, place = gl.expand_dims(low, 1), gl.expand_dims(high, 1), gl.expand_dims(query, 1)
-            s = ruled(T, s, entries[0] + i // SUBS, low, high, place, key, rules, bits)
+            s = by_entry(T, s, entries[0] + i // SUBS, low, high, place, key, rules, bits)
         p = gl.exp2(s * scale - less)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(v_empty.index(v_slot), count=1)

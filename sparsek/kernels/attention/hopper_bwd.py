@@ -30,9 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from math import e, log2
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +44,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek.kernels.attention import bwd_narrow, score_args
+from sparsek.kernels.attention import bwd_narrow, rules, score_args
 from sparsek.kernels.attention import bwd_sums as tma_sums
 from sparsek.kernels.attention.bwd_dq import exchanged, stage_dq, start_dq, write
 from sparsek.kernels.attention.bwd_load import load, load_keys
 from sparsek.kernels.attention.bwd_records import step_at, tile_at
-from sparsek.kernels.attention.bwd_rules import allowed
 from sparsek.kernels.attention.delta import cast_quantized, prepare_rows
 from sparsek.kernels.attention.portable_tiles import DIMS as PORTABLE
+from sparsek.kernels.attention.rules import by_step
 from sparsek.kernels.attention.schedule_bwd import padded_bounds, schedule
 from sparsek.kernels.attention.softmax import capped, distances
+from sparsek.kernels.kinds import KernelConfig, source_of
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -74,7 +73,7 @@ from sparsek.plan.ring import flops_per_second, throttled
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
+class Config(KernelConfig):
     """A tile of keys and the rings that feed it. All of it is known at compile time.
 
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
@@ -97,6 +96,15 @@ class Config:
     softcap: bool = False
     alibi: bool = False
     queries: int = 64
+
+    @property
+    def texts(self) -> list[str]:
+        return [
+            f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}",
+            f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.queries} queries",
+            f"{self.dq_slots} of dQ", rules.named(self), f"{self.sums or 'no'} sums in order",
+            *self.true_names("softcap", "alibi"),
+        ]  # fmt: skip
 
     @property
     def ordered(self) -> bool:
@@ -150,22 +158,8 @@ class Config:
         floats = self.dq_slots * 64 * self.dim + spare + self.queries * self.row_slots * self.stages
         return 2 * halves + 4 * floats + 24 * self.barriers + 512
 
-    def __str__(self) -> str:
-        """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
-        changes = "".join(f", {name}" for name in ("softcap", "alibi") if getattr(self, name))
-        return (
-            f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}, blocks "
-            f"{self.block[0]}x{self.block[1]}, {self.stages} stages of {self.queries} queries, {self.dq_slots} of dQ, "
-            f"rules {rules}, {self.sums or 'no'} sums in order{changes}"
-        )
 
-    __repr__ = __str__
-
-
-# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, or what builtins do, so the source of these files is a constant too.
-SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
+SOURCE = source_of(__file__, tma_sums.__file__)
 LOG2E = gl.constexpr(log2(e))
 # Cost of adding dQ in order: H100, 2026-11-26, scripts; of one warpgroup H200, 2026-11-22.
 ONE_WARPGROUP, TWO_SUMS, ONE_SUM = 1.4, 1.06, 1.02
@@ -216,9 +210,9 @@ def step(
         if T.bits:
             pos, h, entry, ticket = step_at(T, visits, first, i)
             if entry >= 0:
-                s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
+                s = by_step(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
         else:
-            s = allowed(T, s, 0, key + HALF * 64, 0, rules, bits, low, high, kv_len)
+            s = by_step(T, s, 0, key + HALF * 64, 0, rules, bits, low, high, kv_len)
     above = s
     if T.softcap:
         above += less

@@ -22,15 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
 
-from sparsek.kernels.attention import score_args
+from sparsek.kernels.attention import rules, score_args
 from sparsek.kernels.attention.bwd_walks import Walks, parts_of, room, walks
 from sparsek.kernels.attention.bwd_wide_keys import attention_bwd_keys
 from sparsek.kernels.attention.bwd_wide_queries import attention_bwd_queries
 from sparsek.kernels.attention.delta import prepare_rows
 from sparsek.kernels.attention.parts import add_parts, longest_part
+from sparsek.kernels.kinds import KernelConfig, source_of
 from sparsek.kernels.lang.gluon import Described, describe_heads, launch_on
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import padded_rows
@@ -40,7 +39,7 @@ from sparsek.plan.kernel import unless_aligned, unless_hopper
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
+class Config(KernelConfig):
     """Heads, blocks and rings of both passes. All of it is known at compile time.
 
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor. The
@@ -57,6 +56,13 @@ class Config:
     bits: bool = False
 
     @property
+    def texts(self) -> list[str]:
+        return [
+            f"two passes, heads {self.dim}/{self.v_dim}, blocks {self.block[0]}x{self.block[1]}",
+            f"{self.stages} stages of queries, {self.v_slots} of V", rules.named(self),
+        ]  # fmt: skip
+
+    @property
     def keys_bytes(self) -> int:
         """Shared memory of the pass over keys."""
         halves = 64 * (1 + self.stages) * (self.dim + self.v_dim) + self.stages * 64 * 64
@@ -67,19 +73,8 @@ class Config:
         """Shared memory of the pass over queries."""
         return 2 * (128 * (self.dim + self.v_dim) + 64 * (2 * self.dim + self.v_slots * self.v_dim)) + 256
 
-    def __str__(self) -> str:
-        """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
-        return (
-            f"two passes, heads {self.dim}/{self.v_dim}, blocks {self.block[0]}x{self.block[1]}, {self.stages} stages "
-            f"of queries, {self.v_slots} of V, rules {rules}"
-        )
 
-    __repr__ = __str__
-
-
-# Triton caches compiled kernels by the text of device functions and constants, which does not cover Config's methods.
-SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+SOURCE = source_of(__file__)
 
 
 class HopperWideAttentionGrad:

@@ -34,15 +34,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, ClassVar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from sparsek.kernels.attention import pipeline, score_args
+from sparsek.kernels.attention import pipeline, rules, score_args
 from sparsek.kernels.attention.fwd_load import bounds_at, load, masked_column, tile_at
 from sparsek.kernels.attention.hopper_fwd import (
     HopperAttention,
@@ -66,6 +64,7 @@ from sparsek.kernels.attention.softmax_fp8 import (
     weighted,
     weights,
 )
+from sparsek.kernels.kinds import source_of
 from sparsek.kernels.lang.gluon import Described, describe_heads, launch_on, tma_store_wait
 from sparsek.plan import attention_schedule as tiling
 from sparsek.plan.attention_kernels import AttentionCall, AttentionKernel, unless_heads
@@ -101,24 +100,14 @@ class Config(Pipeline):
     v_turned: ClassVar[bool] = True
     alibi: ClassVar[bool] = False
 
-    def __str__(self) -> str:
-        """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
-        extras = "".join(f", {name}" for name in ("split", "lse") if getattr(self, name))
-        packed = f"{self.pack} heads packed, " if self.pack > 1 else ""
-        scales = "blocks" if self.by_block else "heads"
-        return (
-            f"tile {self.rows}x{self.keys} in e4m3 for {self.groups} warpgroups, {packed}heads {self.dim}/"
-            f"{self.v_dim}, scales of {scales}, blocks {self.block[0]}x{self.block[1]}, {self.stages} stages, "
-            f"{self.q_slots} of Q, rules {rules}{extras}"
-        )
-
-    __repr__ = __str__
+    @property
+    def texts(self) -> list[str]:
+        scales = f"scales of {'blocks' if self.by_block else 'heads'}"
+        shape = self.pipeline_texts(scales, f"blocks {self.block[0]}x{self.block[1]}", of=" in e4m3")
+        return [*shape, rules.named(self), *self.true_names("split", "lse")]
 
 
-# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, so the source of these files is a constant too.
-SOURCE = sha256(Path(__file__).read_bytes() + Path(pipeline.__file__).read_bytes()).hexdigest()[:16]
+SOURCE = source_of(__file__, pipeline.__file__)
 
 
 @gluon.jit

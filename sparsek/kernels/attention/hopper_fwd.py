@@ -26,8 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,7 +34,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from sparsek.kernels.attention import pipeline, score_args
+from sparsek.kernels.attention import pipeline, rules, score_args
 from sparsek.kernels.attention.fwd_load import bounds_at, load, masked_column, tile_at
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.kernels.attention.pipeline import (
@@ -50,8 +48,10 @@ from sparsek.kernels.attention.pipeline import (
     step_seconds,
     stored,
 )
+from sparsek.kernels.attention.rules import by_bits, by_bounds
 from sparsek.kernels.attention.schedule_fwd import schedule
-from sparsek.kernels.attention.softmax import biased, by_bits, by_interval, capped, with_sink
+from sparsek.kernels.attention.softmax import biased, capped, with_sink
+from sparsek.kernels.kinds import source_of
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -94,23 +94,14 @@ class Config(Pipeline):
 
     lead: ClassVar[tuple[int, ...]] = (1, 1)
 
-    def __str__(self) -> str:
-        """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
-        extras = "".join(f", {name}" for name in ("split", "lse", "softcap", "alibi") if getattr(self, name))
-        extras += f", sinks in {self.sinks}" if self.sinks else ""
-        packed = f"{self.pack} heads packed, " if self.pack > 1 else ""
-        return (
-            f"tile {self.rows}x{self.keys} for {self.groups} warpgroups, {packed}heads {self.dim}/{self.v_dim}, blocks "
-            f"{self.block[0]}x{self.block[1]}, {self.stages} stages, {self.q_slots} of Q, rules {rules}{extras}"
-        )
-
-    __repr__ = __str__
+    @property
+    def texts(self) -> list[str]:
+        shape = self.pipeline_texts(f"blocks {self.block[0]}x{self.block[1]}")
+        flags = self.true_names("split", "lse", "softcap", "alibi")
+        return [*shape, rules.named(self), *flags, f"sinks in {self.sinks}" * bool(self.sinks)]
 
 
-# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, so the source of these files is a constant too.
-SOURCE = sha256(Path(__file__).read_bytes() + Path(pipeline.__file__).read_bytes()).hexdigest()[:16]
+SOURCE = source_of(__file__, pipeline.__file__)
 
 
 @gluon.jit
@@ -141,12 +132,12 @@ def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
         if T.bits:
             rule = gl.load(rules + p_begin + i // SUB, mask=p_begin >= 0, other=-1)
             if rule >= 0:
-                block = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
-                s = by_bits(T, s, block + i % SUB * (T.keys // 32), row)
+                words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
+                s = by_bits(T, s, words + i % SUB * (T.keys // 32), row)
             else:
-                s = by_interval(T, s, key, lo, hi)
+                s = by_bounds(T, s, key, lo, hi)
         else:
-            s = by_interval(T, s, key, lo, hi)
+            s = by_bounds(T, s, key, lo, hi)
     return s
 
 

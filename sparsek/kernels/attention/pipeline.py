@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sparsek.core.device import Card
 from sparsek.kernels.attention.softmax import rescaled, scores, softmax, weighted
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang.gluon import tma_store_wait
 
 HALF_AN_SM = (228 << 10) // 2 - 1024  # shared memory for each of two CTAs on an SM of sm_90
@@ -33,7 +34,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 Shape = TypeVar("Shape", bound="Pipeline")
 
 
-class Pipeline:
+class Pipeline(KernelConfig):
     """A tile and the rings that feed it. All of it is known at compile time. Base of dataclasses with these fields.
 
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
@@ -57,6 +58,16 @@ class Pipeline:
     @property
     def rows(self) -> int:
         return 64 * self.groups
+
+    def pipeline_texts(self, *of_keys: str, of: str = "") -> list[str]:
+        """Parts of the text; `of_keys`: those between heads and rings."""
+        return [
+            f"tile {self.rows}x{self.keys}{of} for {self.groups} warpgroups",
+            f"{self.pack} heads packed" * (self.pack > 1),
+            f"heads {self.dim}/{self.v_dim}",
+            *of_keys,
+            f"{self.stages} stages, {self.q_slots} of Q",
+        ]
 
     @property
     def positions(self) -> int:

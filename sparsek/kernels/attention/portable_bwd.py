@@ -26,14 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
 from sparsek.kernels.attention import score_args
 from sparsek.kernels.attention.bwd_walks import Walks, parts_of, room, walks
 from sparsek.kernels.attention.delta import prepare_rows
 from sparsek.kernels.attention.parts import FIELDS, add_parts, longest_part, share, turn
 from sparsek.kernels.attention.portable_tiles import (
-    admitted,
     bias,
     capped,
     is_hopper,
@@ -41,6 +39,8 @@ from sparsek.kernels.attention.portable_tiles import (
     padded,
     slope_of_cap,
 )
+from sparsek.kernels.attention.rules import admitted
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
@@ -49,7 +49,7 @@ from sparsek.plan.attention_problems import AttentionGradProblem
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(KernelConfig):
     """`rows` of a program, and its `step` along the other side: powers of two from 16 up."""
 
     rows: int
@@ -57,17 +57,12 @@ class Tile:
     num_warps: int
     num_stages: int
 
-    def __post_init__(self) -> None:
-        for name in ("rows", "step"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise InvalidInput(
-                    f"{name} of portable.attention_bwd must be a power of two from 16 up, not {size}"
-                )
+    SIDES = ("rows", "step")
+    KERNEL = "portable.attention_bwd"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(KernelConfig):
     """`keys`: tiles of keys that step over queries, for dk and dv. `queries`: tiles of queries that step over keys.
 
     `apart`: dk and dv in two passes, which recompute the scores but hold only one of the sums each.

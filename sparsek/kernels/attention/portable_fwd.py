@@ -29,11 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
 from sparsek.kernels.attention import score_args
 from sparsek.kernels.attention.lengths import Lengths, longest_first
-from sparsek.kernels.attention.portable_tiles import admitted, bias, capped, is_hopper, load_tile, padded
+from sparsek.kernels.attention.portable_tiles import bias, capped, is_hopper, load_tile, padded
+from sparsek.kernels.attention.rules import admitted
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
@@ -44,7 +45,7 @@ DIMS = common.DIMS
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(KernelConfig):
     """tile_m queries per program, tile_n keys per step: powers of two from 16 up that divide the mask's block."""
 
     tile_m: int
@@ -52,13 +53,8 @@ class Config:
     num_warps: int
     num_stages: int
 
-    def __post_init__(self) -> None:
-        for name in ("tile_m", "tile_n"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise InvalidInput(
-                    f"{name} of portable.attention_fwd must be a power of two from 16 up, not {size}"
-                )
+    SIDES = ("tile_m", "tile_n")
+    KERNEL = "portable.attention_fwd"
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,47 +31,6 @@ def load_tile(
 
 
 @triton.jit
-def of_queries(x, KEYS_FIRST: tl.constexpr):
-    """One number per query, as a row or a column of a tile of scores: [queries, 1], or [1, queries]."""
-    return x[None, :] if KEYS_FIRST else x[:, None]
-
-
-@triton.jit
-def of_keys(x, KEYS_FIRST: tl.constexpr):
-    """One number per key: [1, keys], or [keys, 1]."""
-    return x[:, None] if KEYS_FIRST else x[None, :]
-
-
-@triton.jit
-def admitted(
-    low, high, rules, bits, entry, inside, first, inner,
-    BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
-):  # fmt: skip
-    """bool [tile_m, TN], KEYS_FIRST [TN, tile_m]: the rule of a partial block for TN keys from `first` on.
-
-    `inside` [tile_m] and `inner` count queries and keys from the block's corner.
-    """
-    c = tl.arange(0, TN)
-    if bits is None:
-        key = of_keys(first + c, KEYS_FIRST)
-        return (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
-    else:
-        WORDS: tl.constexpr = BK // 32
-        rule = tl.load(rules + entry)
-        words = bits + tl.maximum(rule, 0).to(tl.int64) * (BM * WORDS) + (inside * WORDS + inner // 32)
-        ok = (of_queries(inside, KEYS_FIRST) < 0) & (of_keys(c, KEYS_FIRST) < 0)
-        for w in tl.static_range((TN + 31) // 32):
-            word = of_queries(tl.load(words + w, mask=rule >= 0, other=0), KEYS_FIRST)
-            bit = (word >> of_keys((inner + c) % 32, KEYS_FIRST)) & 1
-            ok = ok | ((bit != 0) & of_keys(c // 32 == w, KEYS_FIRST))
-        if low is not None:
-            key = of_keys(first + c, KEYS_FIRST)
-            within = (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
-            ok = ok | ((rule < 0) & within)
-        return ok
-
-
-@triton.jit
 def capped(s, cap):
     """tanh(cap s / (2 log2(e))): see score_args.py."""
     return 1.0 - 2.0 / (tl.exp2(s * cap) + 1.0)

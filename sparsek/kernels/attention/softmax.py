@@ -76,32 +76,6 @@ def with_sink(m, l, sink):
 
 
 @gluon.jit
-def by_interval(T: gl.constexpr, s, key0, lo, hi):
-    """Scores of keys from key0 on where lo <= key < hi, -inf elsewhere."""
-    KEYS: gl.constexpr = T.keys
-    key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
-    seen = (key >= gl.expand_dims(lo - key0, 1)) & (key < gl.expand_dims(hi - key0, 1))
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def by_bits(T: gl.constexpr, s, words, row):
-    """Scores whose bit is set, -inf elsewhere. Viewed as [rows, words, 32], so no score changes its thread."""
-    KEYS: gl.constexpr = T.keys
-    WORDS: gl.constexpr = T.keys // 32
-    cube = s.reshape((64, WORDS, 32))
-    CUBE: gl.constexpr = cube.type.layout
-    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, CUBE)))
-    w = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))
-    at = gl.expand_dims((row + r) // T.pack, 1) * (T.block[1] // 32) + gl.expand_dims(w, 0)
-    found = gl.expand_dims(gl.load(words + at), 2)
-    bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
-    bit = gl.expand_dims(gl.expand_dims(bit, 0), 0)
-    cube = gl.where((found << (31 - bit)) < 0, cube, float("-inf"))  # the bit becomes the sign
-    return gl.convert_layout(cube.reshape((64, KEYS)), s.type.layout)
-
-
-@gluon.jit
 def softmax(T: gl.constexpr, s, m, l, scale, DTYPE: gl.constexpr):
     """One step of the online softmax in base 2 (Milakov and Gimelshein 2018; Dao 2023).
 

@@ -27,9 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from math import e, log2
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -51,6 +49,7 @@ from sparsek.kernels.attention.pipeline import (
     stored,
 )
 from sparsek.kernels.attention.softmax import capped, with_sink
+from sparsek.kernels.kinds import source_of
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -95,6 +94,12 @@ class Config(Pipeline):
     own_barriers: ClassVar[int] = 1  # for V whose last rows the producer clears
 
     @property
+    def texts(self) -> list[str]:
+        flags = self.true_names("causal", "window", "sinks", "softcap", "sink_logits", "lse")
+        listed = f"lists of {self.list_block[0]}x{self.list_block[1]}"
+        return [*self.pipeline_texts(f"pages of {self.page}"), *flags, listed]
+
+    @property
     def lists(self) -> bool:
         return self.list_block[1] > 0
 
@@ -112,23 +117,8 @@ class Config(Pipeline):
     def v_box(self) -> tuple[int, int]:
         return self.box, self.v_dim if self.box == self.keys else 64
 
-    def __str__(self) -> str:
-        """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        rules = ("causal", "window", "sinks", "softcap", "sink_logits", "lse")
-        extras = "".join(f", {name}" for name in rules if getattr(self, name))
-        packed = f"{self.pack} heads packed, " if self.pack > 1 else ""
-        listed = f", lists of {self.list_block[0]}x{self.list_block[1]}"
-        return (
-            f"tile {self.rows}x{self.keys} for {self.groups} warpgroups, {packed}heads {self.dim}/{self.v_dim}, pages "
-            f"of {self.page}, {self.stages} stages, {self.q_slots} of Q{extras}{listed}"
-        )
 
-    __repr__ = __str__
-
-
-# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, so the source of these files is a constant too.
-SOURCE = sha256(Path(__file__).read_bytes() + Path(pipeline.__file__).read_bytes()).hexdigest()[:16]
+SOURCE = source_of(__file__, pipeline.__file__)
 
 
 @gluon.jit

@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import at
@@ -58,7 +58,7 @@ PAGES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(KernelConfig):
     """Rows of a tile, keys of a step: powers of two from 16 up. `ctas`: programs an SM, where tiles are cut."""
 
     tile_m: int
@@ -67,13 +67,8 @@ class Config:
     num_stages: int
     ctas: int = 4
 
-    def __post_init__(self) -> None:
-        for name in ("tile_m", "tile_n"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise InvalidInput(
-                    f"{name} of portable.attention_paged must be a power of two from 16 up, not {size}"
-                )
+    SIDES = ("tile_m", "tile_n")
+    KERNEL = "portable.attention_paged"
 
 
 class Work(NamedTuple):

@@ -6,7 +6,7 @@ T is the kernel's Config. `lists` are the arguments p_starts to longest of the k
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsek.kernels.attention.softmax import by_interval
+from sparsek.kernels.attention.rules import by_bounds
 from sparsek.kernels.paged.schedule import FAR as FARTHEST
 from sparsek.kernels.paged.schedule import FIELDS
 
@@ -81,13 +81,9 @@ def whole_key(T: gl.constexpr, where, blocks, lists, i):
 def allowed(T: gl.constexpr, s, key, lo, hi, sunk):
     """Scores of the keys from `key` on that are from lo to hi, or below `sunk`, and -inf elsewhere."""
     if T.sinks:
-        KEYS: gl.constexpr = T.keys
-        at = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
-        seen = (at >= gl.expand_dims(lo - key, 1)) & (at < gl.expand_dims(hi - key, 1))
-        s = gl.where(seen | (at < gl.expand_dims(sunk - key, 1)), s, float("-inf"))
+        return by_bounds(T, s, key, lo, hi, sunk)
     else:
-        s = by_interval(T, s, key, lo, hi)
-    return s
+        return by_bounds(T, s, key, lo, hi)
 
 
 @gluon.jit

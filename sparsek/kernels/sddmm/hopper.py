@@ -19,9 +19,7 @@ Bottleneck: L2 to shared memory, as for hopper.spmm. A step of 64 of a 128x256 t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import product
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -29,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sparsek.kernels.kinds import source_of
 from sparsek.kernels.lang.gluon import Described, describe, launch_on, reinterpret, tma_load
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, multiply
@@ -79,7 +78,7 @@ class Config(Tile):
         return (self.piece, self.width) if self.b_col else (self.width, self.piece)
 
 
-SOURCE = sha256(Path(__file__).read_bytes() + Path(prims.__file__).read_bytes()).hexdigest()[:16]
+SOURCE = source_of(__file__, prims.__file__)
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
 from sparsek.kernels.lang.launch import launch
@@ -41,7 +41,7 @@ from sparsek.plan.product_problems import SddmmProblem
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(KernelConfig):
     """tile_m x tile_n of S per program, tile_k of K per step; all powers of two, 16 or more.
 
     `group`: block rows that are walked column by column together, for reuse in L2.
@@ -54,11 +54,8 @@ class Config:
     num_stages: int
     group: int = 32
 
-    def __post_init__(self) -> None:
-        for name in ("tile_m", "tile_n", "tile_k"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise InvalidInput(f"{name} of portable.sddmm must be a power of two from 16 up, not {size}")
+    SIDES = ("tile_m", "tile_n", "tile_k")
+    KERNEL = "portable.sddmm"
 
 
 @dataclass(frozen=True, eq=False)

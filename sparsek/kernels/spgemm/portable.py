@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
 from sparsek.kernels.lang.launch import launch
@@ -39,7 +39,7 @@ from sparsek.plan.product_problems import SpgemmProblem
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(KernelConfig):
     """tile_m x tile_n of a block of C per program, tile_k of the joined pairs per step; powers of two, 16 or more."""
 
     tile_m: int
@@ -48,11 +48,8 @@ class Config:
     num_warps: int
     num_stages: int
 
-    def __post_init__(self) -> None:
-        for name in ("tile_m", "tile_n", "tile_k"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise InvalidInput(f"{name} of portable.spgemm must be a power of two from 16 up, not {size}")
+    SIDES = ("tile_m", "tile_n", "tile_k")
+    KERNEL = "portable.spgemm"
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,9 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from hashlib import sha256
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +40,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sparsek.kernels.kinds import source_of
 from sparsek.kernels.lang.gluon import Described, describe, describe_transposed, launch_on, reinterpret
 from sparsek.kernels.spmm import activation, hopper_ring
 from sparsek.kernels.spmm import load as load_prims
@@ -68,6 +67,21 @@ class Config(Tile):
     owned: int = 0
 
     @property
+    def texts(self) -> list[str]:
+        lies = {"A": self.a_col, "B": self.b_col, "C": self.c_col}
+        return [
+            f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups",
+            f"{self.joined_rows} block rows merged" * (self.joined_rows > 1),
+            f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}",
+            *(f"{'col' if col else 'row'}-major {name}" for name, col in lies.items()),
+            f"every {self.every}, box {self.box}",
+            *self.true_values(
+                "bias", "has_alpha", "activation", "slope", "held", "combine", "preload", "split"
+            ),
+            *self.true_values("b_stack", "owned", "direct"),
+        ]
+
+    @property
     def per_block(self) -> int:
         return -(-self.block[1] // self.width)
 
@@ -85,37 +99,10 @@ class Config(Tile):
         widest = super().panel
         return min(widest, self.owned & -self.owned) if self.owned else widest
 
-    def __str__(self) -> str:
-        """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        bm, bk = self.block
-        merged = f"{self.joined_rows} block rows merged, " if self.joined_rows > 1 else ""
-        sides = ", ".join(
-            f"{'col' if col else 'row'}-major {name}"
-            for name, col in (("A", self.a_col), ("B", self.b_col), ("C", self.c_col))
-        )
-        flags = (
-            "bias", "has_alpha", "activation", "slope", "held", "combine", "preload", "split", "b_stack", "owned",
-            "direct",
-        )  # fmt: skip
-        more = "".join(f", {name} {getattr(self, name)}" for name in flags if getattr(self, name))
-        return (
-            f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups, {merged}blocks {bm}x{bk}, "
-            f"{self.stages} stages of {self.pieces}x{self.width}, {sides}, every {self.every}, box {self.box}{more}"
-        )
-
-    __repr__ = __str__
-
 
 HELD = 32  # columns of a piece of a tile that is held in registers
 
-# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, so the source of these files is a constant too.
-SOURCE = sha256(
-    b"".join(
-        Path(str(f)).read_bytes()
-        for f in (__file__, load_prims.__file__, prims.__file__, held_prims.__file__, activation.__file__)
-    )
-).hexdigest()[:16]
+SOURCE = source_of(__file__, load_prims.__file__, prims.__file__, held_prims.__file__, activation.__file__)
 
 
 @gluon.jit(do_not_specialize=["no_col", "no_block", "m", "alpha", "lead8", "rows", "cols8", "beta"])

@@ -31,11 +31,9 @@ Block rows with far more blocks than others are split: the parts write scaled fl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from hashlib import sha256
 from itertools import product
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +43,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparsek.core import dtypes
+from sparsek.kernels.kinds import source_of
 from sparsek.kernels.lang.gluon import (
     Described,
     describe,
@@ -93,6 +92,19 @@ class Config(Tile):
     b_stack: ClassVar[bool] = False
 
     @property
+    def texts(self) -> list[str]:
+        return [
+            f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups in chunks of {self.chunk}",
+            f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}",
+            f"float32 sums of {self.promote}" if self.promote else "the tensor cores' own sums",
+            f"C of {self.c_bytes} bytes an element, a scale per {self.a_scale} and {self.b_scale}",
+            f"every {self.every}, box {self.box}", f"joined_rows {self.joined_rows}" * (self.joined_rows > 1),
+            *self.true_values("a_col"), "b_col False" * (not self.b_col),
+            *self.true_values("c_col", "bias", "has_alpha", "activation", "combine", "split", "direct", "slope"),
+            *self.true_values("preload", "held"),
+        ]  # fmt: skip
+
+    @property
     def per_block(self) -> int:
         return self.block[1] // self.width
 
@@ -136,40 +148,16 @@ class Config(Tile):
         )
         return ring + self.c_bytes * staged + across + 1024
 
-    def __str__(self) -> str:
-        """Names every field, because Triton caches compiled kernels by the text of their constants."""
-        sums = f"float32 sums of {self.promote}" if self.promote else "the tensor cores' own sums"
-        text = (
-            f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups in chunks of {self.chunk}, "
-            f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}, {sums}, "
-            f"C of {self.c_bytes} bytes an element, a scale per {self.a_scale} and {self.b_scale}, "
-            f"every {self.every}, box {self.box}"
-        )
-        said = ("block", "wg_m", "wg_n", "cols", "width", "pieces", "stages", "promote", "c_bytes")
-        said = (*said, "a_scale", "b_scale", "every", "box")
-        rest = {each.name: each.default for each in fields(self) if each.name not in said}
-        unusual = [name for name, usual in rest.items() if getattr(self, name) != usual]
-        return text + "".join(f", {name} {getattr(self, name)}" for name in unusual)
 
-    __repr__ = __str__
-
-
-# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
-# computes from its fields, so the source of these files is a constant too.
-SOURCE = sha256(
-    b"".join(
-        Path(str(f)).read_bytes()
-        for f in (
-            __file__,
-            load_prims.__file__,
-            prims.__file__,
-            held_prims.__file__,
-            scale_prims.__file__,
-            scale_held.__file__,
-            activation.__file__,
-        )
-    )
-).hexdigest()[:16]
+SOURCE = source_of(
+    __file__,
+    load_prims.__file__,
+    prims.__file__,
+    held_prims.__file__,
+    scale_prims.__file__,
+    scale_held.__file__,
+    activation.__file__,
+)
 
 
 @gluon.jit(do_not_specialize=["no_col", "no_block", "alpha", "m", "n", "lead8", "rows", "cols8", "beta"])

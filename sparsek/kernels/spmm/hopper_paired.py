@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sparsek.core.device import H200
 from sparsek.core.streams import tensors_in
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang import driver, nvrtc
 from sparsek.kernels.lang.driver import by_rows
 from sparsek.kernels.lang.launch import launch_cuda
@@ -56,8 +57,8 @@ STEP_SECONDS = 2.75e-7
 SPARE = 32  # a warp loads as many steps at once
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, repr=False)
+class Config(KernelConfig):
     """A compiled kernel for blocks of `block`; `joined` block rows share the 64 rows of a tile.
 
     `stages` slots hold rows of B for one warpgroup each. `boxes` of its part of C are staged at once. `half`: fp16.
@@ -73,6 +74,15 @@ class Config:
     has_alpha: bool = False
     bias: bool = False
     activation: str = ""
+
+    @property
+    def texts(self) -> list[str]:
+        return [
+            f"two tiles 64x{COLS} for blocks {self.block[0]}x{self.block[1]}",
+            f"{self.joined} block rows joined" * (self.joined > 1), f"{self.stages} stages",
+            f"{self.boxes} boxes" * (self.boxes != 2),
+            *self.true_names("b_row", "c_col", "half", "has_alpha", "bias"), self.activation,
+        ]  # fmt: skip
 
     @property
     def slice(self) -> int:
@@ -96,17 +106,6 @@ class Config:
             "SMEM_BYTES": self.smem,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in names.items()]
-
-    def __str__(self) -> str:
-        bm, bk = self.block
-        joined = f", {self.joined} block rows joined" if self.joined > 1 else ""
-        flags = [name for name in ("b_row", "c_col", "half", "has_alpha", "bias") if getattr(self, name)]
-        return ", ".join(
-            [f"two tiles 64x{COLS} for blocks {bm}x{bk}{joined}", f"{self.stages} stages", *flags]
-            + ([self.activation] if self.activation else [])
-        )
-
-    __repr__ = __str__
 
     def deepened(self, smem: int) -> Config:
         """The config with as many stages as fit into `smem` bytes, an even number: each slot serves one warpgroup.

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang.gluon import reinterpret, tma_load, tma_store, tma_store_wait
 from sparsek.kernels.spmm.activation import activation_ptx, slope_ptx
 
@@ -37,8 +38,8 @@ RECORD = gl.constexpr(8)
 Shape = TypeVar("Shape", bound="Tile")
 
 
-@dataclass(frozen=True)
-class Tile:
+@dataclass(frozen=True, repr=False)
+class Tile(KernelConfig):
     """A tile of C and the ring that feeds it. All of it is known at compile time.
 
     `wg_m` x `wg_n` consumer warpgroups own 64 x `cols` of C each. A piece is `width` deep in K; a stage holds

@@ -1,0 +1,150 @@
+"""Device code: the rule of a partial block, which decides the keys that each of its queries sees. It is stated here for
+all kernels, once for each layout of scores, so that who changes it sees all of them.
+
+    rule of the block's entry < 0, or no rules     keys from lo of the query to its hi
+    rule >= 0                                      keys whose bit is 1: key % 32 of a word of the query
+
+`bits` are int32 words [rules, BM, BK / 32] for blocks of BM queries and BK keys. An expression that is shared by these
+functions changes the order of instructions in some of them, so each has its own.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+def named(c: Any) -> str:
+    """The rules that a config is compiled for; without any only the end of the keys."""
+    return "rules " + ("+".join(c.true_names("interval", "bits")) or "ends")
+
+
+# Plain Triton: a tile of any shape.
+
+
+@triton.jit
+def of_queries(x, KEYS_FIRST: tl.constexpr):
+    """One number per query, as a row or a column of a tile of scores: [queries, 1], or [1, queries]."""
+    return x[None, :] if KEYS_FIRST else x[:, None]
+
+
+@triton.jit
+def of_keys(x, KEYS_FIRST: tl.constexpr):
+    """One number per key: [1, keys], or [keys, 1]."""
+    return x[:, None] if KEYS_FIRST else x[None, :]
+
+
+@triton.jit
+def admitted(
+    low, high, rules, bits, entry, inside, first, inner,
+    BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """bool [tile_m, TN], KEYS_FIRST [TN, tile_m]: the rule of a partial block for TN keys from `first` on.
+
+    `inside` [tile_m] and `inner` count queries and keys from the block's corner.
+    """
+    c = tl.arange(0, TN)
+    if bits is None:
+        key = of_keys(first + c, KEYS_FIRST)
+        return (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
+    else:
+        WORDS: tl.constexpr = BK // 32
+        rule = tl.load(rules + entry)
+        words = bits + tl.maximum(rule, 0).to(tl.int64) * (BM * WORDS) + (inside * WORDS + inner // 32)
+        ok = (of_queries(inside, KEYS_FIRST) < 0) & (of_keys(c, KEYS_FIRST) < 0)
+        for w in tl.static_range((TN + 31) // 32):
+            word = of_queries(tl.load(words + w, mask=rule >= 0, other=0), KEYS_FIRST)
+            bit = (word >> of_keys((inner + c) % 32, KEYS_FIRST)) & 1
+            ok = ok | ((bit != 0) & of_keys(c // 32 == w, KEYS_FIRST))
+        if low is not None:
+            key = of_keys(first + c, KEYS_FIRST)
+            within = (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
+            ok = ok | ((rule < 0) & within)
+        return ok
+
+
+# Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread.
+
+
+@gluon.jit
+def by_bounds(T: gl.constexpr, s, key0, lo, hi, sunk=None):
+    """Scores of keys from key0 on that are from lo to hi, or below `sunk`; -inf elsewhere."""
+    KEYS: gl.constexpr = T.keys
+    key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
+    seen = (key >= gl.expand_dims(lo - key0, 1)) & (key < gl.expand_dims(hi - key0, 1))
+    if sunk is not None:
+        seen = seen | (key < gl.expand_dims(sunk - key0, 1))
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def by_bits(T: gl.constexpr, s, words, row):
+    """Scores of rows from `row` on whose bit is set, -inf elsewhere. Viewed as [rows, words, 32]."""
+    KEYS: gl.constexpr = T.keys
+    WORDS: gl.constexpr = T.keys // 32
+    cube = s.reshape((64, WORDS, 32))
+    CUBE: gl.constexpr = cube.type.layout
+    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, CUBE)))
+    w = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))
+    at = gl.expand_dims((row + r) // T.pack, 1) * (T.block[1] // 32) + gl.expand_dims(w, 0)
+    found = gl.expand_dims(gl.load(words + at), 2)
+    place = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
+    place = gl.expand_dims(gl.expand_dims(place, 0), 0)
+    cube = gl.where((found << (31 - place)) < 0, cube, float("-inf"))  # the bit becomes the sign
+    return gl.convert_layout(cube.reshape((64, KEYS)), s.type.layout)
+
+
+# Gluon, backward: scores of any layout, of queries and keys that broadcast to them.
+
+
+@gluon.jit
+def by_entry(T: gl.constexpr, s, entry, low, high, query, key, rules, bits):
+    """Scores after the rule of a partial block's entry."""
+    BM: gl.constexpr = T.block[0]
+    BK: gl.constexpr = T.block[1]
+    if T.bits:
+        rule = gl.load(rules + entry)
+        if rule >= 0:
+            words = bits + rule.to(gl.int64) * (BM * (BK // 32))
+            word = gl.load(words + (query % BM * (BK // 32) + key % BK // 32))
+            s = gl.where((word >> (key % 32)) & 1 != 0, s, float("-inf"))
+        else:
+            s = gl.where((low <= key) & (key < high), s, float("-inf"))
+    else:
+        s = gl.where((low <= key) & (key < high), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def by_stage(T: gl.constexpr, s, keys, first, end, kv_len):
+    """Scores of keys from `first` to `end` of their query, -inf elsewhere. Bounds are float bits in shared memory."""
+    if T.interval:
+        COL: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        low = first.reshape((T.queries,)).load(COL).to(gl.int32, bitcast=True)
+        s = gl.where(keys >= gl.expand_dims(low, 0), s, float("-inf"))
+        high = end.reshape((T.queries,)).load(COL).to(gl.int32, bitcast=True)
+        return gl.where(keys < gl.expand_dims(high, 0), s, float("-inf"))
+    else:
+        return gl.where(keys < kv_len, s, float("-inf"))
+
+
+@gluon.jit
+def by_step(T: gl.constexpr, s, entry, key, pos, rules, bits, first, end, kv_len):
+    """Scores [64 keys, queries of a step] after the rule of a partial block's entry, with bounds as for `by_stage`."""
+    keys = gl.expand_dims(key + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)), 1)
+    if T.bits:
+        rule = gl.load(rules + entry)
+        if rule >= 0:
+            words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
+            query = gl.expand_dims(
+                pos % T.block[0] + gl.arange(0, T.queries, gl.SliceLayout(0, s.type.layout)), 0
+            )
+            word = gl.load(words + (query * (T.block[1] // 32) + keys % T.block[1] // 32))
+            s = gl.where((word >> (keys % 32)) & 1 != 0, s, float("-inf"))
+        else:
+            s = by_stage(T, s, keys, first, end, kv_len)
+    else:
+        s = by_stage(T, s, keys, first, end, kv_len)
+    return s
