@@ -1,8 +1,12 @@
 """What holds for every block mask, checked against its dense form."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sparsek.mask.data import leaves_of
+from sparsek.mask.layout import MaskLayout
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import BlockMask
 
@@ -68,3 +72,13 @@ def _check_entries(own: BlockLists, rows: Tensor, column: int, entries: Tensor) 
     starts, counts = own.starts[rows], own.counts[rows]
     assert ((starts <= entries) & (entries < starts + counts)).all()
     assert (own.indices[entries] == column).all()
+
+
+def in_one_buffer(mask: BlockMask) -> Any:
+    """The same mask with all tensors in one buffer."""
+    made = MaskLayout.like(mask, leaves_of(mask))
+    base = torch.randint(-9, 9, (made.length,), dtype=torch.int32)
+    for x, place in zip(leaves_of(mask), made.leaves(base), strict=True):
+        if x is not None:
+            place.copy_(x)
+    return BlockMask.of_layout(made, base)

@@ -18,17 +18,7 @@ from sparsek.mask.recorded import fresh_layout
 from sparsek.ops import mask_calls
 from sparsek.ops.attention_args import flat_mask
 from sparsek.policies import policy
-
-
-def in_one_buffer(mask: sk.BlockMask) -> Any:
-    """The same mask with all tensors in one buffer."""
-    made = layout.MaskLayout.like(mask, leaves_of(mask))
-    base = torch.randint(-9, 9, (made.length,), dtype=torch.int32)
-    for x, place in zip(leaves_of(mask), made.leaves(base), strict=True):
-        if x is not None:
-            place.copy_(x)
-    return sk.BlockMask.of_layout(made, base)
-
+from tests.mask.masks import in_one_buffer
 
 MASKS = {
     "causal": lambda: sk.BlockMask.causal(300),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.ops import attention_args as library_args
+from tests.mask.masks import in_one_buffer
 from tests.ops.tensors import qkv, window
 from tests.sampling import sampled
 
@@ -34,6 +35,7 @@ MASKS: dict[str, Callable[[], "sk.BlockMask | None"]] = {
     "none": lambda: None,
     "window": window,
     "bits": bits,
+    "one buffer": lambda: in_one_buffer(bits()),
     "both": lambda: window() | bits(),
     "per head": lambda: sk.BlockMask.per_head([window(), window(width=9)]),
 }

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.ops import attention_args as library_args
+from tests.mask.masks import in_one_buffer
 from tests.ops.tensors import Qkv, qkv, window
 from tests.sums import alike
 
@@ -29,6 +30,7 @@ def calls(graph: Any) -> list[str]:
 MASKS: dict[str, Callable[[], "sk.BlockMask | None"]] = {
     "none": lambda: None,
     "window": window,
+    "one buffer": lambda: in_one_buffer(window()),
     "both": lambda: window() | sk.BlockMask.from_dense(torch.rand(192, 192) < 0.4, 64),
     "per head": lambda: sk.BlockMask.per_head([window(), window(width=9)]),
 }
