@@ -70,7 +70,7 @@ def test_predictions_grow_with_work_and_have_the_time_to_unpack():
             seconds, q = of(p).seconds(p, c), unpacked.whole(p)
             inner = unpacked.KERNELS_OF_BSR[c.kernel].seconds(q, c.config)
             moved = (1.5 * q.stored * (1 if p.a.quantized else 2) + p.stored / 4) / H200.bandwidth
-            assert moved < seconds - inner < 2 * moved + 5e-6
+            assert moved < seconds - inner < (2.4 if p.a.quantized else 1.2) * moved + 5e-6
             assert of(p).seconds(changed(p, n=2 * p.n), c) > 1.7 * seconds
             assert seconds > p.useful_flops / (H200.tflops[p.rate_name] * 1e12)
 
