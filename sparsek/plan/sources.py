@@ -26,11 +26,12 @@ ROOT = Path(__file__).parents[1]
 JOINED = " + "
 SETTINGS = ("Config", "Tile", "Pipeline")
 # Kernels whose schedule is part of what is timed: it determines which sums their CTAs wait for.
-SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
+SCHEDULES = {"hopper.attention_bwd": "sparsek.plan.attention_grad_schedule"}
 # The tables of kernels, whose modules stand beside them.
 TABLES = ("kernels/product_table.py", "kernels/attention_table.py")
-# Rooms whose host code is followed to device functions, and counts for kernels without any.
-FOLLOWED = {"kernels", "reference"}
+# Folders of kernels, and those whose host code is followed to device functions, and counts for kernels without any.
+KERNELS = {"kernels", "launch"}
+FOLLOWED = KERNELS | {"reference"}
 # The launcher determines the host time of a call, not the time of a kernel: benchmarks of host time name it.
 LAUNCHING = tuple(f"sparsek.kernels.lang.{name}" for name in ("launch", "recorder", "shipped", "progress"))
 # Members of a kernel that plan, and run before the time is taken.
@@ -61,12 +62,12 @@ def counted(name: str, root: Path = ROOT) -> list[tuple[str, str]]:
     tree = _tree(root)
     module = _module_of(name, tree, root)
     work = _Followed(tree)
-    if "kernels" not in module.split("."):
+    if not KERNELS.intersection(module.split(".")[:-1]):
         return _whole(tree, module)
     for each in _definitions(tree, module):
         work.host(each)
     work.finish()
-    schedule = _whole(tree, f"sparsek.{SCHEDULES[name]}") if name in SCHEDULES else []
+    schedule = _whole(tree, SCHEDULES[name]) if name in SCHEDULES else []
     stem = module.rpartition(".")[2]
     if work.device or stem.startswith(COMPILED):
         return [*work.texts(), *schedule]
@@ -149,7 +150,7 @@ class _Followed:
         for target in targets:
             if target.device or (launches and target.kind == "constant"):
                 self.compile(target)
-            if FOLLOWED & {*target.module.split(".")} and target.module not in LAUNCHING:
+            if FOLLOWED.intersection(target.module.split(".")[:-1]) and target.module not in LAUNCHING:
                 self.host(target)
 
     def compile(self, each: Definition) -> None:

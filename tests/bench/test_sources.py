@@ -156,7 +156,7 @@ def test_a_record_is_fresh_until_its_source_changes(
 
 
 def test_a_kernel_may_have_a_schedule_that_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SCHEDULES", {"toy.spmm": "plan.matches"})
+    monkeypatch.setattr(sources, "SCHEDULES", {"toy.spmm": "sparsek.plan.matches"})
     (root / "plan/matches.py").write_text(
         "def match():\n    return 3\n"
     )  # another time, so nothing kept is used
