@@ -2,8 +2,8 @@
 
 A builder states the layout that it writes. Masks of one layout differ in the contents of their bases only, so a call
 that was recorded with one of them is repeated with any other (mask/recorded.py). torch.compile gets a layout as text,
-because dynamo makes symbols of the ints of an object and opaque objects of torch.library are not in every torch:
-`MaskLayout.text` and `MaskLayout.of_text` are the only two places that know its form.
+the one form of constant whose numbers torch 2.11 neither makes symbols of nor refuses to take apart; from torch 2.13 on
+it could be the object. `MaskLayout.text` and `MaskLayout.of_text` alone know that form.
 """
 
 from __future__ import annotations
