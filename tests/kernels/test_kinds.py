@@ -19,14 +19,17 @@ from sparsek.kernels.paged import portable as portable_paged
 from sparsek.kernels.sddmm import hopper as hopper_sddmm
 from sparsek.kernels.sddmm import portable as portable_sddmm
 from sparsek.kernels.spgemm import portable as portable_spgemm
-from sparsek.kernels.spmm import hopper, hopper_paired
+from sparsek.kernels.spmm import hopper, hopper_24, hopper_paired, hopper_skinny_24
 from sparsek.kernels.spmm import hopper_fp8 as hopper_spmm_fp8
+from sparsek.kernels.spmm import portable as portable_spmm
 
 BLOCK = (128, 128)
 HOPPER = (
     hopper.Config(BLOCK, 2, 1, 256, 64, 1, 4),
     hopper_spmm_fp8.Config(BLOCK, 2, 1, 256, 64, 1, 4),
     hopper_paired.Config((64, 64)),
+    hopper_24.Config(fp8=".e4m3.e5m2"),
+    hopper_skinny_24.Config(4, 1, 1, 2, 2, 1),
     hopper_sddmm.Config(BLOCK, 2, 1, 128, 64, 1, 4),
     hopper_fwd.Config(64, 128, BLOCK, 2, 128, 2, 1),
     hopper_fp8.Config(64, 128, BLOCK, 2, 128, 2, 1),
@@ -35,6 +38,7 @@ HOPPER = (
     hopper_paged.Config(64, 128, 16, 2, 128, 2, 1),
 )
 PORTABLE = (
+    portable_spmm.Config(64, 64, 64, 4, 2),
     portable_fwd.Config(64, 64, 4, 2),
     portable_bwd.Tile(64, 64, 4, 2),
     portable_paged.Config(64, 64, 4, 2),

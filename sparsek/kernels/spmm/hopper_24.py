@@ -34,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import tensors_in
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang import driver, nvrtc
 from sparsek.kernels.lang.driver import Boxed, by_rows
 from sparsek.kernels.lang.launch import launch_cuda
@@ -52,8 +53,8 @@ ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # the kernel uses their indic
 BOX_BYTES = 8192  # 64 rows and 64 columns of C
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, repr=False)
+class Config(KernelConfig):
     """A compiled kernel: tiles of 64*ms*wgs x tn, `stages` slots of `bk` columns of A in shared memory.
 
     `cluster` CTAs share their loads of B. `boxes` of a warpgroup's part of C are staged at once. `group` rows of
@@ -138,15 +139,14 @@ class Config:
         room = (smem - self.wgs * self.boxes * BOX_BYTES) // self.stage_bytes
         return replace(self, stages=min(8, room))
 
-    def __str__(self) -> str:
-        shape = f"tile {self.tm}x{self.tn} for {self.wgs} warpgroups, {self.stages} stages"
-        more = ("cluster", "boxes", "group", "b_row", "c_col", "half", "lists", "has_alpha", "bias")
-        flags = [f"{name} {getattr(self, name)}" for name in more if getattr(self, name)]
+    @property
+    def texts(self) -> list[str]:
         sums = f"float32 sums every {self.promote} steps" if self.promote else "the tensor core's own sums"
-        eight = [f"FP8 {self.fp8}, {sums}"] if self.fp8 else []
-        return ", ".join([shape, *flags, *filter(None, (self.activation, self.combine)), *eight])
-
-    __repr__ = __str__
+        return [
+            f"tile {self.tm}x{self.tn} for {self.wgs} warpgroups, {self.stages} stages",
+            *self.true_values("cluster", "boxes", "group", "b_row", "c_col", "half", "lists", "has_alpha", "bias"),
+            self.activation, self.combine, f"FP8 {self.fp8}, {sums}" * bool(self.fp8),
+        ]  # fmt: skip
 
 
 def _compiled(c: Config) -> Config:

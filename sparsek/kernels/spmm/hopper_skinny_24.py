@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang import driver, nvrtc
 from sparsek.kernels.lang.launch import launch_cuda
 from sparsek.kernels.lang.nvrtc import Program
@@ -46,7 +47,7 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves per CTA
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(KernelConfig):
     """A compiled kernel: tiles of 16*ms rows; K cut into `parts`, 1, 2 or 4, and each part into one piece per warp.
 
     A warp keeps `depth` steps of 128 columns in flight. `resident` CTAs share an SM. `tiles` of 8 columns of B.

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
+from sparsek.kernels.kinds import KernelConfig
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import blocks_times_dense, constants
 from sparsek.kernels.lang.epilogue import store_finished
@@ -49,7 +49,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(KernelConfig):
     """tile_m x tile_n of C per program, tile_k of the joined K axis per step; all powers of two, 16 or more.
 
     `group`: how many column tiles are walked down all rows together, for reuse in L2. `part`: a row of about so many
@@ -64,13 +64,8 @@ class Config:
     group: int = 2
     part: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("tile_m", "tile_n", "tile_k"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise InvalidInput(
-                    f"{name} of a portable kernel must be a power of two from 16 up, not {size}"
-                )
+    SIDES = ("tile_m", "tile_n", "tile_k")
+    KERNEL = "a portable kernel"
 
 
 @dataclass(frozen=True, eq=False)
