@@ -17,10 +17,10 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import bound, transforms
 from sparsek.ops.attention_autograd import (
-    Attention,
     Call,
     TransformedAttention,
     check_untransformed,
+    differentiated_forward,
     run_forward,
 )
 from sparsek.ops.attention_fp8 import attention_fp8, plan_attention_fp8
@@ -207,15 +207,15 @@ def attention(
     if plan is None and not _compiling() and (scale is None or type(scale) is float):
         to = bound_to(mask, counting=True)
         if to is not None and (plain or softcap.__class__ is float):
-            once, settings, given = to.once, ("attention", scale, return_lse, kernel), (q, k, v, *to.operands)
+            once, given = to.once, (q, k, v, *to.operands)
+            settings = "attention", scale, return_lse, kernel, deterministic
             if not plain:
                 settings = (*settings, softcap, alibi_slopes is None, sink_logits is None)
                 given = (*given, *(x for x in (alibi_slopes, sink_logits) if x is not None))
-            both = slot = bound.repeat(to.calls, settings, given)
+            both = slot = bound.repeat(to.calls, settings, given, mask)
             if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
-    anew = slot.found is None  # otherwise the call is like one that was checked
-    if anew and plan is None and _traced() and not transforms.active():
+    if plan is None and _traced() and not transforms.active():
         changes = softcap, alibi_slopes, sink_logits
         if not (plain and _compiling()):
             check_tensors(q, k, v)
@@ -231,7 +231,7 @@ def attention(
         _check_plan(plan, kernel, return_lse)
         found = plan.checked(q, k, v, mask)
     else:
-        found = checked(q, k, v, mask) if anew or mask is None else mask
+        found = checked(q, k, v, mask)
     factor = operands.checked_scale(scale, q.shape[3])
     scores = PLAIN if plain else operands.checked_scores(q, softcap, alibi_slopes, sink_logits)
     if plan is not None:
@@ -249,7 +249,7 @@ def attention(
             raise InvalidInput(
                 "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
             )
-        both = bound.differentiable(Attention, slot)(q, k, v, sinks, call, slot)
+        both = differentiated_forward(q, k, v, mask, sinks, call, slot)
     else:
         both = run_forward(q, k, v, sinks, call, return_lse, slot)
     return cast(Any, both if return_lse else both[0])

@@ -5,8 +5,10 @@ torch.func transforms these functions, unlike the ops of torch.library: grad, vj
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +22,14 @@ from sparsek.mask.mask import BlockMask
 from sparsek.ops import bound, transforms
 from sparsek.ops.attention_args import flat_mask
 from sparsek.ops.attention_op import through_op
-from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, differentiated, fixed
+from sparsek.ops.attention_plans import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    bound_to,
+    differentiated,
+    every_block,
+    fixed,
+)
 from sparsek.ops.bound import Slot
 from sparsek.ops.planning import same_family
 from sparsek.plan import attention_operands as operands
@@ -62,10 +71,8 @@ def check_untransformed(mask: BlockMask, slopes: Tensor | None) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, slot: Slot
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None]:
-    if slot.found is not None:
-        return run_forward(q, k, v, sinks, call, True, slot)
     if call.kernel is not None and call.wanted:
         # Unsupported, with its reasons, where that one cannot give the gradients.
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), scores=call.scores)
@@ -74,17 +81,23 @@ def _forward(
     if call.plan is None and transforms.traced():  # a TorchDispatchMode inside torch.func records the op
         settings = call.scale, True, call.kernel, call.deterministic, *call.all_scores(sinks).parts
         return through_op(q, k, v, call.mask, *settings)
-    return run_forward(q, k, v, sinks, call, True, slot)
+    return run_forward(q, k, v, sinks, call, True)
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, lse: bool, slot: Slot
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    call: Call,
+    lse: bool,
+    slot: Slot = bound.UNBOUND,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of checked operands, by the given plan or the mask's."""
     given = Attended(q, k, v, call.mask, call.scale, lse, call.all_scores(sinks))
     if call.plan is not None:
         return call.plan.run(given, captured(q))
-    return slot.run(lambda: ATTENTION.run(given, call.kernel, once=call.once), inside=True)
+    return slot.run(lambda: ATTENTION.run(given, call.kernel, once=call.once))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -105,7 +118,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     found = run(q, k, v, out, lse, grad, grad_lse, learned, ctx.call)
     wanted = zip(found[:3], ctx.needs_input_grad, strict=False)
     of_sinks = None if learned is None else found[3].sum(0).to(learned.dtype)
-    return (*(x if needed else None for x, needed in wanted), of_sinks, None)
+    return (*[x if needed else None for x, needed in wanted], of_sinks, None, None)
 
 
 class Attention(torch.autograd.Function):
@@ -113,15 +126,60 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, slot: Slot
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        call: Call,
+        run: Callable[[], tuple[Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor | None]:
-        output = _forward(q, k, v, sinks, call, slot)
+        output = run()
         _save(ctx, (q, k, v, sinks, call), output)
         return output
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, *grads), None
+    backward = staticmethod(_backward)
+
+
+_attention = bound.applied(Attention)
+
+
+class Learned(NamedTuple):
+    """Attention of the operands of a recorded call whose gradient autograd needs; see `bound.Slot.differentiate`.
+
+    The fields are those of `Call`; `slopes` and `sinks`: whether the last operands are these.
+    """
+
+    scale: float
+    kernel: str | None
+    deterministic: bool
+    once: bool
+    softcap: float
+    slopes: bool
+    sinks: bool
+
+    def __call__(self, mask: BlockMask | None, given: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+        """(out, lse)."""
+        scale, kernel, deterministic, once, softcap, slopes, sinks = self
+        q, k, v = given[:3]
+        scores = Scores(softcap, given[-1 - sinks] if slopes else None) if softcap or slopes else PLAIN
+        mask = every_block(q, k) if mask is None else mask
+        call = Call(mask, None, scale, kernel, deterministic, True, once, scores)
+        return _attention(q, k, v, given[-1] if sinks else None, call, run)
+
+
+def differentiated_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, sinks: Tensor | None, call: Call, slot: Slot
+) -> Any:
+    """(out, lse) of checked operands, whose gradient autograd needs. `mask`: that of the caller."""
+    run = functools.partial(_forward, q, k, v, sinks, call)
+    if not slot.learns:
+        return Attention.apply(q, k, v, sinks, call, run)
+    scores = call.scores
+    more = scores.softcap, scores.alibi_slopes is not None, sinks is not None
+    return slot.differentiate(
+        Learned(call.scale, call.kernel, call.deterministic, call.once, *more), mask, run
+    )
 
 
 def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
@@ -131,12 +189,7 @@ def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
 class TransformedAttention(torch.autograd.Function):
     """The same for torch.func."""
 
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
-    ) -> tuple[Tensor, Tensor | None]:
-        return _forward(q, k, v, sinks, call, bound.UNBOUND)
-
+    forward = staticmethod(_forward)
     setup_context = staticmethod(_save)
     backward = staticmethod(_backward)
     jvp = staticmethod(_no_tangent)
@@ -176,11 +229,6 @@ class AttentionBackward(torch.autograd.Function):
         sinks: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, ...]:
-        if transforms.traced():
-            mask, numbers = flat_mask(call.mask)
-            given = mask, numbers, call.scale, call.deterministic, call.kernel, *call.all_scores(sinks).parts
-            found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *given)
-            return found if sinks is not None else found[:3]
         more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic), grad_lse is None
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
         scores = call.all_scores(sinks)
@@ -192,6 +240,11 @@ class AttentionBackward(torch.autograd.Function):
             once, slot = to.once, bound.repeat(to.calls, more, (*tensors, *to.operands))
         if slot.__class__ is not Slot:
             return slot
+        if transforms.traced():
+            mask, numbers = flat_mask(call.mask)
+            given = mask, numbers, call.scale, call.deterministic, call.kernel, *call.all_scores(sinks).parts
+            found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *given)
+            return found if sinks is not None else found[:3]
         kernel = same_family(call.kernel, "attention_backward")
         forward = Forward(out, lse, call.scale)
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse, scores)

@@ -40,10 +40,15 @@ def checked(
     """
     check_tensors(q, k, v, predicted=not here, planner=planner)
     if mask is None:
-        frame = Frame(q_len=q.shape[2], kv_len=k.shape[2], device=q.device if here else "cpu")
-        return kept_mask(("every block", *frame.values()), lambda: BlockMask.full(**frame))
+        return every_block(q, k, here)
     operands.check_mask(q, k, mask, here=here)
     return mask
+
+
+def every_block(q: Tensor, k: Tensor, here: bool = True) -> BlockMask:
+    """The mask of a call without one."""
+    frame = Frame(q_len=q.shape[2], kv_len=k.shape[2], device=q.device if here else "cpu")
+    return kept_mask(("every block", *frame.values()), lambda: BlockMask.full(**frame))
 
 
 _UNMASKED = Calls()

@@ -6,12 +6,12 @@
     slot = bound.repeat(calls, more, operands)
     if slot.__class__ is not bound.Slot:
         return slot
-    if slot.found is None:
-        ...               # checks
+    ...               # checks
     return slot.run(lambda: ...)
 
-Where autograd needs a gradient the slot of a call that is found is returned too: `slot.run` then repeats it inside of
-the differentiable function, which `differentiable(function, slot)` calls. Backward passes are calls of their own.
+Where autograd needs a gradient, `slot.differentiate(again, owner, run)` is `again(owner, operands, run)`, which calls a
+differentiable function that calls `run`. From then on `repeat` calls `again` with the recorded call in its place, and
+without checks. Backward passes are calls of their own.
 
 The key of a call has all that checks, plan and launch read: `more` (verb, settings, form of the sparse operand), the
 shapes, strides, dtypes and alignments of the operands, the thread, the device and the stream. Calls under
@@ -25,6 +25,7 @@ torch.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ SHAPES = 4
 # The state of a key whose recorded call has stale constants. The next call may have to make them, and the one after it
 # is recorded.
 STALE: Any = object()
+Again = Callable[[Any, Sequence[Tensor], Callable[[], Any]], Any]
 
 _compiling = torch.compiler.is_compiling
 _tracing = torch._C._is_tracing
@@ -58,15 +60,20 @@ _capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 class Recent(NamedTuple):
     """A recorded call that `repeat` finds: torch's guards of its operands, and the rest of its key.
 
-    `precision`: that of float32 products, "" if no operand is float32. `learns`: as in `Slot`.
+    `precision`: that of float32 products, "" if no operand is float32. `again`: of a call that learns, as in
+    `Slot.differentiate`.
     """
 
     like: Callable[..., bool]
     precision: str
     thread: int
     grad: bool
-    learns: bool
+    again: Again | None
     call: Recorded
+
+
+class Missed(Exception):
+    """A recorded call that learns cannot run now."""
 
 
 class Calls:
@@ -101,7 +108,7 @@ class Calls:
             self.recent = {more: xs for more, xs in left.items() if xs}
 
     def find_again(
-        self, more: Hashable, operands: Sequence[Tensor], call: Recorded, learns: bool = False
+        self, more: Hashable, operands: Sequence[Tensor], call: Recorded, again: Again | None = None
     ) -> None:
         """Make `repeat` find the call, in the grad mode of now."""
         if GUARDS is None:
@@ -109,7 +116,7 @@ class Calls:
         precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
         sizes, strides = [list(x.shape) for x in operands], [list(x.stride()) for x in operands]
         like = GUARDS(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        made = Recent(like, precision, _thread(), _grad(), learns, call)
+        made = Recent(like, precision, _thread(), _grad(), again, call)
         others = [x for x in self.recent.get(more, ()) if x.call is not call]
         self.recent[more] = (made, *others)[:SHAPES]
 
@@ -117,8 +124,7 @@ class Calls:
 class Slot(NamedTuple):
     """The place of a call in `calls`. `key`: None if it must not be recorded, because something traces it.
 
-    `learns`: autograd needs a gradient of the call. `found`: a recorded call that this one is like, if it learns; its
-    operands were checked then.
+    `learns`: autograd needs a gradient of the call.
     """
 
     calls: Calls
@@ -126,7 +132,6 @@ class Slot(NamedTuple):
     operands: Sequence[Tensor]
     key: Hashable | None
     learns: bool
-    found: Recorded | None = None
 
     def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
         """Return `run()`, for checked operands. The second call with a key is recorded.
@@ -135,11 +140,6 @@ class Slot(NamedTuple):
         `run` is the inner part of a differentiable function, and may be recorded although a gradient is needed.
         """
         calls = self.calls
-        if self.found is not None:
-            output = self.found(*self.operands)
-            if output is not MISS:
-                return output
-            return Slot(*self[:3], _key(self.more, self.operands, True)[0], True).run(run, inside)
         if self.key is None or (self.learns and not inside):
             return run()
         seen: Any = calls.known.get(self.key)
@@ -171,14 +171,31 @@ class Slot(NamedTuple):
             self.calls.find_again(self.more, self.operands, call)
         return output
 
+    def differentiate(self, again: Again, owner: Any, run: Callable[[], Any]) -> Any:
+        """Return `again(owner, operands, run)`, for checked operands. Its run may be a recorded call.
+
+        `owner`: what each call has besides its operands, and what `again` must not keep: a matrix or a mask.
+        """
+        seen: Any = self.calls.known.get(self.key)
+        if isinstance(seen, Recorded):
+            self.calls.find_again(self.more, self.operands, seen, again)
+        return again(owner, self.operands, functools.partial(self.run, run, True))
+
 
 UNBOUND = Slot(Calls(), None, (), None, False)
 
 
-def differentiable(function: type[torch.autograd.Function], slot: Slot) -> Callable[..., Any]:
-    """`function.apply`; for a call that was found, without torch's look at each argument for wrappers of torch.func."""
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for calls with a key: without torch's look at each argument for wrappers of torch.func."""
     direct: Any = super(torch.autograd.Function, function)
-    return function.apply if slot.found is None else direct.apply
+    return direct.apply
+
+
+def _now(call: Recorded, operands: Sequence[Tensor]) -> Any:
+    output = call(*operands)
+    if output is MISS:
+        raise Missed
+    return output
 
 
 def _guards() -> Any:
@@ -199,7 +216,7 @@ def _precision() -> str:
 GUARDS = _guards()
 
 
-def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
+def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], owner: Any = None) -> Any:
     """Run the recorded call with the same `more` and equal operand properties, and return its result; otherwise a Slot.
 
     Calls with one `more` have one number of operands: torch's guards raise TypeError for another. Not for a function
@@ -209,7 +226,7 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
     if recent is not None and forward_ad._current_level < 0 and not _tracing():
         thread, grad = _thread(), _grad()
         for each in recent:
-            like, precision, of_thread, of_grad, learns, call = each
+            like, precision, of_thread, of_grad, again, call = each
             if of_grad is not grad or of_thread != thread or not like(*operands):
                 continue
             stream = call.stream
@@ -217,28 +234,26 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
                 continue  # none captures stream 0
             if precision and precision != _precision():
                 continue
-            output = Slot(calls, more, operands, None, True, call) if learns else call(*operands)
+            if again is None:
+                output = call(*operands)
+            else:
+                try:
+                    output = again(owner, operands, functools.partial(_now, call, operands))
+                except Missed:
+                    output = MISS
             if output is not MISS:
                 if each is not recent[0]:
                     calls.recent[more] = (each, *[x for x in recent if x is not each])
                 return output
-    key, learns = _key(more, operands, _grad())
+    key, learns = _key(more, operands)
     if key is None:
         return UNBOUND
     slot, found = Slot(calls, more, operands, key, learns), calls.known.get(key)
-    if not isinstance(found, Recorded):
-        return slot
-    if not learns:
-        return slot.again(found)
-    calls.find_again(more, operands, found, True)
-    return slot._replace(found=found)
+    return slot.again(found) if isinstance(found, Recorded) and not learns else slot
 
 
-def _key(more: Hashable, operands: Sequence[Tensor], grad: bool) -> tuple[Hashable, bool]:
-    """The key of a call, None if it must not be recorded; and whether autograd needs a gradient of it.
-
-    `grad`: whether autograd listened when the call began.
-    """
+def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
+    """The key of a call, None if it must not be recorded; and whether autograd needs a gradient of it."""
     if (
         _compiling()
         or torch._C._are_functorch_transforms_active()
@@ -263,5 +278,5 @@ def _key(more: Hashable, operands: Sequence[Tensor], grad: bool) -> tuple[Hashab
             facts.append(_precision())
     if index < 0 or index != _device() or _capturing():
         return None, False
-    learns = learns and grad
+    learns = learns and _grad()
     return (*facts, index, _stream(index), learns), learns

@@ -32,7 +32,7 @@ def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: A
     else:
         return UNBOUND
     calls = home.derived("calls", Calls) if plan is None else _of_plan(home, plan)
-    return repeat(calls, (more, on_left, turned, form), given)
+    return repeat(calls, (more, on_left, turned, form), given, matrix)
 
 
 def _of_plan(home: Home, plan: Any) -> Calls:

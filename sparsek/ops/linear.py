@@ -25,7 +25,7 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, bound_products, transforms
 from sparsek.ops.autocast import autocasts
 from sparsek.ops.bound import Slot
-from sparsek.ops.spmm import SPMM, How, Multiplied, follow_autocast_fp8, multiply
+from sparsek.ops.spmm import SPMM, How, Learned, finished, follow_autocast_fp8, multiply
 from sparsek.plan import operands
 from sparsek.plan.product_kernels import activation_seconds
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
@@ -102,8 +102,7 @@ def linear(
         slot = bound_products.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
-    if slot.found is None:
-        operands.check_linear(x, W, bias, activation, residual)
+    operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
     rows = in_rows(bias), in_rows(residual)
@@ -123,19 +122,16 @@ def linear(
         return fused(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), kernel, dtype)
 
     slope = cut and writes_slope(x, W, bias, act, kernel)
+    after = act if cut and not slope else ""
     if slope or (slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized)):
-        cut = cut and not slope
+        if not slot.learns:
+            slot = slot._replace(operands=(W.values, x, *(t for t in rows if t is not None)))
         how = How(True, False, 1.0, inside == "relu", kernel, act if slope else "")
+        again = Learned(how, bias is not None, residual is not None, apart, after)
         both: Any = functools.partial(with_slope, x, W, bias, act, kernel) if slope else run
-        multiplied, again = bound.differentiable(Multiplied, slot), functools.partial(slot.run, both, True)
-        y = multiplied(W.values, x, bias, beside, W, how, again)
-    else:
-        y = slot.run(run)
-    if apart:
-        with dtypes.as_given(x.device):
-            y = ACTIVATIONS[act](y) if cut else y
-            y = y if residual is None else y + residual
-    return y
+        return slot.differentiate(again, W, both)
+    y = slot.run(run)
+    return finished(y, after, residual) if apart else y
 
 
 def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:

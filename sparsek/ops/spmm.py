@@ -7,8 +7,7 @@ unpack the matrix into a workspace first, cpu.bsr24 blocks.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -128,17 +127,15 @@ def spmm(
         transforms.refuse("out=")
         multiply(_checked(A, B, out, epilogue, dtype), kernel)
         return out
-    call = _checked(A, B, None, epilogue, dtype) if slot.found is None else None
+    call = _checked(A, B, None, epilogue, dtype)
 
     def product() -> Tensor:
-        given = call or Product.of(A, B, None, epilogue, dtype)
-        return given.seen(multiply(given, kernel), A)
+        return call.seen(multiply(call, kernel), A)
 
     if slot.learns and not (isinstance(A, Quantized) or isinstance(B, Quantized)):
-        matrix, dense = (A, B) if operands.is_sparse(A) else (B, A)
+        matrix = A if operands.is_sparse(A) else B
         how = How(matrix is B, matrix is B, alpha, False, kernel)
-        again = functools.partial(slot.run, product, True)
-        return bound.differentiable(Multiplied, slot)(matrix.values, dense, None, None, matrix, how, again)
+        return slot.differentiate(Learned(how), matrix, product)
     return slot.run(product)
 
 
@@ -367,6 +364,38 @@ class How(NamedTuple):
     slope: str = ""
 
 
+class Learned(NamedTuple):
+    """A product of the operands of a recorded call whose gradient autograd needs; see `bound.Slot.differentiate`.
+
+    `act`: the activation that torch applies to it. `residual`: the last operand is added behind that, by torch if
+    `apart`.
+    """
+
+    how: How
+    biased: bool = False
+    residual: bool = False
+    apart: bool = False
+    act: str = ""
+
+    def __call__(
+        self, a: BSR | Semi24 | BSR24, given: Sequence[Tensor], multiply: Callable[[], Any]
+    ) -> Tensor:
+        """The result for the tensors of `a`, the dense operand, the bias and the residual."""
+        how, biased, residual, apart, act = self
+        own = 1 if a.__class__ is BSR else 2
+        other = given[-1] if residual else None
+        bias = given[own + 1] if biased else None
+        y = _multiplied(given[0], given[own], bias, None if apart else other, a, how, multiply)
+        return finished(y, act, other) if apart else y
+
+
+def finished(y: Tensor, act: str, residual: Tensor | None) -> Tensor:
+    """act(y) + residual, by torch."""
+    with dtypes.as_given(y.device):
+        y = ACTIVATIONS[act](y)
+        return y if residual is None else y + residual
+
+
 class Multiplied(torch.autograd.Function):
     """A product with gradients for plain tensors; the torch.library op takes more host time.
 
@@ -386,31 +415,29 @@ class Multiplied(torch.autograd.Function):
         multiply: Callable[[], Any],
     ) -> Tensor:
         of_values, of_b, of_bias, *_ = ctx.needs_input_grad
-        two_four = not isinstance(a, BSR)
-        if of_values and two_four:
+        if of_values and not isinstance(a, BSR):
             raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
-        none: Any = None
-        c, slope = multiply() if how.slope else (multiply(), none)
+        all_, shape, by_columns = how.slope != "", dense.shape, how.rows or gradients.lies_by_columns(dense)
+        c, slope = multiply() if all_ else (multiply(), None)
         cut = c if how.relu and (of_values or of_b or of_bias) else None
-        all_ = slope is not None  # a second derivative computes the product again
+        # A second derivative computes the product with a slope again.
         kept = values if of_b or all_ else None, dense if of_values or all_ else None
         save_for_backward(ctx, *kept, cut, slope)
-        ctx.a, ctx.how, ctx.shape = a._each(lambda _: none), how, dense.shape
-        ctx.bias = Later.of(bias) if all_ else None
-        ctx.b_by_columns = how.rows or gradients.lies_by_columns(dense)
+        ctx.product = a._each(_nothing), how, shape, by_columns, Later.of(bias) if all_ else None
         return c
 
     @staticmethod
     @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         values, dense, out, slope = saved_tensors(ctx)
-        a, (rows, turned, alpha, _, kernel, activation), by_columns = ctx.a, ctx.how, ctx.b_by_columns
+        a, how, shape, by_columns, later = ctx.product
+        rows, turned, alpha, _, kernel, activation = how
         needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
         two_four, dz = not isinstance(a, BSR), grad
         if slope is not None and not again:
             dz = tokens(grad) * slope
         elif slope is not None:
-            bias = None if ctx.bias is None else ctx.bias.read("bias")
+            bias = None if later is None else later.read("bias")
             z = multiply(Product.layer(dense, a._each(lambda _: values), Epilogue(bias=bias)), kernel)
             (dz,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
         elif out is not None:
@@ -437,7 +464,7 @@ class Multiplied(torch.autograd.Function):
                     c = spmm(dz.mT, whole.T if turned else whole, alpha=alpha, kernel=named)
                 else:
                     c = spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
-                return c.view(ctx.shape) if rows and c.shape != ctx.shape else c
+                return c.view(shape) if rows and c.shape != shape else c
 
             parts = (tokens(dz).mT, none if dense is None else tokens(dense).mT) if rows else (dz, dense)
             return gradients.of_factors(needs, *parts, view != (turned and not two_four), alpha, sample, turn)
@@ -446,12 +473,17 @@ class Multiplied(torch.autograd.Function):
         if not again and not torch.compiler.is_compiling():
             home, form, (_, *own) = a.signature()
             given = [x for x in (dz, dense, values, *(own if needs[1] else ())) if x is not None]
-            more = "backward", ctx.how, form, by_columns, *needs[:2]
+            more = "backward", how, form, by_columns, *needs[:2]
             slot = bound.repeat(home.derived("calls", bound.Calls), more, given)
         of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot
         of_bias = gradients.of_bias(tokens(dz).mT if rows else dz) if needs[2] else None
         return of_values, of_b, of_bias, grad if needs[3] else None, None, None, None
 
 
+def _nothing(values: Tensor) -> Any:
+    return None
+
+
+_multiplied = bound.applied(Multiplied)
 for kind in (Semi24, BSR24, Quantized, QuantizedTensor):
     kind.register_matmul(spmm)

@@ -109,7 +109,7 @@ class Part:
     at last.
     """
 
-    __slots__ = ("allocations", "cells", "last", "maps", "steps")
+    __slots__ = ("allocations", "by_role", "cells", "last", "maps", "steps")
 
     def __init__(self) -> None:
         self.allocations: list[tuple[Any, Any]] = []
@@ -117,17 +117,27 @@ class Part:
         self.maps: list[tuple[Any, Any, int, int]] = []
         self.steps: list[tuple[Any, Any]] = []
         self.last: list[int] = []
+        self.by_role: list[tuple[int, list[Any], list[Any]]] = []
+
+    def close(self) -> None:
+        """Sort cells and maps by role: what is written together."""
+        for role in sorted({role for *_, role, _ in (*self.cells, *self.maps)}):
+            cells = [(cell, offset) for cell, of, offset in self.cells if of == role]
+            maps = [(made, cell, offset) for made, cell, of, offset in self.maps if of == role]
+            self.by_role.append((role, cells, maps))
 
     def point(self, addresses: list[int]) -> None:
         """Writes the addresses of this call into the argument blocks."""
         last, self.last = self.last, []  # if interrupted here, the next call writes all addresses again
-        for cell, role, offset in self.cells:
-            cell.value = addresses[role] + offset
-        replace: Any = driver.cuda().cuTensorMapReplaceAddress if self.maps else None
-        for tensor_map, cell, role, offset in self.maps:
-            if not last or last[role] != addresses[role]:
-                cell.value = addresses[role] + offset
-                driver.check(replace(tensor_map, cell))
+        for role, cells, maps in self.by_role:
+            address = addresses[role]
+            if last and last[role] == address:
+                continue
+            for cell, offset in cells:
+                cell.value = address + offset
+            for tensor_map, cell, offset in maps:
+                cell.value = address + offset
+                driver.check(driver.cuda().cuTensorMapReplaceAddress(tensor_map, cell))
         self.last = [*addresses]
 
 
@@ -145,6 +155,8 @@ class Recorded:
 
     def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool) -> None:
         self.parts = tuple(recorder.parts)
+        for part in self.parts:
+            part.close()
         self.fresh = tuple(recorder.sources)
         self.results, self.single = tuple(results), single
         roles = [each.role for each in results if each is not None and not each.view]
