@@ -47,7 +47,7 @@ from sparsek.kernels.spmm import load as load_prims
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm import multiply_held as held_prims
 from sparsek.kernels.spmm.load import load
-from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply, owned_boxes
+from sparsek.kernels.spmm.multiply import RECORD, Beside, Tile, deepened, most_boxes, multiply, owned_boxes
 from sparsek.kernels.spmm.multiply_held import multiply_held
 from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.bsr import BSR
@@ -157,16 +157,16 @@ def spmm_kernel(
     ring = (a_s, b_s, full, empty)
     steps = (cols, blocks, no_col, no_block)
     slots = (a_boxes, b_boxes, full, empty)
-    joined = (other, lead8, rows, cols8, beta)
+    matrix = Beside(other, lead8, rows, cols8, beta, None, None)
     if T.slope:
         slopes = gl.allocate_shared_memory(DTYPE, [GROUPS] + beside_desc.block_type.shape, beside_desc.layout)
-        joined = (other, lead8, rows, cols8, beta, beside_desc, slopes)
+        matrix = Beside(other, lead8, rows, cols8, beta, beside_desc, slopes)
     if T.preload:
-        joined = (other, lead8, rows, cols8, beta, beside_desc, landed)
+        matrix = Beside(other, lead8, rows, cols8, beta, beside_desc, landed)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply, (T, 0, c_desc, lists, before, joined, ring, c_s)),
+                (multiply, (T, 0, c_desc, lists, before, matrix, ring, c_s)),
                 (load, (T, a_desc, b_desc, lists, steps, slots)),
             ],
             [1],
@@ -175,8 +175,8 @@ def spmm_kernel(
     elif T.held > 0:
         gl.warp_specialize(
             [
-                (multiply_held, (T, 0, c_desc, lists, before, joined, ring, c_s)),
-                (multiply_held, (T, 1, c_desc, lists, before, joined, ring, c_s)),
+                (multiply_held, (T, 0, c_desc, lists, before, matrix, ring, c_s)),
+                (multiply_held, (T, 1, c_desc, lists, before, matrix, ring, c_s)),
                 (load, (T, a_desc, b_desc, lists, steps, slots)),
             ],
             [4, 1],
@@ -185,8 +185,8 @@ def spmm_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (T, 0, c_desc, lists, before, joined, ring, c_s)),
-                (multiply, (T, 1, c_desc, lists, before, joined, ring, c_s)),
+                (multiply, (T, 0, c_desc, lists, before, matrix, ring, c_s)),
+                (multiply, (T, 1, c_desc, lists, before, matrix, ring, c_s)),
                 (load, (T, a_desc, b_desc, lists, steps, slots)),
             ],
             [4, 1],

@@ -57,7 +57,7 @@ from sparsek.kernels.spmm import multiply_fp8 as scale_prims
 from sparsek.kernels.spmm import multiply_fp8_held as scale_held
 from sparsek.kernels.spmm import multiply_held as held_prims
 from sparsek.kernels.spmm.load import load
-from sparsek.kernels.spmm.multiply import Tile, deepened, most_boxes
+from sparsek.kernels.spmm.multiply import Beside, Tile, deepened, most_boxes
 from sparsek.kernels.spmm.multiply_fp8 import multiply
 from sparsek.kernels.spmm.multiply_fp8_held import multiply_held, multiply_held_sums
 from sparsek.kernels.spmm.parts import Dealt, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
@@ -193,11 +193,11 @@ def spmm_fp8_kernel(
     before = (bias, m, n, part_sums)
     ring = (a_s, b_s, full, empty)
     steps = (cols, None, no_col, no_block)
-    joined = (other, lead8, rows, cols8, beta)
+    matrix = Beside(other, lead8, rows, cols8, beta, None, None)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply, (T, 0, c_desc, lists, scales, before, joined, ring, c_s)),
+                (multiply, (T, 0, c_desc, lists, scales, before, matrix, ring, c_s)),
                 (load, (T, a_desc, b_desc, lists, steps, ring)),
             ],
             [1],
@@ -229,8 +229,8 @@ def spmm_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (T, 0, c_desc, lists, scales, before, joined, ring, c_s)),
-                (multiply, (T, 1, c_desc, lists, scales, before, joined, ring, c_s)),
+                (multiply, (T, 0, c_desc, lists, scales, before, matrix, ring, c_s)),
+                (multiply, (T, 1, c_desc, lists, scales, before, matrix, ring, c_s)),
                 (load, (T, a_desc, b_desc, lists, steps, ring)),
             ],
             [4, 1],

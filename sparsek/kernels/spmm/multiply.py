@@ -17,7 +17,7 @@ row of X, -1, 0, 0.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,6 +36,21 @@ from sparsek.kernels.spmm.activation import activation_ptx, slope_ptx
 RECORD = gl.constexpr(8)
 
 Shape = TypeVar("Shape", bound="Tile")
+
+
+class Beside(NamedTuple):
+    """A matrix in C's layout: the other one of the epilogue, of leading stride 8 * lead8 and `rows` x 8 * cols8 in
+    memory, and beta. `desc`: with `slope`, of the matrix of slopes, whose boxes are in `shared`; with `preload`, of the
+    other one, of whose boxes `shared` has barriers.
+    """
+
+    other: Any
+    lead8: Any
+    rows: Any
+    cols8: Any
+    beta: Any
+    desc: Any
+    shared: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -257,9 +272,8 @@ def corner(T: gl.constexpr, WG: gl.constexpr, box, row, col, ahead):
 
 
 @gluon.jit
-def cells(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined):
+def cells(T: gl.constexpr, WG: gl.constexpr, box, row, col, beside):
     """Pointers to the elements of box number `box` in a matrix of C's layout, and the mask of those that exist."""
-    other, lead8, rows, cols8 = joined[0], joined[1], joined[2], joined[3]
     HIGH: gl.constexpr = T.c_shape[0]
     WIDE: gl.constexpr = T.c_shape[1]
     LAYOUT: gl.constexpr = box_layout(T)
@@ -267,29 +281,29 @@ def cells(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined):
     y = down + gl.expand_dims(gl.arange(0, HIGH, gl.SliceLayout(1, LAYOUT)), 1)
     # Boxes begin at multiples of 8 columns, and C has a multiple of 8: with this hint, 16 bytes are one access.
     x = along // 8 * 8 + gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT)), 0)
-    return other + y.to(gl.int64) * (lead8 * 8) + x, (y < rows) & (x < cols8 * 8)
+    return beside.other + y.to(gl.int64) * (beside.lead8 * 8) + x, (y < beside.rows) & (x < beside.cols8 * 8)
 
 
 @gluon.jit
-def look_ahead(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined, due):
+def look_ahead(T: gl.constexpr, WG: gl.constexpr, box, row, col, beside, due):
     """Prefetches what box number `box` needs; the wait for the next stage hides the latency.
 
     This is the matching part of the other matrix, or the index and first column of its stored block.
     """
     if T.sampled:
-        columns, stored = joined
+        columns, stored = beside
         r, c, place = box_at(T, WG, box)
         at = col * T.groups + (T.cols * (WG // T.wg_m) + c) // T.piece
         return gl.load(stored + at, mask=due, other=0), gl.load(columns + at, mask=due, other=0) % T.side
     elif T.combine != "" and not T.preload:
-        at, there = cells(T, WG, box, row, col, joined)
+        at, there = cells(T, WG, box, row, col, beside)
         return gl.load(at, mask=there & due, other=0.0)
     else:
         return 0
 
 
 @gluon.jit
-def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ahead, joined):
+def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ahead, beside):
     """Applies the epilogue to box number `box` and stores it, and its slopes, to global memory."""
     LAYOUT: gl.constexpr = box_layout(T)
     down, along, place = corner(T, WG, box, row, col, ahead)
@@ -298,7 +312,7 @@ def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ah
         z = at.load(LAYOUT).to(gl.float32)
         if T.slope:
             z, slope = activated_with_slope(T, z, c_desc.dtype)
-            slopes = joined[6].index(WG)
+            slopes = beside.shared.index(WG)
             tma_store_wait(0)  # until TMA has read the slopes of the box before
             slopes.store(slope.to(c_desc.dtype))
         else:
@@ -306,21 +320,21 @@ def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ah
         if T.combine == "mul":
             z = z * ahead.to(gl.float32)
         elif T.combine == "add":
-            z = z + joined[4] * ahead.to(gl.float32)
+            z = z + beside.beta * ahead.to(gl.float32)
         at.store(z.to(c_desc.dtype))
         fence_async_shared()
     tma_store(c_desc, [down, along], at)
     if T.slope:
-        tma_store(joined[5], [down, along], slopes)
+        tma_store(beside.desc, [down, along], slopes)
 
 
 @gluon.jit
-def ask_box(T: gl.constexpr, WG: gl.constexpr, box, row, col, boxes, joined):
+def ask_box(T: gl.constexpr, WG: gl.constexpr, box, row, col, boxes, beside):
     """Starts to load box number `box` of the other matrix to its place in the stage."""
-    other_desc, landed = joined[5], joined[6].index(WG)
+    landed = beside.shared.index(WG)
     down, along, place = corner(T, WG, box, row, col, 0)
     mbarrier.expect(landed, 2 * T.c_box * T.panel)
-    tma_load(other_desc, [down, along], landed, boxes.index(place))
+    tma_load(beside.desc, [down, along], landed, boxes.index(place))
 
 
 @gluon.jit
@@ -336,23 +350,20 @@ def combined(T: gl.constexpr, sums, staged, beta):
 
 
 @gluon.jit
-def put_box(T: gl.constexpr, WG: gl.constexpr, box, row, col, boxes, joined):
+def put_box(T: gl.constexpr, WG: gl.constexpr, box, row, col, boxes, beside):
     """Writes box number `box` to C as streaming data (.cs), so that operands that are read again stay cached."""
     LAYOUT: gl.constexpr = box_layout(T)
     r, c, place = box_at(T, WG, box)
-    to, there = cells(T, WG, box, row, col, joined)
+    to, there = cells(T, WG, box, row, col, beside)
     gl.store(to, boxes.index(place).load(LAYOUT), mask=there, cache_modifier=".cs")
 
 
 @gluon.jit
-def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, ring, c_s):
+def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, beside, ring, c_s):
     """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and stores them during the next tile.
 
     `lists` is (tiles, starts); `before` (bias, rows of C, alpha, workspace); `ring` (A slots, B slots, full, empty).
-    `joined` is (other matrix, its leading stride / 8, rows, columns / 8 of C in memory, beta). With `slope` it goes on
-    with (matrix of slopes, boxes of it in shared memory), with `preload` with (other matrix, a barrier for each
-    warpgroup). In a sampled product it is (first columns, positions among the stored blocks), `groups` of each for a
-    tile.
+    `beside` is (first columns, positions among the stored blocks) in a sampled product, `groups` of each for a tile.
     """
     tiles, starts = lists
     bias, m, alpha, part_sums = before
@@ -403,7 +414,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
         acc = warpgroup_mma_init(start)
         for q in range(0, pieces, PIECES):
             due = (unsent + unasked > 0) & (q // PIECES % EVERY == EVERY // 2 * WG % EVERY)
-            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, due)
+            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, beside, due)
             mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
             for i in gl.static_range(PIECES):
                 if T.a_col:
@@ -418,14 +429,14 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                 if due:  # one box is stored, and the one before, which TMA has read, makes room
                     tma_store_wait(0)
                     if unasked > unsent:
-                        ask_box(T, WG, BOXES - unasked, row + ROW0, col, boxes, joined)
+                        ask_box(T, WG, BOXES - unasked, row + ROW0, col, boxes, beside)
                         unasked -= 1
                     if unsent > 0:
-                        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
                         unsent -= 1
             elif not T.finishes and T.every > 0:
                 if due:
-                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
                     unsent -= 1
             acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the previous stage has been read
             acc = warpgroup_mma_init(acc)
@@ -433,7 +444,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                 mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
             if T.finishes:
                 if due:  # in parallel with this stage's wgmma
-                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
                     unsent -= 1
             slot += 1
             if slot == STAGES:
@@ -446,13 +457,13 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
             mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
         if T.preload:
             while unsent > 0:
-                send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, 0, joined)
+                send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, 0, beside)
                 unsent -= 1
             tma_store_wait(0)
             while unasked > 0:
-                ask_box(T, WG, BOXES - unasked, row + ROW0, col, boxes, joined)
+                ask_box(T, WG, BOXES - unasked, row + ROW0, col, boxes, beside)
                 unasked -= 1
-            mbarrier.wait(joined[6].index(WG), loaded)  # until TMA has written the whole stage
+            mbarrier.wait(beside.shared.index(WG), loaded)  # until TMA has written the whole stage
             loaded ^= 1
         if T.split and part >= 0:
             r = ROW0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -466,11 +477,11 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                 if T.has_alpha or T.split:
                     out = out + gl.expand_dims(shift, 1)
             if T.preload:
-                out = combined(T, out, stage, joined[4])
+                out = combined(T, out, stage, beside.beta)
             elif not T.direct:
                 while unsent > 0:  # the tile was too short to store all boxes during its stages
-                    ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
-                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                    ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, beside, True)
+                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
                     unsent -= 1
                 tma_store_wait(0)  # until TMA has read the staged tile, which is overwritten next
             if T.c_col:
@@ -479,7 +490,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                 stage.store(out.to(c_desc.dtype))
             if T.direct:
                 for box in range(BOXES):
-                    put_box(T, WG, box, row + ROW0, col, boxes, joined)
+                    put_box(T, WG, box, row + ROW0, col, boxes, beside)
             else:
                 fence_async_shared()
                 if T.every > 0:
@@ -488,7 +499,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                     old_col = col
                 else:
                     for box in range(BOXES):
-                        send_box(T, WG, c_desc, box, row + ROW0, col, boxes, 0, joined)
+                        send_box(T, WG, c_desc, box, row + ROW0, col, boxes, 0, beside)
         begin = next_begin
         end = next_end
         row = next_row
@@ -498,7 +509,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
             shift = next_shift
     if not T.direct:
         while unsent > 0:
-            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
-            send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, beside, True)
+            send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
             unsent -= 1
         tma_store_wait(0)  # shared memory must outlive the copies that read it

@@ -215,11 +215,11 @@ def promoted(T: gl.constexpr, sums, U: gl.constexpr, IN_FLIGHT: gl.constexpr, tw
 
 
 @gluon.jit
-def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, joined, ring, c_s):
+def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, beside, ring, c_s):
     """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and stores them during the next tile.
 
     `lists` is (tiles, starts); `scales` (of A, of B, alpha); `before` (bias, rows and columns of C, workspace);
-    `ring` (A slots, B slots, full, empty); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of C in
+    `ring` (A slots, B slots, full, empty); `beside` (other matrix, its leading stride / 8, rows, columns / 8 of C in
     memory, beta).
     """
     tiles, starts = lists
@@ -261,7 +261,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
             sums = nothing(T, LAYOUT)
         for q in range(0, pieces, PIECES):
             due = (unsent > 0) & (q // PIECES % EVERY == EVERY // 2 * WG % EVERY)
-            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, due)
+            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, beside, due)
             later = block_scales(T, a_scale, begin, end, q + PIECES)
             mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
             if PROMOTE == 0:
@@ -274,7 +274,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                 if q > 0:
                     mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
                 if due:  # in parallel with this stage's wgmma
-                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
                     unsent -= 1
             else:
                 UNITS: gl.constexpr = units(T)
@@ -284,7 +284,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                     two = started(T, WG, rows_of_a, b_s, slot, u, two)
                     if u == min(1, UNITS - 1):
                         if due:  # in parallel with the products of two units
-                            send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                            send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
                             unsent -= 1
                     if u > 0:
                         sums, two = promoted(T, sums, u - 1, PROMOTE, two, stretch, down)
@@ -308,8 +308,8 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                 gl.store(part_sums + at, scaled(T, sums, c, down, factors))
         else:
             while unsent > 0:  # the tile was too short to store all boxes during its stages
-                ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
-                send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, beside, True)
+                send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
                 unsent -= 1
             tma_store_wait(0)  # until TMA has read the staged tile, which is overwritten next
             coming = record(tiles, t + 1)  # latency is hidden here; one spare record ends the schedule
@@ -328,7 +328,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
         begin, end, row, col, part = coming
         stretch = block_scales(T, a_scale, begin, end, 0)
     while unsent > 0:
-        ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
-        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+        ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, beside, True)
+        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, beside)
         unsent -= 1
     tma_store_wait(0)  # shared memory must outlive the copies that read it

@@ -77,14 +77,14 @@ def place(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, row, col):
 
 
 @gluon.jit
-def ask(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, row, col, boxes, joined):
+def ask(T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, row, col, boxes, beside):
     """Starts to load a piece of the other matrix into its box."""
     BOX: gl.constexpr = T.held_boxes * WG + PIECE % T.held_boxes
     tma_store_wait(2)  # until TMA has read this box; two later pieces may still be on their way to C
-    landed = joined[6].index(BOX)
+    landed = beside.shared.index(BOX)
     down, along = place(T, WG, PIECE, row, col)
     mbarrier.expect(landed, 128 * T.held)
-    tma_load(joined[5], [down, along], landed, boxes.index(BOX))
+    tma_load(beside.desc, [down, along], landed, boxes.index(BOX))
 
 
 @gluon.jit
@@ -101,7 +101,7 @@ def combined(T: gl.constexpr, z, box, beta):
 
 @gluon.jit
 def leave(
-    T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, c_desc, words, row, col, boxes, joined, tile
+    T: gl.constexpr, WG: gl.constexpr, PIECE: gl.constexpr, c_desc, words, row, col, boxes, beside, tile
 ):
     """Applies the epilogue to a piece of the CTA's tile number `tile`, which is held, and stores it to global memory.
 
@@ -115,8 +115,8 @@ def leave(
     z = unfold(T, words, DTYPE)
     if T.preload:
         turn = tile * (COUNT // BOXES) + PIECE // BOXES  # how often this box was loaded before
-        mbarrier.wait(joined[6].index(BOX), turn & 1)  # until TMA has written it
-        y = combined(T, z, box, joined[4]).to(DTYPE)
+        mbarrier.wait(beside.shared.index(BOX), turn & 1)  # until TMA has written it
+        y = combined(T, z, box, beside.beta).to(DTYPE)
     else:
         y = activated(T, z, DTYPE).to(DTYPE)
         tma_store_wait(1)  # until TMA has read this box, which the piece before the last one left through
@@ -129,7 +129,7 @@ def leave(
     tma_store(c_desc, [down, along], box)
     if T.preload:
         if PIECE + 2 < COUNT:
-            ask(T, WG, PIECE + 2, row, col, boxes, joined)
+            ask(T, WG, PIECE + 2, row, col, boxes, beside)
 
 
 @gluon.jit
@@ -165,10 +165,10 @@ def stage(T: gl.constexpr, WG: gl.constexpr, acc, REPLACES: gl.constexpr, q, slo
 
 
 @gluon.jit
-def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, ring, boxes):
+def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, beside, ring, boxes):
     """Consumer warpgroup WG. The arguments are those of `multiply`, but `boxes` are T.held_boxes for each warpgroup.
 
-    In `joined` every box of the other matrix has a barrier.
+    In `beside` every box of the other matrix has a barrier.
     """
     tiles, starts = lists
     bias, m, alpha, part_sums = before
@@ -206,10 +206,10 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, join
             for q in range(i * GAP, gl.minimum(pieces, (i + 1) * GAP), PIECES):
                 acc, slot, phase = stage(T, WG, acc, False, q, slot, phase, ring)
             if t > first:  # in parallel with the last stage's wgmma
-                leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, joined, t - first - 1)
+                leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, beside, t - first - 1)
             if T.preload:
                 if i + 2 >= COUNT:  # what the first pieces of this tile will be combined with
-                    ask(T, WG, i + 2 - COUNT, row + ROW0, col, boxes, joined)
+                    ask(T, WG, i + 2 - COUNT, row + ROW0, col, boxes, beside)
         for q in range(COUNT * GAP, pieces, PIECES):
             acc, slot, phase = stage(T, WG, acc, False, q, slot, phase, ring)
         out = warpgroup_mma_wait(0, deps=(acc,))
@@ -228,5 +228,5 @@ def multiply_held(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, join
         col = next_col
     if last > first:
         for i in gl.static_range(COUNT):
-            leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, joined, last - first - 1)
+            leave(T, WG, i, c_desc, held[i], old_row, old_col, boxes, beside, last - first - 1)
     tma_store_wait(0)  # shared memory must outlive the copies that read it
