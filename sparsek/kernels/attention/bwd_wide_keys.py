@@ -55,9 +55,9 @@ def load_queries(
     for g in range(group):
         q_head = h * group + g
         entries = taken(lists, row + q_head // shared * columns, begin, end, before)
-        before = entries[4]
+        before = entries.before
         of_head = (b * rows[1] + q_head) * (rows[0] // 64)
-        for i in range((entries[1] + entries[3]) * SUBS):
+        for i in range((entries.p_count + entries.f_count) * SUBS):
             pos = visited(lists, entries, i // SUBS) * (64 * SUBS) + i % SUBS * 64
             slot = at % T.stages
             phase = at // T.stages & 1 ^ 1
@@ -145,9 +145,9 @@ def weigh(
     for g in range(group):
         of_list = row + (h * group + g) // shared * columns
         entries = taken(lists, of_list, begin, end, before)
-        before = entries[4]
+        before = entries.before
         bound = (of_list // columns).to(gl.int64) * rule_step
-        for i in range((entries[1] + entries[3]) * SUBS):
+        for i in range((entries.p_count + entries.f_count) * SUBS):
             slot = at % T.stages
             phase = at // T.stages & 1
             mbarrier.wait(q_full.index(slot), phase)  # until Q has landed
@@ -157,7 +157,7 @@ def weigh(
             s = warpgroup_mma_wait(0, deps=(s,))
             less = gl.expand_dims(rows_s.index(2 * slot).reshape((64,)).load(COL), 0)
             mbarrier.arrive(q_empty.index(slot), count=1)
-            if i < entries[1] * SUBS:
+            if i < entries.p_count * SUBS:
                 pos = visited(lists, entries, i // SUBS) * BM + i % SUBS * 64
                 query = pos + gl.arange(0, 64, COL)
                 key = gl.expand_dims(first + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT)), 1)
@@ -165,7 +165,7 @@ def weigh(
                 low, high, query = gl.expand_dims(low, 0), gl.expand_dims(high, 0), gl.expand_dims(query, 0)
                 entry = 0
                 if T.bits:
-                    entry = gl.load(entry_of + entries[0] + i // SUBS)
+                    entry = gl.load(entry_of + entries.p_first + i // SUBS)
                 s = by_entry(T, s, entry, low, high, query, key, rules, bits)
             p = gl.exp2(s * scale - less)
             rounded = gl.convert_layout(p.to(DTYPE), P_LAYOUT)

@@ -1,5 +1,7 @@
 """Device pieces of attention's backward pass for wide heads: lists of blocks, rules of partial ones, and sums."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -35,28 +37,37 @@ def tile_of(order, ROWS: gl.constexpr, inside, length):
     )
 
 
+class Taken(NamedTuple):
+    """Entries of a list: the first partial one and their number, the first full one and their number. `before`: the
+    blocks of this list and those before.
+    """
+
+    p_first: Any
+    p_count: Any
+    f_first: Any
+    f_count: Any
+    before: Any
+
+
 @gluon.jit
 def taken(lists, row, begin, end, before):
-    """Of the list in `row`, the entries that are blocks `begin` to `end` of a tile that has `before` blocks already:
-    the first partial entry and their number, the first full one and their number; and the blocks up to here.
-    """
+    """Of the list in `row`, the entries that are blocks `begin` to `end` of a tile that has `before` blocks already."""
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices = lists
     partial = gl.load(p_counts + row)
     full = gl.load(f_counts + row)
     p_first, p_count, f_first, f_count = share(partial, full, begin, end, before)
     p_first += gl.load(p_starts + row)
     f_first += gl.load(f_starts + row)
-    return p_first, p_count, f_first, f_count, before + partial + full
+    return Taken(p_first, p_count, f_first, f_count, before + partial + full)
 
 
 @gluon.jit
 def visited(lists, entries, i):
     """The tile of the other side that block i of `entries` visits."""
     p_starts, p_counts, p_indices, f_starts, f_counts, f_indices = lists
-    p_first, p_count, f_first, f_count, before = entries
-    where = f_indices + f_first + i - p_count
-    if i < p_count:
-        where = p_indices + p_first + i
+    where = f_indices + entries.f_first + i - entries.p_count
+    if i < entries.p_count:
+        where = p_indices + entries.p_first + i
     return gl.load(where)
 
 

@@ -89,12 +89,12 @@ def differentiate_queries(
         v = v_s.index(v_slot).reshape((64, VDIM))
         dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))  # S is done, dP still runs
-        if i < entries[1] * SUBS:
+        if i < entries.p_count * SUBS:
             pos = visited(lists, entries, i // SUBS) * (64 * SUBS) + i % SUBS * 64
             key = gl.expand_dims(pos + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT)), 0)
             low, high = bounds_of(T, lo + rule_at, hi + rule_at, query, q_len, kv_len)
             low, high, place = gl.expand_dims(low, 1), gl.expand_dims(high, 1), gl.expand_dims(query, 1)
-            s = by_entry(T, s, entries[0] + i // SUBS, low, high, place, key, rules, bits)
+            s = by_entry(T, s, entries.p_first + i // SUBS, low, high, place, key, rules, bits)
         p = gl.exp2(s * scale - less)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(v_empty.index(v_slot), count=1)
