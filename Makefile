@@ -86,4 +86,4 @@ docs-serve: $(MKDOCS)
 	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) serve --strict
 
 clean:
-	rm -rf sparsek/kernels/lang/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-vllm .venv-xformers .venv-uv build dist
+	rm -rf sparsek/engine/launch/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-vllm .venv-xformers .venv-uv build dist

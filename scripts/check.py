@@ -4,7 +4,8 @@ tests on the changes since the last commit, or, in a clean tree, on those of tha
   check.py [--workers N]
 
 Tests run if they have changed, import or name a changed file, or carry its name, as tests/ops/test_spmm_compiled.py
-carries that of sparsek/ops/spmm.py. They are stopped once the check has taken SECONDS. `make test` runs the others.
+carries that of sparsek/products/ops/spmm.py. They are stopped once the check has taken SECONDS. `make test` runs the
+others.
 """
 
 import argparse

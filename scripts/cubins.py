@@ -1,9 +1,9 @@
-"""Compiles the kernels of common calls for sm_90a into sparsek/kernels/lang/shipped.zip. No GPU is needed.
+"""Compiles the kernels of common calls for sm_90a into sparsek/engine/launch/shipped.zip. No GPU is needed.
 
 walk       each call of CALLS runs on CPU tensors that pose as tensors on an H200: the library plans it, and every
            kernel launch is noted instead, with its arguments
 compile    each kernel once, by Triton or NVRTC, on all of the machine's cores
-write      the cubins and index.json (sparsek/kernels/lang/shipped.py)
+write      the cubins and index.json (sparsek/engine/launch/shipped.py)
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import sparsek as sk
-from sparsek.bench.suites.host import FIRST
-from sparsek.bench.suites.host_calls import CALLS
+from sparsek.attn.kernels.mask.choose import choose_blocks
+from sparsek.attn.mask.build import banded, selection_reference
+from sparsek.attn.mask.build.selection import written
 from sparsek.core import device as devices
 from sparsek.core import operations
-from sparsek.kernels.lang import driver, launch, nvrtc, shipped
-from sparsek.kernels.mask.choose import choose_blocks
-from sparsek.mask.build import banded, selection_reference
-from sparsek.mask.build.selection import written
+from sparsek.engine.launch import driver, launch, nvrtc, shipped
+from sparsek.tools.bench.suites.host import FIRST
+from sparsek.tools.bench.suites.host_calls import CALLS
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_BYTES = 12 << 20  # of the archive

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, BESIDE = "sparsek", ("scripts", "benchmarks")
 LOADERS = ("import_module", "function_of", "build")  # that take the names of modules
-FLOORS, ARROWS, IN_CIRCLES = 8, 60, 22
+LIMITS = {"floors": 8, "arrows": 60, "files in circles": 0}
 
 Graph = Mapping[str, set[str]]
 
@@ -33,17 +33,18 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(source: str) -> Iterator[str]:
-    """The names that a file imports, in any of the four ways; of `from a import b` both a and a.b."""
+def imports(source: str, known: Container[str]) -> set[str]:
+    """The modules of `known` that a file imports, in any of the four ways; of `from a import b` a.b, or else a."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
+            found |= {each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = [f"{node.module}.{each.name}" for each in node.names]
-            yield from inside
-            yield node.module
+            found |= {full if full in known else node.module for full in inside}
         elif isinstance(node, ast.Call) and _last(node.func) in LOADERS:
-            yield from map(_text, node.args)
+            found |= set(map(_text, node.args))
+    return {each for each in found if each in known}
 
 
 def _last(node: ast.expr) -> str:
@@ -59,33 +60,18 @@ def _text(node: ast.expr) -> str:
 
 
 def files(found: Mapping[str, Path]) -> dict[str, set[str]]:
-    """The modules that each module imports. One that imports a name of a package imports the package's own file only if
-    that is no module."""
-    graph: dict[str, set[str]] = {}
-    for name, path in found.items():
-        named = [each for each in imports(path.read_text(encoding="utf-8")) if each in found]
-        inner = {each.rpartition(".")[0] for each in named}
-        graph[name] = {
-            each for each in named if each != name and not (_is_empty(each, found) and each in inner)
-        }
-    return graph
-
-
-def _is_empty(name: str, found: Mapping[str, Path]) -> bool:
-    return found[name].name == "__init__.py"
-
-
-def room(name: str) -> str:
-    """The room of a module; "" for a file beside the rooms."""
-    first, _, rest = name.partition(".")
-    if first != PACKAGE:
-        return first
-    inner = rest.partition(".")[0]
-    return inner if rest and (ROOT / PACKAGE / inner).is_dir() else ""
+    """The modules that each module imports."""
+    return {name: imports(path.read_text(encoding="utf-8"), found) - {name} for name, path in found.items()}
 
 
 def rooms(graph: Graph) -> dict[str, set[str]]:
-    """The rooms that each room imports."""
+    """The rooms that each room imports. A file beside the rooms, as sparsek/__init__.py, is in none."""
+    folders = {name.split(".")[1] for name in graph if name.startswith(f"{PACKAGE}.") and name.count(".") > 1}
+
+    def room(name: str) -> str:
+        first, inner = f"{name}.".split(".")[:2]
+        return first if first != PACKAGE else inner if inner in folders else ""
+
     found: dict[str, set[str]] = {}
     for name, others in graph.items():
         if here := room(name):
@@ -139,14 +125,11 @@ def floors(graph: Graph) -> dict[str, int]:
     return {name: floor(group.get(name, name)) for name in graph}
 
 
-def summary(graph: Graph) -> tuple[int, int, int]:
-    """Floors, arrows, files in circles."""
+def numbers(graph: Graph) -> dict[str, int]:
+    """What LIMITS limits."""
     between = rooms(graph)
-    return (
-        max(floors(between).values()),
-        sum(map(len, between.values())),
-        sum(map(len, circles(graph))),
-    )
+    counts = max(floors(between).values()), sum(map(len, between.values())), sum(map(len, circles(graph)))
+    return dict(zip(LIMITS, counts, strict=True))
 
 
 def lines(graph: Graph) -> Iterable[str]:
@@ -167,9 +150,9 @@ def main() -> int:
     graph = files(modules())
     if parser.parse_args().verbose:
         print(*lines(graph), sep="\n")
-    found = summary(graph)
-    print(f"{found[0]} floors, {found[1]} arrows, {found[2]} files in circles")
-    return int(any(now > most for now, most in zip(found, (FLOORS, ARROWS, IN_CIRCLES), strict=True)))
+    found = numbers(graph)
+    print(", ".join(f"{count} {name}" for name, count in found.items()))
+    return int(any(found[name] > most for name, most in LIMITS.items()))
 
 
 if __name__ == "__main__":

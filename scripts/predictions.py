@@ -16,13 +16,13 @@ from unittest import mock
 
 import torch
 
-from sparsek.bench.engine import data, records
-from sparsek.bench.engine.bench import Record
-from sparsek.bench.suites import attention_grad
 from sparsek.core.device import CARDS
 from sparsek.core.errors import SparseKError
-from sparsek.plan.op import Operation
-from sparsek.plan.plan import Plan
+from sparsek.engine.plan.op import Operation
+from sparsek.engine.plan.plan import Plan
+from sparsek.tools.bench.engine import data, records
+from sparsek.tools.bench.engine.bench import Record
+from sparsek.tools.bench.suites import attention_grad
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
 OPS = (

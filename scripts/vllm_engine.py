@@ -528,13 +528,13 @@ def versions() -> dict[str, str]:
 
 def sources() -> dict[str, str]:
     """The hash of this script and of each module of sparsek, without comments, docstrings and layout."""
-    hashed: Any = import_module("sparsek.plan.sources").files_hash
+    hashed: Any = import_module("sparsek.tools.bench.engine.sources").files_hash
     files = [Path(__file__).resolve(), *sorted((ROOT / "sparsek").rglob("*.py"))]
     return {file.relative_to(ROOT).as_posix(): hashed([file], ROOT) for file in files}
 
 
 def module_of(path: str) -> str:
-    """sparsek.mask.rule of sparsek/mask/rule.py."""
+    """sparsek.attn.mask.rule of sparsek/attn/mask/rule.py."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 

@@ -15,37 +15,38 @@ from typing import TYPE_CHECKING, Any
 from sparsek.core import aliases, doors
 
 if TYPE_CHECKING:
-    from sparsek import nn, policies
+    from sparsek import nn
+    from sparsek.attn import policies
+    from sparsek.attn.mask.heads8 import QuantizedHeads, quantize_heads
+    from sparsek.attn.mask.mask import BlockMask
+    from sparsek.attn.mask.pages import PageLists
+    from sparsek.attn.mask.rule import MaskPolicy
+    from sparsek.attn.ops.attention import attention, plan_attention, plan_attention_backward
+    from sparsek.attn.ops.attention_paged import attention_paged, plan_attention_paged
+    from sparsek.attn.ops.attention_varlen import attention_varlen
+    from sparsek.attn.reference.attention import merge_attention
     from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, SparseKWarning, Unsupported
+    from sparsek.engine.plan.plan import Plan
     from sparsek.files.io import load, save
-    from sparsek.mask.heads8 import QuantizedHeads, quantize_heads
-    from sparsek.mask.mask import BlockMask
-    from sparsek.mask.pages import PageLists
-    from sparsek.mask.rule import MaskPolicy
-    from sparsek.matrix.bsr import BSR
-    from sparsek.matrix.bsr24 import BSR24
-    from sparsek.matrix.dense8 import QuantizedTensor
-    from sparsek.matrix.pattern import BlockPattern
-    from sparsek.matrix.quantized import Quantized, quantize
-    from sparsek.matrix.random import random_bsr
-    from sparsek.matrix.semi24 import Semi24
-    from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
-    from sparsek.ops.attention_paged import attention_paged, plan_attention_paged
-    from sparsek.ops.attention_varlen import attention_varlen
-    from sparsek.ops.choose import FormatChoice, choose_format
-    from sparsek.ops.linear import linear, swiglu
-    from sparsek.ops.mlp import mlp
-    from sparsek.ops.sddmm import plan_sddmm, sddmm
-    from sparsek.ops.spgemm import plan_spgemm, spgemm
-    from sparsek.ops.spmm import plan_spmm, spmm
-    from sparsek.plan.plan import Plan
-    from sparsek.reference.attention import merge_attention
+    from sparsek.products.formats.bsr import BSR
+    from sparsek.products.formats.bsr24 import BSR24
+    from sparsek.products.formats.dense8 import QuantizedTensor
+    from sparsek.products.formats.pattern import BlockPattern
+    from sparsek.products.formats.quantized import Quantized, quantize
+    from sparsek.products.formats.random import random_bsr
+    from sparsek.products.formats.semi24 import Semi24
+    from sparsek.products.ops.choose import FormatChoice, choose_format
+    from sparsek.products.ops.linear import linear, swiglu
+    from sparsek.products.ops.mlp import mlp
+    from sparsek.products.ops.sddmm import plan_sddmm, sddmm
+    from sparsek.products.ops.spgemm import plan_spgemm, spgemm
+    from sparsek.products.ops.spmm import plan_spmm, spmm
 
 __version__ = "0.1.0"
 
-doors.build("operations", "sparsek.ops")
-doors.build("kernels", "sparsek.kernels.product_table", "sparsek.kernels.attention_table")
-doors.build("benches", "sparsek.bench.benches")
+doors.build("operations", "sparsek.products.ops", "sparsek.attn.ops")
+doors.build("kernels", "sparsek.products.kernels", "sparsek.attn.kernels")
+doors.build("benches", "sparsek.tools.bench.benches")
 
 __all__ = [
     "BSR",
@@ -92,47 +93,47 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BSR": "sparsek.matrix.bsr",
-    "BSR24": "sparsek.matrix.bsr24",
-    "BlockMask": "sparsek.mask.mask",
-    "BlockPattern": "sparsek.matrix.pattern",
+    "BSR": "sparsek.products.formats.bsr",
+    "BSR24": "sparsek.products.formats.bsr24",
+    "BlockMask": "sparsek.attn.mask.mask",
+    "BlockPattern": "sparsek.products.formats.pattern",
     "InvalidFile": "sparsek.core.errors",
     "InvalidInput": "sparsek.core.errors",
-    "FormatChoice": "sparsek.ops.choose",
-    "MaskPolicy": "sparsek.mask.rule",
-    "PageLists": "sparsek.mask.pages",
-    "Plan": "sparsek.plan.plan",
-    "Quantized": "sparsek.matrix.quantized",
-    "QuantizedHeads": "sparsek.mask.heads8",
-    "QuantizedTensor": "sparsek.matrix.dense8",
-    "Semi24": "sparsek.matrix.semi24",
+    "FormatChoice": "sparsek.products.ops.choose",
+    "MaskPolicy": "sparsek.attn.mask.rule",
+    "PageLists": "sparsek.attn.mask.pages",
+    "Plan": "sparsek.engine.plan.plan",
+    "Quantized": "sparsek.products.formats.quantized",
+    "QuantizedHeads": "sparsek.attn.mask.heads8",
+    "QuantizedTensor": "sparsek.products.formats.dense8",
+    "Semi24": "sparsek.products.formats.semi24",
     "SparseKError": "sparsek.core.errors",
     "SparseKWarning": "sparsek.core.errors",
     "Unsupported": "sparsek.core.errors",
-    "attention": "sparsek.ops.attention",
-    "attention_paged": "sparsek.ops.attention_paged",
-    "attention_varlen": "sparsek.ops.attention_varlen",
-    "linear": "sparsek.ops.linear",
+    "attention": "sparsek.attn.ops.attention",
+    "attention_paged": "sparsek.attn.ops.attention_paged",
+    "attention_varlen": "sparsek.attn.ops.attention_varlen",
+    "linear": "sparsek.products.ops.linear",
     "load": "sparsek.files.io",
-    "merge_attention": "sparsek.reference.attention",
-    "mlp": "sparsek.ops.mlp",
+    "merge_attention": "sparsek.attn.reference.attention",
+    "mlp": "sparsek.products.ops.mlp",
     "nn": "sparsek.nn",
     "policies": "sparsek.policies",
-    "plan_attention": "sparsek.ops.attention",
-    "plan_attention_backward": "sparsek.ops.attention",
-    "plan_attention_paged": "sparsek.ops.attention_paged",
-    "choose_format": "sparsek.ops.choose",
-    "plan_sddmm": "sparsek.ops.sddmm",
-    "plan_spgemm": "sparsek.ops.spgemm",
-    "plan_spmm": "sparsek.ops.spmm",
-    "quantize": "sparsek.matrix.quantized",
-    "quantize_heads": "sparsek.mask.heads8",
-    "random_bsr": "sparsek.matrix.random",
+    "plan_attention": "sparsek.attn.ops.attention",
+    "plan_attention_backward": "sparsek.attn.ops.attention",
+    "plan_attention_paged": "sparsek.attn.ops.attention_paged",
+    "choose_format": "sparsek.products.ops.choose",
+    "plan_sddmm": "sparsek.products.ops.sddmm",
+    "plan_spgemm": "sparsek.products.ops.spgemm",
+    "plan_spmm": "sparsek.products.ops.spmm",
+    "quantize": "sparsek.products.formats.quantized",
+    "quantize_heads": "sparsek.attn.mask.heads8",
+    "random_bsr": "sparsek.products.formats.random",
     "save": "sparsek.files.io",
-    "sddmm": "sparsek.ops.sddmm",
-    "spgemm": "sparsek.ops.spgemm",
-    "spmm": "sparsek.ops.spmm",
-    "swiglu": "sparsek.ops.linear",
+    "sddmm": "sparsek.products.ops.sddmm",
+    "spgemm": "sparsek.products.ops.spgemm",
+    "spmm": "sparsek.products.ops.spmm",
+    "swiglu": "sparsek.products.ops.linear",
 }
 
 aliases.install()

@@ -1,6 +1,6 @@
 """`python -m sparsek` is the command line."""
 
-from sparsek.cli.__main__ import main
+from sparsek.tools.cli.__main__ import main
 
 if __name__ == "__main__":
     main()

@@ -34,7 +34,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 
 INTERPRETED = "_interpreted.py"
 if env.interpreting() and importlib.util.find_spec("triton") is not None:
-    from tests.kernels.lang.interpreter import hasten
+    from tests.engine.launch.interpreter import hasten
 
     hasten()
 
@@ -100,11 +100,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_masks_before() -> None:
-    """The first mask of a kind in a test is the first of all, so its plan is kept (mask/layout.py)."""
+    """The first mask of a kind in a test is the first of all, so its plan is kept (attn/mask/layout.py)."""
     for module, kept in (
-        ("sparsek.mask.fresh", "_KINDS"),
-        ("sparsek.mask.closed", "_KINDS"),
-        ("sparsek.ops.mask_calls", "_templates"),
+        ("sparsek.attn.mask.fresh", "_KINDS"),
+        ("sparsek.attn.mask.closed", "_KINDS"),
+        ("sparsek.attn.ops.mask_calls", "_templates"),
     ):
         if found := sys.modules.get(module):
             getattr(found, kept).clear()
@@ -200,6 +200,6 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def seed() -> int:
     """One that no run had before."""
-    from tests.kernels.lang.drawn import fresh
+    from tests.engine.launch.drawn import fresh
 
     return fresh()

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from sparsek.core.device import H200, Card
-from sparsek.matrix.storage import BlockStats, Storage
-from sparsek.plan.product_problems import DenseSpec, SpmmProblem
+from sparsek.products.formats.storage import BlockStats, Storage
+from sparsek.products.plan.problems import DenseSpec, SpmmProblem
 
 T4 = replace(H200, name="NVIDIA T4", capability=(7, 5))
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)

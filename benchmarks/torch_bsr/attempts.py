@@ -22,13 +22,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.peer import first_line
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, SparseKError
 from sparsek.core.memory import out_of_memory, peak_bytes
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
 from sparsek.testing.budget import FACTOR, FLOOR, error
+from sparsek.tools.bench.engine.peer import first_line
 
 Status = Literal["works", "wrong", "error", "crash", "costly", "warns", "refuses", "skipped"]
 FAILURES: tuple[Status, ...] = ("wrong", "error", "crash", "costly", "warns")
@@ -225,7 +225,8 @@ def in_a_process(code: str) -> Answer:
 def peak(call: Callable[[], object], device: torch.device) -> int:
     """The most bytes that torch held at once during one call beyond those before it.
 
-    On a CPU from the profiler's record of allocations, without MKL's own. acc_events as in bench/suites/spgemm.py.
+    On a CPU from the profiler's record of allocations, without MKL's own. acc_events as in
+    tools/bench/suites/spgemm.py.
     """
     on_gpu = peak_bytes(call, device)
     if on_gpu is not None:

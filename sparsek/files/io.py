@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import arguments, files
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
@@ -29,11 +30,10 @@ from sparsek.core.parsing import json_value
 from sparsek.core.tracing import outside_inference
 from sparsek.files.io_kinds import Kind, Record, kind_of_object, kind_of_record
 from sparsek.files.tensor_file import TensorFile, Writer, as_bytes, opened
-from sparsek.mask.mask import BlockMask
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.quantized import Quantized
-from sparsek.matrix.semi24 import Semi24
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.semi24 import Semi24
 
 VERSION = 1
 SINGLE = "matrix"  # the name of an object that was saved alone, a mask too: the format is older than masks

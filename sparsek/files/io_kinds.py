@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from sparsek.attn.mask.data import LISTS
+from sparsek.attn.mask.lists import BlockLists
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files.tensor_file import FLOAT8_TAGS, TAGS
-from sparsek.mask.data import LISTS
-from sparsek.mask.lists import BlockLists
-from sparsek.mask.mask import BlockMask
-from sparsek.matrix.bsr import BSR, padding_nonzeros
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import NAMES, SCALES, Matrix, Quantized
-from sparsek.matrix.semi24 import Semi24
+from sparsek.products.formats.bsr import BSR, padding_nonzeros
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.quantized import NAMES, SCALES, Matrix, Quantized
+from sparsek.products.formats.semi24 import Semi24
 
 Record = dict[str, Any]
 Tensors = dict[str, Tensor]

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.attn.mask.cache import ByTensor, edges_of, kept_mask
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.refused import (
@@ -28,10 +31,7 @@ from sparsek.integrations.refused import (
     refusing,
     require_neutral,
 )
-from sparsek.mask.cache import ByTensor, edges_of, kept_mask
-from sparsek.mask.mask import BlockMask
-from sparsek.matrix.pattern import INT32_MAX
-from sparsek.ops.attention import attention
+from sparsek.products.formats.pattern import INT32_MAX
 
 BLOCK = 128
 NO_DROPOUT = "attention drops no weights"

@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.rule import MaskRule
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.reference.attention import merge_attention
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.rule import MaskRule
-from sparsek.ops.attention import attention
-from sparsek.reference.attention import merge_attention
 
 DISPATCH, TORCH = "dispatch_attention_fn", "scaled_dot_product_attention"
 USUAL = ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb")

@@ -16,6 +16,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.cache import kept_mask, values_of
+from sparsek.attn.mask.lists import BLOCK_SIZES, CHOSEN_SIZES
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.operands import check_tensors
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.policies.vsa import VSA, coarse, only
+from sparsek.attn.reference.estimates import block_means
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
@@ -28,13 +35,6 @@ from sparsek.integrations.refused import (
     readable,
     refusing,
 )
-from sparsek.mask.cache import kept_mask, values_of
-from sparsek.mask.lists import BLOCK_SIZES, CHOSEN_SIZES
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.operands import check_tensors
-from sparsek.ops.attention import attention
-from sparsek.policies.vsa import VSA, coarse, only
-from sparsek.reference.estimates import block_means
 
 TILE = (6, 8, 8)  # of sliding_tile_attention: 384 tokens
 DIMS = "[B, H, S, D]"

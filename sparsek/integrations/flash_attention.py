@@ -14,6 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.build.documents import Window
+from sparsek.attn.mask.build.structured import of_window
+from sparsek.attn.mask.cache import kept_mask
+from sparsek.attn.mask.convert.argument import kept_conversion, read_by
+from sparsek.attn.mask.lists import Place
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.recorded import of_options
+from sparsek.attn.mask.rule import MaskPolicy, packed_layout
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.ops.attention_varlen import attention_varlen
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
@@ -27,16 +37,6 @@ from sparsek.integrations.refused import (
     refusing,
     require_neutral,
 )
-from sparsek.mask.build.documents import Window
-from sparsek.mask.build.structured import of_window
-from sparsek.mask.cache import kept_mask
-from sparsek.mask.convert.argument import kept_conversion, read_by
-from sparsek.mask.lists import Place
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.recorded import of_options
-from sparsek.mask.rule import MaskPolicy, packed_layout
-from sparsek.ops.attention import attention
-from sparsek.ops.attention_varlen import attention_varlen
 
 BLOCK = (128, 128)
 NO_SCORES = "attention changes scores by softcap and learnable_sink only"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.flashinfer_masks import Grid, Padded, Setting, by_positions, check_sums, scores_of
@@ -24,9 +26,7 @@ from sparsek.integrations.refused import (
     refusing,
     require_neutral,
 )
-from sparsek.mask.mask import BlockMask
-from sparsek.matrix.pattern import INT32_MAX
-from sparsek.ops.attention import attention
+from sparsek.products.formats.pattern import INT32_MAX
 
 NO_FP8 = "attention has no FP8 operands"
 NHD: dict[str, tuple[Any, str]] = {"kv_layout": ("NHD", "k and v are [N, num_kv_heads, head_dim]")}

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.plan.attention_operands import CAPS
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.refused import (
@@ -21,9 +24,6 @@ from sparsek.integrations.refused import (
     readable,
     require_neutral,
 )
-from sparsek.mask.mask import BlockMask
-from sparsek.ops.attention import attention
-from sparsek.plan.attention_operands import CAPS
 
 LOG2_E = math.log2(math.e)
 

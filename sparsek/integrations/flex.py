@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.refused import absent, check_operands, refusing, require_neutral
-from sparsek.ops.attention import attention
 
 __getattr__ = absent(
     __name__,

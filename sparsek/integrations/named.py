@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from sparsek import policies
+from sparsek.attn import policies
+from sparsek.attn.mask.rule import MaskRule
+from sparsek.attn.policies.policy import Composed, Policy
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.rule import MaskRule
-from sparsek.policies.policy import Composed, Policy
 
 CLASSES: dict[str, type[Policy]] = {
     name: each

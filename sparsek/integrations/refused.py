@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from sparsek.attn.mask.cache import values_of
 from sparsek.core import arguments
 from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.cache import values_of
 
 PLAIN = (bool, int, float, str, tuple)  # a tensor has no one truth
 IMPORT_FROM = dis.opmap["IMPORT_FROM"]

@@ -23,6 +23,10 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import AttentionInterface
 
+from sparsek.attn.mask.cache import ByTensor
+from sparsek.attn.mask.operands import check_tensors
+from sparsek.attn.mask.rule import ResolvedRule
+from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
@@ -38,11 +42,7 @@ from sparsek.integrations.transformers_masks import (
 )
 from sparsek.integrations.transformers_paged import paged
 from sparsek.integrations.transformers_steps import MOST, Near, near_of, seen_pairs, step_mask
-from sparsek.mask.cache import ByTensor
-from sparsek.mask.operands import check_tensors
-from sparsek.mask.rule import ResolvedRule
-from sparsek.matrix.pattern import INT32_MAX
-from sparsek.ops.attention import attention
+from sparsek.products.formats.pattern import INT32_MAX
 
 NAME, RESTARTS = "sparsek", Restarts()
 REFUSED = {

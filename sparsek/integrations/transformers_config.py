@@ -11,12 +11,12 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+from sparsek.attn.mask.lists import mask_block
+from sparsek.attn.mask.rule import MaskPolicy
+from sparsek.attn.policies.policy import Composed, Policy
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.named import CLASSES, as_json
-from sparsek.mask.lists import mask_block
-from sparsek.mask.rule import MaskPolicy
-from sparsek.policies.policy import Composed, Policy
 
 ATTRIBUTE = "sparsek"
 OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]

@@ -23,20 +23,20 @@ import transformers.masking_utils as masking_utils
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from sparsek.attn.mask.build.banded import Band, bounded_band, room_of_documents
+from sparsek.attn.mask.build.documents import Documents, PackedLayout, Window
+from sparsek.attn.mask.layout import Counted, MaskLayout
+from sparsek.attn.mask.lists import Place, Sizes
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.readback import Readback
+from sparsek.attn.mask.rule import MaskPolicy, ResolvedRule
+from sparsek.attn.mask.traced import traceable
+from sparsek.attn.policies.policy import Policy
 from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.integrations.named import misfit
-from sparsek.mask.build.banded import Band, bounded_band, room_of_documents
-from sparsek.mask.build.documents import Documents, PackedLayout, Window
-from sparsek.mask.layout import Counted, MaskLayout
-from sparsek.mask.lists import Place, Sizes
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.readback import Readback
-from sparsek.mask.rule import MaskPolicy, ResolvedRule
-from sparsek.mask.traced import traceable
-from sparsek.policies.policy import Policy
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")

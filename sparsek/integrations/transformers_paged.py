@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.rule import MaskPolicy
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.ops.attention_paged import attention_paged
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_config import paged_policy, policy_of
-from sparsek.mask.rule import MaskPolicy
-from sparsek.ops.attention import attention
-from sparsek.ops.attention_paged import attention_paged
 
 
 @torch.compiler.disable(reason="the tensors of a paged cache are written in place, outside of graphs")

@@ -14,12 +14,12 @@ import transformers.masking_utils as masking_utils
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.mask.build.selection_reference import rows_of
-from sparsek.mask.build.tiles import pack_bits
-from sparsek.mask.lists import Sizes, mask_block
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.rule import MaskPolicy
-from sparsek.policies.policy import Policy
+from sparsek.attn.mask.build.selection_reference import rows_of
+from sparsek.attn.mask.build.tiles import pack_bits
+from sparsek.attn.mask.lists import Sizes, mask_block
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.rule import MaskPolicy
+from sparsek.attn.policies.policy import Policy
 
 TILE = 64  # queries of a tile
 MOST = TILE // 2  # queries of a step: hopper.attention_fwd packs heads that share keys for up to half a tile

@@ -29,7 +29,7 @@ from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from sparsek.mask.rule import MaskRule
+    from sparsek.attn.mask.rule import MaskRule
 
 NAME = "SPARSEK"
 CLASSES = "sparsek.integrations.vllm_backend"
@@ -120,8 +120,8 @@ def _plain(key: str) -> str:
 
 
 def _policy(name: Any, options: Any) -> MaskRule | None:
+    from sparsek.attn.mask.rule import MaskPolicy
     from sparsek.integrations.named import built, policy_named, require_fit
-    from sparsek.mask.rule import MaskPolicy
 
     if name is None:
         if options:

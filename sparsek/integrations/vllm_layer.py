@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.rule import MaskPolicy, MaskRule
+from sparsek.attn.ops.attention_paged import attention_paged
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.named import number_in
 from sparsek.integrations.vllm import NAME, OWN, VARIABLE, Options
-from sparsek.mask.rule import MaskPolicy, MaskRule
-from sparsek.ops.attention_paged import attention_paged
 
 HEAD_SIZES = tuple(range(8, 257, 8))
 PAGES = (64, 128)

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.attn.mask.operands import check_tensors
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.plan.attention_operands import NO_TANGENT, checked_scale
+from sparsek.attn.policies.policy import Policy
+from sparsek.attn.policies.vsa import VSA, checked_gate
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_no_tangent
 from sparsek.integrations.cubes import cubes_of
 from sparsek.integrations.named import number_in, policy_named, read, require_fit
-from sparsek.mask.operands import check_tensors
-from sparsek.ops.attention import attention
-from sparsek.plan.attention_operands import NO_TANGENT, checked_scale
-from sparsek.policies.policy import Policy
-from sparsek.policies.vsa import VSA, checked_gate
 
 try:
     abstract: Any = import_module("vllm_omni.diffusion.attention.backends.abstract")

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.build.documents import documents_mask
+from sparsek.attn.mask.cache import kept_mask
+from sparsek.attn.mask.convert.xformers import GAPPED, PAGED, WHOLE, Sequences, sequences_of
+from sparsek.attn.mask.lists import upload
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.tracing import wants_gradient, watched
 from sparsek.integrations.refused import absent, refusing, require_neutral
 from sparsek.integrations.xformers_pages import kept_with, padded_pages, paged, pages_of
-from sparsek.mask.build.documents import documents_mask
-from sparsek.mask.cache import kept_mask
-from sparsek.mask.convert.xformers import GAPPED, PAGED, WHOLE, Sequences, sequences_of
-from sparsek.mask.lists import upload
-from sparsek.mask.mask import BlockMask
-from sparsek.ops.attention import attention
 
 CALL = "memory_efficient_attention"
 NAMES = {"bias": "attn_bias", "q_len": "the length of query", "kv_len": "the length of key"}

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.build.documents import Documents, PackedLayout, documents_mask
+from sparsek.attn.mask.cache import kept_mask
+from sparsek.attn.mask.convert.xformers import Sequences
+from sparsek.attn.mask.lists import upload
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.rule import MaskPolicy
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.ops.attention_paged import attention_paged
+from sparsek.attn.reference.attention import merge_attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, wait_for
 from sparsek.integrations.refused import check_shape
-from sparsek.mask.build.documents import Documents, PackedLayout, documents_mask
-from sparsek.mask.cache import kept_mask
-from sparsek.mask.convert.xformers import Sequences
-from sparsek.mask.lists import upload
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.rule import MaskPolicy
-from sparsek.ops.attention import attention
-from sparsek.ops.attention_paged import attention_paged
-from sparsek.reference.attention import merge_attention
 
 LEAST, MOST = 16, 256  # rows of a page that attention_paged takes, powers of two
 

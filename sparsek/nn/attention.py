@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sparsek.attn.mask.convert.argument import MaskLike
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.rule import MaskPolicy, MaskRule
+from sparsek.attn.ops.attention import attention
+from sparsek.attn.ops.attention_varlen import attention_varlen
+from sparsek.attn.plan.attention_operands import checked_softcap
 from sparsek.core import arguments, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_real, outside_inference
-from sparsek.mask.convert.argument import MaskLike
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.rule import MaskPolicy, MaskRule
-from sparsek.matrix.pattern import INT32_MAX
-from sparsek.ops.attention import attention
-from sparsek.ops.attention_varlen import attention_varlen
-from sparsek.ops.autocast import CAST
-from sparsek.plan.attention_operands import checked_softcap
+from sparsek.engine.call.autocast import CAST
+from sparsek.products.formats.pattern import INT32_MAX
 
 
 class SparseAttention(nn.Module):

@@ -15,11 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable, unmapped, untransformed
-from sparsek.matrix.bsr import BSR, padding_nonzeros
-from sparsek.matrix.convert import Scope
-from sparsek.matrix.padding import zero_padding
-from sparsek.matrix.pattern import BlockPattern, grid_of
-from sparsek.matrix.random import random_pattern
 from sparsek.nn.parameter import (
     PLAIN,
     Seen,
@@ -32,9 +27,14 @@ from sparsek.nn.parameter import (
     meta_device,
     note_pattern,
 )
-from sparsek.ops.library_args import remember
-from sparsek.ops.linear import Activation, linear
-from sparsek.plan import operands
+from sparsek.products.formats.bsr import BSR, padding_nonzeros
+from sparsek.products.formats.convert import Scope
+from sparsek.products.formats.padding import zero_padding
+from sparsek.products.formats.pattern import BlockPattern, grid_of
+from sparsek.products.formats.random import random_pattern
+from sparsek.products.ops.library_args import remember
+from sparsek.products.ops.linear import Activation, linear
+from sparsek.products.plan import operands
 
 SEEN = 4  # patterns that a layer remembers by their tensors
 OUTSIDE = (

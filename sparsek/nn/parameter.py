@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.pattern import BlockPattern
+from sparsek.products.formats.pattern import BlockPattern
 
 PLAIN = (Tensor, nn.Parameter)
 

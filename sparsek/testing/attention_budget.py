@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsek.attn.mask.elements import stored_entries
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.reference.attention import attend, attend_backward, check, met, places_of, seen_by
+from sparsek.attn.reference.scores import PLAIN, Places, Scores, changed, distances
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.elements import stored_entries
-from sparsek.mask.mask import BlockMask
-from sparsek.reference.attention import attend, attend_backward, check, met, places_of, seen_by
-from sparsek.reference.scores import PLAIN, Places, Scores, changed, distances
 from sparsek.testing.budget import (
     ROUNDED,
     Bound,

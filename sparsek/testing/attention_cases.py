@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import dtypes
-from sparsek.mask.mask import BlockMask
 
 Lengths = tuple[int, int]
 Block = tuple[int, int]

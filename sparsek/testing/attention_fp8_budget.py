@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.heads8 import E4M3, QuantizedHeads
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.reference.attention import attend, met, seen_by
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.heads8 import E4M3, QuantizedHeads
-from sparsek.mask.mask import BlockMask
-from sparsek.reference.attention import attend, met, seen_by
 from sparsek.testing.attention_budget import LSE_LOW, AttentionGate
 from sparsek.testing.budget import CORE, FACTOR, rounding_unit
 

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Matrix, Quantized
-from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.bsr24 import bsr24
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue, in_float64
-from sparsek.reference.quantized import product as quantized_product
-from sparsek.reference.semi24 import semi24
-from sparsek.reference.spmm import spmm
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.dense8 import QuantizedTensor
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.quantized import Matrix, Quantized
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.reference.bsr24 import bsr24
+from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue, in_float64
+from sparsek.products.reference.quantized import product as quantized_product
+from sparsek.products.reference.semi24 import semi24
+from sparsek.products.reference.spmm import spmm
 
 FACTOR = 2.0
 FLOOR = 1e-12

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
-from sparsek.matrix.quantized import Quantized, Scale, quantize
-from sparsek.matrix.random import Spread, random_bsr
-from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.epilogue import Combine, Epilogue, EpilogueActivation
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.dense8 import DenseScale, QuantizedTensor
+from sparsek.products.formats.quantized import Quantized, Scale, quantize
+from sparsek.products.formats.random import Spread, random_bsr
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.reference.epilogue import Combine, Epilogue, EpilogueActivation
 from sparsek.testing.poison import poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

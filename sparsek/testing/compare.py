@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.matrix.quantized import Quantized, quantize
+from sparsek.products.formats.quantized import Quantized, quantize
 from sparsek.testing.budget import (
     FACTOR,
     FLOOR,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sparsek.mask.lists import BlockLists, Sizes
-from sparsek.mask.mask import BlockMask
+from sparsek.attn.mask.lists import BlockLists, Sizes
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from sparsek.matrix import two_four
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.semi24 import Semi24
+from sparsek.products.formats import two_four
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.semi24 import Semi24
 from sparsek.testing.budget import Gate, error, judge
 
 # Packing rounds nothing. Norms of blocks are summed in float32, so that of two nearly alike either may be kept.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsek.attn.reference.attention_paged import Request, attention_paged, requests
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.reference.attention_paged import Request, attention_paged, requests
 from sparsek.testing.attention_budget import LSE_HIGH, AttentionGate
 from sparsek.testing.budget import ROUNDED, Bound, Rounding, stored_variance, sum_variance, summing_unit
 from sparsek.testing.paged_cases import PagedInputs

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.pages import PageLists
 from sparsek.core import dtypes
-from sparsek.mask.pages import PageLists
 
 E4M3 = torch.float8_e4m3fn
 NOWHERE = (-1, 2**31 - 1, -(2**31), 10**6)  # entries of tables and lists that no kernel may follow

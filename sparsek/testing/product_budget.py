@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
-from sparsek.matrix.bsr import BSR, padding_nonzeros
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.padding import tiles_of
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Matrix, Quantized
-from sparsek.reference.epilogue import Activation, Epilogue
-from sparsek.reference.linear import swiglu
-from sparsek.reference.sddmm import sddmm
-from sparsek.reference.spgemm import pairs, spgemm
+from sparsek.products.formats.bsr import BSR, padding_nonzeros
+from sparsek.products.formats.dense8 import QuantizedTensor
+from sparsek.products.formats.padding import tiles_of
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.quantized import Matrix, Quantized
+from sparsek.products.reference.epilogue import Activation, Epilogue
+from sparsek.products.reference.linear import swiglu
+from sparsek.products.reference.sddmm import sddmm
+from sparsek.products.reference.spgemm import pairs, spgemm
 from sparsek.testing.budget import (
     CORE,
     ROUNDED,

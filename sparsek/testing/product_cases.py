@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.matrix.bsr import BSR, zero_padding
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import Spread, random_bsr
-from sparsek.reference.spgemm import pairs
+from sparsek.products.formats.bsr import BSR, zero_padding
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import Spread, random_bsr
+from sparsek.products.reference.spgemm import pairs
 from sparsek.testing.cases import Case, laid_out
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.cli.doctor import rates_of
 from sparsek.core import device as devices
 from sparsek.core.device import CARDS, COPY_SHARE, H200, card_named, card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.plan.dense import dense_seconds
+from sparsek.engine.plan.dense import dense_seconds
+from sparsek.tools.cli.doctor import rates_of
 
 BY_SHEET = [name for name in CARDS if name not in ("h200", "cpu")]
 FACTS: dict[str, Any] = {

@@ -23,21 +23,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sparsek.plan.definitions import Definition, Tree, digest, dumped
+from sparsek.tools.bench.engine.definitions import Definition, Tree, digest, dumped
 from tests.evidence import trace
 
 PACKAGES = ("sparsek", "tests", "scripts")
 # Here a function that ran for one test file fills caches for all: all of a module counts that ran for any file.
-SHARED = ("sparsek.kernels.lang", "sparsek.core", "sparsek.integrations", "sparsek.bench")
+SHARED = ("sparsek.engine.launch", "sparsek.core", "sparsek.integrations", "sparsek.tools.bench")
 CACHES = ("dict", "set", "list", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Calls", "local")
 TABLE = "sparsek.kernels:KERNELS"  # counts by the rows of the operations that a file planned
-TABLES = ("sparsek.kernels.product_table:KERNELS", "sparsek.kernels.attention_table:KERNELS")
-READS_TABLE = "sparsek.kernels.table:"
+TABLES = ("sparsek.products.kernels:KERNELS", "sparsek.attn.kernels:KERNELS")
+READS_TABLE = "sparsek.engine.table:"
 CHOICE = "choice"
 EVERYTHING = "all:sparsek"
 # What reads sources, for records and for this: it computes no result.
-READERS = ("sparsek.plan.sources", "sparsek.plan.definitions", "tests.evidence.")
-ASIDE = ("sparsek.bench", "sparsek.cli")  # of no process that a test of kernels starts
+READERS = ("sparsek.tools.bench.engine.sources", "sparsek.tools.bench.engine.definitions", "tests.evidence.")
+ASIDE = ("sparsek.tools.bench", "sparsek.tools.cli")  # of no process that a test of kernels starts
 PLAIN = ("file:", "all:")  # keys that are no definitions
 # Members that Python calls itself.
 SPECIAL = ("__", "_missing_", "_generate_next_value_")

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from sparsek.plan import sources
+from sparsek.tools.bench.engine import sources
 
 # Of a text: many test files need the same ones.
 imports = lru_cache(maxsize=None)(sources.imports)
 
 # A file of tests/ named in another, as a script that a test runs in a process of its own.
 BESIDE = re.compile(r"""["'](\w+\.(?:py|h|cu))["']""")
-# A module, or a folder of them, that is loaded by its name: f"sparsek.bench.suites.{stem}".
-LATE = re.compile(r"""["'](sparsek\.(?:bench|cli)\.\w+(?:\.\w+)*)""")
-FOLLOWED = ("tests.", "sparsek.bench", "sparsek.cli")
+# A module, or a folder of them, that is loaded by its name: f"sparsek.tools.bench.suites.{stem}".
+LATE = re.compile(r"""["'](sparsek\.tools\.(?:bench|cli)\.\w+(?:\.\w+)*)""")
+FOLLOWED = ("tests.", "sparsek.tools.bench", "sparsek.tools.cli")
 
 
 def needed(file: Path, root: Path, named: dict[Path, list[Path]] | None = None) -> set[Path]:

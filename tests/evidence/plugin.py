@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from sparsek.plan.definitions import Tree
+from sparsek.tools.bench.engine.definitions import Tree
 from tests.evidence import executed, parts, record, trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,8 +114,8 @@ def software(workers: int) -> dict[str, Any]:
     """The `env` object of evidence."""
     import torch  # which workers of tiny projects need not load
 
-    from sparsek.bench.engine import records
     from sparsek.core.machine import version_of
+    from sparsek.tools.bench.engine import records
 
     facts = records.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     del facts["power_limit_w"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.plan.definitions import Tree
+from sparsek.tools.bench.engine.definitions import Tree
 from tests.evidence import executed, page, parts, record, status
 from tests.evidence.executed import Ran
 from tests.evidence.record import Evidence
@@ -390,7 +390,7 @@ def test_predictions_make_stale_the_plans_that_they_change() -> None:
     same, other = choice(512), choice(1024)
     assert same["outcome"]
     other["outcome"] = ["reference.spmm", "None"]
-    chooses = "sparsek.plan.ring:norm"
+    chooses = "sparsek.engine.plan.ring:norm"
     ran = {
         "tests/ops/test_a.py": Ran(choices=[same]),
         "tests/ops/test_b.py": Ran(choices=[same, other]),

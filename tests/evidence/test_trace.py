@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sparsek.plan.definitions import Tree
+from sparsek.tools.bench.engine.definitions import Tree
 from tests.evidence import executed, trace
 from tests.house.tools import ROOT
 
@@ -42,7 +42,7 @@ current.decide()
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, executed.Ran]:
     folder = tmp_path_factory.mktemp("trace")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    data = ROOT / "sparsek/plan/host.json"
+    data = ROOT / "sparsek/engine/plan/host.json"
     command = [sys.executable, "-c", SCRIPT, str(folder), str(data)]
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
@@ -53,15 +53,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, executed.Ran]:
 
 def test_each_file_has_what_it_executed(ran: dict[str, executed.Ran]) -> None:
     one, two = (ran[f"tests/test_{name}.py"].definitions for name in ("one", "two"))
-    assert "sparsek.ops.spmm:spmm" in one
-    assert "sparsek.mask.build.structured:causal" not in one
-    assert "sparsek.mask.build.structured:causal" in two
-    assert "sparsek.mask.build.structured:dilated" not in two
+    assert "sparsek.products.ops.spmm:spmm" in one
+    assert "sparsek.attn.mask.build.structured:causal" not in one
+    assert "sparsek.attn.mask.build.structured:causal" in two
+    assert "sparsek.attn.mask.build.structured:dilated" not in two
 
 
 def test_a_process_that_a_test_starts_counts_for_it(ran: dict[str, executed.Ran]) -> None:
     modules = {name.partition(":")[0] for name in ran["tests/test_two.py"].definitions}
-    assert "sparsek.matrix.convert" in modules
+    assert "sparsek.products.formats.convert" in modules
     assert not ran["tests/test_two.py"].untraced
 
 
@@ -74,11 +74,11 @@ def test_a_process_that_is_not_traced_is_noticed(ran: dict[str, executed.Ran]) -
 
 
 def test_data_files_are_noted(ran: dict[str, executed.Ran]) -> None:
-    assert "sparsek/plan/host.json" in ran["tests/test_two.py"].files
+    assert "sparsek/engine/plan/host.json" in ran["tests/test_two.py"].files
 
 
 def test_what_runs_on_import_belongs_to_the_module(ran: dict[str, executed.Ran]) -> None:
-    assert "sparsek.core.record:record" in ran["import:sparsek/matrix/bsr.py"].definitions
+    assert "sparsek.core.record:record" in ran["import:sparsek/products/formats/bsr.py"].definitions
     assert "sparsek.core.record:record" not in ran["tests/test_one.py"].definitions
 
 
@@ -87,5 +87,5 @@ def test_choices_are_kept_with_their_problems(ran: dict[str, executed.Ran]) -> N
         (choice,) = ran[f"tests/test_{name}.py"].choices
         assert choice["op"] == "spmm"
         assert trace.decided(trace.decoded(choice["problem"]), None) == choice
-    assert "sparsek.plan.select:select" in ran[executed.CHOICE].definitions
-    assert "sparsek.plan.select:select" not in ran["tests/test_one.py"].definitions
+    assert "sparsek.engine.plan.select:select" in ran[executed.CHOICE].definitions
+    assert "sparsek.engine.plan.select:select" not in ran["tests/test_one.py"].definitions

@@ -34,13 +34,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).resolve().parent / "child"
 FOLLOWED = ("sparsek/", "tests/", "scripts/")
 OWN = "tests/evidence/"  # this tool
-CHOOSES = ("sparsek/ops/planning.py", "_decide")
+CHOOSES = ("sparsek/engine/planning.py", "_decide")
 DYNAMO = "/torch/_dynamo/convert_frame.py"
 # Made from sources that are traced, or written by the run itself.
 DERIVED = (".py", ".pyc", ".so", ".json.new", ".zip", ".lock", ".tmp")
 UNUSED = ("build/", ".", "benchmarks/evidence/", "tests/evidence/")
 # Caches of these rooms hold compiled code and handles; what fills them is attributed by `executed.py`.
-KEPT = ("sparsek.kernels.lang", "sparsek.core", "sparsek.integrations", "sparsek.bench")
+KEPT = ("sparsek.engine.launch", "sparsek.core", "sparsek.integrations", "sparsek.tools.bench")
 TOOL = 4
 
 
@@ -249,7 +249,7 @@ def empty_caches() -> None:
 def decided(problem: Any, only: str | None) -> dict[str, Any]:
     """A problem, and the kernel and config that are chosen for it; null if no kernel can run it."""
     from sparsek.core.errors import SparseKError
-    from sparsek.ops.planning import choose
+    from sparsek.engine.planning import choose
 
     try:
         choice = choose(problem, only)

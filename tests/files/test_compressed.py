@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsek.advise.sources import opened
-from sparsek.advise.weights import choose
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.tools.advise.sources import opened
+from sparsek.tools.advise.weights import choose
 
 N, K = 96, 64
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu

@@ -17,7 +17,7 @@ from sparsek.core import files, memory
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io, tensor_file
 from sparsek.files.weights import open_weights
-from sparsek.matrix.random import random_bsr
+from sparsek.products.formats.random import random_bsr
 from tests.files.test_io import record, same, small
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="modes, owners and locks of Unix")

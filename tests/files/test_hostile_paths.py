@@ -18,17 +18,17 @@ import torch
 from safetensors.torch import save_file
 
 import sparsek as sk
-from sparsek.advise import break_even
-from sparsek.advise.break_even import Setting, curves
-from sparsek.bench.engine import records
-from sparsek.cli.bench_run import write_html
-from sparsek.cli.tune import shapes_in
 from sparsek.core import files, memory
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io, weights
 from sparsek.files.weights import open_weights
-from sparsek.matrix.random import random_bsr
 from sparsek.pictures.blocks import spy_svg
+from sparsek.products.formats.random import random_bsr
+from sparsek.tools.advise import break_even
+from sparsek.tools.advise.break_even import Setting, curves
+from sparsek.tools.bench.engine import records
+from sparsek.tools.cli.bench_run import write_html
+from sparsek.tools.cli.tune import shapes_in
 from tests.house.tools import need
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these are files of Unix")

@@ -17,11 +17,11 @@ from sparsek.core import arguments, memory
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
 from sparsek.files.tensor_file import as_bytes
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.semi24 import Semi24
-from tests.matrix.two_four import bsr24, semi24
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.semi24 import Semi24
+from tests.products.formats.two_four import bsr24, semi24
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparsek.attn.mask.lists import BlockLists
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
-from sparsek.mask.lists import BlockLists
-from sparsek.mask.mask import BlockMask
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
 from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
 
 MASKS = {case.note: case.mask for case in ATTENTION_CASES}

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.quantized import Quantized, quantize
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.semi24 import Semi24
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.quantized import Quantized, quantize
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.semi24 import Semi24
 from tests.files.test_io import crc_of, damaged, damages, forge
 from tests.files.test_io import same as same_matrix
-from tests.matrix.fp8 import CASES, E4M3, E5M2, FP8, KINDS, MAKERS, bsr, bsr24, same, semi24
+from tests.products.formats.fp8 import CASES, E4M3, E5M2, FP8, KINDS, MAKERS, bsr, bsr24, same, semi24
 
 
 @pytest.mark.parametrize(("make", "kind"), CASES)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.semi24 import Semi24
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.semi24 import Semi24
 from tests.files.test_io import crc_of, forge, same, small
-from tests.matrix.two_four import DTYPES, bsr24, semi24
+from tests.products.formats.two_four import DTYPES, bsr24, semi24
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,8 +23,8 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import weights
 from sparsek.files.io import load, save
 from sparsek.files.weights import open_weights
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.semi24 import Semi24
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.semi24 import Semi24
 
 scipy_sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
 scipy_io = pytest.importorskip("scipy.io", reason="SciPy is not installed")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.matrix.quantized import Scale
 from sparsek.pictures import blocks as spy
 from sparsek.pictures import masks
+from sparsek.products.formats.quantized import Scale
 from tests.fuzz.engine import Call
 from tests.integrations.xformers_biases import stand_ins
 
@@ -547,5 +547,5 @@ REASONS = {
 
 def here(module: str) -> bool:
     """Whether this file has the calls of a module; `calls_ops` has those of the others."""
-    rooms = ("sparsek.matrix.", "sparsek.mask.", "sparsek.files.", "sparsek.core.")
-    return module.startswith(rooms) and module != "sparsek.mask.rule"
+    rooms = ("sparsek.products.formats.", "sparsek.attn.mask.", "sparsek.files.", "sparsek.core.")
+    return module.startswith(rooms) and module != "sparsek.attn.mask.rule"

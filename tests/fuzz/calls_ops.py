@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.ops.linear import plan_layer
-from sparsek.reference.epilogue import Epilogue
+from sparsek.products.ops.linear import plan_layer
+from sparsek.products.reference.epilogue import Epilogue
 from tests.fuzz.engine import Call, Made
 
 BF16 = torch.bfloat16

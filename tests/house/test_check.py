@@ -12,13 +12,17 @@ from tests.house.tools import ROOT
     ("changed", "some", "others"),
     [
         (
-            "sparsek/ops/spmm.py",
+            "sparsek/products/ops/spmm.py",
             ["tests/ops/test_spmm.py", "tests/ops/test_spmm_compiled.py"],
             "tests/nn/test_digits.py",
         ),
-        ("sparsek/plan/cache.py", ["tests/plan/test_cache.py"], "tests/nn/test_digits.py"),
-        ("tests/ops/operands.py", ["tests/ops/test_gradients.py"], "tests/matrix/test_bsr.py"),
-        ("tests/matrix/test_bsr.py", ["tests/matrix/test_bsr.py"], "tests/matrix/test_bsr24.py"),
+        ("sparsek/engine/plan/cache.py", ["tests/plan/test_cache.py"], "tests/nn/test_digits.py"),
+        ("tests/ops/operands.py", ["tests/ops/test_gradients.py"], "tests/products/formats/test_bsr.py"),
+        (
+            "tests/products/formats/test_bsr.py",
+            ["tests/products/formats/test_bsr.py"],
+            "tests/products/formats/test_bsr24.py",
+        ),
         (
             "tests/ops/portable_gradients_interpreted.py",
             ["tests/ops/portable_gradients_interpreted.py"],

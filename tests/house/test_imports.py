@@ -11,10 +11,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import sparsek
-from sparsek.bench.benches import BENCHES
-from sparsek.cli import __main__ as command_line
-from sparsek.cli import bench
-from sparsek.cli.deferred import Deferred
+from sparsek.tools.bench.benches import BENCHES
+from sparsek.tools.cli import __main__ as command_line
+from sparsek.tools.cli import bench
+from sparsek.tools.cli.deferred import Deferred
 from tests.house.tools import ROOT, python, pythons
 from tests.sampling import sampled
 
@@ -28,7 +28,7 @@ print(json.dumps({"new": sorted(set(sys.modules) - before), "cuda": torch.cuda.i
 HERE = {"PYTHONPATH": str(ROOT)}
 
 
-OF_COMMANDS = LOADED.replace("import sparsek\nfrom sparsek import *\n", "import sparsek.cli.__main__\n")
+OF_COMMANDS = LOADED.replace("import sparsek\nfrom sparsek import *\n", "import sparsek.tools.cli.__main__\n")
 MASKED = """
 import sys, sparsek
 sparsek.BlockMask.causal(1000, device="cpu") & sparsek.BlockMask.sliding_window(1000, 300, device="cpu")
@@ -37,7 +37,7 @@ print("torch._dynamo" in sys.modules)
 MATRICES = sampled(
     [
         "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16, threshold=0)",
-        "from sparsek.matrix.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
+        "from sparsek.products.formats.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
         "import sparsek as sk; A = sk.Semi24.from_dense(ones(32, 32))",
     ],
     1,
@@ -51,7 +51,7 @@ print(x.grad.shape)
 """
 MODULES = """
 import importlib, importlib.util, pkgutil, sparsek
-left_out = ["sparsek.kernels."]
+left_out = ["sparsek.products.kernels.", "sparsek.attn.kernels."]
 if importlib.util.find_spec("transformers") is None:
     left_out.append("sparsek.integrations.transformers")
 for found in pkgutil.walk_packages(sparsek.__path__, "sparsek."):
@@ -82,12 +82,13 @@ def loaded(printed: "dict[str, str]") -> dict:
 def is_kernel(module: str) -> bool:
     """Of the kernels' room all but the table of names and the launcher, which need neither Triton nor a GPU."""
     others = (
-        "sparsek.kernels.table",
-        "sparsek.kernels.lang",
-        "sparsek.kernels.lang.driver",
-        "sparsek.kernels.lang.recorder",
+        "sparsek.engine.table",
+        "sparsek.engine.launch",
+        "sparsek.engine.launch.driver",
+        "sparsek.engine.launch.recorder",
     )
-    return module.startswith("sparsek.kernels.") and module not in others
+    rooms = ("sparsek.products.kernels.", "sparsek.attn.kernels.", "sparsek.engine.launch.")
+    return module.startswith(rooms) and module not in others
 
 
 def test_importing_sparsek_touches_no_cuda(loaded: dict) -> None:
@@ -139,7 +140,7 @@ def test_a_matrix_multiplies_and_learns_however_it_came(code: str, printed: "dic
 
 HELP = """
 import sys
-from sparsek.cli.__main__ import main
+from sparsek.tools.cli.__main__ import main
 sys.argv = ["sparsek", *{words}]
 try:
     main()
@@ -175,6 +176,12 @@ def test_the_help_of_the_program_says_what_each_command_says_of_itself() -> None
     for name, shown in [*program.commands.items(), *benchmarks.commands.items()]:
         assert isinstance(shown, Deferred)
         assert shown.help == (shown.load().help or "").split("\n\n")[0].replace("\n", " "), name
+
+
+def test_the_verb_of_attention_is_no_module(tmp_path: Path) -> None:
+    """A package called sparsek.attention would take its place as soon as another name loads it."""
+    code = "import sparsek as sk; sk.BlockMask; print(callable(sk.attention), callable(sk.linear))"
+    assert python(code, cwd=tmp_path, env=HERE) == "True True"
 
 
 def test_making_and_checking_a_mask_loads_no_dynamo(printed: "dict[str, str]") -> None:

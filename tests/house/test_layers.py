@@ -1,14 +1,12 @@
-"""The layers of DESIGN.md, held by import-linter with the contracts in pyproject.toml, and no circle inside a room."""
+"""The layers of DESIGN.md, held by import-linter with the contracts in pyproject.toml; floors, arrows and circles."""
 
-import ast
 import shutil
 import sys
-from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from scripts import house
 from tests.house.tools import ROOT, need, run
 
 LINT = (sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])")
@@ -23,8 +21,8 @@ def test_each_room_imports_only_from_the_rooms_below() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from sparsek.kernels.table import load\n",
-        "def late():\n    from sparsek.kernels.table import load\n    return load\n",
+        "from sparsek.engine.table import load\n",
+        "def late():\n    from sparsek.engine.table import load\n    return load\n",
     ],
     ids=["at the top", "inside a function"],
 )
@@ -35,58 +33,38 @@ def test_an_import_from_a_floor_above_is_found(tmp_path: Path, line: str) -> Non
     (tmp_path / "sparsek/core/upward.py").write_text(line)
     done = run(*LINT, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "sparsek.core is not allowed to import sparsek.kernels" in done.stdout
+    assert "sparsek.core is not allowed to import sparsek.engine" in done.stdout
 
 
-# import-linter (2.15) knows no contract for circles between modules.
-ROOMS = sorted(path.parent for path in (ROOT / "sparsek").rglob("__init__.py"))
-TO_BE_SOLVED: set[str] = set()
+def test_floors_arrows_and_circles_stay_within_their_limits() -> None:
+    graph = house.files(house.modules())
+    found = house.numbers(graph)
+    assert all(found[name] <= most for name, most in house.LIMITS.items()), "\n".join(house.lines(graph))
 
 
-def imports_of(tree: ast.AST) -> Iterator[str]:
-    """What a module imports, also inside functions; not what only type checkers see."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node = ast.Module(node.orelse, [])
-        elif isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{each.name}" for each in node.names)
-        yield from imports_of(node)
+IMPORTS = {
+    "at the top": "from sparsek.above.verbs import multiply\n",
+    "inside a function": "def late():\n    from sparsek.above import verbs\n",
+    "by its name": "import importlib\nVERBS = importlib.import_module('sparsek.above.verbs')\n",
+    "by a name in parts": "from importlib import import_module\nVERBS = import_module(f'sparsek.above.{STEM}')\n",
+    "for type checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import sparsek.above.verbs\n",
+}
 
 
-def circle_in(room: Path, package: str) -> list[str]:
-    """Modules of a folder that import each other in a circle; none if there is no circle."""
-    names = {f"{package}.{path.stem}": path for path in room.glob("*.py") if path.stem != "__init__"}
-    graph = {
-        name: set(imports_of(ast.parse(path.read_text()))) & names.keys() for name, path in names.items()
-    }
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
-def test_no_modules_of_a_room_import_each_other_in_a_circle(room: Path) -> None:
-    package = ".".join(room.relative_to(ROOT).parts)
-    found = circle_in(room, package)
-    assert bool(found) == (package in TO_BE_SOLVED), (
-        " -> ".join(found) or "solved: take it out of TO_BE_SOLVED"
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("def late():\n    from room import a\n", True),
-        ("import room.a\n", True),
-        ("if TYPE_CHECKING:\n    from room.a import A\n", False),
-    ],
-)
-def test_a_circle_is_found(tmp_path: Path, line: str, found: bool) -> None:
-    (tmp_path / "a.py").write_text("from room.b import B\n")
-    (tmp_path / "b.py").write_text(line)
-    assert bool(circle_in(tmp_path, "room")) == found
+@pytest.mark.parametrize("text", IMPORTS.values(), ids=list(IMPORTS))
+def test_every_way_to_import_is_an_arrow_and_may_close_a_circle(tmp_path: Path, text: str) -> None:
+    for name, source in {
+        "sparsek/__init__.py": "",
+        "sparsek/above/__init__.py": "",
+        "sparsek/above/verbs.py": "from sparsek.below import data\n",
+        "sparsek/below/__init__.py": '"""Below."""\n',
+        "sparsek/below/data.py": text,
+        "scripts/run.py": "import sparsek.below.data\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    graph = house.files(house.modules(tmp_path))
+    assert house.rooms(graph) == {"above": {"below"}, "below": {"above"}, "scripts": {"below"}}
+    in_circles = 0 if "{" in text else 2  # a name in parts is that of a package
+    assert house.numbers(graph) == {"floors": 2, "arrows": 3, "files in circles": in_circles}

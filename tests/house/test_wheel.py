@@ -49,7 +49,7 @@ def test_the_wheel_carries_the_licence_and_the_command(wheel: Path) -> None:
     inside = zipfile.ZipFile(wheel)
     names = {Path(name).name: name for name in inside.namelist() if ".dist-info/" in name}
     assert "Apache License" in inside.read(names["LICENSE"]).decode()
-    assert "sparsek = sparsek.cli.__main__:main" in inside.read(names["entry_points.txt"]).decode()
+    assert "sparsek = sparsek.tools.cli.__main__:main" in inside.read(names["entry_points.txt"]).decode()
 
 
 def test_the_installed_wheel_runs_and_measures_in_any_folder(wheel: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ found = machinery.PathFinder.find_spec
 machinery.PathFinder.find_spec = staticmethod(
     lambda name, *more: None if name.partition(".")[0] in absent else found(name, *more))
 from typer.testing import CliRunner
-from sparsek.cli.__main__ import app
+from sparsek.tools.cli.__main__ import app
 small = "--m 64 --k 64 --n 16 --block 16 --dtype fp32 --rounds 1 --device cpu --out r.jsonl --html r.html"
 for words in ("bench --help", f"bench spmm {small}", "bench all --take r.jsonl", "bench all --list --device cpu"):
     done = CliRunner().invoke(app, words.split())

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek import policies
+from sparsek.attn import policies
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.policies.policy import Given
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_config import form_of, policy_of
-from sparsek.mask.mask import BlockMask
-from sparsek.policies.policy import Given
 from tests.integrations.models import pair, states, tokens, transformers
 
 TOP, NEAR = policies.MeanTopK(topk=2, block=64), policies.Streaming(window=64, sinks=64, block=64)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function
 
-from sparsek import MaskPolicy, policies
+from sparsek import MaskPolicy
+from sparsek.attn import policies
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers import sparsek_attention, sparsek_mask
 from sparsek.integrations.transformers_cross import is_cross_attention

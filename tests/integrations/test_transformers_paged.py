@@ -13,7 +13,7 @@ from tests.house.tools import need
 
 need("transformers")
 
-from sparsek import policies
+from sparsek.attn import policies
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers import sparsek_attention
 from tests.integrations.models import WORDS, pair, transformers

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek import policies
+from sparsek.attn import policies
 from sparsek.core.errors import InvalidInput
 from tests.integrations.models import check_alike, padding, pair, states, tokens, transformers
 

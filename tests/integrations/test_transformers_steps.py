@@ -14,11 +14,11 @@ need("transformers")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sparsek import policies
+from sparsek.attn import policies
+from sparsek.attn.mask.rule import MaskPolicy
 from sparsek.integrations.transformers import sparsek_attention, sparsek_mask
 from sparsek.integrations.transformers_masks import Restarts
 from sparsek.integrations.transformers_steps import MOST, Near, near_of, step_mask
-from sparsek.mask.rule import MaskPolicy
 from tests.integrations.models import REFERENCE, masking_utils, padding, pair, tokens, transformers
 
 POLICY = {"window": 20, "sinks": 3, "block": 64}

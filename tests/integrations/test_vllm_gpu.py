@@ -14,8 +14,8 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.integrations.vllm import Options
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of
+from tests.engine.launch.covering import once
 from tests.integrations.vllm_batches import Drawn, drawn, engine, layer, right, served
-from tests.kernels.lang.covering import once
 
 pytestmark = pytest.mark.gpu
 SCALE = 0.1

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.attn.policies import Policy
 from sparsek.integrations import vllm_omni
 from sparsek.integrations.vllm_omni import SparseKBackend, SparseKImpl, register, sparse_attention
-from sparsek.policies import Policy
 from tests.integrations.dense import dense, randn, same, same_gradients
 
 VARIABLE = "SPARSEK_VLLM_OMNI"

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek import InvalidInput, Unsupported
+from sparsek.attn.mask.build.documents import documents_mask
+from sparsek.attn.mask.convert.xformers import KINDS
 from sparsek.integrations import xformers, xformers_pages
 from sparsek.integrations.xformers import memory_efficient_attention
-from sparsek.mask.build.documents import documents_mask
-from sparsek.mask.convert.xformers import KINDS
 from tests.integrations.dense import dense, operands, randn, same, same_gradients
 from tests.integrations.xformers_biases import FIELDS, Drawn, draw, ints, originals, stand_ins
 from tests.sampling import EVERY

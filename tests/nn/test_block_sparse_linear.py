@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.padding import padding_of
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
 from sparsek.nn import BlockSparseLinear
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.padding import padding_of
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
 from tests.house.test_imports import is_kernel
 from tests.house.tools import ROOT, python
 from tests.sampling import sampled

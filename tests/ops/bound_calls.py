@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import sparsek as sk
-from sparsek.matrix.dense8 import quantize_dense
-from sparsek.reference.epilogue import Epilogue
+from sparsek.products.formats.dense8 import quantize_dense
+from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.poison import poisoned

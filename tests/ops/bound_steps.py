@@ -10,8 +10,9 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import bound, bound_products
-from sparsek.reference.epilogue import ACTIVATIONS
+from sparsek.engine.call import bound
+from sparsek.products.ops import bound_products
+from sparsek.products.reference.epilogue import ACTIVATIONS
 
 VERBS = (
     "A @ x",

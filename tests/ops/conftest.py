@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
-from sparsek.plan.op import Operation
+from sparsek.engine.plan.op import Operation
 
 
 @pytest.fixture

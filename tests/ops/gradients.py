@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
-from sparsek.reference import linear as reference_linear
-from sparsek.reference import sddmm as reference_sddmm
-from sparsek.reference import spgemm as reference_spgemm
-from sparsek.reference import spmm as reference_spmm
-from sparsek.reference.epilogue import ACTIVATIONS, Activation
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.reference import linear as reference_linear
+from sparsek.products.reference import sddmm as reference_sddmm
+from sparsek.products.reference import spgemm as reference_spgemm
+from sparsek.products.reference import spmm as reference_spmm
+from sparsek.products.reference.epilogue import ACTIVATIONS, Activation
 from sparsek.testing.chain_budget import chain_bounds
 from sparsek.testing.product_budget import stored
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.kernels.table import names_for
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.storage import TITLES
-from sparsek.ops import library_args
-from sparsek.reference.epilogue import Combine, EpilogueActivation
+from sparsek.engine.table import names_for
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.storage import TITLES
+from sparsek.products.ops import library_args
+from sparsek.products.reference.epilogue import Combine, EpilogueActivation
 from sparsek.testing.budget import check_spmm
 
 BF16 = torch.bfloat16

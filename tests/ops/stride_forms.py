@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.matrix.quantized import Scale
-from sparsek.reference.epilogue import Activation
+from sparsek.products.formats.quantized import Scale
+from sparsek.products.reference.epilogue import Activation
 from sparsek.testing.strides import Layout
 from tests.ops.stride_walk import Form, Operands, Shapes, Sizes
 

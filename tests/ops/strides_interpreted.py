@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.kernels.pack.to_24 import pack24
-from sparsek.kernels.pack.to_bsr import pack_bsr
-from sparsek.kernels.pack.to_fp8 import round_rows
-from sparsek.matrix.convert import Rule
+from sparsek.products.formats.convert import Rule
+from sparsek.products.kernels.pack.to_24 import pack24
+from sparsek.products.kernels.pack.to_bsr import pack_bsr
+from sparsek.products.kernels.pack.to_fp8 import round_rows
 from sparsek.testing.strides import layouts
 from tests.ops.stride_forms import FORMS
 from tests.ops.stride_walk import Form, Sizes, walk

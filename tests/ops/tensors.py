@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsek.mask.mask import BlockMask
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 
 Qkv = tuple[Tensor, Tensor, Tensor]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.attn.mask import cache as masks
+from sparsek.attn.plan.attention import AttentionPlan
 from sparsek.core.errors import Unsupported
-from sparsek.mask import cache as masks
-from sparsek.plan import cache
-from sparsek.plan.attention import AttentionPlan
+from sparsek.engine.plan import cache
 from tests.ops.tensors import check, qkv, window
 
 

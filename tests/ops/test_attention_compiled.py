@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.ops import attention_args as library_args
-from tests.mask.masks import in_one_buffer
+from sparsek.attn.ops import attention_args as library_args
+from tests.attn.mask.masks import in_one_buffer
 from tests.ops.tensors import qkv, window
 from tests.sampling import sampled
 

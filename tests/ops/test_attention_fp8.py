@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.attn.plan.attention_fp8 import AttentionFp8Plan
+from sparsek.attn.reference.attention_fp8 import attention_fp8
 from sparsek.core.device import H100
-from sparsek.plan.attention_fp8 import AttentionFp8Plan
-from sparsek.reference.attention_fp8 import attention_fp8
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
 
 S, T = 150, 200

@@ -10,8 +10,8 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import sparsek as sk
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import dtypes
-from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, check
 from tests.sampling import EVERY, SEED

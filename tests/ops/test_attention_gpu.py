@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.kernels.lang.recorder import Recorded
-from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.cache import PlanCache
+from sparsek.attn.plan.attention import AttentionPlan
+from sparsek.engine.launch.recorder import Recorded
+from sparsek.engine.plan.cache import PlanCache
 from tests.ops.tensors import Qkv, check, qkv
 
 pytestmark = pytest.mark.gpu

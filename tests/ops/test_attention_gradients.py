@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
+from sparsek.attn.kernels.backward import cpu_bwd as cpu_attention_bwd
+from sparsek.attn.kernels.forward import cpu_fwd as cpu_attention
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels.attention import cpu_bwd as cpu_attention_bwd
-from sparsek.kernels.attention import cpu_fwd as cpu_attention
-from sparsek.ops.gradients import same_family
+from sparsek.products.ops.gradients import same_family
 from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, qkv, window
 
@@ -277,7 +277,7 @@ def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
 def test_the_transposed_lists_are_built_once_and_only_for_kernels_that_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from sparsek.mask import elements
+    from sparsek.attn.mask import elements
 
     built, real = [], elements.transposed
     monkeypatch.setattr(elements, "transposed", lambda mask: built.append(mask) or real(mask))
@@ -388,7 +388,7 @@ def test_a_second_derivative_is_refused_in_words():
     (expected,) = torch.autograd.grad(sk.attention(q, k, v, window()).sum(), q)
     assert torch.equal(of_q, expected)
     with pytest.raises(
-        InvalidInput, match=r"gradients of attention have no gradients themselves; sparsek.reference"
+        InvalidInput, match=r"gradients of attention have no gradients themselves; sparsek.attn.reference"
     ):
         of_q.sum().backward()
 

@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparsek as sk
+from sparsek.attn.ops import attention_args as library_args
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import attention_args as library_args
-from tests.mask.masks import in_one_buffer
+from tests.attn.mask.masks import in_one_buffer
 from tests.ops.tensors import Qkv, qkv, window
 from tests.sums import alike
 
@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "jvp": (
         lambda run, *t: torch.func.jvp(run, t, t),
-        r"attention has no forward-mode derivative .*sparsek.reference.attention.attention has one",
+        r"attention has no forward-mode derivative .*sparsek.attn.reference.attention.attention has one",
     ),
     "jacfwd": (lambda run, *t: torch.func.jacfwd(run)(*t), "attention has no forward-mode derivative"),
     "hessian": (lambda run, *t: torch.func.hessian(run)(*t), "attention has no forward-mode derivative"),

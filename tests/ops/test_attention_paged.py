@@ -11,13 +11,13 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
+from sparsek.attn.ops.attention_paged import _binding
+from sparsek.attn.plan import attention_paged as planned
+from sparsek.attn.plan.attention_paged import PagedPlan
+from sparsek.attn.plan.paged_call import HOME
+from sparsek.attn.reference.attention_paged import requests
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
-from sparsek.ops.attention_paged import _binding
-from sparsek.plan import attention_paged as planned
-from sparsek.plan.attention_paged import PagedPlan
-from sparsek.plan.paged_call import HOME
-from sparsek.reference.attention_paged import requests
 from sparsek.testing.paged_budget import check_attention_paged
 from sparsek.testing.paged_cases import FORMS, PAGED_CASES, Listed, PagedCase, PagedInputs
 from sparsek.testing.poison import poisoned

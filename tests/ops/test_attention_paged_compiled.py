@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
-from sparsek.ops.attention_paged_op import PagedArgs, flat
+from sparsek.attn.ops.attention_paged_op import PagedArgs, flat
 from sparsek.testing.paged_cases import Listed
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 import sparsek as sk
-from sparsek.kernels.lang.recorder import MISS, Recorded
+from sparsek.engine.launch.recorder import MISS, Recorded
 from sparsek.testing.paged_budget import check_attention_paged
 from sparsek.testing.paged_cases import Listed, PagedCase, PagedInputs
 from sparsek.testing.poison import poisoned

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
-from sparsek.mask.lists import BlockLists
-from sparsek.plan.paged_operands import Visible, check_sizes
+from sparsek.attn.mask.lists import BlockLists
+from sparsek.attn.plan.paged_operands import Visible, check_sizes
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 
 ODD: Any = 64  # no pair

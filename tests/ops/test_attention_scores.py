@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.attn.reference.attention import attention as reference
+from sparsek.attn.reference.scores import Scores
 from sparsek.core.errors import InvalidInput
-from sparsek.reference.attention import attention as reference
-from sparsek.reference.scores import Scores
-from tests.kernels.attention.changes import CHANGES
+from tests.attn.kernels.forward.changes import CHANGES
 
 S, T, HEADS = 70, 90, 4
 MASKS = {

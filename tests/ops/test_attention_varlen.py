@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import sparsek as sk
+from sparsek.attn.mask import cache as kept_masks
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import cache as kept_masks
 
 LENGTHS = {
     "one": [200],
@@ -150,7 +150,7 @@ def test_masks_are_made_once_for_the_same_documents(monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any) -> None:
         raise AssertionError("a mask is made again")
 
-    monkeypatch.setattr("sparsek.mask.rule.documents_mask", refuse)
+    monkeypatch.setattr("sparsek.attn.mask.rule.documents_mask", refuse)
     sk.attention_varlen(*tensors, ends, mask=policy)
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.ops.autocast import follow_autocast
+from sparsek.engine.call.autocast import follow_autocast
+from sparsek.products.formats.bsr import BSR
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, F16], ids=["bf16", "fp16"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.ops.attention_op import through_op as op
+from sparsek.attn.ops.attention_op import through_op as op
 from tests.ops.gradients import FORMS, inputs_of
 from tests.ops.test_gradients import SIZES, takes_slopes
 from tests.sums import alike

@@ -14,13 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
+from sparsek.attn.ops import attention_autograd
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels.lang.recorder import MISS, Recorded
-from sparsek.ops import attention_autograd, bound, transforms
-from sparsek.ops.linear import plan_layer
-from sparsek.plan import operands
-from sparsek.plan import spmm as plan_spmm
-from sparsek.reference.epilogue import Activation
+from sparsek.engine.call import bound, transforms
+from sparsek.engine.launch.recorder import MISS, Recorded
+from sparsek.products.ops.linear import plan_layer
+from sparsek.products.plan import operands
+from sparsek.products.plan import spmm as plan_spmm
+from sparsek.products.reference.epilogue import Activation
 from tests.ops.bound_steps import CHANGES, VERBS, Step
 
 
@@ -98,7 +99,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
     monkeypatch.setattr(bound, "_stream", lambda device: NOW["stream"])
     monkeypatch.setattr(bound, "_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(sys.modules["sparsek.ops.linear"], "writes_slope", writes_slope)
+    monkeypatch.setattr(sys.modules["sparsek.products.ops.linear"], "writes_slope", writes_slope)
     monkeypatch.setitem(NOW, "device", 0)
     monkeypatch.setitem(NOW, "stream", 0)
     return made

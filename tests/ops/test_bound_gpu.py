@@ -1,5 +1,5 @@
-"""Bound calls (ops/bound.py): from its third time on a call repeats its launches, and whatever is different between two
-calls is followed or ends that. On a CPU nothing is bound, and the same calls are right.
+"""Bound calls (engine/call/bound.py): from its third time on a call repeats its launches, and whatever is different
+between two calls is followed or ends that. On a CPU nothing is bound, and the same calls are right.
 """
 
 import copy
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.attn.mask import layout
+from sparsek.attn.ops import mask_calls
+from sparsek.attn.plan.attention import AttentionPlan
+from sparsek.attn.plan.attention_grad import AttentionGradPlan
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels.lang.recorder import MISS, Recorded
-from sparsek.mask import layout
-from sparsek.ops import bound, mask_calls
-from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import AttentionGradPlan
-from sparsek.plan.sddmm import SddmmPlan
-from sparsek.plan.spmm import SpmmPlan
+from sparsek.engine.call import bound
+from sparsek.engine.launch.recorder import MISS, Recorded
+from sparsek.products.plan.sddmm import SddmmPlan
+from sparsek.products.plan.spmm import SpmmPlan
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.budget import check_spmm, using_tf32
 from sparsek.testing.product_budget import check_linear

@@ -13,11 +13,11 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU, H200, Card
-from sparsek.ops import choose as choose_format
-from sparsek.ops import weight_formats as linear_formats
-from sparsek.ops.choose import Bound, Option
-from sparsek.ops.weight_formats import FORMATS, Format, WeightFormat
-from sparsek.plan.dense import BOOST, dense_seconds
+from sparsek.engine.plan.dense import BOOST, dense_seconds
+from sparsek.products.ops import choose as choose_format
+from sparsek.products.ops import weight_formats as linear_formats
+from sparsek.products.ops.choose import Bound, Option
+from sparsek.products.ops.weight_formats import FORMATS, Format, WeightFormat
 
 BF16 = torch.bfloat16
 PLAIN = ("dense", "semi24", "bsr", "bsr24")

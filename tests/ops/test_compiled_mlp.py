@@ -13,9 +13,9 @@ import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.ops import library_args, mlp
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops import library_args, mlp
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Your compiler for AOTAutograd is returning a function:UserWarning"
@@ -161,7 +161,7 @@ def arguments(x: Tensor, act: str = "gelu") -> tuple[Any, ...]:
 def one_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose kernels write slopes."""
     torch._dynamo.reset()
-    monkeypatch.setattr("sparsek.ops.mlp.one_op", constant(lambda *given: True))
+    monkeypatch.setattr("sparsek.products.ops.mlp.one_op", constant(lambda *given: True))
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
@@ -266,7 +266,7 @@ def test_the_op_of_an_mlp_takes_operands_as_they_are_under_autocast():
 def test_where_no_kernel_writes_a_slope_torch_fuses(
     device: str, dtype: torch.dtype, act: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("sparsek.ops.mlp.card_of", lambda device: H200)
+    monkeypatch.setattr("sparsek.products.ops.mlp.card_of", lambda device: H200)
     assert mlp.one_op(torch.device("cuda:0"), torch.bfloat16, "gelu", None)
     assert not mlp.one_op(torch.device(device), dtype, act, kernel)
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR, zero_padding
-from sparsek.matrix.random import random_bsr
-from sparsek.ops import gradients, library_args
-from sparsek.ops.spmm import SPMM
-from sparsek.plan.spmm import Product
+from sparsek.products.formats.bsr import BSR, zero_padding
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops import gradients, library_args
+from sparsek.products.ops.spmm import SPMM
+from sparsek.products.plan.spmm import Product
 from tests.ops.gradients import FORMS, hold, inputs_of
 from tests.ops.operands import pair
 
@@ -38,7 +38,7 @@ def takes_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
         return w.values.requires_grad
 
     for name in ("linear", "mlp"):
-        monkeypatch.setattr(import_module(f"sparsek.ops.{name}"), "writes_slope", takes)
+        monkeypatch.setattr(import_module(f"sparsek.products.ops.{name}"), "writes_slope", takes)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import sparsek as sk
-from sparsek.mask.mask import BlockMask
+from sparsek.attn.mask.mask import BlockMask
 
 pytestmark = pytest.mark.gpu
 

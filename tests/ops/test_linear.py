@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.reference import linear as reference
-from sparsek.reference.epilogue import Activation, Epilogue
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.reference import linear as reference
+from sparsek.products.reference.epilogue import Activation, Epilogue
 from sparsek.testing.product_budget import check_linear, check_swiglu
 from tests.ops.operands import BF16, pair
 from tests.sums import alike

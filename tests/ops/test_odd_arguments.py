@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.reference.epilogue import Epilogue
+from sparsek.products.reference.epilogue import Epilogue
 from tests.fuzz.contexts import Watching
 
 Untyped: Any = sk

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sparsek as sk
+from sparsek.attn.mask import cache as kept_masks
+from sparsek.attn.mask.rule import block_scores
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import cache as kept_masks
-from sparsek.mask.rule import block_scores
 from tests.ops.tensors import qkv
 
 MASK = sk.BlockMask

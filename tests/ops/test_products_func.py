@@ -12,9 +12,10 @@ from torch.autograd import forward_ad
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.ops import library_args, transforms
+from sparsek.engine.call import transforms
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops import library_args
 from tests.sums import alike
 
 F64 = torch.float64

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized
-from sparsek.ops.spmm import SPMM
-from sparsek.plan.spmm import SpmmPlan
+from sparsek.products.formats.dense8 import QuantizedTensor
+from sparsek.products.formats.quantized import Quantized
+from sparsek.products.ops.spmm import SPMM
+from sparsek.products.plan.spmm import SpmmPlan
 from sparsek.testing.budget import check_spmm, error
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.matrix.bsr import padding_nonzeros
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import library_args
-from sparsek.plan.cache import PlanCache
-from sparsek.plan.sddmm import SddmmPlan
+from sparsek.engine.plan.cache import PlanCache
+from sparsek.products.formats.bsr import padding_nonzeros
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.ops import library_args
+from sparsek.products.plan.sddmm import SddmmPlan
 from sparsek.testing.product_budget import check_sddmm
 from tests.ops.operands import BF16, pair
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.epilogue import Epilogue
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.ops.storages import BF16, TWO_FOUR, matrix

@@ -12,8 +12,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.ops.spmm import SPMM
-from sparsek.reference.epilogue import ACTIVATION_NAMES, ACTIVATIONS
+from sparsek.products.ops.spmm import SPMM
+from sparsek.products.reference.epilogue import ACTIVATION_NAMES, ACTIVATIONS
 from sparsek.testing.chain_budget import chain_bounds
 from tests.ops.operands import op_args
 from tests.ops.storages import TWO_FOUR, matrix

@@ -10,13 +10,13 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.matrix.bsr import BSR, padding_nonzeros, zero_padding
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
-from sparsek.ops import library_args
-from sparsek.ops import spgemm as spgemm_ops
-from sparsek.plan.matches import match
-from sparsek.plan.spgemm import LIMIT, MatchCache
+from sparsek.products.formats.bsr import BSR, padding_nonzeros, zero_padding
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops import library_args
+from sparsek.products.ops import spgemm as spgemm_ops
+from sparsek.products.plan.matches import match
+from sparsek.products.plan.spgemm import LIMIT, MatchCache
 from sparsek.testing.product_budget import check_spgemm
 from tests.ops.operands import BF16
 

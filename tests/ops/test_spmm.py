@@ -13,9 +13,9 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.matrix.bsr import BSR
-from sparsek.plan.cache import LIMIT, PlanCache
-from sparsek.plan.spmm import SpmmPlan
+from sparsek.engine.plan.cache import LIMIT, PlanCache
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.plan.spmm import SpmmPlan
 from sparsek.testing.poison import poisoned
 from tests.ops.operands import BF16, check, pair
 from tests.ops.storages import LAYOUTS

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import library_args
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.ops import library_args
 from tests.ops.operands import calls, pair
 from tests.ops.operands import op_args as args
 

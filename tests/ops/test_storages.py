@@ -10,9 +10,9 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.kernels import table
-from sparsek.ops.linear import plan_layer
-from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
+from sparsek.engine import table
+from sparsek.products.ops.linear import plan_layer
+from sparsek.products.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.poison import poisoned
 from tests.ops.storages import (
     BF16,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
 from sparsek.pictures.blocks import Bins, spy_svg
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
 
 
 def pattern_of(mask: np.ndarray, block: tuple[int, int] = (16, 16)) -> BlockPattern:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.mask import BlockMask
 from sparsek.pictures import blocks as spy
 from sparsek.pictures import masks
 from sparsek.pictures.masks import MaskBins, plot

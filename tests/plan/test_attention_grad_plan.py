@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import sparsek as sk
+from sparsek.attn.plan.attention_grad import AttentionGradPlan
+from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.core.device import H200
 from sparsek.core.streams import tensors_in
-from sparsek.plan.attention_grad import AttentionGradPlan
-from sparsek.plan.attention_problems import AttentionGradProblem
 
 # A causal mask of 8 x 8 blocks for all heads, over 4 heads of q to one of k.
 CAUSAL = AttentionGradProblem(

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.attention_grad_schedule import FULL, NO_TICKET, GradSchedule, schedule
+from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import H200
-from sparsek.mask.mask import BlockMask
-from sparsek.plan.attention_grad_schedule import FULL, NO_TICKET, GradSchedule, schedule
-from sparsek.plan.attention_problems import AttentionProblem
 from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.attn.plan.attention import AttentionPlan
+from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import CPU, H200
-from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_problems import AttentionProblem
-from sparsek.plan.plan import bound_seconds
-from sparsek.plan.select import select
+from sparsek.engine.plan.plan import bound_seconds
+from sparsek.engine.plan.select import select
 
 # A causal mask of 8 x 8 blocks for all heads, over 4 heads of q to one of k.
 CAUSAL = AttentionProblem(

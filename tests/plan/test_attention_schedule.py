@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from sparsek.core.device import H200
-from sparsek.mask.mask import BlockMask
-from sparsek.plan.attention_problems import AttentionProblem
-from sparsek.plan.attention_schedule import (
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.attention_schedule import (
     FIELDS,
     NO_SLOT,
     SHORTEST_PART,
@@ -28,7 +26,9 @@ from sparsek.plan.attention_schedule import (
     sections,
     tiles_of,
 )
-from sparsek.reference.attention import attention
+from sparsek.attn.plan.problems import AttentionProblem
+from sparsek.attn.reference.attention import attention
+from sparsek.core.device import H200
 from tests.ops.test_attention_fuzz import simple_masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

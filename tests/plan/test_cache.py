@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sparsek.plan.cache import LIMIT, PlanCache
+from sparsek.engine.plan.cache import LIMIT, PlanCache
 
 
 def filled(cache: Any, count: int) -> None:

@@ -1,15 +1,17 @@
-"""What an eager call costs the host: plan/host.json, which the planner and `advise` read, against its records."""
+"""What an eager call costs the host: engine/plan/host.json, which the planner and `advise` read, against its
+records.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparsek.bench.engine import records
-from sparsek.bench.engine.tables import case_name
-from sparsek.bench.suites.host import EAGER
 from sparsek.core.device import CARDS
-from sparsek.plan import host
+from sparsek.engine.plan import host
+from sparsek.tools.bench.engine import records
+from sparsek.tools.bench.engine.tables import case_name
+from sparsek.tools.bench.suites.host import EAGER
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsek as sk
-from sparsek.matrix.pattern import BlockPattern, HostPattern
-from sparsek.plan.matches import Matches, match
+from sparsek.products.formats.pattern import BlockPattern, HostPattern
+from sparsek.products.plan.matches import Matches, match
 
 SIDES = (16, 32, 48)  # of blocks: bm, bk, bn
 

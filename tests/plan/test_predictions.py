@@ -10,19 +10,19 @@ import torch
 
 import sparsek as sk
 from scripts import predictions
-from sparsek.bench.engine import records
-from sparsek.bench.suites.spgemm import SpgemmCase
-from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core import dtypes
 from sparsek.core.device import CPU, H200, UNITS_OVER_FP32
-from sparsek.kernels import kinds
-from sparsek.kernels import table as kernels
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.ops import planning
-from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.plan import Plan, bound_seconds
-from sparsek.plan.product_problems import SpgemmProblem
+from sparsek.engine import planning
+from sparsek.engine import table as kernels
+from sparsek.engine.launch import kinds
+from sparsek.engine.plan.plan import Plan, bound_seconds
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops.spmm import plan_spmm
+from sparsek.products.plan.problems import SpgemmProblem
+from sparsek.tools.bench.engine import records
+from sparsek.tools.bench.suites.spgemm import SpgemmCase
+from sparsek.tools.bench.suites.spmm import SpmmCase
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 NEWEST = records.newest(records.read(FOLDER))

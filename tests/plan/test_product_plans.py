@@ -9,14 +9,14 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
-from sparsek.ops.linear import plan_layer
-from sparsek.plan import operands
-from sparsek.plan.spgemm import MatchCache
-from sparsek.plan.spmm import Product, formula
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops.linear import plan_layer
+from sparsek.products.plan import operands
+from sparsek.products.plan.spgemm import MatchCache
+from sparsek.products.plan.spmm import Product, formula
+from sparsek.products.reference.epilogue import PLAIN, Epilogue
 
 BF16 = torch.bfloat16
 Given = tuple[Tensor, BSR]

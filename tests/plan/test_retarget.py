@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels.table import load
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
-from sparsek.ops.spmm import plan_spmm, spmm
-from sparsek.plan.schedule import deal_on_device
+from sparsek.engine.table import load
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops.spmm import plan_spmm, spmm
+from sparsek.products.plan.schedule import deal_on_device
 from sparsek.testing.budget import check_spmm
 from tests.problems import spmm_problem
 

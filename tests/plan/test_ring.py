@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from sparsek.core.device import CPU, H200
-from sparsek.matrix.random import random_bsr
-from sparsek.plan.dense import dense_seconds
-from sparsek.plan.ring import fullest, norm, throttled
-from sparsek.plan.schedule import balance, walk
+from sparsek.engine.plan.dense import dense_seconds
+from sparsek.engine.plan.ring import fullest, norm, throttled
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.plan.schedule import balance, walk
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "planner.jsonl"
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.matrix.pattern import BlockPattern, HostPattern
-from sparsek.matrix.random import Spread, random_bsr
-from sparsek.matrix.storage import merged_steps
-from sparsek.plan.schedule import (
+from sparsek.products.formats.pattern import BlockPattern, HostPattern
+from sparsek.products.formats.random import Spread, random_bsr
+from sparsek.products.formats.storage import merged_steps
+from sparsek.products.plan.schedule import (
     Schedule,
     Walk,
     _groups,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.matrix.pattern import BlockPattern, HostPattern
-from sparsek.matrix.random import random_bsr
-from sparsek.plan.sddmm_schedule import FIELDS, OUTSIDE, SddmmTiles, sddmm_tiles
+from sparsek.products.formats.pattern import BlockPattern, HostPattern
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.plan.sddmm_schedule import FIELDS, OUTSIDE, SddmmTiles, sddmm_tiles
 
 # (block, rows of a tile, columns of a piece): as hopper.sddmm chooses them
 SHAPES = [

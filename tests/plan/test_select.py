@@ -12,14 +12,14 @@ import torch
 import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.kernels import table as kernels
-from sparsek.kernels.spmm.cpu import CpuConfig
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.plan.plan import Plan, bound_seconds
-from sparsek.plan.product_problems import SpmmProblem
-from sparsek.plan.select import config_fields, given_config, select
-from sparsek.plan.spmm import SpmmPlan
+from sparsek.engine import table as kernels
+from sparsek.engine.plan.plan import Plan, bound_seconds
+from sparsek.engine.plan.select import config_fields, given_config, select
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.kernels.spmm.cpu import CpuConfig
+from sparsek.products.plan.problems import SpmmProblem
+from sparsek.products.plan.spmm import SpmmPlan
 from tests.problems import changed, spmm_problem
 
 BF16 = torch.bfloat16

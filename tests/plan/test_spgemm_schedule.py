@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.matrix.random import Spread, random_bsr
-from sparsek.plan.matches import Matches, match
-from sparsek.plan.spgemm_schedule import FIELDS, SpgemmTiles, spgemm_tiles
+from sparsek.products.formats.random import Spread, random_bsr
+from sparsek.products.plan.matches import Matches, match
+from sparsek.products.plan.spgemm_schedule import FIELDS, SpgemmTiles, spgemm_tiles
 
 # (blocks of A and B, rows and columns of a tile): as hopper.spgemm chooses them
 SHAPES = [

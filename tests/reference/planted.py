@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.mask.mask import BlockMask
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.quantized import quantize
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.epilogue import Epilogue
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.quantized import quantize
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import CORE, check_spmm
 from sparsek.testing.product_budget import check_sddmm, check_spgemm, stored

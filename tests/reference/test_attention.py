@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.reference.attention import attention, merge_attention
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.mask import BlockMask
-from sparsek.reference.attention import attention, merge_attention
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.reference.attention import attention, attention_backward
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.mask import BlockMask
-from sparsek.reference.attention import attention, attention_backward
 from sparsek.testing.attention_budget import check_attention_backward
 from sparsek.testing.attention_cases import random_bits
 from sparsek.testing.poison import poisoned
-from tests.kernels.attention.grad_cases import Inputs, inputs
+from tests.attn.kernels.backward.grad_cases import Inputs, inputs
 
 SMALL = (64, 64)
 # Of 300 queries over 200 keys the first 100 see nothing.

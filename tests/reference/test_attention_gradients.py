@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from sparsek.mask.mask import BlockMask
-from sparsek.reference.attention import attention, attention_backward
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.reference.attention import attention, attention_backward
 from sparsek.testing.attention_cases import AttentionCase, random_bits
-from tests.kernels.attention.grad_cases import cases
+from tests.attn.kernels.backward.grad_cases import cases
 from tests.sampling import sampled
 
 SMALL = (64, 64)

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import quantize
-from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.epilogue import Epilogue
-from sparsek.reference.quantized import product
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.dense8 import QuantizedTensor
+from sparsek.products.formats.quantized import quantize
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.reference.epilogue import Epilogue
+from sparsek.products.reference.quantized import product
 from sparsek.testing.budget import check_spmm, tensor_core_error
 from sparsek.testing.cases import FP8_CASES, ROW, Case
 from sparsek.testing.product_budget import check_linear

@@ -8,10 +8,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Combine, Epilogue, EpilogueActivation
-from sparsek.reference.spmm import spmm
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.reference.epilogue import (
+    ACTIVATIONS,
+    PLAIN,
+    Activation,
+    Combine,
+    Epilogue,
+    EpilogueActivation,
+)
+from sparsek.products.reference.spmm import spmm
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 7) -> Tensor:

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.reference.linear import linear, swiglu
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.reference.linear import linear, swiglu
 
 ACTIVATIONS = {
     None: lambda z: z,

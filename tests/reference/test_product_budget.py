@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import random_bsr
-from sparsek.reference.linear import linear, swiglu
-from sparsek.reference.sddmm import sddmm
-from sparsek.reference.spgemm import pairs, spgemm
-from sparsek.reference.spmm import spmm
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.reference.linear import linear, swiglu
+from sparsek.products.reference.sddmm import sddmm
+from sparsek.products.reference.spgemm import pairs, spgemm
+from sparsek.products.reference.spmm import spmm
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out
 from sparsek.testing.poison import poisoned

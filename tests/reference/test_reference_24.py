@@ -5,12 +5,12 @@ import torch
 from torch.autograd import gradcheck
 
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.bsr24 import bsr24
-from sparsek.reference.epilogue import Epilogue
-from sparsek.reference.semi24 import semi24
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.reference.bsr24 import bsr24
+from sparsek.products.reference.epilogue import Epilogue
+from sparsek.products.reference.semi24 import semi24
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
 from sparsek.testing.product_budget import check_linear

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from sparsek.mask.mask import BlockMask
-from sparsek.reference.attention import attention, attention_backward
-from sparsek.reference.scores import Scores, sink_gradients
-from tests.kernels.attention.changes import CHANGES
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.reference.attention import attention, attention_backward
+from sparsek.attn.reference.scores import Scores, sink_gradients
+from tests.attn.kernels.forward.changes import CHANGES
 
 SIZE = {"q_len": 70, "kv_len": 90, "block": 64, "device": "cpu"}
 MASKS: dict[str, Callable[[], BlockMask]] = {

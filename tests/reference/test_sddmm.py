@@ -8,12 +8,12 @@ from torch import Tensor
 
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR, padding_nonzeros
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import PATTERNS, Spread, random_bsr
-from sparsek.reference import sddmm as module
-from sparsek.reference.sddmm import sddmm
-from sparsek.reference.spmm import spmm
+from sparsek.products.formats.bsr import BSR, padding_nonzeros
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import PATTERNS, Spread, random_bsr
+from sparsek.products.reference import sddmm as module
+from sparsek.products.reference.sddmm import sddmm
+from sparsek.products.reference.spmm import spmm
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 7) -> Tensor:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR, padding_nonzeros
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import PATTERNS, Spread, random_bsr
-from sparsek.plan.matches import match
-from sparsek.reference.spgemm import pairs, spgemm
+from sparsek.products.formats.bsr import BSR, padding_nonzeros
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import PATTERNS, Spread, random_bsr
+from sparsek.products.plan.matches import match
+from sparsek.products.reference.spgemm import pairs, spgemm
 
 SQUARES = ((16, 16, 16), (32, 16, 48), (16, 48, 16), (64, 16, 128))
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.random import PATTERNS, random_bsr
-from sparsek.reference.spmm import spmm
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import PATTERNS, random_bsr
+from sparsek.products.reference.spmm import spmm
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned

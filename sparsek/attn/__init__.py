@@ -1,0 +1,1 @@
+"""Attention over the blocks of a mask: masks, reference, planning, kernels, verbs, policies."""

@@ -1,0 +1,43 @@
+"""Device code that reads the schedule of attention's backward pass (attn/plan/attention_grad_schedule.py)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsek.attn.plan.attention_grad_schedule import TILE_FIELDS, VISIT_FIELDS
+
+TILE = gl.constexpr(TILE_FIELDS)
+VISIT = gl.constexpr(VISIT_FIELDS)
+
+
+@gluon.jit
+def tile_at(tiles, t):
+    """Record t: batch item, head of keys, first key, first visit, masked pairs of steps, all pairs."""
+    r = tiles + TILE * t
+    return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), gl.load(r + 4), gl.load(r + 5)
+
+
+@gluon.jit
+def step_at(T: gl.constexpr, visits, first, i):
+    """Step i of the tile whose visits begin at `first`: first query, head, entry of the partial list or -1, ticket."""
+    if T.subs == 2:
+        v = visits + VISIT * (first + i // 2)
+        pos = gl.load(v) + i % 2 * 64
+    else:
+        v = visits + VISIT * (first + i)
+        pos = gl.load(v)
+    return pos, gl.load(v + 1), gl.load(v + 2), gl.load(v + 3)
+
+
+@gluon.jit
+def half_at(T: gl.constexpr, SIDE: gl.constexpr, visits, first, pair, there):
+    """Half SIDE of a pair of 64 queries: first query, head, ticket. 0 for those not `there`.
+
+    A pair is a visit of 128 queries, or two visits of 64.
+    """
+    if T.block[0] == 128:
+        v = visits + VISIT * (first + pair)
+        pos = gl.load(v, mask=there, other=0) + 64 * SIDE
+    else:
+        v = visits + VISIT * (first + 2 * pair + SIDE)
+        pos = gl.load(v, mask=there, other=0)
+    return pos, gl.load(v + 1, mask=there, other=0), gl.load(v + 3, mask=there, other=0)

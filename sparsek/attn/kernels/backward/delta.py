@@ -1,0 +1,138 @@
+"""Attention's backward pass apart from its products: a pass over rows before it, and a cast after it.
+
+    prepare_rows      rows[0] = unit lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse   reads out and grad once
+    cast_quantized    dq = scale (acc[0] + ... )                                             reads acc once, writes dq
+
+A weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). Rows without any key, and rows after the
+last query, have rows[0] = +inf: weight and ds are 0 there, without a test in the kernel. With `unit` -1 / (scale
+log2(e)), a weight is exp2(scale log2(e) (s + rows[0])): products of s start from rows[0].
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsek.engine.launch.launch import launch
+
+# Elements of each tensor per program: 32 for each of its 128 threads, which are 4 vectors of 16 bytes in bf16.
+ELEMENTS = 4096
+WARPS = 4
+
+
+@triton.jit
+def deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV: tl.constexpr):
+    """rowsum(grad * out) - grad_lse of rows `at` that are `there`, of one head."""
+    col = tl.arange(0, triton.next_power_of_2(DV)).to(tl.int64)
+    live = there[:, None] & (col < DV)[None, :]
+    o = tl.load(out + ((at * so_m)[:, None] + (col * so_d)[None, :]), mask=live, other=0.0)
+    do = tl.load(grad + ((at * sg_m)[:, None] + (col * sg_d)[None, :]), mask=live, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + at * sn_m, mask=there, other=0.0)
+    return delta
+
+
+@triton.jit(do_not_specialize=("unit", "q_len", "rows", "heads", "plane", "sl_b", "sl_h", "sn_b", "sn_h"))
+def _prepare_rows(
+    out, grad, lse, grad_lse, made, unit, q_len, rows, heads, plane,
+    so_b, so_h, so_m, so_d, sg_b, sg_h, sg_m, sg_d, sl_b, sl_h, sl_m, sn_b, sn_h, sn_m,
+    DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(rows, ROWS)
+    head = tl.program_id(0) // tiles
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    at = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+
+    there = at < q_len
+    lg = tl.load(lse + b * sl_b + h * sl_h + at * sl_m, mask=there, other=float("-inf"))
+    seen = lg > float("-inf")
+    out += b * so_b + h * so_h
+    grad += b * sg_b + h * sg_h
+    if grad_lse is not None:
+        grad_lse += b * sn_b + h * sn_h
+    delta = deltas(out, grad, grad_lse, at, there, so_m, so_d, sg_m, sg_d, sn_m, DV)
+
+    made += head.to(tl.int64) * rows + at
+    tl.store(made, tl.where(seen | (lg != lg), lg * 1.4426950408889634, float("inf")) * unit, mask=at < rows)
+    tl.store(made + plane, tl.where(seen, delta, 0.0), mask=at < rows)
+
+
+def prepare_rows(
+    out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: int, unit: float = 1.0
+) -> Tensor:
+    """float32 [2, B, Hq, rows], contiguous: lse in base 2 times `unit`, and delta = rowsum(grad * out) - grad_lse.
+
+    out, grad: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B, Hq, S], natural logarithm; grad_lse: its
+    gradient or None; any strides. `rows` is at least S. Rows without any key (lse = -inf) and rows from S on are +inf
+    times `unit` and 0, whatever grad and grad_lse are there. Sums are float32, in an order that follows the strides of
+    out and grad, because Triton distributes a tile over threads by them: the same values with other strides differ in
+    the last bits. No sync.
+    """
+    batch, heads, q_len, v_dim = out.shape
+    made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
+    if made.numel() == 0:
+        return made
+    tile = ELEMENTS // triton.next_power_of_2(v_dim)
+    options: dict[str, Any] = {"num_warps": WARPS}
+    with torch.cuda.device_of(out):
+        launch(
+            _prepare_rows, (batch * heads * triton.cdiv(rows, tile),),
+            out, grad, lse, grad_lse, made, unit, q_len, rows, heads, batch * heads * rows,
+            *out.stride(), *grad.stride(), *lse.stride(), *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
+            DV=v_dim, ROWS=tile, **options,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit(do_not_specialize=("scale", "rows", "q_len", "heads"))
+def _cast_quantized(
+    acc, turns, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    # Sums are in the order of bwd_dq.as_held: 16 rows together, and of these 8 columns, a row, a pair of columns.
+    tiles = tl.cdiv(q_len, ROWS)
+    head = tl.program_id(0) // tiles
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    start = (tl.program_id(0) % tiles * ROWS).to(tl.int64)
+    slab = start + tl.arange(0, ROWS // 16) * 16
+    place = (slab * WIDTH)[:, None] + tl.arange(0, 16 * WIDTH)[None, :]
+    x = tl.zeros((ROWS // 16, 16 * WIDTH), tl.float32)
+    for i in tl.static_range(SUMS):
+        one = head.to(tl.int64) * SUMS + i
+        there = slab < q_len
+        if turns is not None:
+            there &= tl.load(turns + one * (rows // 64) + slab // 64, mask=there, other=0) > 0
+        x += tl.load(acc + one * rows * WIDTH + place, mask=there[:, None], other=0.0)
+    x = tl.reshape(x, (ROWS // 16, WIDTH // 8, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, WIDTH)) * scale
+    at = start + tl.arange(0, ROWS)
+    col = tl.arange(0, WIDTH).to(tl.int64)
+    dq += b * sq_b + h * sq_h
+    live = (at < q_len)[:, None] & (col < D)[None, :]
+    tl.store(dq + (at * sq_m)[:, None] + (col * sq_d)[None, :], x.to(dq.dtype.element_ty), mask=live)
+
+
+def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
+    """dq = scale * (acc[:, :, 0] + acc[:, :, 1] + ...), rounded once. No sync.
+
+    acc: float32 [B, Hq, sums, R, Dp], contiguous, every 16 rows in the order of bwd_dq.as_held; R is a multiple of 64,
+    and Dp a power of two from 32 to 256. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp. With
+    turns, int32 [B * Hq * sums * R / 64], groups of 64 rows of a sum without a turn count as 0.
+    """
+    batch, heads, q_len, dim = dq.shape
+    if dq.numel() == 0:
+        return
+    sums, rows, width = acc.shape[2:]
+    tile = ELEMENTS // width
+    options: dict[str, Any] = {"num_warps": WARPS}
+    with torch.cuda.device_of(dq):
+        launch(
+            _cast_quantized, (batch * heads * triton.cdiv(q_len, tile),),
+            acc, turns, dq, scale, rows, q_len, heads, *dq.stride(),
+            D=dim, WIDTH=width, ROWS=tile, SUMS=sums, **options,
+        )  # fmt: skip

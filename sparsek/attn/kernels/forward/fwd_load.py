@@ -1,0 +1,99 @@
+"""Device pieces of hopper.attention_fwd: its producer warp, and the records of the schedule.
+
+Records: see attn/plan/attention_schedule.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sparsek.attn.kernels.forward.softmax import prefetch
+from sparsek.attn.plan.attention_schedule import FIELDS
+from sparsek.engine.launch.gluon import tma_load
+
+RECORD = gl.constexpr(FIELDS)
+NOWHERE = gl.constexpr(1 << 22)  # a block column beyond every key
+
+
+@gluon.jit
+def tile_at(T: gl.constexpr, tiles, t):
+    """Record t: position, batch item, head, first partial entry, masked steps, first full entry, all steps, slot."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    r = tiles + RECORD * t
+    masked = gl.load(r + 4) * SUB
+    steps = masked + gl.load(r + 6) * SUB
+    # fmt: off
+    return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), masked, gl.load(r + 5), steps, gl.load(r + 7)
+    # fmt: on
+
+
+@gluon.jit
+def bounds_at(T: gl.constexpr, bounds, b, h, at, q_len, kv_len):
+    """The first key that queries `at` of head h see, and the end: those of the mask if the config reads intervals."""
+    lo_ptr, hi_ptr, bound_item, bound_head, bound_group = bounds
+    if T.interval:
+        base = b * bound_item + h // bound_group * bound_head
+        lo = gl.load(lo_ptr + base + at, mask=at < q_len, other=0)
+        hi = gl.load(hi_ptr + base + at, mask=at < q_len, other=0)
+    else:
+        lo = at * 0
+        hi = at * 0 + kv_len
+    return lo, hi
+
+
+@gluon.jit
+def masked_column(T: gl.constexpr, partial, begin, i):
+    """Block column of masked step i. A tile without blocks has one step without an entry, beyond the last key."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    return gl.load(partial + begin + i // SUB, mask=begin >= 0, other=NOWHERE)
+
+
+@gluon.jit
+def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars):
+    """Producer warp: Q of every tile, then K and V of its steps."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    POSITIONS: gl.constexpr = 64 // T.pack
+    KEYS: gl.constexpr = T.keys
+    GROUPS: gl.constexpr = T.groups
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    slot = 0
+    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
+    q_slot = 0
+    q_phase = 1
+    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        pos, b, h, p_begin, masked, f_begin, steps, part = tile_at(T, tiles, t)
+        kv = h // group
+        following = t + gl.num_programs(0)
+        prefetch(tiles + RECORD * gl.where(following < gl.load(count), following, t))
+        for w in gl.static_range(GROUPS):
+            # Wait until warpgroup w has finished with this slot's Q.
+            mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
+            landed = q_full.index(q_slot * GROUPS + w)
+            mbarrier.expect(landed, 64 * T.dim * T.itemsize)
+            tma_load(
+                q_desc, [b, h // T.pack, pos + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w)
+            )
+        q_slot += 1
+        if q_slot == T.q_slots:
+            q_slot = 0
+            q_phase ^= 1
+        for i in range(steps):
+            if i < masked:
+                col = masked_column(T, partial, p_begin, i)
+            else:
+                col = gl.load(full + f_begin + (i - masked) // SUB)
+            key = col * T.block[1] + i % SUB * KEYS
+            # Wait until every warpgroup has multiplied the K in this slot.
+            mbarrier.wait(k_empty.index(slot), phase)
+            mbarrier.expect(k_full.index(slot), KEYS * T.dim * T.itemsize)
+            tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
+            mbarrier.wait(v_empty.index(slot), phase)  # and the V
+            mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * T.itemsize)
+            if T.v_turned:
+                tma_load(v_desc, [b, kv, 0, key], v_full.index(slot), v_s.index(slot))
+            else:
+                tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
+            slot += 1
+            if slot == T.stages:
+                slot = 0
+                phase ^= 1

@@ -1,0 +1,227 @@
+"""Checks of q, k, v and a mask that read no values: shapes, dtypes, devices and layouts."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.operands import swapped
+from sparsek.attn.reference.scores import PLAIN, Scores
+from sparsek.core import arguments
+from sparsek.core.arguments import faking, is_fake
+from sparsek.core.errors import InvalidInput
+from sparsek.core.streams import captured
+from sparsek.core.tracing import check_real, concrete, untransformed, wants_gradient
+
+PLAN_HAS_NO_GRADIENT = (
+    "a call of a plan has no gradient; attention(q, k, v, mask, plan=plan) has one, and torch.no_grad() lets the "
+    "plan run"
+)
+NO_SECOND_GRADIENT = (
+    "the gradients of attention have no gradients themselves; "
+    "sparsek.attn.reference.attention.attention has those of any order"
+)
+NO_TANGENT = (
+    "attention has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); "
+    "sparsek.attn.reference.attention.attention has one"
+)
+SCALES = (1e-30, 1e30)  # float32 represents them, also times log2(e)
+CAPS = (1e-3, 1e3)  # and scales over these; of larger caps, float32 loses small scores
+
+
+def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
+    """InvalidInput unless `mask` is a BlockMask for q and k, without a fault that the device has reported so far.
+
+    `here`: it must be on their device too. Otherwise the call is only predicted.
+    """
+    if not isinstance(mask, BlockMask):
+        kind = type(mask)
+        raise InvalidInput(
+            f"mask is a {kind.__module__}.{kind.__name__}; a plan takes the BlockMask that it was made for, or None"
+        )
+    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+        cure = swapped(q, k, (mask.q_len, mask.kv_len)) or f". {_built(mask.label, q.shape[2], k.shape[2])}"
+        raise InvalidInput(
+            f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q has {q.shape[2]} and k {k.shape[2]}{cure}"
+        )
+    if mask.batch not in (1, q.shape[0]):
+        raise InvalidInput(f"mask has {mask.batch} batch items and q {q.shape[0]}; mask needs 1 or as many")
+    if mask.heads not in (1, k.shape[1], q.shape[1]):
+        raise InvalidInput(
+            f"mask has {mask.heads} heads; it needs 1 for all, {k.shape[1]} as k, or {q.shape[1]} as q"
+        )
+    if here and mask.device != q.device:
+        raise InvalidInput(f"mask is on {mask.device} and q on {q.device}; call mask.to({str(q.device)!r})")
+    check_real("q", q, "mask", mask.full.starts if mask._base is None else mask._base)
+    if not captured(q):
+        mask.verify()
+
+
+def _built(label: str, q_len: int, kv_len: int) -> str:
+    """How to build a mask with this label for these lengths, by the arguments of its builder."""
+    if "from_flex" in label or "from_mask_mod" in label:
+        return f"Build it with Q_LEN={q_len}, KV_LEN={kv_len}"
+    if "from_dense" in label or "from_transformers" in label:
+        return f"Build it of a tensor [..., {q_len}, {kv_len}]"
+    return f"Build it with q_len={q_len}, kv_len={kv_len}"
+
+
+def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any) -> None:
+    """InvalidInput unless out and lse fit q and v, and grad and grad_lse fit out and lse."""
+    of_out = (*q.shape[:3], v.shape[3]), q.dtype
+    of_lse = tuple(q.shape[:3]), lse_dtype(q.dtype)
+    for name, x, (shape, dtype) in (
+        ("out", out, of_out),
+        ("lse", lse, of_lse),
+        ("grad", grad, of_out),
+        ("grad_lse", grad_lse, of_lse),
+    ):
+        if x is None and name == "grad_lse":
+            continue
+        x = arguments.dense(name, x)
+        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, q.device):
+            raise InvalidInput(
+                f"{name} must be {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+    gapless = out.is_contiguous() or out.transpose(1, 2).is_contiguous()
+    if not gapless or not lse.is_contiguous():
+        raise InvalidInput(
+            "out and lse must have the memory layout that attention gave them: out as [B, Hq, S, Dv] or "
+            "[B, S, Hq, Dv], without gaps"
+        )
+
+
+def fitting(grad: Tensor, out: Tensor, aligned: bool) -> Tensor:
+    """`grad`, or a copy with out's layout, if its last dim has gaps or it is not `aligned` where that is needed."""
+    fits = grad.stride(3) == 1 and (not aligned or is_aligned(grad))
+    return grad if fits else torch.empty_like(out).copy_(grad)
+
+
+def checked_scale(scale: Any, dim: int, name: str = "scale") -> float:
+    """The softmax scale as a float: D**-0.5 for None. InvalidInput unless it is finite and positive."""
+    if scale is None:
+        return dim**-0.5
+    return arguments.number(name, scale, *SCALES)
+
+
+def checked_scores(
+    q: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sink_logits: Any,
+    *,
+    here: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Scores:
+    """What changes the scores of q. InvalidInput for a softcap, slopes or sinks that do not fit q.
+
+    `here`: slopes and sinks must be on the device of q. A call that is only predicted takes them on any; on the meta
+    device only if q is there too. `dtype`: of results, q's own for None.
+    """
+    cap = checked_softcap(softcap)
+    if cap == 0 and alibi_slopes is None and sink_logits is None:
+        return PLAIN
+    (batch, heads), kinds = q.shape[:2], {torch.float32, dtype or q.dtype}
+    if alibi_slopes is not None:
+        _check_heads("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), {torch.float32}, here)
+        if wants_gradient(alibi_slopes):
+            raise InvalidInput(
+                "alibi_slopes requires a gradient, which attention does not give; pass alibi_slopes.detach()"
+            )
+    if sink_logits is not None:
+        _check_heads("sink_logits", sink_logits, q, ((heads,),), kinds, here)
+        check_sinks(sink_logits)
+    return Scores(cap, alibi_slopes, sink_logits)
+
+
+def checked_softcap(softcap: Any) -> float:
+    """InvalidInput unless it is 0 or in CAPS."""
+    cap = arguments.number("softcap", softcap)
+    if cap != 0 and not CAPS[0] <= cap <= CAPS[1]:
+        raise InvalidInput(f"softcap is {cap}; it must be 0, for none, or from {CAPS[0]} to {CAPS[1]:.0f}")
+    return cap
+
+
+def _check_heads(
+    name: str, x: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...], kinds: set[torch.dtype], here: bool
+) -> None:
+    """InvalidInput unless x has a number for each head of q."""
+    arguments.dense(name, x)
+    check_real("q", q, name, x)
+    if tuple(x.shape) not in shapes or x.dtype not in kinds:
+        right = " or ".join(map(str, map(list, shapes))), " or ".join(sorted(map(str, kinds)))
+        raise InvalidInput(
+            f"{name} is {x.dtype} {list(x.shape)}; for q {list(q.shape)} it must be {right[1]} {right[0]}"
+        )
+    if x.device != q.device and (here or x.is_meta):
+        raise InvalidInput(f"{name} is on {x.device} and q on {q.device}; call {name}.to({str(q.device)!r})")
+
+
+def check_sinks(sink_logits: Tensor) -> None:
+    """InvalidInput for NaN and +inf among sinks on a CPU. On a GPU that would wait."""
+    if sink_logits.device.type != "cpu" or torch.compiler.is_compiling() or faking() or is_fake(sink_logits):
+        return
+    try:
+        plain = concrete(sink_logits, "", "").detach()
+    except InvalidInput:  # vmap maps over them
+        return
+
+    def find() -> int | None:
+        bad = (plain < torch.inf).logical_not()
+        return int(bad.nonzero()[0]) if bool(bad.any()) else None
+
+    head = untransformed(find)
+    if head is not None:
+        value = untransformed(lambda: float(plain[head]))
+        raise InvalidInput(f"sink_logits[{head}] is {value}; a sink is a finite number, or -inf for none")
+
+
+def changes(scores: Scores) -> tuple[bool, bool]:
+    """Whether scores are capped, and biased by slopes."""
+    return scores.softcap > 0, scores.alibi_slopes is not None
+
+
+class Layout(NamedTuple):
+    """The layouts of q, k and v: `unit_stride` if last dims are contiguous, `aligned` if their pointers and all other
+    strides are also multiples of 16 bytes.
+    """
+
+    unit_stride: bool
+    aligned: bool
+
+
+def layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+    (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
+    unit_stride = q3 == k3 == v3 == 1
+    strides = q0 | q1 | q2 | k0 | k1 | k2 | v0 | v1 | v2
+    starts = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    return Layout(unit_stride, unit_stride and (strides * q.element_size() | starts) % 16 == 0)
+
+
+def backward_layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+    """The layouts of q, k, v and the gradient of out, which is copied if needed: see `fitting`."""
+    unit_stride, aligned = layout(q, k, v)
+    return Layout(unit_stride, aligned and v.shape[3] * v.element_size() % 16 == 0)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether the pointer of x, whose last dim is contiguous, and all other strides are multiples of 16 bytes."""
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
+
+
+def empty_out(q: Tensor, v_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised, gapless out [B, Hq, S, Dv]: in memory [B, S, Hq, Dv] if q is stored so, else as its shape.
+
+    In q's dtype for None.
+    """
+    batch, heads, length, _ = q.shape
+    if heads > 1 and length > 1 and q.stride(1) < q.stride(2):
+        return q.new_empty((batch, length, heads, v_dim), dtype=dtype).transpose(1, 2)
+    return q.new_empty((batch, heads, length, v_dim), dtype=dtype)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, and float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

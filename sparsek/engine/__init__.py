@@ -1,0 +1,1 @@
+"""The machinery of every operation: plans, calls, and launches."""

@@ -1,0 +1,1 @@
+"""Calls: recorded ones, autocast, and ops under torch.func."""

@@ -1,0 +1,282 @@
+"""Recorded calls, found again: a call like one of the last four skips checks, planner and key.
+
+    repeat(...)      the result of the recorded call (engine/launch/recorder.py), or the Slot of this one
+    slot.run(...)    after all checks: runs, and records the second call of a key
+
+    slot = bound.repeat(calls, more, operands)
+    if slot.__class__ is not bound.Slot:
+        return slot
+    ...               # checks
+    return slot.run(lambda: ...)
+
+Where autograd needs a gradient, `slot.differentiate(again, owner, run)` is `again(owner, operands, run)`, which calls a
+differentiable function that calls `run`. From then on `repeat` calls `again` with the recorded call in its place, and
+without checks. Backward passes are calls of their own.
+
+The key of a call has all that checks, plan and launch read: `more` (verb, settings, form of the sparse operand), the
+shapes, strides, dtypes and alignments of the operands, the thread, the device and the stream. Calls under
+torch.compile, torch.func, torch.jit.trace, a dispatch mode, autocast, forward-mode differentiation or the capture of a
+CUDA graph, and those with a tensor subclass, are not recorded. Nor is a call that runs a vendor library or operators of
+torch.
+
+`repeat` compares the operands with those of the last calls with this `more` by torch's own guards
+(torch._C._dynamo.guards.TensorGuards, one call into C++). Only if none matches does it build the key.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from sparsek.core.arguments import TENSORS
+from sparsek.core.home import drop_oldest
+from sparsek.engine.launch.recorder import MISS, Recorded, record
+
+# A recorded call takes some KB on the host, and no device memory besides that of its plan.
+LIMIT = 256
+# Recorded calls with one `more` that `repeat` finds: alternating shapes do not evict each other.
+SHAPES = 4
+
+# The state of a key whose recorded call has stale constants. The next call may have to make them, and the one after it
+# is recorded.
+STALE: Any = object()
+Again = Callable[[Any, Sequence[Tensor], Callable[[], Any]], Any]
+
+_compiling = torch.compiler.is_compiling
+_tracing = torch._C._is_tracing
+_thread = threading.get_ident
+_grad = torch.is_grad_enabled
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+class Recent(NamedTuple):
+    """A recorded call that `repeat` finds: torch's guards of its operands, and the rest of its key.
+
+    `precision`: that of float32 products, "" if no operand is float32. `again`: of a call that learns, as in
+    `Slot.differentiate`.
+    """
+
+    like: Callable[..., bool]
+    precision: str
+    thread: int
+    grad: bool
+    again: Again | None
+    call: Recorded
+
+
+class Missed(Exception):
+    """A recorded call that learns cannot run now."""
+
+
+class Calls:
+    """The calls of a pattern, a mask, or the metadata of a 2:4 matrix. Calls in `recent` are also in `known`."""
+
+    __slots__ = ("known", "recent")
+
+    def __init__(self) -> None:
+        # A Recorded; STALE; True: the key occurred once; False: it cannot be recorded
+        self.known: dict[Hashable, Any] = {}
+        self.recent: dict[Hashable, tuple[Recent, ...]] = {}
+
+    def note(self, key: Hashable, state: Any) -> None:
+        """Store the state of a key.
+
+        Evicts calls that cannot be repeated, for example those of a freed tensor, and beyond LIMIT keys the oldest.
+        """
+        gone = [self.known.pop(key, None)]
+        past = [
+            old
+            for old, call in list(self.known.items())
+            if isinstance(call, Recorded) and not call.is_fresh()
+        ]
+        gone += [self.known.pop(old, None) for old in past]
+        while len(self.known) >= LIMIT:
+            gone.append(drop_oldest(self.known))
+        self.known[key] = state
+        if any(isinstance(each, Recorded) for each in gone):
+            left = {
+                more: tuple(x for x in xs if x.call not in gone) for more, xs in list(self.recent.items())
+            }
+            self.recent = {more: xs for more, xs in left.items() if xs}
+
+    def find_again(
+        self, more: Hashable, operands: Sequence[Tensor], call: Recorded, again: Again | None = None
+    ) -> None:
+        """Make `repeat` find the call, in the grad mode of now."""
+        if GUARDS is None:
+            return
+        precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
+        sizes, strides = [list(x.shape) for x in operands], [list(x.stride()) for x in operands]
+        like = GUARDS(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        made = Recent(like, precision, _thread(), _grad(), again, call)
+        others = [x for x in self.recent.get(more, ()) if x.call is not call]
+        self.recent[more] = (made, *others)[:SHAPES]
+
+
+class Slot(NamedTuple):
+    """The place of a call in `calls`. `key`: None if it must not be recorded, because something traces it.
+
+    `learns`: autograd needs a gradient of the call.
+    """
+
+    calls: Calls
+    more: Hashable
+    operands: Sequence[Tensor]
+    key: Hashable | None
+    learns: bool
+
+    def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
+        """Return `run()`, for checked operands. The second call with a key is recorded.
+
+        `run` reads the operands of the slot and tensors of a plan only; it makes copies of operands itself. `inside`:
+        `run` is the inner part of a differentiable function, and may be recorded although a gradient is needed.
+        """
+        calls = self.calls
+        if self.key is None or (self.learns and not inside):
+            return run()
+        seen: Any = calls.known.get(self.key)
+        if self.learns and isinstance(seen, Recorded):
+            output = self.again(seen)
+            if output is not self:
+                return output
+            seen = calls.known.get(self.key)
+        if seen is None:
+            calls.note(self.key, True)
+        if (
+            seen is not True and seen is not STALE
+        ):  # it is new, it cannot be recorded, or a hook of Triton listens now
+            return run()
+        output, made = record(run, self.operands)
+        calls.note(self.key, made or seen is STALE)
+        if made is not None and not self.learns:
+            calls.find_again(self.more, self.operands, made)
+        return output
+
+    def again(self, call: Recorded) -> Any:
+        """Return the result of the recorded call with the key of this slot, or this slot if it cannot run now."""
+        output = call(*self.operands)
+        if output is MISS:
+            if not call.is_fresh():
+                self.calls.note(self.key, STALE)
+            return self
+        if not self.learns:
+            self.calls.find_again(self.more, self.operands, call)
+        return output
+
+    def differentiate(self, again: Again, owner: Any, run: Callable[[], Any]) -> Any:
+        """Return `again(owner, operands, run)`, for checked operands. Its run may be a recorded call.
+
+        `owner`: what each call has besides its operands, and what `again` must not keep: a matrix or a mask.
+        """
+        seen: Any = self.calls.known.get(self.key)
+        if isinstance(seen, Recorded):
+            self.calls.find_again(self.more, self.operands, seen, again)
+        return again(owner, self.operands, functools.partial(self.run, run, True))
+
+
+UNBOUND = Slot(Calls(), None, (), None, False)
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for calls with a key: without torch's look at each argument for wrappers of torch.func."""
+    direct: Any = super(torch.autograd.Function, function)
+    return direct.apply
+
+
+def _now(call: Recorded, operands: Sequence[Tensor]) -> Any:
+    output = call(*operands)
+    if output is MISS:
+        raise Missed
+    return output
+
+
+def _guards() -> Any:
+    """torch's class of guards; None if those of this torch do not behave as `repeat` needs."""
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAttributeAccessIssue]
+        x, y = (torch.empty(sides, dtype=torch.float32, device="cpu") for sides in ((2, 3), (3, 2)))
+        like = guards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+        return guards if like(x) and not like(y) and not like(y.mT) and not like(x.double()) else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
+def _precision() -> str:
+    return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+GUARDS = _guards()
+
+
+def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], owner: Any = None) -> Any:
+    """Run the recorded call with the same `more` and equal operand properties, and return its result; otherwise a Slot.
+
+    Calls with one `more` have one number of operands: torch's guards raise TypeError for another. Not for a function
+    that torch.compile traces.
+    """
+    recent = calls.recent.get(more)
+    if recent is not None and forward_ad._current_level < 0 and not _tracing():
+        thread, grad = _thread(), _grad()
+        for each in recent:
+            like, precision, of_thread, of_grad, again, call = each
+            if of_grad is not grad or of_thread != thread or not like(*operands):
+                continue
+            stream = call.stream
+            if _stream(call.device) != stream or _device() != call.device or (stream and _capturing()):
+                continue  # none captures stream 0
+            if precision and precision != _precision():
+                continue
+            if again is None:
+                output = call(*operands)
+            else:
+                try:
+                    output = again(owner, operands, functools.partial(_now, call, operands))
+                except Missed:
+                    output = MISS
+            if output is not MISS:
+                if each is not recent[0]:
+                    calls.recent[more] = (each, *[x for x in recent if x is not each])
+                return output
+    key, learns = _key(more, operands)
+    if key is None:
+        return UNBOUND
+    slot, found = Slot(calls, more, operands, key, learns), calls.known.get(key)
+    return slot.again(found) if isinstance(found, Recorded) and not learns else slot
+
+
+def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
+    """The key of a call, None if it must not be recorded; and whether autograd needs a gradient of it."""
+    if (
+        _compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+        or _tracing()
+    ):
+        return None, False
+    facts: list[Any] = [more, _thread()]
+    index, learns = -1, False
+    for x in operands:
+        on = x.get_device() if x.__class__ in TENSORS else -1
+        if on < 0 or (index >= 0 and on != index) or x.is_neg():
+            return None, False
+        index, learns = on, learns or x.requires_grad
+        try:
+            facts += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
+        except RuntimeError:  # a tensor without strides or address
+            return None, False
+        if x.dtype is torch.float32:
+            facts.append(_precision())
+    if index < 0 or index != _device() or _capturing():
+        return None, False
+    learns = learns and _grad()
+    return (*facts, index, _stream(index), learns), learns

@@ -1,0 +1,205 @@
+"""Ops under torch.func: grad, vjp, jacrev and vmap transform products; forward mode is refused, not ignored.
+
+torch.func does not transform torch.library ops with gradients, and takes their tangents for 0. It does transform an
+autograd.Function with a separate setup_context. So each op has one here, which runs the op on the unwrapped tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.autograd import forward_ad
+
+from sparsek.core import dtypes
+from sparsek.core.arguments import TENSORS
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import alive, check_no_tangent
+from sparsek.engine.launch.recorder import recorder
+
+NO_TANGENT = (
+    "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "
+    "reverse mode, and torch.func.jacrev a Jacobian; or sparsek.products.reference has products of plain torch, which "
+    "are slow"
+)
+
+Made = TypeVar("Made")
+Gradients = tuple[Any, ...]
+Backward = Callable[..., Gradients]
+Vmap = Callable[[Any, Any, Any], tuple[Tensor, int] | None]
+
+_FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+_DIRECT: dict[str, Callable[..., Tensor]] = {}
+
+
+def active() -> bool:
+    """Whether torch.func transforms this call, and torch.compile does not trace it."""
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
+def traced() -> bool:
+    """Whether calls are traced op by op: by torch.compile, torch.func, or a TorchDispatchMode."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > (recorder() is not None)
+    )
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether none of these is of a tensor subclass, which may trace calls too."""
+    return all(x is None or type(x) in TENSORS for x in tensors)
+
+
+def function_of(module: str, name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
+    """A function of a module of kernels; None, for a fallback to torch or numpy, without Triton or if calls with these
+    tensors are traced."""
+    if traced() or not are_plain(*tensors):
+        return None
+    try:
+        return getattr(import_module(module), name)
+    except ImportError:
+        return None
+
+
+def untraced(*tensors: Any) -> bool:
+    """Whether autograd alone differentiates this call, by reverse mode, and nothing traces it."""
+    return forward_ad._current_level < 0 and not traced() and are_plain(*tensors)
+
+
+def check(*tensors: Any) -> None:
+    """Raise InvalidInput if forward-mode differentiation expects a tangent; under torch.func the jvp rule raises it."""
+    if forward_ad._current_level >= 0 and not active():
+        check_no_tangent(NO_TANGENT, *tensors)
+
+
+def check_untransformed(*indices: Tensor) -> None:
+    """Raise InvalidInput for indices of a pattern that torch.func has wrapped."""
+    if active() and any(map(is_functorch_wrapped_tensor, indices)):
+        raise InvalidInput(
+            "this pattern was made inside a function that torch.func transforms; make it outside, and take a view "
+            ".T that is needed there once outside as well"
+        )
+
+
+def refuse(what: str) -> None:
+    """Raise InvalidInput inside torch.func, for a call or argument `what` that it cannot transform."""
+    if active():
+        raise InvalidInput(f"{what} inside a function that torch.func transforms; leave it away there")
+
+
+def call(name: str, *args: Any) -> Tensor:
+    """Call the op `sparsek::name`, in the form that torch.func transforms if it is active.
+
+    If nothing records the call, as in most backward passes, call its function directly: torch's dispatcher takes more
+    host time than the product, and its first call imports torch._dynamo.
+    """
+    if active():
+        return _FUNCTIONS[name].apply(*args)
+    if (
+        not torch.is_grad_enabled()
+        and not traced()
+        and are_plain(*(x for x in args if isinstance(x, Tensor)))
+    ):
+        return _DIRECT[name](*args)
+    return getattr(torch.ops.sparsek, name)(*args)
+
+
+def one_by_one(backward: Backward) -> Backward:
+    """`backward(ctx, *grads)`, called for each item where torch.autograd.grad(..., is_grads_batched=True) hands over
+    gradients of many items as one tensor without storage."""
+
+    @functools.wraps(backward)
+    def whole(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        for x in grads:
+            if x is not None and (is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x)):
+                break
+        else:
+            return backward(ctx, *grads)
+        grads = tuple(map(alive, grads))
+        batched = [x is not None and _is_of_many(x) for x in grads]
+        if True not in batched:
+            return backward(ctx, *grads)
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        # torch reads the size, 1, only for a tensor without a batch dim.
+        joined = [
+            torch._remove_batch_dim(x, level, 1, 0) if it else x for x, it in zip(grads, batched, strict=True)
+        ]
+        items = [
+            backward(ctx, *(x[i] if it else x for x, it in zip(joined, batched, strict=True)))
+            for i in range(len(joined[batched.index(True)]))
+        ]
+        return tuple(
+            torch._add_batch_dim(_stacked(each), 0, level) if isinstance(each[0], Tensor) else each[0]
+            for each in zip(*items, strict=True)
+        )
+
+    return whole
+
+
+def _is_of_many(x: Any) -> bool:
+    """Whether x has the gradients of many items, maybe inside torch.vmap, whose wrapper is then around them."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return is_legacy_batchedtensor(x)
+
+
+def differentiable(op: Any, gradient: Any, save: Any, at_once: Vmap | None = None) -> None:
+    """Register the gradient of a torch.library op, for autograd and for torch.func.
+
+    at_once(size, in_dims, args): the result for all items of a vmap, and its dim, if one call can compute it; otherwise
+    None, and each item is a call.
+    """
+    gradient = one_by_one(gradient)
+    op.register_autograd(gradient, setup_context=save)
+    name = op._opoverload._schema.name.split("::")[1]
+    _DIRECT[name] = op._init_fn
+    _FUNCTIONS[name] = _function(op._opoverload, gradient, save, at_once)
+
+
+def _function(op: Any, gradient: Any, save: Any, at_once: Vmap | None) -> type[torch.autograd.Function]:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+        made = at_once(info.batch_size, in_dims, args) if at_once else None
+        return made or _one_by_one(made_function.apply, info.batch_size, in_dims, args)
+
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise InvalidInput(NO_TANGENT)
+
+    of_class = {"forward": op, "setup_context": save, "backward": gradient, "jvp": jvp, "vmap": vmap}
+    statics = {key: staticmethod(each) for key, each in of_class.items()}
+    made_function = type(f"Transformed_{op._schema.name.split('::')[1]}", (torch.autograd.Function,), statics)
+    return made_function
+
+
+def _one_by_one(run: Callable[..., Tensor], size: int, in_dims: Any, args: Any) -> tuple[Tensor, int]:
+    if not size:
+        raise InvalidInput("vmap over a dim of size 0: there is nothing to multiply")
+    each = [
+        run(
+            *(
+                x if dim is None or not isinstance(x, Tensor) else _item(x, dim, i)
+                for x, dim in zip(args, in_dims, strict=True)
+            )
+        )
+        for i in range(size)
+    ]
+    if each[0].stride(-1) == 1:
+        return _stacked(each), 0
+    return _stacked([x.mT for x in each]).mT, 0  # stays column-major, as callers expect
+
+
+def _stacked(items: Sequence[Tensor]) -> Tensor:
+    with dtypes.as_given(items[0].device):
+        return torch.stack(list(items))
+
+
+def _item(x: Tensor, dim: int, i: int) -> Tensor:
+    """Item i; a copy if neither its rows nor its columns are contiguous."""
+    found = x.select(dim, i)
+    return found if 1 in found.stride()[-2:] else found.contiguous()

@@ -1,0 +1,1 @@
+"""Planning without kernels: problems, the protocol of kernels, choices, plans."""

@@ -1,1 +1,0 @@
-"""Kernels by operation, their tables, and the launcher."""

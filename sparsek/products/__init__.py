@@ -1,0 +1,1 @@
+"""Products of sparse matrices: formats, reference, planning, kernels, verbs."""

@@ -1,0 +1,78 @@
+"""Registers the GPU kernels that pack to blocks and to 2:4, and round to FP8. The first CUDA tensor loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core.arguments import TENSORS
+from sparsek.core.operations import KERNELS
+from sparsek.engine.call import bound
+from sparsek.engine.call.bound import Calls, Slot
+from sparsek.engine.call.transforms import function_of
+from sparsek.products.formats import convert
+from sparsek.products.formats.bsr import BSR
+
+_calls = Calls()
+
+
+def _again(what: Hashable, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+    """`run()`, by a recorded call if there is one."""
+    found = bound.repeat(_calls, what, tensors)
+    return found.run(run) if found.__class__ is Slot else found
+
+
+def _pack_bsr(w: Tensor, block: tuple[int, int], rule: convert.Rule) -> BSR | None:
+    kernel = function_of("sparsek.products.kernels.pack.to_bsr", "pack_bsr", w, rule.mask)
+    return None if kernel is None else kernel(w, block, rule, _again)
+
+
+def _pack_bsr_again(w: Tensor, block: Any, keep: Any, scope: Any) -> BSR | None:
+    """What a recorded call with the same options gives, which had them checked; None if there is none."""
+    sides = (block, block) if block.__class__ is int else block
+    what = sides, keep, scope
+    try:
+        if what not in _calls.recent or w.__class__ not in TENSORS:
+            return None
+    except TypeError:  # they are not what was checked
+        return None
+    found = bound.repeat(_calls, what, (w,))
+    # While the GPU works: True and 1.0 are found by the key of 1, which was checked.
+    if found.__class__ is Slot or keep.__class__ is not float or {*map(type, sides)} != {int}:
+        return None
+    return _loaded("finished")(found, (w.shape[0], w.shape[1]), sides)
+
+
+@cache
+def _loaded(name: str) -> Callable[..., Any]:
+    """A function of products/kernels/pack/to_bsr.py, which is loaded once a call is recorded."""
+    return getattr(import_module("sparsek.products.kernels.pack.to_bsr"), name)
+
+
+def _pack24(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    kernel = function_of("sparsek.products.kernels.pack.to_24", "pack24", w, mask)
+    return None if kernel is None else kernel(w, mask)
+
+
+def _unpack24(values: Tensor, meta: Tensor) -> Tensor | None:
+    kernel = function_of("sparsek.products.kernels.pack.to_24", "unpack24", values, meta)
+    return None if kernel is None else kernel(values, meta)
+
+
+def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    kernel = function_of("sparsek.products.kernels.pack.to_fp8", "round_rows", x)
+    return None if kernel is None else kernel(x, dtype)
+
+
+KERNELS.update(
+    pack_bsr=_pack_bsr,
+    pack_bsr_again=_pack_bsr_again,
+    pack24=_pack24,
+    unpack24=_unpack24,
+    round_rows=_round_rows,
+)

@@ -1,0 +1,175 @@
+"""`sddmm`, S = X @ Y at the stored blocks of a pattern: checks, the torch.library op, plan and launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments, operations, tracing
+from sparsek.engine.call import bound, transforms
+from sparsek.engine.call.autocast import autocasts, follow_autocast
+from sparsek.engine.call.bound import Slot
+from sparsek.engine.plan.op import Operation
+from sparsek.engine.plan.plan import check_plan
+from sparsek.engine.planning import choose
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.ops import gradients, library_args
+from sparsek.products.ops.library_args import SddmmArgs
+from sparsek.products.plan import operands
+from sparsek.products.plan.sddmm import Sampled, SddmmPlan
+
+SDDMM = Operation(SddmmPlan, choose)
+
+
+def sddmm(
+    X: Tensor,
+    Y: Tensor,
+    pattern: BlockPattern,
+    *,
+    plan: SddmmPlan | None = None,
+    kernel: str | None = None,
+) -> BSR:
+    """Compute S = X @ Y at the stored blocks of a pattern: sampled dense-dense matrix multiplication.
+
+    `sddmm(dC, B.T, A.pattern)` is the gradient of A in C = A @ B. Once planned, a call does not synchronize and
+    allocates only the values. The same plan gives the same bits.
+
+    Args:
+        X: [M, K] in bf16, fp16, fp32 or fp64, row-major or the transpose view of a row-major matrix, which is read in
+            place. Fewer kernels read other strides.
+        Y: [K, N] of the dtype of X, on its device, with strides like X.
+        pattern: A BlockPattern of shape (M, N) on their device.
+        plan: From `plan_sddmm`. By default a plan is made once, and cached with the pattern.
+        kernel: The name of a kernel, for example "hopper.sddmm". It runs or raises Unsupported. The backward pass uses
+            kernels of the same family.
+
+    Returns:
+        A BSR [M, N] on the pattern, accumulated in float32 (float64 for float64) and rounded once. Values outside the
+        matrix are 0.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Differentiable in X and Y; with `plan` there is no gradient. A NaN in row i of X or column j of Y reaches stored
+    elements of that row or column only, except with vendor.sddmm, which computes the dense product. Under
+    torch.autocast X and Y are cast to its dtype, which is that of S; with `plan` they are not.
+
+    Examples:
+        >>> pattern = sk.random_bsr(256, 128, block=32, density=0.25).pattern
+        >>> sk.sddmm(torch.randn(256, 64), torch.randn(64, 128), pattern).values.shape
+        torch.Size([8, 32, 32])
+    """
+    if autocasts() and plan is None:
+        X, Y = follow_autocast(X, Y)
+    if plan is not None:
+        check_plan(plan, SddmmPlan, "plan_sddmm", kernel)
+        transforms.check(X, Y)
+        transforms.refuse("plan=")
+        return plan(X, Y, pattern)
+    if kernel is not None:
+        arguments.text("kernel", kernel)
+    values = sampled(X, Y, pattern, kernel)
+    return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
+
+
+def plan_sddmm(
+    X: Tensor,
+    Y: Tensor,
+    pattern: BlockPattern,
+    *,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+) -> SddmmPlan:
+    """Return the plan that `sddmm(X, Y, pattern)` would use: frozen, callable, and explained by `.explain()`.
+
+    The schedule is made on the host and copied to the device of the pattern once.
+
+    Args:
+        X: As in `sddmm`.
+        Y: As in `sddmm`.
+        pattern: As in `sddmm`.
+        kernel: The name of a kernel to use.
+        config: A config of that kernel, by its text or by some of its fields, as `sparsek tune` prints them.
+        device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
+            cannot be called.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+    """
+    transforms.refuse("plan_sddmm")
+    operands.check_sddmm(X, Y, pattern, predicted=device is not None)
+    return SDDMM.plan(Sampled(X, Y, pattern), kernel, config, device)
+
+
+def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
+    """The values of X @ Y at the blocks of a pattern, with gradients."""
+    slot = bound.UNBOUND
+    if not torch.compiler.is_compiling() and pattern.__class__ is BlockPattern:
+        slot = _repeat(x, y, pattern, kernel)
+        if slot.__class__ is not Slot:
+            return slot
+    if not slot.learns:
+        operands.check_sddmm(x, y, pattern)
+        transforms.check(x, y)
+    learns = tracing.wants_gradient(x, y)
+    if transforms.traced() or (learns and not transforms.are_plain(x, y)):
+        transforms.check_untransformed(pattern.indptr)
+        return transforms.call("sddmm", x, y, *library_args.flat_pattern(pattern), kernel)
+    if learns:
+        return Sddmm.apply(x, y, *library_args.flat_pattern(pattern), kernel, pattern)
+    return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel))
+
+
+def _repeat(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Any:
+    return bound.repeat(pattern.derived("calls", bound.Calls), ("sddmm", kernel), (x, y))
+
+
+def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
+    """The values, without autograd, for checked operands; by a recorded call where there is one."""
+    slot = _repeat(x, y, pattern, kernel)
+    return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel)) if slot.__class__ is Slot else slot
+
+
+@torch.library.custom_op(
+    "sparsek::sddmm", mutates_args=(), schema=operations.schema_of(SddmmArgs), tags=operations.TAGS
+)
+def _sddmm_op(*given: Any) -> Tensor:
+    x, y, indptr, indices, sizes, kernel = SddmmArgs(*given)
+    pattern = library_args.pattern_of(indptr, indices, sizes)
+    operands.check_sddmm(x, y, pattern)
+    with torch.no_grad():
+        return _run(x, y, pattern, kernel)
+
+
+@_sddmm_op.register_fake
+def _(*given: Any) -> Tensor:
+    x, y, indptr, indices, sizes, _ = SddmmArgs(*given)
+    rows, columns, bm, bn = sizes
+    operands.check_sddmm(x, y, BlockPattern.unchecked((rows, columns), (bm, bn), indptr, indices))
+    return x.new_empty((indices.shape[0], bm, bn))
+
+
+transforms.differentiable(_sddmm_op, gradients.of_sddmm, gradients.save_sddmm)
+
+
+class Sddmm(torch.autograd.Function):
+    """The values with gradients, for the arguments of the op and their pattern; the op takes more host time."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *args, pattern = given
+        x, y, *_, kernel = args
+        values = sampled(x, y, pattern, kernel)
+        gradients.save_sddmm(ctx, args, values)
+        return values
+
+    @staticmethod
+    @transforms.one_by_one
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradients.of_sddmm(ctx, grad), None

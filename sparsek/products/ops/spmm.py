@@ -1,0 +1,490 @@
+"""`spmm`, C = A @ B with a sparse matrix on either side: checks, the torch.library op, plan and launch.
+
+One op serves every storage. The product with the transpose of a 2:4 matrix, as in B @ A and in the gradient of B, needs
+its own kernels: its pairs run along M, where sparse tensor cores cannot read them. unpacked.semi24 and unpacked.bsr24
+unpack the matrix into a workspace first, cpu.bsr24 blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments, dtypes, memory, operations, tracing
+from sparsek.core.arguments import shown
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import Later, save_for_backward, saved_tensors
+from sparsek.engine.call import bound, transforms
+from sparsek.engine.call.autocast import autocasts, dtype_on, follow_autocast
+from sparsek.engine.call.bound import Slot
+from sparsek.engine.plan.op import Operation
+from sparsek.engine.plan.plan import check_plan
+from sparsek.engine.planning import choose
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.dense8 import QuantizedTensor
+from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.ops import bound_products, gradients, library_args
+from sparsek.products.ops.library_args import SpmmArgs
+from sparsek.products.ops.sddmm import sampled
+from sparsek.products.plan import operands
+from sparsek.products.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, tokens
+from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+
+SPMM = Operation(SpmmPlan, choose)
+
+SparseOperand: TypeAlias = BSR | Semi24 | BSR24 | Quantized
+DenseOperand: TypeAlias = Tensor | QuantizedTensor
+
+
+def spmm(
+    A: SparseOperand | DenseOperand,
+    B: SparseOperand | DenseOperand,
+    *,
+    out: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    plan: SpmmPlan | None = None,
+    kernel: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute C = alpha * A @ B + beta * out, with one sparse and one dense operand. `A @ B` is spmm(A, B).
+
+    Once planned, GPU kernels do not synchronize. They allocate only C, and a workspace for block rows that are split or
+    for a 2:4 matrix that is unpacked. The same plan gives the same bits.
+
+    Args:
+        A: [M, K]. One of A and B is a BSR, Semi24, BSR24 or Quantized, the other dense. Transposed views of a BSR cost
+            nothing: `A.T @ B` and `B @ A.T` read the values in place.
+        B: [K, N]. A dense operand is [..., K, N] or [..., M, K], of the dtype of the sparse one, on its device,
+            row-major or the transpose view of a row-major matrix, which is read in place. Beside a Quantized it is a
+            QuantizedTensor, or a bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each column of B
+            (each row of A).
+        out: Written instead of a new tensor: [..., M, N], with contiguous rows, sharing no memory with A or B.
+        alpha: A number, finite in float32. If it is 0, NaN and Inf in A and B do not reach C, as in torch.addmm.
+        beta: A number, finite in float32. If it is not 0, `out` is read first. `hopper.spmm` also
+            rounds before it adds.
+        plan: From `plan_spmm`. By default a plan is made once, and cached with the pattern.
+        kernel: The name of a kernel, for example "hopper.spmm". It runs or raises Unsupported. The backward pass uses
+            kernels of the same family.
+        dtype: The dtype of C for a Quantized: bf16, fp16 or fp32. By default that of a dense tensor, bf16 for a
+            QuantizedTensor.
+
+    Returns:
+        C [..., M, N], row-major, in the dtype of the operands, accumulated in float32 (float64 for float64).
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Differentiable in the values of a BSR, with a gradient [nnzb, bm, bk], and in the dense operand. That of the values
+    reads the leading dims of B joined with N, which copies B and the gradient of C unless their layout allows that.
+    `out` and `plan` have no gradient, nor do products with a Quantized and the values of a Semi24 or BSR24.
+
+    The transpose of a 2:4 matrix, as in X @ A and in the gradient of B, is unpacked into a workspace in each call on a
+    GPU; `explain()` has its size. A Semi24 or BSR24 in FP8 must be A; for x @ A.T use `sparsek.linear(x, A)`.
+
+    Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
+    rows of that block; where the plan joins block rows, also those joined with it; with vendor.dense, all rows. Under
+    torch.autocast operands are cast to its dtype, which is that of C; with `out` or `plan` they are not.
+
+    Examples:
+        >>> A = sk.random_bsr(256, 128, block=32, density=0.25)
+        >>> B = torch.randn(128, 10)
+        >>> torch.equal(sk.spmm(A, B), A @ B)
+        True
+    """
+    if autocasts() and out is None and plan is None:
+        dtype, A, B = follow_autocast_fp8(dtype, A, B)
+    if kernel is not None:
+        arguments.text("kernel", kernel)
+    slot = bound.UNBOUND
+    # Under torch.compile no call is recorded, and none of this is traced.
+    if (
+        out is None
+        and plan is None
+        and not torch.compiler.is_compiling()
+        and (dtype is None or dtype.__class__ is torch.dtype)
+        and type(alpha) is type(beta) is float
+        and beta == 0
+    ):
+        slot = bound_products.product(A, B, ("spmm", alpha, kernel, dtype))
+        if slot.__class__ is not Slot:
+            return slot
+    epilogue = _epilogue(alpha, beta, out)
+    if plan is not None:
+        check_plan(plan, SpmmPlan, "plan_spmm", kernel)
+        transforms.check(*(getattr(x, "values", x) if operands.is_sparse(x) else x for x in (A, B)), out)
+        transforms.refuse("plan=")
+        _check_dtype(A, B, dtype, plan)
+        return plan(A, B, out, epilogue)
+    if out is not None:
+        if torch.compiler.is_compiling():
+            raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
+        transforms.refuse("out=")
+        multiply(_checked(A, B, out, epilogue, dtype), kernel)
+        return out
+    call = _checked(A, B, None, epilogue, dtype)
+
+    def product() -> Tensor:
+        return call.seen(multiply(call, kernel), A)
+
+    if slot.learns and not (isinstance(A, Quantized) or isinstance(B, Quantized)):
+        matrix = A if operands.is_sparse(A) else B
+        how = How(matrix is B, matrix is B, alpha, False, kernel)
+        return slot.differentiate(Learned(how), matrix, product)
+    return slot.run(product)
+
+
+def follow_autocast_fp8(dtype: torch.dtype | None, *operands: Any) -> tuple[Any, ...]:
+    """`dtype` and the operands of a call that may multiply in FP8; `dtype` becomes that of autocast.
+
+    If `dtype` is given, nothing is cast.
+    """
+    fp8 = next((x for x in operands if isinstance(x, Quantized | QuantizedTensor)), None)
+    if fp8 is None or not autocasts():
+        return dtype, *follow_autocast(*operands)
+    if dtype is not None:
+        return dtype, *operands
+    return dtype_on(fp8.device), *follow_autocast(*operands)
+
+
+def plan_spmm(
+    A: SparseOperand | DenseOperand,
+    B: SparseOperand | DenseOperand,
+    *,
+    out: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> SpmmPlan:
+    """Return the plan that `spmm(A, B)` would use: frozen, callable, and explained by `.explain()`.
+
+    The schedule is made on the host and copied to the device of A once. Under torch.autocast the plan is for the
+    operands as they are, and calls with `plan=` are not cast.
+
+    Args:
+        A: As in `spmm`.
+        B: As in `spmm`.
+        out: The `out` of the calls, if they have one.
+        epilogue: A sparsek.products.reference.epilogue.Epilogue of the calls. `linear(x, W, bias, activation)` is
+            `plan_spmm(x, W.T, epilogue=Epilogue(bias=bias, activation=activation))`.
+        kernel: The name of a kernel to use.
+        config: A config of that kernel, by its text or by some of its fields, as `sparsek tune` prints them.
+        device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
+            cannot be called. The dense operand may then be on the meta device.
+        dtype: The dtype of C, as in `spmm`, where an operand is in FP8.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Examples:
+        >>> A = sk.random_bsr(1024, 1024, block=128, density=0.25, dtype=torch.bfloat16)
+        >>> sk.plan_spmm(A, torch.randn(1024, 512).bfloat16(), device="h200").kernel
+        'hopper.spmm'
+    """
+    transforms.refuse("plan_spmm")
+    operands.check_given(epilogue)
+    call = _checked(A, B, out, epilogue, dtype, predicted=device is not None)
+    call.check_epilogue()
+    return SPMM.plan(call, kernel, config, device)
+
+
+def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
+    """plan(A, B), by a recorded call where there is one."""
+    slot = bound_products.product(a, b, "plan", plan=plan)
+    if slot.__class__ is not Slot:
+        return slot
+
+    def run() -> (
+        Tensor
+    ):  # includes the checks: they may copy x, and a copy is no operand of the recorded call
+        checked = plan.checked(a, b)
+        return checked()
+
+    return slot.run(run)
+
+
+SpmmPlan.quick = _by_plan
+
+
+def multiply(call: Product, kernel: str | None) -> Tensor:
+    """The product, row-major, as `SpmmPlan.run` returns it; by the torch.library op where the call is traced."""
+    a, transposed, b, out, epilogue, out_layout, dtype = call
+    bias, other, values = epilogue.bias, epilogue.other, a.values
+    quantized = isinstance(a, Quantized)
+    if quantized:
+        transforms.refuse("FP8 products have no gradient; they do not go")
+    transforms.check(values, call.wide, bias, other, out)
+    call.refuse_gradients()
+    learns = not quantized and tracing.wants_gradient(values, call.wide, bias, other, out)
+    if out is not None:
+        if learns or torch.compiler.is_compiling():
+            raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
+        return run(call, kernel)
+    traced = transforms.traced()
+    if not (learns or traced):
+        return run(call, kernel)
+    if not isinstance(call.matrix, Semi24):
+        transforms.check_untransformed(call.matrix.pattern.indptr)
+    if not traced and transforms.are_plain(values, call.wide, bias, other):
+        rows = out_layout == "col"
+        how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
+        dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
+        return Multiplied.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
+    dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
+    more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
+    return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *more)
+
+
+def run(call: Product, kernel: str | None) -> Tensor:
+    """The product, row-major, without autograd, of checked operands; by a recorded call where there is one."""
+    a, transposed, b, out, epilogue, *lies = call
+    bias, other = epilogue.bias, epilogue.other
+    in_place = out is not None and other is not None and memory.same_memory(out, other)
+    parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
+    more = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
+    also = [x for x in (bias, None if in_place else other, out) if x is not None]
+    slot = bound_products.product(a, b, more, also)
+    return slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
+
+
+def _checked(
+    A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None, predicted: bool = False
+) -> Product:
+    """The call in the form that kernels take, after checking its operands."""
+    operands.check_operands(A, B, predicted)
+    if out is not None:
+        operands.check_out(A, B, out, epilogue)
+        if dtype is not None and dtype is not out.dtype:
+            raise InvalidInput(f"dtype= is {shown(dtype)} and out {out.dtype}; leave one of them away")
+    return Product.of(A, B, out, epilogue, dtype)
+
+
+def _check_dtype(A: Any, B: Any, dtype: torch.dtype | None, plan: SpmmPlan) -> None:
+    """Raise InvalidInput for a dtype= that contradicts the plan."""
+    if dtype is None:
+        return
+    operands.check_operands(A, B)
+    asked = dtype_of(A, B, dtype) if operands.is_sparse(A) else dtype_of(B, A, dtype)
+    planned = plan.problem.c.dtype
+    if dtypes.name(asked) != planned:
+        raise InvalidInput(f"dtype={dtype} contradicts plan, whose result is {planned}")
+
+
+def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
+    if type(alpha) is not float or type(beta) is not float:
+        alpha, beta = arguments.number("alpha", alpha), arguments.number("beta", beta)
+    if beta == 0:
+        return PLAIN if alpha == 1 else Epilogue(alpha=alpha)
+    if out is None:
+        raise InvalidInput(f"beta is {beta:g} and there is no out= to multiply with it")
+    return Epilogue(alpha=alpha, other=out, beta=beta)
+
+
+@torch.library.custom_op(
+    "sparsek::spmm", mutates_args=(), schema=operations.schema_of(SpmmArgs), tags=operations.TAGS
+)
+def _spmm_op(*given: Any) -> Tensor:
+    args = SpmmArgs(*given)
+    a, transposed = library_args.whole(args.parts)
+    b: Any = args.b
+    if args.b_scale is not None:
+        b = QuantizedTensor.unchecked(operands.readable(b), args.b_scale.contiguous(), True)
+    epilogue, layout = _op_epilogue(args), "col" if args.by_columns else "row"
+    with torch.no_grad():
+        return run(Product(a, transposed, b, None, epilogue, layout, args.dtype), args.kernel)
+
+
+@_spmm_op.register_fake
+def _(*given: Any) -> Tensor:
+    args = SpmmArgs(*given)
+    _op_epilogue(args)
+    b = args.b if args.b_scale is None else args.b.mT
+    return new_rows(b, library_args.shape_of(args.parts)[0], args.by_columns, args.dtype)
+
+
+def _op_epilogue(args: SpmmArgs) -> Epilogue:
+    """The epilogue of the arguments of an op, which may be fake. Raise InvalidInput for those that do not fit."""
+    b, (m, k) = args.b.shape if args.b_scale is None else args.b.mT.shape, library_args.shape_of(args.parts)
+    if args.scale is None:
+        operands.check_dense("B", args.b, args.values, "A")
+    if len(b) < 2 or b[-2] != k or (args.scale is None and args.dtype != args.b.dtype):
+        raise InvalidInput(f"A of the product is {[m, k]} and B {list(b)} for a C in {args.dtype}")
+    epilogue = Epilogue(args.alpha, args.bias, args.activation, args.other, args.combine)
+    layout = "col" if args.by_columns else "row"
+    operands.check_epilogue(epilogue, (*b[:-2], m, b[-1]), args.dtype, args.b.device, layout)
+    return epilogue
+
+
+def _at_once(size: int, in_dims: Any, given: Any) -> tuple[Tensor, int] | None:
+    """All items of a vmap in one product, if they share A and the bias: tokens are joined, matrices form a batch."""
+    args = SpmmArgs(*given)
+    dims: Any = SpmmArgs(*in_dims)
+    shared = dims.values is None and dims.meta is None and dims.bias is None
+    if not shared or dims.b is None or (args.other is None) != (dims.other is None):
+        return None
+    b = args.b.movedim(dims.b, 0)
+    other = None if args.other is None else args.other.movedim(dims.other, 0)
+    joins = args.by_columns and b.dim() == 3
+    if joins:
+        b, other = _beside(b), None if other is None else _beside(other)
+    elif operands.layout(b) == "strided":
+        b = b.contiguous()
+    c = transforms.call("spmm", *args._replace(b=b, other=other))
+    return (c.unflatten(0, (size, c.shape[0] // max(size, 1))) if joins else c), 0
+
+
+def _beside(x: Tensor) -> Tensor:
+    """Column-major matrices [size, R, T] as one column-major [R, size * T]."""
+    return x.mT.reshape(x.shape[0] * x.shape[2], x.shape[1]).mT
+
+
+transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_once)
+
+
+class How(NamedTuple):
+    """The product that `Multiplied` computes of a matrix A and a dense operand.
+
+    `rows`: X A^T, with X [..., T, K], or X A if also `turned`; otherwise A B, or A^T B. `relu` follows it. `slope`: the
+    name of another activation that follows it, whose slope the product also returns.
+    """
+
+    rows: bool
+    turned: bool
+    alpha: float
+    relu: bool
+    kernel: str | None
+    slope: str = ""
+
+
+class Learned(NamedTuple):
+    """A product of the operands of a recorded call whose gradient autograd needs; see `bound.Slot.differentiate`.
+
+    `act`: the activation that torch applies to it. `residual`: the last operand is added behind that, by torch if
+    `apart`.
+    """
+
+    how: How
+    biased: bool = False
+    residual: bool = False
+    apart: bool = False
+    act: str = ""
+
+    def __call__(
+        self, a: BSR | Semi24 | BSR24, given: Sequence[Tensor], multiply: Callable[[], Any]
+    ) -> Tensor:
+        """The result for the tensors of `a`, the dense operand, the bias and the residual."""
+        how, biased, residual, apart, act = self
+        own = 1 if a.__class__ is BSR else 2
+        other = given[-1] if residual else None
+        bias = given[own + 1] if biased else None
+        y = _multiplied(given[0], given[own], bias, None if apart else other, a, how, multiply)
+        return finished(y, act, other) if apart else y
+
+
+def finished(y: Tensor, act: str, residual: Tensor | None) -> Tensor:
+    """act(y) + residual, by torch."""
+    with dtypes.as_given(y.device):
+        y = ACTIVATIONS[act](y)
+        return y if residual is None else y + residual
+
+
+class Multiplied(torch.autograd.Function):
+    """A product with gradients for plain tensors; the torch.library op takes more host time.
+
+    `multiply()` computes act(alpha * product + bias) + other, with the leading dims and the layout of `dense`. With
+    `how.slope` it returns a pair, this and act' [T, N], by which the gradient is multiplied.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        dense: Tensor,
+        bias: Tensor | None,
+        other: Tensor | None,
+        a: BSR | Semi24 | BSR24,
+        how: How,
+        multiply: Callable[[], Any],
+    ) -> Tensor:
+        of_values, of_b, of_bias, *_ = ctx.needs_input_grad
+        if of_values and not isinstance(a, BSR):
+            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
+        all_, shape, by_columns = how.slope != "", dense.shape, how.rows or gradients.lies_by_columns(dense)
+        c, slope = multiply() if all_ else (multiply(), None)
+        cut = c if how.relu and (of_values or of_b or of_bias) else None
+        # A second derivative computes the product with a slope again.
+        kept = values if of_b or all_ else None, dense if of_values or all_ else None
+        save_for_backward(ctx, *kept, cut, slope)
+        ctx.product = a._each(_nothing), how, shape, by_columns, Later.of(bias) if all_ else None
+        return c
+
+    @staticmethod
+    @transforms.one_by_one
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        values, dense, out, slope = saved_tensors(ctx)
+        a, how, shape, by_columns, later = ctx.product
+        rows, turned, alpha, _, kernel, activation = how
+        needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
+        two_four, dz = not isinstance(a, BSR), grad
+        if slope is not None and not again:
+            dz = tokens(grad) * slope
+        elif slope is not None:
+            bias = None if later is None else later.read("bias")
+            z = multiply(Product.layer(dense, a._each(lambda _: values), Epilogue(bias=bias)), kernel)
+            (dz,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
+        elif out is not None:
+            dz = gradients.through_relu(grad, out)
+
+        def products() -> tuple[Tensor | None, Tensor | None]:
+            """The gradients of the values and of the dense operand."""
+            view, whole = not two_four and a.order is not None, a._each(lambda _: values)
+            named = gradients.turning(kernel, two_four)
+
+            def sample(x: Tensor, y: Tensor) -> Tensor:
+                return sampled(
+                    x, y, a.pattern.T if view else a.pattern, gradients.same_family(kernel, "sddmm")
+                )
+
+            def turn(dz: Tensor) -> Tensor:
+                if two_four or (by_columns and not rows):
+                    flipped = whole if two_four or turned else whole.T
+                    epilogue, lies = Epilogue(alpha=alpha), "col" if by_columns else "row"
+                    call = Product(flipped, two_four and not turned, dz, None, epilogue, lies, dz.dtype)
+                    c = multiply(call, named)
+                    c = c.mT if by_columns and not rows else c
+                elif rows:
+                    c = spmm(dz.mT, whole.T if turned else whole, alpha=alpha, kernel=named)
+                else:
+                    c = spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
+                return c.view(shape) if rows and c.shape != shape else c
+
+            parts = (tokens(dz).mT, none if dense is None else tokens(dense).mT) if rows else (dz, dense)
+            return gradients.of_factors(needs, *parts, view != (turned and not two_four), alpha, sample, turn)
+
+        slot: Any = bound.UNBOUND
+        if not again and not torch.compiler.is_compiling():
+            home, form, (_, *own) = a.signature()
+            given = [x for x in (dz, dense, values, *(own if needs[1] else ())) if x is not None]
+            more = "backward", how, form, by_columns, *needs[:2]
+            slot = bound.repeat(home.derived("calls", bound.Calls), more, given)
+        of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot
+        of_bias = gradients.of_bias(tokens(dz).mT if rows else dz) if needs[2] else None
+        return of_values, of_b, of_bias, grad if needs[3] else None, None, None, None
+
+
+def _nothing(values: Tensor) -> Any:
+    return None
+
+
+_multiplied = bound.applied(Multiplied)
+for kind in (Semi24, BSR24, Quantized, QuantizedTensor):
+    kind.register_matmul(spmm)

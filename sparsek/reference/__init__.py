@@ -1,1 +1,0 @@
-"""Every operation in plain torch, differentiable, on any device. The reference is the specification."""

@@ -1,0 +1,351 @@
+"""`sparsek doctor`: what is installed, what it can run, and whether the arithmetic is right."""
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+
+import sparsek as sk
+from sparsek.attn.mask.heads8 import quantize_heads
+from sparsek.attn.ops.attention import attention, plan_attention, plan_attention_backward
+from sparsek.attn.ops.attention_paged import plan_attention_paged
+from sparsek.core.device import H200, Card, card_of
+from sparsek.core.errors import Unsupported
+from sparsek.core.machine import smi_facts, version_of
+from sparsek.engine.plan.plan import Plan, time_text
+from sparsek.engine.planning import choose
+from sparsek.engine.table import names_for
+from sparsek.products.ops.linear import plan_layer
+from sparsek.products.ops.sddmm import plan_sddmm
+from sparsek.products.ops.spgemm import plan_spgemm
+from sparsek.products.ops.spmm import plan_spmm
+from sparsek.testing.attention_budget import check_attention, check_attention_backward
+from sparsek.testing.attention_fp8_budget import check_attention_fp8
+from sparsek.testing.budget import Gate, check_spmm
+from sparsek.testing.cases import BSR24_CASES, ROW, SEMI24_CASES, Case
+from sparsek.testing.paged_budget import check_attention_paged
+from sparsek.testing.paged_cases import PagedCase
+from sparsek.testing.product_budget import check_sddmm, check_spgemm
+from sparsek.tools.bench.suites.attention import AttentionCase
+from sparsek.tools.bench.suites.spmm import SpmmCase
+from sparsek.tools.cli.output import AsJson, console, print_json, progress
+from sparsek.tools.cli.output import table as new_table
+
+# As many columns as every kernel takes.
+PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
+FP8 = Case(512, 512, 64, (128, 128), "doctor", scales=ROW)
+ATTENTION = AttentionCase(
+    batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
+)
+PAGED = PagedCase("doctor", ((1, 300), (70, 200)), heads=(4, 2), page=64)
+# What the screen shows a kernel for: sides large enough that a GPU's kernels differ.
+SIDE, BLOCK, DENSITY = 2048, (128, 128), 0.125
+TYPICAL = SpmmCase(SIDE, SIDE, SIDE, BLOCK, DENSITY)
+WINDOW = AttentionCase(
+    batch=1, heads=8, kv_heads=8, q_len=4096, kv_len=4096, dim=128, v_dim=128, mask="window:1024"
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One kernel: the gate of a product that it computed, or why it does not run here."""
+
+    operation: str
+    name: str
+    gate: Gate | None = None
+    why_not: tuple[str, ...] = ()
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.gate is not None and not self.gate.passed
+
+    def as_json(self) -> dict[str, Any]:
+        gate = self.gate
+        found = {"error": gate.error, "budget": gate.budget, "passed": bool(gate.passed)} if gate else None
+        return {"operation": self.operation, "name": self.name, "gate": found, "why_not": self.why_not}
+
+
+def doctor(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every kernel, and why it does not run here.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Shows versions, GPUs and the kernel of each operation, and checks every kernel that runs here.
+
+    Exit code 1 if a kernel computes a wrong result.
+
+    --json: {sparsek, python, platform, torch, triton, numpy, cuda, driver, cards, operations, kernels, healthy}.
+    A card: {name, capability, sm_count, memory_bytes, bandwidth, tflops, caveat, rates, power_limit_w}. An operation:
+    {operation, kernel, predicted_seconds, roofline_seconds, on_h200}. A kernel: {operation, name, gate: {error, budget,
+    passed} or null, why_not}.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plans = {name: make() for name, make in _typical(device).items()}
+    found = _checked(device)
+    wrong = [each.name for each in found if each.is_wrong]
+    if json:
+        kernels = [each.as_json() for each in found]
+        operations = [_as_json(name, plan) for name, plan in plans.items()]
+        print_json({**_facts(device), "operations": operations, "kernels": kernels, "healthy": not wrong})
+    else:
+        out = console()
+        out.print(_versions(_facts(device)))
+        out.print(_operations(plans, device))
+        if verbose:
+            out.print(_kernels(found))
+        out.print(_summary(found, device, verbose))
+        if wrong:
+            out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    """Versions and cards."""
+    on_gpu = device.type == "cuda"
+    return {
+        "sparsek": sk.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "numpy": version_of("numpy"),
+        "cuda": torch.version.cuda,
+        "driver": smi_facts(0)[0] if on_gpu else None,
+        "cards": [_card(index) for index in range(torch.cuda.device_count())] if on_gpu else [],
+    }
+
+
+def _card(index: int) -> dict[str, Any]:
+    card = card_of(torch.device("cuda", index))
+    return {
+        "name": card.name,
+        "capability": card.capability,
+        "sm_count": card.sm_count,
+        "memory_bytes": card.memory_bytes,
+        "bandwidth": card.bandwidth,
+        "tflops": dict(card.tflops),
+        "caveat": card.caveat("bf16"),
+        "rates": rates_of(card),
+        "power_limit_w": smi_facts(index)[1],
+    }
+
+
+def _versions(facts: Mapping[str, Any]) -> Table:
+    table = new_table("SparseK")
+    table.show_header = False
+    table.add_row("sparsek", f"{facts['sparsek']}, Python {facts['python']} on {facts['platform']}")
+    packages = (f"{name} {facts[name] or 'not installed'}" for name in ("torch", "triton", "numpy"))
+    table.add_row("with", ", ".join(packages))
+    if not facts["cards"]:
+        built = f"built for CUDA {facts['cuda']}" if facts["cuda"] else "a CPU build"
+        table.add_row("GPU", f"none that torch can use (torch is {built}); everything runs on the CPU")
+        return table
+    same = Counter(
+        (
+            f"{card['name']}, sm_{card['capability'][0]}{card['capability'][1]}, {card['sm_count']} SMs"
+            + (f", {card['power_limit_w']:.0f} W" if card["power_limit_w"] else ""),
+            card["rates"],
+        )
+        for card in facts["cards"]
+    )
+    for (words, rates), count in same.items():
+        table.add_row("GPU", f"{count} x {words}" if count > 1 else words)
+        table.add_row("rates", rates)
+    driver = facts["driver"] or "unknown (nvidia-smi does not answer)"
+    table.add_row("driver", f"{driver}, CUDA {facts['cuda']} of torch")
+    return table
+
+
+def rates_of(card: Card) -> str:
+    """The rates that plans use for the card, and their source."""
+    shown = f"{card.tflops['bf16']:.0f} TFLOPS in bf16, {card.bandwidth / 1e12:.3g} TB/s"
+    return f"{shown}, {card.caveat('bf16') or 'measured'}"
+
+
+def _typical(device: torch.device) -> dict[str, Callable[[], Plan]]:
+    """The plan of a typical case of each operation, by its name."""
+    bf16 = torch.bfloat16
+    a, b = TYPICAL.make(device)
+    x, weight = b.T, torch.randn(SIDE, SIDE, dtype=bf16, device=device)
+    q, k, v, mask = WINDOW.operands(device)[0].given
+    blocks, heads = sk.BSR24.from_bsr(a), quantize_heads(q, k, v, check=False)
+    return {
+        "spmm, BSR": lambda: plan_spmm(a, b),
+        "spmm, 2:4": lambda: plan_layer(x, sk.Semi24.from_dense(weight)),
+        "spmm, 2:4 in blocks": lambda: plan_layer(x, blocks),
+        "spmm, FP8 in blocks": lambda: plan_layer(x, sk.quantize(a)),
+        "sddmm": lambda: plan_sddmm(b, x, a.pattern),
+        "spgemm": lambda: plan_spgemm(a, a),
+        "attention": lambda: plan_attention(q, k, v, mask),
+        "attention, FP8": lambda: plan_attention(*heads, mask),
+        "attention, backward": lambda: plan_attention_backward(q, k, v, mask),
+    }
+
+
+def _as_json(name: str, plan: Plan) -> dict[str, Any]:
+    return {
+        "operation": name,
+        "kernel": plan.kernel,
+        "predicted_seconds": plan.seconds,
+        "roofline_seconds": plan.bound_seconds,
+        "on_h200": choose(replace(plan.problem, card=H200)).kernel.name,
+    }
+
+
+def _operations(plans: Mapping[str, Plan], device: torch.device) -> Table:
+    """The kernel of each operation here; without a GPU also the one on an H200."""
+    table = new_table(
+        f"Kernels of typical cases: products of {SIDE}³ in bf16, {DENSITY:.3g} of the blocks of {BLOCK[0]}; "
+        f"{WINDOW.q_len} tokens, window 1024"
+    )
+    on_gpu = device.type == "cuda"
+    for title in (
+        "operation",
+        "here",
+        "predicted" if on_gpu else "on an H200",
+        "" if on_gpu else "predicted there",
+    ):
+        if title:
+            table.add_column(title, no_wrap=True)
+    for name, plan in plans.items():
+        if on_gpu:
+            table.add_row(name, plan.kernel, time_text(plan.seconds))
+        else:
+            there = choose(replace(plan.problem, card=H200))
+            table.add_row(name, plan.kernel, there.kernel.name, time_text(there.seconds))
+    return table
+
+
+def _kernels(found: Sequence[Checked]) -> Table:
+    table = new_table("Kernels")
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("here", no_wrap=True)
+    table.add_column("why")
+    for each in found:
+        if each.gate is None:
+            table.add_row(each.name, "no", "; ".join(each.why_not))
+            continue
+        share = f"error {each.gate.error:.1e} of {each.gate.budget:.1e} allowed"
+        word = Text("wrong", "bold red") if each.is_wrong else Text("runs", "green")
+        table.add_row(each.name, word, share)
+    return table
+
+
+def _summary(found: Sequence[Checked], device: torch.device, verbose: bool) -> str:
+    ran = [each for each in found if each.gate is not None]
+    right = sum(not each.is_wrong for each in ran)
+    passed = f"all {right} gave" if right == len(ran) else f"{right} of them gave"
+    lines = (
+        f"Self check: {len(ran)} of {len(found)} kernels run on this {device.type}; {passed} results within the error "
+        "budget."
+    )
+    return (
+        lines
+        if verbose
+        else f"{lines} `sparsek doctor --verbose` shows each kernel, and why it does not run."
+    )
+
+
+def _checked(device: torch.device) -> list[Checked]:
+    """Every kernel on small operands."""
+    bf16, where = torch.bfloat16, str(device)
+    checks = [
+        *_checks("spmm", _product(*PRODUCT.make(device)), "bsr"),
+        *_checks("spmm", _product(*SEMI24_CASES[0].make(where, bf16)), "semi24"),
+        *_checks("spmm", _product(*BSR24_CASES[0].make(where, bf16)), "bsr24"),
+    ]
+    in_fp8 = {
+        "bsr_fp8": FP8,
+        "semi24_fp8": replace(FP8, block=None),
+        "bsr24_fp8": replace(FP8, two_four=True),
+    }
+    for storage, one in in_fp8.items():
+        checks += _checks("spmm", _product(*one.make(where), dtype=bf16), storage)
+    checks += [
+        *_checks("sddmm", _sampled(device)),
+        *_checks("spgemm", _sparse(device)),
+        *_checks("attention", _attention(device)),
+        *_checks("attention_fp8", _in_fp8(device)),
+        *_checks("attention_backward", _gradients(device)),
+        *_checks("attention_paged", _paged(device)),
+    ]
+    several = Counter(name for _, name, _ in checks)
+    found: list[Checked] = []
+    with progress(len(checks), "kernels") as (say, advance):
+        for op, name, check in checks:
+            label = name if several[name] == 1 else f"{name} ({op})"
+            say(label)
+            try:
+                found.append(Checked(op, label, check(name)))
+            except Unsupported as error:
+                found.append(Checked(op, label, None, tuple(error.reasons.get(name, [str(error)]))))
+            advance()
+    return found
+
+
+Check = Callable[[str], Gate]
+
+
+def _checks(op: str, check: Check, storage: str | None = None) -> list[tuple[str, str, Check]]:
+    return [(storage or op, name, check) for name in names_for(op, storage)]
+
+
+def _product(a: Any, b: Any, *_: Any, dtype: torch.dtype | None = None) -> Check:
+    return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name, dtype=dtype)(a, b))
+
+
+def _sampled(device: torch.device) -> Check:
+    a, b = PRODUCT.make(device)
+    return lambda name: check_sddmm(b, b.T, plan_sddmm(b, b.T, a.pattern, kernel=name)(b, b.T, a.pattern))
+
+
+def _sparse(device: torch.device) -> Check:
+    a, _ = PRODUCT.make(device)
+    return lambda name: check_spgemm(a, a.T, plan_spgemm(a, a.T, kernel=name)(a, a.T))
+
+
+def _attention(device: torch.device) -> Check:
+    q, k, v, mask = ATTENTION.operands(device)[0].given
+    return lambda name: check_attention(
+        q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
+    )
+
+
+def _in_fp8(device: torch.device) -> Check:
+    q, k, v, mask = ATTENTION.operands(device)[0].given
+    heads = quantize_heads(q, k, v)
+    return lambda name: check_attention_fp8(
+        *heads, mask, plan_attention(*heads, mask, kernel=name)(*heads, mask)
+    )
+
+
+def _paged(device: torch.device) -> Check:
+    given = PAGED.make(str(device))
+    operands = (given.q, given.cache, given.block_table, given.seq_lens, given.cu_seqlens_q)
+    bounds: dict[str, Any] = {"max_seqlen_q": given.max_q, "max_seqlen_k": given.max_k}
+
+    def check(name: str) -> Gate:
+        plan = plan_attention_paged(*operands, kernel=name, **bounds)
+        return check_attention_paged(given, plan(*operands, **bounds))
+
+    return check
+
+
+def _gradients(device: torch.device) -> Check:
+    q, k, v, mask = ATTENTION.operands(device)[0].given
+    out, lse = attention(q, k, v, mask, return_lse=True)
+    grad = torch.randn_like(out)
+
+    def check(name: str) -> Gate:
+        plan = plan_attention_backward(q, k, v, mask, kernel=name)
+        return check_attention_backward(q, k, v, mask, grad, plan(q, k, v, mask, out, lse, grad))
+
+    return check

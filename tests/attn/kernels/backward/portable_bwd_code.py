@@ -1,0 +1,94 @@
+"""Compiles portable.attention_bwd for cards that are not there, and reads what came out. Any Triton."""
+
+import re
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsek.attn.kernels.backward import portable_bwd as portable
+from sparsek.attn.kernels.forward import parts
+from sparsek.attn.kernels.forward.score_args import Slopes
+from tests.engine.launch import portable_code
+from tests.problems import CARDS
+
+RULES = {
+    "interval": ("rules", "bits", "part_entries"),
+    "bits": ("lo", "hi"),
+    "both": (),
+    "none": ("lo", "hi", "rules", "bits", "part_entries"),
+}
+# Which kernel, and what of its results is left out.
+PASSES = {"keys": None, "keys for dk": "dv", "keys for dv": "dk", "queries": None}
+
+
+class Code(NamedTuple):
+    """Facts of one compiled kernel; sizes in bytes. `copies`: asynchronous 16-byte copies are there."""
+
+    stack: int
+    registers: int
+    shared: int
+    copies: bool
+    wgmma: bool
+    atomics: bool
+
+
+def passes(c: portable.Config) -> dict[str, portable.Tile]:
+    """The kernels that `c` stands for, and their tiles."""
+    of_keys = ("keys for dk", "keys for dv") if c.apart else ("keys",)
+    return dict.fromkeys(of_keys, c.keys) | {"queries": c.queries}
+
+
+def compiled(
+    card: str,
+    dims: tuple[int, int],
+    block: tuple[int, int],
+    rules: str,
+    which: str,
+    tile: portable.Tile,
+    dtype: str = "bf16",
+    changed: bool = False,
+) -> Code:
+    """One kernel (of PASSES) as `launch` specialises it for contiguous, 16-byte aligned tensors of 16 heads, with room
+    for parts. `rules`: of RULES. `changed`: scores are capped and biased.
+    """
+    q, v = (torch.empty(1, 16, 4096, d, dtype=torch.bfloat16, device="meta") for d in dims)
+    mask: Any = SimpleNamespace(block=block, heads=16)
+    of_keys = which != "queries"
+    kernel, constants = (
+        (portable._keys, portable._of_keys) if of_keys else (portable._queries, portable._of_queries)
+    )
+    names = set(kernel.arg_names)
+    fixed = constants(portable.Config(tile, tile), mask, q, q, v, v)
+    ones = {x for x in ("sq_d", "sk_d", "sv_d", "sg_d", "sdk_d", "sdv_d", "sdq_d") if x in names}
+    gone = names & {*RULES[rules], PASSES[which]}
+    gone |= set() if changed else {"cap", *Slopes._fields}
+    types = dict.fromkeys(("q", "k", "v", "grad", "dq", "dk", "dv"), f"*{dtype}")
+    types |= dict.fromkeys(portable._POINTERS, "*i32") | dict.fromkeys(("lse", "delta", "sums"), "*fp32")
+    types |= {"factor": "fp32", "scale": "fp32", "cap": "fp32", "slopes": "*fp32"}
+    code = portable_code.compiled(
+        kernel,
+        types,
+        fixed | dict.fromkeys(ones, 1) | dict.fromkeys(gone),
+        CARDS[card],
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return Code(
+        stack=code.stack,
+        registers=code.registers,
+        shared=code.shared,
+        copies=code.copies,
+        wgmma="wgmma.mma_async" in code.ptx,
+        atomics=bool(re.search(r"\b(atom|red)\.", code.ptx)),
+    )
+
+
+def added(card: str, width: int, columns: int) -> portable_code.Code:
+    """The sum of parts: `columns` of `width` float32 columns."""
+    constants = {
+        "WIDTH": width, "FIRST": width - columns, "COLS": columns, "BLOCK": 128, "ROWS": parts.ROWS,
+        "FIELDS": parts.FIELDS, "so_d": 1,
+    }  # fmt: skip
+    types = {"parts": "*fp32", "merges": "*i32", "out": "*bf16", "scale": "fp32"}
+    return portable_code.compiled(parts._add_parts, types, constants, CARDS[card], 4, 3)

@@ -1,0 +1,169 @@
+"""cpu.attention_bwd, and the reference's kernel, against the reference in float64: cases, dtypes, layouts, configs;
+memory and bits.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsek.attn.kernels.forward.cpu_steps import CpuAttentionConfig
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.kernels import AttentionGradCall
+from sparsek.attn.reference.attention import attention_backward
+from sparsek.core.device import H200
+from sparsek.engine.table import load
+from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
+from sparsek.testing.poison import poisoned
+from tests.attn.kernels.backward.grad_cases import (
+    MORE,
+    cases,
+    differentiate,
+    hold,
+    inputs,
+    judged,
+    poisoned_keys,
+    problem,
+)
+from tests.attn.kernels.forward.inputs import LARGE, LAYOUTS, SMALL, drawn_inputs, largest_product, normal
+from tests.sampling import sampled
+
+KERNEL = load("cpu.attention_bwd")
+REFERENCE = load("reference.attention_bwd")
+FLOATS = [torch.bfloat16, torch.float32, torch.float64]
+IN_EVERY_DTYPE = sampled([*MORE, *ATTENTION_CASES[::5]], 5)
+ONE_BLOCK = CpuAttentionConfig(step_bytes=1)
+
+
+@pytest.mark.parametrize("case", sampled(cases(), 16), ids=str)
+def test_every_case_is_within_budget_and_gives_the_same_bits_again(case: AttentionCase) -> None:
+    hold(KERNEL, case)
+    if case not in IN_EVERY_DTYPE:
+        hold(KERNEL, case, dtype=torch.float32, with_lse=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", IN_EVERY_DTYPE, ids=str)
+def test_every_dtype_is_within_budget(case: AttentionCase, dtype: torch.dtype) -> None:
+    hold(KERNEL, case, dtype=dtype, with_lse=True)
+
+
+@pytest.mark.parametrize("case", sampled(cases()[::3], 9), ids=str)
+def test_one_block_at_a_time_is_within_budget(case: AttentionCase) -> None:
+    hold(KERNEL, case, with_lse=True, config=ONE_BLOCK)
+
+
+def test_every_config_is_within_budget() -> None:
+    mask = random_bits("cpu", (300, 400), SMALL, heads=2, density=1.0)
+    q, k, v = normal(2, 4, 300, 32), normal(2, 2, 400, 32), normal(2, 2, 400, 64)
+    of = inputs(q, k, v, mask, with_lse=True)
+    for config in KERNEL.configs(problem(q, k, v, mask)):
+        gate = judged(of, differentiate(KERNEL, of, config))
+        assert gate.passed, (config, gate)
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES[::4], ids=str)
+def test_the_references_kernel_gives_the_bits_of_the_reference(case: AttentionCase) -> None:
+    of = inputs(*case.make(), with_lse=True)
+    q, k, v, mask, scale, out, lse, grad, grad_lse, _ = of
+    assert REFERENCE.why_not(problem(q, k, v, mask)) == []
+    right = attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale)
+    for ours, exact in zip(differentiate(REFERENCE, of), right, strict=True):
+        assert torch.equal(ours, exact)
+
+
+@settings(max_examples=40)
+@given(drawn_inputs(), st.sampled_from([1, 1 << 18, 1 << 22]), st.booleans())
+def test_drawn_masks_are_within_budget(
+    drawn: tuple[Tensor, Tensor, Tensor, BlockMask], step_bytes: int, with_lse: bool
+) -> None:
+    q, k, v, mask = drawn
+    of = inputs(q, k, v, mask, with_lse=with_lse)
+    gate = judged(of, differentiate(KERNEL, of, CpuAttentionConfig(step_bytes)))
+    assert gate.passed, gate
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_and_gradients_may_have_any_strides(layout: str) -> None:
+    make = LAYOUTS[layout]
+    mask = BlockMask.sliding_window(q_len=150, kv_len=200, window=90, sinks=3, block=SMALL, device="cpu")
+    q, k, v = (make(2, h, s, d) for h, s, d in ((4, 150, 16), (2, 200, 16), (2, 200, 8)))
+    of = inputs(q, k, v, mask)._replace(grad=make(2, 4, 150, 8))
+    gate = judged(of, differentiate(KERNEL, of))
+    assert gate.passed, gate
+
+
+def test_results_may_lie_by_heads_or_by_positions() -> None:
+    mask = BlockMask.causal(150, block=SMALL, device="cpu")
+    q, k, v = normal(2, 4, 150, 16), normal(2, 2, 150, 16, seed=1), normal(2, 2, 150, 8, seed=2)
+    of = inputs(q, k, v, mask)
+    expected = differentiate(KERNEL, of)
+    p = problem(q, k, v, mask)
+    work = KERNEL.prepare(p, KERNEL.default(p), mask)
+    results = [
+        poisoned((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype).transpose(1, 2) for x in (q, k, v)
+    ]
+    KERNEL.launch(KERNEL.default(p), work, AttentionGradCall(*of[:9], results[0], results[1], results[2]))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", [*MORE[:2], *ATTENTION_CASES[::9]], ids=str)
+def test_blocks_that_are_not_stored_never_reach_a_gradient(case: AttentionCase) -> None:
+    q, k, v, mask = case.make()
+    clean = differentiate(KERNEL, inputs(q, k, v, mask))
+    dirty = differentiate(KERNEL, poisoned_keys(case))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+def test_what_lies_behind_the_last_key_in_memory_is_not_read() -> None:
+    mask = BlockMask.full(q_len=64, kv_len=100, block=SMALL, device="cpu")
+    memory = torch.full((1, 2, 128, 16), torch.nan)
+    memory[:, :, :100] = normal(1, 2, 100, 16)
+    k = v = memory[:, :, :100]
+    of = inputs(normal(1, 2, 64, 16, seed=1), k, v, mask)
+    assert judged(of, differentiate(KERNEL, of)).passed
+
+
+def test_rows_that_see_nothing_may_have_any_gradient() -> None:
+    mask = BlockMask.causal(q_len=192, kv_len=64, block=SMALL, device="cpu")
+    of = inputs(
+        normal(1, 2, 192, 16), normal(1, 2, 64, 16, seed=1), normal(1, 2, 64, 16, seed=2), mask, with_lse=True
+    )
+    clean = differentiate(KERNEL, of)
+    of.grad[:, :, :128] = torch.nan
+    assert of.grad_lse is not None
+    of.grad_lse[:, :, :128] = torch.inf
+    assert all(torch.equal(a, b) for a, b in zip(clean, differentiate(KERNEL, of), strict=True))
+
+
+def test_memory_stays_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operands and results of the products of a step, with queries that visit 32 blocks each."""
+    mask = BlockMask.full(2048, block=SMALL, device="cpu")
+    q, k, v = (normal(1, 2, 2048, 32, seed=i) for i in range(3))
+    of = inputs(q, k, v, mask)
+    largest = largest_product(monkeypatch)
+    config = CpuAttentionConfig(step_bytes=1 << 19)
+    assert judged(of, differentiate(KERNEL, of, config)).passed
+    assert 0 < largest[0] <= config.step_bytes
+
+
+def test_it_says_that_it_is_for_cpu_tensors_and_what_it_shares() -> None:
+    q, k, v, mask = ATTENTION_CASES[0].make()
+    p = problem(q, k, v, mask)
+    assert KERNEL.why_not(p) == []
+    assert KERNEL.why_not(replace(p, card=H200)) == ["runs on CPU tensors only"]
+    assert KERNEL.notes(p, KERNEL.default(p)) == []
+    shared = replace(p, q_heads=8, kv_heads=2)
+    assert KERNEL.notes(shared, KERNEL.default(p)) == ["4 query heads share a gathered block"]
+
+
+@pytest.mark.parametrize("length", [256, 4096, 65536])
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_it_is_predicted_faster_than_the_reference(length: int, density: float) -> None:
+    q, k, v, mask = ATTENTION_CASES[0].make(dtype=torch.float32)
+    stored = int(density * (length // 128) ** 2)
+    p = replace(problem(q, k, v, mask), q_len=length, kv_len=length, block=LARGE, stored=stored, longest=8)
+    assert REFERENCE.seconds(p, REFERENCE.default(p)) > KERNEL.seconds(p, KERNEL.default(p)) > 0

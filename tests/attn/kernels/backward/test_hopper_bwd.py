@@ -1,0 +1,169 @@
+"""hopper.attention_bwd without a GPU: configs compiled for sm_90a, and their texts, limits, reasons and predictions."""
+
+import re
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from sparsek.attn.plan.problems import AttentionGradProblem
+from sparsek.core.device import H200
+from sparsek.engine.table import load
+
+pytest.importorskip("triton")
+
+from sparsek.attn.kernels.backward.hopper_bwd import Config
+from tests.attn.kernels.forward.problems import attention_problem
+from tests.engine.launch import newest
+from tests.engine.launch.covering import covering, once
+from tests.engine.launch.hopper_code import Code, compiled
+from tests.problems import A100
+from tests.sampling import sampled
+
+KERNEL = load("hopper.attention_bwd")
+SIDES = (32, 64, 128)
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+
+
+def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> AttentionGradProblem:
+    return attention_problem(AttentionGradProblem, dim, v_dim, **{"mask_heads": 1, "lse": True} | more)
+
+
+FLAGS = [
+    (interval, bits, ordered)
+    for interval in (False, True)
+    for bits in (False, True)
+    for ordered in (False, True)
+]
+PROBLEMS = [
+    problem(*dims, block=block, by_interval=interval, by_bits=bits, deterministic=ordered)
+    for dims, block, (interval, bits, ordered) in product(product(SIDES, SIDES), BLOCKS, FLAGS)
+]
+CONFIGS = list(dict.fromkeys(c for p in PROBLEMS for c in KERNEL.configs(p)))
+
+
+def choices(case: tuple[Config, str]) -> list[Any]:
+    c, dtype = case
+    ring = ("ring", c.halves, c.queries, c.stages, c.dq_slots)
+    return [("heads", c.dim, c.v_dim), ring, c.block, ("rules", c.interval, c.bits), c.sums, dtype]
+
+
+SPILL_WIDE, SPILL = 160, 96  # bytes of stack, for heads whose sides are 256 together and narrower ones
+FULLEST = (Config(128, 128, (128, 128), 2, 2, interval=True, bits=True), "bf16")
+CASES = [*covering([(c, dtype) for c in CONFIGS for dtype in ("bf16", "fp16")], choices), FULLEST]
+# Every run compiles most choices, of the head dims as two.
+COMPILED = [
+    *once(CASES, lambda case: [case[0].dim, ("v_dim", case[0].v_dim), *choices(case)[1:]], most=4),
+    FULLEST,
+]
+NEXT_CASES = [FULLEST, *sampled(CASES[::12], 1, of="the newest Triton")]
+
+
+def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
+    """What every compiled kernel must show."""
+    where = f"{c} in {dtype}:\n{code}"
+    kind = {"bf16": "bf16", "fp16": "f16"}[dtype]
+    kinds = {
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in (c.queries, c.dim, c.v_dim)
+    }
+    assert code.wgmma == sorted(kinds), where
+    # Two warpgroups with a loop each: S, dP, dV and dK of a step, and dQ from the dS of every half. With two halves one
+    # of them multiplies a tile's last dQ after its loop, and with 128 queries a step each one its half of that.
+    products = c.dim // 16 + c.v_dim // 16 + c.queries // 8 + 4 * c.halves
+    assert code.wgmma_count == 2 * products + (c.queries // 8 if c.halves == 2 else 0), where
+    # P is computed while dP is multiplied.
+    assert all(loop.beside >= c.queries // 2 for loop in code.loops), where
+    assert any("reduce" in copy or "bulk_group" in copy for copy in code.copies), where
+    assert "serialized" not in code.log, where
+    assert "Potential Performance Loss" not in code.log, where
+    # Descriptors of K and V are made before the loop and again in it (`mixed`): the same ones, as GPU tests show.
+    assert [] == code.unwritten == code.early == code.fixed_bounds, where
+    assert code.stack <= spilled, where
+    assert code.shared <= H200.smem_bytes, where
+    assert c.smem_bytes - 1024 <= code.shared <= c.smem_bytes + 512, (
+        f"smem_bytes says {c.smem_bytes}: {where}"
+    )
+    assert code.registers * 32 * code.warps <= 65536, where
+
+
+@pytest.mark.parametrize(("c", "dtype"), list(dict.fromkeys(COMPILED)), ids=str)
+def test_it_compiles(c: Config, dtype: str) -> None:
+    # dK and dV take 128 registers at dim 128; what spills there lies outside the steps, or is an address.
+    wide = c.dim + c.v_dim == 256
+    check(c, dtype, compiled(c, dtype), SPILL_WIDE if wide else SPILL)
+
+
+CHANGED = [
+    replace(FULLEST[0], softcap=True, alibi=True),
+    Config(128, 128, (64, 64), 1, 2, interval=True, softcap=True),
+    Config(64, 64, (128, 128), 2, 4, softcap=True, alibi=True, sums=0),
+]
+
+
+@pytest.mark.parametrize("c", sampled(CHANGED, 1), ids=str)
+def test_changed_scores_compile(c: Config) -> None:
+    code = compiled(c, "bf16")
+    check(c, "bf16", code, SPILL_WIDE if c.dim + c.v_dim == 256 else SPILL)
+
+
+def test_it_compiles_under_the_newest_triton() -> None:
+    codes = newest.calls(compiled, [(c, dtype, False) for c, dtype in NEXT_CASES])
+    for (c, dtype), code in zip(NEXT_CASES, codes, strict=True):
+        check(c, dtype, code, 640)
+
+
+def test_configs_differ_by_their_texts() -> None:
+    """Triton keeps compiled kernels by them."""
+    assert len({str(c) for c in CONFIGS}) == len(CONFIGS)
+    base = Config(64, 64, (128, 128), 2, 4)
+    for field in fields(Config):
+        old = getattr(base, field.name)
+        new = (64, 64) if field.name == "block" else (not old if isinstance(old, bool) else old * 2)
+        assert str(replace(base, **{field.name: new})) != str(base), field.name
+
+
+def test_every_ring_fits_and_a_barrier_belongs_to_one_warpgroup_where_they_take_turns() -> None:
+    for c in CONFIGS:
+        assert c.smem_bytes <= H200.smem_bytes
+        assert c.halves == 2 or c.barriers % 2 == 0
+        assert c.barriers % c.stages == 0
+        assert c.halves == 1 or c.dq_slots == 2
+        assert c.queries == 64 or (c.halves == 2 and c.block[0] == 128 and max(c.dim, c.v_dim) <= 64)
+
+
+def test_narrow_heads_take_128_queries_a_step_and_two_sums() -> None:
+    narrow = KERNEL.default(problem(64, block=(128, 128)))
+    assert (narrow.queries, narrow.sums) == (128, 2)
+    assert KERNEL.default(problem(64, block=(128, 128), softcap=True)).queries == 64
+    assert KERNEL.default(problem(128, block=(128, 128))).queries == 64
+    assert narrow.order_price > KERNEL.default(problem(block=(128, 128))).order_price > 1
+    assert KERNEL.default(problem(64, block=(128, 128), deterministic=False)).order_price == 1
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (problem(256), "at most 128 columns"),
+        (problem(100), "multiples of 8"),
+        (problem(dtype="fp32"), "bf16 and fp16"),
+        (problem(aligned=False), "16 bytes"),
+        (problem(card=A100), "Hopper"),
+        (problem(block=(128, 64)), "in order with blocks of 64 keys; name that, or deterministic=False"),
+    ],
+)
+def test_what_it_cannot_it_says(p: AttentionGradProblem, words: str) -> None:
+    assert re.search(words, " ".join(KERNEL.why_not(p)))
+    assert KERNEL.why_not(problem()) == KERNEL.why_not(problem(block=(64, 128))) == []
+    # In any order it is the faster one, and of these heads the only one.
+    assert KERNEL.why_not(problem(block=(64, 64), deterministic=False)) == []
+    assert KERNEL.why_not(problem(80, block=(64, 64))) == []
+
+
+def test_time_follows_the_blocks_and_order_costs() -> None:
+    sparse, dense = problem(), problem(stored=64 * 64)
+    assert KERNEL.seconds(dense, KERNEL.default(dense)) > 5 * KERNEL.seconds(sparse, KERNEL.default(sparse))
+    free = problem(stored=64 * 64, deterministic=False)  # of few blocks to set dQ to zero first costs as much
+    assert KERNEL.seconds(free, KERNEL.default(free)) < KERNEL.seconds(dense, KERNEL.default(dense))
+    assert any("fixed order" in note for note in KERNEL.notes(sparse, KERNEL.default(sparse)))
+    assert not any("fixed order" in note for note in KERNEL.notes(free, KERNEL.default(free)))

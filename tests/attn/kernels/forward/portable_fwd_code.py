@@ -1,0 +1,74 @@
+"""Compiles portable.attention_fwd and its merge for cards that are not there, and reads what came out. Any Triton."""
+
+import re
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsek.attn.kernels.forward import portable_fwd as portable
+from sparsek.attn.kernels.forward.merge import FIELDS, ROWS, _merge
+from sparsek.attn.kernels.forward.score_args import Sinks, Slopes
+from tests.engine.launch import portable_code
+from tests.problems import CARDS
+
+RULES = {
+    "interval": ("rules", "bits"),
+    "bits": ("lo", "hi"),
+    "both": (),
+    "none": ("lo", "hi", "rules", "bits"),
+}
+
+
+class Code(NamedTuple):
+    """Facts of one compiled kernel; sizes in bytes. `copies`: asynchronous 16-byte copies are there. `chained`: each
+    warp owns whole rows of both products, so P stays in registers.
+    """
+
+    stack: int
+    shared: int
+    copies: bool
+    wgmma: bool
+    chained: bool
+
+
+def compiled(
+    card: str,
+    dim: int,
+    v_dim: int,
+    block: tuple[int, int],
+    rules: str,
+    c: portable.Config,
+    dtype: str = "bf16",
+    changed: bool = False,
+) -> Code:
+    """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors of 16 heads. `rules`: of RULES.
+
+    `changed`: scores are capped and biased, and there are sinks.
+    """
+    q, v = (torch.empty(1, 16, 4096, d, dtype=torch.bfloat16, device="meta") for d in (dim, v_dim))
+    mask: Any = SimpleNamespace(block=block, heads=16)
+    constants = portable._constants(c, mask, q, q, v, v)
+    constants |= dict.fromkeys(("sq_d", "sk_d", "sv_d", "so_d"), 1) | dict.fromkeys(RULES[rules])
+    constants |= dict.fromkeys(() if changed else ("cap", *Slopes._fields, *Sinks._fields))
+    types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | dict.fromkeys(portable._POINTERS, "*i32")
+    types |= {"lse": "*fp32", "scale": "fp32", "cap": "fp32", "slopes": "*fp32", "sinks": "*bf16"}
+    return _code(portable._attention, types, constants, card, c.num_warps, c.num_stages)
+
+
+def merged(card: str, v_dim: int) -> Code:
+    """The merge of parts of the keys."""
+    constants = {"SLOT": 128, "DV": v_dim, "GROUP": 1, "ROWS": ROWS, "FIELDS": FIELDS, "so_d": 1}
+    constants |= dict.fromkeys(Sinks._fields)
+    types = {"o_part": "*fp32", "lse_part": "*fp32", "table": "*i32", "out": "*bf16", "lse": "*fp32"}
+    return _code(_merge, types, constants, card, 4, 3)
+
+
+def _code(
+    function: Any, types: dict[str, str], constants: dict[str, Any], card: str, warps: int, stages: int
+) -> Code:
+    code = portable_code.compiled(function, types, constants, CARDS[card], warps, stages)
+    spread = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+), \d+\]", code.ttgir)
+    chained = all(int(rows) == warps for rows in spread)
+    wgmma = "wgmma.mma_async" in code.ptx
+    return Code(code.stack, code.shared, code.copies, wgmma, chained)

@@ -1,0 +1,344 @@
+"""portable.attention_fwd and its merge in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek.attn.kernels.forward import portable_fwd as portable
+from sparsek.attn.kernels.forward.merge import merge_parts
+from sparsek.attn.kernels.forward.score_args import Sinks
+from sparsek.attn.mask.lists import BlockLists
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.kernels import AttentionCall
+from sparsek.testing.attention_budget import check_attention
+from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
+from sparsek.testing.poison import poisoned
+from tests.attn.kernels.forward.changes import CHANGES
+from tests.attn.kernels.planned import attend
+from tests.attn.kernels.planned import attention_problem as problem
+from tests.sampling import half
+
+HALF = torch.float16
+KERNEL = portable.KERNEL
+SMALL, LARGE = (64, 64), (128, 128)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(HALF)
+
+
+def inputs(mask: BlockMask, heads: tuple[int, int] = (2, 2), dim: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v for `mask`, whose batch they have."""
+    hq, hkv = heads
+    lengths = ((hq, mask.q_len), (hkv, mask.kv_len), (hkv, mask.kv_len))
+    q, k, v = (normal(mask.batch, h, n, dim, seed=at) for at, (h, n) in enumerate(lengths))
+    return q, k, v
+
+
+def small(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
+    """The case, with one head where all heads do the same: a block of 128 takes the interpreter 50 ms."""
+    q, k, v, mask = case.make()
+    if mask.heads == 1 and q.shape[1] == k.shape[1]:
+        q, k, v = q[:, :1], k[:, :1], v[:, :1]
+    return q, k, v, mask
+
+
+def quick(case: AttentionCase) -> bool:
+    """Under half a second; the others are left to the GPU."""
+    return case.dtype == "fp16" and problem(*small(case)).useful_flops < 6e7
+
+
+CASES = [case for case in ATTENTION_CASES if quick(case)]
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, config: Any = None, scale: float | None = None
+) -> None:
+    gate = check_attention(q, k, v, mask, *attend(KERNEL, q, k, v, mask, config, scale), scale=scale)
+    assert gate.passed, f"{mask} {config}: {gate}"
+
+
+@pytest.mark.parametrize("case", half(CASES), ids=str)
+def test_every_quick_case_is_within_budget(case: AttentionCase) -> None:
+    q, k, v, mask = small(case)
+    assert KERNEL.why_not(problem(q, k, v, mask)) == []
+    check(q, k, v, mask, portable.Config(*mask.block, 4, 1))
+
+
+def test_most_cases_are_quick() -> None:
+    assert len(CASES) > 25
+
+
+@pytest.mark.parametrize("rules", ["interval", "bits", "both"])
+@pytest.mark.parametrize(
+    ("block", "tile"), [(LARGE, (64, 32)), ((128, 64), (32, 64)), ((64, 128), (64, 16))], ids=str
+)
+def test_tiles_smaller_than_blocks_are_within_budget(
+    block: tuple[int, int], tile: tuple[int, int], rules: str
+) -> None:
+    """Several to a block either way, and with fewer keys than a word has bits."""
+    window = BlockMask.sliding_window(q_len=150, kv_len=170, window=50, block=block, device="cpu")
+    bits = random_bits("cpu", (150, 170), block, density=1.5)
+    mask = {"interval": window, "bits": bits, "both": window | bits}[rules]
+    check(*inputs(mask, (1, 1)), mask, portable.Config(*tile, 4, 2))
+
+
+@pytest.mark.parametrize("dim", half(portable.DIMS))
+def test_every_pair_of_head_dims_is_within_budget(dim: int) -> None:
+    mask = BlockMask.causal(90, block=SMALL, device="cpu")
+    for v_dim in (32, 96, 256):
+        q, k, v = normal(1, 1, 90, dim), normal(1, 1, 90, dim, seed=1), normal(1, 1, 90, v_dim, seed=2)
+        check(q, k, v, mask)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 2), (1, 4), (2, 1), (2, 2)])
+def test_lists_and_intervals_may_differ_by_item_and_by_head_of_keys_or_queries(
+    batch: int, heads: int
+) -> None:
+    def window(b: int, h: int) -> BlockMask:
+        return BlockMask.sliding_window(100, 20 + 30 * b + 10 * h, block=SMALL, device="cpu")
+
+    mask = BlockMask.per_batch(
+        [BlockMask.per_head([window(b, h) for h in range(heads)]) for b in range(batch)]
+    )
+    assert (mask.batch, mask.heads) == (batch, heads)
+    q, k, v = normal(2, 4, 100, 32), normal(2, 2, 100, 32, seed=1), normal(2, 2, 100, 32, seed=2)
+    check(q, k, v, mask)
+
+
+def test_any_strides_are_read_as_they_are() -> None:
+    mask = BlockMask.causal(q_len=70, kv_len=100, block=SMALL, device="cpu")
+    last = normal(2, 2, 32, 70).mT, normal(2, 2, 32, 100).mT, normal(2, 32, 100, 2).permute(0, 3, 2, 1)
+    packed = normal(2, 100, 3, 2, 32).permute(2, 0, 3, 1, 4)
+    slices = packed[0, :, :, :70], packed[1], packed[2]
+    shared = normal(1, 1, 100, 32).expand(2, 2, 100, 32)
+    spread = normal(2, 2, 70, 64)[..., ::2], shared, normal(2, 2, 200, 32)[:, :, ::2]
+    for q, k, v in (last, slices, spread):
+        assert not q.is_contiguous()
+        check(q, k, v, mask)
+
+
+def test_out_has_any_strides_and_nothing_beside_it_is_written() -> None:
+    mask = BlockMask.sliding_window(100, 40, block=SMALL, device="cpu")
+    q, k, v = inputs(mask)
+    room = poisoned((1, 110, 2, 40), HALF)
+    p = problem(q, k, v, mask, lse=False)
+    c = KERNEL.default(p)
+    out = room[:, :100, :, :32].transpose(1, 2)
+    KERNEL.launch(c, KERNEL.prepare(p, c, mask), AttentionCall(q, k, v, mask, 0.2, out, None))
+    assert check_attention(q, k, v, mask, out, scale=0.2).passed
+    assert room[:, 100:].isnan().all()
+    assert room[..., 32:].isnan().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_keys_of_blocks_that_are_not_stored_and_beyond_the_last_are_never_read(bad: float) -> None:
+    dense = torch.zeros(100, 300, dtype=torch.bool)
+    dense[:, 64:128] = True
+    dense[50:, 256:] = True
+    mask = BlockMask.from_dense(dense, SMALL)
+    q = normal(1, 1, 100, 32)
+    k, v = normal(1, 1, 320, 32, seed=1), normal(1, 1, 320, 32, seed=2)
+    for x in (k, v):
+        x[:, :, :64], x[:, :, 128:256], x[:, :, 300:] = bad, bad, bad
+    check(q, k[:, :, :300], v[:, :, :300], mask)
+
+
+def test_rows_with_nothing_to_see_are_zero_whatever_they_meet_first() -> None:
+    """Queries 0 to 9 see nothing, 10 to 19 only the second partial block, 20 to 29 only a full one."""
+    lo = torch.zeros(1, 64, dtype=torch.int32)
+    hi = torch.zeros(1, 64, dtype=torch.int32)
+    lo[0, 10:20], hi[0, 10:20] = 70, 90
+    hi[0, 30:] = 40
+    for full in ([], [2]):
+        mask = BlockMask(64, 192, SMALL, 1, 1, lists(full), lists([0, 1]), lo, hi)
+        q, k, v = inputs(mask)
+        out, lse = attend(KERNEL, q, k, v, mask)
+        check(q, k, v, mask)
+        seen_by_all = bool(full)
+        assert bool((lse[:, :, :10] == -torch.inf).all()) != seen_by_all
+        assert bool((out[:, :, :10] == 0).all()) != seen_by_all
+        assert out.isfinite().all()
+
+
+def test_masks_of_bits_alone_need_no_intervals() -> None:
+    """The last two queries are beyond q_len: their bits may be anything."""
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (3, 64, 4), generator=draw).int()
+    bits[:, :, 3] = 0  # keys 96 to 127 of each block, beyond kv_len in the second
+    rules = torch.tensor([2, 0], dtype=torch.int32)
+    for full in ([], [1]):
+        parts = lists([0, 2] if full else [0, 1])
+        kv_len = 352 if full else 224
+        mask = BlockMask(62, kv_len, (64, 128), 1, 1, lists(full), parts, None, None, rules, bits)
+        check(*inputs(mask), mask)
+
+
+def lists(columns: list[int]) -> BlockLists:
+    """The BlockLists of a mask with one row."""
+    start, count = torch.zeros(1, dtype=torch.int32), torch.tensor([len(columns)], dtype=torch.int32)
+    return BlockLists(start, count, torch.tensor(columns, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
+def test_any_scale_is_within_budget(scale: float) -> None:
+    mask = BlockMask.causal(100, block=SMALL, device="cpu")
+    check(*inputs(mask), mask, scale=scale)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    mask = BlockMask.causal(100, block=SMALL, device="cpu")
+    q, k, v = inputs(mask)
+    check(q * 50, k * 50, v, mask)
+
+
+def test_offsets_of_64_bits_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = BlockMask.sliding_window(150, 40, block=SMALL, device="cpu")
+    q, k, v = inputs(mask)
+    narrow = attend(KERNEL, q, k, v, mask)
+    c = portable.Config(64, 64, 4, 2)
+    assert not portable._wide(c, q, k, v)
+    monkeypatch.setattr(portable, "_wide", lambda *given: True)
+    assert all(torch.equal(a, b) for a, b in zip(narrow, attend(KERNEL, q, k, v, mask), strict=True))
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    mask = random_bits("cpu", (100, 130), SMALL, density=1.5)
+    q, k, v = inputs(mask)
+    first = attend(KERNEL, q, k, v, mask)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(first, attend(KERNEL, q, k, v, mask), strict=True))
+
+
+def test_every_section_of_heads_gives_the_same_bits() -> None:
+    mask = BlockMask.causal(100, block=SMALL, device="cpu")
+    q, k, v = normal(2, 2, 100, 32), normal(2, 1, 100, 32, seed=1), normal(2, 1, 100, 32, seed=2)
+    expected = attend(KERNEL, q, k, v, mask)
+    p = problem(q, k, v, mask)
+    c = KERNEL.default(p)
+    order = KERNEL.prepare(p, c, mask).order
+    for section in (1, 3, 8):
+        out, lse = poisoned(q.shape, HALF), poisoned(q.shape[:3], torch.float32)
+        KERNEL.launch(c, portable.Work(order, section), AttentionCall(q, k, v, mask, 32**-0.5, out, lse))
+        assert torch.equal(out, expected[0]), section
+        assert torch.equal(lse, expected[1]), section
+
+
+def test_tiles_are_walked_longest_first_with_ties_in_order() -> None:
+    mask = random_bits("cpu", (900, 500), SMALL, heads=3, batch=2, density=0.8)
+    p = problem(*inputs(mask, (3, 3)), mask)
+    order = KERNEL.prepare(p, KERNEL.default(p), mask).order
+    counts = (mask.full.counts + mask.partial.counts).view(6, -1)
+    assert order.dtype == torch.int32
+    for found, lengths in zip(order.tolist(), counts.tolist(), strict=True):
+        assert found == sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def test_rows_of_one_length_are_not_sorted() -> None:
+    scores = torch.rand(1, 2, 5, 9, generator=torch.Generator().manual_seed(0))
+    mask = BlockMask.topk(scores, 4, q_len=320, kv_len=576, block=SMALL)
+    p = problem(*inputs(mask), mask)
+    assert KERNEL.prepare(p, KERNEL.default(p), mask).order.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_bf16_is_refused_in_the_interpreter() -> None:
+    mask = BlockMask.causal(64, block=SMALL, device="cpu")
+    q, k, v = (x.bfloat16() for x in inputs(mask))
+    assert "bf16 is wrong in Triton's interpreter" in KERNEL.why_not(problem(q, k, v, mask))[0]
+
+
+class Split:
+    """Tiles of random parts: what merge_parts reads, and the result in float64, [tiles, rows, Dv] and [tiles, rows]."""
+
+    def __init__(self, slots: list[int], rows: int, v_dim: int) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.first = torch.tensor([0, *slots]).cumsum(0)[:-1] + 1  # slot 0 is nobody's
+        total = sum(slots) + 2
+        self.o = torch.randn(total, 128, v_dim, generator=draw)
+        self.lse = torch.randn(total, 128, generator=draw) * 20
+        self.lse[torch.rand(total, 128, generator=draw) < 0.3] = -torch.inf
+        self.lse[:, 5] = -torch.inf  # a row that no part saw
+        self.lse[0], self.lse[-1], self.o[0], self.o[-1] = torch.nan, torch.nan, torch.nan, torch.nan
+        self.o[self.lse == -torch.inf] = torch.nan
+        self.lse[:, rows:] = torch.nan
+        out, lse = [], []
+        for first, count in zip(self.first.tolist(), slots, strict=True):
+            part = self.lse[first : first + count, :rows].double() * torch.tensor(2.0).double().log()
+            weight = part.softmax(0).nan_to_num(0)[..., None]
+            out.append((weight * self.o[first : first + count, :rows].double().nan_to_num(0)).sum(0))
+            lse.append(part.logsumexp(0))
+        self.out64, self.lse64 = torch.stack(out), torch.stack(lse)
+
+
+@pytest.mark.parametrize("v_dim", [32, 96, 256])
+def test_parts_are_merged_into_the_tiles_of_the_table_and_nowhere_else(v_dim: int) -> None:
+    slots = [3, 1, 7]
+    split = Split(slots, 128, v_dim)
+    where = [(0, 1, 0), (1, 0, 128), (1, 2, 128)]  # batch item, head, first query; 128 + 128 is over the edge
+    table = [[f, n, *at] for f, n, at in zip(split.first.tolist(), slots, where, strict=True)] + [
+        [0, 0, 0, 0, 0]
+    ]
+    out, lse = poisoned((2, 200, 3, v_dim), HALF).transpose(1, 2), poisoned((2, 3, 200), torch.float32)
+    merge_parts(split.o, split.lse, torch.tensor(table, dtype=torch.int32), out, lse, 1, 128)
+    for at, (b, h, first) in enumerate(where):
+        rows = min(128, 200 - first)
+        span = slice(first, first + rows)
+        torch.testing.assert_close(out[b, h, span].double(), split.out64[at, :rows], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lse[b, h, span].double(), split.lse64[at, :rows], rtol=1e-5, atol=1e-5)
+        assert out[b, h, first + 5].eq(0).all()
+        assert lse[b, h, first + 5] == -torch.inf
+        out[b, h, span], lse[b, h, span] = torch.nan, torch.nan
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize(("group", "rows"), [(4, 128), (3, 126), (8, 64)])
+def test_rows_of_a_tile_may_be_heads_that_share_a_list(group: int, rows: int) -> None:
+    split = Split([2, 4], rows, 32)
+    table = torch.tensor([[1, 2, 0, group, 0], [3, 4, 0, group, rows // group]], dtype=torch.int32)
+    length = 2 * rows // group - 3
+    out, lse = poisoned((1, 2 * group, length, 32), HALF), poisoned((1, 2 * group, length), torch.float32)
+    merge_parts(split.o, split.lse, table, out, lse, group, rows)
+    expected = split.out64.view(-1, group, 32).transpose(0, 1)[:, :length]
+    torch.testing.assert_close(out[0, group:].double(), expected, rtol=1e-3, atol=1e-3)
+    expected_lse = split.lse64.view(-1, group).T[:, :length]
+    torch.testing.assert_close(lse[0, group:].double(), expected_lse, rtol=1e-5, atol=1e-5)
+    assert out[0, :group].isnan().all()
+
+
+def test_a_merge_without_lse_or_without_tiles_is_fine() -> None:
+    split = Split([2], 128, 64)
+    out = poisoned((1, 1, 128, 64), HALF)
+    merge_parts(split.o, split.lse, torch.empty(0, 5, dtype=torch.int32), out, None, 1, 128)
+    assert out.isnan().all()
+    merge_parts(split.o, split.lse, torch.tensor([[1, 2, 0, 0, 0]], dtype=torch.int32), out, None, 1, 128)
+    torch.testing.assert_close(out[0, 0].double(), split.out64[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_scores_are_within_budget(name: str) -> None:
+    """Slopes of two items, heads of q that share one of k, queries that see nothing, and tiles smaller than blocks."""
+    mask = BlockMask.causal(q_len=70, kv_len=100, block=(128, 64), q_offset=-10, device="cpu")
+    q, k, v = (normal(2, heads, length, 32, seed=heads) for heads, length in ((2, 70), (1, 100), (1, 100)))
+    scores = CHANGES[name](q)
+    found = attend(KERNEL, 3 * q, k, v, mask, portable.Config(64, 32, 4, 1), scores=scores)
+    gate = check_attention(3 * q, k, v, mask, *found, scores=scores)
+    assert gate.passed, gate
+
+
+def test_the_merge_adds_sinks_once() -> None:
+    """Two parts of one tile of four rows, two heads at each of two positions; one sink is -inf."""
+    draw = torch.Generator().manual_seed(0)
+    o_part, lse_part = torch.randn(2, 128, 32, generator=draw), torch.randn(2, 128, generator=draw)
+    lse_part[:, 3] = -torch.inf
+    sinks = torch.tensor([0.7, -torch.inf, 1.5])[::2]
+    table = torch.tensor([[0, 2, 0, 0, 0]], dtype=torch.int32)
+    out, lse = poisoned((1, 2, 2, 32), HALF), poisoned((1, 2, 2), torch.float32)
+    merge_parts(o_part, lse_part, table, out, lse, 2, 4, Sinks(sinks, sinks.stride(0)))
+    weights = torch.exp2(lse_part[:, :4].double())
+    total = weights.sum(0) + sinks.double().exp().repeat(2)
+    right = (weights[..., None] * o_part[:, :4]).sum(0) / total[:, None]
+    torch.testing.assert_close(out[0].transpose(0, 1).flatten(0, 1).double(), right, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse[0].T.flatten().double(), total.log(), rtol=1e-5, atol=1e-5)

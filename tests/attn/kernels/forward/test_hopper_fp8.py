@@ -1,0 +1,177 @@
+"""hopper.attention_fp8 without a GPU: configs compiled for sm_90a, and their texts, limits, reasons and predictions."""
+
+import re
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsek.attn.plan.attention_fp8 import AttentionFp8Problem
+from sparsek.attn.plan.attention_schedule import part_blocks
+from sparsek.core.device import CPU, H200
+from sparsek.engine.table import load
+
+pytest.importorskip("triton")
+
+from sparsek.attn.kernels.forward.hopper_fp8 import Config
+from sparsek.attn.kernels.forward.pipeline import fitted
+from tests.attn.kernels.forward.problems import attention_problem
+from tests.engine.launch.hopper_code import compiled
+from tests.problems import A100, B200
+from tests.sampling import sampled
+
+KERNEL = load("hopper.attention_fp8")
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+SMEM_PER_SM = 228 << 10
+REGISTERS = 65536
+
+
+def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> Any:
+    return attention_problem(AttentionFp8Problem, dim, v_dim, **({"dtype": "e4m3"} | more))
+
+
+def config(*sides: Any, **more: Any) -> Config:
+    """Dims, block, warpgroups and keys, with as many stages as fit."""
+    dim, v_dim, block, groups, keys = sides
+    return fitted(Config(dim, v_dim, block, groups, keys, 2, 2, **more), H200.smem_bytes)
+
+
+ALL: dict[str, Any] = {"interval": True, "bits": True, "split": True, "lse": True}
+# Plain, with every rule and output, with scales of blocks; each tile, heads that are narrow and wide, 64 rows.
+CORE = [
+    (config(128, 128, (128, 128), 2, 128), "bf16"),
+    (config(128, 128, (128, 128), 2, 128, pack=8, by_block=True, **ALL), "fp16"),
+    (config(256, 128, (128, 128), 2, 64, interval=True), "bf16"),
+    (config(64, 64, (64, 128), 1, 128, by_block=True, lse=True), "fp16"),
+    (config(128, 128, (64, 64), 1, 64, **ALL), "bf16"),
+]
+OTHERS = [
+    (config(dim, v_dim, block, groups, keys, by_block=by_block, **rules), "bf16")
+    for dim, v_dim, (block, groups, keys), by_block, rules in product(
+        (32, 64, 128, 256),
+        (32, 64, 128),
+        (((128, 128), 2, 128), ((128, 64), 2, 64), ((64, 64), 1, 64)),
+        (True, False),
+        ({}, {"interval": True, "lse": True}, {"bits": True, "split": True}),
+    )
+]
+
+
+@pytest.mark.parametrize(("c", "dtype"), [*sampled(CORE, 2), *sampled(OTHERS, 1)], ids=str)
+def test_configs_compile_to_wgmma_and_tma_and_hide_the_softmax(c: Config, dtype: str) -> None:
+    code = compiled(c, dtype)
+    where = f"{c} in {dtype}:\n{code}"
+    kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3" for n in (c.keys, c.v_dim)}
+    assert code.wgmma == sorted(kinds), where
+    # S before the steps and in both kinds of steps, P V in these and after them; none for a chain of its own.
+    assert code.wgmma_count == c.groups * 3 * (c.dim + c.keys) // 32, where
+    assert code.waits == [0, 1], where
+    assert "Potential Performance Loss" not in code.log, where
+    assert [] == code.unwritten == code.mixed == code.early == code.fixed_bounds, where
+    assert len(code.loops) == 2 * c.groups, where
+    assert code.stack <= 176, where
+    assert code.spills <= 320, where
+    loads = 3 if c.by_block else 0
+    plain = [loop for loop in code.loops if loop.loads <= loads]
+    assert len(plain) == c.groups, where
+    assert not any(loop.local for loop in plain), f"a step without rules spills: {where}"
+    for loop in code.loops:
+        assert loop.exponentials == c.keys // 2 + 2, where
+        assert loop.beside >= 0.9 * loop.exponentials, f"P V is waited for before the softmax: {where}"
+    assert c.smem_bytes <= code.shared <= c.smem_bytes + 1024, where
+    assert c.ctas_per_sm * (code.shared + 1024) <= SMEM_PER_SM, where
+    assert c.ctas_per_sm * code.registers * 32 * code.warps <= REGISTERS, where
+
+
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "dim": st.sampled_from((32, 64, 128, 256)),
+    "v_dim": st.sampled_from((32, 64, 128)),
+    "block": st.sampled_from(BLOCKS),
+    "groups": st.sampled_from((1, 2)),
+    "keys": st.sampled_from((64, 128)),
+    "stages": st.integers(2, 4),
+    "q_slots": st.sampled_from((1, 2)),
+    "pack": st.sampled_from((1, 2, 64)),
+    "interval": st.booleans(),
+    "bits": st.booleans(),
+    "split": st.booleans(),
+    "lse": st.booleans(),
+    "by_block": st.booleans(),
+}
+
+
+@given(st.builds(Config, **FIELDS), st.sampled_from(sorted(FIELDS)), st.data())
+def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObject) -> None:
+    """Triton keeps compiled kernels by the text of their constants."""
+    assert {field.name for field in fields(Config)} == set(FIELDS)
+    other = replace(c, **{name: data.draw(FIELDS[name])})
+    assert (str(c) == str(other)) == (c == other)
+    assert repr(c) == str(c)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"card": A100}, "needs a Hopper card .* NVIDIA A100"),
+        ({"card": B200}, "needs a Hopper card .* NVIDIA B200"),
+        ({"card": CPU}, "needs a Hopper card .* cpu"),
+        ({"out": "fp32"}, "gives bf16 and fp16, not fp32"),
+        ({"softcap": True}, "does not change scores, and these have softcap"),
+        ({"sink_logits": "fp32"}, "fp32 sinks"),
+        ({"dim": 264}, "multiples of 16 up to 256 for k and 128 for v, not 264 and 128"),
+        ({"v_dim": 192}, "not 128 and 192"),
+        ({"dim": 40}, "not 40 and 128"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"kv_len": 2**29 + 1}, "32 bits"),
+    ],
+)
+def test_a_reason_names_what_is_in_the_way(change: dict[str, Any], reason: str) -> None:
+    assert KERNEL.why_not(problem()) == []
+    (found,) = KERNEL.why_not(replace(problem(), **change))
+    assert re.search(reason, found), found
+
+
+@given(
+    dims=st.tuples(st.integers(1, 16), st.integers(1, 8)),
+    block=st.sampled_from(BLOCKS),
+    length=st.sampled_from((1, 64, 65, 1000, 100_000)),
+    heads=st.sampled_from(((1, 1), (8, 8), (6, 2), (64, 1))),
+    rows=st.sampled_from((0, 64, 128, 192)),
+    longest=st.sampled_from((0, 1, 9, 781)),
+)
+def test_every_config_fits_the_card_and_the_problem(
+    dims: tuple[int, int],
+    block: tuple[int, int],
+    length: int,
+    heads: tuple[int, int],
+    rows: int,
+    longest: int,
+) -> None:
+    p = problem(
+        16 * dims[0], 16 * dims[1], block=block, q_len=length, kv_len=100_000, q_heads=heads[0], kv_heads=heads[1],
+        mask_heads=1, longest=longest, by_interval=True, lse=True, scale_rows=(rows, rows, rows),
+    )  # fmt: skip
+    configs = list(KERNEL.configs(p))
+    assert len(set(configs)) == len(configs) > 0
+    assert KERNEL.default(p) in configs
+    for c in configs:
+        assert c.ctas_per_sm * (c.smem_bytes + 320 + 1024) <= SMEM_PER_SM, c
+        assert p.dim <= c.dim < 2 * max(p.dim, 32), c
+        assert p.v_dim <= c.v_dim < 2 * max(p.v_dim, 32), c
+        assert c.block[0] % c.rows == c.block[1] % c.keys == 0, c
+        assert rows % c.keys == 0, "a step has one scale"
+        assert c.by_block == (rows > 0)
+        assert c.split == (p.longest > part_blocks(p, KERNEL._shape(p, c))), c
+        assert KERNEL.seconds(p, c) > p.compulsory_bytes / H200.bandwidth
+
+
+def test_predictions_grow_with_work_and_are_below_those_of_bf16() -> None:
+    for dim, block in product((32, 64, 128), BLOCKS):
+        p = problem(dim, block=block)
+        c = KERNEL.default(p)
+        seconds = KERNEL.seconds(p, c)
+        assert KERNEL.seconds(replace(p, stored=4 * p.stored, longest=4 * p.longest), c) > 3 * seconds
+        assert p.compulsory_bytes < problem(dim, block=block, dtype="bf16").compulsory_bytes

@@ -1,0 +1,326 @@
+"""hopper.attention_fwd without a GPU: configs compiled for sm_90a, and their texts, limits, reasons and predictions.
+
+The planner offers thousands of configs, and a compilation takes a second or two. CASES holds one for every two choices
+that can be made together, such as all pairs of head dims with all tiles. Each run compiles fresh ones of them that hold
+every choice, and the largest. The newest release, in its own environment, takes twice as long and compiles two.
+"""
+
+import re
+from collections.abc import Hashable
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.attention_schedule import part_blocks
+from sparsek.attn.plan.problems import AttentionProblem
+from sparsek.core.device import CPU, H200
+from sparsek.engine.table import load
+
+pytest.importorskip("triton")
+
+from sparsek.attn.kernels.forward import fwd_load
+from sparsek.attn.kernels.forward.hopper_fwd import Config
+from tests.attn.kernels.forward.problems import attention_problem
+from tests.engine.launch import newest
+from tests.engine.launch.covering import covering, once
+from tests.engine.launch.hopper_code import Code, compiled
+from tests.problems import A100, B200
+from tests.sampling import sampled
+
+KERNEL = load("hopper.attention_fwd")
+SIDES = (32, 64, 128, 256)
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+SMEM_PER_BLOCK = 227 << 10  # what one CTA may have on sm_90
+SMEM_PER_SM = 228 << 10  # what all CTAs of an SM share, 1 KB of each for the system
+REGISTERS = 65536
+
+
+def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> AttentionProblem:
+    return attention_problem(AttentionProblem, dim, v_dim, **more)
+
+
+def few_queries(heads: tuple[int, int]) -> dict[str, Any]:
+    return {"q_len": 1, "q_heads": heads[0], "kv_heads": heads[1], "mask_heads": 1}
+
+
+# What decides about packing and cutting.
+SHAPES: dict[str, dict[str, Any]] = {
+    "even": {},
+    "one long row": {"longest": 64, "stored": 16 * 64 * 3},
+    "2 heads packed": few_queries((128, 64)),
+    "8 heads packed": few_queries((16, 2)),
+    "64 heads packed": few_queries((64, 1)),
+}
+PROBLEMS = [
+    problem(*dims, block=block, **shape)
+    for dims, block, shape in product(product(SIDES, SIDES), BLOCKS, SHAPES.values())
+]
+CONFIGS = [
+    replace(c, interval=interval, bits=bits, lse=lse)
+    for c in dict.fromkeys(c for p in PROBLEMS for c in KERNEL.configs(p))
+    for interval, bits, lse in product((True, False), repeat=3)
+]
+
+
+def choices(case: tuple[Config, str]) -> list[Hashable]:
+    """What was chosen for a config. Stages and slots of Q follow from heads and tile."""
+    c, dtype = case
+    flags = (("rules", c.interval, c.bits), ("split", c.split), ("lse", c.lse))
+    return [("heads", c.dim, c.v_dim), ("tile", c.groups, c.keys), c.block, c.pack, *flags, dtype]
+
+
+# The largest tiles with every rule and output spill most, and are not all among the pairs.
+FULLEST = [
+    Config(128, 128, (128, 128), 2, 128, 2, 2, 8, interval=True, bits=True, split=True, lse=True),
+    Config(256, 256, (128, 128), 2, 64, 2, 1, 8, interval=True, bits=True, split=True, lse=True),
+]
+CASES = [*covering(product(CONFIGS, ("bf16", "fp16")), choices), *product(FULLEST, ["bf16"])]
+
+
+def dims_apart(case: tuple[Config, str]) -> list[Hashable]:
+    """The same with the head dims as two choices."""
+    return [("dim", case[0].dim), ("v_dim", case[0].v_dim), *choices(case)[1:]]
+
+
+# Changed scores, in the configs that hold most in registers, and with every way of masking.
+CHANGED = [
+    *(replace(c, softcap=True, alibi=True, sinks="bf16") for c in FULLEST),
+    Config(128, 128, (128, 128), 2, 128, 2, 2, interval=True, softcap=True, sinks="fp32"),
+    Config(64, 64, (64, 64), 1, 64, 4, 2, alibi=True),
+]
+COMPILED = list(dict.fromkeys([*once(CASES, dims_apart, most=4), *product(FULLEST[:1], ["bf16"])]))
+NEXT_CASES = [(FULLEST[0], "bf16"), *sampled(covering(CASES, dims_apart, 1), 1, of="the newest Triton")]
+
+
+class Spills(NamedTuple):
+    """Bounds: bytes of stack, bytes spilled, and spills in a step without rules."""
+
+    stack: int
+    bytes: int
+    in_step: int
+
+
+# ptxas of CUDA 12.8 spills only what a tile needs at its ends. That of 13.4 also spills in steps of heads of 256.
+PINNED, NEXT = Spills(72, 128, 0), Spills(160, 448, 4)
+# A slope and a position for each row; with every rule, packed heads and ALiBi they are kept on the stack.
+CHANGED_SPILLS = Spills(112, 224, 0)
+
+
+def check_code(c: Config, dtype: str, code: Code, spills: Spills) -> None:
+    """What every compiled kernel must show."""
+    where = f"{c} in {dtype}:\n{code}"
+    kind = {"bf16": "bf16", "fp16": "f16"}[dtype]
+    kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in (c.keys, c.v_dim)}
+    assert code.wgmma == sorted(kinds), where
+    # S before the steps and in both kinds of steps, P V in these and after them.
+    assert code.wgmma_count == c.groups * 3 * (c.dim + c.keys) // 16, where
+    copies = [re.sub(r"\.shared::c\w+", ".shared", copy) for copy in code.copies]
+    for start in ("4d.shared.global.mbarrier", "5d.shared.global.mbarrier", "5d.global.shared.bulk_group"):
+        assert any(copy.startswith(f"cp.async.bulk.tensor.{start}") for copy in copies), f"{start}: {where}"
+    assert code.waits == [0, 1], where
+    assert "serialized" not in code.log, where
+    assert "Potential Performance Loss" not in code.log, where
+    assert [] == code.unwritten == code.mixed == code.early == code.fixed_bounds, where
+    check_steps(c, code, spills, where)
+    assert code.shared <= SMEM_PER_BLOCK, where
+    assert c.ctas_per_sm * (code.shared + 1024) <= SMEM_PER_SM, where
+    assert c.smem_bytes <= code.shared <= c.smem_bytes + 1024, f"smem_bytes says {c.smem_bytes}: {where}"
+    assert c.ctas_per_sm * code.registers * 32 * code.warps <= REGISTERS, where
+
+
+def check_steps(c: Config, code: Code, spills: Spills, where: str) -> None:
+    """Each warpgroup has a loop of steps with rules, which loads, and one without; with ALiBi that reads columns."""
+    plain = [loop for loop in code.loops if loop.loads <= (2 if c.alibi else 0)]
+    assert len(code.loops) == 2 * c.groups, where
+    assert len(plain) == c.groups or c.alibi, where
+    assert code.stack <= spills.stack, where
+    assert code.spills <= spills.bytes, where
+    assert all(loop.local <= spills.in_step for loop in plain), f"a step without rules spills: {where}"
+    for loop in code.loops:
+        assert loop.exponentials == (2 if c.softcap else 1) * c.keys // 2 + 2, where
+        assert loop.beside >= 0.9 * loop.exponentials, f"P V is waited for before the softmax: {where}"
+
+
+@pytest.mark.parametrize(("c", "dtype"), COMPILED, ids=str)
+def test_configs_compile_to_wgmma_and_tma_and_hide_the_softmax(c: Config, dtype: str) -> None:
+    check_code(c, dtype, compiled(c, dtype), PINNED)
+
+
+def test_the_newest_triton_compiles_configs_to_the_same() -> None:
+    for (c, dtype), code in zip(NEXT_CASES, newest.calls(compiled, NEXT_CASES), strict=True):
+        check_code(c, dtype, code, NEXT)
+
+
+@pytest.mark.parametrize("c", sampled(CHANGED, 1), ids=str)
+def test_changed_scores_spill_in_steps_with_rules_only(c: Config) -> None:
+    check_code(c, "bf16", compiled(c, "bf16"), CHANGED_SPILLS)
+
+
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "dim": st.sampled_from(SIDES),
+    "v_dim": st.sampled_from(SIDES),
+    "block": st.sampled_from(BLOCKS),
+    "groups": st.sampled_from((1, 2)),
+    "keys": st.sampled_from((64, 128)),
+    "stages": st.integers(2, 12),
+    "q_slots": st.sampled_from((1, 2)),
+    "pack": st.sampled_from((1, 2, 4, 8, 16, 32, 64)),
+    "interval": st.booleans(),
+    "bits": st.booleans(),
+    "split": st.booleans(),
+    "lse": st.booleans(),
+    "softcap": st.booleans(),
+    "alibi": st.booleans(),
+    "sinks": st.sampled_from(("", "fp32", "bf16", "fp16")),
+}
+ANY_CONFIG = st.builds(Config, **FIELDS)
+
+
+@given(ANY_CONFIG, st.sampled_from(sorted(FIELDS)), st.data())
+def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObject) -> None:
+    """Triton keeps compiled kernels by the text of their constants: two configs with one text ran one kernel."""
+    other = replace(c, **{name: data.draw(FIELDS[name])})
+    assert (str(c) == str(other)) == (c == other)
+    assert repr(c) == str(c)
+
+
+def test_all_the_planners_configs_have_texts_of_their_own() -> None:
+    assert {field.name for field in fields(Config)} == set(FIELDS)
+    assert len({str(c) for c in CONFIGS}) == len(CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"card": A100},
+            "needs a Hopper card .* NVIDIA A100",
+        ),
+        (
+            {"card": B200},
+            "needs a Hopper card .* NVIDIA B200",
+        ),
+        ({"card": CPU}, "needs a Hopper card .* cpu"),
+        ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),
+        ({"dtype": "fp64"}, "multiplies bf16 and fp16, not fp64"),
+        ({"dim": 264}, "multiples of 8 up to 256, not 264 and 128"),
+        ({"v_dim": 512}, "multiples of 8 up to 256, not 128 and 512"),
+        ({"dim": 100}, "multiples of 8 up to 256, not 100 and 128"),
+        ({"v_dim": 4}, "multiples of 8 up to 256, not 128 and 4"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"q_len": 2**29 + 1, "mask_heads": 1}, "32 bits"),
+        ({"kv_len": 2**29 + 1}, "32 bits"),
+        ({"q_len": 2**27}, "32 bits"),
+    ],
+)
+def test_a_reason_names_what_is_in_the_way(change: dict[str, Any], reason: str) -> None:
+    assert KERNEL.why_not(problem()) == []
+    (found,) = KERNEL.why_not(replace(problem(), **change))
+    assert re.search(reason, found), found
+
+
+def test_every_reason_is_given_at_once() -> None:
+    wrong = {"card": CPU, "dtype": "fp32", "dim": 7, "aligned": False, "kv_len": 2**30}
+    assert len(KERNEL.why_not(replace(problem(), **wrong))) == 5
+
+
+def test_a_tile_without_blocks_looks_behind_the_last_key_that_there_can_be() -> None:
+    for block in BLOCKS:
+        nowhere = fwd_load.NOWHERE.value * block[1]
+        assert KERNEL.why_not(problem(block=block, kv_len=nowhere + 1, longest=1))
+        assert nowhere < 2**31 - block[1]
+
+
+@settings(max_examples=40)
+@given(
+    dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
+    block=st.sampled_from(BLOCKS),
+    length=st.sampled_from((1, 30, 64, 65, 1000, 100_000)),
+    heads=st.sampled_from(((1, 1), (8, 8), (6, 2), (64, 1), (24, 2))),
+    of_mask=st.integers(0, 2),
+    longest=st.sampled_from((0, 1, 9, 781)),
+)
+def test_every_config_fits_the_card_and_the_problem(
+    dims: tuple[int, int],
+    block: tuple[int, int],
+    length: int,
+    heads: tuple[int, int],
+    of_mask: int,
+    longest: int,
+) -> None:
+    p = problem(
+        8 * dims[0],
+        8 * dims[1],
+        block=block,
+        q_len=length,
+        kv_len=100_000,
+        q_heads=heads[0],
+        kv_heads=heads[1],
+        mask_heads=(1, *heads)[of_mask],
+        longest=longest,
+        by_interval=True,
+        lse=True,
+    )
+    configs = list(KERNEL.configs(p))
+    assert len(set(configs)) == len(configs) > 0
+    assert configs == list(KERNEL.configs(replace(p)))
+    assert KERNEL.default(p) == KERNEL.default(replace(p))
+    best = min(KERNEL.seconds(p, c) for c in configs)
+    assert KERNEL.seconds(p, KERNEL.default(p)) == best > p.compulsory_bytes / H200.bandwidth
+    for c in configs:
+        assert c.ctas_per_sm * (c.smem_bytes + 320 + 1024) <= SMEM_PER_SM, "320: what Triton adds at most"
+        assert p.dim <= c.dim < 2 * max(p.dim, 32), c
+        assert p.v_dim <= c.v_dim < 2 * max(p.v_dim, 32), c
+        assert c.block[0] % c.rows == c.block[1] % c.keys == 0, c
+        assert (c.block, c.interval, c.bits, c.lse) == (p.block, True, False, True)
+        assert c.stages >= 2, c
+        shared = p.mask_heads in (1, p.kv_heads)
+        assert c.pack == 1 or (shared and p.group % c.pack == 0 and 2 * p.q_len <= p.block[0]), c
+        assert c.split == (p.longest > part_blocks(p, KERNEL._shape(p, c))), c
+
+
+def test_heads_are_packed_where_queries_are_few_and_heads_share_a_list() -> None:
+    few = problem(batch=16, q_len=64, q_heads=64, kv_heads=8, mask_heads=8, longest=64)
+    assert KERNEL.default(few).pack == 8
+    assert KERNEL.default(replace(few, mask_heads=1, stored=few.longest)).pack == 8
+    assert {c.pack for c in KERNEL.configs(replace(few, q_heads=48, mask_heads=1))} == {1, 2}, (
+        "6 heads to one"
+    )
+    for change in ({"q_len": 65}, {"mask_heads": 64}, {"kv_heads": 64, "mask_heads": 1}):
+        assert {c.pack for c in KERNEL.configs(replace(few, **change))} == {1}
+
+
+def test_predictions_grow_with_work() -> None:
+    for dim, block in product(SIDES, BLOCKS):
+        p = problem(dim, block=block)
+        c = KERNEL.default(p)
+        assert KERNEL.seconds(replace(p, stored=4 * p.stored, longest=4 * p.longest), c) > 3 * KERNEL.seconds(
+            p, c
+        )
+
+
+def test_notes_tell_of_packing_cutting_and_padding() -> None:
+    assert KERNEL.notes(problem(), KERNEL.default(problem())) == []
+    p = problem(96, 96, q_len=16, q_heads=16, kv_heads=2, mask_heads=1, longest=64)
+    c = next(c for c in KERNEL.configs(p) if c.pack == 8)
+    packed, cut, padded = KERNEL.notes(p, c)
+    assert packed == "8 query heads share a tile, because they share a list and queries are few"
+    assert cut.startswith(
+        "tiles of more than 8 blocks are cut and merged in a fixed order; workspace of at most "
+    )
+    assert padded == "heads of 96/96 are computed as 128/128"
+
+
+@pytest.mark.parametrize("v_dim", [128, 96])
+def test_the_note_about_parts_says_what_is_allocated(v_dim: int) -> None:
+    mask = BlockMask.causal(q_len=16, kv_len=8192, device="cpu")
+    p = problem(128, v_dim, q_len=16, mask_heads=1, **mask.sizes._asdict())
+    c = KERNEL.default(p)
+    (said,) = re.findall(r"workspace of at most ([\d.]+) MB", " ".join(KERNEL.notes(p, c)))
+    slots = KERNEL.prepare(p, c, mask).schedule.slots
+    assert float(said) == pytest.approx(slots * 128 * (c.v_dim + 1) * 4 / 1e6, rel=1e-3)

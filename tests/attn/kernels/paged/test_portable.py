@@ -1,0 +1,167 @@
+"""portable.attention_paged without a GPU: code by compiling for real cards, choices, refusals and predictions."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from sparsek.attn.plan.problems import PagedProblem
+from sparsek.core.device import CPU, H200
+
+pytest.importorskip("triton")
+
+from sparsek.attn.kernels.paged import portable, portable_parts
+from tests.attn.kernels.paged.portable_code import Code, added, compiled
+from tests.engine.launch import newest
+from tests.engine.launch.covering import once
+from tests.problems import CARDS, T4
+from tests.sampling import sampled
+
+KERNEL: Any = portable.KERNEL
+# Vectors of requests and bounds, which programs of one warp keep between work items.
+STACK = 64
+
+
+def problem(card: str = "sm_90", dim: int = 128, max_q: int = 1, **more: Any) -> PagedProblem:
+    """32 requests of up to 8192 keys in pages of 128, four heads of q to each of 8 of k."""
+    facts: dict[str, Any] = {
+        "tokens": 32 * max_q, "requests": 32, "q_heads": 32, "kv_heads": 8, "dim": dim, "v_dim": dim, "page": 128,
+        "max_q": max_q, "max_k": 8192, "dtype": "bf16", "kv_dtype": "bf16", "card": CARDS[card], "lse": True,
+    } | more  # fmt: skip
+    return PagedProblem(**facts)
+
+
+def check_code(p: PagedProblem, c: portable.Config, code: Code, slack: int = 0) -> None:
+    facts = code._replace(ptx="", ttgir="")
+    what = f"{p.card.name} {p.dim} {p.kv_dtype} {c}: {facts}"
+    assert code.stack <= STACK + slack, f"spills: {what}"
+    assert code.shared <= portable._shared(p, c) <= p.card.smem_bytes, what
+    assert code.copies, f"16-byte asynchronous copies are missing: {what}"
+    assert code.wgmma == (p.card.capability == (9, 0) and c.tile_m >= 64), what
+
+
+@pytest.mark.parametrize(("card", "dim"), once(product(("sm_90", "sm_80"), (64, 128, 256)), most=2))
+def test_defaults_of_decoding_and_prefill_compile_without_spills(card: str, dim: int) -> None:
+    for max_q in (1, 2048):
+        p = problem(card, dim, max_q)
+        c = KERNEL.default(p)
+        check_code(p, c, compiled(card, p, c))
+
+
+def test_every_config_of_decoding_compiles_without_spills_on_hopper() -> None:
+    p = problem()
+    configs = list(KERNEL.configs(p))
+    assert len(configs) >= 5
+    for c in sampled(configs, 2):
+        check_code(p, c, compiled("sm_90", p, c))
+
+
+@pytest.mark.parametrize("card", sampled(["sm_90", "sm_80"], 1))
+def test_pages_in_fp8_compile_without_spills(card: str) -> None:
+    p = problem(card, kv_dtype="e4m3", scale_per="head")
+    c = KERNEL.default(p)
+    code = compiled(card, p, c)
+    check_code(p, c, code)
+    assert ("cvt.rn.f16x2.e4m3x2" in code.ptx) == (card == "sm_90")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"window": 1000, "sinks": 4, "softcap": True, "sink_logits": True, "page": 16},
+        {"list_heads": 8, "list_block": (1, 128), "listed": 16},
+        {"max_q": 2048, "list_heads": 32, "list_block": (64, 64), "listed": 16},
+    ],
+    ids=str,
+)
+def test_options_compile_without_spills(more: dict[str, Any]) -> None:
+    p = problem(**more)
+    c = KERNEL.default(p)
+    check_code(p, c, compiled("sm_90", p, c))
+
+
+def test_the_newest_triton_compiles_the_defaults() -> None:
+    problems = [("sm_90", problem()), ("sm_90", problem(kv_dtype="e4m3")), ("sm_80", problem("sm_80"))]
+    found = newest.calls(compiled, [(card, p, KERNEL.default(p)) for card, p in problems])
+    for (_, p), code in zip(problems, found, strict=True):
+        check_code(p, KERNEL.default(p), code, slack=32)
+
+
+@pytest.mark.parametrize(("card", "parts"), once(product(("sm_90", "sm_80"), (2, 16, 64))))
+def test_the_sum_of_parts_compiles_without_spills(card: str, parts: int) -> None:
+    assert added(card, 192, parts).stack == 0
+
+
+def test_reasons_name_what_is_wrong() -> None:
+    p = problem()
+    assert KERNEL.why_not(p) == []
+    assert KERNEL.why_not(replace(p, aligned=False, unit_stride=False)) == []
+    for change, reason in (
+        ({"card": T4}, "8.0 or newer; NVIDIA T4 has 7.5"),
+        ({"card": replace(H200, smem_bytes=8192)}, "8192 bytes of shared memory"),
+        ({"card": CPU, "dtype": "fp16", "kv_dtype": "fp16"}, "TRITON_INTERPRET=1"),
+        ({"dtype": "fp32", "kv_dtype": "fp32"}, "bf16 or fp16, not fp32"),
+        ({"kv_dtype": "fp16"}, "pages must be bf16, as q, or e4m3, not fp16"),
+        ({"kv_dtype": "e4m3", "aligned": False}, "multiples of 16 bytes"),
+        ({"dim": 100}, "multiples of 8 up to 256; got 100 and 128"),
+        ({"v_dim": 512}, "got 128 and 512"),
+        ({"page": 8}, "16, 32, 64, 128 or 256 rows, not 8"),
+        ({"list_heads": 3, "list_block": (1, 64), "listed": 1}, "1, 8 or 32 heads, not 3"),
+        ({"list_heads": 1, "list_block": (1, 48), "listed": 1}, "power of two of keys, from 16 up, not 48"),
+        ({"max_k": 2**30 + 1}, "1073741825 keys"),
+        ({"max_q": 2**29, "tokens": 2**29}, "2147483647 parts"),
+    ):
+        (found,) = KERNEL.why_not(replace(p, **change))
+        assert reason in found, found
+
+
+def test_every_problem_has_configs_that_hold_a_group_and_divide_its_blocks() -> None:
+    for card in CARDS:
+        for heads in ((32, 8), (32, 32), (64, 4), (64, 1), (6, 2), (128, 1)):
+            for max_q in (1, 3, 16, 64, 4096):
+                for lists in ((0, 0, 0), (1, 1, 16), (heads[1], 64, 64), (heads[0], 128, 128)):
+                    p = problem(
+                        card, max_q=max_q, q_heads=heads[0], kv_heads=heads[1], list_heads=lists[0],
+                        list_block=lists[1:], listed=8 if lists[0] else 0,
+                    )  # fmt: skip
+                    assert KERNEL.why_not(p) == []
+                    assert KERNEL.default(p) in list(KERNEL.configs(p))
+                    for c in KERNEL.configs(p):
+                        assert portable.pack(p) <= c.tile_m
+                        assert not lists[0] or lists[2] % c.tile_n == 0
+                        assert portable.PART % c.tile_n == 0
+                        assert portable.parts(p, c) <= portable_parts.MOST
+
+
+def test_cuts_do_not_depend_on_other_requests() -> None:
+    for max_q in (1, 8, 300):
+        p = problem(max_q=max_q, max_k=131072)
+        c = KERNEL.default(p)
+        found = {
+            (KERNEL.default(q), portable.most_parts(q, c)) for q in (p, replace(p, requests=1, tokens=max_q))
+        }
+        assert len(found) == 1
+
+
+def test_one_long_request_occupies_every_sm() -> None:
+    for max_q in (1, 4, 16, 64, 256):
+        p = problem(max_q=max_q, max_k=131072, requests=1, tokens=max_q)
+        c = KERNEL.default(p)
+        assert portable._tiles(p, c, 1, max_q) * portable.parts(p, c) >= H200.sm_count, max_q
+
+
+def test_predictions_grow_with_work_and_never_beat_the_bandwidth() -> None:
+    for kind in ("bf16", "e4m3"):
+        p = problem(kv_dtype=kind)
+        c = KERNEL.default(p)
+        assert KERNEL.seconds(p, c) > p.compulsory_bytes / H200.bandwidth
+        assert KERNEL.seconds(replace(p, max_k=4 * p.max_k), c) > 3 * KERNEL.seconds(p, c)
+    p = problem(max_q=4096, tokens=4096, requests=1, max_k=4096)
+    rate = 0.5 * p.useful_flops / KERNEL.seconds(p, KERNEL.default(p))
+    assert 50e12 < rate < 500e12
+
+
+def test_config_sides_that_are_no_power_of_two_are_refused() -> None:
+    with pytest.raises(ValueError, match="tile_n of portable"):
+        portable.Config(64, 48, 4, 3)

@@ -1,0 +1,138 @@
+"""What a Recorder takes for a view, and a recorded call that is interrupted, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek.core import words
+from sparsek.engine.launch import driver
+from sparsek.engine.launch import recorder as recorder_
+from sparsek.engine.launch.recorder import MISS, Launch, Recorded, Recorder, Result, recorder, recording
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("name", "copies"),
+    [
+        ("mT", False),
+        ("T", False),
+        ("joined", False),
+        ("moved", True),
+        ("flat", True),
+        ("dense", True),
+        ("wide", True),
+    ],
+)
+def test_a_copy_is_not_taken_for_a_view(name: str, copies: bool, mode: type, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    x = torch.randn(4, 6, 8)
+
+    def made() -> Tensor:
+        moved = x.transpose(0, 1)
+        return {
+            "mT": lambda: x.mT,
+            "T": lambda: x[0].T,
+            "joined": lambda: x.reshape(24, 8).to(x.dtype).contiguous(),
+            "moved": lambda: moved.reshape(24, 8),
+            "flat": lambda: moved.flatten(0, 1),
+            "dense": moved.contiguous,
+            "wide": x.double,
+        }[name]()
+
+    with mode(), recording([x]) as recorder:
+        made()
+    assert bool(recorder.reason) is copies, recorder.reason
+
+
+def test_a_call_that_was_interrupted_leaves_no_addresses_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*_: object) -> int:
+        if interrupted:
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(driver, "cuda", lambda: SimpleNamespace(cuTensorMapReplaceAddress=replace))
+    cell, seen, interrupted = ctypes.c_uint64(), [], False
+    first, second = [torch.zeros(4), torch.zeros(4)], [torch.zeros(4), torch.zeros(4)]
+    recorder = Recorder(first)
+    (part,) = recorder.parts
+    part.cells.append((cell, 0, 0))
+    part.maps.append((ctypes.byref((ctypes.c_char * 128)()), ctypes.c_void_p(), 1, 0))
+    part.steps.append((lambda: seen.append(cell.value) or 0, ()))
+    call = Recorded(recorder, [Result(0)], True)
+    call(*first)
+    interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        call(*second)
+    interrupted = False
+    call(*first)
+    assert seen == [first[0].data_ptr()] * 2
+
+
+def test_a_word_of_another_call_is_no_view_of_a_word_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(words, "_rings", [ring := words.Ring(pinned=False)])
+    old, x = ring.take(), torch.zeros(4)
+    recorder = Recorder([x])
+    own = ring.take()
+    recorder.word(own)
+    assert recorder._result(own) == Result(1)
+    assert not recorder.reason
+    assert recorder._result(old) is None
+    assert "neither an operand nor allocated" in recorder.reason
+
+
+def test_a_call_runs_what_it_can_before_it_allocates_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches, each on memory of its own and the second also on that of the first; an event in between."""
+    ran: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    fake = SimpleNamespace(
+        cuLaunchKernelEx=lambda name, cells: ran.append((name, [c.value for c in cells])) or 0
+    )
+    fake.cuEventRecord = lambda event, stream: ran.append((f"event {event.value}", [])) or 0
+    monkeypatch.setattr(driver, "cuda", lambda: fake)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(recorder_, "_allocate", None)
+
+    def launched(name: str, *tensors: Tensor) -> None:
+        made: Any = recorder()
+        step: Any = Launch(0, (1,), 32, 0, [made.cell(x.data_ptr(), x) for x in tensors])
+        step.launch = name, step.cells
+        made.add(step)
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        one = x.new_empty((2, 3))
+        launched("first", x, one)
+        made: Any = recorder()
+        made.mark(ctypes.c_void_p(7))
+        two = one.new_empty(5, dtype=torch.int32)
+        launched("second", one, two, x)
+        return two, one
+
+    with recording([torch.zeros(4)]) as made:
+        recorded = made.recorded(call(made.roles[0]))
+    assert isinstance(recorded, Recorded)
+    ran.clear()
+    allocated: list[str] = []
+    for part in recorded.parts:
+        part.allocations = [
+            (lambda *given, run=run: (allocated.append(str(len(ran))), run(*given))[1], given)
+            for run, given in part.allocations
+        ]
+    for x in (torch.zeros(4), torch.ones(4), torch.ones(4)):
+        ran.clear()
+        two, one = recorded(x)
+        assert (two.shape, two.dtype, one.shape, one.dtype) == ((5,), torch.int32, (2, 3), x.dtype)
+        assert ran == [
+            ("first", [x.data_ptr(), one.data_ptr()]),
+            ("event 7", []),
+            ("second", [one.data_ptr(), two.data_ptr(), x.data_ptr()]),
+        ]
+    assert allocated == ["0", "2"] * 3
+    assert recorded(torch.zeros(5)[1:]) is MISS

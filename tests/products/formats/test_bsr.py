@@ -1,0 +1,203 @@
+"""BSR: what it accepts, what it refuses, its transposed view and its copies."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree
+
+from sparsek.core.errors import InvalidInput
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.random import random_bsr
+
+
+def make(m: int = 100, k: int = 70, **more) -> BSR:
+    return random_bsr(m, k, (32, 16), 0.4, seed=3, **more)
+
+
+def test_members_come_from_pattern_and_values():
+    a = make(dtype=torch.bfloat16)
+    assert (a.shape, a.block, a.grid, a.dtype) == ((100, 70), (32, 16), (4, 5), torch.bfloat16)
+    assert (a.nnzb, a.density, a.device.type) == (8, 0.4, "cpu")
+    assert a.logical_values() is a.values
+
+
+def test_repr_is_one_line_of_facts():
+    text = "100x70 bf16, block 32x16, 8 of 20 blocks, 40 %, 0.00819 MB, cpu"
+    assert repr(make(dtype=torch.bfloat16)) == f"BSR({text})"
+    text = "70x100 bf16, block 16x32, 8 of 20 blocks, 40 %, 0.00819 MB, cpu, transposed view"
+    assert repr(make(dtype=torch.bfloat16).T) == f"BSR({text})"
+
+
+def test_transposing_moves_no_value(device: str):
+    a = make(device=device)
+    view = a.T
+    assert view.values is a.values
+    assert view.shape == (70, 100)
+    assert torch.equal(view.to_dense(), a.to_dense().T)
+    assert view.logical_values().shape == (a.nnzb, 16, 32)
+    assert view.logical_values().is_contiguous()
+
+
+def test_transposing_twice_gives_the_same_parts():
+    a = make()
+    twice = a.T.T
+    assert twice.pattern is a.pattern
+    assert twice.values is a.values
+    assert twice.order is None
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_to_changes_the_dtype_and_keeps_the_rest(view: bool):
+    a = make().T if view else make()
+    b = a.to(dtype=torch.float64)
+    assert (b.dtype, b.shape, b.order is None) == (torch.float64, a.shape, not view)
+    assert torch.equal(b.to_dense(), a.to_dense().double())
+    assert a.to("cpu") is a
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", [False, True])
+def test_to_moves_there_and_back(view: bool):
+    a = make().T if view else make()
+    b = a.to("cuda")
+    assert b.device.type == b.pattern.device.type == "cuda"
+    assert torch.equal(b.to("cpu").to_dense(), a.to_dense())
+
+
+def test_to_refuses_other_dtypes():
+    with pytest.raises(InvalidInput, match=r"torch.int32; use one of"):
+        make().to(dtype=torch.int32)
+
+
+def test_to_and_to_dense_are_differentiable():
+    a = make()
+    values = a.values.requires_grad_()
+    BSR.unchecked(a.pattern, values).T.to(dtype=torch.float64).to_dense().square().sum().backward()
+    assert values.grad is not None
+    assert torch.allclose(values.grad, 2 * values.detach())
+
+
+def test_pytree_leaves_are_tensors_and_views_survive():
+    for a, count in ((make(), 3), (make().T, 4)):
+        leaves, spec = _pytree.tree_flatten(a)
+        assert len(leaves) == count
+        assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        again = _pytree.tree_unflatten(leaves, spec)
+        assert torch.equal(again.to_dense(), a.to_dense())
+        assert torch.equal(again.T.to_dense(), a.T.to_dense())
+    doubled = _pytree.tree_map_only(torch.Tensor, lambda t: t * 2 if t.is_floating_point() else t, make())
+    assert torch.equal(doubled.to_dense(), make().to_dense() * 2)
+
+
+def test_copies_share_the_pattern_and_deep_ones_own_their_values():
+    a = make().T
+    assert copy.copy(a).values is a.values
+    deep = copy.deepcopy(a)
+    assert deep.pattern is a.pattern
+    assert deep.values.data_ptr() != a.values.data_ptr()
+    assert torch.equal(deep.to_dense(), a.to_dense())
+
+
+def test_pickle_is_refused_with_a_hint():
+    with pytest.raises(InvalidInput, match=r"sparsek\.save"):
+        pickle.dumps(make())
+
+
+def test_matmul_calls_what_is_registered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BSR, "_matmul", None)
+    with pytest.raises(InvalidInput, match="import sparsek"):
+        assert make() @ torch.ones(70, 2)
+    BSR.register_matmul(lambda a, b: ("called", a, b))
+    a = make()
+    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("left", [torch.ones(3, 100), np.ones((3, 100)), 2], ids=["tensor", "array", "int"])
+def test_matmul_from_the_left_calls_it_too(left: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BSR, "_matmul", None)
+    with pytest.raises(InvalidInput, match="import sparsek"):
+        assert left @ make()
+    BSR.register_matmul(lambda a, b: ("called", a, b))
+    a = make()
+    called, first, second = left @ a
+    assert called == "called"
+    assert first is left
+    assert second is a
+
+
+def test_values_in_the_padding_are_refused_and_counted():
+    a = make()
+    values = a.values.clone()
+    last = int(a.pattern.host.indptr[-2])
+    values[last, -1, 0] = torch.nan
+    values[last, -2, 0] = 1
+    with pytest.raises(InvalidInput, match="2 values in the padding of a 100x70 matrix"):
+        BSR(a.pattern, values)
+    with pytest.raises(InvalidInput, match="2 values in the padding"):
+        BSR(a.pattern.T, values, a.pattern.transposed[1])
+    BSR(a.pattern, a.values)
+
+
+def unaligned(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.numel() + 1)[1:].view(like.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.tolist(), "values must be a dense torch.Tensor, got list"),
+        (lambda v: v.int(), "is torch.int32; use one of"),
+        (lambda v: v[:-1], r"values have shape \(7, 32, 16\); the pattern needs \(8, 32, 16\)"),
+        (lambda v: v.mT, r"values have shape \(8, 16, 32\)"),
+        (lambda v: v.view(8, 512), r"values have shape \(8, 512\)"),
+        (lambda v: v.to("meta"), "values is on meta, which is not supported"),
+        (lambda v: v.mT.contiguous().mT, "contiguous"),
+        (unaligned, r"values start \d+ bytes past a multiple of 16"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(change, message: str):
+    a = make()
+    with pytest.raises(InvalidInput, match=message):
+        BSR(a.pattern, change(a.values))
+
+
+def test_a_pattern_of_another_kind_is_refused():
+    with pytest.raises(InvalidInput, match=r"pattern must be a BlockPattern, got \("):
+        BSR((1, 2), torch.ones(1))  # type: ignore[arg-type]
+
+
+def test_an_order_made_by_hand_is_held_to_the_pattern():
+    a = make()
+    view = BSR(a.pattern.T, a.values, a.pattern.transposed[1].clone())
+    assert torch.equal(view.to_dense(), a.to_dense().T)
+    wrong = a.pattern.transposed[1].flip(0)
+    for order in (wrong, wrong.long(), wrong + 100, wrong[1:], "order"):
+        with pytest.raises(InvalidInput, match=r"transposed views come from \.T"):
+            BSR(a.pattern.T, a.values, order)  # type: ignore[arg-type]
+
+
+def test_no_blocks_is_a_matrix_of_zeros():
+    pattern = BlockPattern(
+        (40, 0), (16, 16), torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    )
+    a = BSR(pattern, torch.zeros(0, 16, 16))
+    assert a.to_dense().shape == (40, 0)
+    assert a.T.to_dense().shape == (0, 40)
+    assert repr(a)
+
+
+def test_of_fields_makes_what_unchecked_makes() -> None:
+    a = random_bsr(64, 96, 16, 0.4, seed=0)
+    p = a.pattern
+    fields = {"shape": p.shape, "block": p.block, "indptr": p.indptr, "indices": p.indices}
+    pattern, other = BlockPattern.of_fields({**fields}), BlockPattern.unchecked(**fields)
+    assert vars(pattern) == vars(other)
+    assert pattern._memo is not other._memo
+    made = BSR.of_fields({"pattern": pattern, "values": a.values, "order": None})
+    assert vars(made) == vars(BSR.unchecked(pattern, a.values))
+    assert torch.equal(made.to_dense(), a.to_dense())

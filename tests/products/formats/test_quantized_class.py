@@ -1,0 +1,298 @@
+"""Quantized: its parts, transposes, copies, pytrees, what it refuses, and what comes of products."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from sparsek.core import operations
+from sparsek.core.errors import InvalidInput
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.quantized import Quantized, Scale, quantize
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.semi24 import Semi24
+from tests.products.formats import fp8
+from tests.products.formats.fp8 import CASES, E4M3, E5M2, FP8, KINDS, MAKERS, bsr, bsr24, semi24
+
+
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_a_transposed_view_is_quantized_as_the_matrix_that_it_views(kind: Scale, device: str):
+    a = bsr().to(device)
+    q = quantize(a, scale=kind)
+    t = quantize(a.T, scale=kind)
+    assert fp8.same(t, q.T)
+    assert torch.equal(t.to_dense(), q.to_dense().T)
+    assert q.T.scale is q.scale
+    assert q.T.matrix.values is q.matrix.values
+    assert fp8.same(q.T.T, q)
+    Quantized(t.matrix, t.scale, kind)
+    assert t.error(a.T) == q.error(a)
+
+
+def test_the_copy_of_a_transposed_view_has_scales_for_its_rows():
+    a = bsr().T
+    q = quantize(BSR(a.pattern, a.logical_values()))
+    largest = a.to_dense().abs().amax(1)
+    assert torch.equal(q.scale, torch.where(largest == 0, 1.0, largest / 448))
+
+
+def test_where_there_is_no_transpose_the_error_says_why():
+    with pytest.raises(InvalidInput, match=r"one for each column.*scale='tensor' or 'block'"):
+        assert quantize(bsr()).T
+    for make in (semi24, bsr24):
+        with pytest.raises(InvalidInput, match=r"has no \.T: its pairs lie along rows"):
+            assert quantize(make(), scale="tensor").T
+
+
+def changed(
+    part: str, change: Callable[[Any], Any], kind: Scale = "row", make: Any = bsr
+) -> Callable[[], Quantized]:
+    """A call that makes a Quantized with one part changed."""
+
+    def build() -> Quantized:
+        q = quantize(make(), scale=kind)
+        parts = {"matrix": q.matrix, "scale": q.scale, "kind": q.kind}
+        if part in parts:
+            parts[part] = change(parts[part])
+        else:
+            a: Any = q.matrix
+            inner = {name: getattr(a, name) for name in ("pattern", "values", "meta") if hasattr(a, name)}
+            inner[part] = change(inner[part])
+            parts["matrix"] = type(a).unchecked(**inner)
+        return Quantized(**parts)
+
+    return build
+
+
+def unaligned(like: torch.Tensor) -> torch.Tensor:
+    return torch.cat((like.new_zeros(1), like.reshape(-1)))[1:].view(like.shape)
+
+
+def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(part: torch.Tensor) -> torch.Tensor:
+        part = part.clone()
+        part.view(-1)[at] = value
+        return part
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            changed("matrix", lambda a: a.values),
+            "matrix must be a BSR, Semi24 or BSR24, got a torch.Tensor, torch.float8_e4m3fn",
+        ),
+        (changed("matrix", lambda a: bsr()), "values must be FP8, .*, got torch.float32; sparsek.quantize"),
+        (changed("values", lambda v: v.tolist()), "values must be a dense torch.Tensor, got list"),
+        (changed("values", lambda v: v[:1]), r"values have shape \(1, 16, 32\)"),
+        (changed("values", lambda v: v.mT.contiguous().mT), "values must be contiguous"),
+        (changed("values", unaligned), r"values start \d+ bytes past a multiple of 16"),
+        (changed("values", lambda v: v.to("meta")), "meta"),
+        (
+            changed("values", lambda v: torch.ones_like(v.float()).to(v.dtype)),
+            "in the padding of a 70x50 matrix",
+        ),
+        (changed("pattern", lambda p: p.T), "values have shape"),
+        (changed("values", lambda v: v[0], make=semi24), r"values must be 2-D \[M, K/2\]"),
+        (changed("meta", torch.zeros_like, make=semi24), "90 of 90 groups have malformed metadata"),
+        (changed("meta", torch.zeros_like, make=bsr24), "groups have malformed metadata"),
+        (
+            changed("meta", lambda m: m.int(), make=bsr24),
+            "dtype of meta is torch.int32; it must be torch.uint8",
+        ),
+        (changed("scale", lambda s: s.tolist()), "scale must be a dense torch.Tensor, got list"),
+        (
+            changed("scale", lambda s: s.double()),
+            "dtype of scale is torch.float64; it must be torch.float32",
+        ),
+        (changed("scale", lambda s: s[:-1]), r"scale has shape \(69,\); one per row needs \(70,\)"),
+        (changed("scale", lambda s: s[None]), r"scale has shape \(1, 70\)"),
+        (changed("scale", lambda s: s[None], "tensor"), r"scale has shape \(1,\); one per tensor needs \(\)"),
+        (changed("scale", lambda s: s[1:], "block"), r"one per block needs"),
+        (changed("scale", lambda s: s.to("meta")), "scale is on meta, which is not supported"),
+        (changed("scale", lambda s: torch.stack((s, s), 1)[:, 0]), "scale must be contiguous"),
+        (changed("scale", put(3, 0.0)), "1 of 70 scales are not positive and finite"),
+        (changed("scale", put(3, -1.0)), "1 of 70 scales are not positive and finite"),
+        (changed("scale", put(69, math.inf)), "1 of 70 scales are not positive and finite"),
+        (changed("scale", put(0, math.nan)), "1 of 70 scales are not positive and finite"),
+        (changed("kind", lambda k: "column"), "kind is 'column'; use one of tensor, row, block"),
+        (changed("kind", lambda k: "block", make=semi24), "a Semi24 has no blocks"),
+        (changed("kind", lambda k: "tensor"), r"scale has shape \(70,\); one per tensor"),
+        (
+            lambda: Quantized(quantize(bsr(), scale="tensor").T.matrix, torch.ones(50), "row"),
+            "is a transposed view",
+        ),
+    ],
+    ids=range(29),
+)
+def test_parts_that_do_not_fit_are_refused(build: Callable[[], Quantized], message: str):
+    with pytest.raises(InvalidInput, match=message):
+        build()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_parts_that_fit_are_taken_as_they_are(kind: Scale, dtype: torch.dtype):
+    """NaN and the infinities of E5M2 are values that a matrix may have."""
+    q = quantize(bsr(64, 64), dtype, kind)
+    q.matrix.values.view(torch.uint8).view(-1)[:2] = torch.tensor([0x7F, 0x7C], dtype=torch.uint8)
+    again = Quantized(q.matrix, q.scale, kind)
+    assert again.matrix is q.matrix
+    assert again.scale is q.scale
+
+
+def test_the_formats_alone_still_refuse_fp8():
+    a = bsr()
+    with pytest.raises(InvalidInput, match=r"is torch.float8_e4m3fn; use one of"):
+        BSR(a.pattern, a.values.to(E4M3))
+
+
+def test_to_stays_where_it_is_and_refuses_a_dtype():
+    q = quantize(bsr())
+    assert q.to("cpu") is q
+    assert q.to() is q.to(dtype=E4M3) is q
+    for asked in ({"device": torch.float32}, {"dtype": torch.float32}):
+        with pytest.raises(InvalidInput, match=r"a Quantized is FP8; .dequantize\(torch.float32\)"):
+            q.to(**asked)
+    with pytest.raises(InvalidInput, match="it must be a torch device"):
+        q.to("nowhere")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("make", "kind"), CASES)
+def test_to_moves_there_and_back(make: Callable[..., Any], kind: Scale):
+    q = quantize(make(), scale=kind, fast_accum=kind != "block")
+    views = [q.T] if make is bsr and kind != "row" else []
+    for each in (q, *views):
+        there = each.to("cuda")
+        assert there.device.type == there.scale.device.type == "cuda"
+        assert fp8.same(there.to("cpu"), each)
+
+
+def test_repr_is_one_line_of_facts():
+    a = random_bsr(64, 128, 16, 0.5)
+    assert repr(quantize(a)) == (
+        "Quantized(BSR 64x128 e4m3, block 16x16, 16 of 32 blocks, 50 %, scale per row, 0.00435 MB, cpu)"
+    )
+    assert repr(quantize(a, E5M2, "tensor").T) == (
+        "Quantized(BSR 128x64 e5m2, block 16x16, 16 of 32 blocks, 50 %, scale per tensor, 0.0041 MB, cpu, "
+        "transposed view)"
+    )
+    assert repr(quantize(semi24(64, 64))) == "Quantized(Semi24 64x64 e4m3, scale per row, 0.00282 MB, cpu)"
+    assert repr(_pytree.tree_map(lambda leaf: None, quantize(a))) == "Quantized(values not concrete)"
+
+
+@pytest.mark.parametrize(("make", "kind"), CASES)
+def test_pytree_leaves_are_those_of_the_matrix_and_the_scale(make: Callable[..., Any], kind: Scale):
+    q = quantize(make(), scale=kind)
+    leaves, spec = _pytree.tree_flatten(q)
+    of_matrix = _pytree.tree_leaves(q.matrix)
+    assert len(leaves) == len(of_matrix) + 1
+    assert all(one is other for one, other in zip(leaves, [*of_matrix, q.scale], strict=True))
+    again = _pytree.tree_unflatten(leaves, spec)
+    assert again.kind == kind
+    assert fp8.same(again, q)
+    keys = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(q)[0]]
+    assert keys[-1] == ".scale"
+    assert all(key.startswith(".matrix.") for key in keys[:-1])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_copies_share_what_nobody_writes_to_and_pickles_are_refused(make: Callable[..., Any]):
+    q = quantize(make())
+    assert copy.copy(q).matrix is q.matrix
+    deep = copy.deepcopy(q)
+    assert fp8.same(deep, q)
+    for part in ("pattern", "meta"):
+        assert getattr(deep.matrix, part, None) is getattr(q.matrix, part, None)
+    before = q.to_dense()
+    deep.matrix.values.view(torch.uint8).zero_()
+    deep.scale.zero_()
+    assert torch.equal(q.to_dense(), before)
+    with pytest.raises(InvalidInput, match=r"not pickled; use sparsek\.save"):
+        pickle.dumps(q)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_fast_accum_goes_wherever_the_matrix_goes(make: Callable[..., Any]):
+    q = quantize(make(), fast_accum=True)
+    assert (q.fast_accum, quantize(make()).fast_accum) == (True, False)
+    assert "scale per row, fast_accum, " in repr(q)
+    moved = [q.with_fast_accum(False).with_fast_accum(), copy.copy(q), copy.deepcopy(q)]
+    assert all(each.fast_accum for each in [*moved, Quantized(q.matrix, q.scale, "row", True)])
+    assert _pytree.tree_map(lambda leaf: leaf, q).fast_accum
+    assert moved[0].matrix is q.matrix
+    if make is bsr:
+        assert quantize(make(), scale="tensor", fast_accum=True).T.fast_accum
+
+
+def test_fast_accum_is_refused_where_it_means_nothing():
+    with pytest.raises(InvalidInput, match="up to its sparse matrix"):
+        quantize(torch.randn(4, 32), fast_accum=True)  # type: ignore[call-overload]
+    a = quantize(bsr(), scale="block")
+    for build in (
+        lambda: quantize(bsr(), scale="block", fast_accum=True),
+        a.with_fast_accum,
+        lambda: Quantized(a.matrix, a.scale, "block", True),
+    ):
+        with pytest.raises(InvalidInput, match="a scale per block multiplies the float32 sum of a block"):
+            build()
+    with pytest.raises(InvalidInput, match="fast_accum is 1; it must be True or False"):
+        quantize(bsr(), fast_accum=1)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("make", [semi24, bsr24, lambda: quantize(bsr())])
+def test_values_without_a_gradient_refuse_to_ask_for_one(make: Callable[..., Any]):
+    with pytest.raises(InvalidInput, match="products have no gradient for the values of a"):
+        make().requires_grad_()
+
+
+def test_it_takes_no_part_in_autograd():
+    a = bsr()
+    a.values.requires_grad_()
+    q = quantize(a)
+    assert not q.scale.requires_grad
+    assert not q.to_dense().requires_grad
+    assert q.error(a) > 0
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_operator_calls_what_was_registered_on_both_sides(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    q = quantize(make())
+    operations.load()  # registers what multiplies, once in a process
+    monkeypatch.setattr(Quantized, "_matmul", None)
+    with pytest.raises(InvalidInput, match="needs the operations; import sparsek"):
+        _ = q @ 7
+    Quantized.register_matmul(lambda first, second: ("called", first, second))
+    assert q @ 7 == ("called", q, 7)
+    assert 7 @ q == ("called", 7, q)
+
+
+def test_it_goes_through_torch_compile_and_is_made_there_without_the_check():
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q: Quantized, a: Semi24) -> tuple[torch.Tensor, Quantized]:
+        return q.to_dense() * 2, quantize(a, E5M2, check=False)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def checked(a: Semi24) -> Quantized:
+        return quantize(a)
+
+    # Each matrix and each scale once: every case compiles anew.
+    for make, kind in (CASES[2], CASES[3], CASES[6]):
+        q, a = quantize(make(), scale=kind), semi24()
+        doubled, made = run(q, a)
+        assert torch.equal(doubled, q.to_dense() * 2)
+        assert fp8.same(made, quantize(a, E5M2))
+    with pytest.raises(Exception, match=r"check=False"):
+        checked(semi24())

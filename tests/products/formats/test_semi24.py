@@ -1,0 +1,507 @@
+"""Semi24: which two of four it keeps, that nothing is lost on the way there and back, and what it refuses."""
+
+import copy
+import math
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.sparse import SparseSemiStructuredTensor
+from torch.utils import _pytree
+
+import sparsek
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.operations import KERNELS
+from sparsek.products.formats import two_four
+from sparsek.products.formats.semi24 import Semi24
+from tests.products.formats.two_four import (
+    DTYPES,
+    PAIRS,
+    kept,
+    masks,
+    matrices,
+    nibble,
+    packed,
+    pruned,
+    random_pairs,
+    same_bits,
+    spread,
+)
+
+MALFORMED = tuple(n for n in range(16) if n & 3 >= n >> 2)
+
+
+def make(m: int = 6, k: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Semi24:
+    return Semi24.from_dense(torch.randn(m, k, device=device).to(dtype))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+
+
+def test_it_has_a_name_at_the_top():
+    assert sparsek.Semi24 is Semi24
+
+
+@given(w=matrices())
+def test_the_two_largest_of_four_are_kept_and_of_equal_ones_the_lower_columns(w: torch.Tensor):
+    a = pruned(w)
+    pairs = [[kept(row[at : at + 4]) for at in range(0, len(row), 4)] for row in w.tolist()]
+    assert torch.equal(a.meta, packed(pairs, w.shape[1]))
+    expected = torch.zeros_like(w)
+    for row, of_row in enumerate(pairs):
+        for group, pair in enumerate(of_row):
+            for slot, column in enumerate(pair):
+                expected[row, 4 * group + column] = w[row, 4 * group + column]
+                assert same_bits(a.values[row, 2 * group + slot], w[row, 4 * group + column])
+    assert same_bits(a.to_dense(), expected)
+    Semi24(a.values, a.meta)
+
+
+@given(data=st.data())
+def test_a_mask_keeps_its_elements_and_fills_up_with_zeros(data: st.DataObject):
+    w = data.draw(matrices())
+    mask = data.draw(masks(*w.shape))
+    a = pruned(w, mask)
+    assert same_bits(a.to_dense(), torch.where(mask, w, torch.zeros_like(w)))
+    pairs = [
+        [kept([float(each) for each in row[at : at + 4]]) for at in range(0, len(row), 4)]
+        for row in mask.tolist()
+    ]
+    assert torch.equal(a.meta, packed(pairs, w.shape[1]))
+    Semi24(a.values, a.meta)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 40), (1, 8), (0, 16), (3, 0), (0, 0)], ids=str)
+def test_any_values_in_any_columns_come_back_to_the_last_bit(shape: tuple[int, int], dtype: torch.dtype):
+    rows, columns = shape
+    values = torch.randn(rows, columns // 2).to(dtype)
+    values.view(-1)[: values.numel() // 3] = torch.nan
+    values.view(-1)[::5] = -torch.inf
+    pairs = random_pairs(rows, columns, generator())
+    a = Semi24(values, packed(pairs, columns))
+    assert (a.shape, a.dtype, a.device.type) == (shape, dtype, "cpu")
+    assert same_bits(a.to_dense(), spread(values, pairs))
+    again = pruned(a.to_dense())
+    assert torch.equal(again.meta, a.meta)  # no value is zero, so there is no other way to write this matrix
+    assert same_bits(again.values, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_nan_is_equal_and_above_infinity(dtype: torch.dtype):
+    bits, infinity = two_four.BITS[dtype]
+    rising = torch.tensor(
+        [[infinity, infinity + 1, infinity + 3, -1, infinity, 0, infinity + 5, infinity + 2]]
+    )
+    w = rising.to(bits).view(dtype)
+    assert w.isnan().tolist() == [[False, True, True, True, False, False, True, True]]
+    a = pruned(w)
+    assert a.meta.tolist() == [[nibble((1, 2)) | nibble((2, 3)) << 4]]
+    assert same_bits(a.values, w[:, [1, 2, 6, 7]])
+
+
+def test_a_nibble_is_read_as_the_ptx_isa_has_it():
+    values = torch.arange(1.0, 13.0).view(1, 12)
+    meta = torch.tensor([[0x84, 0x9C, 0xED]], dtype=torch.uint8)
+    expected = [[1, 2, 0, 0, 3, 0, 4, 0, 5, 0, 0, 6, 0, 7, 8, 0, 0, 9, 0, 10, 0, 0, 11, 12]]
+    assert Semi24(values, meta).to_dense().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "stride",
+    [
+        lambda w: w.T.contiguous().T,
+        lambda w: torch.stack((w, -w), dim=-1)[..., 0],
+        lambda w: w.flip(0).contiguous().flip(0),
+        lambda w: torch.cat((w.new_ones(1), w.reshape(-1)))[1:].view(w.shape),
+    ],
+    ids=["columns", "every second", "flipped", "odd offset"],
+)
+def test_strides_do_not_matter(stride: Any, device: str):
+    w = torch.randn(12, 24, device=device).bfloat16()
+    mask = torch.rand(12, 24, device=device) < 0.1
+    a, b = Semi24.from_dense(w), Semi24.from_dense(stride(w))
+    Semi24(b.values, b.meta)
+    assert same_bits(a.values, b.values)
+    assert same_bits(a.meta, b.meta)
+    mask &= torch.tensor([True, True, False, False], device=device).repeat(6)
+    masked = Semi24.from_dense(stride(w), stride(mask.view(torch.int8)).bool())
+    assert same_bits(masked.to_dense(), w.masked_fill(~mask, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_packs_the_same_bits_without_a_sync(dtype: torch.dtype, no_sync: Any):
+    w = torch.randint(-3, 4, (70, 264)).to(dtype)
+    w[torch.rand(w.shape) < 0.05] = torch.nan
+    there = w.cuda()
+    Semi24.from_dense(there).to_dense()
+    with no_sync():
+        a = Semi24.from_dense(there)
+        dense = a.to_dense()
+    right = pruned(w)
+    assert same_bits(a.values.cpu(), right.values)
+    assert same_bits(a.meta.cpu(), right.meta)
+    assert same_bits(dense.cpu(), right.to_dense())
+
+
+@pytest.mark.gpu
+def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setitem(KERNELS, "pack24", lambda w, mask: asked.append(tuple(w.shape)))
+    w = torch.randn(8, 16, device="cuda")
+    right = Semi24.from_dense(w.cpu())
+    assert same_bits(Semi24.from_dense(w).values.cpu(), right.values)  # it answered None, so torch packed
+    Semi24.from_dense(w.requires_grad_())
+    assert asked == [(8, 16)]
+    made = right.to("cuda")
+    monkeypatch.setitem(KERNELS, "pack24", lambda w, mask: (made.values, made.meta))
+    assert Semi24.from_dense(w.detach()).values is made.values
+
+
+def test_a_registered_packer_is_not_asked_for_a_matrix_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    def never(w: torch.Tensor, mask: torch.Tensor | None) -> None:
+        raise AssertionError
+
+    monkeypatch.setitem(KERNELS, "pack24", never)
+    w = torch.randn(2, 8)
+    assert Semi24.from_dense(w).kept_norm(w) < 1
+
+
+@pytest.mark.gpu
+def test_a_registered_unpacker_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setitem(KERNELS, "unpack24", lambda values, meta: asked.append(tuple(values.shape)))
+    a = Semi24.from_dense(torch.randn(8, 16)).to("cuda")
+    right = a.to("cpu").to_dense()
+    assert same_bits(a.to_dense().cpu(), right)  # it answered None, so torch unpacked
+    Semi24.unchecked(a.values.clone().requires_grad_(), a.meta).to_dense()
+    assert asked == [(8, 8)]
+    monkeypatch.setitem(KERNELS, "unpack24", lambda values, meta: right)
+    assert a.to_dense() is right
+
+
+def test_exact_takes_a_2_4_matrix_and_counts_what_it_refuses(device: str):
+    w = make(7, 40, device=device).to_dense()
+    assert torch.equal(Semi24.from_dense(w, exact=True).to_dense(), w)
+    crowded = torch.zeros(7, 10, dtype=torch.bool)
+    crowded.view(-1)[torch.randperm(70)[:4]] = True
+    for group in crowded.nonzero().tolist():
+        w[group[0], 4 * group[1] : 4 * group[1] + 4] = torch.tensor([0, 7, 1e-30, 5])
+    row, group = crowded.nonzero()[0].tolist()
+    place = f"the first is row {row}, columns {4 * group} to {4 * group + 3}"
+    with pytest.raises(
+        InvalidInput, match=f"4 of 70 groups .* more than two nonzeros; {place}; without exact=True"
+    ):
+        Semi24.from_dense(w, exact=True)
+    Semi24.from_dense(w)
+
+
+def test_a_mask_with_three_of_four_is_refused_and_counted(device: str):
+    w = torch.randn(7, 40, device=device)
+    mask = torch.zeros(7, 40, dtype=torch.bool, device=device)
+    mask[:, ::4] = mask[:, 1::4] = True
+    mask[5, 8:12] = mask[6, 0:3] = True
+    with pytest.raises(
+        InvalidInput, match=r"2 of 70 groups .* two elements of the mask; the first is row 5, columns 8 to"
+    ):
+        Semi24.from_dense(w, mask)
+
+
+def test_exact_with_a_mask_refuses_nonzeros_outside_the_mask(device: str):
+    w = make(7, 40, device=device).to_dense()
+    mask = w != 0
+    assert torch.equal(Semi24.from_dense(w, mask, exact=True).to_dense(), w)
+    row, column = mask.nonzero()[17].tolist()
+    mask[row, column] = False
+    with pytest.raises(
+        InvalidInput, match=f"1 nonzeros lie outside the mask, the first at row {row}, column {column};"
+    ):
+        Semi24.from_dense(w, mask, exact=True)
+    w[row, column] = 0
+    assert torch.equal(Semi24.from_dense(w, mask, exact=True).to_dense(), w)
+
+
+@pytest.mark.parametrize(
+    ("w", "more", "message"),
+    [
+        ([[1.0]], {}, r"w must be a dense torch.Tensor, got list"),
+        (torch.ones(8), {}, r"w has shape \[8\]; it must be 2-D"),
+        (torch.ones(2, 8).to_sparse_csr(), {}, "layout torch.sparse_csr"),
+        (torch.ones(2, 8, dtype=torch.int8), {}, "is torch.int8; use one of"),
+        (torch.ones(2, 8, device="meta"), {}, "is on meta, which is not supported"),
+        (torch.ones(2, 12), {}, "w has 12 columns; K must be a multiple of 8"),
+        (torch.ones(2, 8), {"mask": [True]}, r"mask must be a dense torch.Tensor, got list"),
+        (
+            torch.ones(2, 8),
+            {"mask": torch.ones(2, 8)},
+            "dtype of mask is torch.float32; it must be torch.bool",
+        ),
+        (
+            torch.ones(2, 8),
+            {"mask": torch.ones(8, 2, dtype=torch.bool)},
+            r"mask has shape \[8, 2\]; it must be of",
+        ),
+        (
+            torch.ones(2, 8),
+            {"mask": torch.ones(2, 8, dtype=torch.bool, device="meta")},
+            "mask is on meta, which is not supported",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_packed_is_refused(w: Any, more: dict[str, Any], message: str):
+    with pytest.raises(InvalidInput, match=message):
+        Semi24.from_dense(w, **more)
+
+
+def test_metadata_that_names_a_column_twice_or_in_falling_order_is_counted_and_placed():
+    for wrong in MALFORMED:
+        rows, columns = 5, 64
+        a = make(rows, columns)
+        columns_of = torch.stack((a.meta & 15, a.meta >> 4), dim=-1).view(-1)
+        count = int(torch.randint(1, 9, ()))
+        at = torch.randperm(columns_of.numel())[:count]
+        columns_of[at] = wrong
+        meta = (columns_of[0::2] | columns_of[1::2] << 4).view(a.meta.shape)
+        row, group = divmod(int(at.min()), columns // 4)
+        message = (
+            rf"{count} of {rows * columns // 4} groups have malformed metadata; the first, at row {row}, columns "
+            rf"{4 * group} to {4 * group + 3}, has the nibble {wrong:#06b}: columns {wrong & 3} and {wrong >> 2},"
+        )
+        with pytest.raises(InvalidInput, match=message):
+            Semi24(a.values, meta)
+    assert {nibble(pair) for pair in PAIRS}.isdisjoint(MALFORMED)
+    assert len(MALFORMED) == 10
+
+
+def unaligned(like: torch.Tensor) -> torch.Tensor:
+    return torch.cat((like.new_zeros(1), like.reshape(-1)))[1:].view(like.shape)
+
+
+@pytest.mark.parametrize(
+    ("values", "meta", "message"),
+    [
+        (lambda v: v.tolist(), None, "values must be a dense torch.Tensor, got list"),
+        (None, lambda m: m.tolist(), "meta must be a dense torch.Tensor, got list"),
+        (lambda v: v.int(), None, "is torch.int32; use one of"),
+        (lambda v: v.to(torch.float8_e4m3fn), None, "is torch.float8_e4m3fn; use one of"),
+        (lambda v: v.view(-1), None, r"values must be 2-D \[M, K/2\], got shape \(96,\)"),
+        (lambda v: v.sum(), None, r"values must be 2-D \[M, K/2\], got shape \(\)"),
+        (
+            lambda v: v[:, :14].contiguous(),
+            None,
+            r"shape \(6, 14\), of 28 columns; K must be a multiple of 8",
+        ),
+        (None, lambda m: m.int(), "dtype of meta is torch.int32"),
+        (None, lambda m: m.to(torch.int8), "dtype of meta is torch.int8"),
+        (None, lambda m: m[:, :3], r"meta has shape \(6, 3\); values \(6, 16\) need \(6, 4\)"),
+        (None, lambda m: m[:5], r"meta has shape \(5, 4\)"),
+        (None, lambda m: m.view(-1), r"meta has shape \(24,\)"),
+        (None, lambda m: m.to("meta"), "meta is on meta, which is not supported"),
+        (lambda v: v.to("meta"), lambda m: m.to("meta"), "is on meta, which is not supported"),
+        (lambda v: v.T.contiguous().T, None, "values must be contiguous"),
+        (None, lambda m: m.T.contiguous().T, "meta must be contiguous"),
+        (lambda v: v.to_sparse_csr(), None, "values must be a dense torch.Tensor, got layout"),
+        (unaligned, None, r"values start \d+ bytes past a multiple of 16"),
+        (None, unaligned, r"meta start \d+ bytes past a multiple of 16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_parts_that_do_not_fit_are_refused(values: Any, meta: Any, message: str):
+    a = make(6, 32)
+    with pytest.raises(InvalidInput, match=message):
+        Semi24(values(a.values) if values else a.values, meta(a.meta) if meta else a.meta)
+
+
+def test_to_dense_in_another_dtype_is_the_matrix_in_that_dtype(device: str):
+    a = make(device=device)
+    assert same_bits(a.to_dense(torch.bfloat16), a.to_dense().bfloat16())
+    b = make(dtype=torch.float16, device=device)
+    assert same_bits(b.to_dense(torch.float64), b.to_dense().double())
+    with pytest.raises(InvalidInput, match=r"is torch.int32; use one of"):
+        a.to_dense(torch.int32)
+
+
+def test_to_changes_the_dtype_and_keeps_the_rest():
+    a = make()
+    b = a.to(dtype=torch.float64)
+    assert (b.dtype, b.shape, b.meta is a.meta) == (torch.float64, a.shape, True)
+    assert torch.equal(b.to_dense(), a.to_dense().double())
+    assert a.to("cpu", torch.float32) is a
+    assert a.to(torch.float64).dtype == torch.float64
+    with pytest.raises(InvalidInput, match=r"torch.int32; use one of"):
+        a.to(dtype=torch.int32)
+    with pytest.raises(InvalidInput, match="it must be a torch device"):
+        a.to("nowhere")
+
+
+@pytest.mark.gpu
+def test_to_moves_there_and_back():
+    a = make()
+    b = a.to("cuda")
+    assert b.device.type == b.meta.device.type == "cuda"
+    assert torch.equal(b.to("cpu").to_dense(), a.to_dense())
+
+
+def test_repr_is_one_line_of_facts():
+    assert repr(make(64, 2048, torch.bfloat16)) == "Semi24(64x2048 bf16, 0.147 MB, cpu)"
+    assert repr(_pytree.tree_map(lambda leaf: None, make())) == "Semi24(values not concrete)"
+
+
+def test_pytree_leaves_are_values_and_metadata():
+    a = make()
+    leaves, spec = _pytree.tree_flatten(a)
+    assert leaves[0] is a.values
+    assert leaves[1] is a.meta
+    assert len(leaves) == 2
+    assert torch.equal(_pytree.tree_unflatten(leaves, spec).to_dense(), a.to_dense())
+    keys = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(a)[0]]
+    assert keys == [".values", ".meta"]
+
+
+def test_copies_pickles_and_deep_copies_are_the_same_matrix():
+    a = make(dtype=torch.bfloat16)
+    assert copy.copy(a).values is a.values
+    deep = copy.deepcopy(a)
+    assert deep.values.data_ptr() != a.values.data_ptr()
+    for again in (deep, pickle.loads(pickle.dumps(a))):  # noqa: S301
+        assert same_bits(again.values, a.values)
+        assert torch.equal(again.meta, a.meta)
+
+
+def test_a_pickle_with_malformed_metadata_is_refused():
+    a = make()
+    content = pickle.dumps(Semi24.unchecked(a.values, torch.zeros_like(a.meta)))
+    with pytest.raises(InvalidInput, match="48 of 48 groups have malformed metadata"):
+        pickle.loads(content)  # noqa: S301
+
+
+def test_there_is_no_transpose_and_the_error_says_why():
+    with pytest.raises(InvalidInput, match=r"pairs lie along rows.*sparsek\.linear\(x, W\)"):
+        assert make().T
+
+
+def test_gradients_reach_the_kept_elements_and_the_values():
+    w = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
+    a = Semi24.from_dense(w)
+    assert a.requires_grad
+    assert not a.detach().requires_grad
+    assert a.detach().values.data_ptr() == a.values.data_ptr()
+    factor = torch.randn(5, 24, dtype=torch.float64)
+    (a.to_dense() * factor).sum().backward()
+    right = torch.where(a.to_dense() != 0, factor, 0.0)
+    assert w.grad is not None
+    assert torch.equal(w.grad, right)
+    values = make(dtype=torch.float64).values.requires_grad_()
+    Semi24.unchecked(values, make().meta).to(dtype=torch.float32).to_dense().square().sum().backward()
+    assert values.grad is not None
+    assert torch.allclose(values.grad, 2 * values.detach(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kept_norm_is_the_share_of_the_norm(dtype: torch.dtype, device: str):
+    w = torch.randn(65, 136, device=device).to(dtype)
+    a = Semi24.from_dense(w)
+    right = np.linalg.norm(a.to_dense().double().cpu().numpy()) / np.linalg.norm(w.double().cpu().numpy())
+    assert isinstance(a.kept_norm(w), float)
+    assert a.kept_norm(w) == pytest.approx(right, rel=1e-5)
+    assert 0.8 < right < 1
+
+
+def test_kept_norm_neither_over_nor_underflows():
+    w = torch.tensor([[3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [5.0, 5.0, 5.0, 5.0, 0.0, 0.0, 0.0, 0.0]])
+    for scale in (1e-30, 1.0, 1e30):
+        assert Semi24.from_dense(w * scale).kept_norm(w * scale) == pytest.approx(
+            math.sqrt(75 / 125), rel=1e-6
+        )
+    assert Semi24.from_dense(w * 0).kept_norm(w * 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("w", "message"),
+    [
+        (torch.ones(6, 40), "w is 6x40 on cpu; this matrix is 6x32 on cpu"),
+        (torch.ones(6, 32, dtype=torch.int32), "is torch.int32; use one of"),
+        ([1], r"w must be a dense torch.Tensor, got list"),
+    ],
+    ids=["shape", "dtype", "list"],
+)
+def test_kept_norm_refuses_another_matrix(w: Any, message: str):
+    with pytest.raises(InvalidInput, match=message):
+        make(6, 32).kept_norm(w)
+
+
+def test_products_call_what_is_registered(monkeypatch: pytest.MonkeyPatch):
+    a, b = make(), torch.ones(32, 2)
+    monkeypatch.setattr(Semi24, "_matmul", None)
+    for multiply in (lambda: a @ b, lambda: b @ a, lambda: torch.matmul(a, b)):  # type: ignore[operator, arg-type]
+        with pytest.raises(InvalidInput, match="import sparsek"):
+            multiply()
+    Semi24.register_matmul(lambda first, second: ("called", first, second))
+    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
+    lefts: list[Any] = [b, np.ones((2, 6)), 7]
+    for left in lefts:
+        called, first, second = left @ a
+        assert called == "called"
+        assert first is left
+        assert second is a
+    called, first, second = torch.matmul(a, b)  # type: ignore[arg-type, misc]
+    assert first is a
+    with pytest.raises(TypeError):
+        torch.add(a, b)  # type: ignore[arg-type]
+
+
+def test_it_goes_through_torch_compile_as_a_pytree_and_is_made_there():
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(a: Semi24, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.to_dense() * 2, Semi24.from_dense(w).to_dense()
+
+    a, w = make(), torch.randn(3, 16)
+    doubled, pruned = run(a, w)
+    assert torch.equal(doubled, a.to_dense() * 2)
+    assert torch.equal(pruned, Semi24.from_dense(w).to_dense())
+
+
+def test_torch_takes_it_on_a_gpu_only_and_says_so():
+    with pytest.raises(
+        Unsupported, match=r"(?s)Semi24.* to torch\.sparse.*Only CUDA tensors are currently supported"
+    ):
+        make(64, 64, torch.float16).to_torch()
+    with pytest.raises(Unsupported, match="only bf16 and fp16 are 2:4 there"):
+        make().to_torch()
+    with pytest.raises(
+        InvalidInput,
+        match=r"expected a torch.sparse.SparseSemiStructuredTensor, got a torch.Tensor, torch.float32",
+    ):
+        Semi24.from_torch(torch.ones(64, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "backend", ["SparseSemiStructuredTensorCUTLASS", "SparseSemiStructuredTensorCUSPARSELT"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torch_and_back_on_a_gpu(backend: str, dtype: torch.dtype):
+    a = make(128, 256, dtype, "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls the class a prototype
+        theirs = getattr(torch.sparse, backend).from_dense(a.to_dense())
+        again = Semi24.from_torch(theirs)
+        back = a.to_torch()
+        with pytest.raises(Unsupported, match="to Semi24"):
+            Semi24.from_torch(theirs.t())
+        with pytest.raises(Unsupported, match="multiple of"):
+            make(24, 24, dtype, "cuda").to_torch()
+    assert torch.equal(again.to_dense(), a.to_dense())
+    assert isinstance(back, SparseSemiStructuredTensor)
+    x = torch.randn(256, 64, device="cuda").to(dtype)
+    assert torch.allclose(torch.mm(back, x).float(), a.to_dense().float() @ x.float(), rtol=2e-2, atol=0.2)

@@ -1,0 +1,132 @@
+"""vendor.sddmm and vendor.spgemm: right within the budget, and honest about what they cost."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsek.core.device import H200
+from sparsek.engine.table import load
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.kernels.spmm.vendor_dense import dense_copy
+from sparsek.products.plan.matches import match
+from sparsek.products.reference.sddmm import sddmm as sddmm_reference
+from sparsek.testing.cases import laid_out
+from sparsek.testing.poison import poisoned
+from sparsek.testing.product_budget import check_sddmm, check_spgemm
+from sparsek.testing.product_cases import (
+    SDDMM_CASES,
+    SPGEMM_CASES,
+    SddmmCase,
+    SpgemmCase,
+    unmet_rows_poisoned,
+)
+from tests.attn.kernels.planned import join, sample, sddmm_problem, spgemm_problem
+from tests.sampling import sampled
+
+SDDMM, SPGEMM = load("vendor.sddmm"), load("vendor.spgemm")
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", SDDMM_CASES, ids=str)
+def test_every_case_of_sddmm_is_within_budget(case: SddmmCase, dtype: torch.dtype) -> None:
+    x, y, pattern = case.make(dtype=dtype)
+    x, y = unmet_rows_poisoned(x, y, pattern)
+    gate = check_sddmm(x, y, sample(SDDMM, x, y, pattern))
+    assert gate.passed, gate
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", SDDMM_CASES, ids=str)
+def test_every_case_of_sddmm_is_within_budget_on_the_gpu(case: SddmmCase, dtype: torch.dtype) -> None:
+    x, y, pattern = case.make("cuda", dtype)
+    gate = check_sddmm(x, y, sample(SDDMM, x, y, pattern))
+    assert gate.passed, gate
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "dense_out"),
+    sampled(list(itertools.product(SPGEMM_CASES, FLOATS, (False, True))), 72),
+    ids=str,
+)
+def test_every_case_of_spgemm_is_within_budget(case: SpgemmCase, dtype: torch.dtype, dense_out: bool) -> None:
+    a, b, wanted = case.make(dtype=dtype)
+    gate = check_spgemm(a, b, join(SPGEMM, a, b, None if dense_out else wanted, dense_out=dense_out))
+    assert gate.passed, gate
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense_out", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", SPGEMM_CASES, ids=str)
+def test_every_case_of_spgemm_is_within_budget_on_the_gpu(
+    case: SpgemmCase, dtype: torch.dtype, dense_out: bool
+) -> None:
+    a, b, wanted = case.make("cuda", dtype)
+    gate = check_spgemm(a, b, join(SPGEMM, a, b, None if dense_out else wanted, dense_out=dense_out))
+    assert gate.passed, gate
+
+
+def test_nan_reaches_what_it_reaches_in_the_reference_of_sddmm() -> None:
+    pattern = random_bsr(128, 250, (32, 32), 0.3, device="cpu", seed=4).pattern
+    x, y = (laid_out("row", shape, torch.float32, "cpu", 1) for shape in ((128, 40), (40, 250)))
+    x[17, 3] = y[4, 249] = torch.nan
+    found = sample(SDDMM, x, y, pattern).values
+    assert torch.equal(found.isnan(), sddmm_reference(x, y, pattern).values.isnan())
+
+
+def test_the_copies_follow_the_values_and_are_shared_with_vendor_dense() -> None:
+    a = random_bsr(90, 100, 32, 0.5, dtype=torch.float32, device="cpu", seed=1)
+    matches = match(a.pattern, a.pattern.T)
+    p = spgemm_problem(a, a.T, matches, True)
+    c = SPGEMM.default(p)
+    work = SPGEMM.prepare(p, c, matches)
+    for factor in (1, -2, 3):
+        with torch.no_grad():
+            a.values.mul_(factor)
+        out = poisoned((90, 90), torch.float32)
+        SPGEMM.launch(c, work, a, a.T, matches, out)
+        assert check_spgemm(a, a.T, out).passed
+    assert dense_copy(a).data_ptr() == dense_copy(a).data_ptr()
+
+
+@pytest.mark.parametrize("dense_out", [False, True])
+def test_inputs_that_need_gradients_are_multiplied(dense_out: bool) -> None:
+    a = random_bsr(64, 64, 16, 0.5, dtype=torch.float32, device="cpu", seed=1)
+    a.values.requires_grad_()
+    made = join(SPGEMM, a, a.T, dense_out=dense_out)
+    assert not (made.values if isinstance(made, BSR) else made).requires_grad
+    x = torch.randn(64, 8, requires_grad=True)
+    assert not sample(SDDMM, x, x.detach().mT, a.pattern).values.requires_grad
+
+
+def test_what_does_not_fit_the_memory_is_refused() -> None:
+    p = replace(sddmm_problem(*SDDMM_CASES[0].make()), m=2**20, n=2**20)
+    (reason,) = SDDMM.why_not(replace(p, card=H200))
+    assert reason == "X @ Y takes 2048.0 GiB; at most 69.5 GiB are given to it"
+    a, b, _ = SPGEMM_CASES[0].make()
+    p = replace(spgemm_problem(a, b, match(a.pattern, b.pattern), True), m=2**17, k=2**18, n=2**17, card=H200)
+    (reason,) = SPGEMM.why_not(p)
+    assert reason == "dense copies of A and B take 128.0 GiB; at most 69.5 GiB are given to them"
+    (reason,) = SPGEMM.why_not(replace(p, dense_out=False))
+    assert reason == "dense copies of A, B and C take 160.0 GiB; at most 69.5 GiB are given to them"
+
+
+def test_they_run_only_by_name_and_say_why() -> None:
+    assert SDDMM.only_by_name == "it allocates all of X @ Y"
+    assert SPGEMM.only_by_name == "it keeps dense copies of A and B"
+    a, b, _ = SPGEMM_CASES[0].make()
+    p = spgemm_problem(a, b, match(a.pattern, b.pattern), True)
+    (note,) = SPGEMM.notes(p, SPGEMM.default(p))
+    assert note.startswith("NaN or Inf in a block of A fills rows of C")
+
+
+def test_predictions_do_not_depend_on_the_pairs() -> None:
+    a, b, _ = SPGEMM_CASES[0].make()
+    p = spgemm_problem(a, b, match(a.pattern, b.pattern), True)
+    c = SPGEMM.default(p)
+    assert SPGEMM.seconds(p, c) == SPGEMM.seconds(replace(p, pairs=1), c) > 0

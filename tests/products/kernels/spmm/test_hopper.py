@@ -1,0 +1,564 @@
+"""hopper.spmm without a GPU: configs compiled for sm_90a, its schedule walked in numpy, its limits and reasons.
+
+FLAGGED holds every two choices that some config has together, among them transposed A, C by columns, epilogues and
+split rows. The pinned Triton compiles in this process, in each run fresh ones of them that hold every choice. Of A @ B
+with B by rows or by columns alone, CASES are every default and every three choices that some config has together; these
+hold no pair that FLAGGED lacks, and each run compiles a few of them. The newest release, in its own environment, takes
+three times as long, and compiles some of cases that hold every value of a field.
+"""
+
+import re
+from collections.abc import Hashable
+from dataclasses import asdict, replace
+from dataclasses import fields as dataclass_fields
+from itertools import chain, pairwise, product
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek.core.device import CPU, H200
+from sparsek.engine.table import load
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.formats.storage import merged_steps
+from sparsek.products.ops.spmm import plan_spmm
+from sparsek.products.plan import schedule
+from sparsek.products.plan.problems import SpmmProblem
+from tests.problems import A100, B200, changed, spmm_problem
+from tests.sampling import sampled
+
+pytest.importorskip("triton")
+
+from sparsek.products.kernels.spmm.hopper import Config, Work
+from tests.engine.launch.covering import covering, once
+from tests.engine.launch.hopper_code import compiled
+from tests.products.kernels.common.hopper_code import (
+    SMEM_PER_SM,
+    Memory,
+    boxes_of,
+    check_code,
+    check_code_of_next,
+)
+
+KERNEL = load("hopper.spmm")
+BLOCKS = (
+    (128, 128),
+    (64, 64),
+    (32, 32),
+    (16, 16),
+    (256, 128),
+    (512, 112),
+    (48, 96),
+    (80, 80),
+    (192, 64),
+    (16, 64),
+    (128, 16),
+)
+SIDES = (16, 64, 200, 8192)
+
+
+def problem(block: tuple[int, int], n: int, layout: str = "row", **more: object) -> SpmmProblem:
+    """8192 x 8192, one block of eight stored, and every factor for merging that ops would offer."""
+    stored = 8192 * 8192 // 8 // block[0] // block[1]
+    factors = [r for r in (2, 4, 8) if block[0] in (16, 32, 64) and r * block[0] <= 128]
+    fields = {
+        "m": 8192,
+        "k": 8192,
+        "n": n,
+        "block": block,
+        "nnzb": stored,
+        "dtype": "bf16",
+        "card": H200,
+        "row_max": 8192 // 8 // block[1],
+        "b_layout": layout,
+        "merged": tuple((r, int(stored * 0.94)) for r in factors),
+    }
+    return spmm_problem(**fields | more)  # pyright: ignore[reportArgumentType]
+
+
+PROBLEMS = [problem(block, n, layout) for block, n, layout in product(BLOCKS, SIDES, ("row", "col"))]
+CONFIGS = list(dict.fromkeys(c for p in PROBLEMS for c in [KERNEL.default(p), *KERNEL.configs(p)]))
+DEFAULTS = list(dict.fromkeys(KERNEL.default(p) for p in PROBLEMS if p.n >= 64))
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+EPILOGUES: tuple[dict[str, Any], ...] = (
+    {},
+    {"bias": True},
+    {"has_alpha": True},
+    *({"bias": True, "activation": name} for name in ACTIVATIONS),
+    {"has_alpha": True, "activation": "silu"},
+    {"combine": "mul", "activation": "gelu_tanh"},
+    {"combine": "mul", "activation": "silu"},
+    {"combine": "add"},
+    {"combine": "add", "bias": True, "has_alpha": True, "activation": "gelu"},
+    {"combine": "add", "in_place": True},
+    {"combine": "mul"},
+    *({"bias": True, "activation": name, "slope": True} for name in ACTIVATIONS if name != "relu"),
+)
+
+
+def flagged_problems(draw: Random, count: int) -> list[SpmmProblem]:
+    """`count` problems of every block and number of columns, with forms and epilogues drawn."""
+    return [
+        problem(
+            block,
+            n,
+            draw.choice(("row", "col")),
+            transposed=draw.random() < 0.5,
+            out_layout=draw.choice(("row", "col")),
+            **draw.choice(EPILOGUES),
+        )
+        for block, n in product(BLOCKS, SIDES)
+        for _ in range(count)
+    ]
+
+
+def choices(case: tuple[Config, str]) -> list[Hashable]:
+    """What was chosen for a config. How many stages there are, and how far apart boxes leave, follows from the rest."""
+    c, dtype = case
+    fields = asdict(c)
+    names = (
+        "block",
+        "cols",
+        "a_col",
+        "b_col",
+        "c_col",
+        "bias",
+        "has_alpha",
+        "activation",
+        "combine",
+        "slope",
+        "preload",
+        "held",
+        "split",
+        "box",
+    )
+    shape = [("groups", c.wg_m, c.wg_n), ("depth", c.width, c.pieces), ("merged", c.joined_rows > 1)]
+    return [*((name, fields[name]) for name in names), *shape, dtype]
+
+
+CASES = [
+    *dict.fromkeys([*product(DEFAULTS, ["bf16"]), *covering(product(CONFIGS, ["bf16"]), choices, 3)]),
+    *product(DEFAULTS[::8], ["fp16"]),
+]
+DRAW = Random(0)
+FLAGGED = covering(
+    {
+        replace(c, split=c.split or (not c.slope and not c.held and DRAW.random() < 0.4)): DRAW.choice(
+            ("bf16", "fp16")
+        )
+        for p in flagged_problems(DRAW, 16)
+        for c in KERNEL.configs(p)
+    }.items(),
+    choices,
+)
+COMPILED = sorted(FLAGGED.index(case) for case in once(FLAGGED, choices, most=6))
+EVERY_VALUE = covering([*CASES, *FLAGGED], lambda case: (*asdict(case[0]).items(), case[1]), 1)
+NEXT_CASES = sampled(EVERY_VALUE, 2, of="the newest Triton")
+
+
+@pytest.mark.parametrize(("c", "dtype"), sampled(CASES, 2), ids=str)
+def test_configs_compile_to_wgmma_and_tma_without_spills(c: Config, dtype: str) -> None:
+    check_code(c, dtype, compiled(c, dtype, reads_sass=False))
+
+
+@pytest.mark.parametrize("at", COMPILED, ids=lambda at: str(FLAGGED[at][0]))
+def test_configs_of_every_form_and_epilogue_compile_as_well(at: int) -> None:
+    """The machine code of every fourth is read, which takes as long as compiling it."""
+    c, dtype = FLAGGED[at]
+    check_code(c, dtype, compiled(c, dtype, reads_sass=at % 4 == 0))
+
+
+def test_two_choices_of_any_case_are_together_in_one_that_runs_draw_from() -> None:
+    assert covering(CASES, choices, held=FLAGGED) == []
+
+
+def test_the_newest_triton_compiles_configs_to_the_same() -> None:
+    check_code_of_next(NEXT_CASES)
+
+
+FIELDS = {
+    "block": st.sampled_from(BLOCKS),
+    "wg_m": st.sampled_from((1, 2)),
+    "wg_n": st.sampled_from((1, 2)),
+    "cols": st.sampled_from((16, 32, 64, 128, 256)),
+    "width": st.sampled_from((16, 32, 64)),
+    "pieces": st.sampled_from((1, 2, 4)),
+    "stages": st.integers(2, 12),
+    "joined_rows": st.sampled_from((1, 2, 4, 8)),
+    **dict.fromkeys(
+        ("a_col", "b_col", "c_col", "bias", "has_alpha", "slope", "preload", "split", "b_stack", "direct"),
+        st.booleans(),
+    ),
+    "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
+    "combine": st.sampled_from(("", "add", "mul")),
+    "every": st.integers(0, 9),
+    "box": st.sampled_from((16, 32, 64)),
+    "held": st.sampled_from((0, 32, 64)),
+    "owned": st.sampled_from((0, 48, 128)),
+}
+ANY_CONFIG = st.builds(Config, **FIELDS)
+
+
+def test_the_fields_above_are_all_that_a_config_has() -> None:
+    assert set(FIELDS) == {field.name for field in dataclass_fields(Config)}
+
+
+@given(ANY_CONFIG, st.sampled_from(sorted(FIELDS)), st.data())
+def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObject) -> None:
+    """Triton keeps compiled kernels by the text of their constants: two configs with one text ran one kernel."""
+    other = replace(c, **{name: data.draw(FIELDS[name])})
+    assert (str(c) == str(other)) == (c == other)
+    assert repr(c) == str(c)
+
+
+def test_all_the_planners_configs_have_texts_of_their_own() -> None:
+    known = {*CONFIGS, *(c for c, _ in FLAGGED)}
+    assert len({str(c) for c in known}) == len(known)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"card": A100},
+            "needs a Hopper card .* NVIDIA A100",
+        ),
+        (
+            {"card": B200},
+            "needs a Hopper card .* NVIDIA B200",
+        ),
+        ({"card": CPU}, "needs a Hopper card .* cpu"),
+        ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),
+        ({"dtype": "fp64"}, "multiplies bf16 and fp16, not fp64"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"b_layout": "strided"}, "gaps between its elements"),
+        ({"nnzb": 2**31 // 64}, "32 bits"),
+        ({"m": 2**31 - 1}, "32 bits"),
+        ({"k": 2**31 - 1}, "32 bits"),
+        ({"n": 2**31 - 8}, "32 bits"),
+        ({"n": 7}, "a row of C must hold a multiple of 8, not 7"),
+        ({"m": 7, "out_layout": "col"}, "a row of C must hold a multiple of 8, not 7"),
+        ({"block": (144, 64), "combine": "add", "in_place": True}, "tiles of blocks of 144 rows overlap"),
+    ],
+)
+def test_a_reason_names_what_is_in_the_way(change: dict[str, object], reason: str) -> None:
+    assert KERNEL.why_not(problem((64, 64), 64)) == []
+    (found,) = KERNEL.why_not(changed(problem((64, 64), 64), **change))
+    assert re.search(reason, found), found
+
+
+@pytest.mark.parametrize("layouts", list(product(("row", "col"), repeat=2)), ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "A.T"])
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_every_form_and_epilogue_is_taken(
+    epilogue: dict[str, Any], transposed: bool, layouts: tuple[str, str]
+) -> None:
+    for block in ((64, 64), (128, 128), (48, 96), (16, 16)):
+        p = problem(block, 8192, layouts[0], transposed=transposed, out_layout=layouts[1], **epilogue)
+        assert KERNEL.why_not(p) == []
+
+
+@pytest.mark.parametrize("n", [7, 8, 61])
+def test_c_by_columns_takes_any_number_of_columns(n: int) -> None:
+    assert KERNEL.why_not(problem((64, 64), n, "col", out_layout="col")) == []
+
+
+@pytest.mark.parametrize("block", [(80, 80), (144, 32), (336, 16)])
+def test_a_c_that_is_added_to_itself_is_written_by_no_two_tiles(block: tuple[int, int]) -> None:
+    """Slices of a tall block overlap, and both write the same bits, unless they read what they write."""
+    for p in (problem(block, n, in_place=True, combine="add") for n in (64, 8192)):
+        for c in KERNEL.configs(p):
+            units = schedule.walk(random_bsr(4 * block[0], 64, block, 1.0).pattern, c.rows, c.joined_rows)
+            assert (np.diff(units.row) >= c.height).all(), c
+
+
+def test_every_reason_is_given_at_once() -> None:
+    p = problem((64, 64), 9, "strided", card=CPU, dtype="fp32", aligned=False, m=2**31 - 1)
+    assert len(KERNEL.why_not(p)) == 6
+
+
+def test_a_b_with_gaps_is_left_to_other_kernels() -> None:
+    a = random_bsr(128, 128, (32, 32), 0.5, dtype=torch.bfloat16, device="cpu", seed=0)
+    strided = torch.ones(128, 512, dtype=torch.bfloat16)[:, ::8]
+    why = next(c.why_not for c in plan_spmm(a, strided, device="h200").losers if c.name == "hopper.spmm")
+    assert any("gaps" in reason for reason in why)
+
+
+SIZES = st.integers(1, 512 // 16).map(lambda i: 16 * i)
+
+
+@settings(max_examples=50)
+@given(
+    block=st.tuples(SIZES, SIZES),
+    n=st.one_of(st.integers(0, 300), st.integers(0, 2**20)),
+    layout=st.sampled_from(("row", "col")),
+    merge=st.booleans(),
+    transposed=st.booleans(),
+    out_layout=st.sampled_from(("row", "col")),
+    epilogue=st.sampled_from(EPILOGUES),
+    longest=st.sampled_from((0, 500)),
+)
+def test_every_config_fits_the_card(
+    block: tuple[int, int],
+    n: int,
+    layout: str,
+    merge: bool,
+    transposed: bool,
+    out_layout: str,
+    epilogue: dict[str, Any],
+    longest: int,
+) -> None:
+    form = {"transposed": transposed, "out_layout": out_layout, "row_max": longest}
+    p = problem(block, n, layout, nnzb=500, **form, **epilogue)
+    p = p if merge else changed(p, merged=())
+    configs = list(KERNEL.configs(p))
+    if not configs:
+        assert p.in_place
+        assert KERNEL.why_not(p)
+        return
+    assert KERNEL.default(p) in configs
+    for c in configs:
+        assert c.ctas_per_sm * (c.smem_bytes + 1024) <= SMEM_PER_SM, c
+        assert 2 <= c.stages <= 12, c
+        assert c.block == block, c
+        assert c.width * c.per_block == block[1], "a block is whole pieces"
+        assert (c.a_col, c.b_col, c.c_col) == (transposed, layout == "col", out_layout == "col"), c
+        assert (c.bias, c.has_alpha, c.activation, c.combine) == (
+            p.bias,
+            p.has_alpha,
+            p.activation,
+            p.combine,
+        ), c
+        assert max(c.a_boxed, c.c_box, c.panel, c.cols) <= 256, "a TMA box has at most 256 rows"
+        assert 2 * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
+        assert c.rows % c.a_boxed == 0, c
+        assert c.cols % c.panel == 0, c
+        assert c.joined_rows == 1 or not c.a_col, "boxes of a transposed A hold one block"
+        held_right = c.c_box == 64 and c.height == c.rows and c.cols % (c.held_boxes * c.held or 1) == 0
+        assert not c.held or (held_right and not (c.slope or c.split) and c.preload == bool(c.combine)), c
+        assert c.joined_rows == 1 or c.a_box * c.joined_rows <= c.rows, c
+        assert c.height % c.c_box == 0, c
+        assert all(c.height > 64 * w for w in range(c.wg_m)), "every warpgroup owns rows"
+        assert c.stage_bytes < 2**20, "a barrier counts less than 1 MB"
+
+
+def test_the_default_is_the_config_of_the_lowest_rank() -> None:
+    for p in PROBLEMS:
+        default = KERNEL.default(p)
+        assert KERNEL.rank(p, default) == min(KERNEL.rank(p, c) for c in KERNEL.configs(p))
+        assert KERNEL.seconds(p, default) > p.compulsory_bytes / H200.bandwidth
+
+
+def test_every_item_of_a_batch_is_predicted_as_a_launch() -> None:
+    """64 tiles on 132 CTAs. Eight items are eight launches, and do not share one round of tiles."""
+    one = changed(problem((64, 64), 512), m=1024, k=2048, nnzb=256)
+    c = KERNEL.default(one)
+    assert 7.5 < KERNEL.seconds(changed(one, batch=8), c) / KERNEL.seconds(one, c) < 8.1
+    assert KERNEL.seconds(changed(one, batch=0), c) > 0
+
+
+def test_layers_in_blocks_of_64_take_tiles_of_64x256() -> None:
+    chosen = {n: KERNEL.default(problem((64, 64), n, "col")) for n in (512, 2048, 8192)}
+    assert [(c.rows, c.block_cols, c.held) for c in chosen.values()] == [(64, 256, 32)] * 3
+
+
+def test_wide_tiles_of_low_blocks_are_held_for_an_activation_only() -> None:
+    """H100 (2026-11-26): blocks of 64 at 12.5 %, 8192^3, took 305 us staged and 315 held."""
+    p = spmm_problem(8192, 8192, 8192, (64, 64), 2048, "bf16", H200, row_max=16)
+    plain, gelu = KERNEL.default(p), KERNEL.default(changed(p, activation="gelu"))
+    assert (plain.rows, plain.block_cols, plain.held) == (64, 512, 0)
+    assert gelu.held == 32
+
+
+def walked(c: Config, a: BSR, b: np.ndarray, m: int, n: int, work: Work) -> np.ndarray:
+    """The kernel's index arithmetic, tile by tile, in numpy, and after it that of `merge_parts`. Returns C."""
+    tiles, starts, cols, blocks = (x.numpy() for x in (work.tiles, work.starts, work.cols, work.blocks))
+    blocks, nnzb, (bm, bk) = blocks.ravel(), a.nnzb, c.block
+    values = Memory(a.values.numpy().reshape(-1, a.values.shape[2]))
+    dense, out = Memory(b.T if c.b_col else b), np.full((n, m) if c.c_col else (m, n), np.nan)
+    c_mem = Memory(out)
+    sums = np.full((work.parts.slots if work.parts else 0, c.rows, c.block_cols), np.nan)
+    assert len(tiles) == starts[-1] + 2, "two records to spare for the read ahead"
+    for t, back in (
+        (t, (t - first) % 2 == 1) for first, last in pairwise(starts) for t in range(first, last)
+    ):
+        begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
+        acc = np.zeros((c.rows, c.block_cols))
+        count = (end - begin) * c.per_block
+        for q in range(-(-count // c.pieces) * c.pieces):
+            inside = q < count
+            step, k = begin + q // c.per_block, q % c.per_block * c.width
+            step = begin + end - 1 - step if back else step
+            j = int(cols[step]) if inside else a.grid[1]
+            a_part = np.full((c.rows, c.width), np.nan)
+            if c.a_col:
+                for w in range(c.wg_m):
+                    s = int(blocks[step]) if inside else nnzb
+                    box = values.read((s * bk + k, a_row + w * 64), (c.width, 64))
+                    a_part[64 * w : 64 * w + 64] = box.T
+            else:
+                for r in range(c.joined_rows):
+                    s = int(blocks[step * c.joined_rows + r]) if inside else nnzb
+                    box = values.read((s * bm + a_row, k), (c.a_box, c.width))
+                    a_part[r * c.a_box : (r + 1) * c.a_box] = box
+            at, sides = (j * bk + k, b_col), (c.width, c.block_cols)
+            acc += a_part @ (dense.read(at[::-1], sides[::-1]).T if c.b_col else dense.read(at, sides))
+        if slot >= 0:
+            assert np.isnan(sums[slot]).all(), "a slot has two parts"
+            sums[slot] = acc
+            continue
+        for wg in range(c.wg_m * c.wg_n):
+            row0, col0 = 64 * (wg % c.wg_m), c.cols * (wg // c.wg_m)
+            for r, along in boxes_of(c, wg):
+                at = row0 + r, col0 + along
+                part = acc[at[0] : at[0] + c.c_box, at[1] : at[1] + c.panel]
+                where = row + at[0], col + at[1]
+                c_mem.write(where[::-1] if c.c_col else where, part.T if c.c_col else part)
+    product = out.T if c.c_col else out
+    if work.parts is not None:
+        for first, slots, row, col in work.parts.table.tolist():
+            own = sums[[first + s * work.parts.columns for s in range(slots)]]
+            Memory(product).write((row, col), own.sum(0)[: c.height])
+        assert not np.isnan(sums[:, : c.height]).any(), "a slot has no part"
+    return product
+
+
+@settings(max_examples=40)
+@given(
+    block=st.sampled_from([*BLOCKS, (16, 48), (144, 32), (112, 16), (208, 16), (96, 64)]),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
+    cut=st.tuples(st.integers(0, 15), st.integers(0, 15)),
+    n=st.sampled_from((1, 8, 16, 61, 130, 300)),
+    density=st.sampled_from((0.1, 0.4, 1.0)),
+    sms=st.sampled_from((1, 3, 8, 132)),
+    form=st.tuples(st.booleans(), st.sampled_from(("row", "col")), st.sampled_from(("row", "col"))),
+    kind=st.sampled_from(("whole", "split", "follow")),
+    data=st.data(),
+)
+def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
+    block: tuple[int, int],
+    rows: int,
+    columns: int,
+    cut: tuple[int, int],
+    n: int,
+    density: float,
+    sms: int,
+    form: tuple[bool, str, str],
+    kind: str,
+    data: st.DataObject,
+) -> None:
+    """`a` is stored as it is or as its transpose. `kind`: rows are whole, in parts, or dealt on the device."""
+    view, b_layout, out_layout = form
+    columns = columns * 5 if kind == "split" else columns  # parts have 4 blocks or more
+    m, k = rows * block[0] - cut[0], columns * block[1] - cut[1]
+    sides, stored = ((k, m), (block[1], block[0])) if view else ((m, k), block)
+    a = random_bsr(*sides, stored, density, pattern="powerlaw", dtype=torch.float64, device="cpu", seed=n)
+    a = a.T if view else a
+    factors = [r for r in (2, 4, 8) if block[0] in (16, 32, 64) and r * block[0] <= 128 and not view]
+    p = problem(
+        block,
+        n,
+        b_layout,
+        m=m,
+        k=k,
+        nnzb=a.nnzb,
+        merged=tuple((r, merged_steps(a.pattern, r)) for r in factors),
+        card=replace(H200, sm_count=sms),
+        transposed=view,
+        out_layout=out_layout,
+    )
+    c = replace(data.draw(st.sampled_from(list(KERNEL.configs(p)))), split=kind == "split")
+    c, work = KERNEL.adopt(p, c, a) if kind == "follow" else (c, KERNEL.prepare(p, c, a))
+    b = torch.randn(k, n, dtype=torch.float64).numpy()
+    found = walked(c, a, b, m, n, work)
+    np.testing.assert_allclose(found, a.to_dense().numpy() @ b, rtol=1e-9, atol=1e-9)
+    assert work.ctas == len(work.starts) - 1 <= sms * c.ctas_per_sm
+    assert not work.tiles[-2:, :5].any()
+    assert (work.tiles[:-2, 5] == -1).all() or work.parts is not None
+
+
+def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
+    even = problem((128, 128), 128)
+    assert not any(c.split for c in KERNEL.configs(even))
+    long = changed(even, nnzb=64 + 60, row_max=64)
+    assert any(c.split for c in KERNEL.configs(long))
+    assert KERNEL.default(long).split, "a row of 64 blocks takes one CTA as long as 64 steps"
+    assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"
+
+
+def boxes_moved(c: Config, stages: tuple[int, ...], group: int) -> list[list[tuple[str, int, int]]]:
+    """What ("store" or "load", tile, box) warpgroup `group` moves during each tile, which has so many stages: the
+    control flow of `multiply`. The last list is moved after all tiles."""
+    boxes, unsent, moved = len(boxes_of(c, group)), 0, []
+    every = max(c.every, 1)
+    for tile, count in enumerate(stages):
+        now: list[tuple[str, int, int]] = []
+        if c.held:  # a loop over stages for every piece, of as many as there are, and one over the rest
+            moved.append(pieces_moved(c, boxes, tile - 1, tile))
+            continue
+        unasked = boxes if c.preload else 0
+        for stage in range(count):
+            if unsent + unasked > 0 and stage % every == every // 2 * group % every:
+                if unasked > unsent:
+                    now.append(("load", tile, boxes - unasked))
+                    unasked -= 1
+                if unsent > 0:
+                    now.append(("store", tile - 1, boxes - unsent))
+                    unsent -= 1
+        now += [("store", tile - 1, boxes - left) for left in range(unsent, 0, -1)]
+        now += [("load", tile, boxes - left) for left in range(unasked, 0, -1)]
+        unsent = boxes if c.every > 0 else 0
+        if c.every == 0:
+            now += [("store", tile, box) for box in range(boxes)]
+        moved.append(now)
+    last = len(stages) - 1
+    if c.held:
+        return [*moved, pieces_moved(c, boxes, last, None)]
+    return [*moved, [("store", last, box) for box in range(boxes - unsent, boxes)]]
+
+
+def pieces_moved(c: Config, count: int, held: int, tile: int | None) -> list[tuple[str, int, int]]:
+    """The same of `multiply_held`, which holds tile `held`, if any (-1), and multiplies `tile`, if any."""
+    now: list[tuple[str, int, int]] = []
+    for piece in range(count):
+        if held >= 0:
+            now.append(("store", held, piece))
+            if c.preload and piece + 2 < count:
+                now.append(("load", held, piece + 2))
+        if c.preload and tile is not None and piece + 2 >= count:
+            now.append(("load", tile, piece + 2 - count))
+    return now
+
+
+@pytest.mark.parametrize("c", [*CONFIGS[::7], *(c for c, _ in FLAGGED)], ids=str)
+def test_every_box_of_a_tile_is_stored_once_and_in_order_while_the_next_is_multiplied(c: Config) -> None:
+    stages = (3, 0, 1, 40, 2, 0)
+    for group in range(c.wg_m * c.wg_n):
+        boxes = len(boxes_of(c, group))
+        assert boxes * c.c_box * c.panel == min(64, c.height - 64 * (group % c.wg_m)) * c.cols
+        for pace in (c, replace(c, every=0, preload=False, held=0)):
+            moved = boxes_moved(pace, stages, group)
+            stored = [(tile, box) for kind, tile, box in chain(*moved) if kind == "store"]
+            count = len(boxes_of(pace, group))
+            assert stored == [(tile, box) for tile in range(len(stages)) for box in range(count)]
+        moved = boxes_moved(c, stages, group)
+        assert not any(kind == "store" for kind, *_ in moved[0])
+        assert c.every >= 1
+        if c.preload:
+            of_first = [(kind, tile) for kind, tile, box in chain(*moved) if box == 0]
+            assert of_first == [(kind, tile) for tile in range(len(stages)) for kind in ("load", "store")]
+            if c.held:  # every box of shared memory is loaded and stored in turn
+                for place in range(c.held_boxes):
+                    kinds = [kind for kind, _, box in chain(*moved) if box % c.held_boxes == place]
+                    assert kinds == ["load", "store"] * (len(kinds) // 2)
+                continue
+            for tile, now in enumerate(moved[:-1]):
+                assert [each for each in now if each[0] == "load"] == [
+                    ("load", tile, box) for box in range(boxes)
+                ], "all of the other matrix has been asked for when the tile ends"

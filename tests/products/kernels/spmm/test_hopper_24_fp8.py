@@ -1,0 +1,203 @@
+"""hopper.semi24_fp8 and hopper.bsr24_fp8: machine code and roles without a GPU, reasons; products on one."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.device import H200
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, Scales
+from tests.attn.kernels.planned import default_and, hold, multiply, problem
+from tests.engine.launch.drawn import fresh
+from tests.problems import RTX_4090, changed, fp8_problem
+from tests.sampling import sampled
+
+pytest.importorskip("triton")  # its nvdisasm reads the code
+
+from sparsek.products.kernels.spmm import hopper_24 as semi24
+from sparsek.products.kernels.spmm import hopper_24_fp8 as semi24_fp8
+from sparsek.products.kernels.spmm import hopper_bsr24_fp8 as bsr24_fp8
+from sparsek.products.kernels.spmm.hopper_24 import Config, in_wgmma_order
+from tests.products.kernels.spmm import hopper_24_emulated as emulated
+from tests.products.kernels.spmm.test_hopper_24 import check_code, needs_compiler, needs_nvrtc
+
+BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
+LAYER: dict[str, Any] = {"out_layout": "col", "bias": True, "activation": "gelu"}
+SEMI = fp8_problem(two_four=True, **BIG)
+BSR = fp8_problem(two_four=True, **BIG, block=(128, 128), nnzb=512, row_max=8)
+KERNELS = {"semi24_fp8": semi24_fp8.KERNEL, "bsr24_fp8": bsr24_fp8.KERNEL}
+COMPILED = [
+    semi24_fp8.KERNEL.default(changed(SEMI, **LAYER, out_dtype="fp16")),
+    semi24_fp8.KERNEL.default(changed(SEMI, m=512, n=512, dtype="e5m2")),
+    bsr24_fp8.KERNEL.default(changed(BSR, **LAYER, b_dtype="e5m2", combine="mul")),
+    semi24_fp8.KERNEL.default(changed(SEMI, **LAYER, fast_accum=True)),
+    bsr24_fp8.KERNEL.default(changed(BSR, fast_accum=True)),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("at", range(len(COMPILED)), ids=lambda at: str(COMPILED[at]))
+def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
+    check_code(COMPILED[at])
+
+
+MORE: dict[str, Any] = {"layouts": COL, "bias": True, "activation": "gelu"}
+RUNS = {
+    "whole": (Case(168, 672, 200, None, "whole", scales=Scales("tensor", "row", E5M2)), 192, 2, 2),
+    "blocks": (
+        Case(248, 512, 136, (128, 128), "blocks", two_four=True, scales=ROW, combine="add", **MORE),
+        128,
+        1,
+        3,
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", RUNS)
+def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
+    case, columns, cluster, ctas = RUNS[name]
+    kernel = KERNELS[case.op]
+    for order in (emulated.MIXED, emulated.LATE):
+        a, b, epilogue, out = case.make("cpu", torch.bfloat16, order)
+        p = changed(problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
+        assert kernel.why_not(p) == []
+        c = next(c for c in kernel.configs(p) if (c.tm, c.tn, c.cluster) == (128, columns, cluster))
+        scales = semi24.Scales(a.scale if a.kind == "row" else a.scale.view(()), b.scale)
+        work, matrix = kernel.prepare(p, c, a), a.matrix
+        assert not isinstance(matrix, sk.BSR)
+        said = emulated.run(c, work, matrix, b.values.mT, out, epilogue, scales, order=order)
+        assert said == ""
+        gate = check_spmm(a, b, out, epilogue)
+        assert gate.passed, f"{c} {order}: {gate}"
+
+
+def test_nibbles_come_as_wgmma_reads_them() -> None:
+    """Word by word, as the PTX ISA tells it."""
+    meta = sk.Semi24.from_dense(torch.randn(128, 192)).meta
+    words = in_wgmma_order(meta, fp8=True).numpy().view(np.uint32)
+    assert words.shape == (2, 4, 128)
+    for slab, chunk, thread in np.ndindex(2, 3, 128):
+        warp, g, h, high = thread // 32, thread % 32 // 4, thread % 4 // 2, thread % 2
+        row, first = 64 * slab + 16 * warp + g + 8 * high, 8 * chunk + 4 * h
+        wanted = int.from_bytes(meta[row, first : first + 4].numpy().tobytes(), "little")
+        assert int(words[slab, chunk, thread]) == wanted
+    assert (words[:, 3] == 0x44444444).all()
+
+
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "ampere": ({"card": RTX_4090}, "Hopper card"),
+    "fp32": ({"out_dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
+    "blocks": ({"a_scale": "block"}, "belongs inside the sums"),
+    "residual": ({"combine": "mul", "aligned": False}, "another matrix with C's layout"),
+    "columns": ({"n": 12}, "a multiple of 8, not 12"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
+    change, text = REASONS[name]
+    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
+        assert kernel.why_not(p) == []
+        (why,) = kernel.why_not(changed(p, **change))
+        assert text in why
+
+
+def test_each_kind_has_reasons_of_its_own() -> None:
+    assert "K a multiple of 32, not 8208" in semi24_fp8.KERNEL.why_not(changed(SEMI, k=8208))[0]
+    assert "not 64" in bsr24_fp8.KERNEL.why_not(changed(BSR, block=(128, 64)))[0]
+    assert "no stored blocks" in bsr24_fp8.KERNEL.why_not(changed(BSR, nnzb=0))[0]
+
+
+def test_predictions_grow_with_work_and_count_rounding() -> None:
+    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
+        for c in kernel.configs(p):
+            seconds = kernel.seconds(p, c)
+            assert kernel.seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
+            assert kernel.seconds(changed(p, rounds="bf16"), c) > seconds + 1e-5
+            assert isinstance(c, Config)
+            assert c.promote % 2 == 0
+
+
+def test_fast_accum_gives_tiles_as_wide_as_in_16_bits() -> None:
+    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
+        kept, fast = kernel.configs(p), kernel.configs(changed(p, fast_accum=True))
+        assert {(c.promote, c.tn == 256) for c in kept} == {(4, False)}
+        assert {(c.promote, c.tn == 256) for c in fast} == {(0, False), (0, True)}
+
+
+def test_plans_for_an_h200_name_the_kernel() -> None:
+    w = sk.quantize(sk.Semi24.from_dense(torch.randn(1024, 512)), E4M3)
+    plan = sk.plan_spmm(w, sk.quantize(torch.randn(256, 512), E4M3).mT, device="h200")
+    assert plan.kernel == "hopper.semi24_fp8"
+    assert "FP8 .e4m3.e4m3" in plan.explain()
+
+
+GPU_CASES = [
+    Case(64, 32, 8, None, "small", scales=ROW),
+    Case(200, 480, 264, None, "ragged", scales=ROW),
+    Case(1000, 2080, 520, None, "tensor", scales=Scales("tensor", "tensor")),
+    Case(296, 1056, 77, None, "layer", scales=Scales("row", "row", E5M2, E4M3), **MORE),
+    Case(296, 1056, 77, None, "gate", scales=ROW, combine="mul", layouts=COL),
+    Case(136, 8192, 256, None, "long", scales=Scales("row", "tensor", E4M3, E5M2)),
+    Case(
+        136,
+        96,
+        72,
+        None,
+        "batch",
+        scales=ROW,
+        alpha=0.5,
+        bias=True,
+        activation="silu",
+        combine="add",
+        batch=(2, 2),
+    ),
+    Case(1000, 8192, 520, None, "fast", scales=Scales(fast=True)),
+    Case(296, 1056, 77, None, "fast layer", scales=Scales("tensor", "row", E5M2, fast=True), **MORE),
+    Case(1000, 4096, 520, (128, 128), "fast", 0.3, two_four=True, scales=Scales(fast=True)),
+    Case(128, 256, 72, (64, 128), "plain", two_four=True, scales=ROW),
+    Case(1000, 1024, 520, (128, 128), "blocks", 0.3, two_four=True, scales=Scales("tensor", "row")),
+    Case(
+        504, 768, 261, (256, 128), "layer", 0.4, two_four=True, scales=ROW, combine="add", beta=-0.5, **MORE
+    ),
+    Case(
+        384, 512, 64, (128, 256), "empty rows", 0.2, two_four=True, scales=ROW, bias=True, activation="relu"
+    ),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (case, dtype)
+        for case in GPU_CASES
+        for dtype in sampled((torch.bfloat16, torch.float16), 1, of=str(case))
+    ],
+    ids=str,
+)
+def test_every_config_is_within_budget(case: Case, dtype: torch.dtype) -> None:
+    kernel = KERNELS[case.op]
+    a, b, epilogue, out = case.make("cuda", dtype)
+    p = problem(a, b, out, epilogue)
+    assert kernel.why_not(p) == []
+    for c in default_and(2, kernel, p, of=str(case)):
+        hold(kernel, case, dtype, "cuda", fresh(), c)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+def test_all_runs_give_the_same_bits(fast: bool) -> None:
+    case, first = Case(2048, 4096, 2048, None, "large", scales=Scales(fast=fast)), None
+    a, b, epilogue, out = case.make("cuda", torch.bfloat16, fresh())
+    for c in semi24_fp8.KERNEL.configs(problem(a, b, out, epilogue)):
+        for _ in range(8):
+            out.fill_(torch.nan)
+            multiply(semi24_fp8.KERNEL, a, b, epilogue, out, config=c)
+            first = out.clone() if first is None else first
+            assert torch.equal(out, first), c

@@ -1,0 +1,411 @@
+"""hopper.spmm_fp8 without a GPU: configs compiled for sm_90a, its schedule walked in numpy, its launch and limits.
+
+Machine code must show what no test of results does: that nothing is spilled, that no wgmma waits for the one before it,
+and that every warpgroup sums FP8 in the tensor cores for one step only; with `fast_accum`, that one step runs behind
+another.
+"""
+
+import re
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsek as sk
+from sparsek.core.device import CPU, H200
+from sparsek.engine.table import load
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.random import random_bsr
+from sparsek.products.plan.problems import SpmmProblem
+from sparsek.products.reference.epilogue import Epilogue
+from tests.problems import B200, changed, fp8_problem
+
+pytest.importorskip("triton")
+
+from sparsek.products.kernels.spmm import hopper_fp8 as spmm_fp8
+from sparsek.products.kernels.spmm.hopper_fp8 import PROMOTED, Config
+from sparsek.products.kernels.spmm.parts import Dealt
+from tests.engine.launch.covering import once
+from tests.engine.launch.hopper_code import compiled
+from tests.products.kernels.common.hopper_code import (
+    SMEM_PER_SM,
+    Memory,
+    boxes_of,
+    check_code,
+    check_code_of_next,
+)
+
+KERNEL = load("hopper.spmm_fp8")
+BLOCKS = ((128, 128), (64, 64), (64, 128), (256, 64), (96, 96), (16, 32), (192, 160))
+EPILOGUES: tuple[dict[str, Any], ...] = (
+    {},
+    {"bias": True, "activation": "gelu"},
+    {"combine": "mul", "activation": "silu"},
+    {"combine": "add", "in_place": True, "has_alpha": True},
+)
+
+
+def problem(block: tuple[int, int], n: int, **more: object) -> SpmmProblem:
+    """8192 x 8192, one block of eight stored."""
+    stored = 8192 * 8192 // 8 // block[0] // block[1]
+    fields = {"m": 8192, "k": 8192, "n": n, "block": block, "nnzb": stored, "dtype": "e4m3", "card": H200}
+    return fp8_problem(**fields | {"row_max": 8192 // 8 // block[1]} | more)
+
+
+def kept(p: SpmmProblem, c: Config) -> tuple[Config, str]:
+    """`c`, and the types of A, B and C that it is compiled for."""
+    return c, f"{p.dtype} {p.b.dtype} {p.c.dtype}"
+
+
+def held(**more: object) -> tuple[Config, str]:
+    """The largest tile that waits in registers."""
+    p = problem((128, 128), 8192, **more)
+    return kept(p, max(KERNEL.configs(p), key=lambda c: (c.held, c.cols)))
+
+
+def staged(**more: object) -> tuple[Config, str]:
+    """The largest tile that waits in shared memory."""
+    p = problem((128, 128), 8192, **more)
+    return kept(p, min(KERNEL.configs(p), key=lambda c: (c.held, -c.cols)))
+
+
+def split(**more: object) -> tuple[Config, str]:
+    """The largest tile of rows that are split."""
+    p = problem((64, 64), 8192, row_max=2000, **more)
+    return kept(p, max(KERNEL.configs(p), key=lambda c: (c.split, c.block_cols)))
+
+
+def alone(**more: object) -> tuple[Config, str]:
+    """A tile of one warpgroup."""
+    p = problem((64, 128), 16, **more)
+    return kept(p, next(c for c in KERNEL.configs(p) if c.wg_m * c.wg_n == 1))
+
+
+def chosen(p: SpmmProblem) -> tuple[Config, str]:
+    return kept(p, KERNEL.default(p))
+
+
+TENSORS = {"a_scale": "tensor", "b_scale": "tensor"}
+EVERYTHING = {"bias": True, "activation": "gelu", "out_dtype": "fp16", "out_layout": "col"}
+COMPILED = [
+    staged(),
+    staged(a_scale="block", **EVERYTHING),
+    staged(**TENSORS, out_layout="col"),
+    staged(fast_accum=True, out_layout="col"),
+    held(),
+    held(a_scale="block", **EVERYTHING),
+    held(**TENSORS, dtype="e5m2"),
+    held(fast_accum=True),
+    held(fast_accum=True, **TENSORS, **EVERYTHING),
+    split(a_scale="block", dtype="e5m2"),
+    chosen(problem((96, 96), 200, b_scale="tensor", out_dtype="fp32", out_layout="col")),
+    alone(**TENSORS, b_dtype="e5m2", combine="mul", activation="silu"),
+]
+
+
+def test_the_configs_that_are_compiled_are_of_every_kind() -> None:
+    configs = [c for c, _ in COMPILED]
+    assert {c.chunks for c in configs} == {1, 4}
+    assert {(c.promote == 0, c.chunk) for c in configs if c.cols == 256} == {(True, 256), (False, 64)}
+    assert {(c.promote > 0, c.held > 0) for c in configs} == set(product((False, True), repeat=2))
+    assert {c.wg_m * c.wg_n for c in configs} == {1, 2}
+    assert {c.a_scale for c in configs} == {"tensor", "row", "block"}
+    assert {c.b_scale for c in configs} == {"tensor", "column"}
+    assert {types.split()[2] for _, types in COMPILED} == {"bf16", "fp16", "fp32"}
+    assert any(c.split for c in configs)
+    assert {c.c_col for c in configs} == {False, True}
+
+
+def kinds(case: tuple[Config, str]) -> list[tuple[object, ...]]:
+    c, types = case
+    ways = ("promote", c.promote > 0), ("held", c.held > 0), ("split", c.split), ("column", c.c_col)
+    return [*ways, ("chunks", c.chunks), ("scales", c.a_scale, c.b_scale), ("c", types.split()[2])]
+
+
+@pytest.mark.parametrize(("c", "types"), once(COMPILED, kinds, most=4), ids=str)
+def test_fp8_configs_compile_to_wgmma_and_tma_without_spills(c: Config, types: str) -> None:
+    # One register is spilled outside the loops where float32 sums leave through bias and GELU.
+    fullest = c.held and c.promote and c.bias
+    check_code(c, types, compiled(c, types), *((8, 8) if fullest else (0, 0)))
+
+
+def test_the_newest_triton_compiles_fp8_as_well() -> None:
+    check_code_of_next(COMPILED[2:3])
+
+
+FIELDS = {
+    "block": st.sampled_from(BLOCKS),
+    "wg_m": st.sampled_from((1, 2)),
+    "wg_n": st.sampled_from((1, 2)),
+    "cols": st.sampled_from((16, 32, 64, 128, 256)),
+    "width": st.sampled_from((32, 64, 128)),
+    "pieces": st.sampled_from((1, 2, 4)),
+    "stages": st.integers(2, 12),
+    "joined_rows": st.sampled_from((1, 2)),
+    **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "has_alpha", "split", "direct"), st.booleans()),
+    **dict.fromkeys(("slope", "preload"), st.just(False)),  # of hopper.spmm alone
+    "held": st.sampled_from((0, 32)),
+    "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
+    "combine": st.sampled_from(("", "add", "mul")),
+    "every": st.integers(0, 9),
+    "box": st.sampled_from((16, 32, 64)),
+    "promote": st.sampled_from((0, 1, 2, 4)),
+    "a_scale": st.sampled_from(("tensor", "row", "block")),
+    "b_scale": st.sampled_from(("tensor", "column")),
+    "c_bytes": st.sampled_from((2, 4)),
+}
+
+
+def test_the_fields_above_are_all_that_a_config_has() -> None:
+    assert set(FIELDS) == {field.name for field in dataclass_fields(Config)}
+
+
+@given(st.builds(Config, **FIELDS), st.sampled_from(sorted(FIELDS)), st.data())
+def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObject) -> None:
+    """Triton keeps compiled kernels by the text of their constants: two configs with one text ran one kernel."""
+    other = replace(c, **{name: data.draw(FIELDS[name])})
+    assert (str(c) == str(other)) == (c == other)
+    assert repr(c) == str(c)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"card": B200},
+            "needs a Hopper card .* NVIDIA B200",
+        ),
+        ({"card": CPU}, "needs a Hopper card .* cpu"),
+        (
+            {"transposed": True},
+            "reads both operands along K, and the blocks of an A.T are contiguous across it",
+        ),
+        ({"block": (64, 48)}, "32 deep, and blocks are 48 wide"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"n": 12}, "a row of C must hold a multiple of 8, not 12"),
+        ({"n": 6, "out_dtype": "fp32"}, "a row of C must hold a multiple of 4, not 6"),
+        ({"m": 12, "out_layout": "col"}, "a row of C must hold a multiple of 8, not 12"),
+        ({"out_dtype": "fp32", "activation": "gelu"}, "a C in fp32 takes a bias and relu"),
+        ({"out_dtype": "fp32", "combine": "add"}, "a C in fp32 takes a bias and relu"),
+        ({"nnzb": 2**31 // 64}, "32 bits"),
+        ({"n": 2**31 - 8}, "32 bits"),
+        ({"block": (144, 64), "combine": "add", "in_place": True}, "tiles of blocks of 144 rows overlap"),
+    ],
+)
+def test_a_reason_names_what_is_in_the_way(change: dict[str, object], reason: str) -> None:
+    assert KERNEL.why_not(problem((64, 64), 64)) == []
+    (found,) = KERNEL.why_not(changed(problem((64, 64), 64), **change))
+    assert re.search(reason, found), found
+
+
+@settings(max_examples=40)
+@given(
+    block=st.sampled_from(BLOCKS),
+    n=st.one_of(st.integers(1, 40), st.integers(1, 2**17)).map(lambda n: 8 * n),
+    out_layout=st.sampled_from(("row", "col")),
+    a_scale=st.sampled_from(("tensor", "row", "block")),
+    fast=st.booleans(),
+    epilogue=st.sampled_from(EPILOGUES),
+    out_dtype=st.sampled_from(("bf16", "fp32")),
+    longest=st.sampled_from((0, 500)),
+)
+def test_every_config_fits_the_card(
+    block: tuple[int, int],
+    n: int,
+    out_layout: str,
+    a_scale: str,
+    fast: bool,
+    epilogue: dict[str, Any],
+    out_dtype: str,
+    longest: int,
+) -> None:
+    fast = fast and a_scale != "block"
+    given = {"out_layout": out_layout, "a_scale": a_scale, "out_dtype": out_dtype, "row_max": longest}
+    given |= {"fast_accum": fast}
+    p = problem(block, n, **given, **epilogue)
+    if KERNEL.why_not(p):
+        assert out_dtype == "fp32"
+        assert epilogue
+        return
+    assert KERNEL.default(p) in KERNEL.configs(p)
+    for c in KERNEL.configs(p):
+        assert c.ctas_per_sm * (c.smem_bytes + 1024) <= SMEM_PER_SM, c
+        assert 2 <= c.stages <= 12, c
+        assert c.width * c.per_block == block[1], "a block is whole pieces"
+        if fast:
+            assert (c.promote, c.chunks) == (0, 1), "one sum of everything"
+        else:
+            assert c.pieces % c.promote == 0, c
+            assert c.promote * c.width <= PROMOTED, "so much of K does a tensor core add up at most"
+            assert a_scale != "block" or c.per_block % c.promote == 0, "no sum reaches over two blocks"
+            assert c.cols % c.chunk == 0, c
+            assert (c.cols + 2 * c.chunk) // 2 <= 192, (
+                "sums of a tile and of two chunks are a thread's registers"
+            )
+        assert max(c.rows, c.c_box, c.panel, c.cols) <= 256, "a TMA box has at most 256 rows"
+        assert c.c_bytes * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
+        assert c.height % c.c_box == 0, c
+        assert c.chunk % c.panel == 0, "a chunk is whole boxes"
+        assert all(c.height > 64 * w for w in range(c.wg_m)), "every warpgroup owns rows"
+        assert c.stage_bytes < 2**20, "a barrier counts less than 1 MB"
+
+
+def test_every_item_of_a_batch_is_predicted_as_a_launch() -> None:
+    one = changed(problem((128, 128), 512), m=1024, k=2048, nnzb=64)
+    c = KERNEL.default(one)
+    assert 7.5 < KERNEL.seconds(changed(one, batch=8), c) / KERNEL.seconds(one, c) < 8.1
+    assert KERNEL.seconds(changed(one, batch=0), c) > 0
+
+
+def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
+    even = problem((128, 128), 128)
+    assert not any(c.split for c in KERNEL.configs(even))
+    long = changed(even, nnzb=64 + 60, row_max=64)
+    assert KERNEL.default(long).split
+    assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"
+
+
+def walked(c: Config, a: BSR, stretch: np.ndarray, b: np.ndarray, m: int, n: int, work: Dealt) -> np.ndarray:
+    """The kernel's index arithmetic, tile by tile, in numpy. `stretch` has a scale for each stored block. Returns C."""
+    tiles, starts, cols = (x.numpy() for x in (work.tiles, work.starts, work.cols))
+    bm, bk = c.block
+    values, dense = Memory(a.values.numpy().reshape(-1, bk)), Memory(b.T)
+    out = np.full((n, m) if c.c_col else (m, n), np.nan)
+    c_mem = Memory(out)
+    sums = np.full((work.parts.slots if work.parts else 0, c.rows, c.block_cols), np.nan)
+    assert len(tiles) == starts[-1] + 2, "two records to spare for the read ahead"
+    for t in (t for first, last in pairwise(starts) for t in range(first, last)):
+        begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
+        total = np.zeros((c.rows, c.block_cols))
+        count = max(1, (end - begin) * c.per_block)
+        at_once = c.promote or c.pieces
+        for q in range(0, -(-count // c.pieces) * c.pieces, at_once):
+            acc = np.zeros_like(total)
+            for i in range(q, q + at_once):
+                step = begin + i // c.per_block
+                j, s = (int(cols[step]), step) if step < end else (a.grid[1], a.nnzb)
+                k = i % c.per_block * c.width
+                a_part = values.read((s * bm + a_row, k), (c.rows, c.width))
+                acc += a_part @ dense.read((b_col, j * bk + k), (c.block_cols, c.width)).T
+            step = begin + q // c.per_block
+            total += acc * (1.0 if c.a_scale != "block" else stretch[step] if step < end else 0.0)
+        if slot >= 0:
+            assert np.isnan(sums[slot]).all(), "a slot has two parts"
+            sums[slot] = total
+            continue
+        for wg in range(c.wg_m * c.wg_n):
+            row0, col0 = 64 * (wg % c.wg_m), c.cols * (wg // c.wg_m)
+            for r, along in boxes_of(c, wg):
+                at = row0 + r, col0 + along
+                part = total[at[0] : at[0] + c.c_box, at[1] : at[1] + c.panel]
+                where = row + at[0], col + at[1]
+                c_mem.write(where[::-1] if c.c_col else where, part.T if c.c_col else part)
+    product = out.T if c.c_col else out
+    if work.parts is not None:
+        for first, slots, row, col in work.parts.table.tolist():
+            own = sums[[first + s * work.parts.columns for s in range(slots)]]
+            Memory(product).write((row, col), own.sum(0)[: c.height])
+    return product
+
+
+@settings(max_examples=30)
+@given(
+    block=st.sampled_from([*BLOCKS, (144, 32)]),
+    sides=st.tuples(st.integers(1, 4), st.integers(1, 6)),
+    cut=st.tuples(st.integers(0, 15), st.integers(0, 15)),
+    n=st.sampled_from((8, 16, 136, 304)),
+    a_scale=st.sampled_from(("row", "block")),
+    out_layout=st.sampled_from(("row", "col")),
+    split=st.booleans(),
+    data=st.data(),
+)
+def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
+    block: tuple[int, int],
+    sides: tuple[int, int],
+    cut: tuple[int, int],
+    n: int,
+    a_scale: str,
+    out_layout: str,
+    split: bool,
+    data: st.DataObject,
+) -> None:
+    """Some block rows are empty, the last ones reach over M and K."""
+    m, k = sides[0] * block[0] - cut[0], (5 if split else 1) * sides[1] * block[1] - cut[1]
+    a = random_bsr(m, k, block, 0.4, pattern="powerlaw", dtype=torch.float64, device="cpu", seed=n)
+    stretch = torch.rand(a.nnzb, dtype=torch.float64) if a_scale == "block" else torch.ones(m)
+    q = Quantized.unchecked(a, stretch, a_scale)
+    p = problem(block, n, m=m, k=k, nnzb=a.nnzb, a_scale=a_scale, out_layout=out_layout)
+    p = changed(p, card=replace(H200, sm_count=data.draw(st.sampled_from((1, 3, 132)))))
+    c = data.draw(st.sampled_from(KERNEL.configs(p)))
+    c = replace(c, split=split and not c.held)
+    work = KERNEL.prepare(p, c, q)
+    b = torch.randn(k, n, dtype=torch.float64).numpy()
+    found = walked(c, a, stretch.numpy(), b, m, n, work)
+    expected = BSR(a.pattern, a.values * stretch[:, None, None]) if a_scale == "block" else a
+    np.testing.assert_allclose(found, expected.to_dense().numpy() @ b, rtol=1e-9, atol=1e-9)
+    assert work.ctas == len(work.starts) - 1 <= p.card.sm_count * c.ctas_per_sm
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("density", [0.5, 0.0])
+def test_a_launch_hands_over_every_matrix_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch, by_columns: bool, density: float
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(spmm_fp8, "launch_on", lambda *given: calls.append(given))
+    wide = random_bsr(200, 128, (64, 64), density, dtype=torch.bfloat16, device="cpu")
+    a = sk.quantize(wide, scale="row")
+    x = sk.quantize(torch.randn(2, 24, 128), scale="row")
+    out, other = torch.empty(2, 200, 24).bfloat16(), torch.randn(2, 200, 24).bfloat16()
+    if by_columns:
+        out, other = (each.mT.contiguous().mT for each in (out, other))
+    epilogue = Epilogue(alpha=2.0, bias=torch.randn(200).bfloat16(), other=other, beta=0.5)
+    layout = "col" if by_columns else "row"
+    p = problem(
+        (64, 64), 24, m=200, k=128, nnzb=wide.nnzb, out_layout=layout, bias=True, combine="add", batch=2
+    )
+    c = KERNEL.default(p)
+    work = KERNEL.prepare(p, c, a)
+    KERNEL.launch(c, work, a, x.mT, out, epilogue)
+    assert len(calls) == 2
+    for item, (device, kernel, ctas, args, options) in enumerate(calls):
+        found = dict(zip(kernel.arg_names, args, strict=True))
+        assert (device, ctas, options) == (out.device, work.ctas, c.options)
+        side = (200, 24)[:: -1 if by_columns else 1]
+        assert found["c_desc"][:4] == (found["c_desc"].base, side, (side[1], 1), c.c_shape)
+        assert found["c_desc"].base.data_ptr() == out[item].data_ptr()
+        nnzb = max(1, wide.nnzb)
+        assert found["a_desc"][1:4] == ((nnzb * 64, 64), (64, 1), (c.rows, c.width))
+        if density:
+            assert found["a_desc"].base is a.matrix.values
+            assert found["b_desc"].base.data_ptr() == x.values[item].data_ptr()
+            assert found["b_desc"][1:4] == ((24, 128), (128, 1), (c.cols, c.width))
+        assert (found["no_col"], found["no_block"]) == (2, nnzb)
+        assert found["a_scale"] is a.scale
+        assert found["b_scale"].data_ptr() == x.scale[item].data_ptr()
+        assert (found["alpha"], found["beta"], found["m"], found["n"]) == (2.0, 0.5, 200, 24)
+        assert found["bias"] is epilogue.bias
+        assert found["other"].data_ptr() == other[item].data_ptr()
+        assert (found["lead8"], found["rows"], found["cols8"]) == (side[1] // 8, side[0], side[1] // 8)
+        assert (found["T"], found["SOURCE"]) == (c, spmm_fp8.SOURCE)
+
+
+def test_one_row_gets_a_stride_that_tma_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was cut out of a wider matrix is contiguous, whatever its stride says."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(spmm_fp8, "launch_on", lambda *given: calls.append(given))
+    a = sk.quantize(random_bsr(64, 64, (64, 64), 1.0, dtype=torch.bfloat16, device="cpu"), scale="row")
+    wide = torch.randn(2, 100).to(torch.float8_e4m3fn)
+    x = sk.QuantizedTensor(wide[:1, :64], torch.ones(1))
+    p = problem((64, 64), 1, m=64, k=64, nnzb=1, out_layout="col")
+    c = KERNEL.default(p)
+    KERNEL.launch(c, KERNEL.prepare(p, c, a), a, x.mT, torch.empty(1, 64).bfloat16().mT)
+    ((_, kernel, _, args, _),) = calls
+    assert dict(zip(kernel.arg_names, args, strict=True))["b_desc"].strides == (64, 1)

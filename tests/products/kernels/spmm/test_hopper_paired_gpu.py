@@ -1,0 +1,192 @@
+"""hopper.spmm_paired on a GPU: right on ragged and uneven matrices with every epilogue that it has, the same
+bits, graphs and recorded calls.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.engine import table as kernels
+from sparsek.engine.launch.recorder import MISS, Recorded
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.plan.operands import layout
+from sparsek.products.reference.epilogue import PLAIN, Epilogue
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.poison import poisoned
+from tests.attn.kernels.planned import problem
+from tests.engine.launch.drawn import fresh, randn
+from tests.sampling import sampled
+
+pytestmark = pytest.mark.gpu
+NAME = "hopper.spmm_paired"
+KERNEL: Any = kernels.load(NAME)
+LAYOUTS = ("row", "col")
+LOW = (torch.bfloat16, torch.float16)
+# m, k, n, density, pattern; a row of B in panels of 64
+SIDES = (
+    (256, 512, 512, 0.5, "uniform"),
+    (1000, 1016, 576, 0.2, "powerlaw"),
+    (4096, 2048, 2048, 0.02, "powerlaw"),
+    (1040, 2048, 1024, 0.9, "uniform"),
+    (2048, 1000, 64, 0.004, "powerlaw"),
+    (2048, 2048, 1088, 0.1, "banded"),
+)
+
+
+def multiplied(a: Any, b: Tensor, c: Any = None, epilogue: Epilogue = PLAIN, lies: str = "") -> Tensor:
+    """A @ B in a tensor that was full of NaN, which `lies` as B does if not said, inside one that must stay so."""
+    col = (lies or layout(b)) == "col"
+    rows, columns = (b.shape[1], a.shape[0]) if col else (a.shape[0], b.shape[1])
+    whole = poisoned((rows, columns + 8), b.dtype, "cuda")
+    out = whole[:, :columns].mT if col else whole[:, :columns]
+    p = problem(a, b, out, epilogue)
+    assert KERNEL.why_not(p) == []
+    c = c or KERNEL.default(p)
+    KERNEL.launch(c, KERNEL.prepare(p, c, a), a, b, out, epilogue)
+    assert bool(whole[:, columns:].isnan().all()), "wrote beside C"
+    return out
+
+
+def drawn(k: int, n: int, layout: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return randn(n, k, dtype=dtype).mT if layout == "col" else randn(k, n, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block", [(64, 64), (32, 32), (16, 16), (64, 16), (32, 64), (16, 32)], ids=str)
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_every_config_is_right_and_writes_nothing_beside_c(
+    sides: Any, block: tuple[int, int], layout: str
+) -> None:
+    m, k, n, density, spread = sides
+    if layout == "col":
+        m, k = -(-m // 8) * 8, -(-k // 8) * 8
+    seed = fresh()
+    for dtype in sampled(LOW, 1, of=(sides, block, layout)):
+        a = sk.random_bsr(m, k, block, density, pattern=spread, dtype=dtype, device="cuda", seed=seed)
+        b = drawn(k, n, layout, dtype)
+        for c in KERNEL.configs(problem(a, b, lies=layout)):
+            for each in (c, replace(c, stages=4)):
+                gate = check_spmm(a, b, multiplied(a, b, each))
+                assert gate.passed, (seed, dtype, each, gate)
+
+
+@pytest.mark.parametrize("side", [16, 32, 64])
+@pytest.mark.parametrize("of_c", LAYOUTS)
+@pytest.mark.parametrize("of_b", LAYOUTS)
+def test_b_and_c_lie_in_any_layouts(of_b: str, of_c: str, side: int) -> None:
+    seed = fresh()
+    a = sk.random_bsr(
+        1000, 1016, side, 0.2, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=seed
+    )
+    b = drawn(1016, 576, of_b)
+    for c in KERNEL.configs(problem(a, b, lies=of_c)):
+        assert (c.b_row, c.c_col) == (of_b == "row", of_c == "col")
+        gate = check_spmm(a, b, multiplied(a, b, c, lies=of_c))
+        assert gate.passed, (seed, c, gate)
+
+
+@pytest.mark.parametrize("activation", ["", "relu", "gelu", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("side", [16, 32, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scaled_with_bias_and_activation(layout: str, side: int, activation: Any) -> None:
+    seed = fresh()
+    for dtype in sampled(LOW, 1, of=(layout, side, activation)):
+        a = sk.random_bsr(1040, 512, side, 0.2, pattern="powerlaw", dtype=dtype, device="cuda", seed=seed)
+        epilogue = Epilogue(alpha=-0.5, bias=randn(1040, dtype=dtype), activation=activation)
+        b = drawn(512, 576, layout, dtype)
+        for c in KERNEL.configs(problem(a, b, epilogue=epilogue, lies=layout)):
+            gate = check_spmm(a, b, multiplied(a, b, c, epilogue), epilogue)
+            assert gate.passed, (seed, dtype, c, gate)
+
+
+@pytest.mark.parametrize("side", [16, 32, 64])
+def test_what_no_block_needs_is_not_multiplied(side: int) -> None:
+    a = sk.random_bsr(1024, 1024, side, 0.02, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=3)
+    b = drawn(1024, 512, "row")
+    met = torch.zeros(a.grid[1], dtype=torch.bool, device="cuda")
+    met[a.pattern.indices.long()] = True
+    assert not bool(met.all())
+    b[~met.repeat_interleave(side)] = torch.nan
+    assert check_spmm(a, b, multiplied(a, b)).passed
+
+
+@pytest.mark.parametrize("side", [16, 32, 64])
+def test_ten_thousand_launches_on_uneven_rows_give_the_same_bits(side: int) -> None:
+    a = sk.random_bsr(
+        2048, 2048, side, 0.1, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=fresh()
+    )
+    b = drawn(2048, 1024, "row")
+    first, again = (torch.empty(2048, 1024, dtype=b.dtype, device="cuda") for _ in range(2))
+    p = problem(a, b, first)
+    c = KERNEL.default(p)
+    work = KERNEL.prepare(p, c, a)
+    KERNEL.launch(c, work, a, b, first)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10_000):
+        KERNEL.launch(c, work, a, b, again)
+        differing += (first != again).any()
+    assert int(differing) == 0
+
+
+def test_layers_and_batches_go_through_the_planner() -> None:
+    w = sk.random_bsr(1024, 512, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=fresh())
+    x, bias = randn(640, 512), randn(1024)
+    y = sk.linear(x, w, bias, "gelu", kernel=NAME)
+    epilogue = Epilogue(bias=bias, activation="gelu")
+    assert check_spmm(w, x.mT, y.mT, epilogue).passed
+    b = randn(2, 512, 256)
+    c = sk.spmm(w, b, kernel=NAME)
+    assert all(check_spmm(w, b[i], c[i]).passed for i in range(2))
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["matrix", "batch"])
+def test_a_captured_graph_replays_with_new_values_in_place(batch: tuple[int, ...]) -> None:
+    a = sk.random_bsr(1024, 512, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=fresh())
+    b = randn(*batch, 512, 576)
+    out = poisoned((*batch, 1024, 576), b.dtype, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        sk.spmm(a, b, out=out, kernel=NAME)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sk.spmm(a, b, out=out, kernel=NAME)
+    for _ in range(3):
+        b.copy_(torch.randn_like(b))
+        a.values.copy_(torch.randn_like(a.values))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert check_spmm(a, b, out).passed
+
+
+def test_a_recorded_call_follows_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated, repeat = [], Recorded.__call__
+
+    def counted(self: Recorded, *operands: Tensor) -> Any:
+        made = repeat(self, *operands)
+        repeated.append(made is not MISS)
+        return made
+
+    monkeypatch.setattr(Recorded, "__call__", counted)
+    first = sk.random_bsr(1024, 512, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=fresh())
+    kept = []
+    for _ in range(5):
+        a, b = BSR(first.pattern, randn(*first.values.shape)), randn(512, 576)
+        kept.append((a, b))  # so that every call has other addresses
+        assert check_spmm(a, b, sk.spmm(a, b, kernel=NAME)).passed
+    assert sum(repeated) == 3, "from the third call on"
+
+
+def test_a_plan_follows_moved_blocks_with_another_kernel() -> None:
+    first = sk.random_bsr(1024, 1024, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=1)
+    moved = sk.random_bsr(1024, 1024, 32, 0.1, dtype=torch.bfloat16, device="cuda", seed=2)
+    b = randn(1024, 512)
+    plan = sk.plan_spmm(first, b, kernel=NAME)
+    followed = plan.retarget(moved)
+    assert followed.kernel == "hopper.spmm"
+    assert check_spmm(moved, b, followed(moved, b)).passed
