@@ -133,14 +133,17 @@ class Slot(NamedTuple):
     key: Hashable | None
     learns: bool
 
-    def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
-        """Return `run()`, for checked operands. The second call with a key is recorded.
+    def run(self, run: Callable[[], Any]) -> Any:
+        """Return `run()`, for checked operands. The second call with a key is recorded, unless it learns.
 
-        `run` reads the operands of the slot and tensors of a plan only; it makes copies of operands itself. `inside`:
-        `run` is the inner part of a differentiable function, and may be recorded although a gradient is needed.
+        `run` reads the operands of the slot and tensors of a plan only; it makes copies of operands itself.
         """
+        return run() if self.learns else self.inside(run)
+
+    def inside(self, run: Callable[[], Any]) -> Any:
+        """The same for the inner part of a differentiable function: recorded although it learns."""
         calls = self.calls
-        if self.key is None or (self.learns and not inside):
+        if self.key is None:
             return run()
         seen: Any = calls.known.get(self.key)
         if self.learns and isinstance(seen, Recorded):
@@ -179,7 +182,7 @@ class Slot(NamedTuple):
         seen: Any = self.calls.known.get(self.key)
         if isinstance(seen, Recorded):
             self.calls.find_again(self.more, self.operands, seen, again)
-        return again(owner, self.operands, functools.partial(self.run, run, True))
+        return again(owner, self.operands, functools.partial(self.inside, run))
 
 
 UNBOUND = Slot(Calls(), None, (), None, False)
