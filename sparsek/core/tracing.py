@@ -186,10 +186,13 @@ def saveable(x: Any) -> Any:
 
 def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
     """ctx.save_for_backward. InvalidInput for an inference tensor, which torch refuses to save."""
-    if any(ctx.needs_input_grad):
-        for x in tensors:
-            if x is not None and (x.is_inference() or is_functorch_wrapped_tensor(x)):
-                arguments.kept("an operand, a pattern or a mask", x)
+    for x in tensors:
+        if (
+            x is not None
+            and (x.is_inference() or is_functorch_wrapped_tensor(x))
+            and any(ctx.needs_input_grad)
+        ):
+            arguments.kept("an operand, a pattern or a mask", x)
     ctx.save_for_backward(*tensors)
 
 

@@ -444,4 +444,4 @@ def of_python(call: Callable[[], Any]) -> list[str]:
         call()
     finally:
         sys.setprofile(None)
-    return [name for name in seen if name not in ("_precision", "<lambda>")]
+    return [name for name in seen if name != "<lambda>"]

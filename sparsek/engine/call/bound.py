@@ -48,6 +48,8 @@ SHAPES = 4
 STALE: Any = object()
 Again = Callable[[Any, Sequence[Tensor], Callable[[], Any]], Any]
 
+# torch.backends.cuda.matmul.fp32_precision, which takes six times as long
+_precision: Callable[[], str] = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
 _compiling = torch.compiler.is_compiling
 _tracing = torch._C._is_tracing
 _thread = threading.get_ident
@@ -210,10 +212,6 @@ def _guards() -> Any:
         return guards if like(x) and not like(y) and not like(y.mT) and not like(x.double()) else None
     except (AttributeError, TypeError, RuntimeError):
         return None
-
-
-def _precision() -> str:
-    return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 GUARDS = _guards()
