@@ -42,8 +42,14 @@ def load() -> None:
 
 
 def schema_of(args: Any, returns: str = "Tensor", without: Sequence[str] = ()) -> str:
-    """The schema of an op from its named arguments."""
-    kinds = get_type_hints(args).items()
-    words = {name: "str" if get_origin(kind) is Literal else SCHEMA_TYPES[kind] for name, kind in kinds}
+    """The schema of an op from the named arguments of a class or a function. A NamedTuple stands for its fields."""
+    kinds: dict[str, Any] = {}
+    hints = get_type_hints(args)
+    hints.pop("return", None)
+    for name, kind in hints.items():
+        kinds |= get_type_hints(kind) if hasattr(kind, "_fields") else {name: kind}
+    words = {
+        name: "str" if get_origin(kind) is Literal else SCHEMA_TYPES[kind] for name, kind in kinds.items()
+    }
     named = ", ".join(f"{kind} {name}" for name, kind in words.items() if name not in without)
     return f"({named}) -> {returns}"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.attn.ops.attention_op import through_op as op
+from sparsek.attn.plan.attention import Attended
 from tests.ops.gradients import FORMS, inputs_of
 from tests.ops.test_gradients import SIZES, takes_slopes
 from tests.sums import alike
@@ -54,7 +55,7 @@ def test_so_has_attention_with_lse_and_without(through_op: bool):
     run: Any = sk.attention
     out, lse = run(q, k, v, mask, return_lse=True)
     if through_op:
-        out, lse = op(q, k, v, mask, None, True, None, True, 0.0, None, None)
+        out, lse = op(Attended(q, k, v, mask, return_lse=True))
     for results in ((out,), (lse,), (out, lse)):
         many = [torch.randn(3, *x.shape, dtype=x.dtype) for x in results]
         batched = torch.autograd.grad(results, leaves, many, is_grads_batched=True, retain_graph=True)

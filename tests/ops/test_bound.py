@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
-from sparsek.attn.ops import attention_autograd
+from sparsek.attn.ops import attention_autograd, attention_plans
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import bound, transforms
 from sparsek.engine.launch.recorder import MISS, Recorded
@@ -360,8 +360,12 @@ def test_a_write_to_what_a_step_was_made_of_ends_it(verb: str, recorded: list[An
 
 def test_a_deterministic_backward_pass_may_take_turns(monkeypatch: pytest.MonkeyPatch):
     asked: list[bool] = []
-    fixed = attention_autograd.fixed
-    monkeypatch.setattr(attention_autograd, "fixed", lambda given: asked.append(given) or fixed(given))
+
+    def recorded(call: Any, verb: Any, *given: Any) -> Any:
+        asked.append(verb[1])
+        return attention_plans.recorded(call, verb, *given)
+
+    monkeypatch.setattr(attention_autograd, "recorded", recorded)
     mask, (q, k, v) = sk.BlockMask.causal(64), torch.randn(3, 1, 2, 64, 16).requires_grad_().unbind()
     for deterministic in (True, False) * 5:
         asked.clear()

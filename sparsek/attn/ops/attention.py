@@ -8,29 +8,21 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.convert.argument import MaskLike, block_mask
+from sparsek.attn.mask.convert.argument import MaskLike
 from sparsek.attn.mask.heads8 import QuantizedHeads
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.mask.operands import check_tensors
-from sparsek.attn.ops.attention_autograd import (
-    Call,
-    TransformedAttention,
-    check_untransformed,
-    differentiated_forward,
-    run_forward,
-)
-from sparsek.attn.ops.attention_fp8 import attention_fp8, plan_attention_fp8
+from sparsek.attn.ops.attention_autograd import differentiate, run_forward, transform
 from sparsek.attn.ops.attention_op import through_op
-from sparsek.attn.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, bound_to, checked
+from sparsek.attn.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FP8, recorded
 from sparsek.attn.ops.attention_refused import refuse
 from sparsek.attn.plan import attention_operands as operands
-from sparsek.attn.plan.attention import Attended, AttentionPlan
-from sparsek.attn.plan.attention_fp8 import AttentionFp8Plan
+from sparsek.attn.plan.attention import Attended, AttentionPlan, every_block
+from sparsek.attn.plan.attention_fp8 import AttendedFp8, AttentionFp8Plan
 from sparsek.attn.plan.attention_grad import AttentionGradPlan, Differentiated
-from sparsek.attn.reference.scores import PLAIN
+from sparsek.attn.reference.scores import PLAIN, Scores
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import check_no_tangent, wants_gradient
+from sparsek.core.tracing import check_no_tangent
 from sparsek.engine.call import bound, transforms
 from sparsek.engine.call.autocast import autocasts, follow_autocast
 from sparsek.engine.call.bound import Slot
@@ -192,67 +184,48 @@ def attention(
     if type(return_lse) is not bool or type(deterministic) is not bool:
         arguments.flag("return_lse", return_lse)
         arguments.flag("deterministic", deterministic)
-    if q.__class__ is QuantizedHeads:
-        changes = softcap, alibi_slopes, sink_logits
-        return attention_fp8(q, k, v, mask, is_causal, scale, return_lse, plan, kernel, changes, refused)
-    if autocasts() and plan is None:
+    fp8 = q.__class__ is QuantizedHeads
+    if autocasts() and plan is None and not fp8:
         q, k, v = follow_autocast(q, k, v)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    plain = softcap.__class__ is float and not softcap and alibi_slopes is None and sink_logits is None
+    scores = PLAIN if plain else Scores(softcap, alibi_slopes, sink_logits)
+    options = scale, return_lse, kernel, deterministic, scores, plan
+    call = AttendedFp8(q, k, v, mask, *options) if fp8 else Attended(q, k, v, mask, *options)
     if refused or is_causal is not False or not (mask is None or isinstance(mask, BlockMask)):
         refuse("attention", refused)
-        mask = block_mask(mask, q, k, is_causal, scale=scale)
-    slot, once = bound.UNBOUND, False
-    plain = softcap.__class__ is float and not softcap and alibi_slopes is None and sink_logits is None
-    if plan is None and not _compiling() and (scale is None or type(scale) is float):
-        to = bound_to(mask, counting=True)
-        if to is not None and (plain or softcap.__class__ is float):
-            once, given = to.once, (q, k, v, *to.operands)
-            settings = "attention", scale, return_lse, kernel, deterministic
-            if not plain:
-                settings = (*settings, softcap, alibi_slopes is None, sink_logits is None)
-                given = (*given, *(x for x in (alibi_slopes, sink_logits) if x is not None))
-            both = slot = bound.repeat(to.calls, settings, given, mask)
-            if slot.__class__ is not Slot:
-                return cast(Any, both if return_lse else both[0])
-    if plan is None and _traced() and not transforms.active():
-        changes = softcap, alibi_slopes, sink_logits
-        if not (plain and _compiling()):
-            check_tensors(q, k, v)
-            changes = operands.checked_scores(q, *changes).parts
-        if not _compiling():  # there the op checks the rest
-            scale = None if scale is None else operands.checked_scale(scale, q.shape[3])
-            if mask is not None:
-                operands.check_mask(q, k, mask)
-        wanted = return_lse or wants_gradient(q, k, v, sink_logits)
-        out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic, *changes)
-        return (out, lse) if return_lse else out
-    if plan is not None:
-        _check_plan(plan, kernel, return_lse)
-        found = plan.checked(q, k, v, mask)
-    else:
-        found = checked(q, k, v, mask)
-    factor = operands.checked_scale(scale, q.shape[3])
-    scores = PLAIN if plain else operands.checked_scores(q, softcap, alibi_slopes, sink_logits)
-    if plan is not None:
-        plan.check_scores(scores)
-    sinks = scores.sink_logits
-    rest = scores.without_sinks()
-    call = Call(found, plan, factor, kernel, deterministic, once=once, scores=rest)
-    check_no_tangent(operands.NO_TANGENT, q, k, v, sinks)
-    if torch._C._are_functorch_transforms_active():
-        check_untransformed(found, scores.alibi_slopes)
-        call = replace(call, wanted=wants_gradient(q, k, v, sinks), once=False)
-        both = TransformedAttention.apply(q, k, v, sinks, call)
-    elif wants_gradient(q, k, v, sinks):
-        if plan is not None and not plan.problem.lse:
-            raise InvalidInput(
-                "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
-            )
-        both = differentiated_forward(q, k, v, mask, sinks, call, slot)
-    else:
-        both = run_forward(q, k, v, sinks, call, return_lse, slot)
+        call.convert_mask(is_causal)
+    both = route(call)
     return cast(Any, both if return_lse else both[0])
+
+
+def route(call: Attended) -> Any:
+    """(out, lse) of a call: a recorded one's, or by the torch.library op, torch.func, autograd or the plan alone."""
+    mask, plan, slot = call.mask, call.plan, bound.UNBOUND
+    if plan is None and not _compiling():
+        slot = recorded(call, call.form, call.tensors, counting=True)
+        if slot.__class__ is not Slot:
+            return slot
+    if plan is None and _traced() and call.__class__ is Attended and not transforms.active():
+        return through_op(call)
+    if plan is not None:
+        _check_plan(call)
+    call.check()
+    if call.mask is None:
+        call.mask = every_block(call.q, call.k)
+    check_no_tangent(operands.NO_TANGENT, *call.tensors, call.scores.sink_logits)
+    if torch._C._are_functorch_transforms_active():
+        return transform(call)
+    if not call.learns:
+        return run_forward(call, slot)
+    if call.__class__ is AttendedFp8:
+        call.refuse_gradient()
+    if plan is not None and not plan.problem.lse:
+        raise InvalidInput(
+            "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
+        )
+    return differentiate(call, mask, slot)
 
 
 @overload
@@ -335,13 +308,11 @@ def plan_attention(
         'hopper.attention_fwd'
     """
     arguments.flag("return_lse", return_lse)
-    if q.__class__ is QuantizedHeads:
-        changes = softcap, alibi_slopes, sink_logits
-        return plan_attention_fp8(q, k, v, mask, kernel, config, device, return_lse, changes)
-    found = _planned(q, k, v, mask, kernel, device, "plan_attention")
-    scores = operands.checked_scores(q, softcap, alibi_slopes, sink_logits, here=device is None)
-    plan = ATTENTION.plan(Attended(q, k, v, found, lse=return_lse, scores=scores), kernel, config, device)
-    return plan if mask is not None else replace(plan, mask=lambda: found, unmasked=True)
+    fp8 = q.__class__ is QuantizedHeads
+    kind, operation = (AttendedFp8, ATTENTION_FP8) if fp8 else (Attended, ATTENTION)
+    scores = Scores(softcap, alibi_slopes, sink_logits)
+    call: Attended = kind(q, k, v, mask, return_lse=return_lse, kernel=kernel, scores=scores)
+    return _planned(call, call, operation, config, device)
 
 
 def plan_attention_backward(
@@ -389,30 +360,25 @@ def plan_attention_backward(
         'hopper.attention_bwd'
     """
     arguments.flag("deterministic", deterministic)
-    found = _planned(q, k, v, mask, kernel, device, "plan_attention_backward")
-    scores = operands.checked_scores(q, softcap, alibi_slopes, None, here=device is None)
-    call = Differentiated(q, k, v, found, deterministic, scores=scores)
-    plan = ATTENTION_BACKWARD.plan(call, kernel, config, device)
-    return plan if mask is not None else replace(plan, mask=lambda: found, unmasked=True)
+    scores = Scores(softcap, alibi_slopes)
+    call = Attended(q, k, v, mask, kernel=kernel, deterministic=deterministic, scores=scores)
+    return _planned(call, Differentiated(call), ATTENTION_BACKWARD, config, device)
 
 
-def _planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskLike | None,
-    kernel: str | None,
-    device: str | None,
-    planner: str,
-) -> BlockMask:
-    """The mask to plan for, after all checks."""
-    if kernel is not None:
-        arguments.text("kernel", kernel)
+def _planned(call: Attended, given: Any, operation: Any, config: Any, device: str | None) -> Any:
+    """The plan of `given`, which is `call` or its gradients, after all checks."""
+    here, unmasked = device is None, call.mask is None
+    if call.kernel is not None:
+        arguments.text("kernel", call.kernel)
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput("plans are made outside of functions that torch.func transforms")
-    if not (mask is None or isinstance(mask, BlockMask)):
-        mask = block_mask(mask, q, k, predicted=device is not None)
-    return checked(q, k, v, mask, here=device is None, planner=planner)
+    if not (unmasked or isinstance(call.mask, BlockMask)):
+        call.convert_mask(predicted=not here)
+    call.check(here=here, planner=operation.plans.planner)
+    if unmasked:
+        call.mask = every_block(call.q, call.k, here)
+    plan, mask = operation.plan(given, call.kernel, config, device), call.mask
+    return replace(plan, mask=lambda: mask, unmasked=True) if unmasked else plan
 
 
 def _traced() -> bool:
@@ -420,7 +386,9 @@ def _traced() -> bool:
     return _compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _check_plan(plan: Any, kernel: str | None, return_lse: bool) -> None:
-    check_plan(plan, AttentionPlan, "plan_attention", kernel)
-    if return_lse and not plan.problem.lse:
+def _check_plan(call: Attended) -> None:
+    fp8 = call.__class__ is AttendedFp8
+    plans, origin = (AttentionFp8Plan, " of QuantizedHeads") if fp8 else (AttentionPlan, "")
+    check_plan(call.plan, plans, f"plan_attention{origin}", call.kernel)
+    if call.return_lse and not call.plan.problem.lse:
         raise InvalidInput("return_lse=True contradicts plan, made with return_lse=False")

@@ -1,9 +1,9 @@
-"""A BlockMask as tensors and ints, the arguments of a torch.library op, and back."""
+"""A call of attention as the arguments of a torch.library op, its BlockMask as tensors and ints, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -12,49 +12,53 @@ from sparsek.attn.mask.data import TENSORS
 from sparsek.attn.mask.layout import fields_of, known_layout
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.attention import Attended
+from sparsek.attn.plan.attention_grad import Differentiated
+from sparsek.attn.reference.scores import Scores
+from sparsek.core.arguments import is_fake
 
 # The masks of calls through the ops, with their arguments, so that plans are made once. An entry lives as long as its
 # first tensor: the mask holds another tensor object on the same memory.
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-class AttentionArgs(NamedTuple):
-    """The arguments of `sparsek::attention`. `mask` and `numbers` come from `flat_mask`."""
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float | None,
+    return_lse: bool,
+    kernel: str | None,
+    deterministic: bool,
+    *scores: Scores,
+) -> Attended:
+    """The call of the arguments of `sparsek::attention`. `mask` and `numbers` come from `flat_mask`."""
+    found, changes = mask_of(mask, numbers), Scores(*cast(Any, scores))
+    return Attended(q, k, v, found, scale, return_lse, kernel, deterministic, changes)
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Sequence[Tensor | None]
-    numbers: Sequence[int]
-    scale: float | None
-    return_lse: bool
-    kernel: str | None
-    deterministic: bool
-    softcap: float
-    alibi_slopes: Tensor | None
-    sink_logits: Tensor | None
 
-
-class AttentionBackwardArgs(NamedTuple):
-    """The arguments of `sparsek::attention_backward`. `kernel` is one of that operation. `sink_logits`: None unless
-    their gradient is wanted.
+def gradients_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    mask: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float | None,
+    deterministic: bool,
+    kernel: str | None,
+    *scores: Scores,
+) -> Differentiated:
+    """The call of the arguments of `sparsek::attention_backward`. `kernel` is one of that operation. The last of
+    `scores` are None unless their gradient is wanted.
     """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    grad: Tensor
-    grad_lse: Tensor | None
-    mask: Sequence[Tensor | None]
-    numbers: Sequence[int]
-    scale: float | None
-    deterministic: bool
-    kernel: str | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sink_logits: Tensor | None
+    call = call_of(q, k, v, mask, numbers, scale, True, kernel, deterministic, *scores)
+    return Differentiated(call, out, lse, grad, grad_lse)
 
 
 def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
@@ -76,9 +80,11 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
 
 
 def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMask | None:
-    """The mask of these tensors and ints, the same object as long as the tensors live."""
+    """The mask of these tensors and ints, the same object as long as the tensors live; without values of fake ones."""
     if not tensors:
         return None
+    if tensors[0] is not None and (tensors[0].is_meta or is_fake(tensors[0])):
+        return put_together(tensors, numbers)
     facts = tuple(numbers), tuple(None if x is None else (x.data_ptr(), x.shape) for x in tensors)
     known = MASKS.get(tensors[0])
     if known is None or known[1] != facts:

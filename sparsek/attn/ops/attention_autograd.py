@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,19 +15,17 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.ops.attention_args import flat_mask
-from sparsek.attn.ops.attention_op import through_op
+from sparsek.attn.ops.attention_op import gradients_through_op, through_op
 from sparsek.attn.ops.attention_plans import (
     ATTENTION,
     ATTENTION_BACKWARD,
-    bound_to,
+    ATTENTION_FP8,
     differentiated,
-    every_block,
-    fixed,
+    recorded,
 )
 from sparsek.attn.plan import attention_operands as operands
-from sparsek.attn.plan.attention import Attended, AttentionPlan
-from sparsek.attn.plan.attention_grad import Differentiated, Forward
+from sparsek.attn.plan.attention import NONE, Attended, every_block
+from sparsek.attn.plan.attention_grad import Differentiated
 from sparsek.attn.reference.scores import PLAIN, Scores
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -38,31 +36,10 @@ from sparsek.engine.call.bound import Slot
 from sparsek.engine.planning import same_family
 
 
-@dataclass(slots=True, eq=False)  # a frozen one takes twice as long to make
-class Call:
-    """The settings of a call. `plan` gives lse; without one the mask's plan is used. `kernel`: a name, or None.
-
-    `wanted`: whether a gradient is. `once`: the plan of a new mask is not kept. `scores` has no sinks, which are
-    operands. The class hides the mask, a pytree, and the slopes from torch.func.
-    """
-
-    mask: BlockMask
-    plan: AttentionPlan | None
-    scale: float
-    kernel: str | None
-    deterministic: bool
-    wanted: bool = True
-    once: bool = False
-    scores: Scores = PLAIN
-
-    def all_scores(self, sinks: Tensor | None) -> Scores:
-        """`scores` with these sinks."""
-        return self.scores if sinks is None else replace(self.scores, sink_logits=sinks)
-
-
-def check_untransformed(mask: BlockMask, slopes: Tensor | None) -> None:
+def check_untransformed(call: Attended) -> None:
     """InvalidInput for a mask, or slopes, that torch.func has wrapped."""
-    for name, x in (("mask was", mask.full.starts), ("alibi_slopes were", slopes)):
+    slopes = call.scores.alibi_slopes
+    for name, x in (("mask was", call.mask.full.starts), ("alibi_slopes were", slopes)):
         if x is not None and is_functorch_wrapped_tensor(x):
             those, it = ("this", "it") if x is not slopes else ("these", "them")
             raise InvalidInput(
@@ -70,38 +47,28 @@ def check_untransformed(mask: BlockMask, slopes: Tensor | None) -> None:
             )
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor | None]:
-    if call.kernel is not None and call.wanted:
+def run_forward(call: Attended, slot: Slot = bound.UNBOUND) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of a checked call, by its plan or the mask's."""
+    if call.plan is not None:
+        return call.plan.run(call, captured(call.like))
+    operation = ATTENTION if call.__class__ is Attended else ATTENTION_FP8
+    return slot.run(lambda: operation.run(call, call.kernel, once=call.once))
+
+
+def _forward(call: Attended, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
+    """The same, with lse, for a call of which a gradient may be `wanted`."""
+    call.return_lse = True
+    if call.kernel is not None and wanted:
         # Unsupported, with its reasons, where that one cannot give the gradients.
-        given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), scores=call.scores)
-        p = given.problem(card_of(q.device))
+        p = Differentiated(call).problem(card_of(call.q.device))
         ATTENTION_BACKWARD.choose(p, same_family(call.kernel, "attention_backward"), None)
     if call.plan is None and transforms.traced():  # a TorchDispatchMode inside torch.func records the op
-        settings = call.scale, True, call.kernel, call.deterministic, *call.all_scores(sinks).parts
-        return through_op(q, k, v, call.mask, *settings)
-    return run_forward(q, k, v, sinks, call, True)
-
-
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    call: Call,
-    lse: bool,
-    slot: Slot = bound.UNBOUND,
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of checked operands, by the given plan or the mask's."""
-    given = Attended(q, k, v, call.mask, call.scale, lse, call.all_scores(sinks))
-    if call.plan is not None:
-        return call.plan.run(given, captured(q))
-    return slot.run(lambda: ATTENTION.run(given, call.kernel, once=call.once))
+        return through_op(call)
+    return run_forward(call)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, sinks, ctx.call = inputs
+    q, k, v, sinks, ctx.call, _ = inputs
     save_for_backward(ctx, q, k, v, sinks, *output)
     ctx.set_materialize_grads(False)
 
@@ -112,8 +79,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse = saved_tensors(ctx)
     grad = torch.zeros_like(out) if grad is None else grad
     # create_graph=True, or torch.func, also where that maps over gradients alone; otherwise there is nothing to record.
-    recorded = torch.is_grad_enabled() or transforms.active()
-    run = AttentionBackward.apply if recorded else AttentionBackward.forward
+    listened = torch.is_grad_enabled() or transforms.active()
+    run = AttentionBackward.apply if listened else AttentionBackward.forward
     learned = sinks if ctx.needs_input_grad[3] else None
     found = run(q, k, v, out, lse, grad, grad_lse, learned, ctx.call)
     wanted = zip(found[:3], ctx.needs_input_grad, strict=False)
@@ -131,11 +98,11 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        call: Call,
+        call: Attended,
         run: Callable[[], tuple[Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor | None]:
         output = run()
-        _save(ctx, (q, k, v, sinks, call), output)
+        _save(ctx, (q, k, v, sinks, call, run), output)
         return output
 
     backward = staticmethod(_backward)
@@ -147,12 +114,10 @@ _attention = bound.applied(Attention)
 class Learned(NamedTuple):
     """Attention of the operands of a recorded call whose gradient autograd needs; see `bound.Slot.differentiate`.
 
-    The fields are those of `Call`; `slopes` and `sinks`: whether the last operands are these.
+    `options` and `once` are those of the call. `slopes` and `sinks`: whether these come behind q, k and v.
     """
 
-    scale: float
-    kernel: str | None
-    deterministic: bool
+    options: tuple[float | None, bool, str | None, bool]
     once: bool
     softcap: float
     slopes: bool
@@ -160,26 +125,29 @@ class Learned(NamedTuple):
 
     def __call__(self, mask: BlockMask | None, given: Sequence[Tensor], run: Callable[[], Any]) -> Any:
         """(out, lse)."""
-        scale, kernel, deterministic, once, softcap, slopes, sinks = self
+        options, once, softcap, slopes, sinks = self
         q, k, v = given[:3]
-        scores = Scores(softcap, given[-1 - sinks] if slopes else None) if softcap or slopes else PLAIN
+        scores = Scores(softcap, given[3] if slopes else None) if softcap or slopes else PLAIN
         mask = every_block(q, k) if mask is None else mask
-        call = Call(mask, None, scale, kernel, deterministic, True, once, scores)
-        return _attention(q, k, v, given[-1] if sinks else None, call, run)
+        call = Attended(NONE, NONE, NONE, mask, *options, scores, None, once)
+        return _attention(q, k, v, given[3 + slopes] if sinks else None, call, run)
 
 
-def differentiated_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, sinks: Tensor | None, call: Call, slot: Slot
-) -> Any:
-    """(out, lse) of checked operands, whose gradient autograd needs. `mask`: that of the caller."""
-    run = functools.partial(_forward, q, k, v, sinks, call)
+def differentiate(call: Attended, mask: BlockMask | None, slot: Slot) -> Any:
+    """(out, lse) of a checked call, whose gradient autograd needs. `mask`: that of the caller."""
+    run, (softcap, slopes, sinks) = functools.partial(_forward, call), call.scores
     if not slot.learns:
-        return Attention.apply(q, k, v, sinks, call, run)
-    scores = call.scores
-    more = scores.softcap, scores.alibi_slopes is not None, sinks is not None
-    return slot.differentiate(
-        Learned(call.scale, call.kernel, call.deterministic, call.once, *more), mask, run
-    )
+        return Attention.apply(call.q, call.k, call.v, sinks, call.without(), run)
+    options = call.scale, call.return_lse, call.kernel, call.deterministic
+    learned = Learned(options, call.once, softcap, slopes is not None, sinks is not None)
+    return slot.differentiate(learned, mask, run)
+
+
+def transform(call: Attended) -> Any:
+    """(out, lse) of a checked call inside torch.func."""
+    check_untransformed(call)
+    call.once = False
+    return TransformedAttention.apply(*call.tensors, call.scores.sink_logits, call.without(), call.learns)
 
 
 def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
@@ -189,7 +157,12 @@ def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
 class TransformedAttention(torch.autograd.Function):
     """The same for torch.func."""
 
-    forward = staticmethod(_forward)
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Attended, wanted: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return _forward(call.of(q, k, v, sinks), wanted)
+
     setup_context = staticmethod(_save)
     backward = staticmethod(_backward)
     jvp = staticmethod(_no_tangent)
@@ -202,14 +175,15 @@ class TransformedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        call: Call,
+        call: Attended,
+        wanted: bool,
     ) -> Any:
         _check_shared(in_dims[3])
         joined: Any = _joined(info.batch_size, in_dims, (q, k, v), call)
         # Under vmap requires_grad of an outer transform is not visible.
-        wanted = call.wanted or wants_gradient(*joined, sinks)
-        call = replace(call, wanted=wanted, scores=_repeated(info.batch_size, call.scores))
-        return _apart(info.batch_size, TransformedAttention.apply(*joined, sinks, call))
+        wanted = wanted or wants_gradient(*joined, sinks)
+        call = _repeated(info.batch_size, call)
+        return _apart(info.batch_size, TransformedAttention.apply(*joined, sinks, call, wanted))
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -227,28 +201,20 @@ class AttentionBackward(torch.autograd.Function):
         grad: Tensor,
         grad_lse: Tensor | None,
         sinks: Tensor | None,
-        call: Call,
+        call: Attended,
     ) -> tuple[Tensor, ...]:
-        more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic), grad_lse is None
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
-        scores = call.all_scores(sinks)
-        if scores is not PLAIN:
-            more, tensors = (*more, scores.form), (*tensors, *scores.tensors)
-        to, once = bound_to(call.mask), False
-        slot: Any = bound.UNBOUND
-        if to is not None and not torch.compiler.is_compiling():
-            once, slot = to.once, bound.repeat(to.calls, more, (*tensors, *to.operands))
-        if slot.__class__ is not Slot:
-            return slot
-        if transforms.traced():
-            mask, numbers = flat_mask(call.mask)
-            given = mask, numbers, call.scale, call.deterministic, call.kernel, *call.all_scores(sinks).parts
-            found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *given)
-            return found if sinks is not None else found[:3]
+        call, slot = call if sinks is None else call.of(NONE, NONE, NONE, sinks), bound.UNBOUND
+        if not torch.compiler.is_compiling():
+            slot = recorded(call, ("attention_backward", call.in_order, grad_lse is None), tensors)
+            if slot.__class__ is not Slot:
+                return slot
+        given = Differentiated(call.of(q, k, v, sinks), out, lse, grad, grad_lse)
         kernel = same_family(call.kernel, "attention_backward")
-        forward = Forward(out, lse, call.scale)
-        given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse, scores)
-        return slot.run(lambda: differentiated(given, kernel, once))
+        if transforms.traced():
+            found = gradients_through_op(given, kernel)
+            return found if sinks is not None else found[:3]
+        return slot.run(lambda: differentiated(given, kernel))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -263,11 +229,11 @@ class AttentionBackward(torch.autograd.Function):
         *tensors, sinks, call = inputs
         _check_shared(in_dims[-2])
         joined = _joined(info.batch_size, in_dims, tensors, call)
-        call = replace(call, scores=_repeated(info.batch_size, call.scores))
+        call = _repeated(info.batch_size, call)
         return _apart(info.batch_size, AttentionBackward.apply(*joined, sinks, call))
 
 
-def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Call) -> list[Tensor | None]:
+def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Attended) -> list[Tensor | None]:
     """Tensors [..., B, ...] of vmap as one batch of size * B items; tensors that it does not map over are repeated."""
     if call.mask.batch != 1:
         raise InvalidInput(
@@ -290,12 +256,12 @@ def _check_shared(dim: int | None) -> None:
         raise InvalidInput("vmap does not map over sink_logits: batch items share them")
 
 
-def _repeated(size: int, scores: Scores) -> Scores:
-    """For one batch of `size` * B items: slopes of each batch item, `size` times."""
-    slopes = scores.alibi_slopes
+def _repeated(size: int, call: Attended) -> Attended:
+    """The call for one batch of `size` * B items: with slopes of each batch item, `size` times."""
+    slopes = call.scores.alibi_slopes
     if slopes is None or slopes.dim() == 1:
-        return scores
-    return replace(scores, alibi_slopes=slopes.repeat(size, 1))
+        return call
+    return replace(call, scores=call.scores._replace(alibi_slopes=slopes.repeat(size, 1)))
 
 
 def _apart(size: int, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

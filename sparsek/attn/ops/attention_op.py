@@ -2,118 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.ops import attention_gradients
-from sparsek.attn.ops.attention_args import (
-    AttentionArgs,
-    AttentionBackwardArgs,
-    flat_mask,
-    mask_of,
-    put_together,
-)
-from sparsek.attn.ops.attention_plans import ATTENTION, bound_to, checked, differentiated, fixed
+from sparsek.attn.ops.attention_args import call_of, flat_mask, gradients_of
+from sparsek.attn.ops.attention_plans import ATTENTION, differentiated, recorded
 from sparsek.attn.plan import attention_operands as operands
-from sparsek.attn.plan.attention import Attended
-from sparsek.attn.plan.attention_grad import Differentiated, Forward
+from sparsek.attn.plan.attention import Attended, every_block
+from sparsek.attn.plan.attention_grad import Differentiated
+from sparsek.attn.reference.scores import PLAIN
 from sparsek.core.operations import TAGS, schema_of
-from sparsek.engine.call import bound, transforms
-from sparsek.engine.call.bound import Slot
-
-FORWARD = schema_of(AttentionArgs, "(Tensor, Tensor)")
-BACKWARD = schema_of(AttentionBackwardArgs, "(Tensor, Tensor, Tensor, Tensor)")
+from sparsek.engine.call import transforms
+from sparsek.engine.call.bound import UNBOUND, Slot
 
 
-@torch.library.custom_op("sparsek::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
+@torch.library.custom_op(
+    "sparsek::attention", mutates_args=(), schema=schema_of(call_of, "(Tensor, Tensor)"), tags=TAGS
+)
 def attention_op(*given: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of `sparsek.attention`; lse is empty unless `return_lse`. Gradients need it.
 
     `deterministic` concerns the gradients.
     """
-    args = AttentionArgs(*given)
-    q, k, v = args[:3]
+    call = call_of(*given)
     with torch.no_grad():
-        found = checked(q, k, v, mask_of(args.mask, args.numbers))
-        factor = operands.checked_scale(args.scale, q.shape[3])
-        scores = operands.checked_scores(q, *args[-3:])
-        call = Attended(q, k, v, found, factor, args.return_lse, scores)
-        more = "attention op", factor, args.return_lse, args.kernel, scores.form
-        out, lse = _recorded(
-            found, more, (q, k, v, *scores.tensors), lambda once: ATTENTION.run(call, args.kernel, once=once)
-        )
-    return out, q.new_empty(0) if lse is None else lse
+        call.check()
+        slot = _recorded(call, "attention op", call.tensors)
+        found = slot if slot.__class__ is not Slot else slot.run(lambda: _run(call))
+        out, lse = found
+    return out, out.new_empty(0) if lse is None else lse
+
+
+def _run(call: Attended) -> Any:
+    return ATTENTION.run(call, call.kernel, once=call.once)
 
 
 @attention_op.register_fake
 def _(*given: Any) -> tuple[Tensor, Tensor]:
-    args = AttentionArgs(*given)
-    q, v = args.q, args.v
-    _check_fake(args)
-    if not args.return_lse:
-        return operands.empty_out(q, v.shape[3]), q.new_empty(0)
-    lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype))
-    return operands.empty_out(q, v.shape[3]), lse
+    call = call_of(*given)
+    call.check()
+    out, q = operands.empty_out(call.q, call.v.shape[3]), call.q
+    return out, q.new_empty(
+        q.shape[:3], dtype=operands.lse_dtype(q.dtype)
+    ) if call.return_lse else q.new_empty(0)
 
 
 @torch.library.custom_op(
     "sparsek::attention_backward",
     mutates_args=(),
-    schema=BACKWARD,
+    schema=schema_of(gradients_of, "(Tensor, Tensor, Tensor, Tensor)"),
     tags=TAGS,
 )
-def attention_backward_op(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_backward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse, and that of the sinks for each batch item,
     [B, Hq], empty without sinks.
     """
-    args = AttentionBackwardArgs(*given)
-    q, k, v, out, lse, grad, grad_lse = args[:7]
+    given = gradients_of(*args)
+    call = given.call
     with torch.no_grad():
-        found = checked(q, k, v, mask_of(args.mask, args.numbers))
-        operands.check_backward(q, v, out, lse, grad, grad_lse)
-        forward = Forward(out, lse, operands.checked_scale(args.scale, q.shape[3]))
-        in_order = fixed(args.deterministic)
-        scores = operands.checked_scores(q, *args[-3:])
-        call = Differentiated(q, k, v, found, in_order, forward, grad, grad_lse, scores)
-        more = "attention_backward op", forward.scale, args.kernel, in_order, grad_lse is None, scores.form
-        tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
-        grads = _recorded(
-            found, more, (*tensors, *scores.tensors), lambda once: differentiated(call, args.kernel, once)
+        given.check()
+        slot = _recorded(
+            call, ("attention_backward op", call.in_order, given.grad_lse is None), given.tensors
         )
-    return grads if scores.sink_logits is not None else (*grads, lse.new_empty(0))
+        grads = slot if slot.__class__ is not Slot else slot.run(lambda: differentiated(given, call.kernel))
+    return grads if call.scores.sink_logits is not None else (*grads, given.lse.new_empty(0))
 
 
 @attention_backward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    args = AttentionBackwardArgs(*given)
-    _check_fake(args)
-    dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in args[:3])
-    shape = (0,) if args.sink_logits is None else args.q.shape[:2]
-    return dq, dk, dv, args.q.new_empty(shape, dtype=operands.lse_dtype(args.q.dtype))
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = gradients_of(*args).call
+    call.check()
+    dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in call.tensors)
+    shape = (0,) if call.scores.sink_logits is None else call.q.shape[:2]
+    return dq, dk, dv, call.q.new_empty(shape, dtype=operands.lse_dtype(call.q.dtype))
 
 
-def _recorded(mask: BlockMask, more: Any, tensors: tuple[Tensor, ...], run: Callable[[bool], Any]) -> Any:
-    """The result of `run(once)`; of a recorded call, if the mask was made in the same graph: see
-    attn/mask/recorded.py.
-    """
-    to = bound_to(mask, counting=True) if mask._base is not None else None
-    if to is None:
-        return run(False)
-    slot: Any = bound.repeat(to.calls, more, (*tensors, *to.operands))
-    return slot.run(lambda: run(to.once)) if slot.__class__ is Slot else slot
-
-
-def _check_fake(args: AttentionArgs | AttentionBackwardArgs) -> None:
-    check_tensors(args.q, args.k, args.v)
-    operands.checked_scale(args.scale, args.q.shape[3])
-    operands.checked_scores(args.q, *args[-3:])
-    if args.mask:
-        operands.check_mask(args.q, args.k, put_together(args.mask, args.numbers))
+def _recorded(call: Attended, verb: Any, tensors: tuple[Tensor, ...]) -> Any:
+    """`recorded` for a mask that was made in the same graph: see attn/mask/recorded.py."""
+    if call.mask is None:
+        call.mask = every_block(call.q, call.k)
+    return UNBOUND if call.mask._base is None else recorded(call, verb, tensors, counting=True)
 
 
 attention_op.register_autograd(
@@ -122,8 +94,20 @@ attention_op.register_autograd(
 attention_backward_op.register_autograd(attention_gradients.of_attention_backward)
 
 
-def through_op(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *settings: Any
-) -> tuple[Tensor, Tensor]:
-    """The call through the torch.library op, with `settings` in the op's order."""
-    return torch.ops.sparsek.attention(q, k, v, *flat_mask(mask), *settings)
+def through_op(call: Attended) -> tuple[Tensor, Tensor]:
+    """The call through the torch.library op, with lse where a gradient is wanted."""
+    if not torch.compiler.is_compiling():
+        call.check()
+    elif call.scores is not PLAIN:  # the op checks the rest
+        check_tensors(call.q, call.k, call.v)
+        call.scores = operands.checked_scores(call.q, *call.scores)
+    lse = call.return_lse or call.learns
+    given = *call.tensors, *flat_mask(call.mask), call.scale, lse, call.kernel, call.deterministic
+    return torch.ops.sparsek.attention(*given, *call.scores)
+
+
+def gradients_through_op(given: Differentiated, kernel: str | None) -> tuple[Tensor, ...]:
+    """The gradients of a call through the torch.library op."""
+    call = given.call
+    options = *flat_mask(call.mask), call.scale, call.deterministic, kernel
+    return torch.ops.sparsek.attention_backward(*call.tensors, *given[1:], *options, *call.scores)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.cache import kept_mask
+from sparsek.attn.mask.convert.argument import block_mask
+from sparsek.attn.mask.lists import Frame
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.plan import attention_operands as operands
@@ -24,36 +27,152 @@ from sparsek.core.tracing import wants_gradient
 from sparsek.engine.plan.plan import Plan
 from sparsek.engine.plan.select import Choice
 
+NONE: Any = None  # an operand of a call that has none
 
-class Attended(NamedTuple):
-    """Attention of q, k and v over the blocks of a mask, the home of its plans. `lse`: return it too."""
+
+@dataclass(slots=True, eq=False)  # a frozen one takes twice as long to make
+class Attended:
+    """A call of attention: the operands and options of `sk.attention`, each declared here, and checked by `check`.
+
+    `mask`: the home of its plans; None for every block, until that is filled in. `scale`: None for D**-0.5. `plan`:
+    that of the caller; without one the mask's is used. `once`: the plan of a new mask is not kept. As no pytree, the
+    class hides the mask and the slopes from torch.func.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: BlockMask
-    scale: float = 1.0
-    lse: bool = False
+    mask: Any
+    scale: float | None = None
+    return_lse: bool = False
+    kernel: str | None = None
+    deterministic: bool = True
     scores: Scores = PLAIN
+    plan: Any = None
+    once: bool = False
+
+    form: ClassVar[Hashable] = "attention"
+    """The operation, and all of q, k and v but the shapes and dtypes of `tensors`."""
+
+    def convert_mask(self, is_causal: bool = False, *, predicted: bool = False) -> None:
+        """Make a BlockMask of the mask, of whatever form."""
+        self.mask = block_mask(self.mask, self.q, self.k, is_causal, scale=self.scale, predicted=predicted)
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Attended:
+        """This call of other operands, such as those that torch.func has unwrapped."""
+        scores, options = self.scores.with_sinks(sinks), (self.scale, self.return_lse, self.kernel)
+        return Attended(q, k, v, self.mask, *options, self.deterministic, scores, self.plan, self.once)
+
+    def without(self) -> Attended:
+        """This call of no operands, for autograd to keep beside them."""
+        return self.of(NONE, NONE, NONE, None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """q, k and v, in FP8 their values and scales."""
+        return self.q, self.k, self.v
+
+    @property
+    def learns(self) -> bool:
+        """Whether autograd would expect a gradient."""
+        return wants_gradient(*self.tensors, self.scores.sink_logits)
 
     @property
     def like(self) -> Tensor:
         return self.q
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+        return self.q.dtype
+
+    @property
+    def layout(self) -> operands.Layout:
+        """The layout of q, k and v."""
+        return operands.layout(self.q, self.k, self.v)
+
+    @property
+    def factor(self) -> float:
+        """The scale, also of a call without one."""
+        return self.q.shape[3] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def in_order(self) -> bool:
+        """Whether sums have a fixed order: always under torch.use_deterministic_algorithms."""
+        return self.deterministic or torch.are_deterministic_algorithms_enabled()
+
+    def check(self, *, here: bool = True, planner: str = "plan_attention") -> None:
+        """InvalidInput for operands and options that do not fit together, or not the plan.
+
+        `here`: the call will run, so everything must be on one device. `planner`: the function that predicts it, for
+        messages.
+        """
+        plan = self.plan
+        if plan is not None:
+            plan.refuse_unless_ready()
+        self.check_operands(here, planner)
+        if plan is not None:
+            self.mask = plan.mask_for(self.mask)
+        if self.mask is not None:
+            operands.check_mask(self.like, self.k, self.mask, here=here)
+        if self.scale is not None:
+            self.scale = operands.checked_scale(self.scale, self.q.shape[3])
+        self.scores = operands.checked_scores(self.q, *self.scores, here=here, dtype=self.dtype)
+        if plan is not None:
+            plan.check(self)
+
+    def check_operands(self, here: bool, planner: str) -> None:
+        """The checks of q, k and v."""
+        check_tensors(self.q, self.k, self.v, predicted=not here, planner=planner)
+
+    def refuse_gradient(self) -> None:
+        """InvalidInput if autograd would expect a gradient, which a plan does not give."""
+        if self.learns:
+            raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT)
+
     def problem(self, card: Card) -> AttentionProblem:
-        layout = operands.layout(self.q, self.k, self.v)
+        return AttentionProblem(**self.fields(self.layout), **self.lse_fields(), card=card)
+
+    def fields(self, layout: operands.Layout) -> dict[str, Any]:
+        """Fields that the problems of both passes share, and those in FP8."""
+        q, mask, scores = self.q, self.mask, self.scores
+        batch, q_heads, q_len, dim = q.shape
+        return {
+            "batch": batch,
+            "q_heads": q_heads,
+            "kv_heads": self.k.shape[1],
+            "q_len": q_len,
+            "kv_len": self.k.shape[2],
+            "dim": dim,
+            "v_dim": self.v.shape[3],
+            "dtype": dtypes.shown(q.dtype),
+            "block": mask.block,
+            "mask_batch": mask.batch,
+            "mask_heads": mask.heads,
+            **mask.sizes._asdict(),
+            "by_interval": mask.lo is not None,
+            "by_bits": mask.bits is not None and mask.rules is not None,
+            "aligned": layout.aligned,
+            "unit_stride": layout.unit_stride,
+            "softcap": scores.softcap > 0,
+            "alibi": scores.alibi_slopes is not None,
+        }
+
+    def lse_fields(self) -> dict[str, Any]:
+        """Those of lse, which has the sinks."""
         sinks = self.scores.sink_logits
-        return AttentionProblem(
-            **sizes(*self[:4], layout, self.scores),
-            card=card,
-            lse=self.lse,
-            sink_logits="" if sinks is None else dtypes.name(sinks.dtype),
-        )
+        return {"lse": self.return_lse, "sink_logits": "" if sinks is None else dtypes.name(sinks.dtype)}
+
+    def alike(self, layout: operands.Layout) -> tuple[Any, ...]:
+        """What calls of one plan share in both passes."""
+        # Bounds of a mask's sizes may be replaced by the actual sizes of its lists, which may give a better plan.
+        q, exact = self.q, self.mask.sizes.exact
+        changes = operands.changes(self.scores)
+        return q.shape, self.k.shape[1], self.v.shape[3], self.dtype, exact, layout, changes
 
     def key(self) -> Hashable:
-        scores = self.scores
-        kind = None if scores is PLAIN else (*operands.changes(scores), scores.form[2])
-        return *alike(*self[:4]), operands.layout(self.q, self.k, self.v), self.lse, kind
+        sinks = self.scores.sink_logits
+        return *self.alike(self.layout), self.return_lse, None if sinks is None else sinks.dtype, self.form
 
     def home(self) -> BlockMask:
         return self.mask
@@ -62,43 +181,13 @@ class Attended(NamedTuple):
         return choice.kernel.prepare(p, choice.config, self.mask)
 
     def about(self) -> dict[str, Any]:
-        return about(self.mask)
+        return {"mask": weakref.ref(self.mask), "label": self.mask.label}
 
 
-def about(mask: BlockMask) -> dict[str, Any]:
-    """Plan fields for `mask`."""
-    return {"mask": weakref.ref(mask), "label": mask.label}
-
-
-def alike(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Any, ...]:
-    """What calls of one plan share, apart from the layouts of q, k and v."""
-    # Bounds of a mask's sizes may be replaced by the actual sizes of its lists, which may give a better plan.
-    return q.shape, k.shape[1], v.shape[3], q.dtype, mask.sizes.exact
-
-
-def sizes(q: Any, k: Any, v: Any, mask: BlockMask, layout: operands.Layout, scores: Scores) -> dict[str, Any]:
-    """Fields that the problems of both passes share, and those in FP8."""
-    batch, q_heads, q_len, dim = q.shape
-    return {
-        "batch": batch,
-        "q_heads": q_heads,
-        "kv_heads": k.shape[1],
-        "q_len": q_len,
-        "kv_len": k.shape[2],
-        "dim": dim,
-        "v_dim": v.shape[3],
-        "dtype": dtypes.shown(q.dtype),
-        "block": mask.block,
-        "mask_batch": mask.batch,
-        "mask_heads": mask.heads,
-        **mask.sizes._asdict(),
-        "by_interval": mask.lo is not None,
-        "by_bits": mask.bits is not None and mask.rules is not None,
-        "aligned": layout.aligned,
-        "unit_stride": layout.unit_stride,
-        "softcap": scores.softcap > 0,
-        "alibi": scores.alibi_slopes is not None,
-    }
+def every_block(q: Any, k: Any, here: bool = True) -> BlockMask:
+    """The mask of a call without one. `here`: as in `Attended.check`."""
+    frame = Frame(q_len=q.shape[2], kv_len=k.shape[2], device=q.device if here else "cpu")
+    return kept_mask(("every block", *frame.values()), lambda: BlockMask.full(**frame))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,14 +206,16 @@ class MaskPlan(Plan):
     label: str = ""
     unmasked: bool = False
 
-    def checked(self, q: Any, k: Any, v: Any, mask: BlockMask | None) -> BlockMask:
-        """The mask to use. InvalidInput for another mask, and for operands of other shapes, dtypes or alignment."""
+    def refuse_unless_ready(self) -> None:
+        """InvalidInput where plans cannot run: if this one only predicts, under torch.compile, and in torch.func."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             raise InvalidInput(
                 "plans do not go through torch.compile and torch.func; call attention(q, k, v, mask) there"
             )
-        self.refuse_unless_ready()
-        q_values, k_values = self._checked_operands(q, k, v)
+        Plan.refuse_unless_ready(self)
+
+    def mask_for(self, mask: BlockMask | None) -> BlockMask:
+        """The mask of a call with `mask`. InvalidInput for another than that of this plan."""
         planned = self.mask()
         found = planned if mask is None and self.unmasked else mask
         if found is None or found is not planned:
@@ -132,20 +223,22 @@ class MaskPlan(Plan):
                 f"this plan was made for another mask; call {self.planner}(q, k, v, mask) for this one, "
                 "or attention(q, k, v, mask)"
             )
-        operands.check_mask(q_values, k_values, found)
-        self._check_planned(q, k, v)
         return found
 
-    def _checked_operands(self, q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor]:
-        """Tensors with the shapes of q and k, after the checks that need no mask."""
-        check_tensors(q, k, v, planner=self.planner)
-        return q, k
-
-    def check_scores(self, scores: Scores) -> None:
-        """InvalidInput unless the plan is for scores that are changed so."""
-        p = self.problem
-        sinks = scores.sink_logits
-        found = *operands.changes(scores), "" if sinks is None else dtypes.name(sinks.dtype)
+    def check(self, call: Attended) -> None:
+        """InvalidInput for a call of other shapes, dtypes or alignment, or whose scores are changed otherwise."""
+        p, sinks = self.problem, call.scores.sink_logits
+        self._check_sizes(call)
+        if p.unit_stride and not call.layout.unit_stride:
+            raise InvalidInput(
+                "this plan needs last dims of q, k and v that are contiguous; attention(q, k, v, mask) takes any"
+            )
+        if p.aligned and not call.layout.aligned:
+            raise InvalidInput(
+                "this plan needs pointers and strides of q, k and v that are multiples of 16 bytes; "
+                "attention(q, k, v, mask) takes any"
+            )
+        found = *operands.changes(call.scores), "" if sinks is None else dtypes.name(sinks.dtype)
         planned = p.softcap, p.alibi, p.sink_logits if p.op != "attention_backward" else found[2]
         if found != planned:
             raise InvalidInput(
@@ -153,23 +246,13 @@ class MaskPlan(Plan):
                 "softcap, alibi_slopes and sink_logits of its calls"
             )
 
-    def _check_planned(self, q: Any, k: Any, v: Any) -> None:
-        p = self.problem
+    def _check_sizes(self, call: Attended) -> None:
+        p, q, v = self.problem, call.q, call.v
         planned = (p.batch, p.q_heads, p.q_len, p.dim), (p.batch, p.kv_heads, p.kv_len, p.v_dim)
         if (tuple(q.shape), tuple(v.shape)) != planned or dtypes.name(q.dtype) != p.dtype:
             raise InvalidInput(
                 f"this plan takes {p.dtype} q {list(planned[0])} and v {list(planned[1])}; "
                 f"got {q.dtype} {list(q.shape)} and {list(v.shape)}"
-            )
-        layout = operands.layout(q, k, v)
-        if p.unit_stride and not layout.unit_stride:
-            raise InvalidInput(
-                "this plan needs last dims of q, k and v that are contiguous; attention(q, k, v, mask) takes any"
-            )
-        if p.aligned and not layout.aligned:
-            raise InvalidInput(
-                "this plan needs pointers and strides of q, k and v that are multiples of 16 bytes; "
-                "attention(q, k, v, mask) takes any"
             )
 
     def headline(self) -> list[str]:
@@ -226,14 +309,16 @@ class MaskPlan(Plan):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionPlan(MaskPlan):
-    """How to run attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`."""
+class AttendedPlan(MaskPlan):
+    """A plan of the forward pass. `calls`: the class of its calls."""
+
+    calls: ClassVar[type[Attended]] = Attended
 
     def __call__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: Any,
+        k: Any,
+        v: Any,
         mask: BlockMask | None = None,
         *,
         scale: float | None = None,
@@ -243,30 +328,34 @@ class AttentionPlan(MaskPlan):
     ) -> Any:
         """out, or (out, lse) if planned with return_lse; as `sk.attention`, but without gradients. No host sync.
 
-        Raises InvalidInput for operands of other shapes, dtypes or alignment, for another mask, and if an operand
-        requires a gradient; use `sk.attention(q, k, v, mask, plan=plan)` for gradients.
+        Raises InvalidInput for operands of other shapes, dtypes, scales or alignment, for another mask, and if an
+        operand requires a gradient; use `sk.attention(q, k, v, mask, plan=plan)` for gradients.
         """
-        found = self.checked(q, k, v, mask)
-        scores = operands.checked_scores(q, softcap, alibi_slopes, sink_logits)
-        self.check_scores(scores)
-        if wants_gradient(q, k, v, sink_logits):
-            raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT)
-        call = Attended(q, k, v, found, operands.checked_scale(scale, q.shape[3]), scores=scores)
-        out, lse = self.run(call, captured(q))
+        scores = Scores(softcap, alibi_slopes, sink_logits)
+        call = self.calls(q, k, v, mask, scale, scores=scores, plan=self)
+        call.check()
+        call.refuse_gradient()
+        out, lse = self.run(call, captured(call.like))
         return out if lse is None else (out, lse)
 
     def _run(self, call: Attended) -> tuple[Tensor, Tensor | None]:
         """lse is None unless it was planned."""
-        q, k, v, mask, scale, _, scores = call
-        out = operands.empty_out(q, v.shape[3])
-        lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype)) if self.problem.lse else None
+        q, v, mask, like, scores = call.q, call.v, call.mask, call.like, call.scores
+        out = operands.empty_out(like, v.shape[3], call.dtype)
+        lse = like.new_empty(q.shape[:3], dtype=operands.lse_dtype(call.dtype)) if self.problem.lse else None
         if out.numel() == 0:
             return out, lse
         if mask.kv_len == 0:
             return out.zero_(), None if lse is None else without_keys(lse, scores.sink_logits)
         kernel, config, _ = self.choice
-        kernel.launch(config, self.work, AttentionCall(q, k, v, mask, scale, out, lse, scores))
+        given = AttentionCall(q, call.k, v, mask, call.factor, out, lse, scores)
+        kernel.launch(config, self.work, given)
         return out, lse
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionPlan(AttendedPlan):
+    """How to run attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`."""
 
 
 def without_keys(lse: Tensor, sinks: Tensor | None) -> Tensor:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from sparsek.attn.mask.convert.argument import block_mask
 from sparsek.attn.mask.heads8 import QuantizedHeads
-from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import DIMS, check_shapes
+from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.plan import attention_operands as operands
-from sparsek.attn.plan.attention import MaskPlan, about, sizes, without_keys
-from sparsek.attn.plan.kernels import AttentionCall
+from sparsek.attn.plan.attention import Attended, AttendedPlan
 from sparsek.attn.plan.problems import AttentionProblem
-from sparsek.attn.reference.scores import PLAIN, Scores
 from sparsek.core import arguments, dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import captured
 from sparsek.core.tracing import wants_gradient
-from sparsek.engine.plan.select import Choice
 
 NO_GRADIENT = (
     "FP8 attention has none; attention of the tensors has gradients, and torch.no_grad() lets this call run"
@@ -51,57 +49,70 @@ class AttentionFp8Problem(AttentionProblem):
         return super().compulsory_bytes + float(more * self.batch * self.q_heads * self.q_len * self.v_dim)
 
 
-class AttendedFp8(NamedTuple):
-    """Attention of quantized q, k and v over the blocks of a mask, the home of its plans. `lse`: return it too."""
+@dataclass(slots=True, eq=False)
+class AttendedFp8(Attended):
+    """A call of attention of three QuantizedHeads, which are checked when it is made."""
 
-    q: QuantizedHeads
-    k: QuantizedHeads
-    v: QuantizedHeads
-    mask: BlockMask
-    scale: float = 1.0
-    lse: bool = False
-    scores: Scores = PLAIN
+    q: Any
+    k: Any
+    v: Any
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            raise InvalidInput(
+                "FP8 attention does not go through torch.compile and torch.func; call it outside"
+            )
+        check_heads(self.q, self.k, self.v)
+
+    def convert_mask(self, is_causal: bool = False, *, predicted: bool = False) -> None:
+        mask = self.mask
+        if isinstance(mask, MaskRule) and (not isinstance(mask, MaskPolicy) or mask.topk is not None):
+            raise InvalidInput(
+                f"mask is {mask.label}, which chooses blocks by q and k, and these are quantized; pass the BlockMask "
+                "that policy.mask(q, k) makes of the tensors"
+            )
+        q, k = (x.scale.new_zeros(()).expand(x.shape) for x in (self.q, self.k))
+        self.mask = block_mask(mask, q, k, is_causal, predicted=predicted)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        q, k, v = self.q, self.k, self.v
+        return q.values, q.scale, k.values, k.scale, v.values, v.scale
+
+    @property
+    def form(self) -> Hashable:
+        return "attention_fp8", self.rows, self.v.length, self.dtype
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Rows of q, k and v that share a scale, 0 for a whole head."""
+        return self.q.rows, self.k.rows, self.v.rows
 
     @property
     def like(self) -> Tensor:
         return self.q.values
 
-    def problem(self, card: Card) -> AttentionFp8Problem:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.source_dtype
+
+    @property
+    def layout(self) -> operands.Layout:
+        return operands.layout(self.q.values, self.k.values, self.v.values)
+
+    def check_operands(self, here: bool, planner: str) -> None:
+        if here:
+            arguments.supported("q", self.q.device)
+
+    def refuse_gradient(self) -> None:
         q, k, v, sinks = self.q, self.k, self.v, self.scores.sink_logits
-        return AttentionFp8Problem(
-            **sizes(q, k, v, self.mask, operands.layout(q.values, k.values, v.values), self.scores),
-            card=card,
-            lse=self.lse,
-            sink_logits="" if sinks is None else dtypes.name(sinks.dtype),
-            out=dtypes.name(q.source_dtype),
-            scale_rows=(q.rows, k.rows, v.rows),
-        )
+        for name, x in (("q", q.values), ("k", k.values), ("v", v.values), ("sink_logits", sinks)):
+            if wants_gradient(x):
+                raise InvalidInput(f"{name} requires a gradient, and {NO_GRADIENT}")
 
-    def key(self) -> Hashable:
-        q, k, v, scores = self.q, self.k, self.v, self.scores
-        kind = None if scores is PLAIN else (*operands.changes(scores), scores.form[2])
-        layout = operands.layout(q.values, k.values, v.values)
-        rows = q.rows, k.rows, v.rows
-        return (
-            q.shape,
-            k.shape[1],
-            v.shape[3],
-            q.source_dtype,
-            rows,
-            self.mask.sizes.exact,
-            layout,
-            self.lse,
-            kind,
-        )
-
-    def home(self) -> BlockMask:
-        return self.mask
-
-    def prepare(self, p: AttentionFp8Problem, choice: Choice) -> Any:
-        return choice.kernel.prepare(p, choice.config, self.mask)
-
-    def about(self) -> dict[str, Any]:
-        return about(self.mask)
+    def problem(self, card: Card) -> AttentionFp8Problem:
+        given = {**self.fields(self.layout), **self.lse_fields()}
+        return AttentionFp8Problem(**given, card=card, out=dtypes.name(self.dtype), scale_rows=self.rows)
 
 
 def check_heads(q: Any, k: Any, v: Any) -> None:
@@ -128,38 +139,12 @@ def _facts(q: Any, v: Any, out: str, rows: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionFp8Plan(MaskPlan):
+class AttentionFp8Plan(AttendedPlan):
     """How to run FP8 attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`."""
 
-    def __call__(
-        self,
-        q: QuantizedHeads,
-        k: QuantizedHeads,
-        v: QuantizedHeads,
-        mask: BlockMask | None = None,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Any:
-        """out, or (out, lse) if planned with return_lse; as `sk.attention`. No host sync.
+    calls: ClassVar[type[Attended]] = AttendedFp8
 
-        Raises InvalidInput for operands of other shapes or scales, and for another mask.
-        """
-        found = self.checked(q, k, v, mask)
-        scores = operands.checked_scores(q, softcap, alibi_slopes, sink_logits, dtype=q.source_dtype)
-        self.check_scores(scores)
-        check_no_gradient(q, k, v, sink_logits)
-        call = AttendedFp8(q, k, v, found, operands.checked_scale(scale, q.shape[3]), scores=scores)
-        out, lse = self.run(call, captured(q.values))
-        return out if lse is None else (out, lse)
-
-    def _checked_operands(self, q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor]:
-        check_heads(q, k, v)
-        return q.values, k.values
-
-    def _check_planned(self, q: QuantizedHeads, k: QuantizedHeads, v: QuantizedHeads) -> None:
+    def _check_sizes(self, call: Any) -> None:
         p = self.problem
         planned = (
             (p.batch, p.q_heads, p.q_len, p.dim),
@@ -167,30 +152,14 @@ class AttentionFp8Plan(MaskPlan):
             p.out,
             p.scale_rows,
         )
-        found = tuple(q.shape), tuple(v.shape), dtypes.name(q.source_dtype), (q.rows, k.rows, v.rows)
+        found = tuple(call.q.shape), tuple(call.v.shape), dtypes.name(call.dtype), call.rows
         if found != planned:
             raise InvalidInput(f"this plan takes {_facts(*planned)}; got {_facts(*found)}")
-        layout = operands.layout(q.values, k.values, v.values)
-        if (p.unit_stride, p.aligned) > tuple(layout):
+        if (p.unit_stride, p.aligned) > tuple(call.layout):
             raise InvalidInput(
                 "this plan needs values whose rows are contiguous and begin at multiples of 16 bytes, as those of "
                 "quantize_heads; attention(q, k, v, mask) takes any"
             )
-
-    def _run(self, call: AttendedFp8) -> tuple[Tensor, Tensor | None]:
-        """lse is None unless it was planned."""
-        q, k, v, mask, scale, _, scores = call
-        out = operands.empty_out(q.values, v.shape[3], q.source_dtype)
-        lse = (
-            out.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.source_dtype)) if self.problem.lse else None
-        )
-        if out.numel() == 0:
-            return out, lse
-        if mask.kv_len == 0:
-            return out.zero_(), None if lse is None else without_keys(lse, scores.sink_logits)
-        kernel, config, _ = self.choice
-        kernel.launch(config, self.work, AttentionCall(q, k, v, mask, scale, out, lse, scores))
-        return out, lse
 
     def details(self) -> list[str]:
         p = self.problem
@@ -203,10 +172,3 @@ class AttentionFp8Plan(MaskPlan):
         return "q, k, v and out", (rows + keys) * p.dim + keys * p.v_dim + rows * p.v_dim * dtypes.itemsize(
             p.out
         )
-
-
-def check_no_gradient(q: QuantizedHeads, k: QuantizedHeads, v: QuantizedHeads, sinks: Tensor | None) -> None:
-    """InvalidInput if autograd would expect a gradient."""
-    for name, x in (("q", q.values), ("k", k.values), ("v", v.values), ("sink_logits", sinks)):
-        if wants_gradient(x):
-            raise InvalidInput(f"{name} requires a gradient, and {NO_GRADIENT}")

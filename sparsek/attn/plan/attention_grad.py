@@ -12,63 +12,66 @@ from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_operands as operands
-from sparsek.attn.plan.attention import MaskPlan, about, alike, megabytes, sizes
+from sparsek.attn.plan.attention import NONE, Attended, MaskPlan, megabytes
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.plan.problems import AttentionGradProblem
-from sparsek.attn.reference.scores import PLAIN, Scores
+from sparsek.attn.reference.scores import Scores
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.engine.plan.select import Choice
 
 
-class Forward(NamedTuple):
-    """What the forward pass saves for its gradients: its `out` and `lse`, and the scale it used."""
-
-    out: Tensor
-    lse: Tensor
-    scale: float
-
-
 class Differentiated(NamedTuple):
-    """The gradients of q, k and v from what `forward` saved. The mask keeps the plans of these calls."""
+    """The gradients of a call of attention from what its forward pass gave, and the gradients of that.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: BlockMask
-    deterministic: bool = True
-    forward: Forward | None = None
-    grad: Tensor | None = None
+    The mask keeps the plans of these calls.
+    """
+
+    call: Attended
+    out: Tensor = NONE
+    lse: Tensor = NONE
+    grad: Tensor = NONE
     grad_lse: Tensor | None = None
-    scores: Scores = PLAIN
 
     @property
     def like(self) -> Tensor:
-        return self.q
+        return self.call.q
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All but those of the scores, and of the mask."""
+        call, *rest = self
+        return *call.tensors, *(x for x in rest if x is not None)
+
+    @property
+    def layout(self) -> operands.Layout:
+        """The layouts of q, k and v, and of the gradient of out, which is copied if needed."""
+        return operands.backward_layout(self.call.q, self.call.k, self.call.v)
+
+    def check(self) -> None:
+        """InvalidInput for operands that do not fit together."""
+        call = self.call
+        call.check()
+        operands.check_backward(call.q, call.v, *self[1:])
 
     def problem(self, card: Card) -> AttentionGradProblem:
-        shared = sizes(*self[:4], operands.backward_layout(self.q, self.k, self.v), self.scores)
-        return AttentionGradProblem(**shared, card=card, deterministic=self.deterministic)
+        fields = self.call.fields(self.layout)
+        return AttentionGradProblem(**fields, card=card, deterministic=self.call.in_order)
 
     def key(self) -> Hashable:
-        changes = operands.changes(self.scores)
-        return (
-            *alike(*self[:4]),
-            operands.backward_layout(self.q, self.k, self.v),
-            self.deterministic,
-            changes,
-        )
+        return *self.call.alike(self.layout), self.call.in_order
 
     def home(self) -> BlockMask:
-        return self.mask
+        return self.call.mask
 
     def prepare(self, p: AttentionGradProblem, choice: Choice) -> Any:
-        with sharing_transposed(self.mask):
-            return choice.kernel.prepare(p, choice.config, self.mask)
+        mask = self.call.mask
+        with sharing_transposed(mask):
+            return choice.kernel.prepare(p, choice.config, mask)
 
     def about(self) -> dict[str, Any]:
-        return about(self.mask)
+        return self.call.about()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -105,28 +108,25 @@ class AttentionGradPlan(MaskPlan):
         that. The results have no gradients. Raises InvalidInput for operands of other shapes, dtypes or alignment,
         and for another mask.
         """
-        found = self.checked(q, k, v, mask)
-        scores = operands.checked_scores(q, softcap, alibi_slopes, None)
-        self.check_scores(scores)
-        operands.check_backward(q, v, out, lse, grad, grad_lse)
-        forward = Forward(out, lse, operands.checked_scale(scale, q.shape[3]))
-        call = Differentiated(q, k, v, found, self.problem.deterministic, forward, grad, grad_lse, scores)
+        scores = Scores(softcap, alibi_slopes)
+        call = Attended(q, k, v, mask, scale, scores=scores, plan=self)
+        given = Differentiated(call, out, lse, grad, grad_lse)
+        given.check()
         with torch.no_grad():
-            return self.run(call, captured(q))
+            return self.run(given, captured(q))
 
-    def _run(self, call: Differentiated) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, mask, _, forward, grad, grad_lse, scores = call
-        assert forward is not None
-        assert grad is not None
+    def _run(self, given: Differentiated) -> tuple[Tensor, Tensor, Tensor]:
+        call, out, lse, grad, grad_lse = given
+        q, k, v = call.q, call.k, call.v
         dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in (q, k, v))
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        out, lse, scale = forward
         grad = operands.fitting(grad, out, self.problem.aligned)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         kernel, config, _ = self.choice
-        given = AttentionGradCall(q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores)
-        kernel.launch(config, self.work, given)
+        results = dq, dk, dv, call.scores
+        launch = AttentionGradCall(q, k, v, call.mask, call.factor, out, lse, grad, grad_lse, *results)
+        kernel.launch(config, self.work, launch)
         return dq, dk, dv
 
     def headline(self) -> list[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
+class Scores(NamedTuple):
     """The scores of head h of item b, from s = scale <q, k>, before the mask and the softmax:
 
         s = softcap * tanh(s / softcap)                      softcap > 0 (Gemma 2, arXiv:2408.00118)
@@ -35,26 +33,13 @@ class Scores:
         """The slopes and the sinks, as far as they are given."""
         return tuple(x for x in (self.alibi_slopes, self.sink_logits) if x is not None)
 
-    @property
-    def parts(self) -> tuple[float, Tensor | None, Tensor | None]:
-        """The fields, in their order."""
-        return self.softcap, self.alibi_slopes, self.sink_logits
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """All but the values of the tensors."""
-        slopes, sinks = self.alibi_slopes, self.sink_logits
-        return self.softcap, slopes is None or slopes.dim(), sinks is None or sinks.dtype
-
-    def without_sinks(self) -> Scores:
-        """The softcap and slopes alone."""
-        if self.sink_logits is None:
+    def with_sinks(self, sink_logits: Tensor | None) -> Scores:
+        """The softcap and slopes with these sinks."""
+        softcap, alibi_slopes, known = self
+        if sink_logits is known:
             return self
-        return (
-            Scores(self.softcap, self.alibi_slopes)
-            if self.softcap or self.alibi_slopes is not None
-            else PLAIN
-        )
+        plain = not softcap and alibi_slopes is None and sink_logits is None
+        return PLAIN if plain else Scores(softcap, alibi_slopes, sink_logits)
 
     def slopes(self, batch: int, heads: int) -> Tensor:
         """[batch, heads], a view."""

@@ -128,7 +128,7 @@ def attention_problem(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, lse: bool = True, scores: Scores = PLAIN_SCORES
 ) -> AttentionProblem:
     """The problem that attention of q, k and v under `mask` poses."""
-    return Attended(q, k, v, mask, lse=lse, scores=scores).problem(card_of(q.device))
+    return Attended(q, k, v, mask, return_lse=lse, scores=scores).problem(card_of(q.device))
 
 
 def attend(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_operands as operands
+from sparsek.attn.plan.attention import Attended
 from sparsek.attn.plan.attention_grad import Differentiated
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.plan.problems import AttentionGradProblem
@@ -145,7 +146,8 @@ def problem(
     scores: Scores = PLAIN,
 ) -> AttentionGradProblem:
     """The problem that the gradients of attention of q, k and v under `mask` pose."""
-    return Differentiated(q, k, v, mask, deterministic, scores=scores).problem(card_of(q.device))
+    call = Attended(q, k, v, mask, deterministic=deterministic, scores=scores)
+    return Differentiated(call).problem(card_of(q.device))
 
 
 def differentiate(

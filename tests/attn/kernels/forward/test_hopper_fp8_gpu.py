@@ -40,7 +40,7 @@ def drawn(heads: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def attend(heads: AttentionHeads, mask: BlockMask, config: Any = None) -> tuple[Tensor, Tensor]:
     q, k, v = heads
-    p = AttendedFp8(q, k, v, mask, lse=True).problem(card_of(q.device))
+    p = AttendedFp8(q, k, v, mask, return_lse=True).problem(card_of(q.device))
     assert KERNEL.why_not(p) == []
     c = KERNEL.default(p) if config is None else config
     out = poisoned((*q.shape[:3], v.shape[3]), q.source_dtype, q.device)
@@ -56,7 +56,7 @@ def hold(case: AttentionCase, dtype: torch.dtype, scale: Any = "head", rows: int
     # Keys and values that no query sees may hold NaN in these cases; scales are of what is finite.
     q, k, v = (x.nan_to_num(0, 0, 0) for x in (q, k, v))
     heads = sk.quantize_heads(q, k, v, scale, rows=rows)
-    p = AttendedFp8(*heads, mask, lse=True).problem(card_of(q.device))
+    p = AttendedFp8(*heads, mask, return_lse=True).problem(card_of(q.device))
     for c in default_and(1, KERNEL, p, of=(str(case), dtype)):
         out, lse = attend(heads, mask, c)
         gate = check_attention_fp8(*heads, mask, out, lse)

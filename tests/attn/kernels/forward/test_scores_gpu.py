@@ -14,6 +14,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.attn.kernels.backward.sinks import launched
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.attention import Attended
 from sparsek.attn.plan.attention_grad import Differentiated
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.reference.attention import attention
@@ -108,7 +109,9 @@ def differentiated(
     out, lse = attention(q, k, v, mask, scores=scores)
     grad, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse.masked_fill_(lse == -torch.inf, 0)
-    p = Differentiated(q, k, v, mask, ordered, scores=scores).problem(card_of(q.device))
+    p = Differentiated(Attended(q, k, v, mask, deterministic=ordered, scores=scores)).problem(
+        card_of(q.device)
+    )
     assert kernel.why_not(p) == []
     found = {}
     for c in default_and(COUNT[family], kernel, p, of=(p, ordered)):
