@@ -480,6 +480,18 @@ def test_a_dispatch_mode_sees_the_op_inside_and_around_torch_func():
     torch.testing.assert_close(torch.func.vjp(inside, q)[1](right)[0], wanted)
 
 
+@pytest.mark.parametrize("kernel", ["reference.attention", "cpu.attention"])
+def test_a_dispatch_mode_around_the_backward_pass_keeps_the_family_of_a_kernel(kernel: str):
+    """(2026-11-28: the op was called with the kernel of the forward pass, and refused it.)"""
+    q, k, v = leaves = [torch.randn(1, 2, 64, 16, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    out = sk.attention(q, k, v, sk.BlockMask.causal(64), kernel=kernel)
+    right = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    with Counting() as counting:
+        found = torch.autograd.grad(out.sum(), leaves)
+    assert "sparsek.attention_backward.default" in counting.seen
+    torch.testing.assert_close(found, right)
+
+
 @pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), Counting])
 def test_arguments_are_checked_before_a_dispatch_mode_sees_the_op(mode: Any):
     q = torch.randn(1, 2, 64, 16)
