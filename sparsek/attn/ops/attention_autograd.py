@@ -81,11 +81,11 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     # create_graph=True, or torch.func, also where that maps over gradients alone; otherwise there is nothing to record.
     listened = torch.is_grad_enabled() or transforms.active()
     run = AttentionBackward.apply if listened else AttentionBackward.forward
-    learned = sinks if ctx.needs_input_grad[3] else None
-    found = run(q, k, v, out, lse, grad, grad_lse, learned, ctx.call)
-    wanted = zip(found[:3], ctx.needs_input_grad, strict=False)
-    of_sinks = None if learned is None else found[3].sum(0).to(learned.dtype)
-    return (*[x if needed else None for x, needed in wanted], of_sinks, None, None)
+    of_q, of_k, of_v, of_sinks, *_ = ctx.needs_input_grad
+    learned = sinks if of_sinks else None
+    dq, dk, dv, *more = run(q, k, v, out, lse, grad, grad_lse, learned, ctx.call)
+    found = dq if of_q else None, dk if of_k else None, dv if of_v else None
+    return *found, None if learned is None else more[0].sum(0).to(learned.dtype), None, None
 
 
 class Attention(torch.autograd.Function):
