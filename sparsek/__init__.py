@@ -17,9 +17,9 @@ from sparsek.core import aliases, doors
 if TYPE_CHECKING:
     from sparsek import nn
     from sparsek.attn import policies
-    from sparsek.attn.mask.heads8 import QuantizedHeads, quantize_heads
     from sparsek.attn.mask.mask import BlockMask
     from sparsek.attn.mask.pages import PageLists
+    from sparsek.attn.mask.quantized_heads import QuantizedHeads, quantize_heads
     from sparsek.attn.mask.rule import MaskPolicy
     from sparsek.attn.ops.attention import attention, plan_attention, plan_attention_backward
     from sparsek.attn.ops.attention_paged import attention_paged, plan_attention_paged
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from sparsek.files.io import load, save
     from sparsek.products.formats.bsr import BSR
     from sparsek.products.formats.bsr24 import BSR24
-    from sparsek.products.formats.dense8 import QuantizedTensor
     from sparsek.products.formats.pattern import BlockPattern
     from sparsek.products.formats.quantized import Quantized, quantize
+    from sparsek.products.formats.quantized_tensor import QuantizedTensor
     from sparsek.products.formats.random import random_bsr
     from sparsek.products.formats.semi24 import Semi24
     from sparsek.products.ops.choose import FormatChoice, choose_format
@@ -104,8 +104,8 @@ _HOMES = {
     "PageLists": "sparsek.attn.mask.pages",
     "Plan": "sparsek.engine.plan.plan",
     "Quantized": "sparsek.products.formats.quantized",
-    "QuantizedHeads": "sparsek.attn.mask.heads8",
-    "QuantizedTensor": "sparsek.products.formats.dense8",
+    "QuantizedHeads": "sparsek.attn.mask.quantized_heads",
+    "QuantizedTensor": "sparsek.products.formats.quantized_tensor",
     "Semi24": "sparsek.products.formats.semi24",
     "SparseKError": "sparsek.core.errors",
     "SparseKWarning": "sparsek.core.errors",
@@ -127,7 +127,7 @@ _HOMES = {
     "plan_spgemm": "sparsek.products.ops.spgemm",
     "plan_spmm": "sparsek.products.ops.spmm",
     "quantize": "sparsek.products.formats.quantized",
-    "quantize_heads": "sparsek.attn.mask.heads8",
+    "quantize_heads": "sparsek.attn.mask.quantized_heads",
     "random_bsr": "sparsek.products.formats.random",
     "save": "sparsek.files.io",
     "sddmm": "sparsek.products.ops.sddmm",

@@ -18,6 +18,9 @@ HEAT_BATCHES = 2
 # call may be three. Calls beyond that are queued during the timing (8 us of an FP8 layer were measured as 28 and 42:
 # H200, 2026-11-22).
 MOST_CALLS = 100
+# Of wall-clock times.
+WALL_CALLS = 20
+WALL_WARMUP = 3
 
 
 @dataclass(frozen=True)
@@ -145,3 +148,44 @@ def _batch_cpu(
     spent = time.perf_counter() - begin
     on_sample()
     return spent * 1e3 / batch.repeats
+
+
+def wall_rounds(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    *,
+    count: int | None = None,
+    until_idle: bool = True,
+    on_sample: Callable[[], None] = lambda: None,
+) -> dict[str, Times]:
+    """Milliseconds per call: `count` calls back to back, WALL_CALLS unless given, the named ones interleaved.
+
+    `until_idle=False` stops the clock when the host has queued them: its own time, if all of them fit the launch queue.
+    `on_sample()` is called after each sample.
+    """
+    count = WALL_CALLS if count is None else count
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(WALL_WARMUP):
+            call()
+    names = list(calls)
+    for index in range(rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            wait(device)
+            begin = time.perf_counter()
+            for _ in range(count):
+                calls[name]()
+            if until_idle:
+                wait(device)
+            samples[name].append((time.perf_counter() - begin) / count * 1e3)
+            on_sample()
+    wait(device)
+    return {name: Times.of(values) for name, values in samples.items()}
+
+
+def wait(device: torch.device) -> None:
+    """Returns when the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -22,7 +22,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.refused import (
+from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
     check_shape,

@@ -28,8 +28,8 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.integrations.config import require_fit
 from sparsek.integrations.diffusers_layers import FORMS, Around, Form, Processor, form_of, with_policy
-from sparsek.integrations.named import require_fit
 
 BLOCK = re.compile(r"(?!text_)\w+\.\d+")  # a block of the transformer's own, which is not of its text encoder
 MOST_STEPS = 10_000  # that may stay dense

@@ -26,7 +26,7 @@ from sparsek.attn.reference.estimates import block_means
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
-from sparsek.integrations.refused import (
+from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
     check_shape,

@@ -27,7 +27,7 @@ from sparsek.attn.ops.attention_varlen import attention_varlen
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.integrations.refused import (
+from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
     check_shape,

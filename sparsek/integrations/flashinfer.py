@@ -18,7 +18,7 @@ from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.flashinfer_masks import Grid, Padded, Setting, by_positions, check_sums, scores_of
-from sparsek.integrations.refused import (
+from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
     check_shape,

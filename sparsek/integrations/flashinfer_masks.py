@@ -15,7 +15,7 @@ from sparsek.attn.ops.attention import attention
 from sparsek.attn.plan.attention_operands import CAPS
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.refused import (
+from sparsek.integrations.foreign_options import (
     check_shape,
     cut_lengths,
     cut_map,

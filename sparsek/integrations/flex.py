@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.refused import absent, check_operands, refusing, require_neutral
+from sparsek.integrations.foreign_options import absent, check_operands, refusing, require_neutral
 
 __getattr__ = absent(
     __name__,

@@ -16,7 +16,7 @@ from sparsek.attn.mask.rule import MaskPolicy
 from sparsek.attn.policies.policy import Composed, Policy
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.named import CLASSES, as_json
+from sparsek.integrations.config import CLASSES, as_json
 
 ATTRIBUTE = "sparsek"
 OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]

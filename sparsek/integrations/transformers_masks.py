@@ -36,7 +36,7 @@ from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.integrations.named import misfit
+from sparsek.integrations.config import misfit
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")

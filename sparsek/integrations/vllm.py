@@ -70,7 +70,7 @@ def configured(additional: Mapping[str, Any] | None = None) -> Options:
         >>> configured({"sparsek": {"policy": "Streaming", "min_tokens": 1024}}).min_tokens
         1024
     """
-    from sparsek.integrations.named import read
+    from sparsek.integrations.config import read
 
     found = {**read(env.vllm_options(), VARIABLE), **_given(additional)}
     for key in found:
@@ -121,7 +121,7 @@ def _plain(key: str) -> str:
 
 def _policy(name: Any, options: Any) -> MaskRule | None:
     from sparsek.attn.mask.rule import MaskPolicy
-    from sparsek.integrations.named import built, policy_named, require_fit
+    from sparsek.integrations.config import built, policy_named, require_fit
 
     if name is None:
         if options:

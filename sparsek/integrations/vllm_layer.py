@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.ops.attention_paged import attention_paged
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.named import number_in
+from sparsek.integrations.config import number_in
 from sparsek.integrations.vllm import NAME, OWN, VARIABLE, Options
 
 HEAD_SIZES = tuple(range(8, 257, 8))

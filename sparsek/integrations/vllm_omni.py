@@ -31,8 +31,8 @@ from sparsek.attn.policies.vsa import VSA, checked_gate
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_no_tangent
+from sparsek.integrations.config import number_in, policy_named, read, require_fit
 from sparsek.integrations.cubes import cubes_of
-from sparsek.integrations.named import number_in, policy_named, read, require_fit
 
 try:
     abstract: Any = import_module("vllm_omni.diffusion.attention.backends.abstract")

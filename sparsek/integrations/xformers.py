@@ -27,7 +27,7 @@ from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.tracing import wants_gradient, watched
-from sparsek.integrations.refused import absent, refusing, require_neutral
+from sparsek.integrations.foreign_options import absent, refusing, require_neutral
 from sparsek.integrations.xformers_pages import kept_with, padded_pages, paged, pages_of
 
 CALL = "memory_efficient_attention"

@@ -21,7 +21,7 @@ from sparsek.attn.reference.attention import merge_attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, wait_for
-from sparsek.integrations.refused import check_shape
+from sparsek.integrations.foreign_options import check_shape
 
 LEAST, MOST = 16, 256  # rows of a page that attention_paged takes, powers of two
 

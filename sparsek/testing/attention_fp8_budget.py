@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.heads8 import E4M3, QuantizedHeads
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.quantized_heads import E4M3, QuantizedHeads
 from sparsek.attn.reference.attention import attend, met, seen_by
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput

@@ -19,9 +19,9 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import Matrix, Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference.bsr24 import bsr24
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue, in_float64

@@ -11,8 +11,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import DenseScale, QuantizedTensor
 from sparsek.products.formats.quantized import Quantized, Scale, quantize
+from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.products.formats.random import Spread, random_bsr
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference.epilogue import Combine, Epilogue, EpilogueActivation

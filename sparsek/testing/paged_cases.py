@@ -62,7 +62,7 @@ class PagedInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListForm:
     """Random lists of up to `most` blocks for each tile, in any order, for `heads` heads: "all", "kv" or "q".
 
     Entries that are no blocks stand among them, and block 0 behind each row's count. `full`: blocks that every query
@@ -96,7 +96,7 @@ class PagedCase:
     causal: bool = True
     window: int = 0
     sinks: int = 0
-    lists: Listed | None = None
+    lists: ListForm | None = None
     softcap: float = 0.0
     sink_logits: bool = False
     shared: bool = False
@@ -306,20 +306,22 @@ PAGED_CASES: tuple[PagedCase, ...] = (
     PagedCase("sink logits see nothing", EARLY, sink_logits=True, heads=(4, 1)),
     PagedCase("softcap", MIXED, softcap=2.0, dims=(128, 128)),
     PagedCase("softcap and sink logits", DECODE, softcap=30.0, sink_logits=True, heads=(8, 1)),
-    PagedCase("lists for each query", DECODE, lists=Listed((1, 64)), page=64, heads=(16, 2)),
-    PagedCase("lists of parts of pages", DECODE, lists=Listed((1, 16), most=9), page=64),
-    PagedCase("lists of several pages", MIXED, lists=Listed((1, 64), "all"), page=16),
-    PagedCase("lists for each head of q", MIXED, lists=Listed((1, 32), "q"), page=32, heads=(4, 2)),
-    PagedCase("lists of tiles of 64", MIXED, lists=Listed((64, 64)), page=16, dims=(128, 128)),
-    PagedCase("lists of tiles of 128", ((300, 300), (1, 500)), lists=Listed((128, 128), "q"), heads=(4, 2)),
-    PagedCase("lists with full blocks", MIXED, lists=Listed((64, 64), full=True), page=64),
-    PagedCase("lists with full blocks decode", DECODE, lists=Listed((1, 64), full=True), page=32, loose=True),
-    PagedCase("lists not causal", MIXED, lists=Listed((1, 64)), causal=False),
-    PagedCase("lists and sink logits", MIXED, lists=Listed((1, 64), most=2), sink_logits=True),
+    PagedCase("lists for each query", DECODE, lists=ListForm((1, 64)), page=64, heads=(16, 2)),
+    PagedCase("lists of parts of pages", DECODE, lists=ListForm((1, 16), most=9), page=64),
+    PagedCase("lists of several pages", MIXED, lists=ListForm((1, 64), "all"), page=16),
+    PagedCase("lists for each head of q", MIXED, lists=ListForm((1, 32), "q"), page=32, heads=(4, 2)),
+    PagedCase("lists of tiles of 64", MIXED, lists=ListForm((64, 64)), page=16, dims=(128, 128)),
+    PagedCase("lists of tiles of 128", ((300, 300), (1, 500)), lists=ListForm((128, 128), "q"), heads=(4, 2)),
+    PagedCase("lists with full blocks", MIXED, lists=ListForm((64, 64), full=True), page=64),
+    PagedCase(
+        "lists with full blocks decode", DECODE, lists=ListForm((1, 64), full=True), page=32, loose=True
+    ),
+    PagedCase("lists not causal", MIXED, lists=ListForm((1, 64)), causal=False),
+    PagedCase("lists and sink logits", MIXED, lists=ListForm((1, 64), most=2), sink_logits=True),
     PagedCase("fp8", DECODE, kv_dtype="e4m3", scale_per="tensor", dims=(128, 128), page=32),
     PagedCase("fp8 per head", MIXED, kv_dtype="e4m3", scale_per="head", form="pair by rows", page=32),
     PagedCase("fp8 without scales", MIXED, kv_dtype="e4m3", dtype="fp16", page=64, window=90, sinks=5),
-    PagedCase("fp8 lists", MIXED, kv_dtype="e4m3", scale_per="head", lists=Listed((1, 64)), page=64),
+    PagedCase("fp8 lists", MIXED, kv_dtype="e4m3", scale_per="head", lists=ListForm((1, 64)), page=64),
     PagedCase("fp32", MIXED, dtype="fp32", heads=(4, 2), form="pair"),
 )
 
@@ -328,7 +330,7 @@ ALIGNED = ("one", "one by rows", "one of layers", "pair", "pair by rows", "plane
 OF_E4M3 = ("one", "pair", "pair by rows")
 OF_EQUAL = ("planes", "beside")  # forms that need equal dims of keys and values
 LISTS = tuple(
-    Listed((bq, bk), heads, 8, full)
+    ListForm((bq, bk), heads, 8, full)
     for bq in (1, 64, 128)
     for bk in (64, 128, 256)
     for heads in ("all", "kv", "q")

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.products.formats.bsr import BSR, padding_nonzeros
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.padding import tiles_of
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import Matrix, Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.reference.epilogue import Activation, Epilogue
 from sparsek.products.reference.linear import swiglu
 from sparsek.products.reference.sddmm import sddmm

@@ -509,7 +509,7 @@ REASONS = {
     "signature": "takes no arguments",
     "derived": "for the operations: keeps what it is given",
     **dict.fromkeys(
-        ("home", "parts", "storage"), "for the operations: its arguments say which form they want"
+        ("plan_owner", "parts", "storage"), "for the operations: its arguments say which form they want"
     ),
     "known": "a look-up by any key that can be hashed",
     "flip": "takes no arguments",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import sparsek as sk
-from sparsek.products.formats.dense8 import quantize_dense
+from sparsek.products.formats.quantized_tensor import quantize_dense
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm

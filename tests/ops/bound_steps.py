@@ -10,8 +10,8 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.engine.call import bound
-from sparsek.products.ops import bound_products
+from sparsek.engine.call import recorded_calls
+from sparsek.products.ops import recorded_products
 from sparsek.products.reference.epilogue import ACTIVATIONS
 
 VERBS = (
@@ -76,8 +76,8 @@ class Step:
         given, run = self.draw(), run or self.run
         found = run(given)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (bound, bound_products):
-                patch.setattr(module, "repeat", lambda *given: bound.UNBOUND)
+            for module in (recorded_calls, recorded_products):
+                patch.setattr(module, "repeat", lambda *given: recorded_calls.UNBOUND)
             right = run(given)
         torch.testing.assert_close(found, right)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparsek as sk
 from sparsek.attn.mask.convert import argument
-from sparsek.attn.ops.attention_refused import HARMLESS, REFUSED, REFUSED_PACKED
+from sparsek.attn.ops.foreign_options import HARMLESS, REFUSED, REFUSED_PACKED
 from sparsek.core.errors import InvalidInput
 from tests.ops.tensors import qkv, window
 from tests.ops.test_attention_compiled import calls

@@ -19,7 +19,7 @@ from sparsek.attn.reference.attention_paged import requests
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.paged_budget import check_attention_paged
-from sparsek.testing.paged_cases import FORMS, PAGED_CASES, Listed, PagedCase, PagedInputs
+from sparsek.testing.paged_cases import FORMS, PAGED_CASES, ListForm, PagedCase, PagedInputs
 from sparsek.testing.poison import poisoned
 from tests.ops.paged import CASES, MIXED, arguments_of, attend, mask_of
 
@@ -336,7 +336,7 @@ def test_a_policy_chooses_for_each_request_from_its_keys(policy: Any, fp8: bool)
 
 
 def test_lists_are_tested_where_full_and_partial_rows_differ_in_length() -> None:
-    case = replace(CASES["lists with full blocks"], lists=Listed((64, 64), "q", most=3, full=True))
+    case = replace(CASES["lists with full blocks"], lists=ListForm((64, 64), "q", most=3, full=True))
     x = case.make(seed=5)
     out, lse = attend(x, return_lse=True, check=True)
     assert check_attention_paged(x, out, lse).passed

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.attn.ops.attention_paged_op import PagedArgs, flat
-from sparsek.testing.paged_cases import Listed
+from sparsek.testing.paged_cases import ListForm
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 
 NOTES = [
@@ -93,7 +93,7 @@ def test_a_graph_holds_for_other_bounds_of_lengths() -> None:
 
 
 def test_the_ops_pass_torchs_checks() -> None:
-    lists_of = Listed((1, 16), most=2)
+    lists_of = ListForm((1, 16), most=2)
     x = replace(MIXED, lists=lists_of, sink_logits=True, form="pair").make()
     lists, numbers = flat(x.lists, None, x.max_k)
     args: Any = PagedArgs(

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import sparsek as sk
 from sparsek.engine.launch.recorder import MISS, Recorded
 from sparsek.testing.paged_budget import check_attention_paged
-from sparsek.testing.paged_cases import Listed, PagedCase, PagedInputs
+from sparsek.testing.paged_cases import ListForm, PagedCase, PagedInputs
 from sparsek.testing.poison import poisoned
 from tests.ops.paged import CASES, arguments_of, attend
 
@@ -132,7 +132,7 @@ def test_a_policy_with_lengths_on_the_host_does_not_wait_and_is_refused_in_a_cap
 
 
 def test_bad_tables_read_nothing_outside_and_check_names_them() -> None:
-    x = replace(CASES["mixed"], lists=Listed((1, 64)), page=64).make("cuda")
+    x = replace(CASES["mixed"], lists=ListForm((1, 64)), page=64).make("cuda")
     bad = x._replace(block_table=x.block_table.clone().fill_(2**31 - 1), seq_lens=x.seq_lens + 10**6)
     attend(bad, max_seqlen_k=None)
     attend(x._replace(block_table=x.block_table.clone().fill_(-5)))

@@ -1,5 +1,5 @@
-"""Bound calls (engine/call/bound.py): from its third time on a call repeats its launches, and whatever is different
-between two calls is followed or ends that. On a CPU nothing is bound, and the same calls are right.
+"""Bound calls (engine/call/recorded_calls.py): from its third time on a call repeats its launches, and whatever is
+different between two calls is followed or ends that. On a CPU nothing is bound, and the same calls are right.
 """
 
 import copy
@@ -19,7 +19,7 @@ from sparsek.attn.ops import mask_calls
 from sparsek.attn.plan.attention import AttentionPlan
 from sparsek.attn.plan.attention_grad import AttentionGradPlan
 from sparsek.core.errors import InvalidInput
-from sparsek.engine.call import bound
+from sparsek.engine.call import recorded_calls
 from sparsek.engine.launch.recorder import MISS, Recorded
 from sparsek.products.plan.sddmm import SddmmPlan
 from sparsek.products.plan.spmm import SpmmPlan
@@ -47,7 +47,7 @@ GPU = pytest.mark.gpu
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    found, repeat, record = Runs(), Recorded.__call__, bound.record
+    found, repeat, record = Runs(), Recorded.__call__, recorded_calls.record
 
     def repeated(self: Recorded, *operands: Tensor) -> Any:
         made = repeat(self, *operands)
@@ -60,7 +60,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         return record(*given)
 
     monkeypatch.setattr(Recorded, "__call__", repeated)
-    monkeypatch.setattr(bound, "record", recorded)
+    monkeypatch.setattr(recorded_calls, "record", recorded)
     for kind in (SpmmPlan, SddmmPlan, AttentionPlan, AttentionGradPlan):
         monkeypatch.setattr(kind, "run", _counted(kind.run, found.planned))
     return found
@@ -264,9 +264,9 @@ def test_new_matrices_in_the_memory_of_old_ones_are_right(name: str, device: str
 def test_no_more_than_LIMIT_calls_are_kept(  # noqa: N802
     device: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bound, "LIMIT", 6)
+    monkeypatch.setattr(recorded_calls, "LIMIT", 6)
     draw = weights("bsr", M, K, device)
-    calls = draw().pattern.derived("calls", bound.Calls)
+    calls = draw().pattern.derived("calls", recorded_calls.Calls)
     for learns in (False, True):
         for n in (72, 80, 88, 96, 104, 112, 120, 128, 72):
             for _ in range(3):

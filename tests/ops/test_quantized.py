@@ -10,8 +10,8 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.ops.spmm import SPMM
 from sparsek.products.plan.spmm import SpmmPlan
 from sparsek.testing.budget import check_spmm, error

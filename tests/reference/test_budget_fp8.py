@@ -6,8 +6,8 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import quantize
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.products.reference.quantized import product

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.attn.mask.lists import read_edges
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
-from sparsek.core.home import drop_oldest
+from sparsek.core.plan_owner import drop_oldest
 from sparsek.core.streams import Ready, wait_for
 from sparsek.core.tracing import concrete, untransformed
 

@@ -19,7 +19,7 @@ from sparsek.attn.mask import lists
 from sparsek.attn.mask.layout import MaskLayout, Uses
 from sparsek.attn.mask.lists import BlockLists, HostMask, Sizes
 from sparsek.core import arguments
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record
 from sparsek.core.tracing import saveable
 from sparsek.pictures.masks import Rows
@@ -31,7 +31,7 @@ UNKNOWN = Sizes(0, 0, 0, exact=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskData(Home, Record):
+class MaskData(PlanOwner, Record):
     """The fields of `BlockMask`, which documents them.
 
     A builder with kernels writes all tensors into one buffer, the *base*, in a layout that it states. The mask then has

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.lists import ALIGNED, WORD, Sizes
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 
 LAYOUTS = 256
 ABSENT = -1  # in place of a size, among the numbers of a layout
@@ -56,7 +56,7 @@ class Uses:
         self.count, self.passing = 0, None
 
 
-class MaskLayout(Home):
+class MaskLayout(PlanOwner):
     """All of a mask but the contents of its base, from its numbers: see `of`.
 
     `fields`: those of the mask that are no tensors. `heavy`: as `BlockMask.heavy_blocks`, by which plans allocate.

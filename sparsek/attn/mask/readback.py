@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.attn.mask.data import Mask, MaskData
 from sparsek.attn.mask.layout import MaskLayout
 from sparsek.attn.mask.lists import exact_sizes, heavy_blocks
-from sparsek.core import words
+from sparsek.core import fault_ring
 from sparsek.core.errors import InvalidInput
 
 
@@ -58,7 +58,7 @@ class Fault(Readback):
 
 
 class DeferredFault:
-    """A fault that a kernel may write to a word of host memory (core/words.py).
+    """A fault that a kernel may write to a word of host memory (core/fault_ring.py).
 
     `explain(fault)` is the fault in words. Reading needs no event: a word is 0 until there is a fault. `place` is the
     word's place in the ring, whose words are given out again; None for a word that is never given out again. There
@@ -71,9 +71,9 @@ class DeferredFault:
         self, word: Tensor, explain: Callable[[int], str], device: torch.device, layout: MaskLayout
     ) -> None:
         self.word, self.explain, self.device, self.found = word, explain, device, 0
-        self.place = words.place_of(word)
+        self.place = fault_ring.place_of(word)
         if self.place is not None:
-            words.ring().owners[self.place] = layout, self
+            fault_ring.ring().owners[self.place] = layout, self
 
     def look(self) -> int:
         """1 + the fault, as far as it is written; 0 for none."""
@@ -81,7 +81,7 @@ class DeferredFault:
         if self.found == 0 and place is None:
             self.found = int(self.word)
         elif self.found == 0 and place is not None:
-            ring = words.ring()
+            ring = fault_ring.ring()
             owner = ring.owners[place]
             if owner is not None and owner[1] is self:
                 self.found = int(ring.values[place])
@@ -102,7 +102,7 @@ class DeferredFault:
     def tell(self) -> None:
         """Raise the fault. `raise_earlier` does not raise it again."""
         if self.place is not None:
-            ring = words.ring()
+            ring = fault_ring.ring()
             owner = ring.owners[self.place]
             if owner is not None and owner[1] is self:
                 ring.values[self.place] = 0
@@ -111,8 +111,8 @@ class DeferredFault:
 
 def raise_earlier(layout: MaskLayout) -> None:
     """Raise InvalidInput if an earlier mask of this layout had a fault that was not raised yet."""
-    for place in words.written():
-        owner = words.ring().owners[place]
+    for place in fault_ring.written():
+        owner = fault_ring.ring().owners[place]
         if owner is not None and owner[0] is layout:
             fault = owner[1]
             if fault.look() > 0:

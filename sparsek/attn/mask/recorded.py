@@ -1,6 +1,6 @@
 """Masks that are new in every call: the launches of their builders are recorded and repeated, and so are calls with
-such masks (engine/call/bound.py), which take the base as an operand; a schedule is made anew in each. torch.compile
-traces builders (traced.py).
+such masks (engine/call/recorded_calls.py), which take the base as an operand; a schedule is made anew in each.
+torch.compile traces builders (traced.py).
 
 A mask that is used again and again gets a plan of its own instead, whose schedule is kept. So does one whose
 predecessor of its layout was used so, and the first of a layout.

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.convert.argument import MaskLike
-from sparsek.attn.mask.heads8 import QuantizedHeads
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.quantized_heads import QuantizedHeads
 from sparsek.attn.ops.attention_autograd import differentiate, run_forward, transform
 from sparsek.attn.ops.attention_op import through_op
 from sparsek.attn.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FP8, recorded
-from sparsek.attn.ops.attention_refused import refuse
+from sparsek.attn.ops.foreign_options import refuse
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.attention import Attended, AttentionPlan, every_block
 from sparsek.attn.plan.attention_fp8 import AttendedFp8, AttentionFp8Plan
@@ -23,9 +23,9 @@ from sparsek.attn.reference.scores import PLAIN, Scores
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_no_tangent
-from sparsek.engine.call import bound, transforms
+from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts, follow_autocast
-from sparsek.engine.call.bound import Slot
+from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.plan import check_plan
 
 Heads = TypeVar("Heads", Tensor, QuantizedHeads)
@@ -202,7 +202,7 @@ def attention(
 
 def route(call: Attended) -> Any:
     """(out, lse) of a call: a recorded one's, or by the torch.library op, torch.func, autograd or the plan alone."""
-    mask, plan, slot = call.mask, call.plan, bound.UNBOUND
+    mask, plan, slot = call.mask, call.plan, recorded_calls.UNBOUND
     if plan is None and not _compiling():
         slot = recorded(call, call.form, call.tensors, counting=True)
         if slot.__class__ is not Slot:

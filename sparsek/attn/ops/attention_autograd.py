@@ -31,8 +31,8 @@ from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import save_for_backward, saved_tensors, wants_gradient
-from sparsek.engine.call import bound, transforms
-from sparsek.engine.call.bound import Slot
+from sparsek.engine.call import recorded_calls, transforms
+from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.planning import same_family
 
 
@@ -47,7 +47,7 @@ def check_untransformed(call: Attended) -> None:
             )
 
 
-def run_forward(call: Attended, slot: Slot = bound.UNBOUND) -> tuple[Tensor, Tensor | None]:
+def run_forward(call: Attended, slot: Slot = recorded_calls.UNBOUND) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of a checked call, by its plan or the mask's."""
     if call.plan is not None:
         return call.plan.run(call, captured(call.like))
@@ -108,7 +108,7 @@ class Attention(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-_attention = bound.applied(Attention)
+_attention = recorded_calls.applied(Attention)
 
 
 class Learned(NamedTuple):
@@ -204,7 +204,7 @@ class AttentionBackward(torch.autograd.Function):
         call: Attended,
     ) -> tuple[Tensor, ...]:
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
-        call, slot = call if sinks is None else call.of(NONE, NONE, NONE, sinks), bound.UNBOUND
+        call, slot = call if sinks is None else call.of(NONE, NONE, NONE, sinks), recorded_calls.UNBOUND
         if not torch.compiler.is_compiling():
             slot = recorded(call, ("attention_backward", call.in_order, grad_lse is None), tensors)
             if slot.__class__ is not Slot:

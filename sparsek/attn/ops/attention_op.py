@@ -17,7 +17,7 @@ from sparsek.attn.plan.attention_grad import Differentiated
 from sparsek.attn.reference.scores import PLAIN
 from sparsek.core.operations import TAGS, schema_of
 from sparsek.engine.call import transforms
-from sparsek.engine.call.bound import UNBOUND, Slot
+from sparsek.engine.call.recorded_calls import UNBOUND, Slot
 
 
 @torch.library.custom_op(

@@ -19,8 +19,8 @@ from sparsek.attn.plan.paged_operands import check_no_gradient, check_page_scale
 from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
-from sparsek.engine.call import bound
-from sparsek.engine.call.bound import Calls, Slot
+from sparsek.engine.call import recorded_calls
+from sparsek.engine.call.recorded_calls import Calls, Slot
 from sparsek.products.formats.pattern import INT32_MAX
 
 PagedCache = Tensor | Sequence[Tensor]
@@ -181,14 +181,14 @@ def attention_paged(
         mask, seq_lens, cu_seqlens_q = lists_of_rule(
             q, cache, block_table, seq_lens, cu_seqlens_q, mask, causal, scale, k_scale
         )
-    slot = bound.UNBOUND
+    slot = recorded_calls.UNBOUND
     if not check and not _compiling():
         more, operands = _binding(
             q, cache, block_table, seq_lens, cu_seqlens_q, mask, max_seqlen_q, max_seqlen_k, causal, scale, softcap,
             sink_logits, k_scale, v_scale, out, return_lse, kernel,
         )  # fmt: skip
         if operands:
-            both = slot = bound.repeat(_CALLS, more, operands)
+            both = slot = recorded_calls.repeat(_CALLS, more, operands)
             if slot.__class__ is not Slot:
                 return both if return_lse else both[0]
     if torch._C._are_functorch_transforms_active() and not _compiling():
@@ -310,7 +310,7 @@ def _binding(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The settings and operands of a recorded call; no operands where it must not be recorded."""
     operands = [q, block_table, seq_lens, cu_seqlens_q]
-    if cache.__class__ in bound.TENSORS:
+    if cache.__class__ in recorded_calls.TENSORS:
         operands.append(cache)
     elif cache.__class__ in (tuple, list):
         operands += cache
@@ -328,11 +328,11 @@ def _binding(
     elif mask is not None:
         return None, ()
     # The checks refuse that, and a recorded call skips them.
-    if out.__class__ in bound.TENSORS and _begin_together(out, q):
+    if out.__class__ in recorded_calls.TENSORS and _begin_together(out, q):
         return None, ()
     kinds = []
     for x in (sink_logits, k_scale, v_scale, out):
-        if x.__class__ in bound.TENSORS:
+        if x.__class__ in recorded_calls.TENSORS:
             operands.append(x)
             kinds.append(Tensor)  # not True, which equals a scale of 1.0
         elif x is None or type(x) is float:

@@ -15,8 +15,8 @@ from sparsek.attn.plan.attention import Attended, AttentionPlan
 from sparsek.attn.plan.attention_fp8 import AttentionFp8Plan
 from sparsek.attn.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.attn.reference.scores import PLAIN, sink_gradients
-from sparsek.engine.call import bound
-from sparsek.engine.call.bound import Calls
+from sparsek.engine.call import recorded_calls
+from sparsek.engine.call.recorded_calls import Calls
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.planning import choose
 
@@ -36,19 +36,19 @@ def recorded(call: Attended, verb: Hashable, tensors: tuple[Tensor, ...], *, cou
     """
     mask, scale, scores = call.mask, call.scale, call.scores
     if scale is not None and scale.__class__ is not float:
-        return bound.UNBOUND  # 1, 1.0 and True are one key
-    more = verb, scale, call.return_lse, call.kernel, call.deterministic
+        return recorded_calls.UNBOUND  # 1, 1.0 and True are one key
+    settings = verb, scale, call.return_lse, call.kernel, call.deterministic
     if scores is not PLAIN:
         softcap, slopes, sinks = scores
         if softcap.__class__ is not float:
-            return bound.UNBOUND
-        more = *more, softcap, slopes is None, sinks is None
+            return recorded_calls.UNBOUND
+        settings = *settings, softcap, slopes is None, sinks is None
         tensors = *tensors, *[x for x in (slopes, sinks) if x is not None]
     if mask is None:
-        return bound.repeat(_UNMASKED, more, tensors)
+        return recorded_calls.repeat(_UNMASKED, settings, tensors)
     call.once = False
     if type(mask) is not BlockMask:
-        return bound.UNBOUND
+        return recorded_calls.UNBOUND
     memo = mask._memo
     if "readbacks" in memo:
         mask.verify()
@@ -59,7 +59,7 @@ def recorded(call: Attended, verb: Hashable, tensors: tuple[Tensor, ...], *, cou
     else:
         key = "calls", mask.sizes.exact
         calls = memo.get(key) or mask.derived(key, Calls)
-    return bound.repeat(calls, more, tensors, mask)
+    return recorded_calls.repeat(calls, settings, tensors, mask)
 
 
 def differentiated(given: Differentiated, kernel: str | None) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule, packed_layout
 from sparsek.attn.ops.attention import attention
-from sparsek.attn.ops.attention_refused import REFUSED_PACKED, refuse
+from sparsek.attn.ops.foreign_options import REFUSED_PACKED, refuse
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call.autocast import autocasts, follow_autocast

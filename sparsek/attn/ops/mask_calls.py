@@ -17,10 +17,10 @@ from torch import Tensor
 from sparsek.attn.mask.layout import MaskLayout
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.readback import DeferredFault, LateSizes, made_in, raise_earlier
-from sparsek.core.home import drop_oldest
 from sparsek.core.operations import KERNELS
-from sparsek.engine.call import bound
-from sparsek.engine.call.bound import Calls, Slot
+from sparsek.core.plan_owner import drop_oldest
+from sparsek.engine.call import recorded_calls
+from sparsek.engine.call.recorded_calls import Calls, Slot
 
 TEMPLATES = 256
 
@@ -62,7 +62,7 @@ def _again(more: Hashable, tensors: Sequence[Tensor], build: Callable[[], BlockM
     template = _templates.get(key)
     if template is not None and template.explain:
         raise_earlier(template.layout)
-    slot: Any = bound.repeat(_calls, more, tensors)
+    slot: Any = recorded_calls.repeat(_calls, more, tensors)
     made: list[BlockMask] = []
 
     def run() -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ NONE: Any = None  # an operand of a call that has none
 class Attended:
     """A call of attention: the operands and options of `sk.attention`, each declared here, and checked by `check`.
 
-    `mask`: the home of its plans; None for every block, until that is filled in. `scale`: None for D**-0.5. `plan`:
+    `mask`: the owner of its plans; None for every block, until that is filled in. `scale`: None for D**-0.5. `plan`:
     that of the caller; without one the mask's is used. `once`: the plan of a new mask is not kept. As no pytree, the
     class hides the mask and the slopes from torch.func.
     """
@@ -174,7 +174,7 @@ class Attended:
         sinks = self.scores.sink_logits
         return *self.alike(self.layout), self.return_lse, None if sinks is None else sinks.dtype, self.form
 
-    def home(self) -> BlockMask:
+    def plan_owner(self) -> BlockMask:
         return self.mask
 
     def prepare(self, p: AttentionProblem, choice: Choice) -> Any:

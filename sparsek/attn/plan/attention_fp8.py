@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.convert.argument import block_mask
-from sparsek.attn.mask.heads8 import QuantizedHeads
 from sparsek.attn.mask.operands import DIMS, check_shapes
+from sparsek.attn.mask.quantized_heads import QuantizedHeads
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.attention import Attended, AttendedPlan

@@ -62,7 +62,7 @@ class Differentiated(NamedTuple):
     def key(self) -> Hashable:
         return *self.call.alike(self.layout), self.call.in_order
 
-    def home(self) -> BlockMask:
+    def plan_owner(self) -> BlockMask:
         return self.call.mask
 
     def prepare(self, p: AttentionGradProblem, choice: Choice) -> Any:

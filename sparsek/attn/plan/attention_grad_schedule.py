@@ -63,7 +63,7 @@ class GradSchedule(NamedTuple):
         return float(load.max() / load.mean())
 
 
-class Listed(NamedTuple):
+class KeyBlockLists(NamedTuple):
     """The mask's blocks by key block: `edges` [2 * lists + 1], and for each block its query tile and partial entry.
 
     List (b * heads + h) * Nb + j has the partial blocks of key block j; `lists` later are its full ones.
@@ -182,7 +182,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     return GradSchedule(records[line[order]], starts, visits, ctas, rows)
 
 
-def by_key_block(mask: BlockMask) -> Listed:
+def by_key_block(mask: BlockMask) -> KeyBlockLists:
     """Blocks of every list of the transposed mask, by query tile."""
     sizes = mask.sizes
     whole = sizes.stored - sizes.partial if sizes.exact else sizes.stored
@@ -195,7 +195,7 @@ def by_key_block(mask: BlockMask) -> Listed:
     bounds = torch.arange(2 * lists + 1, device=mask.device) * max(tiles, 1)
     # One more, so that an empty list has a first entry too.
     tile = torch.cat((key % max(tiles, 1), key.new_zeros(1)))
-    return Listed(torch.searchsorted(key, bounds), tile, torch.cat((entry, entry.new_zeros(1))))
+    return KeyBlockLists(torch.searchsorted(key, bounds), tile, torch.cat((entry, entry.new_zeros(1))))
 
 
 def _keyed(mask: BlockMask, lists: BlockLists, most: int, first: int) -> tuple[Tensor, Tensor]:

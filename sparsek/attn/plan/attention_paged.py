@@ -20,7 +20,7 @@ from sparsek.core import arguments
 from sparsek.core.arguments import faking, is_fake
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.core.home import drop_oldest
+from sparsek.core.plan_owner import drop_oldest
 from sparsek.core.streams import captured, tensors_in
 from sparsek.engine.plan.plan import Plan
 

@@ -12,10 +12,10 @@ from sparsek.attn.plan import paged_operands as operands
 from sparsek.attn.plan.problems import PagedProblem
 from sparsek.core import dtypes
 from sparsek.core.device import Card
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.engine.plan.select import Choice
 
-HOME = Home()
+HOME = PlanOwner()
 
 
 class Paged(NamedTuple):
@@ -95,7 +95,7 @@ class Paged(NamedTuple):
             operands.layout(q, k, v), self.sink_logits is None, self._scale_per, self.softcap != 0, *self[12:18],
         )  # fmt: skip
 
-    def home(self) -> Home:
+    def plan_owner(self) -> PlanOwner:
         return HOME
 
     def prepare(self, p: PagedProblem, choice: Choice) -> Any:

@@ -63,9 +63,9 @@ class Given(NamedTuple):
         shape = self.q.shape[0], self.q.shape[1], *self.place.grid
         return torch.empty(shape, dtype=torch.bool, device=self.q.device)
 
-    def from_map(self, chosen: Tensor, causal: bool, of: tuple[BlockMask, ...] = ()) -> BlockMask:
+    def from_map(self, block_map: Tensor, causal: bool, of: tuple[BlockMask, ...] = ()) -> BlockMask:
         """BlockMask.from_block_map at this place, of a map made from the masks `of`, whose faults it has too."""
-        made = BlockMask.from_block_map(chosen, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
+        made = BlockMask.from_block_map(block_map, causal=causal, kv_lengths=self.kv_lengths, **self.frame)
         found = (each for mask in of for each in mask._memo.get("readbacks", ()))
         wrong = [each for each in found if isinstance(each, (Fault, DeferredFault))]
         if wrong:

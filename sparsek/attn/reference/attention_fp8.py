@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.heads8 import QuantizedHeads
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.quantized_heads import QuantizedHeads
 from sparsek.attn.reference.attention import attention
 from sparsek.attn.reference.scores import PLAIN, Scores
 from sparsek.core import dtypes

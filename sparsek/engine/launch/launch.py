@@ -127,12 +127,12 @@ def launch_cuda(
     shared: int,
     device: int,
     arguments: Sequence[Any],
-    held: Sequence[Tensor],
+    owners: Sequence[Tensor],
 ) -> None:
     """Launches a CUDA C++ kernel on `device`, torch's current one, and its current stream.
 
     `arguments` are its parameters in order: Boxed matrices, passed as tensor maps, or ctypes structures whose
-    c_void_p fields are addresses. `held` are the tensors that own this memory, operands or not.
+    c_void_p fields are addresses. `owners` are the tensors that own this memory, operands or not.
     """
     made = recorder()
     cells = []
@@ -147,7 +147,7 @@ def launch_cuda(
                 made.structure(each)
         cells.append(cell)
     if made is not None:
-        made.constants += held
+        made.constants += owners
     _go(Launch(function, (grid,), block, shared, cells), device, made)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsek.core import words
+from sparsek.core import fault_ring
 from sparsek.core.streams import Contents
 from sparsek.engine.launch import driver
 from sparsek.engine.launch.driver import COOPERATIVE, LaunchAttribute, LaunchConfig
@@ -287,7 +287,7 @@ class Recorder(TorchDispatchMode):
     def word(self, made: Tensor) -> None:
         """Notes a word for faults, a new one for each call."""
         self.words.add(len(self.roles))
-        self._makes(words.ring().take, (), made)
+        self._makes(fault_ring.ring().take, (), made)
 
     def mark(self, event: ctypes.c_void_p) -> None:
         """Notes that an event is recorded here."""
@@ -393,7 +393,7 @@ def recorder() -> Recorder | None:
 
 def fault_word(device: torch.device) -> Tensor:
     """A word for kernels on `device` to write a fault to; in a recorded call a new one each time."""
-    made, recording_ = words.word_for(device), recorder()
+    made, recording_ = fault_ring.word_for(device), recorder()
     if recording_ is not None and device.type == "cuda":
         recording_.word(made)
     return made

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from sparsek.core.home import drop_oldest
+from sparsek.core.plan_owner import drop_oldest
 from sparsek.engine.plan.plan import Plan
 
 # A plan of 2048 tiles holds 32 KB of schedule on the device, and a serving engine uses many lengths of B.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.core import device as devices
 from sparsek.core.device import Card
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.streams import Ready, captured
 from sparsek.engine.plan.cache import PlanCache
 from sparsek.engine.plan.plan import Plan
@@ -31,10 +31,10 @@ class Call(Protocol):
         ...
 
     def key(self) -> Hashable:
-        """Everything that the problem and the plan depend on, except the contents of the home."""
+        """Everything that the problem and the plan depend on, except the contents of the owner."""
         ...
 
-    def home(self) -> Home:
+    def plan_owner(self) -> PlanOwner:
         """The object that keeps the plans of these calls."""
         ...
 
@@ -53,7 +53,7 @@ Chooser = Callable[[Any, "str | None", Any], Choice]
 
 
 class Operation(Generic[C, P]):
-    """Makes plans of one operation, objects of the class `plans`, and keeps them in the call's home.
+    """Makes plans of one operation, objects of the class `plans`, and keeps them in the call's owner.
 
     `choose(problem, kernel, config)` selects the kernel: planning does not import kernels.
     """
@@ -75,13 +75,13 @@ class Operation(Generic[C, P]):
 
     def cached(self, call: C, kernel: str | None, capturing: bool) -> P:
         """The cached plan for this call, made if there is none. `capturing`: a CUDA graph is being captured."""
-        plans: PlanCache[P] = call.home().derived(self.plans, PlanCache)
+        plans: PlanCache[P] = call.plan_owner().derived(self.plans, PlanCache)
         return plans.get((kernel, call.key()), lambda: self.plan(call, kernel), capturing)
 
     def run(self, call: C, kernel: str | None, *, once: bool = False) -> Any:
         """Runs the call through its cached or a new plan, without checking the operands.
 
-        `once`: the plan is made for this call alone, and nobody keeps it, because its home is new. If its kernel
+        `once`: the plan is made for this call alone, and nobody keeps it, because its owner is new. If its kernel
         prepares its work by launches, the call can be recorded together with that.
         """
         if once:

@@ -411,7 +411,7 @@ class OfBlocks(Stored):
         """Stored blocks over all blocks, 0 to 1."""
         return self.pattern.density
 
-    def home(self) -> BlockPattern:
+    def plan_owner(self) -> BlockPattern:
         """Return the object that caches the plans of this matrix. Internal."""
         return self.pattern
 

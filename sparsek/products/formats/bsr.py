@@ -23,7 +23,7 @@ from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.storage import Parts, Signature, Storage, block_stats
 
 if TYPE_CHECKING:
-    from sparsek.products.formats.dense8 import QuantizedTensor
+    from sparsek.products.formats.quantized_tensor import QuantizedTensor
 
 # Dynamo's (torch 2.13) name of an arithmetic operator between a tensor and a BSR, which it passes in this order
 # whichever was written first, and the method of the BSR for it.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
 from sparsek.pictures.blocks import Blocks, Drawable
@@ -36,7 +36,7 @@ class HostPattern(NamedTuple):
 
 @record(leaves=("indptr", "indices"))
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockPattern(Home, Record, Drawable):
+class BlockPattern(PlanOwner, Record, Drawable):
     """Which blocks of a matrix [M, K] are stored, without values. Immutable; plans are cached with it.
 
     Construction checks everything, with one sync. Tensors made in torch.inference_mode are copied, so that

@@ -1,7 +1,7 @@
 """Quantized, a BSR, Semi24 or BSR24 with FP8 values and float32 scales; and `quantize`.
 
 The number formats, rounding and scales are in `products/formats/float8.py`, the dense FP8 operand in
-`products/formats/dense8.py`.
+`products/formats/quantized_tensor.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import of_values
 from sparsek.products.formats import two_four
 from sparsek.products.formats.base import Matrix as AnyMatrix
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import SCALES as DENSE_SCALES
-from sparsek.products.formats.dense8 import (
+from sparsek.products.formats.float8 import NAMES, rounded, scales_of
+from sparsek.products.formats.quantized_tensor import SCALES as DENSE_SCALES
+from sparsek.products.formats.quantized_tensor import (
     DenseScale,
     QuantizedTensor,
     check_finite,
@@ -32,7 +33,6 @@ from sparsek.products.formats.dense8 import (
     check_scale,
     quantize_dense,
 )
-from sparsek.products.formats.float8 import NAMES, rounded, scales_of
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.storage import Parts, Signature, Storage
 
@@ -186,14 +186,14 @@ class Quantized(AnyMatrix, Record):
         plain = self.matrix.parts(transposed)
         return plain._replace(scale=self.scale, scale_kind=self.kind, fast_accum=self.fast_accum)
 
-    def home(self) -> Home:
+    def plan_owner(self) -> PlanOwner:
         """Return the object that caches the plans of this matrix. Internal."""
-        return self.matrix.home()
+        return self.matrix.plan_owner()
 
     def signature(self) -> Signature:
         """Return the part of this matrix in the key of a recorded call. Internal."""
-        home, form, tensors = self.matrix.signature()
-        return home, (self.kind, self.fast_accum, form), (self.scale, *tensors)
+        owner, form, tensors = self.matrix.signature()
+        return owner, (self.kind, self.fast_accum, form), (self.scale, *tensors)
 
     @property
     def shape(self) -> tuple[int, int]:

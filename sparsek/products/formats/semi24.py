@@ -13,12 +13,12 @@ from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import of_values, outside_inference
 from sparsek.products.formats import two_four
 from sparsek.products.formats.base import Stored, check_finite
-from sparsek.products.formats.storage import Parts, Signature, Storage, home_of
+from sparsek.products.formats.storage import Parts, Signature, Storage, owner_of
 
 
 @record(leaves=("values", "meta"), own=("values",))
@@ -80,13 +80,13 @@ class Semi24(Stored, Record):
         """Return the tensors of this matrix, or of its transpose, for torch.library ops. Internal."""
         return Parts(self.values, None, self.meta, None, None, [], "", False, transposed)
 
-    def home(self) -> Home:
+    def plan_owner(self) -> PlanOwner:
         """Return the object that caches the plans of matrices with this metadata. Internal."""
-        return home_of(self.meta)
+        return owner_of(self.meta)
 
     def signature(self) -> Signature:
         """Return the part of this matrix in the key of a recorded call. Internal."""
-        return home_of(self.meta), Semi24, (self.values, self.meta)
+        return owner_of(self.meta), Semi24, (self.values, self.meta)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
         return Semi24.unchecked(change(self.values), self.meta)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.products.formats.pattern import BlockPattern
 
 TITLES = {
@@ -94,9 +94,9 @@ class Parts(NamedTuple):
     transposed: bool
 
 
-# The part of a matrix in the key of a recorded call (engine/call/bound.py): its home; what else the call depends on;
-# and the tensors, which may change from call to call.
-Signature = tuple[Home, Hashable, tuple[Tensor, ...]]
+# The part of a matrix in the key of a recorded call (engine/call/recorded_calls.py): its owner; what else the call
+# depends on; and the tensors, which may change from call to call.
+Signature = tuple[PlanOwner, Hashable, tuple[Tensor, ...]]
 
 
 def block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:
@@ -127,12 +127,12 @@ def merged_keys(pattern: BlockPattern, merge: int) -> np.ndarray:
     return unit * max(pattern.grid[1], 1) + pattern.host.indices
 
 
-_HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def home_of(meta: Tensor) -> Home:
-    """The Home, which caches plans, of the 2:4 matrices with this metadata; a BSR has its pattern for that."""
-    found: Any = _HOMES.get(meta)
+def owner_of(meta: Tensor) -> PlanOwner:
+    """The PlanOwner, which caches plans, of the 2:4 matrices with this metadata; a BSR has its pattern for that."""
+    found: Any = _OWNERS.get(meta)
     if found is None:
-        found = _HOMES[meta] = Home()
+        found = _OWNERS[meta] = PlanOwner()
     return found

@@ -310,11 +310,11 @@ def choose_format(
     rows, tokens = _rows(W, x, timed)
     if dense is not None:
         check_finite("W", dense)
-    listed = list(combinations(asked, blocks, keeps))
+    candidates = list(combinations(asked, blocks, keeps))
     if dense is None:
-        listed = [format_of(W)]
+        candidates = [format_of(W)]
     with torch.no_grad():
-        options, weights = compare(W, rows, listed, card, tokens, timed)
+        options, weights = compare(W, rows, candidates, card, tokens, timed)
         choice = choose(options, bound)
         weight = next(weight for each, weight in zip(options, weights, strict=True) if each is choice)
         if weight is None:
@@ -324,10 +324,10 @@ def choose_format(
 
 
 def compare(
-    W: Weight, x: Tensor, listed: Sequence[WeightFormat], card: Card, tokens: int, timed: bool
+    W: Weight, x: Tensor, candidates: Sequence[WeightFormat], card: Card, tokens: int, timed: bool
 ) -> tuple[list[Option], list[Any]]:
     """The options of `consider`, with measured times if `timed`, and the weights."""
-    found = list(consider(W, x, listed, card, tokens, keep_weights=timed))
+    found = list(consider(W, x, candidates, card, tokens, keep_weights=timed))
     times = measure(found, x, card) if timed else {}
     options = [
         replace(option, measured=times[at].median / 1e3) if at in times else option
@@ -339,7 +339,7 @@ def compare(
 def consider(
     W: Weight,
     x: Tensor,
-    listed: Sequence[WeightFormat],
+    candidates: Sequence[WeightFormat],
     card: Card,
     tokens: int = 0,
     *,
@@ -355,7 +355,7 @@ def consider(
     exact = None if dense is None else _Exact.of(dense, x)
     # By format without FP8: W in it, the share of the norm that it keeps, and whether it keeps every nonzero.
     made: dict[WeightFormat, tuple[Any, float, bool]] = {}
-    for form in listed:
+    for form in candidates:
         why = form.why_not(dense) if dense is not None else []
         if why:
             yield Option(form, why_not=tuple(why)), None

@@ -17,15 +17,15 @@ from sparsek.core import arguments, dtypes, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.engine.call import bound, transforms
+from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts
-from sparsek.engine.call.bound import Slot
+from sparsek.engine.call.recorded_calls import Slot
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import QuantizedTensor, quantize_dense
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor, quantize_dense
 from sparsek.products.formats.semi24 import Semi24
-from sparsek.products.ops import bound_products
+from sparsek.products.ops import recorded_products
 from sparsek.products.ops.spmm import SPMM, How, Learned, finished, follow_autocast_fp8, multiply
 from sparsek.products.plan import operands
 from sparsek.products.plan.kernels import activation_seconds
@@ -90,7 +90,7 @@ def linear(
         dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot = bound.UNBOUND
+    slot = recorded_calls.UNBOUND
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
         not torch.compiler.is_compiling()
@@ -99,8 +99,8 @@ def linear(
     ):
         also = () if bias is None and residual is None else [t for t in (bias, residual) if t is not None]
         sloped = activation in SLOPED and isinstance(W, BSR) and W.values.requires_grad  # see `writes_slope`
-        more = "linear", bias is None, residual is None, activation, kernel, dtype, sloped
-        slot = bound_products.product(W, x, more, also)
+        settings = "linear", bias is None, residual is None, activation, kernel, dtype, sloped
+        slot = recorded_products.product(W, x, settings, also)
         if slot.__class__ is not Slot:
             return slot
     operands.check_linear(x, W, bias, activation, residual)
@@ -254,7 +254,7 @@ def writes_slope(x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: s
 
 def slope_pays(x: Tensor, w: BSR, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
     """`writes_slope` of operands for which it is possible."""
-    known: dict[Any, bool] = w.home().derived("writes slope", dict)
+    known: dict[Any, bool] = w.plan_owner().derived("writes slope", dict)
     facts = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, w.values.data_ptr() % 16, w.order is None
     key = *facts, bias is None, activation, kernel
     found = known.get(key)
@@ -280,8 +280,8 @@ def with_slope(
     x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: str | None
 ) -> tuple[Tensor, Tensor]:
     """act(z) [..., N] and act'(z) [T, N] of z = x @ w.T + bias, by one kernel; no gradient."""
-    more = "slope", bias is None, activation, kernel
-    slot = bound_products.product(w, x, more, () if bias is None else (bias,))
+    settings = "slope", bias is None, activation, kernel
+    slot = recorded_products.product(w, x, settings, () if bias is None else (bias,))
     if slot.__class__ is not Slot:
         return slot
 

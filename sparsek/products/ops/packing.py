@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparsek.core.arguments import TENSORS
 from sparsek.core.operations import KERNELS
-from sparsek.engine.call import bound
-from sparsek.engine.call.bound import Calls, Slot
+from sparsek.engine.call import recorded_calls
+from sparsek.engine.call.recorded_calls import Calls, Slot
 from sparsek.engine.call.transforms import function_of
 from sparsek.products.formats import convert
 from sparsek.products.formats.bsr import BSR
@@ -23,7 +23,7 @@ _calls = Calls()
 
 def _again(what: Hashable, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
     """`run()`, by a recorded call if there is one."""
-    found = bound.repeat(_calls, what, tensors)
+    found = recorded_calls.repeat(_calls, what, tensors)
     return found.run(run) if found.__class__ is Slot else found
 
 
@@ -41,7 +41,7 @@ def _pack_bsr_again(w: Tensor, block: Any, keep: Any, scope: Any) -> BSR | None:
             return None
     except TypeError:  # they are not what was checked
         return None
-    found = bound.repeat(_calls, what, (w,))
+    found = recorded_calls.repeat(_calls, what, (w,))
     # While the GPU works: True and 1.0 are found by the key of 1, which was checked.
     if found.__class__ is Slot or keep.__class__ is not float or {*map(type, sides)} != {int}:
         return None

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, operations, tracing
-from sparsek.engine.call import bound, transforms
+from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts, follow_autocast
-from sparsek.engine.call.bound import Slot
+from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
@@ -109,7 +109,7 @@ def plan_sddmm(
 
 def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
     """The values of X @ Y at the blocks of a pattern, with gradients."""
-    slot = bound.UNBOUND
+    slot = recorded_calls.UNBOUND
     if not torch.compiler.is_compiling() and pattern.__class__ is BlockPattern:
         slot = _repeat(x, y, pattern, kernel)
         if slot.__class__ is not Slot:
@@ -127,7 +127,7 @@ def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
 
 
 def _repeat(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Any:
-    return bound.repeat(pattern.derived("calls", bound.Calls), ("sddmm", kernel), (x, y))
+    return recorded_calls.repeat(pattern.derived("calls", recorded_calls.Calls), ("sddmm", kernel), (x, y))
 
 
 def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:

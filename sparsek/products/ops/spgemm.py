@@ -11,9 +11,9 @@ from sparsek.core import arguments, operations, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import untransformed
-from sparsek.engine.call import bound, transforms
+from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts, follow_autocast
-from sparsek.engine.call.bound import Slot
+from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
@@ -103,7 +103,7 @@ def spgemm(
         at = out if isinstance(out, BlockPattern) else None
         kept = A.pattern.derived("matches", MatchCache).find(B.pattern, at)
         if kept is not None and (at is not None or (isinstance(out, str) and out in ("dense", "bsr"))):
-            call = Pair(A, B, kept.matches, at is None and out == "dense", kept.home)
+            call = Pair(A, B, kept.matches, at is None and out == "dense", kept.owner)
             c = _repeat(call, kernel)
             if c.__class__ is not Slot:
                 return call.seen(c)
@@ -179,14 +179,14 @@ def _matched(a: BlockPattern, b: BlockPattern, wanted: Any) -> Kept:
 
 def _pair(a: BSR, b: BSR, out: Output) -> Pair:
     kept = _matched(a.pattern, b.pattern, out)
-    return Pair(a, b, kept.matches, isinstance(out, str) and out == "dense", kept.home)
+    return Pair(a, b, kept.matches, isinstance(out, str) and out == "dense", kept.owner)
 
 
 def _repeat(call: Pair, kernel: str | None) -> Any:
-    a, b, _, dense, home = call
-    more = dense, a.order is None, b.order is None, kernel
-    assert home is not None
-    return bound.repeat(home.derived("calls", bound.Calls), more, (a.values, b.values))
+    a, b, _, dense, owner = call
+    settings = dense, a.order is None, b.order is None, kernel
+    assert owner is not None
+    return recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, (a.values, b.values))
 
 
 def _run(call: Pair, kernel: str | None) -> Tensor:

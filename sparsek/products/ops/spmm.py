@@ -17,18 +17,18 @@ from sparsek.core import arguments, dtypes, memory, operations, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import Later, save_for_backward, saved_tensors
-from sparsek.engine.call import bound, transforms
+from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts, dtype_on, follow_autocast
-from sparsek.engine.call.bound import Slot
+from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
-from sparsek.products.ops import bound_products, gradients, library_args
+from sparsek.products.ops import gradients, library_args, recorded_products
 from sparsek.products.ops.library_args import SpmmArgs
 from sparsek.products.ops.sddmm import sampled
 from sparsek.products.plan import operands
@@ -102,7 +102,7 @@ def spmm(
         dtype, A, B = follow_autocast_fp8(dtype, A, B)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot = bound.UNBOUND
+    slot = recorded_calls.UNBOUND
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
         out is None
@@ -112,7 +112,7 @@ def spmm(
         and type(alpha) is type(beta) is float
         and beta == 0
     ):
-        slot = bound_products.product(A, B, ("spmm", alpha, kernel, dtype))
+        slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype))
         if slot.__class__ is not Slot:
             return slot
     epilogue = _epilogue(alpha, beta, out)
@@ -199,7 +199,7 @@ def plan_spmm(
 
 def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
     """plan(A, B), by a recorded call where there is one."""
-    slot = bound_products.product(a, b, "plan", plan=plan)
+    slot = recorded_products.product(a, b, "plan", plan=plan)
     if slot.__class__ is not Slot:
         return slot
 
@@ -240,8 +240,8 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
         return Multiplied.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
-    more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
-    return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *more)
+    settings = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
+    return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *settings)
 
 
 def run(call: Product, kernel: str | None) -> Tensor:
@@ -250,9 +250,9 @@ def run(call: Product, kernel: str | None) -> Tensor:
     bias, other = epilogue.bias, epilogue.other
     in_place = out is not None and other is not None and memory.same_memory(out, other)
     parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
-    more = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
+    settings = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
     also = [x for x in (bias, None if in_place else other, out) if x is not None]
-    slot = bound_products.product(a, b, more, also)
+    slot = recorded_products.product(a, b, settings, also)
     return slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
@@ -273,9 +273,9 @@ def _check_dtype(A: Any, B: Any, dtype: torch.dtype | None, plan: SpmmPlan) -> N
     if dtype is None:
         return
     operands.check_operands(A, B)
-    asked = dtype_of(A, B, dtype) if operands.is_sparse(A) else dtype_of(B, A, dtype)
+    requested = dtype_of(A, B, dtype) if operands.is_sparse(A) else dtype_of(B, A, dtype)
     planned = plan.problem.c.dtype
-    if dtypes.name(asked) != planned:
+    if dtypes.name(requested) != planned:
         raise InvalidInput(f"dtype={dtype} contradicts plan, whose result is {planned}")
 
 
@@ -470,12 +470,12 @@ class Multiplied(torch.autograd.Function):
             parts = (tokens(dz).mT, none if dense is None else tokens(dense).mT) if rows else (dz, dense)
             return gradients.of_factors(needs, *parts, view != (turned and not two_four), alpha, sample, turn)
 
-        slot: Any = bound.UNBOUND
+        slot: Any = recorded_calls.UNBOUND
         if not again and not torch.compiler.is_compiling():
-            home, form, (_, *own) = a.signature()
+            owner, form, (_, *own) = a.signature()
             given = [x for x in (dz, dense, values, *(own if needs[1] else ())) if x is not None]
-            more = "backward", how, form, by_columns, *needs[:2]
-            slot = bound.repeat(home.derived("calls", bound.Calls), more, given)
+            settings = "backward", how, form, by_columns, *needs[:2]
+            slot = recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, given)
         of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot
         of_bias = gradients.of_bias(tokens(dz).mT if rows else dz) if needs[2] else None
         return of_values, of_b, of_bias, grad if needs[3] else None, None, None, None
@@ -485,6 +485,6 @@ def _nothing(values: Tensor) -> Any:
     return None
 
 
-_multiplied = bound.applied(Multiplied)
+_multiplied = recorded_calls.applied(Multiplied)
 for kind in (Semi24, BSR24, Quantized, QuantizedTensor):
     kind.register_matmul(spmm)

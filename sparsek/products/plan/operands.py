@@ -18,9 +18,9 @@ from sparsek.core.tracing import check_real
 from sparsek.products.formats.base import ALIGNMENT
 from sparsek.products.formats.bsr import BSR, check_stored
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference import epilogue as reference
 from sparsek.products.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue

@@ -24,7 +24,7 @@ from sparsek.products.plan.problems import SddmmProblem
 
 
 class Sampled(NamedTuple):
-    """S = X @ Y at a pattern, the home of its plans."""
+    """S = X @ Y at a pattern, the owner of its plans."""
 
     x: Tensor
     y: Tensor
@@ -56,7 +56,7 @@ class Sampled(NamedTuple):
         starts = x.data_ptr() % 16, y.data_ptr() % 16
         return x.shape[1], x.stride(), y.stride(), x.dtype, starts, operands.allows_tf32(x.dtype)
 
-    def home(self) -> BlockPattern:
+    def plan_owner(self) -> BlockPattern:
         return self.pattern
 
     def prepare(self, p: SddmmProblem, choice: Choice) -> Any:

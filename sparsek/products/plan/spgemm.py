@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsek.core import dtypes, tracing
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
-from sparsek.core.home import Home, drop_oldest
+from sparsek.core.plan_owner import PlanOwner, drop_oldest
 from sparsek.core.streams import captured
 from sparsek.engine.plan.plan import Plan
 from sparsek.engine.plan.select import Choice
@@ -36,17 +36,17 @@ class Kept(NamedTuple):
     b: Held
     wanted: Held | None
     matches: Matches
-    home: Home
+    owner: PlanOwner
 
 
 class Pair(NamedTuple):
-    """C = A @ B, both BSR, with their matches. `dense`: C is dense. `kept_at`: the home of its plans."""
+    """C = A @ B, both BSR, with their matches. `dense`: C is dense. `kept_at`: the owner of its plans."""
 
     a: BSR
     b: BSR
     matches: Matches
     dense: bool
-    kept_at: Home | None = None
+    kept_at: PlanOwner | None = None
 
     def seen(self, c: Tensor) -> Any:
         """C from the result of `SpgemmPlan.run`, as a BSR if it is one."""
@@ -85,7 +85,7 @@ class Pair(NamedTuple):
         placed = a.values.data_ptr() % 16, b.values.data_ptr() % 16
         return dense, a.order is None, b.order is None, a.dtype, placed, operands.allows_tf32(a.dtype)
 
-    def home(self) -> Home:
+    def plan_owner(self) -> PlanOwner:
         assert self.kept_at is not None
         return self.kept_at
 
@@ -201,14 +201,14 @@ class MatchCache:
                 matches = make(a, b, wanted)
             if a.device.type == "cuda" and not captured:
                 torch.cuda.current_stream(a.device).synchronize()  # plans on other streams read them unawares
-            kept = Kept(weakref.ref(b), None if wanted is None else weakref.ref(wanted), matches, Home())
+            kept = Kept(weakref.ref(b), None if wanted is None else weakref.ref(wanted), matches, PlanOwner())
             self._drop()
             if wanted is None:
                 also = matches.pattern
                 self._kept[id(b), id(also)] = kept._replace(wanted=weakref.ref(also))
             self._kept[id(b), None if wanted is None else id(wanted)] = kept
         if captured:
-            self._captured[id(kept.home)] = kept
+            self._captured[id(kept.owner)] = kept
         return kept
 
     def find(self, b: BlockPattern, wanted: BlockPattern | None) -> Kept | None:

@@ -18,16 +18,16 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes, memory, tracing
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.home import Home
+from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.streams import Ready, captured
 from sparsek.engine.plan.plan import Plan
 from sparsek.engine.plan.select import Candidate, Choice
 from sparsek.products.formats.base import ALIGNMENT
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import QuantizedTensor, quantize_dense
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor, quantize_dense
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.storage import BlockStats
 from sparsek.products.plan import operands
@@ -170,7 +170,7 @@ class Product(NamedTuple):
         )
 
     def key(self) -> tuple[Any, ...]:
-        """Everything that the plan depends on, except A's home: calls with equal keys share a plan."""
+        """Everything that the plan depends on, except A's owner: calls with equal keys share a plan."""
         a, transposed, b, out, epilogue, out_layout, dtype = self
         if isinstance(a, Quantized):
             matrix = a.matrix
@@ -186,17 +186,23 @@ class Product(NamedTuple):
             dense = b.shape, b.stride(), b.data_ptr() % 16, operands.allows_tf32(b.dtype)
         values = matrix.values
         view = transposed or (type(matrix) is BSR and matrix.order is not None)
-        said = stored, view, values.dtype, values.data_ptr() % 16, b.dtype, dense, out_layout, dtype
+        key = stored, view, values.dtype, values.data_ptr() % 16, b.dtype, dense, out_layout, dtype
         if out is None and (epilogue is PLAIN or epilogue.is_plain):
-            return said
+            return key
         beside = out, epilogue.other, epilogue.slope
-        more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in beside]
+        layouts = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in beside]
         combine = epilogue.combine if epilogue.other is not None else ""
-        after = epilogue.alpha != 1, epilogue.bias is not None, epilogue.activation, combine, self._in_place
-        return *said, *more, *after
+        settings = (
+            epilogue.alpha != 1,
+            epilogue.bias is not None,
+            epilogue.activation,
+            combine,
+            self._in_place,
+        )
+        return *key, *layouts, *settings
 
-    def home(self) -> Home:
-        return self.a.home()
+    def plan_owner(self) -> PlanOwner:
+        return self.a.plan_owner()
 
     def prepare(self, p: SpmmProblem, choice: Choice) -> Any:
         return choice.kernel.prepare(p, choice.config, self.a)
@@ -473,13 +479,13 @@ def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:
     return p.has_alpha, p.bias, p.activation, p.combine, p.in_place, p.slope
 
 
-def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.dtype:
+def dtype_of(sparse: Matrix, dense: Dense, requested: torch.dtype | None) -> torch.dtype:
     """C's dtype: that of the operands; in FP8 `dtype`, or that of a dense operand before rounding, or bf16."""
     if isinstance(sparse, Quantized):
-        if asked is not None:
-            return arguments.dtype("dtype", asked, operands.OUT_DTYPES)
+        if requested is not None:
+            return arguments.dtype("dtype", requested, operands.OUT_DTYPES)
         return dense.dtype if isinstance(dense, Tensor) else torch.bfloat16
-    if asked is not None:
+    if requested is not None:
         raise InvalidInput("dtype= is for products of FP8 matrices; others have the dtype of their operands")
     return dense.dtype
 

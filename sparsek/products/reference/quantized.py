@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference.bsr24 import bsr24
 from sparsek.products.reference.epilogue import PLAIN, Epilogue, check_epilogue, in_float64

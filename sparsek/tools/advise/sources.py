@@ -43,7 +43,7 @@ class Found:
         self.skipped.append(Skipped(str(what), why))
 
 
-class Joined(WeightFile):
+class Shards(WeightFile):
     """Several files of weights as one. A name that more than one of them has comes after that of its file."""
 
     def __init__(self, path: Path, parts: Iterable[WeightFile]) -> None:
@@ -115,7 +115,7 @@ def _joined(paths: Sequence[Path], read: Callable[[Path], WeightFile], found: Fo
             found.skip(path, reason(path, error))
     if not parts:
         raise InvalidInput("; ".join(f"{each.what}: {each.why}" for each in found.skipped))
-    return parts[0] if len(parts) == 1 else Joined(Path(f"{len(parts)} files"), parts)
+    return parts[0] if len(parts) == 1 else Shards(Path(f"{len(parts)} files"), parts)
 
 
 def reason(path: Path, error: Exception) -> str:

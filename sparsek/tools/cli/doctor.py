@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import sparsek as sk
-from sparsek.attn.mask.heads8 import quantize_heads
+from sparsek.attn.mask.quantized_heads import quantize_heads
 from sparsek.attn.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.attn.ops.attention_paged import plan_attention_paged
 from sparsek.core.device import H200, Card, card_of

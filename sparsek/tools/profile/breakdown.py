@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsek.core.wall import wait, wall_rounds
+from sparsek.core.clock import wait, wall_rounds
 from sparsek.engine.plan.plan import time_text
 
 # What of a trace runs on a GPU.

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from sparsek.core import env
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files.weights import WeightFile, open_weights
-from sparsek.tools.advise.sources import Joined, opened, shards_of
+from sparsek.tools.advise.sources import Shards, opened, shards_of
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_names_that_two_files_share_come_after_those_of_their_files(model: Path)
         for name in ("model-1.safetensors", "consolidated.safetensors", "model-2.safetensors")
     ]
     weights, _ = opened([*paths, paths[0]])
-    assert isinstance(weights, Joined)
+    assert isinstance(weights, Shards)
     assert [entry.name for entry in weights.names()] == [
         "model-1.safetensors: a.weight",
         "consolidated.safetensors: a.weight",

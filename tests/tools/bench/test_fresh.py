@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.core import wall
+from sparsek.core import clock
 from sparsek.core.errors import InvalidInput
 from sparsek.tools.bench.engine import data, records, report, run
 from sparsek.tools.bench.engine.case import SuiteRow
@@ -33,7 +33,7 @@ def planned(mask: str = WINDOW, **lengths: int) -> PlannedMaskCase:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (FreshCase, PlannedMaskCase):
         monkeypatch.setattr(kind, "wall", 1)
-    monkeypatch.setattr(wall, "WARMUP", 0)
+    monkeypatch.setattr(clock, "WALL_WARMUP", 0)
     monkeypatch.setattr(data, "MAX_SETS", 2)
 
 

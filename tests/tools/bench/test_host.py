@@ -48,7 +48,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, one sample a round."""
     for name, value in (("CALLS_EACH", 2), ("CALLS_BACKWARD", 2), ("SAMPLES", 1)):
         monkeypatch.setattr(host, name, value)
-    monkeypatch.setattr("sparsek.core.wall.CALLS", 2)
+    monkeypatch.setattr("sparsek.core.clock.WALL_CALLS", 2)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

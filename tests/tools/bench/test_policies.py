@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.core import wall
+from sparsek.core import clock
 from sparsek.core.errors import InvalidInput
 from sparsek.tools.bench.engine import data, records, report, run
 from sparsek.tools.bench.engine.case import SuiteRow
@@ -28,9 +28,9 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall, "CALLS", 1)
+    monkeypatch.setattr(clock, "WALL_CALLS", 1)
     monkeypatch.setattr(PolicyCase, "wall", 1)
-    monkeypatch.setattr(wall, "WARMUP", 0)
+    monkeypatch.setattr(clock, "WALL_WARMUP", 0)
     monkeypatch.setattr(data, "MAX_SETS", 2)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.core import wall
+from sparsek.core import clock
 from sparsek.products.formats.bsr import BSR
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.benches import BENCHES
@@ -37,7 +37,7 @@ MLP_KERNELS = {"mlp_train": "cpu.spmm + reference.sddmm", "mlp_decode": "cpu.spm
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets are enough here, and fewer calls of the symbolic phase."""
     monkeypatch.setattr(data, "MAX_SETS", 2)
-    monkeypatch.setattr(wall, "CALLS", 2)
+    monkeypatch.setattr(clock, "WALL_CALLS", 2)
     monkeypatch.setattr(spgemm, "SYMBOLIC_ROUNDS", 2)
 
 

@@ -117,7 +117,7 @@ def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: py
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets, and fewer calls of the symbolic phase of BSR x BSR."""
     monkeypatch.setattr("sparsek.tools.bench.engine.data.MAX_SETS", 2)
-    monkeypatch.setattr("sparsek.core.wall.CALLS", 2)
+    monkeypatch.setattr("sparsek.core.clock.WALL_CALLS", 2)
     monkeypatch.setattr("sparsek.tools.bench.suites.spgemm.SYMBOLIC_ROUNDS", 2)
 
 

@@ -1,5 +1,5 @@
 """Heads of q, k or v of attention in e4m3 with given scales, in one plain Triton kernel: bit for bit the result of
-`mask.heads8`. Any CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
+`mask.quantized_heads`. Any CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
 
     values[b, h, i, d] = x[b, h, i, d] / scale of row i                                     rounded to nearest
     turned: values[b, h, d, place of i]                                                     0 beyond the last row

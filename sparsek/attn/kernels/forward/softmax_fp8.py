@@ -2,8 +2,8 @@
 
 A warpgroup holds 64 rows of scores s [64, T.keys] in wgmma's accumulator layout: of every 16 keys thread t of four has
 keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. As the left operand of an 8-bit wgmma it must hold four neighbours, 4 t to
-4 t + 3. V's keys are stored in that order (attn/mask/heads8.py), so no weight changes its thread. T is a kernel's
-Config.
+4 t + 3. V's keys are stored in that order (attn/mask/quantized_heads.py), so no weight changes its thread. T is a
+kernel's Config.
 """
 
 from triton.experimental import gluon

@@ -110,7 +110,7 @@ def classified(seen: Seen, here: Tensor, start: Tensor, sides: tuple[int, int]) 
     )
 
 
-class Survey:
+class Evaluation:
     """A mask in the making, by a function that is evaluated at `chunk` elements at a time."""
 
     def __init__(self, place: Place, batch: int, heads: int, chunk: int) -> None:

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sparsek.attn.mask.build.tiles import TileMask
-from sparsek.attn.mask.convert.evaluate import Classes, Seen, Survey, Window, classified, seen_in, seen_on_cpu
+from sparsek.attn.mask.convert.evaluate import (
+    Classes,
+    Evaluation,
+    Seen,
+    Window,
+    classified,
+    seen_in,
+    seen_on_cpu,
+)
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.lists import BLOCK_SIZES, Place, check_stored, mask_block
 from sparsek.core import arguments
@@ -109,10 +117,10 @@ def from_mask_mod(
     compiled = arguments.flag("compiled", compiled)
     check_stored(batch * heads * place.grid[0])
     on_cpu = place.device.type == "cpu"
-    survey = Survey(place, batch, heads, CHUNK if on_cpu and not compiled else BIG_CHUNK)
+    evaluation = Evaluation(place, batch, heads, CHUNK if on_cpu and not compiled else BIG_CHUNK)
     lengths = place.q_len, place.kv_len
     if compiled and all(lengths):  # a wrong function is refused here, in the usual words
-        zero = survey.number[0]
+        zero = evaluation.number[0]
         _values(mask_mod, Window(zero, zero, zero, zero), (1, 1), lengths)
     by = _compiled() if compiled else _Steps(_seen_on_cpu if on_cpu else _seen, classified, _values_at)
 
@@ -122,12 +130,12 @@ def from_mask_mod(
     def look_at(batch_items: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         return by.values_at(mask_mod, batch_items, heads, queries, keys)
 
-    found = survey.classes(look, by.classify)
-    return survey.mask(cls, found, look_at, "from_mask_mod", share=not compiled)
+    found = evaluation.classes(look, by.classify)
+    return evaluation.mask(cls, found, look_at, "from_mask_mod", share=not compiled)
 
 
 class _Steps(NamedTuple):
-    """The steps of a survey, as they are or compiled."""
+    """The steps of a evaluation, as they are or compiled."""
 
     seen: Callable[..., Seen]
     classify: Callable[..., Classes]

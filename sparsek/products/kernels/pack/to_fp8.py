@@ -1,5 +1,5 @@
-"""x [..., K] in FP8 with a scale per row, in one plain Triton kernel: bit for bit the result of `matrix.dense8`. Any
-CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
+"""x [..., K] in FP8 with a scale per row, in one plain Triton kernel: bit for bit the result of
+`formats.quantized_tensor`. Any CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
 
     scale[t] = max over k of |x[t, k]|, over 448 or 57344      values[t, k] = x[t, k] / scale[t], rounded to nearest
 
@@ -10,7 +10,7 @@ x is B.mT; a program then reads 32 of its columns, and transposes the rounded va
 
 8192x8192 in bf16 on an H200 (2026-11-22, by script): 58 us, 3.4 TB/s; as B [K, N] with contiguous rows 102 us.
 
-`products/ops/packing.py` registers it with `products/formats/dense8.py`.
+`products/ops/packing.py` registers it with `products/formats/quantized_tensor.py`.
 """
 
 from typing import NamedTuple

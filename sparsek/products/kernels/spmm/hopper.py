@@ -9,9 +9,9 @@
 
 The kernel is persistent: a CTA walks the tiles that the schedule assigned to it. One producer warp loads pieces by
 TMA into a ring of `stages` slots (spmm/load.py). Consumer warpgroups multiply them from shared memory with wgmma
-(spmm/multiply.py, spmm/multiply_held.py). A block taller than a tile is cut into tiles that share the block row's
-list. A block shorter than a tile wastes rows of the tensor core, unless `joined_rows` block rows share a tile where
-their columns coincide.
+(spmm/multiply.py, spmm/multiply_register_tile.py). A block taller than a tile is cut into tiles that share the block
+row's list. A block shorter than a tile wastes rows of the tensor core, unless `joined_rows` block rows share a tile
+where their columns coincide.
 
 One kernel serves every product of a BSR matrix, because wgmma reads A and B, and TMA writes C, row- or column-major:
 
@@ -48,7 +48,7 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.kernels.spmm import activation, hopper_ring
 from sparsek.products.kernels.spmm import load as load_prims
 from sparsek.products.kernels.spmm import multiply as prims
-from sparsek.products.kernels.spmm import multiply_held as held_prims
+from sparsek.products.kernels.spmm import multiply_register_tile as held_prims
 from sparsek.products.kernels.spmm.load import load
 from sparsek.products.kernels.spmm.multiply import (
     RECORD,
@@ -59,7 +59,7 @@ from sparsek.products.kernels.spmm.multiply import (
     multiply,
     owned_boxes,
 )
-from sparsek.products.kernels.spmm.multiply_held import multiply_held
+from sparsek.products.kernels.spmm.multiply_register_tile import multiply_held
 from sparsek.products.kernels.spmm.parts import (
     Parts,
     beside_c,

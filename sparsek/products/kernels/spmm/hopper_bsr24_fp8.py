@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.kernels.spmm import hopper_24 as semi24
 from sparsek.products.kernels.spmm import hopper_24_fp8 as semi24_fp8
 from sparsek.products.kernels.spmm import hopper_bsr24 as bsr24

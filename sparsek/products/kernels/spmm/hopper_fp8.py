@@ -20,8 +20,8 @@ from registers, because every chunk would read it from shared memory again. Gluo
 meaning but adds before it waits, and ptxas then serializes wgmma (C7514, Triton 3.6, 2026-11-22). With `fast_accum`
 nothing is promoted, and the loop is that of hopper.spmm.
 
-A finished tile waits in registers and leaves during the next one (spmm/multiply_fp8_held.py), or in shared memory
-(spmm/multiply_fp8.py) where something joins it, where C is float32 or where rows are split.
+A finished tile waits in registers and leaves during the next one (spmm/multiply_fp8_register_tile.py), or in shared
+memory (spmm/multiply_fp8.py) where something joins it, where C is float32 or where rows are split.
 
 Scaling. Scales per row of A are applied at each promotion; scales per column of B when a tile is done, with bias and
 alpha, in float32. Activations and other matrices are applied to boxes of C before they are stored (spmm/multiply.py).
@@ -46,18 +46,18 @@ from sparsek.core import dtypes
 from sparsek.engine.launch.gluon import Described, describe, describe_transposed, launch_on
 from sparsek.engine.launch.kinds import source_of
 from sparsek.engine.plan.kernel import beside, unless_aligned, unless_hopper, unless_whole
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.kernels.spmm import activation, hopper_ring
 from sparsek.products.kernels.spmm import load as load_prims
 from sparsek.products.kernels.spmm import multiply as prims
 from sparsek.products.kernels.spmm import multiply_fp8 as scale_prims
-from sparsek.products.kernels.spmm import multiply_fp8_held as scale_held
-from sparsek.products.kernels.spmm import multiply_held as held_prims
+from sparsek.products.kernels.spmm import multiply_fp8_register_tile as scale_held
+from sparsek.products.kernels.spmm import multiply_register_tile as held_prims
 from sparsek.products.kernels.spmm.load import load
 from sparsek.products.kernels.spmm.multiply import Beside, Tile, deepened, most_boxes
 from sparsek.products.kernels.spmm.multiply_fp8 import multiply
-from sparsek.products.kernels.spmm.multiply_fp8_held import multiply_held, multiply_held_sums
+from sparsek.products.kernels.spmm.multiply_fp8_register_tile import multiply_held, multiply_held_sums
 from sparsek.products.kernels.spmm.parts import (
     Dealt,
     beside_c,

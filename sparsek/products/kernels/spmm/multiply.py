@@ -6,9 +6,9 @@ Each product has its own producer, which fills the ring. Consumer warpgroups mul
 round their 64 x cols of a tile, and stage it in shared memory. It is stored to C box by box, in parallel with the
 wgmma of the next tile. An activation, or the product or sum with another matrix, is applied to a box just before it
 is stored. The next wgmma waits for that, so boxes with an epilogue are small and spread over the tile. Tiles of full
-height have a second way, through registers (spmm/multiply_held.py), without slopes. Alternatives that were tried
-(docs/notes/products-hopper.md): the epilogue in registers before staging; two extra warps, too slow for short tiles;
-four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
+height have a second way, through registers (spmm/multiply_register_tile.py), without slopes. Alternatives that were
+tried (docs/notes/products-hopper.md): the epilogue in registers before staging; two extra warps, too slow for short
+tiles; four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
 
 T is a Config with the fields of `Tile`. A record of `tiles` has RECORD numbers: first step, end step, row and column
 of C, column of B, workspace slot or -1, row inside the block of A, 0. In a sampled product (sddmm) a tile is several
@@ -64,7 +64,8 @@ class Tile(KernelConfig):
     boxes are stored at once; with `direct` also without TMA, whose queue would delay later loads. `slope`: a second
     matrix gets the derivative of the activation; a warpgroup holds one box of it in shared memory. `preload`: the other
     matrix of `combine` is loaded into the staged tile, box by box as these are stored, and joins the sums in float32.
-    `held`: the finished tile waits in registers, in pieces of so many columns (spmm/multiply_held.py); 0: it is staged.
+    `held`: the finished tile waits in registers, in pieces of so many columns (spmm/multiply_register_tile.py); 0: it
+    is staged.
     """
 
     block: tuple[int, int]

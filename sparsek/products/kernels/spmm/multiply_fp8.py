@@ -4,8 +4,8 @@ T is a Config of hopper.spmm_fp8. Every tensor-core sum of `promote` pieces and 
 float32 registers, times the scale of its rows or its block. Two units are in flight, in two sets of registers. With
 `promote` 0 nothing is promoted before the tile is done, and wgmma of one stage overlaps with the next, as in 16 bits.
 Column scales are applied at the end of a tile, the critical section: no wgmma runs while its warpgroup scales and
-stores the tile and starts the next from zero. Tiles that can be held do without it (spmm/multiply_fp8_held.py). The
-path of a staged tile to memory is in spmm/multiply.py.
+stores the tile and starts the next from zero. Tiles that can be held do without it
+(spmm/multiply_fp8_register_tile.py). The path of a staged tile to memory is in spmm/multiply.py.
 """
 
 from typing import Any

@@ -39,8 +39,8 @@ from sparsek.engine.launch.tensors import SIZE_LIMIT, times
 from sparsek.engine.plan.kernel import beside
 from sparsek.engine.plan.ring import TRITON_LAUNCHES
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.kernels.common.blocks import blocks_times_dense, constants
 from sparsek.products.kernels.common.epilogue import store_finished
 from sparsek.products.plan.kernels import SpmmKernel

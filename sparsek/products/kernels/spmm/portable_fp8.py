@@ -23,8 +23,8 @@ from sparsek.core import env
 from sparsek.engine.launch import tensors
 from sparsek.engine.launch.tensors import SIZE_LIMIT
 from sparsek.engine.plan.ring import TRITON_LAUNCHES
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.kernels.spmm.portable import Config, Work, fitted, start, tiles
 from sparsek.products.plan.kernels import SpmmKernel, rounding_seconds
 from sparsek.products.plan.problems import SpmmProblem

@@ -173,7 +173,7 @@ def _pattern(a: Any, transposed: bool) -> tuple[BlockPattern, Tensor | None]:
     if isinstance(matrix, BSR24):
         stored = matrix.pattern
     else:
-        stored = matrix.home().derived("all blocks", lambda: _all_blocks(matrix))
+        stored = matrix.plan_owner().derived("all blocks", lambda: _all_blocks(matrix))
     return stored.transposed if transposed else (stored, None)
 
 

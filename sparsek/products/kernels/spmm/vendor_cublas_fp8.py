@@ -27,8 +27,8 @@ from sparsek.core.streams import Contents, Ready, captured, wait_for
 from sparsek.engine.plan.dense import dense_seconds
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.dense8 import QuantizedTensor
 from sparsek.products.formats.quantized import Matrix, Quantized
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.storage import FP8
 from sparsek.products.kernels.spmm.vendor_dense import limit_bytes

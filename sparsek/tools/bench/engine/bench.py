@@ -119,21 +119,21 @@ class Bench:
         return self.measures[measure](**fields)
 
 
-class Listed(UserDict[str, Value]):
+class Registry(UserDict[str, Value]):
     """The values of one kind of all benchmarks, by name; loaded at the first look-up."""
 
-    def __init__(self, held: Callable[[Bench], Mapping[str, Value]]) -> None:
-        self._held = held
+    def __init__(self, values_of: Callable[[Bench], Mapping[str, Value]]) -> None:
+        self._values_of = values_of
 
     @cached_property
     def data(self) -> dict[str, Value]:
         (benches,) = doors.enter("benches")
-        return dict(chain.from_iterable(self._held(bench).items() for bench in benches.BENCHES.values()))
+        return dict(chain.from_iterable(self._values_of(bench).items() for bench in benches.BENCHES.values()))
 
 
-OPS: Mapping[str, type[Case]] = Listed(lambda bench: {each.op: each for each in bench.kinds})
-BY_OP: Mapping[str, Bench] = Listed(lambda bench: {each.op: bench for each in bench.kinds})
-TABLES: Mapping[str, Table] = Listed(lambda bench: {table.op: table for table in bench.tables})
+OPS: Mapping[str, type[Case]] = Registry(lambda bench: {each.op: each for each in bench.kinds})
+BY_OP: Mapping[str, Bench] = Registry(lambda bench: {each.op: bench for each in bench.kinds})
+TABLES: Mapping[str, Table] = Registry(lambda bench: {table.op: table for table in bench.tables})
 
 
 def table_of(record: Record) -> Table:

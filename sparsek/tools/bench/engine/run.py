@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from sparsek.core.clock import Times, time_rounds
+from sparsek.core.clock import Times, time_rounds, wall_rounds
 from sparsek.core.errors import SparseKError, Unsupported
-from sparsek.core.wall import wall_rounds
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.engine import records
 from sparsek.tools.bench.engine.case import Case, Operands, SuiteRow

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from sparsek.attn.mask.heads8 import SCALES, AttentionHeads, HeadScale, quantize_heads
+from sparsek.attn.mask.quantized_heads import SCALES, AttentionHeads, HeadScale, quantize_heads
 from sparsek.attn.ops.attention import attention, plan_attention
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from sparsek.testing.budget import Gate

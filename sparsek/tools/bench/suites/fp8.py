@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.products.formats.dense8 import DenseScale, QuantizedTensor
 from sparsek.products.formats.quantized import Quantized, Scale, quantize
+from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Table
 from sparsek.tools.bench.engine.case import Bar, Case, SuiteRow, rows

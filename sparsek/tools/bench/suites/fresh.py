@@ -18,8 +18,8 @@ from torch.utils import _pytree
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention, plan_attention
+from sparsek.core.clock import wait
 from sparsek.core.errors import InvalidInput
-from sparsek.core.wall import wait
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Column, Record, Table

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 import torch
 
 from sparsek.core import env
-from sparsek.core.clock import Times
+from sparsek.core.clock import Times, wall_rounds
 from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.wall import wall_rounds
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.engine import options, records
 from sparsek.tools.bench.engine.bench import Bench, Column, Record, Table

@@ -16,7 +16,7 @@ from sparsek.attn.ops.attention import attention
 from sparsek.attn.policies import VSA, FlexPrefill, MeanTopK, SubBlock, VerticalSlash, XAttention
 from sparsek.attn.policies.mass import recall
 from sparsek.attn.policies.policy import Policy
-from sparsek.core.wall import wall_rounds
+from sparsek.core.clock import wall_rounds
 from sparsek.integrations.fastvideo import video_sparse_attn
 from sparsek.testing.attention_data import GENERATORS, Sizes
 from sparsek.testing.budget import Gate

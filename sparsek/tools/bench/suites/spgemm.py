@@ -10,9 +10,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from sparsek.core.clock import wall_rounds
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import parse_block
-from sparsek.core.wall import wall_rounds
 from sparsek.products.formats.bsr import BSR, zero_padding
 from sparsek.products.formats.pattern import BlockPattern, block_sides
 from sparsek.products.ops.spgemm import matcher, plan_spgemm, spgemm

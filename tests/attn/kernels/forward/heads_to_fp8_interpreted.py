@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsek.attn.kernels.forward.heads_to_fp8 import round_heads
-from sparsek.attn.mask import heads8
+from sparsek.attn.mask import quantized_heads
 from sparsek.products.formats.float8 import scales_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -29,9 +29,9 @@ def test_heads_in_any_strides_are_rounded_as_by_torch(
     b, h, length, dim = sides
     x = (torch.randn(b, length, h, dim) * torch.logspace(-3, 2, dim)).to(dtype).transpose(1, 2)
     x = x.mT.contiguous().mT if across else x
-    scale = scales_of(heads8._largest(x, rows), heads8.E4M3)
-    found = round_heads(x, scale, rows, -(-length // heads8.GROUP) * heads8.GROUP, turned)
-    wanted = heads8._rounded(x, scale, rows, turned)
+    scale = scales_of(quantized_heads._largest(x, rows), quantized_heads.E4M3)
+    found = round_heads(x, scale, rows, -(-length // quantized_heads.GROUP) * quantized_heads.GROUP, turned)
+    wanted = quantized_heads._rounded(x, scale, rows, turned)
     assert found is not None
     assert found.shape == wanted.shape
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.attn.mask.heads8 import AttentionHeads
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.quantized_heads import AttentionHeads
 from sparsek.attn.plan.attention_fp8 import AttendedFp8
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.core.device import card_of

@@ -20,7 +20,7 @@ from sparsek.attn.kernels.paged.schedule import FAR, FIELDS
 from sparsek.core.device import H200
 from sparsek.engine.launch.gluon import Described
 from sparsek.testing.paged_budget import expected_attention_paged
-from sparsek.testing.paged_cases import OF_TILES, Listed, PagedCase, drawn_case
+from sparsek.testing.paged_cases import OF_TILES, ListForm, PagedCase, drawn_case
 from tests.attn.kernels.paged.calls import PagedRun, check_beyond_windows, check_cleared, paged_problem
 from tests.sampling import sampled
 
@@ -207,5 +207,5 @@ def test_every_rule_at_once() -> None:
         sink_logits=True,
     )
     hold(replace(base, window=90, sinks=70, page=64, loose=True), seed)
-    hold(replace(base, lists=Listed((64, 128), full=True)), seed, "odd")
+    hold(replace(base, lists=ListForm((64, 128), full=True)), seed, "odd")
     hold(replace(base, causal=False, page=16, heads=(16, 1), form="pair by rows"), seed)

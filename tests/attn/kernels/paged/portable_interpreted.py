@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsek.attn.kernels.paged import portable
-from sparsek.testing.paged_cases import FORMS, Listed, PagedCase, drawn_case
+from sparsek.testing.paged_cases import FORMS, ListForm, PagedCase, drawn_case
 from tests.attn.kernels.paged.calls import (
     PagedRun,
     attend_paged,
@@ -67,22 +67,22 @@ CASES = {
     "dims": (batch((3, 40), dims=(40, 8), form="one"), SMALL),
     "wide dims": (batch((2, 20), dims=(256, 192), heads=(2, 1)), TINY),
     "large pages": (batch((1, 300), (4, 30), page=256), SMALL),
-    "lists of queries": (batch((3, 300), (1, 90), lists=Listed((1, 32)), loose=True), SMALL),
-    "lists of every head": (batch((1, 300), (2, 90), lists=Listed((1, 16), "q")), TINY),
+    "lists of queries": (batch((3, 300), (1, 90), lists=ListForm((1, 32)), loose=True), SMALL),
+    "lists of every head": (batch((1, 300), (2, 90), lists=ListForm((1, 16), "q")), TINY),
     "lists, cut": (
-        batch((1, 1400), (1, 90), lists=Listed((1, 64), "all", 20), heads=(2, 1)),
+        batch((1, 1400), (1, 90), lists=ListForm((1, 64), "all", 20), heads=(2, 1)),
         portable.Config(16, 64, 4, 2),
     ),
     "lists of tiles": (
-        batch((70, 260), (5, 90), lists=Listed((64, 64), full=True), page=32, heads=(2, 1), loose=True),
+        batch((70, 260), (5, 90), lists=ListForm((64, 64), full=True), page=32, heads=(2, 1), loose=True),
         portable.Config(64, 32, 4, 2),
     ),
     "lists of tiles, odd group": (
-        batch((70, 90), lists=Listed((64, 64), full=True), heads=(3, 1)),
+        batch((70, 90), lists=ListForm((64, 64), full=True), heads=(3, 1)),
         portable.Config(64, 64, 4, 2),
     ),
     "lists, every key": (
-        batch((70, 200), lists=Listed((64, 32), full=True), causal=False, heads=(2, 2)),
+        batch((70, 200), lists=ListForm((64, 32), full=True), causal=False, heads=(2, 2)),
         portable.Config(64, 32, 4, 2),
     ),
     **{form: (batch((3, 50), (1, 90), form=form), SMALL) for form in FORMS},
@@ -117,7 +117,7 @@ def test_random_batches_are_within_budget(seed: int) -> None:
             seed + turn, requests=4, queries=20, keys=80, heads=[(group * kv, kv) for group in (1, 2, 3, 4)],
             dims=[(d, dv) for d in (16, 32, 64) for dv in (16, 32, 80)], page=[16, 32, 64], dtype=["fp16"],
             kv_dtype=["", "", "e4m3"], form=list(FORMS), window=[0, 0, 13], sinks=[0, 3], softcap=[0.0, 0.0, 4.0],
-            lists=[None, None, *(Listed((bq, 32), heads) for bq in (1, 64) for heads in ("all", "kv"))], tail=[2],
+            lists=[None, None, *(ListForm((bq, 32), heads) for bq in (1, 64) for heads in ("all", "kv"))], tail=[2],
         )  # fmt: skip
         check_paged(KERNEL, case, draw.choice([SMALL, TINY, portable.Config(64, 32, 4, 2)]), seed=seed)
 
@@ -135,7 +135,7 @@ def test_each_request_alone_has_the_same_bits(kv_dtype: str) -> None:
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of numpy, for a table of poisoned pages alone
 def test_tables_lengths_and_lists_that_are_wrong_end_in_some_numbers(seed: int) -> None:
     """The interpreter reads memory by address: what is outside a tensor may end the process."""
-    for lists in (None, Listed((1, 32), full=True), Listed((64, 64), "all", full=True)):
+    for lists in (None, ListForm((1, 32), full=True), ListForm((64, 64), "all", full=True)):
         inputs = batch((3, 200), (1, 90), (2, 30), lists=lists).make(seed=seed)
         lengths = ("seq_lens", "cu_seqlens_q")
         for names in (("block_table", *(lengths if lists else ())), ("block_table", *lengths, "lists")):
@@ -175,7 +175,7 @@ def test_scores_of_minus_infinity_are_those_of_keys_that_nobody_sees() -> None:
 
 @pytest.mark.parametrize("longest", [2**29, 2**31 - 1])
 def test_a_bound_of_lists_may_be_of_any_size(longest: int) -> None:
-    inputs = batch((1, 1400), (1, 90), lists=Listed((1, 64), "all", 20), heads=(2, 1)).make()
+    inputs = batch((1, 1400), (1, 90), lists=ListForm((1, 64), "all", 20), heads=(2, 1)).make()
     c = portable.Config(16, 64, 4, 2)
     found = attend_paged(KERNEL, inputs, c)
     assert inputs.lists is not None

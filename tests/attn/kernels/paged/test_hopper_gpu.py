@@ -17,7 +17,7 @@ from sparsek.attn.plan.problems import PagedProblem
 from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.testing.paged_budget import expected_attention_paged
-from sparsek.testing.paged_cases import ALIGNED, OF_TILES, Listed, PagedCase, drawn_case, drawn_lengths
+from sparsek.testing.paged_cases import ALIGNED, OF_TILES, ListForm, PagedCase, drawn_case, drawn_lengths
 from tests.attn.kernels.paged.calls import PagedRun, check_alone, check_beyond_windows, paged_problem
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.drawn import fresh
@@ -53,8 +53,8 @@ EDGES = {
     "more tiles than CTAs": batch((1500, 1500), (900, 1500), heads=(16, 4)),
     **{f"pages of {n}": batch(*SEVERAL, page=n) for n in (16, 32, 64, 256)},
     **{f"heads of {n}": batch(*SEVERAL, dims=(n, n)) for n in (64, 96, 256)},
-    **{f"lists, {of}": batch(*LISTED, lists=Listed((128, 128), of, 10, True)) for of in ("all", "kv", "q")},
-    "small blocks": batch(*LISTED, lists=Listed((64, 64), "kv", 20, True), page=16, causal=False),
+    **{f"lists, {of}": batch(*LISTED, lists=ListForm((128, 128), of, 10, True)) for of in ("all", "kv", "q")},
+    "small blocks": batch(*LISTED, lists=ListForm((64, 64), "kv", 20, True), page=16, causal=False),
 }
 
 

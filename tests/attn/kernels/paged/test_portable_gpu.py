@@ -11,7 +11,7 @@ import torch
 
 from sparsek.engine.table import load
 from sparsek.testing.paged_budget import expected_attention_paged
-from sparsek.testing.paged_cases import Listed, PagedCase, drawn_case
+from sparsek.testing.paged_cases import ListForm, PagedCase, drawn_case
 from tests.attn.kernels.paged.calls import PagedRun, attend_paged, check_alone, check_paged, hostile
 from tests.engine.launch.covering import once
 from tests.sampling import EVERY, dealt, sampled
@@ -105,7 +105,7 @@ def test_lists(
     kernel: Any, listed: tuple[tuple[int, int], str], causal: bool, kv_dtype: str, make: str, seed: int
 ) -> None:
     block, heads = listed
-    lists = Listed(block, heads, 15, full=True)
+    lists = ListForm(block, heads, 15, full=True)
     case = MAKE[make](lists=lists, causal=causal, page=min(128, block[1]), kv_dtype=kv_dtype)
     check_paged(kernel, case, device="cuda", seed=seed)
 
@@ -178,7 +178,7 @@ def test_new_lengths_and_tables_compile_nothing(kernel: Any, seed: int) -> None:
 
 def test_hostile_tables_lengths_and_lists_write_nothing_beside_out(kernel: Any, seed: int) -> None:
     names = ("block_table", "seq_lens", "cu_seqlens_q", "lists")
-    for lists in (None, Listed((1, 128), full=True), Listed((64, 64), "all", full=True)):
+    for lists in (None, ListForm((1, 128), full=True), ListForm((64, 64), "all", full=True)):
         for make in (decode, mixed):
             inputs = make(lists=lists, page=64).make("cuda", seed=seed)
             for count in (1, 1, 2, 3, 4, 4):

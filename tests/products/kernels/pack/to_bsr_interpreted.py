@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core.operations import KERNELS
-from sparsek.engine.call import bound
+from sparsek.engine.call import recorded_calls
 from sparsek.engine.launch.recorder import Recorded
 from sparsek.products.formats import convert
 from sparsek.products.formats.convert import Rule
@@ -217,12 +217,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
         made.append(Again(run))
         return run(), made[-1]
 
-    monkeypatch.setattr(bound, "record", record)
-    monkeypatch.setattr(bound, "_device", lambda: 0)
-    monkeypatch.setattr(bound, "_stream", lambda device: 0)
-    monkeypatch.setattr(bound, "_capturing", lambda: False)
+    monkeypatch.setattr(recorded_calls, "record", record)
+    monkeypatch.setattr(recorded_calls, "_device", lambda: 0)
+    monkeypatch.setattr(recorded_calls, "_stream", lambda device: 0)
+    monkeypatch.setattr(recorded_calls, "_capturing", lambda: False)
     monkeypatch.setattr(Tensor, "get_device", lambda x: 0)
-    monkeypatch.setattr(ops, "_calls", bound.Calls())
+    monkeypatch.setattr(ops, "_calls", recorded_calls.Calls())
     return made
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek.products.formats import dense8
+from sparsek.products.formats import quantized_tensor
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import quantize
 from sparsek.products.kernels.pack import to_fp8 as round_fp8
@@ -109,7 +109,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(at: int):
         views = [x, x[..., ::2], x.expand(2, *shape)] + ([x.mT] if x.ndim > 1 and x.shape[-1] < 9000 else [])
         for each in views:
             made = round_fp8.round_rows(each, to)
-            right = dense8._rounded_rows(each, to)
+            right = quantized_tensor._rounded_rows(each, to)
             assert made is not None
             for found, wanted in zip(made, right, strict=True):
                 assert found.shape == wanted.shape
@@ -121,7 +121,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(at: int):
 def test_rows_of_zeros_tiny_numbers_nan_and_inf_have_the_scales_that_torch_finds():
     x = torch.randn(6, 48)
     x[1], x[2], x[3, 5], x[4, 6] = 0, 1e-42, torch.nan, -torch.inf
-    made, right = round_fp8.round_rows(x, E4M3), dense8._rounded_rows(x, E4M3)
+    made, right = round_fp8.round_rows(x, E4M3), quantized_tensor._rounded_rows(x, E4M3)
     assert made is not None
     for found, wanted in zip(made, right, strict=True):
         assert torch.equal(found.float().nan_to_num(-7.0), wanted.float().nan_to_num(-7.0))

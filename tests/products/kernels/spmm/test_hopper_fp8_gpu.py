@@ -14,8 +14,8 @@ import sparsek as sk
 from sparsek.core import dtypes
 from sparsek.engine.table import load
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.dense8 import DenseScale, QuantizedTensor
 from sparsek.products.formats.quantized import Quantized, Scale
+from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.plan.spmm import SpmmPlan
 from sparsek.products.reference.epilogue import PLAIN, Combine, Epilogue, EpilogueActivation

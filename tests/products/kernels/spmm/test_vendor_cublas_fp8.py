@@ -8,8 +8,8 @@ import torch
 from sparsek.core.device import H200
 from sparsek.engine.table import load, names_for
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.dense8 import DenseScale, QuantizedTensor
 from sparsek.products.formats.quantized import Quantized, quantize
+from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.products.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
 from sparsek.testing.cases import COL, FP8_CASES, ROW, Case, Scales
 from tests.attn.kernels.planned import hold, multiply, problem

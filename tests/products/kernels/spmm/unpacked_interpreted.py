@@ -139,7 +139,7 @@ def test_plans_of_one_matrix_share_the_pattern_of_all_blocks():
     for turned, dense in ((False, b), (False, b[:, :3]), (True, torch.randn(a.shape[0], 5).half())):
         p = problem(a, dense, turned=turned)
         lists.append(SEMI24.prepare(p, SEMI24.default(p), a).lists)
-    pattern = a.home().known("all blocks")
+    pattern = a.plan_owner().known("all blocks")
     assert (pattern.density, pattern.shape) == (1, a.shape)
     assert lists[0][1] is lists[1][1] is pattern.indices
     assert lists[2][1] is pattern.T.indices
@@ -155,7 +155,7 @@ def test_plans_go_with_the_matrix(kind: str, turned: bool):
     try:
         for _ in range(3):
             sk.spmm(*((x, a) if turned else (a, x)), kernel=f"unpacked.{kind}")
-        gone = weakref.ref(a.home())
+        gone = weakref.ref(a.plan_owner())
         del a
         assert gone() is None
     finally:

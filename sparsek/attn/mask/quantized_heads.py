@@ -20,8 +20,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
 from sparsek.core.record import record
 from sparsek.core.tracing import not_traced
-from sparsek.products.formats.dense8 import ScaledTensor, check_finite, check_scale
 from sparsek.products.formats.float8 import rounded, scales_of
+from sparsek.products.formats.quantized_tensor import ScaledTensor, check_finite, check_scale
 
 HeadScale: TypeAlias = Literal["head", "block"]
 SCALES = get_args(HeadScale)

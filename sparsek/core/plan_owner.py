@@ -1,4 +1,4 @@
-"""Homes: objects that keep what is derived from them, such as schedules, plans and recorded calls."""
+"""Owners of plans: objects that keep what is derived from them, such as schedules, plans and recorded calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drop_oldest(kept: dict[Any, Value]) -> Value | None:
         return None
 
 
-class Home:
+class PlanOwner:
     """Keeps what is derived from a pattern, a mask or a tensor, as long as that lives."""
 
     _memo: dict[Hashable, Any]

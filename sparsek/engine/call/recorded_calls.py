@@ -3,23 +3,23 @@
     repeat(...)      the result of the recorded call (engine/launch/recorder.py), or the Slot of this one
     slot.run(...)    after all checks: runs, and records the second call of a key
 
-    slot = bound.repeat(calls, more, operands)
-    if slot.__class__ is not bound.Slot:
+    slot = recorded_calls.repeat(calls, settings, operands)
+    if slot.__class__ is not recorded_calls.Slot:
         return slot
     ...               # checks
     return slot.run(lambda: ...)
 
-Where autograd needs a gradient, `slot.differentiate(again, owner, run)` is `again(owner, operands, run)`, which calls a
-differentiable function that calls `run`. From then on `repeat` calls `again` with the recorded call in its place, and
+Where autograd needs a gradient, `slot.differentiate(apply, owner, run)` is `apply(owner, operands, run)`, which calls a
+differentiable function that calls `run`. From then on `repeat` calls `apply` with the recorded call in its place, and
 without checks. Backward passes are calls of their own.
 
-The key of a call has all that checks, plan and launch read: `more` (verb, settings, form of the sparse operand), the
+The key of a call has all that checks, plan and launch read: `settings` (verb, options, form of the sparse operand), the
 shapes, strides, dtypes and alignments of the operands, the thread, the device and the stream. Calls under
 torch.compile, torch.func, torch.jit.trace, a dispatch mode, autocast, forward-mode differentiation or the capture of a
 CUDA graph, and those with a tensor subclass, are not recorded. Nor is a call that runs a vendor library or operators of
 torch.
 
-`repeat` compares the operands with those of the last calls with this `more` by torch's own guards
+`repeat` compares the operands with those of the last calls with this `settings` by torch's own guards
 (torch._C._dynamo.guards.TensorGuards, one call into C++). Only if none matches does it build the key.
 """
 
@@ -35,18 +35,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sparsek.core.arguments import TENSORS
-from sparsek.core.home import drop_oldest
+from sparsek.core.plan_owner import drop_oldest
 from sparsek.engine.launch.recorder import MISS, Recorded, record
 
 # A recorded call takes some KB on the host, and no device memory besides that of its plan.
 LIMIT = 256
-# Recorded calls with one `more` that `repeat` finds: alternating shapes do not evict each other.
+# Recorded calls with one `settings` that `repeat` finds: alternating shapes do not evict each other.
 SHAPES = 4
 
 # The state of a key whose recorded call has stale constants. The next call may have to make them, and the one after it
 # is recorded.
 STALE: Any = object()
-Again = Callable[[Any, Sequence[Tensor], Callable[[], Any]], Any]
+Apply = Callable[[Any, Sequence[Tensor], Callable[[], Any]], Any]
 
 # torch.backends.cuda.matmul.fp32_precision, which takes six times as long
 _precision: Callable[[], str] = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
@@ -62,7 +62,7 @@ _capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 class Recent(NamedTuple):
     """A recorded call that `repeat` finds: torch's guards of its operands, and the rest of its key.
 
-    `precision`: that of float32 products, "" if no operand is float32. `again`: of a call that learns, as in
+    `precision`: that of float32 products, "" if no operand is float32. `apply`: of a call that learns, as in
     `Slot.differentiate`.
     """
 
@@ -70,7 +70,7 @@ class Recent(NamedTuple):
     precision: str
     thread: int
     grad: bool
-    again: Again | None
+    apply: Apply | None
     call: Recorded
 
 
@@ -105,12 +105,13 @@ class Calls:
         self.known[key] = state
         if any(isinstance(each, Recorded) for each in gone):
             left = {
-                more: tuple(x for x in xs if x.call not in gone) for more, xs in list(self.recent.items())
+                settings: tuple(x for x in xs if x.call not in gone)
+                for settings, xs in list(self.recent.items())
             }
-            self.recent = {more: xs for more, xs in left.items() if xs}
+            self.recent = {settings: xs for settings, xs in left.items() if xs}
 
     def find_again(
-        self, more: Hashable, operands: Sequence[Tensor], call: Recorded, again: Again | None = None
+        self, settings: Hashable, operands: Sequence[Tensor], call: Recorded, apply: Apply | None = None
     ) -> None:
         """Make `repeat` find the call, in the grad mode of now."""
         if GUARDS is None:
@@ -118,9 +119,9 @@ class Calls:
         precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
         sizes, strides = [list(x.shape) for x in operands], [list(x.stride()) for x in operands]
         like = GUARDS(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        made = Recent(like, precision, _thread(), _grad(), again, call)
-        others = [x for x in self.recent.get(more, ()) if x.call is not call]
-        self.recent[more] = (made, *others)[:SHAPES]
+        made = Recent(like, precision, _thread(), _grad(), apply, call)
+        others = [x for x in self.recent.get(settings, ()) if x.call is not call]
+        self.recent[settings] = (made, *others)[:SHAPES]
 
 
 class Slot(NamedTuple):
@@ -130,7 +131,7 @@ class Slot(NamedTuple):
     """
 
     calls: Calls
-    more: Hashable
+    settings: Hashable
     operands: Sequence[Tensor]
     key: Hashable | None
     learns: bool
@@ -162,7 +163,7 @@ class Slot(NamedTuple):
         output, made = record(run, self.operands)
         calls.note(self.key, made or seen is STALE)
         if made is not None and not self.learns:
-            calls.find_again(self.more, self.operands, made)
+            calls.find_again(self.settings, self.operands, made)
         return output
 
     def again(self, call: Recorded) -> Any:
@@ -173,18 +174,18 @@ class Slot(NamedTuple):
                 self.calls.note(self.key, STALE)
             return self
         if not self.learns:
-            self.calls.find_again(self.more, self.operands, call)
+            self.calls.find_again(self.settings, self.operands, call)
         return output
 
-    def differentiate(self, again: Again, owner: Any, run: Callable[[], Any]) -> Any:
-        """Return `again(owner, operands, run)`, for checked operands. Its run may be a recorded call.
+    def differentiate(self, apply: Apply, owner: Any, run: Callable[[], Any]) -> Any:
+        """Return `apply(owner, operands, run)`, for checked operands. Its run may be a recorded call.
 
-        `owner`: what each call has besides its operands, and what `again` must not keep: a matrix or a mask.
+        `owner`: what each call has besides its operands, and what `apply` must not keep: a matrix or a mask.
         """
         seen: Any = self.calls.known.get(self.key)
         if isinstance(seen, Recorded):
-            self.calls.find_again(self.more, self.operands, seen, again)
-        return again(owner, self.operands, functools.partial(self.inside, run))
+            self.calls.find_again(self.settings, self.operands, seen, apply)
+        return apply(owner, self.operands, functools.partial(self.inside, run))
 
 
 UNBOUND = Slot(Calls(), None, (), None, False)
@@ -217,17 +218,18 @@ def _guards() -> Any:
 GUARDS = _guards()
 
 
-def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], owner: Any = None) -> Any:
-    """Run the recorded call with the same `more` and equal operand properties, and return its result; otherwise a Slot.
+def repeat(calls: Calls, settings: Hashable, operands: Sequence[Tensor], owner: Any = None) -> Any:
+    """Run the recorded call with the same `settings` and equal operand properties, and return its result; otherwise a
+    Slot.
 
-    Calls with one `more` have one number of operands: torch's guards raise TypeError for another. Not for a function
-    that torch.compile traces.
+    Calls with one `settings` have one number of operands: torch's guards raise TypeError for another. Not for a
+    function that torch.compile traces.
     """
-    recent = calls.recent.get(more)
+    recent = calls.recent.get(settings)
     if recent is not None and forward_ad._current_level < 0 and not _tracing():
         thread, grad = _thread(), _grad()
         for each in recent:
-            like, precision, of_thread, of_grad, again, call = each
+            like, precision, of_thread, of_grad, apply, call = each
             if of_grad is not grad or of_thread != thread or not like(*operands):
                 continue
             stream = call.stream
@@ -235,25 +237,25 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], owner: Any 
                 continue  # none captures stream 0
             if precision and precision != _precision():
                 continue
-            if again is None:
+            if apply is None:
                 output = call(*operands)
             else:
                 try:
-                    output = again(owner, operands, functools.partial(_now, call, operands))
+                    output = apply(owner, operands, functools.partial(_now, call, operands))
                 except Missed:
                     output = MISS
             if output is not MISS:
                 if each is not recent[0]:
-                    calls.recent[more] = (each, *[x for x in recent if x is not each])
+                    calls.recent[settings] = (each, *[x for x in recent if x is not each])
                 return output
-    key, learns = _key(more, operands)
+    key, learns = _key(settings, operands)
     if key is None:
         return UNBOUND
-    slot, found = Slot(calls, more, operands, key, learns), calls.known.get(key)
+    slot, found = Slot(calls, settings, operands, key, learns), calls.known.get(key)
     return slot.again(found) if isinstance(found, Recorded) and not learns else slot
 
 
-def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
+def _key(settings: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
     """The key of a call, None if it must not be recorded; and whether autograd needs a gradient of it."""
     if (
         _compiling()
@@ -264,7 +266,7 @@ def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
         or _tracing()
     ):
         return None, False
-    facts: list[Any] = [more, _thread()]
+    facts: list[Any] = [settings, _thread()]
     index, learns = -1, False
     for x in operands:
         on = x.get_device() if x.__class__ in TENSORS else -1

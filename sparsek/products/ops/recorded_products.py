@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from sparsek.core.arguments import TENSORS
-from sparsek.core.home import Home
-from sparsek.engine.call.bound import UNBOUND, Calls, repeat
-from sparsek.products.formats.dense8 import QuantizedTensor
+from sparsek.core.plan_owner import PlanOwner
+from sparsek.engine.call.recorded_calls import UNBOUND, Calls, repeat
+from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.plan.operands import SPARSE
 
 
-def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: Any = None) -> Any:
+def product(a: Any, b: Any, settings: Hashable, also: Sequence[Tensor] = (), plan: Any = None) -> Any:
     """`repeat` for a product of a sparse matrix and a dense one, in either order; UNBOUND for other operands.
 
     `also`: the other tensors of the call. `plan`: the call uses this plan, and is dropped with it.
@@ -24,19 +24,19 @@ def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: A
     matrix, dense = (a, b) if on_left else (b, a)
     if matrix.__class__ not in SPARSE:
         return UNBOUND
-    home, form, own = matrix.signature()
+    owner, form, own = matrix.signature()
     if dense.__class__ in TENSORS:
         given, turned = (*own, dense, *also), None
     elif dense.__class__ is QuantizedTensor:
         given, turned = (*own, dense.values, dense.scale, *also), dense.turned
     else:
         return UNBOUND
-    calls = home.derived("calls", Calls) if plan is None else _of_plan(home, plan)
-    return repeat(calls, (more, on_left, turned, form), given, matrix)
+    calls = owner.derived("calls", Calls) if plan is None else _of_plan(owner, plan)
+    return repeat(calls, (settings, on_left, turned, form), given, matrix)
 
 
-def _of_plan(home: Home, plan: Any) -> Calls:
-    plans: WeakKeyDictionary[Any, Calls] = home.derived("calls of plans", WeakKeyDictionary)
+def _of_plan(owner: PlanOwner, plan: Any) -> Calls:
+    plans: WeakKeyDictionary[Any, Calls] = owner.derived("calls of plans", WeakKeyDictionary)
     calls = plans.get(plan)
     if calls is None:
         calls = plans[plan] = Calls()

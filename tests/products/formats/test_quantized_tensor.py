@@ -12,8 +12,8 @@ from torch.utils import _pytree
 
 import sparsek
 from sparsek.core.errors import InvalidInput
-from sparsek.products.formats.dense8 import DenseScale, QuantizedTensor
 from sparsek.products.formats.quantized import quantize
+from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from tests.products.formats import fp8
 from tests.products.formats.fp8 import E4M3, E5M2, FP8, codes, grid
 from tests.products.formats.two_four import DTYPES

@@ -1,7 +1,7 @@
 """Consumer warpgroups of FP8 products that hold a finished tile in registers, not in shared memory.
 
 Sums of the tensor cores (`fast_accum`): rounded, two in a register, the tile waits for its turn, as in
-spmm/multiply_held.py. Float32 sums leave no room for that. They stay where they are:
+spmm/multiply_register_tile.py. Float32 sums leave no room for that. They stay where they are:
 
     first stage of a tile, chunk by chunk:  sums of the tile before  -- scales, bias, activation -->  C
                                             the first promotion replaces them
@@ -37,7 +37,7 @@ from sparsek.products.kernels.spmm.multiply_fp8 import (
     two_sums,
     units,
 )
-from sparsek.products.kernels.spmm.multiply_held import hold, leave, pieces_of, stage
+from sparsek.products.kernels.spmm.multiply_register_tile import hold, leave, pieces_of, stage
 
 
 @gluon.jit

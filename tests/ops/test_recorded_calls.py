@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsek as sk
 from sparsek.attn.ops import attention_autograd, attention_plans
 from sparsek.core.errors import InvalidInput
-from sparsek.engine.call import bound, transforms
+from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.launch.recorder import MISS, Recorded
 from sparsek.products.ops.linear import plan_layer
 from sparsek.products.plan import operands
@@ -94,10 +94,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
         return within(), again
 
     monkeypatch.setattr(transforms, "recorder", lambda: modes[-1] if modes else None)
-    monkeypatch.setattr(bound, "record", record)
-    monkeypatch.setattr(bound, "_device", lambda: NOW["device"])
-    monkeypatch.setattr(bound, "_stream", lambda device: NOW["stream"])
-    monkeypatch.setattr(bound, "_capturing", lambda: False)
+    monkeypatch.setattr(recorded_calls, "record", record)
+    monkeypatch.setattr(recorded_calls, "_device", lambda: NOW["device"])
+    monkeypatch.setattr(recorded_calls, "_stream", lambda device: NOW["stream"])
+    monkeypatch.setattr(recorded_calls, "_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(sys.modules["sparsek.products.ops.linear"], "writes_slope", writes_slope)
     monkeypatch.setitem(NOW, "device", 0)
@@ -114,7 +114,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             assert torch._C._len_torch_dispatch_stack(), "the key was made"
             return None, False
 
-        monkeypatch.setattr(bound, "_key", key)
+        monkeypatch.setattr(recorded_calls, "_key", key)
 
     return forbid
 
@@ -157,7 +157,7 @@ def test_a_call_is_bound_after_it_was_recorded(index: int, recorded: list[Any], 
 
 def test_alternating_shapes_keep_their_guards(recorded: list[Any], unchecked: Any):
     a = matrices()[0]
-    xs = [torch.randn(192, n) for n in range(8, 8 + bound.SHAPES)]
+    xs = [torch.randn(192, n) for n in range(8, 8 + recorded_calls.SHAPES)]
     for _ in range(4):
         for x in xs:
             sk.spmm(a, x)
@@ -169,7 +169,7 @@ def test_alternating_shapes_keep_their_guards(recorded: list[Any], unchecked: An
 
 def test_more_shapes_than_have_guards_are_recorded_once(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
     a = matrices()[0]
-    xs = [torch.randn(192, n) for n in range(8, 10 + bound.SHAPES)]
+    xs = [torch.randn(192, n) for n in range(8, 10 + recorded_calls.SHAPES)]
     for _ in range(2):
         for x in xs:
             sk.spmm(a, x)
@@ -212,13 +212,13 @@ def test_a_write_to_what_a_call_was_made_of_ends_it(recorded: list[Any]):
 
 
 def test_a_call_that_is_pushed_out_is_let_go(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bound, "LIMIT", 8)
+    monkeypatch.setattr(recorded_calls, "LIMIT", 8)
     a = matrices()[0]
     for n in range(1, 20):
         for _ in range(2):
             sk.spmm(a, torch.randn(192, n), alpha=float(n))
     gc.collect()
-    known = a.pattern.derived("calls", bound.Calls)
+    known = a.pattern.derived("calls", recorded_calls.Calls)
     assert len(known.known) == 8
     assert sum(each() is not None for each in recorded) <= 8
     assert sum(map(len, known.recent.values())) <= 8
@@ -268,7 +268,7 @@ def test_what_is_copied_for_a_call_is_copied_inside_of_it(
     a, running = matrices()[0], []
     inside: list[torch.Tensor] = []
     plan = plan_layer(torch.randn(4, 6, 192), a)
-    record, joined = bound.record, plan_spmm.tokens
+    record, joined = recorded_calls.record, plan_spmm.tokens
 
     def recording(run: Callable[[], Any], *given: Any) -> Any:
         running.append(run)
@@ -281,7 +281,7 @@ def test_what_is_copied_for_a_call_is_copied_inside_of_it(
             inside.append(x)
         return joined(x)
 
-    monkeypatch.setattr(bound, "record", recording)
+    monkeypatch.setattr(recorded_calls, "record", recording)
     monkeypatch.setattr(plan_spmm, "tokens", tokens)
     call = {
         "x": lambda x: sk.linear(x, a),

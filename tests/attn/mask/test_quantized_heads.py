@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import sparsek as sk
-from sparsek.attn.mask.heads8 import E4M3, KEY_ORDER, QuantizedHeads, in_key_order, out_of_key_order
+from sparsek.attn.mask.quantized_heads import E4M3, KEY_ORDER, QuantizedHeads, in_key_order, out_of_key_order
 
 
 def drawn(
