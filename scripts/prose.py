@@ -1,4 +1,4 @@
-"""Finds poor wording in docs, docstrings, comments and messages, and suggests a better one.
+"""Finds poor wording in docs, docstrings, comments, messages and names, and suggests a better one.
 
   prose.py [PATHS...]     files or folders; by default everything that the check covers. Exit status 1 on findings
 
@@ -47,6 +47,25 @@ PATTERNS = [
     (r"twice as well", "not the term", "double backward"),
     (r"unasked|for good|goes? along with", "a rare idiom", "silently; permanently; is part of"),
 ]  # fmt: skip
+# Words that are no nouns of the field, in names of modules, classes and parameters of public functions; better ones.
+NO_NOUN = "no noun of the field"
+NAMES = {
+    "again": "recorded, repeated",
+    "fresh": "new, layout",
+    "closed": "banded",
+    "accepted": "convert, argument",
+    "chosen": "selection, block_map",
+    "listed": "lists",
+    "survey": "evaluation",
+    "told": "shapes_only",
+    "said": "key",
+    "asked": "requested",
+    "held": "register_tile, owners",
+    "joined": "a struct with fields",
+    "heard": "received",
+}
+COMMANDS = ("sparsek/tools/bench/suites/fresh.py",)  # named as users type it
+NAME = re.compile(r"[a-z]+|[A-Z][a-z]*")
 COMPILED = [(re.compile(rf"(?<![\w./])({words})(?![\w=(])", re.I), *rest) for words, *rest in PATTERNS]
 ANY = re.compile("|".join(pattern.pattern for pattern, *_ in COMPILED), re.I)
 CODE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$|`[^`\n]*`", re.M | re.S)
@@ -108,6 +127,24 @@ def _strings(source: str) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, node.value, False
 
 
+def names(tree: ast.Module, place: str) -> Iterator[tuple[int, str]]:
+    """Lines and names of a module, its classes and, where it is for users, the parameters of public functions."""
+    if place in COMMANDS:
+        return
+    path = Path(place)
+    yield 1, path.parent.name if path.stem == "__init__" else path.stem
+    public = not {"kernels", "tools", "scripts", "tests"}.intersection(path.parts)
+    bodies = [tree.body]
+    while bodies:
+        for node in bodies.pop():
+            if isinstance(node, ast.ClassDef):
+                yield node.lineno, node.name
+                bodies.append(node.body)
+            elif isinstance(node, ast.FunctionDef) and public and not node.name.startswith("_"):
+                given = node.args
+                yield from ((a.lineno, a.arg) for a in (*given.posonlyargs, *given.args, *given.kwonlyargs))
+
+
 def findings(path: Path, root: Path = ROOT) -> list[Finding]:
     """Every finding in a file, in the order of its lines."""
     source = path.read_text(encoding="utf-8")
@@ -121,6 +158,10 @@ def findings(path: Path, root: Path = ROOT) -> list[Finding]:
             for hit in pattern.finditer(flat):
                 found.append(Finding(name, first + bisect(begins, hit.start()) - 1, hit[0], why, better))
         found += _long_sentences(name, first, plain) if counted else []
+    if path.suffix == ".py":
+        for line, identifier in names(ast.parse(source), name):
+            words = (word for word in map(str.lower, NAME.findall(identifier)) if word in NAMES)
+            found += [Finding(name, line, identifier, NO_NOUN, NAMES[word]) for word in words]
     return sorted(
         each for each in found if "prose: allow" not in str(lines[max(0, each.line - 2) : each.line])
     )

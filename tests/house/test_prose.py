@@ -1,4 +1,4 @@
-"""Plain English: pages, docstrings, comments and messages are free of the wording that scripts/prose.py lists."""
+"""Plain English: pages, docstrings, comments, messages and names have no wording that scripts/prose.py lists."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_poor_wording_is_found(tmp_path: Path, name: str, form: str, text: str, 
     [
         ("comment.py", "x = 1  # what the device\ny = 2\n# of values that are\n# not there\n", 3),
         ("message.py", "def f(x):\n    raise ValueError(\n        f'{x} wants a size'\n    )\n", 3),
-        ("joined.py", "TEXT = (\n    'the plan '\n    'says so'\n)\n", 2),
+        ("concatenated.py", "TEXT = (\n    'the plan '\n    'says so'\n)\n", 2),
         ("kernel.cu", "int a;  // 1\nint b;  // the host tells\n", 2),
     ],
 )
@@ -66,3 +66,27 @@ def test_comments_and_messages_are_read(tmp_path: Path, name: str, text: str, li
 def test_what_is_fine_stays(tmp_path: Path, text: str) -> None:
     (tmp_path / "page.md").write_text(text)
     assert prose.findings(tmp_path / "page.md", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("mask/again.py", "", (1, "again")),
+        ("mask/fresh_lists.py", "", (1, "fresh_lists")),
+        ("accepted/__init__.py", "", (1, "accepted")),
+        ("mask/lists.py", "\nclass ListedBlocks:\n    pass\n", (2, "ListedBlocks")),
+        ("mask/lists.py", "class Lists:\n    def of(self, told=False): ...\n", (2, "told")),
+        ("mask/lists.py", "def lists(\n    x,\n    *,\n    dtype_asked=None,\n): ...\n", (4, "dtype_asked")),
+        ("mask/lists.py", "def _lists(told): ...\nasked = 1\n", None),
+        ("kernels/lists.py", "def lists(joined): ...\n", None),
+        ("mask/refreshed.py", "class Choice: ...\n", None),
+    ],
+)
+def test_names_are_nouns_of_the_field(
+    tmp_path: Path, name: str, text: str, found: tuple[int, str] | None
+) -> None:
+    """Those of modules, classes and parameters of public functions."""
+    path = tmp_path / "sparsek" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert [(each.line, each.words) for each in prose.findings(path, tmp_path)] == ([found] if found else [])
