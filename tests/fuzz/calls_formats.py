@@ -501,7 +501,9 @@ def _parts(a: Any) -> dict[str, Any]:
 # What has no arguments to spoil, or says that it checks none.
 REASONS = {
     **dict.fromkeys(("PageLists", "PageLists.from_indices", "PageLists.of_masks"), "drawn in calls_ops.py"),
-    **dict.fromkeys(("unchecked", "of_fields"), "says that it checks nothing: parts are known to be right"),
+    **dict.fromkeys(
+        ("unchecked", "of_fields", "of_layout"), "says that it checks nothing: parts are known to be right"
+    ),
     "from_host": "says that it checks nothing: the indices are known to be right",
     **dict.fromkeys(
         ("register_matmul", "register_linear"), "for the operations, once, when sparsek is imported"
@@ -532,6 +534,7 @@ REASONS = {
     "InvalidInput": "an error",
     "InvalidFile": "an error",
     "SparseKError": "an error",
+    "SparseKWarning": "a warning",
     "Unsupported": "an error",
     "BSR.to_dense": "takes no arguments",
     "BlockMask.to_dense": "takes no arguments",

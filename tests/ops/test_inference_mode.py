@@ -155,7 +155,7 @@ def test_a_weight_in_2_4_gives_gradients(kind: str, mode: Any) -> None:
         results.append(x.grad)
     right = dense(5, 128).requires_grad_()
     sk.linear(right, make()).sum().backward()
-    assert len(results) > 2
+    assert len(results) > 1
     for got in results:
         torch.testing.assert_close(got, right.grad)
 
