@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sparsek as sk
 from sparsek.attn.ops.attention_paged import _binding
 from sparsek.attn.plan import attention_paged as planned
-from sparsek.attn.plan.attention_paged import PagedPlan
+from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan
 from sparsek.attn.plan.paged_call import HOME
 from sparsek.attn.reference.attention_paged import requests
 from sparsek.core.device import H200
@@ -174,12 +174,9 @@ def test_a_plan_runs_on_its_own_card_only() -> None:
 def test_recorded_calls_tell_a_tensor_from_a_scale_of_1() -> None:
     x, scale = replace(MIXED, dtype="fp16").make(), torch.ones(1, dtype=torch.float32)
     of = [
-        _binding(
-            x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q, None, None, None, True, None, 0.0, None, k, v,
-            None, False, None,
-        )[0]
+        _binding(AttendedPages(**arguments_of(x) | {"k_scale": k, "v_scale": v}))[0]
         for k, v in ((scale, 1.0), (1.0, scale), (scale, None))
-    ]  # fmt: skip
+    ]
     assert len(set(of)) == 3
 
 
@@ -187,11 +184,8 @@ def test_calls_with_out_in_the_memory_of_q_are_not_recorded() -> None:
     """A recorded call skips the check that refuses them."""
     x = replace(MIXED, dtype="fp16").make()
 
-    def operands(out: Tensor) -> tuple[Tensor, ...]:
-        return _binding(
-            x.q, x.cache, x.block_table, x.seq_lens, x.cu_seqlens_q, None, None, None, True, None, 0.0, None, None,
-            None, out, False, None,
-        )[1]  # fmt: skip
+    def operands(out: Any) -> tuple[Tensor, ...]:
+        return _binding(AttendedPages(**arguments_of(x) | {"out": out}))[1]
 
     assert operands(torch.empty_like(x.q))
     assert not operands(x.q)

@@ -10,18 +10,15 @@ from torch import Tensor
 
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
-from sparsek.attn.ops.attention_paged_lists import lists_of_rule
+from sparsek.attn.ops.attention_paged_lists import choose_lists
 from sparsek.attn.ops.attention_paged_op import ATTENTION_PAGED, through_op
-from sparsek.attn.plan.attention_operands import checked_scale, checked_softcap
-from sparsek.attn.plan.attention_paged import PagedPlan, paged_call
+from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan
 from sparsek.attn.plan.paged_checks import check_values
-from sparsek.attn.plan.paged_operands import check_no_gradient, check_page_scale, check_tensors
 from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import recorded_calls
 from sparsek.engine.call.recorded_calls import Calls, Slot
-from sparsek.products.formats.pattern import INT32_MAX
 
 PagedCache = Tensor | Sequence[Tensor]
 PagedMask = MaskPolicy | PageLists | MaskRule
@@ -176,43 +173,40 @@ def attention_paged(
         arguments.flag("check", check)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    call = AttendedPages(
+        q, cache, block_table, seq_lens, cu_seqlens_q, mask, max_seqlen_q, max_seqlen_k, causal, scale, softcap,
+        sink_logits, k_scale, v_scale, out, return_lse, kernel,
+    )  # fmt: skip
     if isinstance(mask, MaskRule) and _is_rule(mask):
         arguments.flag("causal", causal)
-        mask, seq_lens, cu_seqlens_q = lists_of_rule(
-            q, cache, block_table, seq_lens, cu_seqlens_q, mask, causal, scale, k_scale
-        )
+        choose_lists(call)
+    both = route(call, check)
+    return both if return_lse else both[0]
+
+
+def route(call: AttendedPages, check: bool) -> Any:
+    """(out, lse) of a call: a recorded one's, or by the torch.library op, or the plan."""
     slot = recorded_calls.UNBOUND
     if not check and not _compiling():
-        more, operands = _binding(
-            q, cache, block_table, seq_lens, cu_seqlens_q, mask, max_seqlen_q, max_seqlen_k, causal, scale, softcap,
-            sink_logits, k_scale, v_scale, out, return_lse, kernel,
-        )  # fmt: skip
+        more, operands = _binding(call)
         if operands:
-            both = slot = recorded_calls.repeat(_CALLS, more, operands)
+            slot = recorded_calls.repeat(_CALLS, more, operands)
             if slot.__class__ is not Slot:
-                return both if return_lse else both[0]
+                return slot
     if torch._C._are_functorch_transforms_active() and not _compiling():
         raise InvalidInput(
             "attention_paged has no gradient and no batching rule for torch.func; call it outside"
         )
-    if _traced() or is_fake(q) or is_fake(seq_lens):
+    if _compiling() or torch._C._len_torch_dispatch_stack() or is_fake(call.q) or is_fake(call.seq_lens):
         if check:
             raise InvalidInput(
                 "check=True reads values; call it outside of torch.compile, dispatch modes and fake tensors"
             )
-        return _by_op(
-            q, cache, (block_table, seq_lens, cu_seqlens_q), mask, (max_seqlen_q, max_seqlen_k), sink_logits,
-            (k_scale, v_scale), out, causal, scale, softcap, return_lse, kernel,
-        )  # fmt: skip
-    call = paged_call(
-        q, cache, block_table, seq_lens, cu_seqlens_q, mask, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        causal=causal, scale=scale, softcap=softcap, sink_logits=sink_logits, k_scale=k_scale, v_scale=v_scale, out=out,
-        return_lse=return_lse,
-    )  # fmt: skip
+        return through_op(call)
+    given = call.checked()
     if check:
-        check_values(call)
-    both = slot.run(lambda: ATTENTION_PAGED.run(call, kernel))
-    return both if return_lse else both[0]
+        check_values(given)
+    return slot.run(lambda: ATTENTION_PAGED.run(given, call.kernel))
 
 
 def plan_attention_paged(
@@ -265,18 +259,9 @@ def plan_attention_paged(
     unknown = sorted(set(options) - OPTIONS)
     if unknown:
         raise TypeError(f"plan_attention_paged() got an unexpected keyword argument '{unknown[0]}'")
-    call = paged_call(
-        q,
-        cache,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        mask,
-        **options,
-        planned=True,
-        predicted=device is not None,
-    )
-    return ATTENTION_PAGED.plan(call, kernel, config, device)
+    call = AttendedPages(q, cache, block_table, seq_lens, cu_seqlens_q, mask, **options)
+    given = call.checked(planned=True, predicted=device is not None)
+    return ATTENTION_PAGED.plan(given, kernel, config, device)
 
 
 OPTIONS = {
@@ -290,26 +275,10 @@ def _is_rule(mask: MaskRule) -> bool:
     return not isinstance(mask, MaskPolicy) or mask.topk is not None
 
 
-def _binding(
-    q: Tensor,
-    cache: Any,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Any,
-    max_q: Any,
-    max_k: Any,
-    causal: Any,
-    scale: Any,
-    softcap: Any,
-    sink_logits: Any,
-    k_scale: Any,
-    v_scale: Any,
-    out: Any,
-    *settings: Any,
-) -> tuple[Any, tuple[Any, ...]]:
+def _binding(call: AttendedPages) -> tuple[Any, tuple[Any, ...]]:
     """The settings and operands of a recorded call; no operands where it must not be recorded."""
-    operands = [q, block_table, seq_lens, cu_seqlens_q]
+    q, cache, mask, out, scale, softcap = call.q, call.cache, call.mask, call.out, call.scale, call.softcap
+    operands = [q, call.block_table, call.seq_lens, call.cu_seqlens_q]
     if cache.__class__ in recorded_calls.TENSORS:
         operands.append(cache)
     elif cache.__class__ in (tuple, list):
@@ -331,7 +300,7 @@ def _binding(
     if out.__class__ in recorded_calls.TENSORS and _begin_together(out, q):
         return None, ()
     kinds = []
-    for x in (sink_logits, k_scale, v_scale, out):
+    for x in (call.sink_logits, call.k_scale, call.v_scale, out):
         if x.__class__ in recorded_calls.TENSORS:
             operands.append(x)
             kinds.append(Tensor)  # not True, which equals a scale of 1.0
@@ -339,12 +308,14 @@ def _binding(
             kinds.append(x)
         else:
             return None, ()
-    for x in (max_q, max_k):
+    bounds, causal = (call.max_seqlen_q, call.max_seqlen_k), call.causal
+    for x in bounds:
         if x is not None and type(x) is not int:
             return None, ()
     if type(causal) is not bool or type(softcap) is not float or not (scale is None or type(scale) is float):
         return None, ()
-    return (len(operands), form, max_q, max_k, causal, scale, softcap, *kinds, *settings), tuple(operands)
+    settings = *bounds, causal, scale, softcap, call.return_lse, call.kernel
+    return (len(operands), form, *settings, *kinds), tuple(operands)
 
 
 def _begin_together(x: Any, y: Any) -> bool:
@@ -353,51 +324,3 @@ def _begin_together(x: Any, y: Any) -> bool:
         return x is y or x.data_ptr() == y.data_ptr()
     except (AttributeError, RuntimeError):
         return False
-
-
-def _by_op(
-    q: Tensor,
-    cache: Any,
-    tables: tuple[Tensor, Tensor, Tensor],
-    mask: Any,
-    bounds: tuple[Any, Any],
-    sink_logits: Any,
-    scales: tuple[Any, Any],
-    out: Any,
-    causal: Any,
-    scale: Any,
-    softcap: Any,
-    return_lse: bool,
-    kernel: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The call through the torch.library op, which checks it once more. Its schema refuses with torch's errors."""
-    bounds = _bounded("max_seqlen_q", bounds[0]), _bounded("max_seqlen_k", bounds[1])
-    scale, softcap = checked_scale(scale, 1) if scale is not None else None, checked_softcap(softcap)
-    pages = check_tensors(q, cache, tables, {"sink_logits": sink_logits, "out": out})
-    scales = tuple(check_page_scale(n, pages, x) for n, x in zip(("k_scale", "v_scale"), scales, strict=True))
-    if mask is not None and not isinstance(mask, MaskPolicy | PageLists):
-        raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be None, a MaskPolicy or PageLists")
-    if isinstance(mask, MaskPolicy) and mask.stride is not None:
-        raise InvalidInput("mask has the option stride, which no paged kernel has; pass sparsek.PageLists")
-    if isinstance(mask, MaskPolicy) and mask.causal and not causal:
-        raise InvalidInput(
-            f"causal=False contradicts mask, {mask.label}; write MaskPolicy(causal=False, ...)"
-        )
-    check_no_gradient({"q": q, "sink_logits": sink_logits, "out": out})
-    both = through_op(
-        q, cache, tables, mask, bounds, sink_logits, scales, out, arguments.flag("causal", causal), scale,
-        softcap, return_lse, kernel,
-    )  # fmt: skip
-    return both if return_lse else both[0]
-
-
-def _bounded(name: str, value: Any) -> int | None:
-    """A bound of lengths, at most INT32_MAX. An int is only compared, so that a graph holds for others."""
-    if type(value) is int and 0 <= value <= INT32_MAX:
-        return value
-    return None if value is None else min(arguments.integer(name, value), INT32_MAX)
-
-
-def _traced() -> bool:
-    """Whether torch.compile or a TorchDispatchMode records the call op by op."""
-    return _compiling() or torch._C._len_torch_dispatch_stack() > 0

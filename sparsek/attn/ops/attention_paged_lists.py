@@ -8,34 +8,26 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.pages import PageLists
-from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.plan import paged_operands as operands
+from sparsek.attn.plan.attention_paged import AttendedPages
 from sparsek.core import arguments
 from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 
 
-def lists_of_rule(
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    rule: MaskRule,
-    causal: bool,
-    scale: Any,
-    k_scale: Any,
-) -> tuple[PageLists | None, Tensor, Tensor]:
-    """The lists that `rule` chooses for each request, and seq_lens and cu_seqlens_q on q's device.
+def choose_lists(call: AttendedPages) -> None:
+    """Replace the rule of a call by the lists that it chooses for each request; its lengths are then on q's device.
 
     Gathers the keys of one request after the other. Waits for lengths on a GPU.
     """
+    q, rule, block_table, causal = call.q, call.mask, call.block_table, call.causal
+    seq_lens, cu_seqlens_q = call.seq_lens, call.cu_seqlens_q
     if torch.compiler.is_compiling():
         raise InvalidInput(
             f"mask is {rule.label}, which chooses from values, and torch.compile cannot trace lengths; call outside"
         )
-    k, _ = operands.split_cache(q, cache)
+    k, _ = operands.split_cache(q, call.cache)
     if faking() or is_fake(q):
         raise InvalidInput(f"mask is {rule.label}, which chooses from values, and fake tensors have none")
     arguments.supported("q", q.device)
@@ -55,7 +47,7 @@ def lists_of_rule(
             f"mask is {rule.label}, which {is_causal} causal, and causal={causal}: one of them must change. Write "
             f"causal={not causal}, or a policy that {other} causal"
         )
-    factor = operands.check_page_scale("k_scale", k, k_scale)
+    factor = operands.check_page_scale("k_scale", k, call.k_scale)
     table = block_table.clamp(0, max(k.shape[0] - 1, 0))
     masks = []
     with torch.no_grad():
@@ -63,10 +55,11 @@ def lists_of_rule(
             queries = q[edges[r] : edges[r + 1]].transpose(0, 1)[None]
             if not queries.shape[2]:
                 continue
-            mask = rule.mask_for(queries, _keys(q, k, table[r], length, factor)[None], scale)
+            mask = rule.mask_for(queries, _keys(q, k, table[r], length, factor)[None], call.scale)
             mask.verify()
             masks.append(mask)
-        return (PageLists.of_masks(masks, verify=False) if masks else None), seq_lens, cu_seqlens_q
+        call.mask = PageLists.of_masks(masks, verify=False) if masks else None
+    call.seq_lens, call.cu_seqlens_q = seq_lens, cu_seqlens_q
 
 
 def _on_host(cu_seqlens_q: Any, seq_lens: Any) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,15 +12,19 @@ from torch import Tensor
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.rule import MaskPolicy
-from sparsek.attn.plan.attention_operands import lse_dtype
-from sparsek.attn.plan.attention_paged import PagedPlan, paged_call
+from sparsek.attn.plan import paged_operands as operands
+from sparsek.attn.plan.attention_operands import checked_scale, checked_softcap, lse_dtype
+from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan
 from sparsek.attn.plan.paged_call import Paged
 from sparsek.attn.plan.problems import PagedProblem
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import TAGS, schema_of
 from sparsek.engine import table as kernels
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.select import Choice
 from sparsek.engine.planning import choose
+from sparsek.products.formats.pattern import INT32_MAX
 
 
 def choose_typical(p: PagedProblem, kernel: str | None = None, config: Any = None) -> Choice:
@@ -60,22 +64,34 @@ class PagedArgs(NamedTuple):
 
     def call(self, out: Tensor | None = None) -> Paged:
         """The checked call."""
-        max_q, max_k, window, sinks, *sizes = self.numbers
-        cache, causal = self.cache[0] if len(self.cache) == 1 else tuple(self.cache), self.causal
+        q, cache, table, lengths, edges, lists, (max_q, max_k, window, sinks, *sizes), *rest = self
+        listed, options = cast(Any, (lists, rest))
+        sink_logits, k_scale, v_scale, causal, scale, softcap, return_lse, _ = options
         mask: MaskPolicy | PageLists | None = None
         if sizes:
             heads, tiles, bq, bk, longest = sizes
-            lists: Any = self.lists
-            full, partial = BlockLists(*lists[:3]), BlockLists(*lists[3:])
+            full, partial = BlockLists(*listed[:3]), BlockLists(*listed[3:])
             mask = PageLists(full, partial, heads, tiles, (bq, bk), longest)
         elif window:
             mask = MaskPolicy(window=window, sinks=sinks, causal=causal)
-        return paged_call(
-            self.q, cache, self.block_table, self.seq_lens, self.cu_seqlens_q, mask,
-            max_seqlen_q=None if max_q < 0 else max_q, max_seqlen_k=None if max_k < 0 else max_k, causal=causal,
-            scale=self.scale, softcap=self.softcap, sink_logits=self.sink_logits, k_scale=self.k_scale,
-            v_scale=self.v_scale, out=out, return_lse=self.return_lse,
-        )  # fmt: skip
+        pages = cache[0] if len(cache) == 1 else tuple(cache)
+        bounds = None if max_q < 0 else max_q, None if max_k < 0 else max_k
+        given = (
+            q,
+            pages,
+            table,
+            lengths,
+            edges,
+            mask,
+            *bounds,
+            causal,
+            scale,
+            softcap,
+            sink_logits,
+            k_scale,
+            v_scale,
+        )
+        return AttendedPages(*given, out, return_lse).checked()
 
     def empty_lse(self) -> Tensor:
         """An uninitialised lse; empty unless it is returned."""
@@ -134,33 +150,47 @@ def flat(
     return [], [*bounds, mask.window, mask.sinks]
 
 
-def through_op(
-    q: Tensor,
-    cache: Any,
-    tables: Sequence[Tensor],
-    mask: MaskPolicy | PageLists | None,
-    bounds: tuple[int | None, int | None],
-    sink_logits: Tensor | None,
-    scales: Sequence[Any],
-    out: Tensor | None,
-    causal: bool,
-    *settings: Any,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the call through a torch.library op, with `settings` in the op's order."""
-    pages = [cache] if isinstance(cache, Tensor) else list(cache)
-    lists, numbers = flat(mask, *bounds)
+def through_op(call: AttendedPages) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the call through a torch.library op, which checks it once more. Its schema refuses with torch's
+    errors.
+    """
+    q, cache, mask, causal, out = call.q, call.cache, call.mask, call.causal, call.out
+    bounds = _bounded("max_seqlen_q", call.max_seqlen_q), _bounded("max_seqlen_k", call.max_seqlen_k)
+    scale = None if call.scale is None else checked_scale(call.scale, 1)
+    softcap = checked_softcap(call.softcap)
+    tables = call.block_table, call.seq_lens, call.cu_seqlens_q
+    first = operands.check_tensors(q, cache, tables, {"sink_logits": call.sink_logits, "out": out})
+    scales = [operands.check_page_scale(name, first, getattr(call, name)) for name in ("k_scale", "v_scale")]
+    if mask is not None and not isinstance(mask, MaskPolicy | PageLists):
+        raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be None, a MaskPolicy or PageLists")
     if isinstance(mask, MaskPolicy):
-        causal = mask.causal
+        if mask.stride is not None:
+            raise InvalidInput(
+                "mask has the option stride, which no paged kernel has; pass sparsek.PageLists"
+            )
+        if mask.causal and not causal:
+            raise InvalidInput(
+                f"causal=False contradicts mask, {mask.label}; write MaskPolicy(causal=False, ...)"
+            )
+    operands.check_no_gradient({"q": q, "sink_logits": call.sink_logits, "out": out})
+    causal = arguments.flag("causal", causal)
+    causal = mask.causal if isinstance(mask, MaskPolicy) else causal
     many = max([1, *[x.numel() for x in scales if isinstance(x, Tensor)]])
     as_tensors = [
-        x
-        if x is None or isinstance(x, Tensor)
-        else None
-        if x == 1
-        else q.new_full((many,), x, dtype=torch.float32)
+        x if x is None or isinstance(x, Tensor) else q.new_full((many,), x, dtype=torch.float32)
         for x in scales
     ]
-    given = (q, pages, *tables, lists, numbers, sink_logits, *as_tensors, causal, *settings)
+    given = (
+        q, [cache] if isinstance(cache, Tensor) else list(cache), *tables, *flat(mask, *bounds), call.sink_logits,
+        *as_tensors, causal, scale, softcap, call.return_lse, call.kernel,
+    )  # fmt: skip
     if out is None:
         return torch.ops.sparsek.attention_paged(*given)
     return out, torch.ops.sparsek.attention_paged_out(out, *given)
+
+
+def _bounded(name: str, value: Any) -> int | None:
+    """A bound of lengths, at most INT32_MAX. An int is only compared, so that a graph holds for others."""
+    if type(value) is int and 0 <= value <= INT32_MAX:
+        return value
+    return None if value is None else min(arguments.integer(name, value), INT32_MAX)

@@ -46,67 +46,66 @@ def _without_keys(call: Paged, out: Tensor, lse: Tensor | None) -> tuple[Tensor,
     return out, lse
 
 
-def paged_call(
-    q: Any,
-    cache: Any,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    mask: Any = None,
-    *,
-    max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None,
-    causal: Any = True,
-    scale: Any = None,
-    softcap: Any = 0.0,
-    sink_logits: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    out: Any = None,
-    return_lse: Any = False,
-    planned: bool = False,
-    predicted: bool = False,
-) -> Paged:
-    """The checked call of these arguments of the verb; of CPU tensors the values are checked too.
+@dataclass(slots=True, eq=False)
+class AttendedPages:
+    """A call of `sk.attention_paged`: its operands and options, each declared here, and checked by `checked`."""
 
-    `planned`: it is not run, and values do not matter; if also `predicted`, tensors may be on any device.
-    """
-    k, v = operands.split_cache(q, cache)
-    if not predicted:
-        arguments.supported("q", q.device)
-    operands.check_tables(q, block_table, seq_lens, cu_seqlens_q)
-    seen = operands.visible(q, k, mask, causal)
-    cap = operands.check_scores(q, sink_logits, softcap)
-    scales = [
-        operands.check_page_scale(name, k, x) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
-    ]
-    operands.check_out(q, v, out)
-    tensors = {"q": q, "cache": k, "v of cache": v, "sink_logits": sink_logits, "out": out}
-    operands.check_no_gradient(tensors)
-    if out is not None:
-        del tensors["out"]
-        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
-        operands.check_memory(out, tensors | tables)
-    most = block_table.shape[1] * k.shape[2]
-    # More bounds nothing, and kernels multiply it.
-    max_q = (
-        q.shape[0]
-        if max_seqlen_q is None
-        else min(arguments.integer("max_seqlen_q", max_seqlen_q), MOST_QUERIES)
-    )
-    max_k = most if max_seqlen_k is None else arguments.integer("max_seqlen_k", max_seqlen_k)
-    on_cpu = q.device.type == "cpu" and not (faking() or is_fake(q))
-    if not on_cpu:
-        operands.check_sizes(q, k, block_table, seen, max_q)
-    k_factor, v_factor = _page_scales(k, scales)
-    call = Paged(
-        q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, k_factor, v_factor,
-        checked_scale(scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, max_q,
-        min(max_k, most), arguments.flag("return_lse", return_lse), out,
-    )  # fmt: skip
-    if on_cpu and not (planned or predicted):
-        check_values(call, every=False)
-    return call
+    q: Any
+    cache: Any
+    block_table: Any
+    seq_lens: Any
+    cu_seqlens_q: Any
+    mask: Any = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+    causal: Any = True
+    scale: Any = None
+    softcap: Any = 0.0
+    sink_logits: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    out: Any = None
+    return_lse: Any = False
+    kernel: str | None = None
+
+    def checked(self, *, planned: bool = False, predicted: bool = False) -> Paged:
+        """The call in the form that kernels take; of CPU tensors the values are checked too.
+
+        `planned`: it is not run, and values do not matter; if also `predicted`, tensors may be on any device.
+        """
+        q, block_table, seq_lens, cu_seqlens_q = self.q, self.block_table, self.seq_lens, self.cu_seqlens_q
+        sink_logits, out = self.sink_logits, self.out
+        k, v = operands.split_cache(q, self.cache)
+        if not predicted:
+            arguments.supported("q", q.device)
+        operands.check_tables(q, block_table, seq_lens, cu_seqlens_q)
+        seen = operands.visible(q, k, self.mask, self.causal)
+        cap = operands.check_scores(q, sink_logits, self.softcap)
+        scales = [operands.check_page_scale(name, k, getattr(self, name)) for name in ("k_scale", "v_scale")]
+        operands.check_out(q, v, out)
+        tensors = {"q": q, "cache": k, "v of cache": v, "sink_logits": sink_logits, "out": out}
+        operands.check_no_gradient(tensors)
+        if out is not None:
+            del tensors["out"]
+            tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+            operands.check_memory(out, tensors | tables)
+        most = block_table.shape[1] * k.shape[2]
+        # More bounds nothing, and kernels multiply it.
+        max_q, max_k = self.max_seqlen_q, self.max_seqlen_k
+        max_q = q.shape[0] if max_q is None else min(arguments.integer("max_seqlen_q", max_q), MOST_QUERIES)
+        max_k = most if max_k is None else arguments.integer("max_seqlen_k", max_k)
+        on_cpu = q.device.type == "cpu" and not (faking() or is_fake(q))
+        if not on_cpu:
+            operands.check_sizes(q, k, block_table, seen, max_q)
+        k_factor, v_factor = _page_scales(k, scales)
+        call = Paged(
+            q, k, v, block_table, seq_lens, cu_seqlens_q, seen.lists, sink_logits, k_factor, v_factor,
+            checked_scale(self.scale, q.shape[2]), cap, seen.causal, seen.window, seen.sinks, max_q,
+            min(max_k, most), arguments.flag("return_lse", self.return_lse), out,
+        )  # fmt: skip
+        if on_cpu and not (planned or predicted):
+            check_values(call, every=False)
+        return call
 
 
 def _page_scales(k: Tensor, scales: list[Any]) -> list[Tensor | None]:
@@ -156,7 +155,7 @@ class PagedPlan(Plan):
                 "plans do not go through torch.compile and torch.func; call attention_paged(...) there"
             )
         self.refuse_unless_ready()
-        call = paged_call(*operands, **options, return_lse=self.problem.lse, planned=True)
+        call = AttendedPages(*operands, **options, return_lse=self.problem.lse).checked(planned=True)
         self._check_planned(call)
         if call.q.device.type == "cpu":
             check_values(call, every=False)
