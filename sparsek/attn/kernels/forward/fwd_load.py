@@ -3,6 +3,8 @@
 Records: see attn/plan/attention_schedule.py.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -39,6 +41,20 @@ def bounds_at(T: gl.constexpr, bounds, b, h, at, q_len, kv_len):
         lo = at * 0
         hi = at * 0 + kv_len
     return lo, hi
+
+
+class Where(NamedTuple):
+    """A warpgroup's 64 rows of a tile: the first partial entry and the first full one, the first row in the mask's
+    block, bounds of keys; with ALiBi, positions and slopes.
+    """
+
+    p_begin: Any
+    f_begin: Any
+    row: Any
+    lo: Any
+    hi: Any
+    place: Any
+    slope: Any
 
 
 @gluon.jit

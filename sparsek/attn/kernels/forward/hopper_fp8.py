@@ -41,7 +41,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sparsek.attn.kernels.forward import pipeline, rules, score_args
-from sparsek.attn.kernels.forward.fwd_load import bounds_at, load, masked_column, tile_at
+from sparsek.attn.kernels.forward.fwd_load import Where, bounds_at, load, masked_column, tile_at
 from sparsek.attn.kernels.forward.hopper_fwd import (
     HopperAttention,
     Work,
@@ -133,13 +133,12 @@ def step_scales(T: gl.constexpr, MASKED: gl.constexpr, i, masked, tile, scale):
     """The rows' factors of scores in step i, and the scale of its values."""
     if T.by_block:
         SUB: gl.constexpr = T.block[1] // T.keys
-        p_begin, row, lo, hi, f_begin, place, slope = tile[0]
         partial, rules, bits, full = tile[1]
         k_scale, v_scale, per_k, per_v, kv_len = tile[2]
         if MASKED:
-            col = masked_column(T, partial, p_begin, i)
+            col = masked_column(T, partial, tile[0].p_begin, i)
         else:
-            col = gl.load(full + f_begin + (i - masked) // SUB)
+            col = gl.load(full + tile[0].f_begin + (i - masked) // SUB)
         key = col * T.block[1] + i % SUB * T.keys
         there = key < kv_len
         of_k = gl.load(k_scale + quotient(key, per_k), mask=there, other=1.0)
@@ -292,7 +291,7 @@ def attend(
         factor = gl.load(q_scale + of_row, mask=at < q_len, other=1.0) * scale
         if not T.by_block:
             factor = gl.maximum(factor * gl.load(k_scales), LEAST)
-        where = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, 0, 0)
+        where = Where(p_begin, f_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, 0, 0)
         of_keys = (k_scales, v_scales, per_k, per_v, kv_len)
         acc, m, l, unit, slot, phase, turn = attended(
             T, WG, masked, steps, (where, lists, of_keys), factor, (q_slot, q_phase), (slot, phase), turn, q_s, k_s,

@@ -35,7 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from sparsek.attn.kernels.forward import pipeline, rules, score_args
-from sparsek.attn.kernels.forward.fwd_load import bounds_at, load, masked_column, tile_at
+from sparsek.attn.kernels.forward.fwd_load import Where, bounds_at, load, masked_column, tile_at
 from sparsek.attn.kernels.forward.merge import merge_parts
 from sparsek.attn.kernels.forward.pipeline import (
     LN2,
@@ -105,13 +105,13 @@ def changed(T: gl.constexpr, s, i, masked, tile):
         s = capped(s, tile[3])
     if T.alibi:
         SUB: gl.constexpr = T.block[1] // T.keys
-        p_begin, row, lo, hi, f_begin, place, slope = tile[0]
+        at = tile[0]
         partial, rules, bits, full = tile[1]
         if i < masked:
-            col = masked_column(T, partial, p_begin, i)
+            col = masked_column(T, partial, at.p_begin, i)
         else:
-            col = gl.load(full + f_begin + (i - masked) // SUB)
-        s = biased(s, tile[2], slope, place - (col * T.block[1] + i % SUB * T.keys))
+            col = gl.load(full + at.f_begin + (i - masked) // SUB)
+        s = biased(s, tile[2], at.slope, at.place - (col * T.block[1] + i % SUB * T.keys))
     return s
 
 
@@ -119,19 +119,19 @@ def changed(T: gl.constexpr, s, i, masked, tile):
 def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
     """Scores of step i after its block's rule, if that is partial. Row 0 is row `row` of the mask's block."""
     if MASKED:
-        p_begin, row, lo, hi, f_begin, place, slope = tile[0]
+        at = tile[0]
         partial, rules, bits, full = tile[1]
         SUB: gl.constexpr = T.block[1] // T.keys
-        key = masked_column(T, partial, p_begin, i) * T.block[1] + i % SUB * T.keys
+        key = masked_column(T, partial, at.p_begin, i) * T.block[1] + i % SUB * T.keys
         if T.bits:
-            rule = gl.load(rules + p_begin + i // SUB, mask=p_begin >= 0, other=-1)
+            rule = gl.load(rules + at.p_begin + i // SUB, mask=at.p_begin >= 0, other=-1)
             if rule >= 0:
                 words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
-                s = by_bits(T, s, words + i % SUB * (T.keys // 32), row)
+                s = by_bits(T, s, words + i % SUB * (T.keys // 32), at.row)
             else:
-                s = by_bounds(T, s, key, lo, hi)
+                s = by_bounds(T, s, key, at.lo, at.hi)
         else:
-            s = by_bounds(T, s, key, lo, hi)
+            s = by_bounds(T, s, key, at.lo, at.hi)
     return s
 
 
@@ -190,7 +190,7 @@ def attend(
         if T.alibi:
             place = at + ahead
             slope = gl.load(slopes + b * slope_item + (h + r % T.pack) * slope_head) * LOG2E
-        where = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, f_begin, place, slope)
+        where = Where(p_begin, f_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, place, slope)
         acc, m, l, slot, phase = attended(
             T, changed, allowed, WG, DTYPE, masked, steps, (where, lists, scale, cap), 1.0 if T.alibi else scale,
             (q_slot, q_phase), (slot, phase), q_s, k_s, v_s, bars,
