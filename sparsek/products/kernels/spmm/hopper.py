@@ -67,6 +67,7 @@ from sparsek.products.kernels.spmm.parts import (
     dealt,
     limits,
     merge_parts,
+    put,
     uneven,
 )
 from sparsek.products.plan.kernels import SpmmKernel, unless_dense_sides
@@ -336,12 +337,11 @@ class HopperSpmm:
         units = a.pattern.derived(
             ("walk", c.rows, c.joined_rows), lambda: walk(a.pattern, c.rows, c.joined_rows)
         )
-
-        def put(array: Any) -> Tensor:
-            return torch.from_numpy(array.copy()).to(a.device)
-
-        tiles, starts, cols, ctas, imbalance, parts = dealt(units, c, p.n, p.card.sm_count, put)
-        return Work(tiles, starts, cols, self._places(a, units.blocks, put), ctas, imbalance, parts)
+        found = dealt(units, c, p, a.device)
+        blocks = put(units.blocks, a.device)
+        if a.order is not None:  # positions among the stored values
+            blocks = torch.cat((a.order, a.order.new_tensor([a.nnzb])))[blocks.long()].contiguous()
+        return Work(found.tiles, found.starts, found.cols, blocks, found.ctas, found.imbalance, found.parts)
 
     def adopt(self, p: SpmmProblem, c: Config, a: BSR) -> tuple[Config, Work]:
         """As `prepare` for another pattern, on its device without a host sync; no rows are joined or split."""
@@ -354,12 +354,6 @@ class HopperSpmm:
         made[:, 5] = -1
         blocks = torch.arange(a.nnzb, dtype=torch.int32, device=a.device) if a.order is None else a.order
         return c, Work(made, starts, a.pattern.indices, blocks, len(starts) - 1, None)
-
-    def _places(self, a: BSR, blocks: Any, put: Any) -> Tensor:
-        """Positions of the blocks of all steps among the stored values."""
-        if a.order is None:
-            return put(blocks)
-        return torch.cat((a.order, a.order.new_tensor([a.nnzb])))[put(blocks).long()].contiguous()
 
     def launch(
         self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN

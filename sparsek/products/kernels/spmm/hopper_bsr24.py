@@ -10,17 +10,15 @@ fast as hopper.spmm on the same blocks with all values.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sparsek.engine.plan.kernel import unless_near
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.kernels.spmm import hopper_24 as semi24
 from sparsek.products.kernels.spmm.hopper_24 import Config, Lists, Work
-from sparsek.products.kernels.spmm.parts import records
+from sparsek.products.kernels.spmm.parts import put, records
 from sparsek.products.plan.kernels import SpmmKernel, unless_stored
 from sparsek.products.plan.problems import SpmmProblem
 from sparsek.products.plan.schedule import balance, walk
@@ -41,12 +39,9 @@ def lists_of(p: SpmmProblem, c: Config, a: BSR24) -> Lists:
     """The schedule of tiles, on A's device."""
     units = a.pattern.derived(("walk", c.tm, 1), lambda: walk(a.pattern, c.tm, 1))
     deal = balance(units, p.n, c.tn, p.card.sm_count)
-
-    def put(array: Any) -> Tensor:
-        return torch.from_numpy(array.copy()).to(a.device)
-
     tiles = records(deal, p.block[0], np.full(len(deal.tiles), -1))
-    return Lists(put(tiles), put(deal.starts), put(units.cols), put(units.blocks), p.block, deal.ctas)
+    arrays = (put(each, a.device) for each in (tiles, deal.starts, units.cols, units.blocks))
+    return Lists(*arrays, p.block, deal.ctas)
 
 
 def tiles_of_blocks(p: SpmmProblem) -> Iterator[Config]:

@@ -36,7 +36,6 @@ from functools import cache
 from itertools import product
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -336,11 +335,7 @@ class HopperSpmmFp8:
     def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Dealt:
         pattern = a.matrix.pattern
         units = pattern.derived(("walk", c.rows, 1), lambda: walk(pattern, c.rows, 1))
-
-        def put(array: Any) -> Tensor:
-            return torch.from_numpy(array.copy()).to(a.device)
-
-        return dealt(units, c, p.n, p.card.sm_count, put)
+        return dealt(units, c, p, a.device)
 
     def launch(
         self,

@@ -47,7 +47,12 @@ class Parts(NamedTuple):
         return torch.empty(max(1, self.slots), rows, cols, dtype=torch.float32, device=self.table.device)
 
 
-def parts_of(cut: Cut, columns: int, tile_cols: int, put: Callable[[NDArray[Any]], Tensor]) -> Parts:
+def put(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device."""
+    return torch.from_numpy(array.copy()).to(device)
+
+
+def parts_of(cut: Cut, columns: int, tile_cols: int, device: torch.device) -> Parts:
     """The split tiles of C; every unit has `columns` of them."""
     several = np.flatnonzero(cut.slot >= 0)
     unit, first, count = np.unique(cut.unit[several], return_index=True, return_counts=True)
@@ -57,7 +62,7 @@ def parts_of(cut: Cut, columns: int, tile_cols: int, put: Callable[[NDArray[Any]
     table[:, :, 1] = count[:, None]
     table[:, :, 2] = cut.parts.row[at][:, None]
     table[:, :, 3] = np.arange(columns) * tile_cols
-    return Parts(put(table.reshape(-1, 4)), len(several) * columns, columns)
+    return Parts(put(table.reshape(-1, 4), device), len(several) * columns, columns)
 
 
 class Dealt(NamedTuple):
@@ -71,20 +76,20 @@ class Dealt(NamedTuple):
     parts: Parts | None
 
 
-def dealt(units: Walk, c: Tile, n: int, sms: int, put: Callable[[NDArray[Any]], Tensor]) -> Dealt:
-    """Assigns the tiles of all units over n columns of B to the CTAs of `sms` SMs; long units in parts if `c.split`."""
-    columns = -(-n // c.block_cols)
+def dealt(units: Walk, c: Tile, p: SpmmProblem, device: torch.device) -> Dealt:
+    """Assigns the tiles of all units over the columns of B to the card's CTAs; long units in parts if `c.split`."""
+    columns, sms = -(-p.n // c.block_cols), p.card.sm_count
     parts, slots, whole = None, -1, units
     if c.split:
         made = cut(units, part_limit(float((units.end - units.begin).sum()) * columns, sms))
         whole = made.parts
-    deal = balance(whole, n, c.block_cols, sms * c.ctas_per_sm)
+    deal = balance(whole, p.n, c.block_cols, sms * c.ctas_per_sm)
     if c.split:
         row, col = made.slot[deal.unit], deal.tiles[:-1, 3] // c.block_cols
         slots = np.append(np.where(row < 0, -1, row * columns + col), -1)
-        parts = parts_of(made, columns, c.block_cols, put)
-    tiles = put(records(deal, c.block[0], slots))
-    return Dealt(tiles, put(deal.starts), put(whole.cols), deal.ctas, deal.imbalance, parts)
+        parts = parts_of(made, columns, c.block_cols, device)
+    lists = (put(each, device) for each in (records(deal, c.block[0], slots), deal.starts, whole.cols))
+    return Dealt(*lists, deal.ctas, deal.imbalance, parts)
 
 
 def records(deal: Schedule, bm: int, slots: Any) -> Any:
