@@ -143,10 +143,10 @@ class BlockPattern(PlanOwner, Record, Drawable):
 
     @property
     def longest_first(self) -> Tensor:
-        """Block rows with most blocks first, as int32 [3, Mb]: index, position of the first block, number of blocks."""
+        """Block rows with most blocks first, as int32 [Mb, 3]: index, position of the first block, number of blocks."""
         lengths = self.row_lengths
         rows = torch.argsort(lengths, descending=True, stable=True)
-        return torch.stack((rows.int(), self.indptr[:-1][rows], lengths[rows].int()))
+        return torch.stack((rows.int(), self.indptr[:-1][rows], lengths[rows].int()), 1)
 
     @property
     def block_rows(self) -> Tensor:

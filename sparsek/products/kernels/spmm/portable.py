@@ -70,9 +70,9 @@ class Config(KernelConfig):
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """`rows` int32 [3, Mb]: block row, first stored block, stored blocks; longest first, ties by position.
+    """`rows` int32 [Mb, 3]: block row, first stored block, stored blocks; longest first, ties by position.
 
-    Of rows that are cut into parts int32 [7, parts]: the same of each part (a block row of -1: padding), its slot, the
+    Of rows that are cut into parts int32 [parts, 8]: the same of each part (a block row of -1: padding), its slot, the
     first slot of the row, its number of slots, and its counter. `slots` and `counters`: the most of each that one item
     of a batch needs; 0 if no row is cut. `sizes`: float32 numbers in all slots, and counters, of one call. `rooms` has
     those of every stream. Captured calls take counters from `spare`, zeroed ahead; the graph zeroes those of later
@@ -132,7 +132,7 @@ def _spmm(
     sb_batch, sb_k, sb_n, sc_batch, sc_m, sc_n, so_batch, so_m, so_n,
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
     SPAN: tl.constexpr, GROUP: tl.constexpr, VIEW: tl.constexpr, WIDE: tl.constexpr,
-    SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    FIELDS: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
     RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr,
     UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, UNIT_K: tl.constexpr,
     UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr, UNIT_CM: tl.constexpr, UNIT_CN: tl.constexpr,
@@ -156,11 +156,11 @@ def _spmm(
         tile += within % width
         within = within // width
     batch = (tile // column_tiles).to(tl.int64)
-    piece = rows + within // SUBS
+    piece = rows + within // SUBS * FIELDS
     sub = within % SUBS
     row = tl.load(piece)
-    start = tl.load(piece + pieces)
-    length = tl.load(piece + 2 * pieces)
+    start = tl.load(piece + 1)
+    length = tl.load(piece + 2)
     if SPLIT:
         if row < 0:
             return
@@ -178,15 +178,15 @@ def _spmm(
     last = True
     if SPLIT:
         last = row >= 0
-        count = tl.load(piece + 5 * pieces)
+        count = tl.load(piece + 5)
         if count > 1:
             # A slot is [N, TM] per slice: for a single column only that column is moved.
             local = col[None, :] * TM + tl.arange(0, TM)[:, None]
             kept = (col < n)[None, :] & (i < BM)[:, None]
-            first = (batch * slots + tl.load(piece + 4 * pieces)) * SUBS + sub
-            mine = (batch * slots + tl.load(piece + 3 * pieces)) * SUBS + sub
+            first = (batch * slots + tl.load(piece + 4)) * SUBS + sub
+            mine = (batch * slots + tl.load(piece + 3)) * SUBS + sub
             tl.store(sums + mine * (TM * TN) + local, z, mask=kept)
-            arrival = arrivals + (batch * counters + tl.load(piece + 6 * pieces)) * SUBS + sub
+            arrival = arrivals + (batch * counters + tl.load(piece + 6)) * SUBS + sub
             tl.debug_barrier()  # every thread's stores come before the one thread's release
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
             last = arrived == count - 1
@@ -211,7 +211,7 @@ def _constants(c: Config, work: Work, a: Any, b: Tensor, out: Tensor, epilogue: 
     of_a, of_b = scales
     return {
         "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group, "RAGGED_N": b.shape[2] % c.tile_n != 0,
-        "SPLIT": work.slots > 0, "AT_ONCE": max(1, min(4, 8192 // (c.tile_m * c.tile_n))),
+        "FIELDS": work.rows.shape[1], "SPLIT": work.slots > 0, "AT_ONCE": max(1, min(4, 8192 // (c.tile_m * c.tile_n))),
         "A_SCALE": of_a, "B_SCALE": "column" if of_b == "row" else of_b,
         **constants(c.tile_k, a, b, out, work.tf32, epilogue, SIZE_LIMIT),
     }  # fmt: skip
@@ -225,7 +225,7 @@ def start(c: Config, work: Work, a: Any, b: Any, out: Tensor, epilogue: Epilogue
         return
     matrix, scales = (a.matrix, (a.kind, b.kind)) if isinstance(a, Quantized) else (a, ("", ""))
     m, n = out.shape[-2:]
-    pieces, subs, column_tiles = work.rows.shape[1], -(-matrix.block[0] // c.tile_m), -(-n // c.tile_n)
+    pieces, subs, column_tiles = work.rows.shape[0], -(-matrix.block[0] // c.tile_m), -(-n // c.tile_n)
     order = matrix.pattern.indices if matrix.order is None else matrix.order
     options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
     with torch.cuda.device_of(out):

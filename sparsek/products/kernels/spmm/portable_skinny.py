@@ -37,7 +37,7 @@ from sparsek.products.reference.epilogue import PLAIN, Epilogue
 
 WIDEST = 64
 SPARE = 16  # see `Work.room`
-FIELDS = 7  # of `Work.rows`
+FIELDS = 8  # of `Work.rows`
 
 
 def _tile_n(n: int) -> int:
@@ -96,7 +96,7 @@ def _parts(a: BSR, most: int, part: int) -> Tensor:
     """`Work.rows` with `most` entries: rows split evenly, longest parts first, ties by position, padding last."""
     rows = a.grid[0]
     if rows == 0:
-        return torch.zeros((FIELDS, most), dtype=torch.int32, device=a.device)
+        return torch.zeros((most, FIELDS), dtype=torch.int32, device=a.device)
     lengths = a.pattern.row_lengths.long()
     count = ((lengths + part // 2) // part).clamp(min=1) if part else torch.ones_like(lengths)
     ends = count.cumsum(0)
@@ -119,7 +119,8 @@ def _parts(a: BSR, most: int, part: int) -> Tensor:
         cut_ends[row] - 1,
     )
     size = (end - begin).masked_fill(padding, -1)
-    return torch.stack(fields)[:, torch.argsort(size, descending=True, stable=True)].int().contiguous()
+    table = torch.stack((*fields, torch.zeros_like(row)), 1)
+    return table[torch.argsort(size, descending=True, stable=True)].int()
 
 
 class PortableSpmmSkinny:

@@ -45,7 +45,9 @@ def spmm_code(p: SpmmProblem, c: spmm.Config) -> Code:
     b, out = meta(p.k, p.n, p.b.layout, p.b.dtype), meta(p.m, p.n, p.c.layout, p.c.dtype)
     other = meta(p.m, p.n, p.c.layout, p.c.dtype) if p.combine else None
     a = matrix((p.m, p.k), p.block, p.nnzb, p.a.transposed, p.dtype)
-    work: Any = SimpleNamespace(slots=spmm_skinny._counts(p, c)[1] if c.part else 0, tf32=p.tf32)
+    slots, fields = spmm_skinny._counts(p, c)[1] if c.part else 0, spmm_skinny.FIELDS if c.group == 1 else 3
+    rows = torch.empty(p.grid[0], fields, device="meta")
+    work: Any = SimpleNamespace(rows=rows, slots=slots, tf32=p.tf32)
     epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
     scales = (p.a.scale, "row" if p.b.scale == "column" else p.b.scale)
     constants = spmm._constants(c, work, a, b, out, epilogue, scales)

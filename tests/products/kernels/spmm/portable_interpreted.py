@@ -158,7 +158,7 @@ def test_the_same_inputs_give_the_same_bits():
 def test_rows_are_scheduled_longest_first_with_ties_in_order():
     a, b = pair(512, 512, 16, (16, 16), density=0.3)
     p = problem(a, b)
-    row, start, length = KERNEL.prepare(p, KERNEL.default(p), a).rows.tolist()
+    row, start, length = KERNEL.prepare(p, KERNEL.default(p), a).rows.T.tolist()
     host = a.pattern.host
     assert sorted(row) == list(range(32))
     assert start == [host.indptr[r] for r in row]
