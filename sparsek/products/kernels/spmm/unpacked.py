@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.engine.launch.kinds import KernelConfig
 from sparsek.engine.plan.plan import time_text
 from sparsek.engine.plan.ring import TRITON_LAUNCHES
 from sparsek.engine.plan.select import Choice, select
@@ -53,15 +54,16 @@ KERNELS_OF_BSR: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, repr=False)
+class Config(KernelConfig):
     """The kernel that multiplies the unpacked matrix, by name, and its config."""
 
     kernel: str
     config: Any
 
-    def __repr__(self) -> str:
-        return f"A unpacked, then {self.kernel}: {self.config}"
+    @property
+    def texts(self) -> list[str]:
+        return [f"A unpacked, then {self.kernel}: {self.config}"]
 
 
 class Work(NamedTuple):
