@@ -30,16 +30,13 @@ from sparsek.core.parsing import json_value
 from sparsek.core.tracing import outside_inference
 from sparsek.files.io_kinds import Kind, Record, kind_of_object, kind_of_record
 from sparsek.files.tensor_file import TensorFile, Writer, as_bytes, opened
-from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.quantized import Quantized
-from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.formats.quantized import SparseMatrix
 
 VERSION = 1
 SINGLE = "matrix"  # the name of an object that was saved alone, a mask too: the format is older than masks
 LARGEST_CRC = 2**32 - 1
 
-Saved: TypeAlias = BSR | Semi24 | BSR24 | Quantized | BlockMask
+Saved: TypeAlias = SparseMatrix | BlockMask
 Loaded = TypeVar("Loaded")
 
 

@@ -19,15 +19,13 @@ from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files.tensor_file import FLOAT8_TAGS, TAGS
 from sparsek.products.formats.bsr import BSR, padding_nonzeros
-from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.formats.quantized import NAMES, SCALES, Matrix, Quantized
+from sparsek.products.formats.quantized import FORMATS, NAMES, SCALES, Matrix, Quantized
 from sparsek.products.formats.semi24 import Semi24
 
 Record = dict[str, Any]
 Tensors = dict[str, Tensor]
 
-MATRICES: dict[str, Any] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
 LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # dimensions of the optional tensors of a block mask
 
@@ -67,7 +65,7 @@ class MatrixKind:
     """A BSR, Semi24 or BSR24."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.of = name, MATRICES[name]
+        self.name, self.of = name, FORMATS[name]
         self.of_blocks, self.views = name != "semi24", name == "bsr"
         self.fields = frozenset({"shape", "dtype", *["block"] * self.of_blocks, *["transposed"] * self.views})
 
@@ -111,7 +109,7 @@ class QuantizedKind:
         base = (obj if _as_stored(obj.matrix) is obj.matrix else obj.T)._checked()
         matrix = base.matrix
         record: Record = {
-            "of": next(name for name, of in MATRICES.items() if isinstance(matrix, of)),
+            "of": next(name for name, of in FORMATS.items() if isinstance(matrix, of)),
             "shape": list(base.shape),
             "block": None if isinstance(matrix, Semi24) else list(matrix.block),
             "dtype": NAMES[base.dtype],
@@ -122,7 +120,7 @@ class QuantizedKind:
         return record, _stored(matrix) | {"scale": base.scale.detach()}
 
     def check(self, where: str, record: Record) -> None:
-        _check_one_of(where, record, "of", MATRICES)
+        _check_one_of(where, record, "of", FORMATS)
         _check_one_of(where, record, "dtype", NAMES.values())
         _check_one_of(where, record, "scale", SCALES)
         _check_pairs(where, record, "shape")
@@ -140,7 +138,7 @@ class QuantizedKind:
         return _needed(record["of"], tag) | {"scale": scale}
 
     def made(self, record: Record, tensors: Tensors) -> Quantized:
-        matrix = _joined(MATRICES[record["of"]].unchecked, record, tensors)
+        matrix = _joined(FORMATS[record["of"]].unchecked, record, tensors)
         fast_accum = record.get("fast_accum", False)
         made = _of_shape(Quantized(matrix, tensors["scale"], record["scale"], fast_accum), record)
         return made.T if record["transposed"] else made
@@ -245,7 +243,7 @@ class BlockMaskKind:
         return BlockMask(q_len=q_len, kv_len=kv_len, block=(bq, bk), **fields)
 
 
-KINDS: tuple[Kind, ...] = (*map(MatrixKind, MATRICES), QuantizedKind(), BlockMaskKind())
+KINDS: tuple[Kind, ...] = (*map(MatrixKind, FORMATS), QuantizedKind(), BlockMaskKind())
 
 
 def kind_of_object(obj: Any) -> Kind | None:

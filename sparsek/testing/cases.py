@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.quantized import Quantized, Scale, quantize
+from sparsek.products.formats.quantized import Scale, SparseMatrix, quantize
 from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.products.formats.random import Spread, random_bsr
 from sparsek.products.formats.semi24 import Semi24
@@ -108,7 +108,7 @@ class Case:
 
     def _operands(
         self, layout: str, dtype: torch.dtype, device: str | torch.device, seed: int
-    ) -> tuple[BSR | Semi24 | BSR24 | Quantized, Tensor | QuantizedTensor]:
+    ) -> tuple[SparseMatrix, Tensor | QuantizedTensor]:
         sides = (*self.batch, self.k, self.n)
         if self.scales is None:
             a = self._stored(dtype, device, seed)

@@ -36,7 +36,9 @@ from sparsek.products.formats.quantized_tensor import (
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.storage import Parts, Signature, Storage
 
-Matrix = BSR | Semi24 | BSR24
+# Here a format is registered: products, files and type checkers read it. By the `Storage.kind`, the class.
+Matrix: TypeAlias = BSR | Semi24 | BSR24
+FORMATS: dict[str, Any] = {each.__name__.lower(): each for each in get_args(Matrix)}
 
 Scale: TypeAlias = Literal["tensor", "row", "block"]
 SCALES = get_args(Scale)
@@ -309,6 +311,10 @@ class Quantized(AnyMatrix, Record):
         if _is_view(matrix):
             words.append("transposed view")
         return f"Quantized({', '.join(words)})"
+
+
+SparseMatrix: TypeAlias = Matrix | Quantized
+SPARSE: tuple[type, ...] = get_args(SparseMatrix)
 
 
 def _is_view(a: Matrix) -> bool:

@@ -20,11 +20,8 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine.call import transforms
 from sparsek.engine.plan.plan import time_text
 from sparsek.products.formats.base import check_finite
-from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import INT32_MAX, block_sides
-from sparsek.products.formats.quantized import Quantized
-from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.formats.quantized import SPARSE
 from sparsek.products.ops.linear import Activation, linear
 from sparsek.products.ops.weight_formats import (
     Format,
@@ -295,7 +292,7 @@ def choose_format(
     W = arguments.dense("W.weight", W.weight).detach() if isinstance(W, torch.nn.Linear) else W
     if isinstance(W, Tensor):
         arguments.tensor("W", W, dtypes.FLOATS)
-    elif not isinstance(W, (BSR, Semi24, BSR24, Quantized)):
+    elif not isinstance(W, SPARSE):
         known = isinstance(W, torch.nn.Module) and hasattr(W, "weight")
         raise InvalidInput(
             f"W must be a dense torch.Tensor, torch.nn.Linear, BSR, Semi24, BSR24 or Quantized, got {type(W).__name__}"

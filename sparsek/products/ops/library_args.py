@@ -20,11 +20,10 @@ from sparsek.core.arguments import TENSORS
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized import Matrix, Quantized, SparseMatrix
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.storage import Parts
 from sparsek.products.plan.operands import readable
-from sparsek.products.plan.spmm import Matrix
 from sparsek.products.reference.epilogue import Combine, EpilogueActivation
 
 
@@ -248,7 +247,7 @@ def matrix(
     return a.T if transposed else a
 
 
-def parts(a: Matrix, transposed: bool = False) -> Parts:
+def parts(a: SparseMatrix, transposed: bool = False) -> Parts:
     """The tensors and numbers of a sparse matrix, or of its transpose. The op finds its pattern again."""
     plain = a.matrix if isinstance(a, Quantized) else a
     if not isinstance(plain, Semi24) and not torch.compiler.is_compiling():
@@ -258,13 +257,13 @@ def parts(a: Matrix, transposed: bool = False) -> Parts:
     return a.parts(transposed)
 
 
-def whole(given: Parts) -> tuple[Matrix, bool]:
+def whole(given: Parts) -> tuple[SparseMatrix, bool]:
     """The matrix of the result of `parts`, and whether its transpose is meant; a BSR is returned as the view.
 
     Parts that are not contiguous or not aligned, as gradients may be, are copied.
     """
     values, scale, meta, indptr, indices, sizes, scale_kind, fast_accum, transposed = given
-    made: BSR | Semi24 | BSR24
+    made: Matrix
     if meta is not None:
         values, meta = readable(values), readable(meta)
         made = Semi24.unchecked(values, meta)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts
 from sparsek.engine.call.recorded_calls import Slot
+from sparsek.products.formats.base import Matrix
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized import Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor, quantize_dense
-from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops import recorded_products
 from sparsek.products.ops.spmm import SPMM, How, Learned, finished, follow_autocast_fp8, multiply
 from sparsek.products.plan import operands
@@ -32,7 +31,7 @@ from sparsek.products.plan.kernels import activation_seconds
 from sparsek.products.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Epilogue
 
-Weight = BSR | Semi24 | BSR24 | Quantized
+Weight: TypeAlias = SparseMatrix
 # The activations whose derivative is not known from their result.
 SLOPED = ("gelu", "gelu_tanh", "silu")
 
@@ -323,5 +322,4 @@ def _dense(
         return y if residual is None else y + residual
 
 
-for kind in (BSR, Semi24, BSR24, Quantized):
-    kind.register_linear(linear)
+Matrix.register_linear(linear)

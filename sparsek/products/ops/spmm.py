@@ -23,9 +23,9 @@ from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
+from sparsek.products.formats import base
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized import Matrix, Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops import gradients, library_args, recorded_products
@@ -37,7 +37,7 @@ from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
 SPMM = Operation(SpmmPlan, choose)
 
-SparseOperand: TypeAlias = BSR | Semi24 | BSR24 | Quantized
+SparseOperand: TypeAlias = SparseMatrix
 DenseOperand: TypeAlias = Tensor | QuantizedTensor
 
 
@@ -378,9 +378,7 @@ class Learned(NamedTuple):
     apart: bool = False
     act: str = ""
 
-    def __call__(
-        self, a: BSR | Semi24 | BSR24, given: Sequence[Tensor], multiply: Callable[[], Any]
-    ) -> Tensor:
+    def __call__(self, a: Matrix, given: Sequence[Tensor], multiply: Callable[[], Any]) -> Tensor:
         """The result for the tensors of `a`, the dense operand, the bias and the residual."""
         how, biased, residual, apart, act = self
         own = 1 if a.__class__ is BSR else 2
@@ -411,7 +409,7 @@ class Multiplied(torch.autograd.Function):
         dense: Tensor,
         bias: Tensor | None,
         other: Tensor | None,
-        a: BSR | Semi24 | BSR24,
+        a: Matrix,
         how: How,
         multiply: Callable[[], Any],
     ) -> Tensor:
@@ -486,5 +484,4 @@ def _nothing(values: Tensor) -> Any:
 
 
 _multiplied = recorded_calls.applied(Multiplied)
-for kind in (Semi24, BSR24, Quantized, QuantizedTensor):
-    kind.register_matmul(spmm)
+base.Multiplied.register_matmul(spmm)  # and spgemm.py that of a BSR

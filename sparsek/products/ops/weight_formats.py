@@ -19,12 +19,12 @@ from sparsek.products.formats import two_four
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BLOCK_STEP, BSR24
 from sparsek.products.formats.convert import Scope
-from sparsek.products.formats.quantized import Quantized, quantize
+from sparsek.products.formats.quantized import Matrix, Quantized, SparseMatrix, quantize
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops.linear import plan_layer
 from sparsek.products.ops.spmm import plan_spmm
 
-Weight = Tensor | BSR | Semi24 | BSR24 | Quantized
+Weight: TypeAlias = Tensor | SparseMatrix
 
 FP8 = "_fp8"
 Format: TypeAlias = Literal[
@@ -170,12 +170,12 @@ def stored_fraction(weight: Weight) -> float:
     return inner.values.numel() / max(1, math.prod(weight.shape))
 
 
-def kept_norm(weight: Tensor | BSR | Semi24 | BSR24, w: Tensor) -> float:
+def kept_norm(weight: Tensor | Matrix, w: Tensor) -> float:
     """||stored values|| / ||W||, Frobenius, of a weight that is not in FP8. One sync."""
     return 1.0 if isinstance(weight, Tensor) else weight.kept_norm(w)
 
 
-def keeps_all(weight: Tensor | BSR | Semi24 | BSR24, w: Tensor) -> bool:
+def keeps_all(weight: Tensor | Matrix, w: Tensor) -> bool:
     """Whether a weight that is not in FP8 stores every nonzero of W. One sync."""
     if isinstance(weight, Tensor):
         return True

@@ -19,13 +19,11 @@ from sparsek.products.formats.base import ALIGNMENT
 from sparsek.products.formats.bsr import BSR, check_stored
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized import SPARSE, Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
-from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference import epilogue as reference
 from sparsek.products.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
 
-SPARSE = (BSR, Semi24, BSR24, Quantized)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of C in FP8 products, and of operands that these round."""
 

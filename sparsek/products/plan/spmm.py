@@ -26,7 +26,7 @@ from sparsek.products.formats.base import ALIGNMENT
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.quantized import Matrix, Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor, quantize_dense
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.storage import BlockStats
@@ -39,7 +39,6 @@ OTHER_LAYOUT = {"row": "col", "col": "row", "strided": "strided"}
 E4M3 = torch.float8_e4m3fn
 ANEW = "call plan_spmm(A, B) for this A, or spmm(A, B)"
 
-Matrix = BSR | Semi24 | BSR24 | Quantized
 Dense = Tensor | QuantizedTensor
 
 
@@ -51,7 +50,7 @@ class Product(NamedTuple):
     `dtype` is C's.
     """
 
-    a: Matrix
+    a: SparseMatrix
     transposed: bool
     b: Dense
     out: Tensor | None
@@ -87,7 +86,7 @@ class Product(NamedTuple):
 
     @classmethod
     def layer(
-        cls, x: Dense, w: Matrix, epilogue: Epilogue = PLAIN, dtype: torch.dtype | None = None
+        cls, x: Dense, w: SparseMatrix, epilogue: Epilogue = PLAIN, dtype: torch.dtype | None = None
     ) -> Product:
         """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` refers to [..., N]."""
         dtype = dtype_of(w, x, dtype)
@@ -103,7 +102,7 @@ class Product(NamedTuple):
         return (columns, rows) if self.transposed else (rows, columns)
 
     @property
-    def matrix(self) -> BSR | Semi24 | BSR24:
+    def matrix(self) -> Matrix:
         """The sparse matrix without its scales."""
         return self.a.matrix if isinstance(self.a, Quantized) else self.a
 
@@ -479,7 +478,7 @@ def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:
     return p.has_alpha, p.bias, p.activation, p.combine, p.in_place, p.slope
 
 
-def dtype_of(sparse: Matrix, dense: Dense, requested: torch.dtype | None) -> torch.dtype:
+def dtype_of(sparse: SparseMatrix, dense: Dense, requested: torch.dtype | None) -> torch.dtype:
     """C's dtype: that of the operands; in FP8 `dtype`, or that of a dense operand before rounding, or bf16."""
     if isinstance(sparse, Quantized):
         if requested is not None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from sparsek.core import operations
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.quantized import Quantized, Scale, quantize
+from sparsek.products.formats.quantized import FORMATS, SPARSE, Quantized, Scale, quantize
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.formats.semi24 import Semi24
 from tests.products.formats import fp8
@@ -202,6 +202,13 @@ def test_pytree_leaves_are_those_of_the_matrix_and_the_scale(make: Callable[...,
     keys = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(q)[0]]
     assert keys[-1] == ".scale"
     assert all(key.startswith(".matrix.") for key in keys[:-1])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_formats_are_registered_by_the_kind_of_their_storage(make: Callable[..., Any]):
+    a = make()
+    assert FORMATS[a.storage().kind] is type(a)
+    assert set(SPARSE) == {*FORMATS.values(), Quantized}
 
 
 @pytest.mark.parametrize("make", MAKERS)
