@@ -1,7 +1,11 @@
 """Masks of few queries over a cache, made on the device: no position, no padding and no length is read by the host.
 
 Masks of one shape differ in their tensors only, so a compiled decode step is for all positions. Every pair of a query
-and a key is evaluated, O(queries * keys), as by transformers; the blocks that no query sees are not in the lists.
+and a key is evaluated, O(queries * keys), as by transformers, because only that follows padding with gaps without a
+look at it; the blocks that no query sees are not in the lists. All partial blocks have bits, and sizes are bounds.
+
+They use torch operators only, so torch.compile traces them as they are; made before a compiled step, as by `generate`,
+they enter its graph as seven tensors. `sk.attention_paged` over the static cache would hide no padding.
 """
 
 from __future__ import annotations
