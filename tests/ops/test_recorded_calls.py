@@ -1,4 +1,4 @@
-"""How a bound call is found again, on a CPU that passes for a GPU: what is recorded runs the plan again."""
+"""How a recorded call is found again, on a CPU that passes for a GPU: what is recorded runs the plan again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparsek.products.ops.linear import plan_layer
 from sparsek.products.plan import operands
 from sparsek.products.plan import spmm as plan_spmm
 from sparsek.products.reference.epilogue import Activation
-from tests.ops.bound_steps import CHANGES, VERBS, Step
+from tests.ops.recorded_steps import CHANGES, VERBS, Step
 
 
 class Again(Recorded):
@@ -59,7 +59,7 @@ def single(x: torch.Tensor) -> torch.Tensor:
 
 
 class Mode(TorchDispatchMode):
-    """What records a call is a dispatch mode too, in which nothing is bound."""
+    """What records a call is a dispatch mode too, in which nothing is recorded."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -189,7 +189,7 @@ def test_a_call_belongs_to_its_device_and_stream(recorded: list[Any]):
     for _ in range(3):
         torch.testing.assert_close(sk.spmm(a, x), a.to_dense() @ x)
     assert (again.ran, len(recorded)) == (1, 1), (
-        "its operands are not on the current device: nothing is bound"
+        "its operands are not on the current device: nothing is recorded"
     )
     NOW.update(device=0, stream=7)
     for _ in range(3):
@@ -304,7 +304,7 @@ def test_a_gradient_of_lse_may_come_after_calls_without_one(recorded: list[Any])
 
 @pytest.mark.parametrize("learns", [(0, 1, 2), (0,), (1,), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("verb", [*VERBS, "sddmm"])
-def test_gradients_of_bound_calls(verb: str, learns: tuple[int, ...], recorded: list[Any]):
+def test_gradients_of_recorded_calls(verb: str, learns: tuple[int, ...], recorded: list[Any]):
     step = Step(verb, learns)
     for _ in range(5):
         step.turn()

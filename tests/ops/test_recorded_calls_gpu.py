@@ -1,5 +1,5 @@
-"""Bound calls (engine/call/recorded_calls.py): from its third time on a call repeats its launches, and whatever is
-different between two calls is followed or ends that. On a CPU nothing is bound, and the same calls are right.
+"""Recorded calls (engine/call/recorded_calls.py): from its third time on a call repeats its launches, and whatever is
+different between two calls is followed or ends that. On a CPU nothing is recorded, and the same calls are right.
 """
 
 import copy
@@ -26,8 +26,8 @@ from sparsek.products.plan.spmm import SpmmPlan
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.budget import check_spmm, using_tf32
 from sparsek.testing.product_budget import check_linear
-from tests.ops.bound_between import DISTURBANCES, MAIN, ON_A_CPU, ON_A_GPU_ONLY, Runs, bind, replayed, turn
-from tests.ops.bound_calls import (
+from tests.ops.recorded_between import DISTURBANCES, MAIN, ON_A_CPU, ON_A_GPU_ONLY, Runs, bind, replayed, turn
+from tests.ops.recorded_subjects import (
     DIM,
     LENGTH,
     SUBJECTS,

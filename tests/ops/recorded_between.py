@@ -1,4 +1,4 @@
-"""What may be different between two calls that are bound, and how calls went: repeated, recorded or by a plan."""
+"""What may be different between two calls that are recorded, and how calls went: repeated, recorded or by a plan."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek.core.errors import InvalidInput
-from tests.ops.bound_calls import Operands, Subject, cast, floats, renew
+from tests.ops.recorded_subjects import Operands, Subject, cast, floats, renew
 
 
 class Runs:
@@ -49,7 +49,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def turn(subject: Subject, runs: Runs, device: str) -> None:
-    """A turn of a bound call: it is repeated, writes every element, and is right."""
+    """A turn of a recorded call: it is repeated, writes every element, and is right."""
     given = subject.draw()
     runs.clear()
     with poisoned_memory() if device == "cuda" else nullcontext():
@@ -65,7 +65,7 @@ def bind(subject: Subject, runs: Runs, device: str) -> None:
     turn(subject, runs, device)
 
 
-# Each checks what it does itself. Afterwards the call is bound as before.
+# Each checks what it does itself. Afterwards the call is recorded as before.
 
 
 def on_another_stream(subject: Subject, runs: Runs, device: str) -> None:
@@ -92,7 +92,7 @@ def in_two_threads(subject: Subject, runs: Runs, device: str) -> None:
 
 
 def captured(subject: Subject, runs: Runs, device: str) -> None:
-    """On a stream on which it was bound."""
+    """On a stream on which it was recorded."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         bind(subject, runs, device)
@@ -166,7 +166,7 @@ def with_a_hook_of_triton(subject: Subject, runs: Runs, device: str) -> None:
 
 
 def misaligned(subject: Subject, runs: Runs, device: str) -> None:
-    """Each operand in turn begins 2 bytes behind a multiple of 16, for calls that are bound too."""
+    """Each operand in turn begins 2 bytes behind a multiple of 16, for calls that are recorded too."""
     for at in range(subject.fixed, len(subject.draw())):
         for _ in range(3):
             given = list(subject.draw())

@@ -72,7 +72,7 @@ class Step:
         return [out, *torch.autograd.grad(out, wanted, dy, allow_unused=True, **how)]
 
     def turn(self, run: Any = None) -> None:
-        """A step, or `run`, of new tensors, which finds what it finds where nothing is bound."""
+        """A step, or `run`, of new tensors, which finds what it finds where nothing is recorded."""
         given, run = self.draw(), run or self.run
         found = run(given)
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Calls that are bound: their operands drawn anew each time, the call, and what it is held to in float64."""
+"""Calls that are recorded: their operands drawn anew each time, the call, and what it is held to in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Operands = tuple[Any, ...]
 class Subject(NamedTuple):
     """A call of operands that `draw` makes, and the gates of its result.
 
-    The first `fixed` operands are matrices or patterns. A bound call is made of `repeats` recorded ones.
+    The first `fixed` operands are matrices or patterns. A recorded call is made of `repeats` recorded ones.
     """
 
     draw: Callable[[], Operands]
