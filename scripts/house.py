@@ -65,12 +65,11 @@ def files(found: Mapping[str, Path]) -> dict[str, set[str]]:
 
 
 def rooms(graph: Graph) -> dict[str, set[str]]:
-    """The rooms that each room imports. A file beside the rooms, as sparsek/__init__.py, is in none."""
-    folders = {name.split(".")[1] for name in graph if name.startswith(f"{PACKAGE}.") and name.count(".") > 1}
+    """The rooms that each room imports. sparsek/__init__.py and __main__.py, which stand beside them, are in none."""
 
     def room(name: str) -> str:
         first, inner = f"{name}.".split(".")[:2]
-        return first if first != PACKAGE else inner if inner in folders else ""
+        return first if first != PACKAGE else inner.removeprefix("__main__")
 
     found: dict[str, set[str]] = {}
     for name, others in graph.items():
