@@ -112,7 +112,7 @@ _attention = recorded_calls.applied(Attention)
 
 
 class Learned(NamedTuple):
-    """Attention of the operands of a recorded call whose gradient autograd needs; see `bound.Slot.differentiate`.
+    """Attention of the operands of a recorded call whose gradient autograd needs; see `Slot.differentiate`.
 
     `options` and `once` are those of the call. `slopes` and `sinks`: whether these come behind q, k and v.
     """

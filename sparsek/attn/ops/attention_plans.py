@@ -29,7 +29,7 @@ _UNMASKED = Calls()
 
 
 def recorded(call: Attended, verb: Hashable, tensors: tuple[Tensor, ...], *, counting: bool = False) -> Any:
-    """`bound.repeat` of a call with these operands, among those of its mask: a result or a Slot. Verifies the mask.
+    """`repeat` of a call with these operands, among those of its mask: a result or a Slot. Verifies the mask.
 
     `verb`: with all settings that are not fields of `call`. `counting`: this is a use of the mask, which ends being new
     after a few. The plan of a new one is made in every call, which takes its base as an operand: attn/mask/recorded.py.

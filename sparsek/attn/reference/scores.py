@@ -28,11 +28,6 @@ class Scores(NamedTuple):
         """Whether nothing changes."""
         return not self.softcap and self.alibi_slopes is None and self.sink_logits is None
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The slopes and the sinks, as far as they are given."""
-        return tuple(x for x in (self.alibi_slopes, self.sink_logits) if x is not None)
-
     def with_sinks(self, sink_logits: Tensor | None) -> Scores:
         """The softcap and slopes with these sinks."""
         softcap, alibi_slopes, known = self

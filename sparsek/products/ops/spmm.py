@@ -366,7 +366,7 @@ class How(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """A product of the operands of a recorded call whose gradient autograd needs; see `bound.Slot.differentiate`.
+    """A product of the operands of a recorded call whose gradient autograd needs; see `Slot.differentiate`.
 
     `act`: the activation that torch applies to it. `residual`: the last operand is added behind that, by torch if
     `apart`.
