@@ -18,7 +18,7 @@ COUNT = 2048  # of a ring
 _BYTES = 8
 
 
-class Ring:
+class FaultRing:
     """COUNT int64 words in pinned memory, as tensors of one element. All are 0 where nothing was found."""
 
     def __init__(self, pinned: bool) -> None:
@@ -40,14 +40,14 @@ class Ring:
         return at if 0 <= at < COUNT else None
 
 
-_rings: list[Ring] = []
+_rings: list[FaultRing] = []
 _of_graphs: list[Tensor] = []
 
 
-def ring() -> Ring:
+def ring() -> FaultRing:
     """The ring of pinned words of this process; made on first use, which needs CUDA."""
     if not _rings:
-        _rings.append(Ring(pinned=True))
+        _rings.append(FaultRing(pinned=True))
     return _rings[0]
 
 

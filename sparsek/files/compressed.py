@@ -94,7 +94,7 @@ def _quantization(section: Mapping[str, Any], faults: tuple[tuple[Path, str], ..
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WeightRecipe:
     """How one weight is made: from its values, by a bit mask if it has one, times a scale if it has one."""
 
     values: str
@@ -110,7 +110,7 @@ class Decompressed(WeightFile):
 
     def __init__(self, file: WeightFile, about: Quantization) -> None:
         self.file, self.about = file, about
-        self.recipes: dict[str, Recipe] = {}
+        self.recipes: dict[str, WeightRecipe] = {}
         self.passed_over: dict[str, list[str]] = {}
         super().__init__(file.path)
 
@@ -176,7 +176,7 @@ class Decompressed(WeightFile):
     def _pass(self, why: str, entry: Entry) -> None:
         self.passed_over.setdefault(why, []).append(entry.name)
 
-    def _masked(self, layer: str, parts: Mapping[str, Entry]) -> tuple[Entry, Recipe, set[str]] | None:
+    def _masked(self, layer: str, parts: Mapping[str, Entry]) -> tuple[Entry, WeightRecipe, set[str]] | None:
         """A weight behind a bit mask: `bitmask` [N, ceil(K/8)], `compressed` values, `shape`."""
         if not {"compressed", "shape"} <= parts.keys():
             return None
@@ -193,15 +193,15 @@ class Decompressed(WeightFile):
         used = {"compressed", "shape", "bitmask"} | {"row_offsets"} & parts.keys()
         name = f"{layer}.weight" if layer else "weight"
         if values.dtype in TAGS:
-            return Entry(name, (n, k), values.dtype), Recipe(values.name, mask.name), used
+            return Entry(name, (n, k), values.dtype), WeightRecipe(values.name, mask.name), used
         scaled = self._scaled({**parts, "weight": Entry(values.name, (n, k), values.dtype)}, "weight")
         if scaled is None:
             return None
         _, recipe, more = scaled
-        whole = Recipe(values.name, mask.name, recipe.scale, recipe.zero, recipe.sides, recipe.factor)
+        whole = WeightRecipe(values.name, mask.name, recipe.scale, recipe.zero, recipe.sides, recipe.factor)
         return Entry(name, (n, k), "fp32"), whole, used | more - {"weight"}
 
-    def _scaled(self, parts: Mapping[str, Entry], last: str) -> tuple[Entry, Recipe, set[str]] | None:
+    def _scaled(self, parts: Mapping[str, Entry], last: str) -> tuple[Entry, WeightRecipe, set[str]] | None:
         """A weight in FP8 or int8 with its scale; FP8 may have none."""
         entry = parts[last]
         is_fp8 = entry.dtype in FP8
@@ -214,14 +214,14 @@ class Decompressed(WeightFile):
         codes = "SCB" if "SCB" in parts else f"{last}.SCB"  # bitsandbytes: 127 is the largest of a row
         scale = next((each for form in SCALES if (each := form.format(last)) in parts), codes)
         if scale not in parts:
-            return (entry._replace(dtype="fp32"), Recipe(entry.name), {last}) if is_fp8 else None
+            return (entry._replace(dtype="fp32"), WeightRecipe(entry.name), {last}) if is_fp8 else None
         sides = _sides(entry.shape, parts[scale].shape, self.about.block)
         if sides is None or not (parts[scale].dtype in TAGS or parts[scale].dtype == POWERS):
             return None
         zero = f"{last}_zero_point"
         if zero in parts and (is_fp8 or parts[zero].shape != parts[scale].shape):
             return None
-        recipe = Recipe(
+        recipe = WeightRecipe(
             entry.name,
             "",
             parts[scale].name,

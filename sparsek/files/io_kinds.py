@@ -30,7 +30,7 @@ LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # dimensions of the optional tensors of a block mask
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A tensor that a file must contain: its dtype, by the tag of the safetensors format, and number of dimensions."""
 
     tag: str
@@ -52,7 +52,7 @@ class Kind(Protocol):
         """Raise InvalidFile if a field of a record is of the wrong type."""
         ...
 
-    def parts(self, record: Record) -> dict[str, Part]:
+    def parts(self, record: Record) -> dict[str, TensorPart]:
         """Return the tensors that a record needs, in the order of the checksum."""
         ...
 
@@ -89,7 +89,7 @@ class MatrixKind:
         _check_one_of(where, record, "dtype", TAGS)
         _check_types(where, record, bool, *["transposed"] * self.views)
 
-    def parts(self, record: Record) -> dict[str, Part]:
+    def parts(self, record: Record) -> dict[str, TensorPart]:
         return _needed(self.name, TAGS[record["dtype"]])
 
     def made(self, record: Record, tensors: Tensors) -> Any:
@@ -132,9 +132,9 @@ class QuantizedKind:
                 f"{where}: a semi24 has no block; that of its record is {reprlib.repr(record['block'])}"
             )
 
-    def parts(self, record: Record) -> dict[str, Part]:
+    def parts(self, record: Record) -> dict[str, TensorPart]:
         tag = next(FLOAT8_TAGS[dtype] for dtype, name in NAMES.items() if name == record["dtype"])
-        scale = Part("F32", 0 if record["scale"] == "tensor" else 1)
+        scale = TensorPart("F32", 0 if record["scale"] == "tensor" else 1)
         return _needed(record["of"], tag) | {"scale": scale}
 
     def made(self, record: Record, tensors: Tensors) -> Quantized:
@@ -165,12 +165,12 @@ def _stored(a: Matrix) -> Tensors:
     return parts if isinstance(a, BSR) else parts | {"meta": a.meta}
 
 
-def _needed(of: str, tag: str) -> dict[str, Part]:
+def _needed(of: str, tag: str) -> dict[str, TensorPart]:
     """The tensors that a file must contain for a matrix, with values of that tag."""
     rank = 2 if of == "semi24" else 3
-    parts = {"indptr": Part("I32", 1), "indices": Part("I32", 1)} if rank == 3 else {}
-    parts["values"] = Part(tag, rank)
-    return parts if of == "bsr" else parts | {"meta": Part("U8", rank)}
+    parts = {"indptr": TensorPart("I32", 1), "indices": TensorPart("I32", 1)} if rank == 3 else {}
+    parts["values"] = TensorPart(tag, rank)
+    return parts if of == "bsr" else parts | {"meta": TensorPart("U8", rank)}
 
 
 def _joined(make: Callable[..., Matrix], record: Record, tensors: Tensors) -> Matrix:
@@ -230,9 +230,9 @@ class BlockMaskKind:
                 f"{where}: rule must list some of {', '.join(RULE_RANKS)}, not {reprlib.repr(rule)}"
             )
 
-    def parts(self, record: Record) -> dict[str, Part]:
-        lists = {f"{name}_{part}": Part("I32", 1) for name in LISTS for part in BlockLists._fields}
-        return lists | {name: Part("I32", RULE_RANKS[name]) for name in record["rule"]}
+    def parts(self, record: Record) -> dict[str, TensorPart]:
+        lists = {f"{name}_{part}": TensorPart("I32", 1) for name in LISTS for part in BlockLists._fields}
+        return lists | {name: TensorPart("I32", RULE_RANKS[name]) for name in record["rule"]}
 
     def made(self, record: Record, tensors: Tensors) -> BlockMask:
         fields: dict[str, Any] = {name: record[name] for name in ("batch", "heads", "pure", "label")}

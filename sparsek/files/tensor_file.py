@@ -42,7 +42,7 @@ BITS = {tag: dtype.itemsize * 8 for tag, dtype in DTYPES.items()} | {"F4": 4, "F
 BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32, "U64": 64, "C64": 64}
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a file: its dtype by the tag of the format, its shape, and where its bytes begin and end."""
 
     tag: str
@@ -93,7 +93,7 @@ def opened(path: Path) -> Iterator[TensorFile]:
         yield TensorFile(path, file)
 
 
-def _header(path: Path, file: BinaryIO) -> tuple[dict[str, str], dict[str, Stored]]:
+def _header(path: Path, file: BinaryIO) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     head, size = file.read(8), os.fstat(file.fileno()).st_size
     length = int.from_bytes(head, "little")
     if head.startswith(ZIP) and (length > size - 8 or length > HEADER_LIMIT):
@@ -129,7 +129,7 @@ def _is_text(value: Any) -> bool:
         return False
 
 
-def _stored(path: Path, name: str, found: Any, start: int) -> Stored:
+def _stored(path: Path, name: str, found: Any, start: int) -> StoredTensor:
     """The entry of one tensor; its offsets count from `start`."""
     if not _is_text(name):
         raise InvalidFile(f"{path}: a tensor has the name {shown(name)}, which is no text")
@@ -145,14 +145,14 @@ def _stored(path: Path, name: str, found: Any, start: int) -> Stored:
         raise InvalidFile(
             f"{path}: {what}, needs {-(-bits // 8)} bytes; its data_offsets are {shown(offsets)}"
         )
-    return Stored(tag, tuple(shape), start + offsets[0], start + offsets[1])
+    return StoredTensor(tag, tuple(shape), start + offsets[0], start + offsets[1])
 
 
 def _are_sizes(found: Any) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(each) is int and 0 <= each <= MOST for each in found)
 
 
-def _check_places(path: Path, tensors: Mapping[str, Stored], start: int, size: int) -> None:
+def _check_places(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
     """Raise InvalidFile unless the tensors fill the file behind its header, without holes and overlaps."""
     for name, each in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if each.start != start:

@@ -142,7 +142,7 @@ class _Step:
         return start, last
 
 
-class _Followed:
+class _SchedulerHooks:
     """What the class of a scheduler has beside its own: the policies that follow it take each new step."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -167,7 +167,7 @@ _FOLLOWING: weakref.WeakSet[Sparse] = weakref.WeakSet()
 def _followed(old: type) -> type:
     """A class of schedulers like `old`, also by name, for a scheduler writes the name of its class to files."""
     names = {"__module__": old.__module__, "__qualname__": old.__qualname__}
-    return type(old.__name__, (_Followed, old), names)
+    return type(old.__name__, (_SchedulerHooks, old), names)
 
 
 def _own_class(followed: type) -> type:
@@ -224,7 +224,7 @@ class Sparse:
     def _watch(self) -> None:
         """Take each step when the scheduler does, for compiled code; not of one of a builtin class or with slots."""
         kind = type(self.scheduler)
-        if not issubclass(kind, _Followed):
+        if not issubclass(kind, _SchedulerHooks):
             try:
                 self.scheduler.__class__ = _followed(kind)
             except TypeError:

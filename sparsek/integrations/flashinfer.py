@@ -17,7 +17,14 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.flashinfer_masks import Grid, Padded, Setting, by_positions, check_sums, scores_of
+from sparsek.integrations.flashinfer_masks import (
+    BlockGrid,
+    Padded,
+    WrapperSetting,
+    by_positions,
+    check_sums,
+    scores_of,
+)
 from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
@@ -86,7 +93,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
     @refusing("BlockSparseAttentionWrapper", **NHD)
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, backend)
-        self._setting: Setting | None = None
+        self._setting: WrapperSetting | None = None
         self._mask: BlockMask | None = None
 
     @refusing("BlockSparseAttentionWrapper.plan")
@@ -169,14 +176,14 @@ class BlockSparseAttentionWrapper(_Wrapper):
         require_neutral(call, "packed_mask", packed_mask, None, "pass mask=, bool [nnz, R, C]")
         for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
             require_neutral(call, name, scale, None, NO_FP8)
-        setting = Setting.of(
+        setting = WrapperSetting.of(
             call, (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode, logits_soft_cap, sm_scale,
             (q_data_type, kv_data_type, o_data_type),
         )  # fmt: skip
         sizes = [
             arguments.integer(name, n, 1, INT32_MAX) for name, n in (("M", M), ("N", N), ("R", R), ("C", C))
         ]
-        grid = Grid(*sizes, device=self.device)
+        grid = BlockGrid(*sizes, device=self.device)
         causal = arguments.flag("causal", causal) and mask is None
         if block_mask is not None:
             indptr = indices = None
@@ -325,7 +332,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
     @refusing("VariableBlockSparseAttentionWrapper", **HND)
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, backend)
-        self._planned: tuple[Setting, Tensor, Tensor, Tensor, bool] | None = None
+        self._planned: tuple[WrapperSetting, Tensor, Tensor, Tensor, bool] | None = None
         self._made: dict[tuple[int, int], Any] = {}
 
     @refusing("VariableBlockSparseAttentionWrapper.plan")
@@ -371,7 +378,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         Raises:
             InvalidInput: For options that SparseK does not have, and a map that does not fit.
         """
-        setting = Setting.of(
+        setting = WrapperSetting.of(
             "VariableBlockSparseAttentionWrapper.plan", (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode,
             logits_soft_cap, sm_scale, (q_data_type, kv_data_type, q_data_type),
         )  # fmt: skip

@@ -28,7 +28,7 @@ from sparsek.integrations.foreign_options import (
 LOG2_E = math.log2(math.e)
 
 
-class Setting(NamedTuple):
+class WrapperSetting(NamedTuple):
     """What a wrapper keeps of `plan` beside the mask."""
 
     heads: tuple[int, int, int]  # of q, of k, and their dim
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
         softcap: Any,
         scale: Any,
         types: Any,
-    ) -> Setting:
+    ) -> WrapperSetting:
         """From the arguments of `plan`; InvalidInput for those that SparseK does not have."""
         scores = scores_of(call, pos, softcap, scale)
         names = "num_qo_heads", "num_kv_heads", "head_dim"
@@ -111,7 +111,7 @@ def as_dtype(name: str, value: Any) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockGrid:
     """M queries and N keys in blocks of R x C. A table [1 or H, rows, columns] has -1 where no block is stored."""
 
     M: int

@@ -44,7 +44,7 @@ if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
 EVERY_KEY = MaskPolicy(causal=False)
 
 
-class Choice(NamedTuple):
+class LayerPolicy(NamedTuple):
     """A policy of sk.policies, which chooses in each layer.
 
     Attributes:
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
         chosen = self.policy.mask(q, k, scale=scale, q_offset=self.q_offset)
         return chosen if self.within is None else chosen & self.within
 
-    def to(self, device: torch.device) -> Choice:
+    def to(self, device: torch.device) -> LayerPolicy:
         """The same with the mask on another device."""
         return self if self.within is None else self._replace(within=self.within.to(device))
 
@@ -92,7 +92,7 @@ class ModelMask:
         visible: ResolvedRule,
         shape: tuple[int, int, int, int],
         packed: bool = False,
-        choice: Choice | None = None,
+        choice: LayerPolicy | None = None,
         own: ModelMask | Callable[[], ModelMask] | None = None,
         misfit: str | None = None,
     ) -> None:
@@ -436,7 +436,7 @@ def _chosen_in_layers(
     whole = rules is not None and not rules.back and rules.chunks is None and set(rules.ahead) <= {1}
     alone = whole and bool((some.keys[0][:, 0] == 0).all() and (some.keys[0][:, 1] >= end).all())
     within = None if alone and some.keys[1] else own.visible.within
-    choice = Choice(policy, request.place, end, within)
+    choice = LayerPolicy(policy, request.place, end, within)
     plain = None if causal else ModelMask(own.visible, request.shape, own.packed)
     return ModelMask(own.visible, request.shape, own.packed, choice, plain, found)
 
@@ -463,7 +463,7 @@ def dense_mask(
             ResolvedRule(within),
             request.shape,
             packed,
-            Choice(policy, request.place, request.kv_len, within),
+            LayerPolicy(policy, request.place, request.kv_len, within),
             misfit=misfit_of_pairs(policy, seen, request.place),
         )
     admitted = BlockMask.from_transformers(seen, (policy or EVERY_KEY).block)

@@ -26,7 +26,7 @@ LARGEST = 448.0  # the largest e4m3
 CURE = "choose another attention backend"
 
 
-class Span(NamedTuple):
+class RequestSpan(NamedTuple):
     """Neighbouring requests of a batch that one call of attention takes.
 
     Their queries are `first` to `last` - 1 of the batch. `table` int32 [requests, width], `lengths` int32 [requests]
@@ -47,7 +47,7 @@ class Span(NamedTuple):
 class Batch(NamedTuple):
     """The metadata of one step: what every layer of a group shares."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RequestSpan, ...]
 
 
 def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | None = None) -> Batch:
@@ -77,7 +77,7 @@ def batch_of(common: Any, options: Options, decoded: int = 1, longest: int | Non
         if kind == "chunk" and on_host is not None:
             host = common.query_start_loc_cpu[start : stop + 1] - first, on_host[start:stop]
         spans.append(
-            Span(
+            RequestSpan(
                 first,
                 last,
                 common.block_table_tensor[start:stop],

@@ -34,7 +34,7 @@ def kept_with(mask: BlockMask, key: str, build: Callable[[], list[Tensor]]) -> l
     return found
 
 
-class Pages(NamedTuple):
+class KeyPages(NamedTuple):
     """The pages from the first on that holds no rows before a sequence's first key; `lengths` counts their keys.
 
     `page`: rows of a page. `skipped`: pages before those of the table, int64 [sequences] on the host.
@@ -47,7 +47,7 @@ class Pages(NamedTuple):
 
 
 def paged(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, found: Sequences, pages: Pages, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, found: Sequences, pages: KeyPages, scale: float | None
 ) -> Tensor:
     """out [1, M, Hq, Kv] for q [1, M, Hq, K], k [1, N, Hkv, K] and v [1, N, Hkv, Kv], by the tensors of the bias.
 
@@ -82,7 +82,7 @@ def policy_of(found: Sequences) -> MaskPolicy | None:
     return None
 
 
-def padded_pages(bias: Any, found: Sequences, device: torch.device) -> Pages | None:
+def padded_pages(bias: Any, found: Sequences, device: torch.device) -> KeyPages | None:
     """Padded keys as pages; None where they have no rows for whole pages, or no policy has the window."""
     info = bias.k_seqinfo
     padding, count = getattr(info, "padding", 0), found.k_start.size
@@ -93,7 +93,7 @@ def padded_pages(bias: Any, found: Sequences, device: torch.device) -> Pages | N
     side = min(padding & -padding, MOST)
     lengths = _on("k_seqinfo.seqlen", info.seqlen, device, count)
     table = torch.arange(found.kv_len // side, dtype=torch.int32, device=device).view(count, -1)
-    return Pages(table, lengths, side, np.zeros_like(found.k_start))
+    return KeyPages(table, lengths, side, np.zeros_like(found.k_start))
 
 
 def _on(name: str, x: Any, device: torch.device, *shape: int) -> Tensor:
@@ -103,7 +103,7 @@ def _on(name: str, x: Any, device: torch.device, *shape: int) -> Tensor:
     return x
 
 
-def pages_of(bias: Any, found: Sequences, device: torch.device) -> Pages:
+def pages_of(bias: Any, found: Sequences, device: torch.device) -> KeyPages:
     """The pages of a bias: split where its own are larger than 256 rows, and from the first whole page on."""
     info, page = bias.k_seqinfo, int(bias.page_size)
     if found.kv_len % page:
@@ -123,12 +123,12 @@ def pages_of(bias: Any, found: Sequences, device: torch.device) -> Pages:
         part = torch.arange(page // side, dtype=table.dtype, device=device)
         table = (table[..., None] * (page // side) + part).flatten(1)
     if not found.k_start.any():
-        return Pages(table, lengths, side, np.zeros_like(found.k_start))
+        return KeyPages(table, lengths, side, np.zeros_like(found.k_start))
     start = _on("k_seqinfo.seqstart", info.seqstart, device, table.shape[0] + 1)[:-1]
     skipped = (start + (side - 1)) // side
     at = skipped[:, None] + torch.arange(table.shape[1], dtype=torch.int32, device=device)
     table = table.gather(1, at.clamp(0, table.shape[1] - 1).long())  # whatever seqstart holds
-    return Pages(table, (lengths - skipped * side).clamp(min=0), side, -(-found.k_start // side))
+    return KeyPages(table, (lengths - skipped * side).clamp(min=0), side, -(-found.k_start // side))
 
 
 def _first_rows(

@@ -31,7 +31,7 @@ NORM_COLOURS = ("#fdd9a0", "#f78d5c", "#d3436e", "#812581", "#1d1147")
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockPicture:
     """The data of a picture: the stored blocks of a matrix, in compressed rows on the host.
 
     `name` is the default title, `described` the line below a text picture, `summary` how much is stored. `norms`
@@ -56,7 +56,7 @@ class Blocks:
 class Drawable:
     """A pattern, or a matrix of blocks."""
 
-    def drawn(self) -> Blocks:
+    def drawn(self) -> BlockPicture:
         """Return the data of its pictures. Internal."""
         raise NotImplementedError
 
@@ -135,13 +135,13 @@ def spy_svg(
 class Bins:
     """The division of a grid of blocks into cells of a picture: blocks per cell, cells, and pixels per cell."""
 
-    drawn: Blocks
+    drawn: BlockPicture
     blocks: tuple[int, int]
     cells: tuple[int, int]
     pixels: tuple[int, int]
 
     @classmethod
-    def of(cls, drawn: Blocks, longest: int) -> Bins:
+    def of(cls, drawn: BlockPicture, longest: int) -> Bins:
         sides = [max(count * side, 1) for count, side in zip(drawn.grid, drawn.block, strict=True)]
         room = [max(round(longest * side / max(sides)), round(longest * FLATTEST)) for side in sides]
         blocks = [max(-(-side // (most // CELL)), 1) for side, most in zip(drawn.grid, room, strict=True)]
@@ -150,7 +150,7 @@ class Bins:
         return cls(drawn, (blocks[0], blocks[1]), (cells[0], cells[1]), (pixels[0], pixels[1]))
 
     @classmethod
-    def of_text(cls, drawn: Blocks) -> Bins:
+    def of_text(cls, drawn: BlockPicture) -> Bins:
         """Cells of one character, at most as many as a text picture has."""
         rows, columns = drawn.grid
         blocks = -(-rows // TEXT_LINES), -(-columns // TEXT_COLUMNS)
@@ -218,13 +218,13 @@ def shaded(shares: np.ndarray) -> list[str]:
     return ["".join(line) for line in SHADES[np.ceil(4 * shares).astype(np.int64)]]
 
 
-def _blocks(obj: Any) -> Blocks:
+def _blocks(obj: Any) -> BlockPicture:
     if not isinstance(obj, Drawable):
         raise InvalidInput(f"spy_svg draws a BlockPattern or a BSR, not {arguments.shown(obj)}")
     return obj.drawn()
 
 
-def _text(drawn: Blocks) -> tuple[list[str], list[str]]:
+def _text(drawn: BlockPicture) -> tuple[list[str], list[str]]:
     """The lines of the picture, and a line about its scale if it is binned."""
     rows, columns = drawn.grid
     if not rows or not columns:

@@ -25,7 +25,7 @@ FULL, PARTIAL = (
 )  # colour of a bin with few blocks stored, and with all
 
 
-class Rows(NamedTuple):
+class PictureRows(NamedTuple):
     """Rows of block columns on the host: row r holds indices[starts[r] : starts[r] + counts[r]]."""
 
     starts: np.ndarray
@@ -34,34 +34,34 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadPicture:
     """The data of a picture: the blocks of one head of a mask. `which` names the head, if there are several."""
 
     shape: tuple[int, int]
     block: tuple[int, int]
-    full: Rows
-    partial: Rows
+    full: PictureRows
+    partial: PictureRows
     name: str
     described: str
     which: str
 
     @property
-    def blank(self) -> spy.Blocks:
+    def blank(self) -> spy.BlockPicture:
         """The grid, without blocks."""
         none = np.zeros(0, np.int32)
-        return spy.Blocks(
+        return spy.BlockPicture(
             self.shape, self.block, np.zeros(-(-self.shape[0] // self.block[0]) + 1, np.int32), none
         )
 
 
-class Drawable(Protocol):
+class DrawableMask(Protocol):
     """A block mask."""
 
-    def drawn(self, head: int, batch: int) -> Head: ...
+    def drawn(self, head: int, batch: int) -> HeadPicture: ...
 
 
 def plot(
-    mask: Drawable,
+    mask: DrawableMask,
     path: str | os.PathLike[str] | None = None,
     head: int = 0,
     batch: int = 0,
@@ -94,9 +94,9 @@ def plot(
     return "\n".join([*spy.framed(lines), found.described, *which, *scale])
 
 
-def _head(mask: Any, head: int, batch: int) -> Head:
+def _head(mask: Any, head: int, batch: int) -> HeadPicture:
     found = mask.drawn(head, batch) if hasattr(type(mask), "plot") else None
-    if not isinstance(found, Head):
+    if not isinstance(found, HeadPicture):
         raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be a BlockMask")
     return found
 
@@ -109,7 +109,7 @@ class MaskBins(spy.Bins):
     partial: np.ndarray
 
     @classmethod
-    def counted(cls, head: Head, bins: spy.Bins) -> MaskBins:
+    def counted(cls, head: HeadPicture, bins: spy.Bins) -> MaskBins:
         """The blocks of a head, counted into the cells of `bins`."""
         full, partial = (_counts(each, bins) for each in (head.full, head.partial))
         return cls(bins.drawn, bins.blocks, bins.cells, bins.pixels, full, partial)
@@ -125,7 +125,7 @@ class MaskBins(spy.Bins):
         return (1 - of_partial) * svg.mixed(FULL, shares) + of_partial * svg.mixed(PARTIAL, shares)
 
 
-def _counts(rows: Rows, bins: spy.Bins) -> np.ndarray:
+def _counts(rows: PictureRows, bins: spy.Bins) -> np.ndarray:
     """The number of blocks in each cell. Processes the entries of some rows at a time."""
     starts, counts, columns = rows.starts.astype(np.int64), rows.counts.astype(np.int64), rows.indices
     ends = counts.cumsum()
@@ -143,7 +143,7 @@ def _counts(rows: Rows, bins: spy.Bins) -> np.ndarray:
     return sums.reshape(bins.cells)
 
 
-def _text(head: Head) -> tuple[list[str], list[str]]:
+def _text(head: HeadPicture) -> tuple[list[str], list[str]]:
     """The lines of the picture, and its legend."""
     rows, columns = head.blank.grid
     if not rows or not columns:
@@ -156,7 +156,7 @@ def _text(head: Head) -> tuple[list[str], list[str]]:
     return spy.shaded(shares.repeat(wide, axis=1)), ["█ full, ▒ partial"]
 
 
-def _write(head: Head, path: Path, title: str | None, max_pixels: int) -> None:
+def _write(head: HeadPicture, path: Path, title: str | None, max_pixels: int) -> None:
     bins = MaskBins.counted(head, spy.Bins.of(head.blank, max_pixels))
     width = svg.LEFT + bins.width + svg.GAP + svg.BAR + 3 * svg.MARGIN
     parts = [svg.panel(svg.LEFT, bins.colours, bins.sums() > 0, bins.pixels), bins.beside]
@@ -169,7 +169,7 @@ def _write(head: Head, path: Path, title: str | None, max_pixels: int) -> None:
     svg.write(path, svg.page(first, [" · ".join(rest)], width + 140, bins.page_height, parts))
 
 
-def _facts(head: Head, bins: MaskBins) -> list[str]:
+def _facts(head: HeadPicture, bins: MaskBins) -> list[str]:
     """The name of the mask, the head that is drawn, and how much is stored."""
     grid = head.blank.grid
     full, partial, cells = int(bins.full.sum()), int(bins.partial.sum()), grid[0] * grid[1]

@@ -10,7 +10,7 @@ import numpy as np
 from sparsek.core import arguments
 from sparsek.pictures import blocks as spy
 from sparsek.pictures import svg
-from sparsek.pictures.masks import Drawable, Head, MaskBins
+from sparsek.pictures.masks import DrawableMask, HeadPicture, MaskBins
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)  # of the mass of a row: the cells that hold it, darkest first
 LEGEND = "left: the mask, █ full, ▒ partial; right: the cells that hold 50 █, 75 ▓, 90 ▒, 95 ░ % of each row's mass"
@@ -19,7 +19,7 @@ TEXT_CELLS, GAP = 32, 24  # lines, and cells of each picture in a line; pixels b
 
 
 def beside(
-    mask: Drawable,
+    mask: DrawableMask,
     mass: np.ndarray,
     facts: list[str],
     path: str | os.PathLike[str] | None = None,
@@ -76,7 +76,7 @@ def levels(mass: np.ndarray) -> np.ndarray:
     return made
 
 
-def _write(head: Head, mass: np.ndarray, facts: list[str], path: Path, most: int) -> None:
+def _write(head: HeadPicture, mass: np.ndarray, facts: list[str], path: Path, most: int) -> None:
     bins = MaskBins.counted(head, spy.Bins.of(head.blank, most))
     found = levels(binned(mass, bins)) if mass.size else np.zeros(bins.cells, np.int64)
     right = svg.MARGIN + bins.width + GAP

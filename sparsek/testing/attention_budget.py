@@ -213,12 +213,14 @@ def expected_gradients(
     queries = _positions(tiles, mask.block[0], mask.q_len, q.device)
     keys = _positions(blocks, mask.block[1], mask.kv_len, q.device)
     with torch.no_grad(), dtypes.as_given(q.device):
-        call = _Call(q, k, v, mask, grad, grad_lse, q.shape[-1] ** -0.5 if scale is None else scale, scores)
+        call = _BudgetCall(
+            q, k, v, mask, grad, grad_lse, q.shape[-1] ** -0.5 if scale is None else scale, scores
+        )
         truth = _gradients(call, set(tiles), keys, set(tiles) | _visiting(mask, blocks))
     return ExpectedGradients([list(x.shape) for x in (q, k, v)], queries, keys, truth)
 
 
-class _Call(NamedTuple):
+class _BudgetCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -242,7 +244,7 @@ class _Truth(NamedTuple):
     counts: list[Tensor]
 
 
-def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> _Truth:
+def _gradients(call: _BudgetCall, tiles: set[int], keys: Tensor, needed: set[int]) -> _Truth:
     """dq of `tiles`, and dk and dv of `keys`, to which the tiles `needed` contribute."""
     q, k, v, mask = call[:4]
     place = torch.full((mask.kv_len,), -1, device=q.device)
@@ -278,7 +280,7 @@ def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> 
     return _Truth(exact, dense, fused, terms, inner, [torch.cat(seeing, 2), seen_keys, seen_keys])
 
 
-def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _grad_tile(call: _BudgetCall, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """dq, dk and dv between the queries `at` and `keys`: in float64, of dense attention, of its fused kernels, their
     terms' squares, and the variances of the factors of these terms.
     """

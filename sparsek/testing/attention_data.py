@@ -18,7 +18,7 @@ class Data(NamedTuple):
     shape: tuple[int, int, int]
 
 
-class Sizes(NamedTuple):
+class HeadSizes(NamedTuple):
     """The sizes of q and k: batch items, heads of q and of k, head dim."""
 
     batch: int = 1
@@ -27,10 +27,10 @@ class Sizes(NamedTuple):
     dim: int = 64
 
 
-SIZES = Sizes()
+SIZES = HeadSizes()
 
 
-def white(shape: tuple[int, int, int], sizes: Sizes = SIZES, seed: int = 0, device: str = "cpu") -> Data:
+def white(shape: tuple[int, int, int], sizes: HeadSizes = SIZES, seed: int = 0, device: str = "cpu") -> Data:
     """N(0, 1) numbers. Every key has nearly the same weight, so no choice of blocks is good."""
     draw = torch.Generator(device).manual_seed(seed)
     tokens, dim = math.prod(shape), sizes.dim
@@ -43,7 +43,7 @@ def white(shape: tuple[int, int, int], sizes: Sizes = SIZES, seed: int = 0, devi
 
 def smooth(
     shape: tuple[int, int, int],
-    sizes: Sizes = SIZES,
+    sizes: HeadSizes = SIZES,
     seed: int = 0,
     device: str = "cpu",
     *,
@@ -75,7 +75,7 @@ def smooth(
 
 def needle(
     shape: tuple[int, int, int],
-    sizes: Sizes = SIZES,
+    sizes: HeadSizes = SIZES,
     seed: int = 0,
     device: str = "cpu",
     *,

@@ -22,7 +22,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
-class Scales:
+class ScaleScopes:
     """The scopes of scales, and the FP8 dtypes: of A and of B. `fast`: A's `fast_accum`."""
 
     a: Scale = "row"
@@ -64,7 +64,7 @@ class Case:
     pattern: Spread = "uniform"
     blocks: int | None = None
     two_four: bool = False
-    scales: Scales | None = None
+    scales: ScaleScopes | None = None
 
     @property
     def op(self) -> str:
@@ -297,8 +297,8 @@ BSR24_CASES: tuple[Case, ...] = tuple(
     )
 )
 
-ROW = Scales()
-TENSOR, BLOCK, FAST = Scales("tensor", "tensor"), Scales("block"), Scales(fast=True)
+ROW = ScaleScopes()
+TENSOR, BLOCK, FAST = ScaleScopes("tensor", "tensor"), ScaleScopes("block"), ScaleScopes(fast=True)
 LAYER: dict[str, Any] = {"layouts": COL, "bias": True}
 
 FP8_CASES: tuple[Case, ...] = (
@@ -312,11 +312,11 @@ FP8_CASES: tuple[Case, ...] = (
     Case(128, 128, 24, B64, "no blocks", scales=ROW, density=0.0, bias=True),
     Case(128, 192, 48, B64, "layer", scales=ROW, **LAYER, activation="gelu_tanh", combine="add"),
     Case(64, 128, 1, B64, "one token", scales=ROW, layouts=COL, combine="mul"),
-    Case(128, 128, 12, B64, "batch", batch=(2, 3), alpha=2.0, scales=Scales("row", "tensor")),
+    Case(128, 128, 12, B64, "batch", batch=(2, 3), alpha=2.0, scales=ScaleScopes("row", "tensor")),
     Case(128, 96, 32, (32, 64), "view", scales=BLOCK, view=True, layouts=COL),
     Case(100, 72, 17, (32, 16), "ragged view", 0.7, scales=TENSOR, view=True, bias=True),
-    Case(128, 128, 32, B64, "e5m2", scales=Scales("row", "row", E5M2)),
-    Case(128, 128, 32, B64, "both e5m2", scales=Scales("tensor", "row", E5M2, E5M2)),
+    Case(128, 128, 32, B64, "e5m2", scales=ScaleScopes("row", "row", E5M2)),
+    Case(128, 128, 32, B64, "both e5m2", scales=ScaleScopes("tensor", "row", E5M2, E5M2)),
     Case(128, 640, 24, B64, "fast", scales=FAST, bias=True),
     Case(0, 128, 16, B64, "no rows", scales=ROW),
     Case(128, 0, 16, B64, "no inner side", scales=ROW, bias=True),
@@ -325,7 +325,7 @@ FP8_CASES: tuple[Case, ...] = (
     Case(100, 72, 37, None, "ragged", bias=True, activation="gelu", scales=TENSOR),
     Case(7, 24, 50, None, "few rows", scales=ROW, alpha=0.5, combine="add", beta=2.0),
     Case(96, 136, 40, None, "layer", scales=ROW, **LAYER, activation="silu", combine="mul"),
-    Case(48, 80, 12, None, "batch", batch=(2,), scales=Scales("row", "row", E5M2)),
+    Case(48, 80, 12, None, "batch", batch=(2,), scales=ScaleScopes("row", "row", E5M2)),
     Case(64, 640, 40, None, "fast", scales=FAST, **LAYER),
     Case(1, 8, 1, None, "smallest", scales=ROW, layouts=COL),
     Case(32, 0, 8, None, "no inner side", scales=ROW, bias=True),
@@ -335,7 +335,16 @@ FP8_CASES: tuple[Case, ...] = (
         130, 136, 40, (128, 64), "layer", two_four=True, scales=ROW, **LAYER, activation="silu", combine="add"
     ),
     Case(320, 128, 24, B64, "empty rows", two_four=True, density=0.2, bias=True, scales=TENSOR),
-    Case(128, 128, 12, (64, 128), "batch", two_four=True, batch=(2, 2), scales=Scales("block", "row", E5M2)),
+    Case(
+        128,
+        128,
+        12,
+        (64, 128),
+        "batch",
+        two_four=True,
+        batch=(2, 2),
+        scales=ScaleScopes("block", "row", E5M2),
+    ),
     Case(128, 640, 24, (64, 128), "fast", two_four=True, scales=FAST),
     Case(128, 192, 16, B64, "no blocks", two_four=True, scales=ROW, density=0.0, combine="mul"),
 )

@@ -13,7 +13,7 @@ from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
 
 
-class Group(NamedTuple):
+class HeadGroup(NamedTuple):
     """A head of keys of one batch item, and the heads of queries that it serves."""
 
     item: int
@@ -56,7 +56,7 @@ class Group(NamedTuple):
 class HeadGradients:
     """The expected dq, dk and dv of some heads. A head's gradients depend on nothing outside it."""
 
-    parts: Mapping[Group, ExpectedGradients]
+    parts: Mapping[HeadGroup, ExpectedGradients]
     kv_heads: int
 
     def judge(self, found: Sequence[Tensor]) -> Gate:
@@ -79,9 +79,11 @@ def expected_of_heads(
     """Some tiles of queries and blocks of keys of the first and of the last head of keys."""
     batch, kv_heads = k.shape[:2]
 
-    def of(group: Group) -> ExpectedGradients:
+    def of(group: HeadGroup) -> ExpectedGradients:
         own_q, own_k, own_v, own_grad = (group.of(x, kv_heads) for x in (q, k, v, grad))
         own_mask = group.mask(mask, kv_heads)
         return expected_gradients(own_q, own_k, own_v, own_mask, own_grad, rows=rows, columns=columns)
 
-    return HeadGradients({each: of(each) for each in {Group(0, 0), Group(batch - 1, kv_heads - 1)}}, kv_heads)
+    return HeadGradients(
+        {each: of(each) for each in {HeadGroup(0, 0), HeadGroup(batch - 1, kv_heads - 1)}}, kv_heads
+    )

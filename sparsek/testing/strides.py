@@ -2,7 +2,7 @@
 
 A layout places fresh N(0, 1) numbers by strides and an offset, and leaves NaN everywhere else: between the elements,
 before the first and after the last one. A kernel that misreads a stride reads NaN; one that writes outside its output
-is detected by `Placed.untouched`.
+is detected by `PlacedTensor.untouched`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARGIN = 1024  # elements of NaN on either side, a multiple of 16 bytes in every
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedTensor:
     """A view `x` of `memory`, which holds NaN outside `x`. `before` is a copy of that memory."""
 
     x: Tensor
@@ -34,15 +34,15 @@ class Placed:
         same = (now == self.before) | (now.isnan() & self.before.isnan())
         return bool(same.all())
 
-    def again(self) -> Placed:
+    def again(self) -> PlacedTensor:
         """The same numbers in the same layout in other memory."""
         memory = self.before.clone()
         x = memory.as_strided(self.x.shape, self.x.stride(), self.x.storage_offset())
-        return Placed(x, memory, self.before)
+        return PlacedTensor(x, memory, self.before)
 
 
 @dataclass(frozen=True)
-class Layout:
+class StrideLayout:
     """A kind of strides. `strides(shape)` are its strides and the offset of its first element, in elements, or None
     if no tensor of that shape can have them. `own`: no two elements overlap.
     """
@@ -53,7 +53,7 @@ class Layout:
 
     def place(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, draw: torch.Generator
-    ) -> Placed | None:
+    ) -> PlacedTensor | None:
         """N(0, 1) numbers of `shape` with these strides, surrounded by NaN; None if no such tensor exists."""
         found = self.strides(shape)
         if found is None:
@@ -66,7 +66,7 @@ class Layout:
         memory[places] = torch.randn(len(places), generator=draw, dtype=torch.float32, device="cpu").to(
             device, dtype
         )
-        return Placed(memory.as_strided(shape, strides, MARGIN + offset), memory, memory.clone())
+        return PlacedTensor(memory.as_strided(shape, strides, MARGIN + offset), memory, memory.clone())
 
 
 def offsets(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -177,33 +177,33 @@ def _single(stride: int) -> Callable[[Sequence[int]], tuple[list[int], int] | No
     return strides
 
 
-ZOO: tuple[Layout, ...] = (
-    Layout("contiguous", _whole),
-    Layout("turned", _turned()),
-    Layout("turned from an odd offset", _turned(offset=1)),
-    Layout("turned with a wide pitch", _turned(pitch=3)),
-    Layout("turned in steps of two", _turned(step=2)),
-    Layout("every other row", _stepping(-2)),
-    Layout("every other column", _stepping(-1)),
-    Layout("every other item", _stepping(-3)),
-    Layout("columns of a wider matrix", _wider(64, 16)),
-    Layout("columns from an odd one", _wider(5, 3)),
-    Layout("a pitch of many rows", _wider(4096, 0)),
-    Layout("an odd offset", _shifted(1)),
-    Layout("an aligned offset", _shifted(64)),
-    Layout("heads inside rows", _heads_inside),
-    Layout("one row", _expanded(-2), own=False),
-    Layout("one column", _expanded(-1), own=False),
-    Layout("one item", _expanded(-3), own=False),
-    Layout("one matrix row for all", _expanded(-3, -2), own=False),
-    Layout("one element", _everywhere, own=False),
-    Layout("sliding windows", _sliding, own=False),
-    Layout("a stride of 0 in single dims", _single(0)),
-    Layout("a stride of 13 in single dims", _single(13)),
+ZOO: tuple[StrideLayout, ...] = (
+    StrideLayout("contiguous", _whole),
+    StrideLayout("turned", _turned()),
+    StrideLayout("turned from an odd offset", _turned(offset=1)),
+    StrideLayout("turned with a wide pitch", _turned(pitch=3)),
+    StrideLayout("turned in steps of two", _turned(step=2)),
+    StrideLayout("every other row", _stepping(-2)),
+    StrideLayout("every other column", _stepping(-1)),
+    StrideLayout("every other item", _stepping(-3)),
+    StrideLayout("columns of a wider matrix", _wider(64, 16)),
+    StrideLayout("columns from an odd one", _wider(5, 3)),
+    StrideLayout("a pitch of many rows", _wider(4096, 0)),
+    StrideLayout("an odd offset", _shifted(1)),
+    StrideLayout("an aligned offset", _shifted(64)),
+    StrideLayout("heads inside rows", _heads_inside),
+    StrideLayout("one row", _expanded(-2), own=False),
+    StrideLayout("one column", _expanded(-1), own=False),
+    StrideLayout("one item", _expanded(-3), own=False),
+    StrideLayout("one matrix row for all", _expanded(-3, -2), own=False),
+    StrideLayout("one element", _everywhere, own=False),
+    StrideLayout("sliding windows", _sliding, own=False),
+    StrideLayout("a stride of 0 in single dims", _single(0)),
+    StrideLayout("a stride of 13 in single dims", _single(13)),
 )
 
 
-def layouts(shape: Sequence[int]) -> Iterator[Layout]:
+def layouts(shape: Sequence[int]) -> Iterator[StrideLayout]:
     """The layouts that a tensor of `shape` can have, each pair of strides and offset once."""
     seen = set()
     for layout in ZOO:

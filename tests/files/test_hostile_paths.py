@@ -25,7 +25,7 @@ from sparsek.files.weights import open_weights
 from sparsek.pictures.blocks import spy_svg
 from sparsek.products.formats.random import random_bsr
 from sparsek.tools.advise import break_even
-from sparsek.tools.advise.break_even import Setting, curves
+from sparsek.tools.advise.break_even import CurveSetting, curves
 from sparsek.tools.bench.engine import records
 from sparsek.tools.cli.bench_run import write_html
 from sparsek.tools.cli.tune import shapes_in
@@ -245,7 +245,7 @@ def test_pictures_and_records_replace_nothing_but_regular_files_and_wait_for_non
 ) -> None:
     mask = sk.BlockMask.causal(128, block=64)
     q = torch.zeros(1, 1, 128, 16)
-    setting, shown = Setting((512, 512)), curves(Setting((512, 512)), tokens=(16, 32))
+    setting, shown = CurveSetting((512, 512)), curves(CurveSetting((512, 512)), tokens=(16, 32))
     for suffix, write in {
         "a.svg": MATRIX.spy,
         "b.svg": mask.plot,

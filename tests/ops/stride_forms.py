@@ -11,7 +11,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.products.formats.quantized import Scale
 from sparsek.products.reference.epilogue import Activation
-from sparsek.testing.strides import Layout
+from sparsek.testing.strides import StrideLayout
 from tests.ops.stride_walk import Form, Operands, Shapes, Sizes
 
 E4M3 = torch.float8_e4m3fn
@@ -60,7 +60,7 @@ def _nothing(s: Sizes, dtype: torch.dtype, device: str) -> None:
     return None
 
 
-def _out_may_be_refused(layout: Layout, x: Tensor) -> bool:
+def _out_may_be_refused(layout: StrideLayout, x: Tensor) -> bool:
     """`out` has contiguous rows and its own memory, or is refused."""
     return not layout.own or (x.stride(-1) != 1 and x.shape[-1] > 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.testing.strides import Layout, Placed, layouts
+from sparsek.testing.strides import PlacedTensor, StrideLayout, layouts
 from tests.ops.operands import names_of
 from tests.sampling import SEED, sampled
 
@@ -59,7 +59,7 @@ class Form:
     values: bool = False
     grads: tuple[str, ...] = ()
     written: str = ""
-    refuses: dict[str, Callable[[Layout, Tensor], bool]] = field(default_factory=dict)
+    refuses: dict[str, Callable[[StrideLayout, Tensor], bool]] = field(default_factory=dict)
     fp8: bool = False
     wide: tuple[str, ...] = ()  # operands in float32 (float64 for float64), whatever the others are
     exact: bool = False  # moves and rounds numbers only: bits are equal
@@ -103,7 +103,7 @@ class Setting(NamedTuple):
     """A form's matrix and contiguous operands of one size and dtype, with what they should give and how well."""
 
     sparse: Any
-    given: dict[str, Placed]
+    given: dict[str, PlacedTensor]
     shapes: Shapes
 
 
@@ -130,12 +130,12 @@ def setting(
 def _placed(
     form: Form,
     name: str,
-    layout: Layout,
+    layout: StrideLayout,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: str,
     draw: torch.Generator,
-) -> Placed | None:
+) -> PlacedTensor | None:
     return layout.place(shape, operand_dtype(form, name, dtype), device, draw)
 
 
@@ -157,7 +157,7 @@ def walk(
     dtype: torch.dtype,
     device: str,
     kernels: Sequence[str | None],
-    zoo: Callable[[Layout], bool] = lambda layout: True,
+    zoo: Callable[[StrideLayout], bool] = lambda layout: True,
     share: float = 1.0,
 ) -> Iterator[Outcome]:
     """Each operand in each layout in turn, the others contiguous, by each kernel that takes the contiguous ones.
@@ -223,7 +223,7 @@ class Truth(NamedTuple):
     crossed: float = 0.0
 
 
-def _truths(form: Form, sparse: Any, given: dict[str, Placed]) -> dict[str, Truth]:
+def _truths(form: Form, sparse: Any, given: dict[str, PlacedTensor]) -> dict[str, Truth]:
     """By the reference on contiguous copies, in float64 where the form does not round its operands."""
     reference = next((name for name in form.kernels() if name and name.startswith("reference.")), None)
     copies = {name: each.x.clone(memory_format=CONTIGUOUS) for name, each in given.items()}

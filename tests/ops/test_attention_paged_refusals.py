@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
 from sparsek.attn.mask.lists import BlockLists
-from sparsek.attn.plan.paged_operands import Visible, check_sizes
+from sparsek.attn.plan.paged_operands import VisibleKeys, check_sizes
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 
 ODD: Any = 64  # no pair
@@ -158,8 +158,8 @@ def test_sizes_without_room_are_refused_without_check(name: str) -> None:
     elsewhere: Any = lambda: sk.plan_attention_paged(**meta, device="h200")  # noqa: E731
     if name == "mask":  # lists are not on the meta device
         none = sk.PageLists.from_indices(LISTS[:, :0], (1, 16))
-        elsewhere = lambda: check_sizes(x.q, x.k, x.block_table, Visible(True, lists=none), 20)  # noqa: E731
-        check_sizes(x.q, x.k, x.block_table, Visible(True, lists=few), 20)  # q may be padded
+        elsewhere = lambda: check_sizes(x.q, x.k, x.block_table, VisibleKeys(True, lists=none), 20)  # noqa: E731
+        check_sizes(x.q, x.k, x.block_table, VisibleKeys(True, lists=few), 20)  # q may be padded
     with pytest.raises(sk.InvalidInput, match=name):
         elsewhere()
     ones = arguments_of(x) | {name: wrong[name], "q": x.q[:0], "cu_seqlens_q": x.cu_seqlens_q * 0}

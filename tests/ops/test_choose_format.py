@@ -16,7 +16,7 @@ from sparsek.core.device import CPU, H200, Card
 from sparsek.engine.plan.dense import BOOST, dense_seconds
 from sparsek.products.ops import choose as choose_format
 from sparsek.products.ops import weight_formats as linear_formats
-from sparsek.products.ops.choose import Bound, Option
+from sparsek.products.ops.choose import Option, Requirement
 from sparsek.products.ops.weight_formats import FORMATS, Format, WeightFormat
 
 BF16 = torch.bfloat16
@@ -295,9 +295,9 @@ def test_times_of_a_device_are_measured_where_w_is() -> None:
 
 def test_a_bound_holds_nothing_that_is_not_known() -> None:
     option = Option(WeightFormat("bsr", 64, 0.5))
-    assert Bound().faults(option) == ["LOSSY"]
-    assert Bound().faults(replace(option, lossless=True)) == []
-    assert Bound(0.1, 0.9).faults(option) == [
+    assert Requirement().faults(option) == ["LOSSY"]
+    assert Requirement().faults(replace(option, lossless=True)) == []
+    assert Requirement(0.1, 0.9).faults(option) == [
         "error unknown is not within 0.1",
         "it keeps unknown of the norm, not 0.9",
     ]

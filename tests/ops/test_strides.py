@@ -8,7 +8,7 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.testing.strides import ZOO, Layout, layouts, offsets
+from sparsek.testing.strides import ZOO, StrideLayout, layouts, offsets
 from tests.ops.stride_forms import FORMS, SIZES
 from tests.ops.stride_walk import Form, Outcome, walk
 from tests.sampling import half, sampled
@@ -28,7 +28,7 @@ def check(found: Sequence[Outcome]) -> None:
     )
 
 
-def telling(layout: Layout) -> bool:
+def telling(layout: StrideLayout) -> bool:
     """The layouts that decide where sizes are 1."""
     return not layout.own or "single" in layout.name or "odd" in layout.name
 
@@ -73,7 +73,7 @@ def test_every_layout_by_every_kernel_of_a_gpu(form: Form) -> None:
 
 
 @pytest.mark.parametrize("layout", ZOO, ids=lambda layout: layout.name.replace(" ", "_"))
-def test_parts_of_matrices_are_taken_or_refused(layout: Layout) -> None:
+def test_parts_of_matrices_are_taken_or_refused(layout: StrideLayout) -> None:
     """Values and scales that lie otherwise than kernels read them do not get into a matrix."""
     draw = torch.Generator().manual_seed(3)
     a = sk.random_bsr(128, 128, 64, 0.5, dtype=torch.float16, seed=4)

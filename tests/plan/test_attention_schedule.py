@@ -18,8 +18,8 @@ from sparsek.attn.plan.attention_schedule import (
     FIELDS,
     NO_SLOT,
     SHORTEST_PART,
-    Schedule,
-    Shape,
+    AttentionSchedule,
+    TileShape,
     is_cut,
     part_blocks,
     schedule,
@@ -53,7 +53,7 @@ def problem(mask: BlockMask, batch: int = 1, heads: tuple[int, int] = (1, 1)) ->
 
 
 class Record(NamedTuple):
-    """A row of `Schedule.tiles`."""
+    """A row of `AttentionSchedule.tiles`."""
 
     pos: int
     item: int
@@ -86,7 +86,7 @@ class Record(NamedTuple):
         return [*(("partial", entry) for entry in partial), *(("full", entry) for entry in full)]
 
 
-def records(plan: Schedule) -> list[Record]:
+def records(plan: AttentionSchedule) -> list[Record]:
     """Those that are there, in order."""
     assert plan.tiles.dtype == plan.count.dtype == torch.int32
     assert plan.tiles.is_contiguous()
@@ -102,7 +102,7 @@ class Case:
 
     mask: BlockMask
     p: AttentionProblem
-    shape: Shape
+    shape: TileShape
 
     def __repr__(self) -> str:
         return f"{self.mask!r}, batch {self.p.batch}, heads {self.p.q_heads}:{self.p.kv_heads}, {self.shape}"
@@ -168,7 +168,7 @@ def cases(draw: st.DrawFn, longest: int = 5000) -> Case:
         st.sampled_from([n for n in (1, 2, 4) if (group % n == 0 and mask.heads <= kv_heads) or n == 1])
     )
     rows = draw(st.sampled_from([n for n in (64, 128) if n <= block[0]]))
-    shape = Shape(rows // pack, pack, draw(st.sampled_from((1, 2, 5, 40, 132, 264))))
+    shape = TileShape(rows // pack, pack, draw(st.sampled_from((1, 2, 5, 40, 132, 264))))
     return Case(mask, problem(mask, batch, (kv_heads * group, kv_heads)), shape)
 
 
@@ -241,7 +241,7 @@ def test_heads_that_do_not_fit_in_l2_together_go_in_sections(kv_heads: int):
     small = replace(p, card=replace(H200, l2_bytes=4 * 2 * (64 + 64) * 3 * 1024))
     assert sections(p) == 1
     assert sections(small) == p.batch * kv_heads // 2, "two heads of four take half of L2"
-    shape = Shape(128, 1, 5)
+    shape = TileShape(128, 1, 5)
     found = records(schedule(small, mask, shape))
     assert sorted(record.tile for record in found) == sorted(
         record.tile for record in records(schedule(p, mask, shape))
@@ -330,7 +330,7 @@ def test_attention_over_parts_merged_by_the_table_is_the_reference(case: Case, s
 def even(mask: BlockMask) -> float:
     """Blocks of the fullest CTA over the mean: 16 heads in tiles of 128 queries on an H200."""
     p = problem(mask, 1, (16, 16))
-    plan = schedule(p, mask, Shape(128, 1, 132))
+    plan = schedule(p, mask, TileShape(128, 1, 132))
     loads = [0] * 132
     for i, record in enumerate(records(plan)):
         loads[i % 132] += record.blocks + (2 if record.empty else 1)
@@ -358,7 +358,7 @@ def test_ctas_have_about_as_much_to_do(make: Callable[[], BlockMask], most: floa
 
 
 def test_rows_over_twice_the_mean_are_cut_and_those_of_a_causal_mask_are_not():
-    shape = Shape(128, 1, 132)
+    shape = TileShape(128, 1, 132)
     causal = problem(BlockMask.causal(32768), 1, (16, 16))
     assert not is_cut(causal, shape)
     rows = problem(BlockMask.bigbird(32768, window=1024, globals=256, random=8), 1, (16, 16))
@@ -370,19 +370,19 @@ def test_rows_over_twice_the_mean_are_cut_and_those_of_a_causal_mask_are_not():
 def test_few_long_tiles_are_cut_until_every_cta_has_a_part():
     mask = BlockMask.causal(q_len=1, kv_len=128 * 1000)
     p = problem(mask, 2, (8, 2))
-    for tiles, shape in ((16, Shape(128, 1, 132)), (4, Shape(32, 4, 132))):
+    for tiles, shape in ((16, TileShape(128, 1, 132)), (4, TileShape(32, 4, 132))):
         assert tiles_of(p, shape) == tiles
         count = int(schedule(p, mask, shape).count)
         assert 0.9 * 132 <= count <= 132
     short = problem(BlockMask.causal(q_len=1, kv_len=128 * 9), 1, (1, 1))
-    assert part_blocks(short, Shape(128, 1, 132)) == SHORTEST_PART
+    assert part_blocks(short, TileShape(128, 1, 132)) == SHORTEST_PART
 
 
 def test_a_problem_without_queries_or_keys_has_no_tiles_or_empty_ones():
     none = BlockMask.full(q_len=0, kv_len=300)
-    assert records(schedule(problem(none), none, Shape(128, 1, 132))) == []
+    assert records(schedule(problem(none), none, TileShape(128, 1, 132))) == []
     nothing = BlockMask.full(q_len=300, kv_len=0)
-    found = records(schedule(problem(nothing), nothing, Shape(128, 1, 132)))
+    found = records(schedule(problem(nothing), nothing, TileShape(128, 1, 132)))
     assert [(record.pos, record.empty) for record in found] == [(0, True), (128, True), (256, True)]
 
 
@@ -394,12 +394,12 @@ MASKS: dict[str, Callable[[str], BlockMask]] = {
         BlockMask.sliding_window(q_len=90, kv_len=3000, window=2000, device=device), 3
     ),
 }
-TILES = [Shape(64, 1, 132), Shape(16, 4, 264)]
+TILES = [TileShape(64, 1, 132), TileShape(16, 4, 264)]
 
 
 @pytest.mark.parametrize("shape", TILES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_no_value_of_a_tensor_is_asked_for(name: str, shape: Shape):
+def test_no_value_of_a_tensor_is_asked_for(name: str, shape: TileShape):
     """Tensors without values refuse to be asked: on a GPU every such question would be a sync."""
     mask = MASKS[name]("cpu")
     p, without = problem(mask, 2, (8, 2)), tree_map_only(Tensor, lambda x: x.to("meta"), mask)
@@ -414,7 +414,7 @@ def test_no_value_of_a_tensor_is_asked_for(name: str, shape: Shape):
 @pytest.mark.parametrize("shape", TILES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_gpu_makes_the_same_schedule_and_nobody_waits_for_it(
-    name: str, shape: Shape, no_sync: Callable[[], AbstractContextManager[None]]
+    name: str, shape: TileShape, no_sync: Callable[[], AbstractContextManager[None]]
 ):
     mask = MASKS[name]("cuda")
     p = problem(mask, 2, (8, 2))

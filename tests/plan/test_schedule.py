@@ -10,8 +10,8 @@ from sparsek.products.formats.pattern import BlockPattern, HostPattern
 from sparsek.products.formats.random import Spread, random_bsr
 from sparsek.products.formats.storage import merged_steps
 from sparsek.products.plan.schedule import (
-    Schedule,
-    Walk,
+    ProductSchedule,
+    UnitSteps,
     _groups,
     _tile_order,
     balance,
@@ -42,16 +42,16 @@ def masks(draw: st.DrawFn) -> np.ndarray:
     return np.random.default_rng(draw(st.integers(0, 999))).random((rows, columns)) < density
 
 
-def units_of(lengths: list[int]) -> Walk:
+def units_of(lengths: list[int]) -> UnitSteps:
     """Units of the given numbers of steps, one block row of 64 each."""
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = ends - np.array(lengths, dtype=np.int64)
     rows = np.arange(len(lengths), dtype=np.int64) * 64
     nothing = np.zeros(0, np.int32)
-    return Walk(begins, ends, rows, nothing, nothing)
+    return UnitSteps(begins, ends, rows, nothing, nothing)
 
 
-def steps_of(units: Walk, unit: int) -> list[tuple[int, np.ndarray]]:
+def steps_of(units: UnitSteps, unit: int) -> list[tuple[int, np.ndarray]]:
     span = range(units.begin[unit], units.end[unit])
     return [(int(units.cols[s]), np.atleast_1d(units.blocks[s])) for s in span]
 
@@ -184,7 +184,7 @@ def test_no_cta_idles_and_none_does_more_than_list_scheduling_allows(
     assert work.max() <= costs.sum() / min(workers, len(costs)) + costs.max()
 
 
-def loads(deal: Schedule) -> np.ndarray:
+def loads(deal: ProductSchedule) -> np.ndarray:
     """Steps plus one for each tile, of every CTA."""
     costs = (deal.tiles[:-1, 1] - deal.tiles[:-1, 0] + 1).astype(np.int64)
     sums = np.concatenate(([0], np.cumsum(costs)))

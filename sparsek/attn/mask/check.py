@@ -24,7 +24,7 @@ from sparsek.attn.mask.lists import (
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.pictures.masks import Rows
+from sparsek.pictures.masks import PictureRows
 from sparsek.products.formats.pattern import INT32_MAX
 
 ENTRIES = 1 << 22  # partial blocks that are checked at a time: rows may share entries, so a file may be small
@@ -110,7 +110,7 @@ def _check_tensor(name: str, part: Any, dimensions: int, device: torch.device) -
         raise InvalidInput(f"{name} is on {part.device} and full.starts on {device}; use one device")
 
 
-def _check_rows(mask: MaskData, kind: str, lists: Rows) -> None:
+def _check_rows(mask: MaskData, kind: str, lists: PictureRows) -> None:
     """Rows lie in the list, and their columns in the mask, ascending."""
     starts, ends = lists.starts.astype(np.int64), lists.starts.astype(np.int64) + lists.counts
     columns = mask.grid[1]
@@ -178,7 +178,7 @@ def _check_apart(mask: MaskData, host: HostMask, rows: np.ndarray) -> None:
         )
 
 
-def _held_entries(lists: Rows) -> np.ndarray:
+def _held_entries(lists: PictureRows) -> np.ndarray:
     """Positions in `indices` that some row has, int64, ascending, each once."""
     starts, counts = (part[lists.counts > 0].astype(np.int64) for part in (lists.starts, lists.counts))
     size = lists.indices.size + 1

@@ -22,7 +22,7 @@ from sparsek.core import arguments
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record
 from sparsek.core.tracing import saveable
-from sparsek.pictures.masks import Rows
+from sparsek.pictures.masks import PictureRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -246,4 +246,4 @@ def _to_host(mask: MaskData) -> HostMask:
     if mask.device.type == "cuda":
         torch.cuda.current_stream(mask.device).synchronize()
     arrays: list[Any] = [None if part is None else part.numpy() for part in parts]
-    return HostMask(Rows(*arrays[:3]), Rows(*arrays[3:6]), *arrays[6:])
+    return HostMask(PictureRows(*arrays[:3]), PictureRows(*arrays[3:6]), *arrays[6:])

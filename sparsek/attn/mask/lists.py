@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_has_values, untransformed
-from sparsek.pictures.masks import Rows
+from sparsek.pictures.masks import PictureRows
 from sparsek.products.formats.pattern import INT32_MAX, int_or_pair
 
 BLOCK_SIZES = (64, 128)
@@ -58,8 +58,8 @@ class TransposedLists(NamedTuple):
 class HostMask(NamedTuple):
     """The tensors of a mask as numpy arrays. Do not write to them."""
 
-    full: Rows
-    partial: Rows
+    full: PictureRows
+    partial: PictureRows
     lo: np.ndarray | None
     hi: np.ndarray | None
     rules: np.ndarray | None

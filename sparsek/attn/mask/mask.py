@@ -171,21 +171,21 @@ class BlockMask(MaskData):
     to_fa4 = interop.to_fa4
     to_pattern = interop.to_pattern
 
-    def drawn(self, head: int = 0, batch: int = 0) -> pictures.Head:
+    def drawn(self, head: int = 0, batch: int = 0) -> pictures.HeadPicture:
         """One head of one batch item, for pictures. Waits for the device."""
         first = interop.as_row(self, head, batch)
         self.verify(wait=True)
         rows = slice(first, first + self.grid[0])
 
-        def read(given: BlockLists) -> pictures.Rows:
+        def read(given: BlockLists) -> pictures.PictureRows:
             parts = given.starts[rows], given.counts[rows], given.indices
-            return pictures.Rows(*(part.cpu().numpy() for part in parts))
+            return pictures.PictureRows(*(part.cpu().numpy() for part in parts))
 
         full, partial = (untransformed(functools.partial(read, each)) for each in (self.full, self.partial))
         parts = (("head", head, self.heads), ("batch item", batch, self.batch))
         which = ", ".join(f"{name} {at} of 0 to {count - 1}" for name, at, count in parts if count > 1)
         shape, name = (self.q_len, self.kv_len), self.label or "block mask"
-        return pictures.Head(shape, self.block, full, partial, name, repr(self), which)
+        return pictures.HeadPicture(shape, self.block, full, partial, name, repr(self), which)
 
     plot = pictures.plot
 

@@ -111,7 +111,7 @@ class Attention(torch.autograd.Function):
 _attention = recorded_calls.applied(Attention)
 
 
-class Learned(NamedTuple):
+class LearnedAttention(NamedTuple):
     """Attention of the operands of a recorded call whose gradient autograd needs; see `Slot.differentiate`.
 
     `options` and `once` are those of the call. `slopes` and `sinks`: whether these come behind q, k and v.
@@ -139,7 +139,7 @@ def differentiate(call: Attended, mask: BlockMask | None, slot: Slot) -> Any:
     if not slot.learns:
         return Attention.apply(call.q, call.k, call.v, sinks, call.without(), run)
     options = call.scale, call.return_lse, call.kernel, call.deterministic
-    learned = Learned(options, call.once, softcap, slopes is not None, sinks is not None)
+    learned = LearnedAttention(options, call.once, softcap, slopes is not None, sinks is not None)
     return slot.differentiate(learned, mask, run)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import Choice
+from sparsek.attn.mask.build.selection import Selection
 from sparsek.core.operations import KERNELS
 from sparsek.engine.call.transforms import function_of
 
@@ -22,7 +22,7 @@ def _registered(module: str, function: str) -> Callable[..., Any]:
     return make
 
 
-def _choose_blocks(made: Sequence[Any], c: Choice) -> tuple[Tensor, ...] | None:
+def _choose_blocks(made: Sequence[Any], c: Selection) -> tuple[Tensor, ...] | None:
     tensors = (c.given, c.lengths, c.limit, c.always, c.counts)
     plain = [each for each in tensors if isinstance(each, Tensor)]
     kernel = function_of("sparsek.attn.kernels.mask.choose", "choose_blocks", *plain)

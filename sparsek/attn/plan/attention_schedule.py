@@ -27,7 +27,7 @@ SLOT_ROWS = 128  # of a slot; a tile has at most as many
 SECTION = 2 / 3  # of L2, for the keys and values of a section of heads
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """A tile: `positions` query positions of `pack` heads; and the number of CTAs."""
 
     positions: int
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     ctas: int
 
 
-class Schedule(NamedTuple):
+class AttentionSchedule(NamedTuple):
     """`tiles` int32 [capacity, FIELDS]; the first count[0] are live; CTA p computes p, p + ctas, ...
 
     `merges` int32 [capacity, MERGE_FIELDS]: first slot, slots, batch item, first head, first query of every split
@@ -57,12 +57,12 @@ class Schedule(NamedTuple):
         return float(load.max() / load.mean()) if len(cost) else 1.0
 
 
-def tiles_of(p: AttentionProblem, shape: Shape) -> int:
+def tiles_of(p: AttentionProblem, shape: TileShape) -> int:
     """Number of query tiles, not counting parts."""
     return p.batch * (p.q_heads // shape.pack) * -(-p.q_len // shape.positions)
 
 
-def part_blocks(p: AttentionProblem, shape: Shape) -> int:
+def part_blocks(p: AttentionProblem, shape: TileShape) -> int:
     """Blocks of the longest part; a longer tile is split. At least the longest tile if nothing is split.
 
     If the host knows only bounds, the longest tile may not exist; then tiles are split only for idle CTAs. With fewer
@@ -78,23 +78,23 @@ def part_blocks(p: AttentionProblem, shape: Shape) -> int:
     return max(SHORTEST_PART, round(2 * mean) + 1) if p.exact else p.longest
 
 
-def extra_tiles(p: AttentionProblem, blocks: int, shape: Shape) -> int:
+def extra_tiles(p: AttentionProblem, blocks: int, shape: TileShape) -> int:
     """The most records that parts add, if split rows hold `blocks` blocks of the mask. Slots: twice that."""
     lists = (p.batch // p.mask_batch) * (p.q_heads // p.mask_heads)
     return blocks * lists * -(-p.block[0] // shape.positions) // shape.pack // part_blocks(p, shape)
 
 
-def room_for_parts(p: AttentionProblem, mask: BlockMask, shape: Shape) -> int:
+def room_for_parts(p: AttentionProblem, mask: BlockMask, shape: TileShape) -> int:
     """The most records that the parts of `mask` add: only tiles longer than a part are split."""
     mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
     return extra_tiles(p, mask.heavy_blocks if part_blocks(p, shape) >= 2 * mean else p.stored, shape)
 
 
-def is_cut(p: AttentionProblem, shape: Shape) -> bool:
+def is_cut(p: AttentionProblem, shape: TileShape) -> bool:
     return p.longest > part_blocks(p, shape)
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
+def schedule(p: AttentionProblem, mask: BlockMask, shape: TileShape) -> AttentionSchedule:
     """The tiles of `mask` for `p`, in the order of CTAs. No sync."""
     where, lists = _tiles(p, mask, shape)
     whole = torch.full_like(where[:, :1], NO_SLOT)
@@ -102,11 +102,11 @@ def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
         records = torch.cat((where, lists, whole), 1)
         count = torch.full((1,), len(records), dtype=torch.int32, device=mask.device)
         blocks = lists[:, 1] + lists[:, 3]
-        return Schedule(_dealt(records, blocks, shape.ctas, sections(p)), count, shape.ctas)
+        return AttentionSchedule(_dealt(records, blocks, shape.ctas, sections(p)), count, shape.ctas)
     return _cut(p, mask, where, lists, shape)
 
 
-def _tiles(p: AttentionProblem, mask: BlockMask, shape: Shape) -> tuple[Tensor, Tensor]:
+def _tiles(p: AttentionProblem, mask: BlockMask, shape: TileShape) -> tuple[Tensor, Tensor]:
     """Position, batch item and first head of every tile [tiles, 3], and starts and counts of its lists [tiles, 4]."""
     device, rows = mask.device, mask.grid[0]
 
@@ -161,7 +161,9 @@ def _dealt(records: Tensor, blocks: Tensor, ctas: int, sections: int = 1) -> Ten
     return records[order]
 
 
-def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, shape: Shape) -> Schedule:
+def _cut(
+    p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, shape: TileShape
+) -> AttentionSchedule:
     """The same with long tiles split. A tile of n blocks in k parts: part i has blocks n i / k to n (i + 1) / k."""
     longest = part_blocks(p, shape)
     partial, n = lists[:, 1].long(), (lists[:, 1] + lists[:, 3]).long()
@@ -190,4 +192,4 @@ def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, sha
     # Whole tiles are all written to the last row, which is dropped.
     row = torch.where(cut, torch.cumsum(cut, 0) - 1, extra)
     merges.index_copy_(0, row, entry)
-    return Schedule(tiles, last[-1:].clamp(max=capacity).int(), shape.ctas, merges[:-1], 2 * extra)
+    return AttentionSchedule(tiles, last[-1:].clamp(max=capacity).int(), shape.ctas, merges[:-1], 2 * extra)

@@ -27,7 +27,7 @@ FORWARD_ONLY = "attention_paged has no gradient, and {name} requires one; use to
 NO_TANGENT = "attention_paged has no forward-mode derivative (jvp, jacfwd)"
 
 
-class Visible(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Which keys queries see: a window, sinks and causality, or lists."""
 
     causal: bool
@@ -127,11 +127,11 @@ def check_tables(q: Tensor, block_table: Any, seq_lens: Any, cu_seqlens_q: Any) 
         )
 
 
-def visible(q: Tensor, k: Tensor, mask: Any, causal: bool) -> Visible:
+def visible(q: Tensor, k: Tensor, mask: Any, causal: bool) -> VisibleKeys:
     """What a checked mask means: None, a MaskPolicy or PageLists."""
     arguments.flag("causal", causal)
     if mask is None:
-        return Visible(causal)
+        return VisibleKeys(causal)
     if isinstance(mask, MaskPolicy):
         if mask.topk is not None or mask.stride is not None:
             option = "topk" if mask.stride is None else "stride"
@@ -143,10 +143,10 @@ def visible(q: Tensor, k: Tensor, mask: Any, causal: bool) -> Visible:
             raise InvalidInput(
                 f"causal=False contradicts mask, {mask.label}; write MaskPolicy(causal=False, ...)"
             )
-        return Visible(mask.causal, min(mask.window or 0, 2**31 - 1), min(mask.sinks, 2**31 - 1))
+        return VisibleKeys(mask.causal, min(mask.window or 0, 2**31 - 1), min(mask.sinks, 2**31 - 1))
     if isinstance(mask, PageLists):
         _check_lists(q, k, mask)
-        return Visible(causal, lists=mask)
+        return VisibleKeys(causal, lists=mask)
     raise InvalidInput(
         f"mask is {shown(mask)}; it must be None, a MaskPolicy, PageLists, or a policy of sparsek.policies. Masks of "
         "single requests join by PageLists.of_masks; Quest's pages go in as quest.lists(...)"
@@ -167,7 +167,7 @@ def _check_lists(q: Tensor, k: Tensor, lists: PageLists) -> None:
     arguments.one_device("q is", q.device, "mask", lists.device, "make the lists on q's device")
 
 
-def check_sizes(q: Tensor, k: Tensor, block_table: Tensor, seen: Visible, max_q: int) -> None:
+def check_sizes(q: Tensor, k: Tensor, block_table: Tensor, seen: VisibleKeys, max_q: int) -> None:
     """InvalidInput for sizes that leave no query of q room, unless values are checked, which finds more.
 
     Any number of rows of q may be after the last request, so lists of few tiles may be those of all requests.

@@ -23,7 +23,7 @@ from sparsek.products.formats.pattern import INT32_MAX
 ELEMENTS = 2**25  # scores that are in memory at once, float32
 
 
-class Dense(NamedTuple):
+class FullAttention(NamedTuple):
     """The attention that a mask leaves parts of: q, k, the factor of q @ k.T, and which keys exist.
 
     first: the position of the first query if a query sees no keys after its own, else None. ends: int64 [1 or B, Nb]
@@ -197,14 +197,14 @@ def _is_causal(mask: BlockMask, diagonal: tuple[int, bool] | None, q_offset: int
 
 def dense_of(
     q: Tensor, k: Tensor, side: int, scale: float | None, first: int | None, kv_lengths: Tensor | None
-) -> Dense:
-    """The dense attention of q and k, with blocks of `side` keys; `first` as in `Dense`."""
+) -> FullAttention:
+    """The dense attention of q and k, with blocks of `side` keys; `first` as in `FullAttention`."""
     factor = checked_scale(scale, q.shape[3])
     ends, blocks = None, -(-k.shape[2] // side)
     if kv_lengths is not None:
         lengths = block_lengths("kv_lengths", kv_lengths, q.shape[0], blocks, q.device).long()
         ends = lengths.clamp(0, side) + torch.arange(blocks, device=q.device) * side
-    return Dense(q.detach(), k.detach(), factor, first, ends, side)
+    return FullAttention(q.detach(), k.detach(), factor, first, ends, side)
 
 
 def seen_by(mask: BlockMask, group: int, queries: Tensor) -> Tensor:

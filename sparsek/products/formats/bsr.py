@@ -14,7 +14,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import record
 from sparsek.core.tracing import of_values
-from sparsek.pictures.blocks import Blocks, Drawable
+from sparsek.pictures.blocks import BlockPicture, Drawable
 from sparsek.products.formats.algebra import Arithmetic
 from sparsek.products.formats.base import check_readable
 from sparsek.products.formats.convert import Conversions
@@ -139,7 +139,7 @@ class BSR(Conversions, Arithmetic, Drawable):
         def __matmul__(self, other: Tensor | QuantizedTensor) -> Tensor: ...
         def __matmul__(self, other: Any) -> Any: ...
 
-    def drawn(self) -> Blocks:
+    def drawn(self) -> BlockPicture:
         """Return the data of its pictures: the blocks, coloured by norm. Synchronizes. Internal."""
 
         def norms() -> np.ndarray:

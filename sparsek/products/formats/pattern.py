@@ -21,7 +21,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
-from sparsek.pictures.blocks import Blocks, Drawable
+from sparsek.pictures.blocks import BlockPicture, Drawable
 
 INT32_MAX = 2**31 - 1
 BLOCK_STEP, BLOCK_MAX = 16, 512
@@ -199,10 +199,10 @@ class BlockPattern(PlanOwner, Record, Drawable):
             indices[p]
         ) * self.block[1]
 
-    def drawn(self) -> Blocks:
+    def drawn(self) -> BlockPicture:
         """Return the data of its pictures. Synchronizes at most once. Internal."""
         name = f"{self.shape[0]} × {self.shape[1]}"
-        return Blocks(self.shape, self.block, *self.host, name, repr(self), self.summary)
+        return BlockPicture(self.shape, self.block, *self.host, name, repr(self), self.summary)
 
     def __repr__(self) -> str:
         size = f"{self.shape[0]}x{self.shape[1]}, block {self.block[0]}x{self.block[1]}"

@@ -86,7 +86,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Bound:
+class Requirement:
     """What an option must satisfy to be chosen; without limits it must be lossless.
 
     Attributes:
@@ -150,7 +150,7 @@ class FormatChoice:
     card: Card
     options: tuple[Option, ...]
     choice: Option
-    bound: Bound
+    bound: Requirement
     weight: Any = field(repr=False)
 
     def __copy__(self) -> FormatChoice:
@@ -299,7 +299,7 @@ def choose_format(
             f"{'; pass layer.weight' if known else ''}"
         )
     arguments.supported("W", W.device)
-    bound, blocks = Bound(max_error, min_norm), _blocks(BLOCK if block is None else block)
+    bound, blocks = Requirement(max_error, min_norm), _blocks(BLOCK if block is None else block)
     keeps = [arguments.number("keep", each, 0, 1) for each in _listed(keep)]
     asked: Any = None if formats is None else [arguments.text("formats", each) for each in _listed(formats)]
     card, timed = _where(W, device)
@@ -402,7 +402,7 @@ def measure(
     return {int(name): each for name, each in times.items()}
 
 
-def choose(options: Sequence[Option], bound: Bound) -> Option:
+def choose(options: Sequence[Option], bound: Requirement) -> Option:
     """Return the fastest option within the bound. Raises Unsupported with the reasons of each if there is none."""
     able = [each for each in options if not each.why_not and not bound.faults(each)]
     if not able:

@@ -25,7 +25,7 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor, quantize_dense
 from sparsek.products.ops import recorded_products
-from sparsek.products.ops.spmm import SPMM, How, Learned, finished, follow_autocast_fp8, multiply
+from sparsek.products.ops.spmm import SPMM, How, LearnedProduct, finished, follow_autocast_fp8, multiply
 from sparsek.products.plan import operands
 from sparsek.products.plan.kernels import activation_seconds
 from sparsek.products.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
@@ -127,7 +127,7 @@ def linear(
         if not slot.learns:
             slot = slot._replace(operands=(W.values, x, *(t for t in rows if t is not None)))
         how = How(True, False, 1.0, inside == "relu", kernel, act if slope else "")
-        again = Learned(how, bias is not None, residual is not None, apart, after)
+        again = LearnedProduct(how, bias is not None, residual is not None, apart, after)
         both: Any = functools.partial(with_slope, x, W, bias, act, kernel) if slope else run
         return slot.differentiate(again, W, both)
     y = slot.run(run)

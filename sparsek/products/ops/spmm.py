@@ -136,7 +136,7 @@ def spmm(
     if slot.learns and not (isinstance(A, Quantized) or isinstance(B, Quantized)):
         matrix = A if operands.is_sparse(A) else B
         how = How(matrix is B, matrix is B, alpha, False, kernel)
-        return slot.differentiate(Learned(how), matrix, product)
+        return slot.differentiate(LearnedProduct(how), matrix, product)
     return slot.run(product)
 
 
@@ -238,7 +238,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         rows = out_layout == "col"
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
-        return Multiplied.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
+        return ProductFunction.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     settings = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
     return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *settings)
@@ -351,7 +351,7 @@ transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_
 
 
 class How(NamedTuple):
-    """The product that `Multiplied` computes of a matrix A and a dense operand.
+    """The product that `ProductFunction` computes of a matrix A and a dense operand.
 
     `rows`: X A^T, with X [..., T, K], or X A if also `turned`; otherwise A B, or A^T B. `relu` follows it. `slope`: the
     name of another activation that follows it, whose slope the product also returns.
@@ -365,7 +365,7 @@ class How(NamedTuple):
     slope: str = ""
 
 
-class Learned(NamedTuple):
+class LearnedProduct(NamedTuple):
     """A product of the operands of a recorded call whose gradient autograd needs; see `Slot.differentiate`.
 
     `act`: the activation that torch applies to it. `residual`: the last operand is added behind that, by torch if
@@ -395,7 +395,7 @@ def finished(y: Tensor, act: str, residual: Tensor | None) -> Tensor:
         return y if residual is None else y + residual
 
 
-class Multiplied(torch.autograd.Function):
+class ProductFunction(torch.autograd.Function):
     """A product with gradients for plain tensors; the torch.library op takes more host time.
 
     `multiply()` computes act(alpha * product + bias) + other, with the leading dims and the layout of `dense`. With
@@ -483,5 +483,5 @@ def _nothing(values: Tensor) -> Any:
     return None
 
 
-_multiplied = recorded_calls.applied(Multiplied)
+_multiplied = recorded_calls.applied(ProductFunction)
 base.Multiplied.register_matmul(spmm)  # and spgemm.py that of a BSR

@@ -23,7 +23,7 @@ from sparsek.products.formats.storage import merged_keys
 WIDER = 0.02
 
 
-class Walk(NamedTuple):
+class UnitSteps(NamedTuple):
     """Steps of every unit. Unit u has steps begin[u] to end[u] and owns rows of C from row[u].
 
     `cols` [steps] are block columns. `blocks` [steps, merge] are stored blocks, nnzb where a joined row has none.
@@ -36,7 +36,7 @@ class Walk(NamedTuple):
     blocks: NDArray[np.int32]
 
 
-class Schedule(NamedTuple):
+class ProductSchedule(NamedTuple):
     """Tiles of every CTA: CTA p computes tiles[starts[p]:starts[p+1]], each (first step, end step, row, column).
 
     The list ends with one spare tile, so that a kernel may read ahead. `unit` [tiles] is the unit of each other tile.
@@ -55,12 +55,12 @@ class Cut(NamedTuple):
     `slot` [parts] numbers the parts of units that have several, in order; -1 for a whole unit.
     """
 
-    parts: Walk
+    parts: UnitSteps
     unit: NDArray[np.int64]
     slot: NDArray[np.int64]
 
 
-def walk(pattern: BlockPattern, tile_rows: int, merge: int = 1) -> Walk:
+def walk(pattern: BlockPattern, tile_rows: int, merge: int = 1) -> UnitSteps:
     """Units and steps of a pattern for tiles of `tile_rows` rows.
 
     A block row taller than a tile becomes several units with the same steps; the last one overlaps its neighbour so
@@ -91,10 +91,10 @@ def walk(pattern: BlockPattern, tile_rows: int, merge: int = 1) -> Walk:
         begin, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
         row = np.arange(units, dtype=np.int64) * bm * merge
     inside = row < pattern.shape[0]
-    return Walk(begin[inside], end[inside], row[inside], cols, blocks)
+    return UnitSteps(begin[inside], end[inside], row[inside], cols, blocks)
 
 
-def cut(units: Walk, limit: int) -> Cut:
+def cut(units: UnitSteps, limit: int) -> Cut:
     """Splits units of more than `limit` steps into parts of about equal length, none longer than that."""
     steps = units.end - units.begin
     counts = np.maximum(1, -(-steps // limit))
@@ -104,7 +104,7 @@ def cut(units: Walk, limit: int) -> Cut:
     end = units.begin[unit] + (nth + 1) * steps[unit] // counts[unit]
     several = counts[unit] > 1
     slot = np.where(several, np.cumsum(several) - 1, -1)
-    return Cut(Walk(begin, end, units.row[unit], units.cols, units.blocks), unit, slot)
+    return Cut(UnitSteps(begin, end, units.row[unit], units.cols, units.blocks), unit, slot)
 
 
 def part_limit(steps: float, workers: int) -> int:
@@ -113,7 +113,7 @@ def part_limit(steps: float, workers: int) -> int:
 
 
 class DeviceSchedule(NamedTuple):
-    """As `Schedule`, made on the pattern's device: `tiles` int32 [tiles, 5] and `starts` int32 [ctas + 1].
+    """As `ProductSchedule`, made on the pattern's device: `tiles` int32 [tiles, 5] and `starts` int32 [ctas + 1].
 
     The fifth number of a tile is its row inside the block. There is no spare tile.
     """
@@ -158,7 +158,9 @@ def deal_on_device(
     return DeviceSchedule(tiles, starts.int())
 
 
-def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float = 1.0) -> Schedule:
+def balance(
+    units: UnitSteps, n: int, tile_cols: int, workers: int, tile_cost: float = 1.0
+) -> ProductSchedule:
     """Assigns the tiles of all units over the columns of a [K, n] operand to at most `workers` CTAs.
 
     List scheduling: tiles in a fixed order, each to the CTA with the least work so far, where a tile costs its steps
@@ -173,7 +175,9 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
     steps = (units.end - units.begin).astype(np.float64) + tile_cost
     count = len(steps) * column_tiles
     if count == 0:
-        return Schedule(np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0, np.zeros(0, np.int64))
+        return ProductSchedule(
+            np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0, np.zeros(0, np.int64)
+        )
     bound = max(steps.max(), steps.sum() * column_tiles / min(workers, count))
     best: tuple[float, float, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
     groups = _groups(len(steps), column_tiles, workers)
@@ -200,7 +204,7 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
     tiles[:-1, 2], tiles[:-1, 3] = units.row[unit], column * tile_cols
     starts = np.zeros(ctas + 1, np.int32)
     np.cumsum(np.bincount(who, minlength=ctas), out=starts[1:])
-    return Schedule(tiles, starts, ctas, span / (steps.sum() * column_tiles / ctas), unit)
+    return ProductSchedule(tiles, starts, ctas, span / (steps.sum() * column_tiles / ctas), unit)
 
 
 def _groups(units: int, column_tiles: int, workers: int) -> list[int]:

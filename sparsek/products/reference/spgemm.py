@@ -14,7 +14,7 @@ from sparsek.products.formats.bsr import BSR, zero_padding
 from sparsek.products.formats.pattern import BlockPattern, HostPattern
 
 
-class Pairs(NamedTuple):
+class BlockPairs(NamedTuple):
     """The pairs of blocks, on the host: block left[p] of A times block right[p] of B is added to block target[p] of
     C.
 
@@ -47,7 +47,7 @@ def spgemm(a: BSR, b: BSR, pattern: BlockPattern | None = None) -> BSR:
         return BSR.unchecked(found.pattern, zero_padding(found.pattern, values))
 
 
-def pairs(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) -> Pairs:
+def pairs(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) -> BlockPairs:
     """The pairs of A [M, K] and B [K, N] whose block of C is in `wanted`; all of them without it."""
     columns = b.grid[1]
     starts = b.host.indptr.astype(np.int64)
@@ -67,7 +67,7 @@ def pairs(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) 
         left, right, cell = left[inside], right[inside], cell[inside]
     target = np.searchsorted(cells, cell)
     order = np.argsort(target, kind="stable")
-    return Pairs(wanted, left[order], right[order], target[order])
+    return BlockPairs(wanted, left[order], right[order], target[order])
 
 
 def _rows(pattern: BlockPattern) -> np.ndarray:
@@ -75,7 +75,7 @@ def _rows(pattern: BlockPattern) -> np.ndarray:
     return np.repeat(np.arange(pattern.grid[0]), np.diff(pattern.host.indptr))
 
 
-def _sums(a: BSR, b: BSR, found: Pairs) -> Tensor:
+def _sums(a: BSR, b: BSR, found: BlockPairs) -> Tensor:
     """C's blocks as summed, in float32 or float64; undefined outside the matrix."""
     sum_dtype = torch.promote_types(a.dtype, torch.float32)
     of_a, of_b = a.logical_values(), b.logical_values()

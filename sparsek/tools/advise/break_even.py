@@ -33,7 +33,7 @@ COLOURS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class CurveSetting:
     """What all points of a picture share: W's shape [N, K], the dtype, the card by its short name."""
 
     shape: tuple[int, int] = (4096, 4096)
@@ -80,7 +80,7 @@ class Setting:
         return replace(stats, merged=merged)
 
 
-def break_even(form: str, block: int, tokens: int, setting: Setting | None = None) -> float:
+def break_even(form: str, block: int, tokens: int, setting: CurveSetting | None = None) -> float:
     """The largest share of W's values that a BSR ("bsr") or BSR24 ("bsr24") of such blocks may store and be as fast as
     a dense W: 1 if it is whatever it stores (half for BSR24, all its blocks), 0 if not even with a single block.
 
@@ -92,7 +92,7 @@ def break_even(form: str, block: int, tokens: int, setting: Setting | None = Non
         raise InvalidInput(f"tokens must be at least 1, got {tokens}")
     if form == "bsr24" and block % BLOCK_STEP:
         raise InvalidInput(f"blocks of a BSR24 are multiples of {BLOCK_STEP}, not {block}")
-    setting = setting or Setting()
+    setting = setting or CurveSetting()
     limit = setting.dense_seconds(tokens)
     if form == "semi24":
         return 0.5 if setting.seconds(form, 0, tokens, 0.5) <= limit else 0.0
@@ -119,7 +119,9 @@ class Curve:
     shares: tuple[float, ...]
 
 
-def curves(setting: Setting, blocks: Sequence[int] = BLOCKS, tokens: Sequence[int] = TOKENS) -> list[Curve]:
+def curves(
+    setting: CurveSetting, blocks: Sequence[int] = BLOCKS, tokens: Sequence[int] = TOKENS
+) -> list[Curve]:
     """A curve for every format and every block that it can have and that fits W; 0 stands for none."""
     fitting = [block for block in blocks if block <= min(setting.shape)]
     pairs = [("semi24", 0)] if setting.shape[1] % two_four.STEP == 0 else []
@@ -132,7 +134,10 @@ def curves(setting: Setting, blocks: Sequence[int] = BLOCKS, tokens: Sequence[in
 
 
 def draw(
-    found: Sequence[Curve], setting: Setting, path: str | os.PathLike[str], tokens: Sequence[int] = TOKENS
+    found: Sequence[Curve],
+    setting: CurveSetting,
+    path: str | os.PathLike[str],
+    tokens: Sequence[int] = TOKENS,
 ) -> None:
     """The curves as an SVG picture, a panel for each format with blocks: below its line sparse is faster than dense."""
     where, parts = svg.as_path("path", path), []

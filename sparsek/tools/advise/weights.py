@@ -99,7 +99,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Group:
+class WeightGroup:
     """Matrices that share one row of the answer. `lookup`: embeddings by their names, whose rows are fetched."""
 
     label: str
@@ -120,7 +120,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Times:
+class ProductTimes:
     """Seconds of the dense and the best sparse product, the kernel of the latter, and the break even: the largest
     share of blocks stored by the same rule at which sparse is as fast as dense, 0 if there is none. `host`: seconds
     that an eager call takes at least."""
@@ -161,7 +161,7 @@ class Failure:
 class NoAdvice:
     """A group all of whose matrices failed."""
 
-    group: Group
+    group: WeightGroup
     failures: tuple[Failure, ...]
     verdict: str = "failed"
 
@@ -171,10 +171,10 @@ class Advice:
     """The answer for one group: kept norms and checks of all its matrices that did not fail; times of all of them if
     predicted, and of the first if measured; every format of the first, but for look-ups."""
 
-    group: Group
+    group: WeightGroup
     cells: int
     kept_norm: tuple[float, float]
-    times: tuple[Times, ...]
+    times: tuple[ProductTimes, ...]
     wrong: tuple[str, ...]
     worst_error: float  # of the error budget, over all matrices of the group
     first: Pruned
@@ -252,7 +252,7 @@ def choose(file: WeightFile, wanted: Sequence[str], block: tuple[int, int]) -> l
     return list(dict.fromkeys(found))
 
 
-def grouped(shapes: Iterable[tuple[str, tuple[int, int]]], *, wanted: bool = False) -> list[Group]:
+def grouped(shapes: Iterable[tuple[str, tuple[int, int]]], *, wanted: bool = False) -> list[WeightGroup]:
     """One group per matrix; beyond a dozen, one per name with its numbers as * and shape; beyond two dozen,
     per shape. Names with "embed" in them are look-ups, unless they were `wanted`.
     """
@@ -266,7 +266,7 @@ def grouped(shapes: Iterable[tuple[str, tuple[int, int]]], *, wanted: bool = Fal
         if len(groups) <= limit:
             break
     return [
-        Group(names[0] if len(names) == 1 else f"{label} ({len(names)})", tuple(names), shape, lookup)
+        WeightGroup(names[0] if len(names) == 1 else f"{label} ({len(names)})", tuple(names), shape, lookup)
         for (label, shape, lookup), names in groups.items()
     ]
 
@@ -324,14 +324,14 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def advise(
-    group: Group, read: Callable[[str], torch.Tensor], question: Question, step: Callable[[str], None]
+    group: WeightGroup, read: Callable[[str], torch.Tensor], question: Question, step: Callable[[str], None]
 ) -> Advice | NoAdvice:
     """Prunes and checks every matrix of the group, predicts all times or measures the first, calls `step(name)` after
     each.
 
     A matrix that cannot be read, pruned, multiplied or held in memory becomes a failure, and the others go on.
     """
-    times: list[Times] = []
+    times: list[ProductTimes] = []
     first: Pruned | None = None
     formats: tuple[Option, ...] = ()
     checks: list[tuple[str, float, Gate]] = []
@@ -367,19 +367,19 @@ def advise(
     return Advice(group, cells, kept_norm, tuple(times), wrong, worst, first, tuple(failures), formats)
 
 
-def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
+def timed(a: BSR, weight: torch.Tensor, question: Question) -> ProductTimes:
     """Dense and sparse seconds of `tokens` tokens: measured if there is a device for it, else predicted.
 
     Raises InvalidInput for more tokens than the memory of a CPU can hold.
     """
     card = question.predicted_for
     dense_weight = weight.to(device=a.device, dtype=a.dtype)
-    curve = Curve.of(dense_weight, question)
+    curve = TimeCurve.of(dense_weight, question)
     if card is not None:
         dense = predicted_dense(question, a.shape, card)
         plan = curve.plan(a.pattern)
         even = curve.break_even(a.nnzb, plan.seconds, dense)
-        return Times(dense, plan.seconds, plan.kernel, even, True, eager_seconds(card_named(card)))
+        return ProductTimes(dense, plan.seconds, plan.kernel, even, True, eager_seconds(card_named(card)))
     if a.device.type == "cpu":
         _refuse_beyond_memory(a, question.tokens)
     plan = curve.plan(a.pattern)
@@ -398,7 +398,7 @@ def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
     dense, sparse = measured["dense"].median / 1e3, measured["sparse"].median / 1e3
     # The planner's curve over density, scaled so that it passes through the measured point.
     even = curve.break_even(a.nnzb, plan.seconds, dense * plan.seconds / sparse)
-    return Times(dense, sparse, plan.kernel, even, False, eager_seconds(card_of(a.device)))
+    return ProductTimes(dense, sparse, plan.kernel, even, False, eager_seconds(card_of(a.device)))
 
 
 def _tokens(count: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -437,7 +437,7 @@ def predicted_dense(question: Question, shape: tuple[int, int], card: str) -> fl
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class TimeCurve:
     """The predicted sparse time of one weight over the number of blocks that the rule of the question stores.
 
     `ranks` [Mb, Kb]: the place of each block by falling Frobenius norm, in the matrix or in its block row; the first
@@ -450,7 +450,7 @@ class Curve:
     ranks: torch.Tensor
 
     @classmethod
-    def of(cls, dense: torch.Tensor, question: Question) -> "Curve":
+    def of(cls, dense: torch.Tensor, question: Question) -> "TimeCurve":
         tiles = tiles_of(dense, question.block)
         norms = torch.linalg.vector_norm(tiles, dim=3, dtype=torch.float64).square().sum(dim=1)
         groups = norms if question.scope == "row" else norms.reshape(1, -1)

@@ -101,7 +101,7 @@ def print_break_even(shape: tuple[int, int], question: Question, path: Path, out
     card = question.predicted_for or next(
         (name for name, known in CARDS.items() if known == card_of(question.run_on)), "h200"
     )
-    setting = break_even.Setting(shape, question.dtype, card)
+    setting = break_even.CurveSetting(shape, question.dtype, card)
     with progress(1, "break-even shares of every format and block"):
         found = break_even.curves(setting)
         break_even.draw(found, setting, path)

@@ -22,7 +22,7 @@ from sparsek.tools.bench.benches import HELP
 from sparsek.tools.bench.engine import html, records
 from sparsek.tools.bench.engine.bench import Bench, Column, Table, table_of
 from sparsek.tools.bench.engine.case import SuiteRow
-from sparsek.tools.bench.engine.options import Option
+from sparsek.tools.bench.engine.options import CommandOption
 from sparsek.tools.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.tools.bench.engine.report import measured_peers
 from sparsek.tools.bench.engine.run import GateError, Outcome, measure
@@ -68,7 +68,7 @@ def command(one: Bench) -> Callable[..., None]:
 
 
 def with_case_options(
-    options: Sequence[Option], run: Callable[..., None], more: Mapping[str, tuple[Any, Any]]
+    options: Sequence[CommandOption], run: Callable[..., None], more: Mapping[str, tuple[Any, Any]]
 ) -> Callable[..., None]:
     """A function of these options of cases, and of `more`: types and defaults by name, as typer reads them. It calls
     `run(context, cases, **more)` with the values of the options by name.

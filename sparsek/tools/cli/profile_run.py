@@ -218,7 +218,7 @@ def _measured(plan: Plan, times: Times) -> str:
     )
 
 
-def _launches(calls: Breakdown, counted: ncu.Counted | None) -> Any:
+def _launches(calls: Breakdown, counted: ncu.CallCounters | None) -> Any:
     """The kernels of a call: by the counters where there are some, by the trace elsewhere."""
     shown = new_table("Kernels of a call")
     if counted is None:
@@ -261,7 +261,7 @@ def _under_profiler(calls: Sequence[Callable[[], object]], count: int) -> None:
     torch.cuda.profiler.stop()
 
 
-def _counted(child: Sequence[str], out: Path, notes: list[str], files: list[Path]) -> ncu.Counted | None:
+def _counted(child: Sequence[str], out: Path, notes: list[str], files: list[Path]) -> ncu.CallCounters | None:
     """The counters of one call; without them a note has the reason."""
     program, log = shutil.which("ncu"), out / "ncu.csv"
     if program is None:
@@ -276,7 +276,7 @@ def _counted(child: Sequence[str], out: Path, notes: list[str], files: list[Path
         launches = ncu.parse(text)
         if launches:
             files.append(log)
-            return ncu.Counted.of(launches)
+            return ncu.CallCounters.of(launches)
         text += printed
         if "metric" not in ncu.refusal(text).lower():
             break

@@ -66,7 +66,7 @@ def command(program: str, log: Path, child: Sequence[str], without: Iterable[str
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchCounters:
     """The counters of one launch, in seconds, bytes, and shares from 0 to 1."""
 
     kernel: str
@@ -93,7 +93,7 @@ class Launch:
         return {reason: value for reason, value in found.items() if reason not in NO_STALL}
 
 
-def parse(text: str) -> list[Launch]:
+def parse(text: str) -> list[LaunchCounters]:
     """The launches of ncu's CSV. Lines of ncu itself, "==PROF== ...", and of the program are passed over."""
     lines = text.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
@@ -109,7 +109,7 @@ def parse(text: str) -> list[Launch]:
             for name, unit, cell in zip(names, units, row, strict=False)
             if "__" in name and (value := _number(cell)) is not None
         }
-        found.append(Launch(row[at_name], values))
+        found.append(LaunchCounters(row[at_name], values))
     return found
 
 
@@ -128,7 +128,7 @@ def refusal(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CallCounters:
     """The counters of a call, over all its launches.
 
     `seconds` under ncu, with cold caches. `tensor`: share of cycles in which the tensor pipe was active. Bytes moved
@@ -142,10 +142,10 @@ class Counted:
     l2: float | None
     dram: float | None
     stalls: Mapping[str, float]
-    launches: tuple[Launch, ...]
+    launches: tuple[LaunchCounters, ...]
 
     @classmethod
-    def of(cls, launches: Sequence[Launch]) -> "Counted":
+    def of(cls, launches: Sequence[LaunchCounters]) -> "CallCounters":
         seconds = sum(each.seconds for each in launches) or 1e-12
         tensor = [each for each in launches if each.tensor is not None]
         reasons = dict.fromkeys(reason for each in launches for reason in each.stalls)
@@ -212,6 +212,6 @@ class Counted:
         }
 
 
-def _total(launches: Sequence[Launch], name: str) -> float | None:
+def _total(launches: Sequence[LaunchCounters], name: str) -> float | None:
     found = [each.counters[name] for each in launches if name in each.counters]
     return sum(found) if found else None

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import Choice, Near
+from sparsek.attn.mask.build.selection import Near, Selection
 from sparsek.attn.mask.lists import CHOSEN_SIZES, Place
 from sparsek.attn.mask.mask import BlockMask
 
@@ -36,7 +36,7 @@ def strided(x: Tensor, way: int) -> Tensor:
 
 def drawn(
     kind: str, frame: int, causal: bool, seed: int, hostile: bool = False, device: str = "cpu"
-) -> Choice:
+) -> Selection:
     """A choice; `hostile`: with NaN, numbers out of range and repeated entries."""
     draw = torch.Generator().manual_seed(seed)
     place = Place.of(**PLACES[frame], device=device, sides_of=CHOSEN_SIZES)
@@ -110,7 +110,7 @@ def drawn(
     def there(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
 
-    return Choice(
+    return Selection(
         kind, place, causal, given.to(device), there(lengths), capacity, "drawn", there(limit), least,
         there(always) if kind in ("topk", "mass") else None, there(counts), every, names,
     )  # fmt: skip

@@ -98,13 +98,13 @@ def test_masks_are_new_if_the_last_of_their_layout_had_few_uses() -> None:
 
 
 @pytest.fixture
-def ring(monkeypatch: pytest.MonkeyPatch) -> fault_ring.Ring:
-    made = fault_ring.Ring(pinned=False)
+def ring(monkeypatch: pytest.MonkeyPatch) -> fault_ring.FaultRing:
+    made = fault_ring.FaultRing(pinned=False)
     monkeypatch.setattr(fault_ring, "_rings", [made])
     return made
 
 
-def faulty(ring: fault_ring.Ring) -> tuple[Any, DeferredFault]:
+def faulty(ring: fault_ring.FaultRing) -> tuple[Any, DeferredFault]:
     plain = in_one_buffer(MASKS["causal"]())
     mask = made_in(
         sk.BlockMask, plain._layout, plain._base, (ring.take(),), (lambda at: f"score {at} is NaN",)
@@ -112,7 +112,7 @@ def faulty(ring: fault_ring.Ring) -> tuple[Any, DeferredFault]:
     return mask, mask._memo["readbacks"][0]
 
 
-def test_a_fault_is_raised_by_its_mask_every_time(ring: fault_ring.Ring) -> None:
+def test_a_fault_is_raised_by_its_mask_every_time(ring: fault_ring.FaultRing) -> None:
     mask, fault = faulty(ring)
     mask.verify(wait=True)
     fault.word.fill_(8)
@@ -121,7 +121,9 @@ def test_a_fault_is_raised_by_its_mask_every_time(ring: fault_ring.Ring) -> None
             mask.verify()
 
 
-def test_a_fault_that_nobody_saw_is_raised_once_by_a_later_mask_of_its_kind(ring: fault_ring.Ring) -> None:
+def test_a_fault_that_nobody_saw_is_raised_once_by_a_later_mask_of_its_kind(
+    ring: fault_ring.FaultRing,
+) -> None:
     (mask, fault), (other, _) = faulty(ring), faulty(ring)
     known = mask._layout
     assert other._layout is known
@@ -134,7 +136,7 @@ def test_a_fault_that_nobody_saw_is_raised_once_by_a_later_mask_of_its_kind(ring
     other.verify(wait=True)
 
 
-def test_telling_a_fault_again_leaves_the_word_to_its_next_owner(ring: fault_ring.Ring) -> None:
+def test_telling_a_fault_again_leaves_the_word_to_its_next_owner(ring: fault_ring.FaultRing) -> None:
     mask, fault = faulty(ring)
     fault.word.fill_(2)
     with pytest.raises(InvalidInput, match="score 1 is NaN"):
@@ -149,7 +151,7 @@ def test_telling_a_fault_again_leaves_the_word_to_its_next_owner(ring: fault_rin
     assert other.look() == 4
 
 
-def test_a_mask_of_two_has_the_faults_of_both(ring: fault_ring.Ring) -> None:
+def test_a_mask_of_two_has_the_faults_of_both(ring: fault_ring.FaultRing) -> None:
     (first, a), (second, b) = faulty(ring), faulty(ring)
     first._memo["readbacks"], second._memo["readbacks"] = (a,), (b,)
     q = torch.zeros(1, 1, 200, 8)
@@ -164,7 +166,7 @@ def test_a_mask_of_two_has_the_faults_of_both(ring: fault_ring.Ring) -> None:
             each.verify()
 
 
-def test_a_word_that_was_given_out_again_is_not_the_old_masks_fault(ring: fault_ring.Ring) -> None:
+def test_a_word_that_was_given_out_again_is_not_the_old_masks_fault(ring: fault_ring.FaultRing) -> None:
     mask, fault = faulty(ring)
     for _ in range(fault_ring.COUNT - 1):
         ring.take()

@@ -76,7 +76,7 @@ def test_it_is_evaluated_in_chunks_that_cover_every_pair_once():
     asked: list[tuple[int, int, int, int]] = []
     real = masks._values
 
-    def counting(mod: Any, window: masks.Window, shape: tuple[int, int], *more: Any) -> Tensor:
+    def counting(mod: Any, window: masks.QueryWindow, shape: tuple[int, int], *more: Any) -> Tensor:
         asked.append((int(window.query), int(window.key), *shape))
         return real(mod, window, shape, *more)
 

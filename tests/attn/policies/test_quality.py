@@ -7,7 +7,7 @@ import torch
 
 import sparsek as sk
 from sparsek.attn.policies.mass import true_mass
-from sparsek.testing.attention_data import GENERATORS, Sizes, frame_numbers, needle, smooth, white
+from sparsek.testing.attention_data import GENERATORS, HeadSizes, frame_numbers, needle, smooth, white
 from sparsek.tools.bench.suites.quality import (
     at_sparsity,
     dials,
@@ -18,7 +18,7 @@ from sparsek.tools.bench.suites.quality import (
 )
 
 policies = sk.policies
-SHAPE, SIZES = (4, 16, 16), Sizes(2, 4, 2, 32)
+SHAPE, SIZES = (4, 16, 16), HeadSizes(2, 4, 2, 32)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -33,7 +33,7 @@ def test_generators_give_the_same_numbers_for_a_seed(name: str) -> None:
 
 
 def test_near_tokens_of_a_smooth_video_are_alike() -> None:
-    q, k, _ = smooth(SHAPE, Sizes(1, 1, 1, 64), noise=0.0, strength=10.0)
+    q, k, _ = smooth(SHAPE, HeadSizes(1, 1, 1, 64), noise=0.0, strength=10.0)
     logits = (q @ k.mT)[0, 0] / 8
     assert logits.diagonal().mean() == pytest.approx(10, rel=1e-4)
     order = frame_numbers(SHAPE, (4, 4, 4), "cpu").argsort()
@@ -44,7 +44,7 @@ def test_near_tokens_of_a_smooth_video_are_alike() -> None:
 
 
 def test_needles_are_where_the_mass_is() -> None:
-    q, k, _ = needle(SHAPE, Sizes(1, 2, 1, 64), wide=32, needles=4)
+    q, k, _ = needle(SHAPE, HeadSizes(1, 2, 1, 64), wide=32, needles=4)
     weights = (q @ k.mT / 8).softmax(-1)
     asking = weights.topk(32).values.sum(-1) > 0.6
     assert 0.1 < asking.float().mean() < 0.15  # an eighth
@@ -53,7 +53,7 @@ def test_needles_are_where_the_mass_is() -> None:
 
 
 def test_a_dial_is_turned_to_the_sparsity() -> None:
-    q, k, _ = white(SHAPE, Sizes(1, 2, 1, 32))
+    q, k, _ = white(SHAPE, HeadSizes(1, 2, 1, 32))
     for name, dial in dials(SHAPE).items():
         policy, mask = at_sparsity(dial, q, k, 0.5)
         if name not in ("SlidingTile", "Radial"):  # whose steps are coarse
@@ -63,7 +63,7 @@ def test_a_dial_is_turned_to_the_sparsity() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_oracle_keeps_the_most_that_as_many_blocks_can(causal: bool) -> None:
-    q, k, _ = smooth(SHAPE, Sizes(1, 2, 1, 32))
+    q, k, _ = smooth(SHAPE, HeadSizes(1, 2, 1, 32))
     policy = policies.MeanTopK(topk=3, block=64, causal=causal, always=(0, 0))
     mask, mass = policy.mask(q, k), true_mass(q, k, (64, 64), causal=causal)
     kept, recall, worst, oracle = measured(mask, mass, visible_blocks(mask, causal))
@@ -78,7 +78,7 @@ def test_the_oracle_keeps_the_most_that_as_many_blocks_can(causal: bool) -> None
 
 def test_the_table_has_a_row_for_each_policy_generator_and_sparsity() -> None:
     named = {name: dial for name, dial in dials(SHAPE).items() if name in ("SubBlock", "Radial", "Nabla")}
-    rows = recall_table(SHAPE, Sizes(1, 1, 1, 16), named=named, sparsities=(0.5, 0.75))
+    rows = recall_table(SHAPE, HeadSizes(1, 1, 1, 16), named=named, sparsities=(0.5, 0.75))
     assert len(rows) == 3 * 3 * 2
     assert all(0 <= row.worst <= row.recall <= row.oracle + 1e-6 <= 1 + 1e-5 for row in rows)
     of = {(row.data, row.policy, row.sparsity): row for row in rows}

@@ -77,7 +77,7 @@ def test_a_call_that_was_interrupted_leaves_no_addresses_behind(monkeypatch: pyt
 
 def test_a_word_of_another_call_is_no_view_of_a_word_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(fault_ring, "_rings", [ring := fault_ring.Ring(pinned=False)])
+    monkeypatch.setattr(fault_ring, "_rings", [ring := fault_ring.FaultRing(pinned=False)])
     old, x = ring.take(), torch.zeros(4)
     recorder = Recorder([x])
     own = ring.take()

@@ -12,7 +12,7 @@ from sparsek.files.weights import WeightFile, open_weights
 from sparsek.products.formats.bsr import BSR
 from sparsek.testing.budget import Gate
 from sparsek.tools.advise import weights as advise
-from sparsek.tools.advise.weights import Advice, Group, NoAdvice, Pruned, Question, Times
+from sparsek.tools.advise.weights import Advice, NoAdvice, ProductTimes, Pruned, Question, WeightGroup
 
 PREDICT = Question(block=(32, 32), keep=0.25, tokens=256, device="h200")
 
@@ -104,7 +104,7 @@ def test_a_matrix_that_fails_leaves_the_others_of_its_group(weights: WeightFile)
         return weights.read(name)
 
     steps: list[str] = []
-    group = Group("* (3)", ("broken", "layer.0.w", "layer.1.w"), (128, 96))
+    group = WeightGroup("* (3)", ("broken", "layer.0.w", "layer.1.w"), (128, 96))
     advice = advise.advise(group, read, PREDICT, steps.append)
     assert isinstance(advice, Advice)
     assert steps == list(group.names)
@@ -114,7 +114,7 @@ def test_a_matrix_that_fails_leaves_the_others_of_its_group(weights: WeightFile)
         "'broken': out of memory: Unable to allocate 9 GiB"
     ]
     assert advice.verdict.endswith(", 1 of 3 failed")
-    hopeless = advise.advise(Group("broken", ("broken",), (128, 96)), read, PREDICT, steps.append)
+    hopeless = advise.advise(WeightGroup("broken", ("broken",), (128, 96)), read, PREDICT, steps.append)
     assert isinstance(hopeless, NoAdvice)
     assert hopeless.verdict == "failed"
 
@@ -124,7 +124,7 @@ def test_a_defect_is_no_failure_of_a_matrix() -> None:
         raise RuntimeError("a defect")
 
     with pytest.raises(RuntimeError, match="a defect"):
-        advise.advise(Group("w", ("w",), (64, 64)), read, PREDICT, lambda name: None)
+        advise.advise(WeightGroup("w", ("w",), (64, 64)), read, PREDICT, lambda name: None)
 
 
 def test_predictions_without_memory_are_those_with_it(weights: WeightFile) -> None:
@@ -136,7 +136,7 @@ def test_predictions_without_memory_are_those_with_it(weights: WeightFile) -> No
 
 
 def test_every_matrix_of_a_group_is_read_and_checked(weights: WeightFile) -> None:
-    group = Group("layer.*.w (2)", ("layer.0.w", "layer.1.w"), (128, 96))
+    group = WeightGroup("layer.*.w (2)", ("layer.0.w", "layer.1.w"), (128, 96))
     steps: list[str] = []
     advice = advise.advise(group, weights.read, PREDICT, steps.append)
     assert isinstance(advice, Advice)
@@ -153,7 +153,7 @@ def test_the_curve_prunes_by_the_rule_of_the_question(scope: str) -> None:
     weight = torch.randn(200, 170, generator=torch.Generator().manual_seed(0)).bfloat16()
     for keep in (0.01, 0.25, 0.6, 1.0):
         question = Question((32, 32), keep, 256, "h200", scope=scope)
-        curve, matrix = advise.Curve.of(weight, question), advise.prune("w", weight, question).matrix
+        curve, matrix = advise.TimeCurve.of(weight, question), advise.prune("w", weight, question).matrix
         assert curve.pattern(max(1, round(keep * curve.steps))).same_as(matrix.pattern)
 
 
@@ -167,7 +167,7 @@ def uneven(side: int = 4096) -> torch.Tensor:
 def test_sparse_wins_up_to_the_break_even_density_and_loses_above(keep: float) -> None:
     question = Question((128, 128), keep, 4096, "h200")
     weight = uneven().bfloat16()
-    curve, matrix = advise.Curve.of(weight, question), BSR.from_dense(weight, (128, 128), keep=keep)
+    curve, matrix = advise.TimeCurve.of(weight, question), BSR.from_dense(weight, (128, 128), keep=keep)
     own = curve.plan(matrix.pattern).seconds
     dense = advise.predicted_dense(question, (4096, 4096), "h200")
     even = curve.break_even(matrix.nnzb, own, dense)
@@ -195,14 +195,14 @@ HOST = 24e-6
     [(1e-3, 5e-4, False), (2e-5, 1e-5, True), (5e-5, 2e-5, False), (1e-5, 2e-5, False)],
 )
 def test_products_shorter_than_an_eager_call_gain_only_in_a_cuda_graph(dense, sparse, needs) -> None:
-    assert Times(dense, sparse, "hopper.spmm", 0.5, True, HOST).needs_graph == needs
-    assert not Times(dense, sparse, "cpu.spmm", 0.5, True).needs_graph
+    assert ProductTimes(dense, sparse, "hopper.spmm", 0.5, True, HOST).needs_graph == needs
+    assert not ProductTimes(dense, sparse, "cpu.spmm", 0.5, True).needs_graph
 
 
-def advice_of(times: list[Times], wrong: tuple[str, ...] = (), lookup: bool = False) -> Advice:
+def advice_of(times: list[ProductTimes], wrong: tuple[str, ...] = (), lookup: bool = False) -> Advice:
     matrix = BSR.from_dense(torch.ones(64, 64), (16, 16), keep=0.5)
     first = Pruned("w", matrix, 1.0, Gate(0.0, 1.0, True), 8)
-    group = Group("w", ("w",) * len(times), (64, 64), lookup)
+    group = WeightGroup("w", ("w",) * len(times), (64, 64), lookup)
     return Advice(group, 16, (1.0, 1.0), tuple(times), wrong, 0.5, first)
 
 
@@ -222,12 +222,12 @@ def advice_of(times: list[Times], wrong: tuple[str, ...] = (), lookup: bool = Fa
     ],
 )
 def test_the_verdict_is_in_words(dense, even, wrong, lookup, verdict) -> None:
-    times = [Times(a, 1.0, "hopper.spmm", b, True) for a, b in zip(dense, even, strict=True)]
+    times = [ProductTimes(a, 1.0, "hopper.spmm", b, True) for a, b in zip(dense, even, strict=True)]
     assert advice_of(times, wrong, lookup).verdict == verdict
 
 
 def test_the_verdict_names_the_cuda_graph() -> None:
-    times = Times(2e-5, 1e-5, "hopper.spmm", 0.9, True, HOST)
+    times = ProductTimes(2e-5, 1e-5, "hopper.spmm", 0.9, True, HOST)
     assert advice_of([times]).verdict == "faster in a CUDA graph"
 
 

@@ -14,7 +14,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.testing import heads
 from sparsek.testing.attention_budget import ExpectedGradients
 from sparsek.testing.budget import Gate
-from sparsek.testing.heads import Group
+from sparsek.testing.heads import HeadGroup
 from sparsek.tools.bench.benches import BENCHES
 from sparsek.tools.bench.engine import case as case_module
 from sparsek.tools.bench.engine import data, records, run
@@ -224,7 +224,7 @@ def test_a_group_of_heads_has_its_part_of_a_mask(mask: str, heads: tuple[int, in
     q_heads, kv_heads = heads
     case = AttentionGradCase(2, q_heads, kv_heads, 256, 320, 32, 32, mask, (64, 64), "fp32")
     whole = BlockMask.per_batch([case.mask_maker(CPU, seed)() for seed in (0, 1)])
-    for group in (Group(0, 0), Group(1, kv_heads - 1)):
+    for group in (HeadGroup(0, 0), HeadGroup(1, kv_heads - 1)):
         for given in (whole, case.mask_maker(CPU)()):
             rows = given.dense_rows(0, 256).expand(2, -1, -1, -1)
             rows = rows.repeat_interleave(q_heads // rows.shape[1], 1)

@@ -11,7 +11,7 @@ from sparsek.testing.attention_budget import ExpectedAttention
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.engine import records, run
 from sparsek.tools.bench.engine.case import SuiteRow
-from sparsek.tools.bench.engine.peer import Ready, peers_named
+from sparsek.tools.bench.engine.peer import ReadyPeer, peers_named
 from sparsek.tools.bench.suites import attention
 from sparsek.tools.bench.suites.attention import PEERS, AttentionCase
 
@@ -93,10 +93,10 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_densest_peer_that_is_not_too_long_heats_the_card() -> None:
     ready = {
-        "sparse": Ready(()),
-        "dense": Ready((), flops=1e12),
-        "denser": Ready((), flops=2e12),
-        "long": Ready((), flops=1e15),
+        "sparse": ReadyPeer(()),
+        "dense": ReadyPeer((), flops=1e12),
+        "denser": ReadyPeer((), flops=2e12),
+        "long": ReadyPeer((), flops=1e15),
     }
     assert run._heater(ready) == "peer denser"
     assert run._heater({"sparse": ready["sparse"], "long": ready["long"]}) is None

@@ -7,9 +7,9 @@ import pytest
 
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.tools.advise import break_even as even
-from sparsek.tools.advise.break_even import Curve, Setting
+from sparsek.tools.advise.break_even import Curve, CurveSetting
 
-SETTING = Setting((4096, 4096))
+SETTING = CurveSetting((4096, 4096))
 
 
 @pytest.mark.parametrize(("form", "values"), [("bsr", 1.0), ("bsr24", 0.5)])
@@ -53,13 +53,13 @@ def test_questions_without_sense_are_refused(form: str, block: int, tokens: int,
 
 
 def test_curves_are_of_every_format_and_block_that_fits() -> None:
-    found = even.curves(Setting((128, 256)), tokens=(16, 1024))
+    found = even.curves(CurveSetting((128, 256)), tokens=(16, 1024))
     assert [(curve.form, curve.block) for curve in found] == [
         ("semi24", 0), ("bsr", 16), ("bsr", 32), ("bsr", 64), ("bsr", 128), ("bsr24", 64), ("bsr24", 128),
     ]  # fmt: skip
     assert all(len(curve.shares) == 2 for curve in found)
     assert all(share in (0, 0.5) for share in found[0].shares)
-    assert even.curves(Setting((128, 100)), (64,), (16,))[0].form == "bsr"
+    assert even.curves(CurveSetting((128, 100)), (64,), (16,))[0].form == "bsr"
 
 
 def test_two_four_wins_or_loses_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from sparsek.tools.bench.engine.case import Bar, SuiteRow
 from sparsek.tools.bench.engine.run import GateError, measure
 from sparsek.tools.bench.suites import host
 from sparsek.tools.bench.suites.host import HOST, HostCase
-from sparsek.tools.bench.suites.host_calls import CALLS, Pair
+from sparsek.tools.bench.suites.host_calls import CALLS, CallPair
 
 CPU = torch.device("cpu")
 (HOST_FILE,) = host.BENCH.files
@@ -95,7 +95,7 @@ def test_a_wrong_result_fails_its_gate(case: HostCase) -> None:
 
 
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch, few: None) -> None:
-    wrong = Pair(lambda: None, lambda: None, lambda out: Gate(1.0, 0.5, False))
+    wrong = CallPair(lambda: None, lambda: None, lambda out: Gate(1.0, 0.5, False))
     monkeypatch.setitem(host.CALLS, "A @ B", CALLS["A @ B"]._replace(make=lambda case, device: wrong))
     with pytest.raises(GateError, match="A @ B"):
         SMALL[0].run(device=CPU, rounds=1)

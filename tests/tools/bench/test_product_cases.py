@@ -11,7 +11,7 @@ import torch
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
 from sparsek.tools.bench.benches import BENCHES
-from sparsek.tools.bench.engine.case import Call, Case
+from sparsek.tools.bench.engine.case import Case, OperandSet
 from sparsek.tools.bench.suites import linear, mlp, sddmm, spgemm
 from sparsek.tools.bench.suites.linear import LinearCase
 from sparsek.tools.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
@@ -36,7 +36,7 @@ PUBLISHED = [entry for suites in SUITES.values() for entry in suites["published"
 
 def tensors_of(one: Any) -> Iterable[torch.Tensor]:
     """The tensors of an operand set, those inside a BSR too, but for indices."""
-    for value in one.given if isinstance(one, Call) else vars(one).values():
+    for value in one.given if isinstance(one, OperandSet) else vars(one).values():
         value = value.values if isinstance(value, BSR) else value
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield value

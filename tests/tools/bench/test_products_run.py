@@ -14,7 +14,7 @@ from sparsek.tools.bench.benches import BENCHES
 from sparsek.tools.bench.engine import case as case_module
 from sparsek.tools.bench.engine import data, records, run
 from sparsek.tools.bench.engine.case import SuiteRow
-from sparsek.tools.bench.engine.peer import Peer, Ready, UnavailableError, peers_named
+from sparsek.tools.bench.engine.peer import Peer, ReadyPeer, UnavailableError, peers_named
 from sparsek.tools.bench.engine.run import Outcome, measure
 from sparsek.tools.bench.suites import mlp, spgemm
 from sparsek.tools.bench.suites.linear import LinearCase
@@ -306,8 +306,8 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPa
         type = "cuda"
 
     class Syncs(Peer):
-        def ready(self, case: Any, sets: Any, tried: Any) -> Ready:
-            return Ready((lambda: "sync",))
+        def ready(self, case: Any, sets: Any, tried: Any) -> ReadyPeer:
+            return ReadyPeer((lambda: "sync",))
 
     def captured(calls: Any, device: Any) -> Any:
         if calls[0]() == "sync":

@@ -89,7 +89,7 @@ def test_units_that_ncu_scales_are_read_too() -> None:
 
 
 def test_counters_of_a_call_add_bytes_and_weigh_shares_by_time() -> None:
-    counted = ncu.Counted.of(ncu.parse(SAMPLE))
+    counted = ncu.CallCounters.of(ncu.parse(SAMPLE))
     assert counted.seconds == pytest.approx(4e-4)
     assert counted.tensor == pytest.approx(0.8 * 3 / 4)
     assert counted.l2_to_sm == 1.62e9
@@ -119,7 +119,7 @@ def test_counters_of_a_call_add_bytes_and_weigh_shares_by_time() -> None:
 )
 def test_the_busiest_unit_bounds_a_call_if_it_is_half_busy(changed: dict[int, str], bound: str) -> None:
     row = [changed.get(at, cell) for at, cell in enumerate(FIRST)]
-    assert ncu.Counted.of(ncu.parse(csv_of(COLUMNS, UNITS, row))).bound_by(H200) == bound
+    assert ncu.CallCounters.of(ncu.parse(csv_of(COLUMNS, UNITS, row))).bound_by(H200) == bound
 
 
 def test_text_without_launches_gives_none_and_the_error_of_ncu() -> None:

@@ -53,7 +53,7 @@ from sparsek.attn.kernels.forward.schedule_fwd import schedule
 from sparsek.attn.kernels.forward.softmax import biased, capped, with_sink
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as tiling
-from sparsek.attn.plan.attention_schedule import Schedule, Shape
+from sparsek.attn.plan.attention_schedule import AttentionSchedule, TileShape
 from sparsek.attn.plan.kernels import AttentionCall, AttentionKernel, unless_heads
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on, tma_store, tma_store_wait
@@ -276,7 +276,7 @@ class Outputs(NamedTuple):
 class Work(NamedTuple):
     """A schedule on the device, and a placeholder for tensors that a mask or call lacks."""
 
-    schedule: Schedule
+    schedule: AttentionSchedule
     none: Tensor
 
     @property
@@ -344,8 +344,8 @@ class HopperAttention:
                     found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
         return list(found)
 
-    def _shape(self, p: AttentionProblem, c: Config) -> Shape:
-        return Shape(c.positions, c.pack, p.card.sm_count * c.ctas_per_sm)
+    def _shape(self, p: AttentionProblem, c: Config) -> TileShape:
+        return TileShape(c.positions, c.pack, p.card.sm_count * c.ctas_per_sm)
 
     def _step_seconds(self, p: AttentionProblem, c: Config) -> float:
         """A step of a whole SM. What softcap and ALiBi cost is a guess by their instructions."""

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as plan
-from sparsek.attn.plan.attention_schedule import FIELDS, MERGE_FIELDS, Schedule, Shape
+from sparsek.attn.plan.attention_schedule import FIELDS, MERGE_FIELDS, AttentionSchedule, TileShape
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.memory import carved
 from sparsek.engine.launch.launch import launch_unspecialized
@@ -331,14 +331,14 @@ def _place(
             )
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
+def schedule(p: AttentionProblem, mask: BlockMask, shape: TileShape) -> AttentionSchedule:
     """The schedule of `mask` for `p`. No sync on a GPU."""
     if plan.tiles_of(p, shape) and mask.full.starts.is_cuda:
         return launched(p, mask, shape)
     return plan.schedule(p, mask, shape)
 
 
-def launched(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
+def launched(p: AttentionProblem, mask: BlockMask, shape: TileShape) -> AttentionSchedule:
     """The schedule of at least one tile: two launches and one allocation. `tiles` beyond `count` hold anything."""
     device, tiles = mask.device, plan.tiles_of(p, shape)
     cut = plan.is_cut(p, shape)
@@ -384,4 +384,4 @@ def launched(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
         MERGE_FIELDS,
     )
     launch_unspecialized(_place, device, units * chunks, args, constants, PLACE_WARPS)
-    return Schedule(made, count, shape.ctas, merges, 2 * extra)
+    return AttentionSchedule(made, count, shape.ctas, merges, 2 * extra)

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.attn.mask.build import selection
-from sparsek.attn.mask.build.selection import Choice, Near
+from sparsek.attn.mask.build.selection import Near, Selection
 from sparsek.engine.launch.launch import launch
 from sparsek.engine.launch.ranks import count_over, highest, order
 from sparsek.engine.launch.recorder import fault_word
@@ -175,7 +175,7 @@ def _choose(
     BQ: tl.constexpr, BK: tl.constexpr, COLS: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr,
     FQ: tl.constexpr, FK: tl.constexpr,
 ):  # fmt: skip
-    """One row of lists. A block of the choice is FQ x FK blocks of the mask. EVERY: as `Choice.every`."""
+    """One row of lists. A block of the choice is FQ x FK blocks of the mask. EVERY: as `Selection.every`."""
     if UNIT > 1:  # rows of `given` are whole 16-byte words
         sg_n = 1
         sg_b, sg_h, sg_m, columns = (
@@ -349,7 +349,7 @@ def _choose(
             tl.store(hi + query, seen.to(tl.int32), mask=query < q_len)
 
 
-def choose_blocks(made: Sequence[Any], c: Choice) -> tuple[Tensor, ...] | None:
+def choose_blocks(made: Sequence[Any], c: Selection) -> tuple[Tensor, ...] | None:
     """Writes the tensors of the mask, those of its layout, in one launch, without a sync; None for rows that are too
     long. Returns the word of a fault.
     """

@@ -223,7 +223,7 @@ class Pieces(NamedTuple):
         return self.split & (self.first_lo > self.docs.sink_end)
 
 
-class Blocks(NamedTuple):
+class TileBlocks(NamedTuple):
     """The blocks of a mask.
 
     `sinks` and `window`: columns of full blocks, first and end, int64 [rows]. `row` and `column` of the partial ones,
@@ -238,7 +238,7 @@ class Blocks(NamedTuple):
     bits: tuple[np.ndarray, np.ndarray]
 
 
-def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
+def _blocks(pieces: Pieces, place: Place, rows: int) -> TileBlocks:
     bk, columns = place.block[1], place.grid[1]
     docs, split, alone = pieces.docs, pieces.split, pieces.alone
     some = pieces.first_lo < pieces.last_hi
@@ -261,7 +261,9 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
         piece, column = _expanded(((start, whole), (cut, end)))
         cells, _, _ = _distinct(pieces.row[piece] * columns + column)
         nothing = np.zeros(rows, np.int64)
-        return Blocks((nothing, nothing), window, *np.divmod(cells, columns), None, (cells[:0], cells[:0]))
+        return TileBlocks(
+            (nothing, nothing), window, *np.divmod(cells, columns), None, (cells[:0], cells[:0])
+        )
     apart = pieces.apart
     left = -(-docs.k_start // bk)
     right = np.where(alone & split, np.minimum(docs.sink_end, pieces.first_hi) // bk, left)
@@ -295,7 +297,7 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
         rules = np.full(cells.size, BY_INTERVAL, np.int64)
         rules[has_bits] = which
         bits = np.divmod(cells[has_bits][chosen], columns)
-    return Blocks(by_row(left, right), window, *np.divmod(cells, columns), rules, bits)
+    return TileBlocks(by_row(left, right), window, *np.divmod(cells, columns), rules, bits)
 
 
 def _expanded(runs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import INTS, Choice, as_kv_lengths, joined_batch
+from sparsek.attn.mask.build.selection import INTS, Selection, as_kv_lengths, joined_batch
 from sparsek.attn.mask.build.selection_reference import chosen_mask
 from sparsek.attn.mask.build.structured import every_key
 from sparsek.attn.mask.data import Mask
@@ -144,7 +144,7 @@ def _listed(
     given = given.expand(joined_batch(lengths, given.shape[0]), -1, -1, -1)
     label = ("block map" if kind == "map" else "indices") + (", causal" if causal else "")
     return chosen_mask(
-        cls, Choice(kind, place, causal, given, lengths, capacity, label, counts=counts, names=names)
+        cls, Selection(kind, place, causal, given, lengths, capacity, label, counts=counts, names=names)
     )
 
 

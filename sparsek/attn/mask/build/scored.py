@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import INTS, Choice, Near, as_kv_lengths, held, joined_batch
+from sparsek.attn.mask.build.selection import INTS, Near, Selection, as_kv_lengths, held, joined_batch
 from sparsek.attn.mask.build.selection_reference import chosen_mask, highest, rows_of
 from sparsek.attn.mask.data import Mask, MaskData
 from sparsek.attn.mask.elements import NOT_STORED, WHOLE, table_of
@@ -95,7 +95,7 @@ def topk(
     label = f"topk({each}{', causal' if causal else ''})"
     return chosen_mask(
         cls,
-        Choice("topk", place, causal, scores, lengths, capacity, label, limit, always=first, names=names),
+        Selection("topk", place, causal, scores, lengths, capacity, label, limit, always=first, names=names),
     )
 
 
@@ -176,7 +176,7 @@ def cumulative(
     label, least = f"cumulative({each}{', causal' if causal else ''})", min(least, capacity)
     return chosen_mask(
         cls,
-        Choice("mass", place, causal, scores, lengths, capacity, label, share, least, first, names=names),
+        Selection("mass", place, causal, scores, lengths, capacity, label, share, least, first, names=names),
     )
 
 
@@ -278,7 +278,7 @@ def best_near(
     capacity = min(max(k, int(held(place, causal, near).max(initial=0))), place.grid[1])
     made = f"{capacity} best of {label}"
     return chosen_mask(
-        cls, Choice("topk", place, causal, scores, None, capacity, made, k, always=near, every=True)
+        cls, Selection("topk", place, causal, scores, None, capacity, made, k, always=near, every=True)
     )
 
 

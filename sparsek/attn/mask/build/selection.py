@@ -1,6 +1,6 @@
 """The checked arguments of a mask of chosen blocks, and its layout.
 
-A kernel (`kernels/mask`) makes the mask on a GPU from a `Choice`; `selection_reference.py` is the specification, in
+A kernel (`kernels/mask`) makes the mask on a GPU from a `Selection`; `selection_reference.py` is the specification, in
 plain torch.
 """
 
@@ -41,7 +41,7 @@ class Near(NamedTuple):
     fore: int
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """The arguments of a mask of chosen blocks.
 
     Attributes:
@@ -196,7 +196,7 @@ def _within(at: Sequence[int], shape: Sequence[int]) -> str:
     return index(some)
 
 
-def layout_of(c: Choice) -> MaskLayout:
+def layout_of(c: Selection) -> MaskLayout:
     """The layout of the mask of a choice: rows have a fixed capacity, and full and partial blocks share their list."""
     rows, (batch, heads) = c.rows, c.given.shape[:2]
     listed = rows * c.room
@@ -211,7 +211,7 @@ def layout_of(c: Choice) -> MaskLayout:
     return MaskLayout.of(c.stored, bound, room, c.label, batch=batch, heads=heads, pure=c.lengths is None)
 
 
-def by_a_kernel(cls: type[Mask], c: Choice) -> Mask | None:
+def by_a_kernel(cls: type[Mask], c: Selection) -> Mask | None:
     """The mask made on a GPU by one launch; None where no kernel makes it. Of fake tensors, one without values."""
     if is_fake(c.given):
         layout = layout_of(c)
@@ -219,7 +219,7 @@ def by_a_kernel(cls: type[Mask], c: Choice) -> Mask | None:
     return written(cls, c, partial(by_kernel, "choose_blocks")) if c.place.device.type == "cuda" else None
 
 
-def written(cls: type[Mask], c: Choice, write: Callable[[list[Any], Choice], Any]) -> Mask | None:
+def written(cls: type[Mask], c: Selection, write: Callable[[list[Any], Selection], Any]) -> Mask | None:
     """The mask whose tensors `write` fills; it returns words for faults, or None. Views only: no sync."""
     layout = layout_of(c)
     base = layout.base(c.place.device)

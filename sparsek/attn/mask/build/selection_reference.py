@@ -1,4 +1,4 @@
-"""Masks of chosen blocks in plain torch, which is the specification: from a `Choice` to lists, rules and bits.
+"""Masks of chosen blocks in plain torch, which is the specification: from a `Selection` to lists, rules and bits.
 
 Rows have a fixed capacity: row r has the entries r * capacity to (r + 1) * capacity of one list that full and partial
 blocks share. Full blocks come first, then partial ones, each ascending; entries that no block uses are 0.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.build import selection
-from sparsek.attn.mask.build.selection import MASS_BITS, Choice, Near, by_a_kernel
+from sparsek.attn.mask.build.selection import MASS_BITS, Near, Selection, by_a_kernel
 from sparsek.attn.mask.build.structured import every_key, up_to_itself
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists, Place, Sizes, check_stored, exact_sizes
@@ -34,13 +34,13 @@ class Visible(NamedTuple):
     lengths: Tensor | None
 
 
-def chosen_mask(cls: type[Mask], c: Choice) -> Mask:
+def chosen_mask(cls: type[Mask], c: Selection) -> Mask:
     """The mask of a choice: by a kernel on a GPU, where there is one; else in torch. Of fake tensors, its layout."""
     made = by_a_kernel(cls, c)
     return specified(cls, c) if made is None else made
 
 
-def specified(cls: type[Mask], c: Choice) -> Mask:
+def specified(cls: type[Mask], c: Selection) -> Mask:
     """The mask of a choice, in torch on any device. On a GPU without a sync."""
     found: list[Fault] = []
     lengths = None
@@ -69,13 +69,13 @@ def specified(cls: type[Mask], c: Choice) -> Mask:
     return with_readbacks(mask, found)
 
 
-def _note(found: list[Fault], c: Choice, kind: int, wrong: Tensor) -> None:
+def _note(found: list[Fault], c: Selection, kind: int, wrong: Tensor) -> None:
     """Notes a fault where `wrong` [batch, heads, tiles, columns], each of which may be 1, is True."""
     shape = tuple(wrong.shape)
     found += faults(wrong, lambda at: c.fault(kind, [int(each) for each in np.unravel_index(at, shape)]))
 
 
-def _halves(c: Choice, kept: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _halves(c: Selection, kept: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The stored blocks that the blocks of the choice consist of, and how many keys each of these has."""
     (rows, parts), (tiles, columns), side = c.split, c.stored.grid, c.stored.block[1]
     kept = kept.repeat_interleave(rows, 2)[:, :, :tiles].repeat_interleave(parts, 3)[..., :columns]
@@ -116,7 +116,7 @@ def tile_ends(place: Place) -> tuple[Tensor, Tensor]:
     return first, (first + place.block[0]).clamp(max=place.q_len + place.q_offset) - 1
 
 
-def _as_listed(c: Choice, found: list[Fault]) -> Tensor:
+def _as_listed(c: Selection, found: list[Fault]) -> Tensor:
     """The blocks of a map or of indices, bool [batch, heads, Mb, Nb]."""
     if c.kind == "map":
         return c.given
@@ -138,7 +138,7 @@ def _as_listed(c: Choice, found: list[Fault]) -> Tensor:
     return often > 0
 
 
-def _by_scores(c: Choice, there: Tensor, found: list[Fault]) -> Tensor:
+def _by_scores(c: Selection, there: Tensor, found: list[Fault]) -> Tensor:
     """The blocks with the highest scores, bool [batch, heads, Mb, Nb]."""
     numbers = isinstance(c.limit, Tensor)
     limit: Any = c.limit
@@ -167,7 +167,7 @@ def _by_scores(c: Choice, there: Tensor, found: list[Fault]) -> Tensor:
     return kept | first if c.every and first is not None else kept
 
 
-def _always(c: Choice) -> Tensor:
+def _always(c: Selection) -> Tensor:
     """The blocks that come first, bool that broadcasts to the scores."""
     if isinstance(c.always, Tensor):
         return c.always
@@ -213,7 +213,7 @@ def rows_of(whole: Tensor, cut: Tensor, capacity: int) -> Rows:
     return Rows(chosen, BlockLists(starts, full, indices), BlockLists(starts + full, partial, indices))
 
 
-def _rules_and_bits(c: Choice, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _rules_and_bits(c: Selection, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The rule of each block, int32 [1 or B, 1, Mb, Nb], and the bits, int32 [n, bq, bk / 32].
 
     Blocks that lack keys have bits: entry b * Nb + j is key block j of batch item b, for all tiles that see every key

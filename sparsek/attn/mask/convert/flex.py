@@ -16,8 +16,8 @@ from sparsek.attn.mask.build.tiles import TileMask
 from sparsek.attn.mask.convert.evaluate import (
     Classes,
     Evaluation,
-    Seen,
-    Window,
+    QueryWindow,
+    SeenKeys,
     classified,
     seen_in,
     seen_on_cpu,
@@ -121,10 +121,10 @@ def from_mask_mod(
     lengths = place.q_len, place.kv_len
     if compiled and all(lengths):  # a wrong function is refused here, in the usual words
         zero = evaluation.number[0]
-        _values(mask_mod, Window(zero, zero, zero, zero), (1, 1), lengths)
+        _values(mask_mod, QueryWindow(zero, zero, zero, zero), (1, 1), lengths)
     by = _compiled() if compiled else _Steps(_seen_on_cpu if on_cpu else _seen, classified, _values_at)
 
-    def look(window: Window, queries: int, start: Tensor) -> Seen:
+    def look(window: QueryWindow, queries: int, start: Tensor) -> SeenKeys:
         return by.seen(mask_mod, window, queries, start, lengths, place.block[1])
 
     def look_at(batch_items: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def from_mask_mod(
 class _Steps(NamedTuple):
     """The steps of a evaluation, as they are or compiled."""
 
-    seen: Callable[..., Seen]
+    seen: Callable[..., SeenKeys]
     classify: Callable[..., Classes]
     values_at: Callable[..., Tensor]
 
@@ -162,8 +162,8 @@ def _compiled_for_any(step: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def _seen(
-    mask_mod: MaskMod, window: Window, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
-) -> Seen:
+    mask_mod: MaskMod, window: QueryWindow, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
+) -> SeenKeys:
     blocks = len(start)
     return seen_in(
         _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start
@@ -171,8 +171,8 @@ def _seen(
 
 
 def _seen_on_cpu(
-    mask_mod: MaskMod, window: Window, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
-) -> Seen:
+    mask_mod: MaskMod, window: QueryWindow, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
+) -> SeenKeys:
     blocks = len(start)
     return seen_on_cpu(
         _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start
@@ -197,7 +197,9 @@ def _check_mask_mod(mask_mod: Any) -> None:
         ) from error
 
 
-def _values(mask_mod: MaskMod, window: Window, shape: tuple[int, int], lengths: tuple[int, int]) -> Tensor:
+def _values(
+    mask_mod: MaskMod, window: QueryWindow, shape: tuple[int, int], lengths: tuple[int, int]
+) -> Tensor:
     """A `mask_mod` at one batch item and head, bool [queries, keys]; False for keys beyond the lengths.
 
     It is not evaluated beyond them: at the last query and key instead.

@@ -26,7 +26,7 @@ WHOLE, JOINED, GAPPED, PAGED = "whole", "joined", "gapped", "paged"
 EVERY, CAUSAL, BACK, BOTH = "every key", "causal", "_window_size", "window_left and window_right"
 
 
-class Kind(NamedTuple):
+class BiasKind(NamedTuple):
     """What a class of biases means.
 
     `keys`: one sequence of all queries and keys, sequences that adjoin, sequences with gaps between their keys, or
@@ -40,25 +40,25 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "LowerTriangularMask": Kind(WHOLE, CAUSAL, first=True),
-    "LowerTriangularFromBottomRightMask": Kind(WHOLE, CAUSAL),
-    "LowerTriangularFromBottomRightLocalAttentionMask": Kind(WHOLE, BACK),
-    "LocalAttentionFromBottomRightMask": Kind(WHOLE, BOTH),
-    "BlockDiagonalMask": Kind(JOINED, EVERY),
-    "BlockDiagonalCausalMask": Kind(JOINED, CAUSAL, first=True),
-    "BlockDiagonalCausalFromBottomRightMask": Kind(JOINED, CAUSAL),
-    "BlockDiagonalCausalLocalAttentionMask": Kind(JOINED, BACK, first=True),
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": Kind(JOINED, BACK),
-    "BlockDiagonalPaddedKeysMask": Kind(GAPPED, EVERY),
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": Kind(GAPPED, CAUSAL),
-    "BlockDiagonalLocalAttentionPaddedKeysMask": Kind(GAPPED, BOTH),
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": Kind(GAPPED, BACK),
-    "BlockDiagonalGappyKeysMask": Kind(GAPPED, EVERY),
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": Kind(GAPPED, CAUSAL),
-    "PagedBlockDiagonalPaddedKeysMask": Kind(PAGED, EVERY),
-    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": Kind(PAGED, CAUSAL),
-    "PagedBlockDiagonalGappyKeysMask": Kind(PAGED, EVERY),
-    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": Kind(PAGED, CAUSAL),
+    "LowerTriangularMask": BiasKind(WHOLE, CAUSAL, first=True),
+    "LowerTriangularFromBottomRightMask": BiasKind(WHOLE, CAUSAL),
+    "LowerTriangularFromBottomRightLocalAttentionMask": BiasKind(WHOLE, BACK),
+    "LocalAttentionFromBottomRightMask": BiasKind(WHOLE, BOTH),
+    "BlockDiagonalMask": BiasKind(JOINED, EVERY),
+    "BlockDiagonalCausalMask": BiasKind(JOINED, CAUSAL, first=True),
+    "BlockDiagonalCausalFromBottomRightMask": BiasKind(JOINED, CAUSAL),
+    "BlockDiagonalCausalLocalAttentionMask": BiasKind(JOINED, BACK, first=True),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": BiasKind(JOINED, BACK),
+    "BlockDiagonalPaddedKeysMask": BiasKind(GAPPED, EVERY),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": BiasKind(GAPPED, CAUSAL),
+    "BlockDiagonalLocalAttentionPaddedKeysMask": BiasKind(GAPPED, BOTH),
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": BiasKind(GAPPED, BACK),
+    "BlockDiagonalGappyKeysMask": BiasKind(GAPPED, EVERY),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": BiasKind(GAPPED, CAUSAL),
+    "PagedBlockDiagonalPaddedKeysMask": BiasKind(PAGED, EVERY),
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": BiasKind(PAGED, CAUSAL),
+    "PagedBlockDiagonalGappyKeysMask": BiasKind(PAGED, EVERY),
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": BiasKind(PAGED, CAUSAL),
 }
 GAPPY_PAGES = "PagedBlockDiagonalGappyKeysMask", "PagedBlockDiagonalCausalWithOffsetGappyKeysMask"
 TENSOR_BIAS = "LowerTriangularMaskWithTensorBias"
@@ -76,7 +76,7 @@ class Sequences(NamedTuple):
     """
 
     name: str
-    kind: Kind
+    kind: BiasKind
     near: Window
     q_edges: np.ndarray
     k_start: np.ndarray

@@ -39,7 +39,7 @@ from sparsek.products.kernels.spmm.hopper_24 import ACTS, BOX_BYTES
 from sparsek.products.kernels.spmm.pairs import Pairs, pairs_of
 from sparsek.products.plan.kernels import SpmmKernel, unless_dense_sides, unless_stored
 from sparsek.products.plan.problems import SpmmProblem
-from sparsek.products.plan.schedule import Walk, balance
+from sparsek.products.plan.schedule import UnitSteps, balance
 from sparsek.products.reference.epilogue import PLAIN, Epilogue
 
 PROGRAM = Program(Path(__file__).with_name("hopper_paired.cu"), "paired_kernel")
@@ -236,7 +236,7 @@ class HopperPaired:
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         pairs = a.pattern.derived(("pairs", c.joined), lambda: pairs_of(a.pattern, c.joined))
         none = np.zeros(0, np.int32)
-        units = Walk(pairs.begin, pairs.end, np.arange(len(pairs.begin)), none, none)
+        units = UnitSteps(pairs.begin, pairs.end, np.arange(len(pairs.begin)), none, none)
         deal = balance(units, p.n, COLS, p.card.sm_count // CLUSTER)
         rows = np.where(pairs.rows < 0, -(-p.m // c.block[0]), pairs.rows) * c.block[0]
 

@@ -25,7 +25,7 @@ from sparsek.engine.plan.kernel import unless_near
 from sparsek.products.kernels.common.epilogue import constants, finished
 from sparsek.products.kernels.spmm.multiply import RECORD, Tile
 from sparsek.products.plan.problems import SpmmProblem
-from sparsek.products.plan.schedule import Cut, Schedule, Walk, balance, cut, part_limit
+from sparsek.products.plan.schedule import Cut, ProductSchedule, UnitSteps, balance, cut, part_limit
 from sparsek.products.reference.epilogue import Epilogue
 
 ROWS = 16
@@ -76,7 +76,7 @@ class Dealt(NamedTuple):
     parts: Parts | None
 
 
-def dealt(units: Walk, c: Tile, p: SpmmProblem, device: torch.device) -> Dealt:
+def dealt(units: UnitSteps, c: Tile, p: SpmmProblem, device: torch.device) -> Dealt:
     """Assigns the tiles of all units over the columns of B to the card's CTAs; long units in parts if `c.split`."""
     columns, sms = -(-p.n // c.block_cols), p.card.sm_count
     parts, slots, whole = None, -1, units
@@ -92,7 +92,7 @@ def dealt(units: Walk, c: Tile, p: SpmmProblem, device: torch.device) -> Dealt:
     return Dealt(*lists, deal.ctas, deal.imbalance, parts)
 
 
-def records(deal: Schedule, bm: int, slots: Any) -> Any:
+def records(deal: ProductSchedule, bm: int, slots: Any) -> Any:
     """The tiles of a schedule as the kernel reads them, padded because it reads two records ahead."""
     begin, end, row, col = deal.tiles.T
     made = np.zeros((len(deal.tiles) + 1, RECORD.value), np.int32)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sparsek.core import doors
 from sparsek.tools.bench.engine.case import Case, SuiteRow
-from sparsek.tools.bench.engine.options import Option, check_choice, combined, option_of
+from sparsek.tools.bench.engine.options import CommandOption, check_choice, combined, option_of
 from sparsek.tools.bench.engine.peer import Peer
 
 Record = dict[str, Any]
@@ -103,10 +103,10 @@ class Bench:
         return tuple(SuiteRow(case, tuple(names)) for case, names in kernels.items())
 
     @property
-    def options(self) -> tuple[Option, ...]:
+    def options(self) -> tuple[CommandOption, ...]:
         """The options of its cases."""
         help = f"{', '.join(self.measures)}."
-        measure = (Option("measure", name, help, fields=("measure",)) for name in [*self.measures][:1])
+        measure = (CommandOption("measure", name, help, fields=("measure",)) for name in [*self.measures][:1])
         of_case = (option_of(each) for each in fields(self.kinds[0]))  # pyright: ignore[reportArgumentType]
         return (*measure, *filter(None, of_case))
 

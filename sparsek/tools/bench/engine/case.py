@@ -77,7 +77,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Call(Operands):
+class OperandSet(Operands):
     """A set as data: `planner(*given, kernel=...)` plans it, `check(out)` judges a result.
 
     `twin(seed)`: the same call on dense random data. `verb(*given, kernel=...)`: the function that users call.

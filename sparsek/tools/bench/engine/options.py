@@ -17,7 +17,7 @@ Check = Callable[[str, Any], object]
 
 
 @dataclass(frozen=True)
-class Option:
+class CommandOption:
     """An option of a benchmark's command: a comma list whose values fill fields of cases, or a switch.
 
     `fields`: those of the case that a value fills, one or several; the option's own name unless given. `off`: of a
@@ -47,11 +47,11 @@ def field(
     usual: Any = MISSING,
     **more: Any,
 ) -> Any:
-    """A field of a case that an option of the command fills; `more` are other fields of `Option`.
+    """A field of a case that an option of the command fills; `more` are other fields of `CommandOption`.
 
     `default` is the command's, `usual` the one of the class. `check(name, value)` raises InvalidInput.
     """
-    made = Option(more.pop("name", ""), default, help, parse, **more)
+    made = CommandOption(more.pop("name", ""), default, help, parse, **more)
     return dataclasses.field(default=usual, metadata={"option": made, "check": check})
 
 
@@ -60,7 +60,7 @@ def checked(check: Check, usual: Any = MISSING) -> Any:
     return dataclasses.field(default=usual, metadata={"check": check})
 
 
-def option_of(of: Field[Any]) -> Option | None:
+def option_of(of: Field[Any]) -> CommandOption | None:
     """The option that fills a field of a case, if there is one."""
     found = of.metadata.get("option")
     if found is None:
@@ -117,7 +117,7 @@ def dtype() -> Any:
 
 
 def combined(
-    make: Callable[..., Made], options: Sequence[Option], given: Mapping[str, str | bool]
+    make: Callable[..., Made], options: Sequence[CommandOption], given: Mapping[str, str | bool]
 ) -> tuple[Made, ...]:
     """A case for every combination of the options' values, the last option varying fastest; equal ones once.
 

@@ -21,7 +21,7 @@ from sparsek.tools.bench.engine.case import Operands
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyPeer:
     """A peer that is set up: one call per operand set, and its chosen settings.
 
     `flops`: what one call computes, where that is more than the stored elements: all of them for a dense peer.
@@ -53,7 +53,7 @@ class Peer:
         where = [f"runs on {self.device}, the case is on {device.type}"]
         return [*(where if self.device not in ("", device.type) else ()), *self.unless(case)]
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         """Sets up and tunes; `tried(text)` reports progress. Raises UnavailableError with the reason."""
         raise NotImplementedError
 
@@ -68,10 +68,10 @@ class Function(Peer):
     call: Callable[[Any, Any, int], Callable[[], Any]]
     flops: Callable[[Any], float]
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         with setting_up(self.title):
             calls = tuple(self.call(case, one, index) for index, one in enumerate(sets))
-        return Ready(calls, flops=self.flops(case))
+        return ReadyPeer(calls, flops=self.flops(case))
 
 
 def dense(name: str, title: str, device: str = "") -> Function:
@@ -91,12 +91,12 @@ class Own(Peer):
     _: KW_ONLY
     other: Callable[[Any, Any, int], Operands]
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         others = [self.other(case, one, index) for index, one in enumerate(sets)]
         plans = [one.plan(None) for one in others]
         accepted(others[0].gate(plans[0]), self.title)
         calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
-        return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
+        return ReadyPeer(calls, ", ".join(sorted({plan.kernel for plan in plans})))
 
 
 def fastest(
@@ -105,7 +105,7 @@ def fastest(
     device: torch.device,
     tried: Callable[[str], None],
     flops: float | None = None,
-) -> Ready:
+) -> ReadyPeer:
     """A peer by the fastest of several ways, in the same rounds. Each makes the calls of all sets, or is left out if it
     raises. Raises UnavailableError with every reason where none is left.
     """
@@ -125,7 +125,7 @@ def fastest(
     for name, found in times.items():
         tried(f"{what}, {name}: {found.median:.3f} ms")
     best = min(calls, key=lambda name: times[name].median)
-    return Ready(calls[best], best, flops)
+    return ReadyPeer(calls[best], best, flops)
 
 
 def holding(reasons: Mapping[str, object]) -> list[str]:

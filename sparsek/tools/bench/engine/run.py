@@ -11,7 +11,7 @@ from sparsek.core.errors import SparseKError, Unsupported
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.engine import records
 from sparsek.tools.bench.engine.case import Case, Operands, SuiteRow
-from sparsek.tools.bench.engine.peer import Peer, Ready, UnavailableError, first_line, rotating
+from sparsek.tools.bench.engine.peer import Peer, ReadyPeer, UnavailableError, first_line, rotating
 from sparsek.tools.bench.engine.sensors import Sensors
 from sparsek.tools.bench.engine.sources import executed_by
 
@@ -132,7 +132,7 @@ def run_case(
             turn.call()
             passed(case, name, sets[0].judge(turn.results[0]))
         turns[f"kernel {name}"] = turn
-    ready: dict[str, Ready] = {}
+    ready: dict[str, ReadyPeer] = {}
     for peer in peers:
         try:
             ready[peer.name], turns[f"peer {peer.name}"] = _set_up(case, peer, sets, device, report)
@@ -198,7 +198,7 @@ def planned(
 
 def _set_up(
     case: Case, peer: Peer, sets: Sequence[Operands], device: torch.device, report: Callable[[str], None]
-) -> tuple[Ready, Turn]:
+) -> tuple[ReadyPeer, Turn]:
     """A peer and its turn. Raises UnavailableError with every reason why it has none, or OutOfMemoryError."""
     why_not = peer.why_not(case, device)
     if why_not:
@@ -211,7 +211,7 @@ def _set_up(
         raise UnavailableError(f"cannot be captured in a CUDA graph: {first_line(error)}") from None
 
 
-def _heater(ready: Mapping[str, Ready]) -> str | None:
+def _heater(ready: Mapping[str, ReadyPeer]) -> str | None:
     """The densest work there is keeps the card as hot as sustained use would."""
     dense = {name: peer.flops for name, peer in ready.items() if peer.flops and peer.flops <= LONGEST_HEATER}
     return f"peer {max(dense, key=lambda name: dense[name])}" if dense else None

@@ -20,7 +20,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.tools.bench.engine.case import block_name, length_name
 from sparsek.tools.bench.engine.peer import (
     Peer,
-    Ready,
+    ReadyPeer,
     UnavailableError,
     accepted,
     first_line,
@@ -60,7 +60,7 @@ def kept_graphs() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Attention(Peer):
+class AttentionPeer(Peer):
     """A peer whose attention is a function of q, k and v that autograd goes through, unless it has its own `timed`."""
 
     def attend(self, case: Any, one: Any) -> Any:
@@ -75,7 +75,7 @@ class Attention(Peer):
         """A note, and the FLOPs of a call where it computes more than the stored elements."""
         return "", None
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         """What the case measures, of every set: the forward pass, the backward pass, or both."""
         note, flops = self.counted(case)
         with setting_up(), kept_graphs() if case.passes == BACKWARD else nullcontext():
@@ -85,7 +85,7 @@ class Attention(Peer):
             if flops is None or case.mask in DENSE_MASKS:
                 laid = self.laid(out) if isinstance(out, Tensor) else [self.laid(x) for x in out]
                 accepted(sets[0].judge(laid), "its result")
-        return Ready(calls, note, flops)
+        return ReadyPeer(calls, note, flops)
 
     def timed(self, case: Any, attend: Any, one: Any) -> Callable[[], Any]:
         """The call of a set."""
@@ -119,7 +119,7 @@ def step(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[
 
 
 @dataclass(frozen=True)
-class DenseAttention(Attention):
+class DenseAttention(AttentionPeer):
     """torch's scaled_dot_product_attention on the same q, k and v: causal if the mask is, else every pair.
 
     `backend` is one of torch's, by name; "" leaves the choice to torch.
@@ -159,7 +159,7 @@ def flex_tiles(case: Any) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Flex(Attention):
+class Flex(AttentionPeer):
     """torch.compile of FlexAttention with its default options where they run, and the mask as its own BlockMask."""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
@@ -189,7 +189,7 @@ class Flex(Attention):
 
 
 @dataclass(frozen=True)
-class Flash4(Attention):
+class Flash4(AttentionPeer):
     """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks.
 
     `ordered`: its gradients with the same bits every time. By default it adds dq in any order.
@@ -276,7 +276,7 @@ def transposed_lists(mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class CudnnBlocks(Attention):
+class CudnnBlocks(AttentionPeer):
     """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks.
 
     Its backward pass is a function of its own, on its own forward pass's out and lse.

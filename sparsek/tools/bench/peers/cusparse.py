@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsek.tools.bench.engine.case import block_name
-from sparsek.tools.bench.engine.peer import Peer, Ready, UnavailableError, accepted, holding
+from sparsek.tools.bench.engine.peer import Peer, ReadyPeer, UnavailableError, accepted, holding
 
 # Values of library_types.h and cusparse.h.
 CUDA_TYPES = {"fp32": 0, "fp16": 2, "bf16": 14}
@@ -69,7 +69,7 @@ def blocked_ell(indptr: Tensor, indices: Tensor, values: Tensor, layout: str) ->
 
 
 @dataclass
-class Call:
+class PreparedProduct:
     """One prepared product; calling it queues it on torch's current stream. Keeps its buffers alive.
 
     `made` destroys its handle and descriptors: when this object goes, but not at the end of the process, where the
@@ -92,7 +92,7 @@ class Call:
         run(self.library, "cusparseSpMM", self.handle, *self.arguments)
 
 
-def prepare(library: ctypes.CDLL, one: Any, layout: str, dtype: str) -> Call:
+def prepare(library: ctypes.CDLL, one: Any, layout: str, dtype: str) -> PreparedProduct:
     """Descriptors and workspace for one operand set. Raises UnavailableError when a cuSPARSE call fails."""
     kind = CUDA_TYPES[dtype]
     columns, values = blocked_ell(one.a.pattern.indptr, one.a.pattern.indices, one.a.logical_values(), layout)
@@ -123,7 +123,7 @@ def prepare(library: ctypes.CDLL, one: Any, layout: str, dtype: str) -> Call:
         workspace = torch.empty(max(16, needed.value), dtype=torch.uint8, device=one.b.device)
         kept = (columns, values, workspace, alpha, beta, one)
         arguments = (*product, pointer(workspace.data_ptr()))
-        return Call(library, handle, arguments, width, kept, made.pop_all())
+        return PreparedProduct(library, handle, arguments, width, kept, made.pop_all())
 
 
 class CuSparse(Peer):
@@ -139,7 +139,7 @@ class CuSparse(Peer):
         }
         return super().why_not(case, device) + holding(reasons)
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         library, failures = load(), []
         # NVIDIA's pages do not specify whether a row of blocks is stored row by row or block by block; the gate
         # decides.
@@ -155,5 +155,5 @@ class CuSparse(Peer):
                 continue
             others = [prepare(library, one, layout, case.dtype) for one in sets[1:]]
             note = f"Blocked-ELL stored by {layout}, {first.width} blocks in every row"
-            return Ready((first, *others), note)
+            return ReadyPeer((first, *others), note)
         raise UnavailableError("; ".join(failures))

@@ -28,7 +28,7 @@ from sparsek.core.dtypes import FP8
 from sparsek.testing.budget import Gate, judge
 from sparsek.tools.bench.engine.peer import (
     Peer,
-    Ready,
+    ReadyPeer,
     UnavailableError,
     accepted,
     fastest,
@@ -207,7 +207,7 @@ class CuSparseLt(Peer):
         }
         return super().why_not(case, device) + holding(reasons)
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         right = ways_that_run(_task(case), sets[0].a.device, tried)
         factors = [one.dense_factors for one in sets]
         a, b = factors[0]

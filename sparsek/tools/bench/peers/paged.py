@@ -15,14 +15,14 @@ from torch.nn.attention import bias
 
 from sparsek.attn.mask.rule import MaskPolicy
 from sparsek.attn.ops.attention import attention
-from sparsek.tools.bench.engine.peer import Own, Peer, Ready, accepted, holding, setting_up
+from sparsek.tools.bench.engine.peer import Own, Peer, ReadyPeer, accepted, holding, setting_up
 from sparsek.tools.bench.peers.attention import LOW, imported
 
 COPY, FA4, PLAIN, UNPAGED, BF16 = "copy", "fa4", "sdpa", "unpaged", "bf16"
 
 
 @dataclass(frozen=True)
-class Calls(Peer):
+class TimedCalls(Peer):
     """A peer whose call of each set is made by `timed`. Its time stands beside ours whatever it computes; results are
     judged where it computes the same, `same(case)`.
     """
@@ -39,17 +39,17 @@ class Calls(Peer):
         """Its result as [tokens, Hq, D]."""
         return out
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         with setting_up(self.title):
             calls = tuple(self.timed(case, one) for one in sets)
             out, *_ = [call() for call in calls]
             if self.same(case):
                 accepted(sets[0].judge(self.shaped(case, out)), "its result")
-        return Ready(calls, "" if self.same(case) else "every key up to each query's own")
+        return ReadyPeer(calls, "" if self.same(case) else "every key up to each query's own")
 
 
 @dataclass(frozen=True)
-class Copy(Calls):
+class Copy(TimedCalls):
     """torch's copy of as many bytes as a call must read and write: half of them read, half written."""
 
     def same(self, case: Any) -> bool:
@@ -60,12 +60,12 @@ class Copy(Calls):
         given = torch.randint(0, 100, (half,), dtype=torch.uint8, device=one.q.device)
         return partial(torch.empty_like(given).copy_, given)
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
-        return Ready(super().ready(case, sets, tried).calls, "as many bytes")
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
+        return ReadyPeer(super().ready(case, sets, tried).calls, "as many bytes")
 
 
 @dataclass(frozen=True)
-class PlainAttention(Calls):
+class PlainAttention(TimedCalls):
     """torch's scaled_dot_product_attention on keys and values that lie one after another; every key up to the query."""
 
     def same(self, case: Any) -> bool:
@@ -104,7 +104,7 @@ class Unpaged(PlainAttention):
 
 
 @dataclass(frozen=True)
-class PagedFlash4(Calls):
+class PagedFlash4(TimedCalls):
     """FlashAttention-4 (flash_attn.cute) over pages [pages, page, Hkv, D]; where blocks are chosen, every key."""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:

@@ -14,7 +14,7 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.tools.bench.engine.case import block_name
 from sparsek.tools.bench.engine.peer import (
     Peer,
-    Ready,
+    ReadyPeer,
     UnavailableError,
     accepted,
     first_line,
@@ -52,7 +52,7 @@ class Tuned(Peer):
     spaces: Callable[[Any], Sequence[Space]]
     prepare: Callable[[Any], tuple[Any, Callable[[Meta], object]]]
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         """Raises UnavailableError if no parameters ran and were right."""
         timed: dict[tuple[tuple[str, int], ...], float] = {}
 
@@ -84,7 +84,7 @@ class Tuned(Peer):
                 (out.values if isinstance(out, BSR) else out).fill_(torch.nan)
                 first(dict(key))
                 if sets[0].judge(out).passed:
-                    return Ready(calls(dict(key)), ", ".join(f"{name}={value}" for name, value in key))
+                    return ReadyPeer(calls(dict(key)), ", ".join(f"{name}={value}" for name, value in key))
             raise UnavailableError(
                 f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right"
             )
@@ -118,13 +118,13 @@ class TorchSparse(Tuned):
         reason = f"its kernel needs N to be a multiple of 16, not {case.n}"
         return reasons + holding({reason: by_kernel and case.n % 16})
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         if sets[0].b.device.type == "cuda":
             return super().ready(case, sets, tried)
         with setting_up(f"torch.sparse BSR refuses {case.dtype} on this CPU"):
             calls = tuple(partial(torch.matmul, one.a.to_torch(), one.b) for one in sets)
             accepted(sets[0].judge(calls[0]()), "torch.sparse BSR on this CPU")
-        return Ready(calls)
+        return ReadyPeer(calls)
 
 
 def addmm(one: Any) -> tuple[Tensor, Callable[[Meta], object]]:

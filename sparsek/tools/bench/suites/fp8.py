@@ -21,7 +21,7 @@ from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Table
 from sparsek.tools.bench.engine.case import Bar, Case, SuiteRow, rows
 from sparsek.tools.bench.engine.data import Draw
-from sparsek.tools.bench.engine.peer import Own, Peer, Ready, dense, fastest
+from sparsek.tools.bench.engine.peer import Own, Peer, ReadyPeer, dense, fastest
 from sparsek.tools.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
 from sparsek.tools.bench.peers.cusparselt import CuSparseLt
 from sparsek.tools.bench.suites.product import LINEAR, WIDE, ProductCase, ProductOperands, check_24_sides
@@ -102,7 +102,7 @@ class CublasFp8(Peer):
 
     sums: tuple[bool, ...] = (False, True)
 
-    def ready(self, case: Fp8Case, sets: Sequence[Fp8Operands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Fp8Case, sets: Sequence[Fp8Operands], tried: Callable[[str], None]) -> ReadyPeer:
         def calls(scale: DenseScale, fast: bool) -> list[Callable[[], Tensor]]:
             made = [_dense(case, one, scale, fast, 1000 + index) for index, one in enumerate(sets)]
             made[0]()

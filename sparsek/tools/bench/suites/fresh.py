@@ -23,9 +23,9 @@ from sparsek.core.errors import InvalidInput
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.tools.bench.engine.case import Bar, Call, rows
+from sparsek.tools.bench.engine.case import Bar, OperandSet, rows
 from sparsek.tools.bench.engine.data import Draw
-from sparsek.tools.bench.engine.peer import Peer, Ready, holding
+from sparsek.tools.bench.engine.peer import Peer, ReadyPeer, holding
 from sparsek.tools.bench.engine.several import Timed, several
 from sparsek.tools.bench.engine.tables import CASE, MS, faster_than, mark, peer_ms, short_name, target
 from sparsek.tools.bench.peers.attention import FORWARD, STEP, Attend, Flex, step
@@ -132,7 +132,7 @@ class PlannedMaskCase(AttentionCase):
     extra = peer_extra = ()
     hosted = True
 
-    def sets(self, draw: Draw) -> Callable[[Draw], Call]:
+    def sets(self, draw: Draw) -> Callable[[Draw], OperandSet]:
         """q, k and v are one tensor, whose values nobody reads."""
         q = torch.empty(self.shapes[0], dtype=self.drawn, device=draw.device)
         make = self.mask_maker(draw.device, draw.seed)
@@ -144,7 +144,7 @@ class PlannedMaskCase(AttentionCase):
             return mask
 
         plan = lambda *given, kernel: Timed("mask.structured", planned)  # noqa: E731
-        return lambda draw: Call((q, make), plan, partial(check_mask, self), 1.0)
+        return lambda draw: OperandSet((q, make), plan, partial(check_mask, self), 1.0)
 
     @classmethod
     def below(cls, record: Record) -> str:
@@ -177,14 +177,14 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
 
 
 @dataclass(frozen=True)
-class Kept(Peer):
+class KeptMaskPeer(Peer):
     """Attention over kept masks; of a planned mask, the building of it alone."""
 
-    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
-        return Ready(tuple(map(self._call, sets)))
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
+        return ReadyPeer(tuple(map(self._call, sets)))
 
     def _call(self, one: Any) -> Callable[[], Any]:
-        if not isinstance(one, Call):
+        if not isinstance(one, OperandSet):
             return one.kept()
         q, make = one.given
         return lambda: (make(), wait(q.device))
@@ -235,7 +235,7 @@ BENCH = Bench(
     suites=SUITES | {"window": rows("auto", PlannedMaskCase.square(LONG, 512))},
     kinds=(FreshCase, PlannedMaskCase),
     peers=(
-        Kept(KEPT, "a kept mask"),
+        KeptMaskPeer(KEPT, "a kept mask"),
         FreshFlex(FLEX, "FlexAttention", "cuda"),
     ),
     tables=(

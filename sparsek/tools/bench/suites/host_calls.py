@@ -31,7 +31,7 @@ PAGED = "requests x heads x length x head size"
 PAGE = 64  # keys of a page
 
 
-class Pair(NamedTuple):
+class CallPair(NamedTuple):
     """A call of this library on its own operands, torch's, and whether a result of the first is right."""
 
     ours: Callable[[], Any]
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
     judge: Callable[[Any], "Gate"]
 
 
-def product(call: Any, device: torch.device, *, planned: bool = False) -> Pair:
+def product(call: Any, device: torch.device, *, planned: bool = False) -> CallPair:
     """A @ B, or a plan of it that is called, beside torch.mm."""
     m, k, n = call.sides
     a, b = _sparse(call, m, k, device), _normal(call, device, 1, k, n)
@@ -51,10 +51,10 @@ def product(call: Any, device: torch.device, *, planned: bool = False) -> Pair:
 
         return check_spmm(a, b, out)
 
-    return Pair(ours, lambda: torch.mm(dense, b), judge)
+    return CallPair(ours, lambda: torch.mm(dense, b), judge)
 
 
-def linear(call: Any, device: torch.device, *, layer: bool = False) -> Pair:
+def linear(call: Any, device: torch.device, *, layer: bool = False) -> CallPair:
     """sk.linear with a bias and gelu beside F.linear and torch's gelu. Of a layer, without an activation:
     BlockSparseLinear, or sk.linear of a 2:4 matrix, beside nn.Linear.
     """
@@ -71,16 +71,16 @@ def linear(call: Any, device: torch.device, *, layer: bool = False) -> Pair:
 
     if not layer:
         torchs = lambda: functional.gelu(functional.linear(x, dense, bias))  # noqa: E731
-        return Pair(lambda: sk.linear(x, w, bias, "gelu"), torchs, judge)
+        return CallPair(lambda: sk.linear(x, w, bias, "gelu"), torchs, judge)
     beside = torch.nn.Linear(k, n, dtype=x.dtype, device=device)
     beside.load_state_dict({"weight": dense, "bias": bias})
     if not isinstance(w, sk.BSR):
-        return Pair(lambda: sk.linear(x, w, bias), lambda: beside(x), judge)
+        return CallPair(lambda: sk.linear(x, w, bias), lambda: beside(x), judge)
     ours = sk.nn.BlockSparseLinear.from_bsr(w, bias)
-    return Pair(lambda: ours(x), lambda: beside(x), judge)
+    return CallPair(lambda: ours(x), lambda: beside(x), judge)
 
 
-def linear_backward(call: Any, device: torch.device) -> Pair:
+def linear_backward(call: Any, device: torch.device) -> CallPair:
     """sk.linear and the gradients of x and of W's values, beside F.linear's."""
     tokens, k, n = call.sides
     drawn = _sparse(call, n, k, device)
@@ -103,7 +103,7 @@ def linear_backward(call: Any, device: torch.device) -> Pair:
             [near_dense(*each) for each in zip(found, right(torch.float64), right(x.dtype), strict=True)]
         )
 
-    return Pair(
+    return CallPair(
         lambda: _step(sk.linear, (x, w), (x, w.values), dy),
         lambda: _step(functional.linear, (x, dense), (x, dense), dy),
         judge,
@@ -118,7 +118,7 @@ def _step(
     return y, *torch.autograd.grad(y, wanted, dy)
 
 
-def attention(call: Any, device: torch.device, *, trains: bool = False) -> Pair:
+def attention(call: Any, device: torch.device, *, trains: bool = False) -> CallPair:
     """Causal sk.attention beside scaled_dot_product_attention, or both with the gradients of q, k and v."""
     heads, length, dim = call.sides
     q, k, v, dy = (_normal(call, device, place, 1, heads, length, dim) for place in (1, 2, 3, 4))
@@ -136,10 +136,12 @@ def attention(call: Any, device: torch.device, *, trains: bool = False) -> Pair:
         return (lambda: torch.autograd.grad(forward(), wanted, dy)) if trains else forward
 
     ours = called(lambda: sk.attention(q, k, v, mask))
-    return Pair(ours, called(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)), judge)
+    return CallPair(
+        ours, called(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)), judge
+    )
 
 
-def attention_paged(call: Any, device: torch.device) -> Pair:
+def attention_paged(call: Any, device: torch.device) -> CallPair:
     """One decoding step by sk.attention_paged, four heads to one of keys, into given memory, as engines call it,
     beside scaled_dot_product_attention of keys that lie one after another.
     """
@@ -169,10 +171,10 @@ def attention_paged(call: Any, device: torch.device) -> Pair:
         sk.attention_paged, q, cache, table, lengths, edges, max_seqlen_q=1, max_seqlen_k=length, out=out
     )
     torchs = partial(functional.scaled_dot_product_attention, alone, k, v, enable_gqa=True)
-    return Pair(ours, torchs, judge)
+    return CallPair(ours, torchs, judge)
 
 
-def from_dense(call: Any, device: torch.device) -> Pair:
+def from_dense(call: Any, device: torch.device) -> CallPair:
     """BSR.from_dense, which keeps a share of the blocks, beside torch's copy of the matrix."""
     w = _normal(call, device, 1, *call.sides)
 
@@ -182,27 +184,27 @@ def from_dense(call: Any, device: torch.device) -> Pair:
         blocks = max(1, round(call.density * w.numel() / (call.block[0] * call.block[1])))
         return check_bsr(w, out, blocks)
 
-    return Pair(lambda: sk.BSR.from_dense(w, call.block, keep=call.density), w.clone, judge)
+    return CallPair(lambda: sk.BSR.from_dense(w, call.block, keep=call.density), w.clone, judge)
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """How a call is made, of the fields of a `HostCase`; what is called, as a module of sparsek; what its sides are."""
 
-    make: Callable[[Any, torch.device], Pair]
+    make: Callable[[Any, torch.device], CallPair]
     module: str
     sides: str
 
 
-CALLS: dict[str, Kind] = {
-    "A @ B": Kind(product, "ops.spmm", PRODUCT),
-    "plan of A @ B": Kind(partial(product, planned=True), "ops.spmm", PRODUCT),
-    "linear": Kind(linear, "ops.linear", LAYERS),
-    "attention": Kind(attention, "ops.attention", HEADED),
-    "attention_paged": Kind(attention_paged, "ops.attention_paged", PAGED),
-    "linear + backward": Kind(linear_backward, "ops.linear", LAYERS),
-    "attention + backward": Kind(partial(attention, trains=True), "ops.attention", HEADED),
-    "layer": Kind(partial(linear, layer=True), "nn.linear", LAYERS),
-    "from_dense": Kind(from_dense, "matrix.bsr", WHOLE),
+CALLS: dict[str, CallKind] = {
+    "A @ B": CallKind(product, "ops.spmm", PRODUCT),
+    "plan of A @ B": CallKind(partial(product, planned=True), "ops.spmm", PRODUCT),
+    "linear": CallKind(linear, "ops.linear", LAYERS),
+    "attention": CallKind(attention, "ops.attention", HEADED),
+    "attention_paged": CallKind(attention_paged, "ops.attention_paged", PAGED),
+    "linear + backward": CallKind(linear_backward, "ops.linear", LAYERS),
+    "attention + backward": CallKind(partial(attention, trains=True), "ops.attention", HEADED),
+    "layer": CallKind(partial(linear, layer=True), "nn.linear", LAYERS),
+    "from_dense": CallKind(from_dense, "matrix.bsr", WHOLE),
 }
 
 

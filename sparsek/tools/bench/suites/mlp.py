@@ -23,7 +23,7 @@ from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Column, Table
 from sparsek.tools.bench.engine.case import Case, Operands, block_name, rows, stored_name
 from sparsek.tools.bench.engine.data import Draw
-from sparsek.tools.bench.engine.peer import Peer, Ready, dense, setting_up
+from sparsek.tools.bench.engine.peer import Peer, ReadyPeer, dense, setting_up
 from sparsek.tools.bench.engine.several import Timed, several
 from sparsek.tools.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
 
@@ -216,13 +216,13 @@ class MlpTrainCase(MlpCase):
 class CompiledDense(Peer):
     """torch.compile of the dense layer with its default options; the backward of a training step is compiled too."""
 
-    def ready(self, case: MlpCase, sets: Sequence[MlpOperands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: MlpCase, sets: Sequence[MlpOperands], tried: Callable[[str], None]) -> ReadyPeer:
         with setting_up("torch.compile"):
             torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of operands
             forward = torch.compile(sets[0].dense_forward, fullgraph=True, dynamic=False)
             calls = tuple(one.dense(1000 + index, forward) for index, one in enumerate(sets))
             calls[0]()
-        return Ready(calls, flops=case.dense_flops)
+        return ReadyPeer(calls, flops=case.dense_flops)
 
 
 LAYER = (4096, 16384, (128, 128), 0.125)

@@ -25,7 +25,7 @@ from sparsek.testing.budget import Gate
 from sparsek.testing.pack_budget import check_bsr, check_semi24
 from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Table
-from sparsek.tools.bench.engine.case import Bar, Call, Case, block_name, rows
+from sparsek.tools.bench.engine.case import Bar, Case, OperandSet, block_name, rows
 from sparsek.tools.bench.engine.data import Draw
 from sparsek.tools.bench.engine.peer import Function
 from sparsek.tools.bench.engine.several import Timed
@@ -112,17 +112,17 @@ class PackCase(Case):
         """Whether `out` holds the values of w that it should, and nothing else."""
         return check_semi24(w, out) if self.block is None else check_bsr(w, out, self.blocks)
 
-    def sets(self, draw: Draw) -> Callable[[Draw], Call]:
+    def sets(self, draw: Draw) -> Callable[[Draw], OperandSet]:
         """Bytes stand in the place of FLOPs: see the module."""
 
-        def one(draw: Draw) -> Call:
+        def one(draw: Draw) -> OperandSet:
             w = draw.normal(self.m, self.k)
-            return Call((w,), self.plan, partial(self.judge, w), self.moved)
+            return OperandSet((w,), self.plan, partial(self.judge, w), self.moved)
 
         return one
 
 
-def _copy(case: PackCase, one: Call, index: int) -> Callable[[], Tensor]:
+def _copy(case: PackCase, one: OperandSet, index: int) -> Callable[[], Tensor]:
     """torch's copy of w into another tensor: read once and written once."""
     (w,) = one.given
     return partial(torch.empty_like(w).copy_, w)

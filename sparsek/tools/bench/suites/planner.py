@@ -221,7 +221,7 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
     every = tuple(option for option, _ in found)
     timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(every) if at in own]
     by_name = {every[at].name: each for at, each in times.items()}
-    chosen = [choosing.choose(each, choosing.Bound(min_norm=0)).name for each in (every, timed)]
+    chosen = [choosing.choose(each, choosing.Requirement(min_norm=0)).name for each in (every, timed)]
     return Judged(layer, every, by_name, *chosen, gate=worst(gates))
 
 

@@ -18,7 +18,7 @@ from sparsek.attn.policies.mass import recall
 from sparsek.attn.policies.policy import Policy
 from sparsek.core.clock import wall_rounds
 from sparsek.integrations.fastvideo import video_sparse_attn
-from sparsek.testing.attention_data import GENERATORS, Sizes
+from sparsek.testing.attention_data import GENERATORS, HeadSizes
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
 from sparsek.tools.bench.engine import options
@@ -33,7 +33,7 @@ from sparsek.tools.bench.engine.tables import CASE, MS, target
 from sparsek.tools.bench.peers.attention import PEERS
 from sparsek.tools.bench.suites.attention import SMALL, AttentionCase, AttentionOperands, sampled
 from sparsek.tools.bench.suites.attention_masks import MaskForm, parse_mask
-from sparsek.tools.bench.suites.fresh import Kept
+from sparsek.tools.bench.suites.fresh import KeptMaskPeer
 from sparsek.tools.bench.suites.host import parse_sides
 from sparsek.tools.bench.suites.quality import SPARSITIES, Dial, at_sparsity, dials, recall_table
 
@@ -263,7 +263,7 @@ class RecallCase(Case):
     def run(self, *, device: torch.device, rounds: int, report: Callable[[str], None], **_: Any) -> Outcome:
         """One record. Raises GateError for a policy that keeps more than the best mask."""
         report("masks of every sparsity")
-        dial, sizes = recalled(self.shape)[self.policy], Sizes(1, self.heads, self.heads, 128)
+        dial, sizes = recalled(self.shape)[self.policy], HeadSizes(1, self.heads, self.heads, 128)
         drawn = {"device": str(device), "dtype": self.drawn}
         found = recall_table(self.shape, sizes, named={self.policy: dial}, generators=[self.data], **drawn)
         more = [number for each in found for number in (each.kept, each.recall, each.oracle)]
@@ -330,7 +330,7 @@ BENCH = Bench(
     kinds=(PolicyCase, EstimateCase, RecallCase),
     measures={"attention": PolicyCase, "estimate": EstimateCase},
     peers=(
-        Kept(
+        KeptMaskPeer(
             ATTENTION, "attention", unless=lambda case: [] if case.alone else ["is measured beside estimates"]
         ),
         *(

@@ -16,7 +16,7 @@ from sparsek.attn.policies.policy import Policy
 from sparsek.attn.policies.static import Streaming
 from sparsek.attn.policies.top import MeanTopK, SubBlock
 from sparsek.attn.policies.video import Radial, SlidingTile
-from sparsek.testing.attention_data import GENERATORS, SIZES, Sizes, frame_numbers
+from sparsek.testing.attention_data import GENERATORS, SIZES, HeadSizes, frame_numbers
 
 SPARSITIES = (0.5, 0.75, 0.9)
 TILE = (4, 4, 4)
@@ -73,7 +73,7 @@ def dials(shape: tuple[int, int, int], block: int = 64) -> dict[str, Dial]:
 
 def recall_table(
     shape: tuple[int, int, int] = (16, 16, 16),
-    sizes: Sizes = SIZES,
+    sizes: HeadSizes = SIZES,
     *,
     named: Mapping[str, Dial] | None = None,
     generators: Iterable[str] = tuple(GENERATORS),

@@ -11,7 +11,7 @@ from sparsek.products.ops.sddmm import plan_sddmm, sddmm
 from sparsek.testing.product_budget import check_sddmm
 from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Table
-from sparsek.tools.bench.engine.case import Call, rows
+from sparsek.tools.bench.engine.case import OperandSet, rows
 from sparsek.tools.bench.engine.data import Draw
 from sparsek.tools.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.tools.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
@@ -29,11 +29,11 @@ class SddmmCase(BlocksCase):
     k: int = options.size("Columns of X")
     n: int = options.size("Columns of Y")
 
-    def sets(self, draw: Draw) -> Callable[[Draw], Call]:
+    def sets(self, draw: Draw) -> Callable[[Draw], OperandSet]:
         """X is N(0, 1), Y scaled so that S has unit scale."""
         pattern = draw.blocks(self.m, self.n, self.block, self.density, self.pattern).pattern
 
-        def one(draw: Draw) -> Call:
+        def one(draw: Draw) -> OperandSet:
             x, y = draw.normal(self.m, self.k), draw.normal(self.k, self.n).mul_(self.k**-0.5)
 
             def twin(seed: int) -> Callable[[], object]:
@@ -41,7 +41,7 @@ class SddmmCase(BlocksCase):
                 return partial(torch.matmul, x, y, out=x.new_empty(pattern.shape))
 
             flops = 2.0 * pattern.nnzb * pattern.block[0] * pattern.block[1] * self.k
-            return Call((x, y, pattern), plan_sddmm, partial(check_sddmm, x, y), flops, twin, sddmm)
+            return OperandSet((x, y, pattern), plan_sddmm, partial(check_sddmm, x, y), flops, twin, sddmm)
 
         return one
 

@@ -12,7 +12,7 @@ from sparsek.attn.kernels.forward.schedule_fwd import launched
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as plan
-from sparsek.attn.plan.attention_schedule import Schedule, Shape
+from sparsek.attn.plan.attention_schedule import AttentionSchedule, TileShape
 from sparsek.core.device import H200
 from tests.plan.test_attention_schedule import Case, bounded, cases, problem
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(H200, l2_bytes=4 * 2 * (64 + 64) * 700)
 
 
-def same(found: Schedule, wanted: Schedule) -> None:
+def same(found: AttentionSchedule, wanted: AttentionSchedule) -> None:
     count = int(wanted.count)
     assert found.count.tolist() == [count]
     assert found.tiles.shape == wanted.tiles.shape
@@ -48,7 +48,7 @@ def test_sections(lists: tuple[int, int], kv_heads: int) -> None:
         mask.full.counts[at - 1] = 0
     p = replace(problem(mask, batch if batch > 1 else 3, (4, kv_heads)), card=SMALL)
     assert plan.sections(p) > 1
-    shape = Shape(128, 1, 5)
+    shape = TileShape(128, 1, 5)
     assert not plan.is_cut(p, shape)
     same(launched(p, mask, shape), plan.schedule(p, mask, shape))
 
@@ -59,7 +59,7 @@ def test_rows_longer_than_a_chunk_and_many_groups() -> None:
     indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
     indices = torch.cat([torch.arange(n) for n in counts.tolist()]).int()
     mask = BlockMask.from_blocks(indptr, indices, 9 * 64, 70 * 64, 64, batch=2, heads=10)
-    p, shape = problem(mask, 2, (10, 10)), Shape(64, 1, 7)
+    p, shape = problem(mask, 2, (10, 10)), TileShape(64, 1, 7)
     same(launched(p, mask, shape), plan.schedule(p, mask, shape))
 
 
@@ -77,7 +77,7 @@ def test_rows_are_ranked_among_more_than_are_read_together(
     indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
     indices = torch.cat([torch.arange(n) for n in counts.tolist()]).int()
     mask = BlockMask.from_blocks(indptr, indices, rows * 128 - 70, columns * 128, 128, heads=heads)
-    p, shape = problem(mask, 2, (2, 2)), Shape(64, 1, 33)
+    p, shape = problem(mask, 2, (2, 2)), TileShape(64, 1, 33)
     assert plan.is_cut(p, shape) == bool(heavy)
     same(launched(p, mask, shape), plan.schedule(p, mask, shape))
 
@@ -85,7 +85,7 @@ def test_rows_are_ranked_among_more_than_are_read_together(
 def test_a_mask_of_many_rows() -> None:
     mask = BlockMask.causal(64 * 150, block=64)
     p = problem(mask, 1, (2, 1))
-    same(launched(p, mask, Shape(64, 1, 33)), plan.schedule(p, mask, Shape(64, 1, 33)))
+    same(launched(p, mask, TileShape(64, 1, 33)), plan.schedule(p, mask, TileShape(64, 1, 33)))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -97,7 +97,7 @@ def test_counts_that_are_out_of_range_write_nothing_out_of_bounds(split: bool) -
     lists = [BlockLists(each.starts, bad, each.indices) for each in (mask.full, mask.partial)]
     parts: dict[str, Any] = {name: getattr(mask, name) for name in BlockMask._fields}
     hostile = BlockMask.unchecked(**parts | {"full": lists[0], "partial": lists[1]})
-    p, shape = problem(mask, 2, (4, 4)), Shape(64, 1, 132)
+    p, shape = problem(mask, 2, (4, 4)), TileShape(64, 1, 132)
     assert plan.is_cut(p, shape) == split
     made = launched(p, hostile, shape)
     count = int(made.count)

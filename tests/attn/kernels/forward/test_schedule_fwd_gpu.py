@@ -15,7 +15,7 @@ from sparsek.attn.kernels.forward import hopper_fwd
 from sparsek.attn.kernels.forward.schedule_fwd import launched
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as plan
-from sparsek.attn.plan.attention_schedule import Schedule, Shape
+from sparsek.attn.plan.attention_schedule import AttentionSchedule, TileShape
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import H200
@@ -74,16 +74,16 @@ def posed(name: str) -> tuple[BlockMask, AttentionProblem]:
     return mask, problem(mask, batch, (q_heads, kv_heads))
 
 
-def shapes(p: AttentionProblem) -> list[Shape]:
-    found = [Shape(64, 1, 132), Shape(64, 1, 264)]
+def shapes(p: AttentionProblem) -> list[TileShape]:
+    found = [TileShape(64, 1, 132), TileShape(64, 1, 264)]
     if p.block[0] == 128:
-        found.append(Shape(128, 1, 132))
+        found.append(TileShape(128, 1, 132))
     if p.mask_heads <= p.kv_heads and p.group % 2 == 0:
-        found.append(Shape(32, 2, 132))
+        found.append(TileShape(32, 2, 132))
     return found
 
 
-def same(found: Schedule, wanted: Schedule) -> None:
+def same(found: AttentionSchedule, wanted: AttentionSchedule) -> None:
     count = int(wanted.count)
     assert found.count.tolist() == [count]
     assert torch.equal(found.tiles[:count], wanted.tiles[:count])
@@ -112,7 +112,7 @@ def test_the_plans_schedule_without_a_sync(
 
 def test_in_a_cuda_graph_the_schedule_follows_the_lists() -> None:
     mask = uneven(33, 70, 3, 20)
-    p, shape = problem(mask, 3, (20, 20)), Shape(128, 1, 132)
+    p, shape = problem(mask, 3, (20, 20)), TileShape(128, 1, 132)
     launched(p, mask, shape)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsek.attn.kernels.mask.choose import choose_blocks
 from sparsek.attn.mask.build import selection_reference
-from sparsek.attn.mask.build.selection import Choice, written
+from sparsek.attn.mask.build.selection import Selection, written
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
 from tests.attn.mask.drawn_choices import KINDS, PLACES, drawn, same
@@ -17,7 +17,7 @@ from tests.attn.mask.drawn_choices import KINDS, PLACES, drawn, same
 POISON = 0x5EADBEEF
 
 
-def made(c: Choice) -> BlockMask:
+def made(c: Selection) -> BlockMask:
     """The kernel's mask, in memory that was poisoned, between canaries that stay."""
     kept: list[Tensor] = []
 
@@ -33,7 +33,7 @@ def made(c: Choice) -> BlockMask:
     return mask
 
 
-def specified(c: Choice) -> tuple[BlockMask, list[str]]:
+def specified(c: Selection) -> tuple[BlockMask, list[str]]:
     """The specification's mask, and the faults that it finds; the kernel reports one of them."""
     found: list[Any] = []
 

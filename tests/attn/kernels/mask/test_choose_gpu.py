@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.build import selection_reference
-from sparsek.attn.mask.build.selection import Choice, layout_of, written
+from sparsek.attn.mask.build.selection import Selection, layout_of, written
 from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
@@ -23,12 +23,12 @@ NoSync = Callable[[], AbstractContextManager[None]]
 CANARY = 0x5EADBEE
 
 
-def specified(c: Choice) -> BlockMask:
+def specified(c: Selection) -> BlockMask:
     """The specification's mask, on the GPU, whatever faults it has."""
     return selection_reference.specified(BlockMask, c)
 
 
-def choose(c: Choice) -> Any:
+def choose(c: Selection) -> Any:
     from sparsek.attn.kernels.mask.choose import choose_blocks
 
     return written(BlockMask, c, choose_blocks)
@@ -59,7 +59,7 @@ def test_rows_of_any_length(kind: str, columns: int, seed: int):
         limit: Any = {"topk": columns // 8 + 1, "mass": 0.9}.get(kind, 0)
         capacity = min(columns, 99) if kind == "indices" else columns
         names = {"room": "k", "indices": tuple(given.shape)}
-        c = Choice(kind, place, True, given, None, capacity, "long", limit, 1, names=names)
+        c = Selection(kind, place, True, given, None, capacity, "long", limit, 1, names=names)
         same(choose(c), specified(c))
 
 

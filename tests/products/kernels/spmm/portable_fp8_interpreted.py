@@ -16,7 +16,7 @@ from sparsek.products.kernels.spmm import portable
 from sparsek.products.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.products.kernels.spmm.portable import Config
 from sparsek.products.kernels.spmm.portable_fp8 import TABLE
-from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, Scales
+from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, ScaleScopes
 from sparsek.testing.cases import FP8_CASES as ALL_CASES
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.sampling import half
@@ -45,7 +45,9 @@ def test_c_in_fp16_is_within_budget(case: Case):
     k=st.integers(0, 90),
     n=st.integers(0, 40),
     block=st.sampled_from([(16, 16), (32, 16), (16, 64), (48, 80)]),
-    scales=st.sampled_from([ROW, Scales("block", "tensor", E5M2), Scales("tensor", "row", E4M3, E5M2)]),
+    scales=st.sampled_from(
+        [ROW, ScaleScopes("block", "tensor", E5M2), ScaleScopes("tensor", "row", E4M3, E5M2)]
+    ),
     view=st.booleans(),
     layouts=st.sampled_from([("col", "row", "row"), COL]),
     config=st.sampled_from([None, Config(32, 16, 32, 1, 1, 2), Config(16, 32, 64, 1, 1, 1)]),

@@ -10,7 +10,7 @@ import torch
 import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, Scales
+from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, ScaleScopes
 from tests.attn.kernels.planned import default_and, hold, multiply, problem
 from tests.engine.launch.drawn import fresh
 from tests.problems import RTX_4090, changed, fp8_problem
@@ -47,7 +47,7 @@ def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
 
 MORE: dict[str, Any] = {"layouts": COL, "bias": True, "activation": "gelu"}
 RUNS = {
-    "whole": (Case(168, 672, 200, None, "whole", scales=Scales("tensor", "row", E5M2)), 192, 2, 2),
+    "whole": (Case(168, 672, 200, None, "whole", scales=ScaleScopes("tensor", "row", E5M2)), 192, 2, 2),
     "blocks": (
         Case(248, 512, 136, (128, 128), "blocks", two_four=True, scales=ROW, combine="add", **MORE),
         128,
@@ -140,10 +140,10 @@ def test_plans_for_an_h200_name_the_kernel() -> None:
 GPU_CASES = [
     Case(64, 32, 8, None, "small", scales=ROW),
     Case(200, 480, 264, None, "ragged", scales=ROW),
-    Case(1000, 2080, 520, None, "tensor", scales=Scales("tensor", "tensor")),
-    Case(296, 1056, 77, None, "layer", scales=Scales("row", "row", E5M2, E4M3), **MORE),
+    Case(1000, 2080, 520, None, "tensor", scales=ScaleScopes("tensor", "tensor")),
+    Case(296, 1056, 77, None, "layer", scales=ScaleScopes("row", "row", E5M2, E4M3), **MORE),
     Case(296, 1056, 77, None, "gate", scales=ROW, combine="mul", layouts=COL),
-    Case(136, 8192, 256, None, "long", scales=Scales("row", "tensor", E4M3, E5M2)),
+    Case(136, 8192, 256, None, "long", scales=ScaleScopes("row", "tensor", E4M3, E5M2)),
     Case(
         136,
         96,
@@ -157,11 +157,11 @@ GPU_CASES = [
         combine="add",
         batch=(2, 2),
     ),
-    Case(1000, 8192, 520, None, "fast", scales=Scales(fast=True)),
-    Case(296, 1056, 77, None, "fast layer", scales=Scales("tensor", "row", E5M2, fast=True), **MORE),
-    Case(1000, 4096, 520, (128, 128), "fast", 0.3, two_four=True, scales=Scales(fast=True)),
+    Case(1000, 8192, 520, None, "fast", scales=ScaleScopes(fast=True)),
+    Case(296, 1056, 77, None, "fast layer", scales=ScaleScopes("tensor", "row", E5M2, fast=True), **MORE),
+    Case(1000, 4096, 520, (128, 128), "fast", 0.3, two_four=True, scales=ScaleScopes(fast=True)),
     Case(128, 256, 72, (64, 128), "plain", two_four=True, scales=ROW),
-    Case(1000, 1024, 520, (128, 128), "blocks", 0.3, two_four=True, scales=Scales("tensor", "row")),
+    Case(1000, 1024, 520, (128, 128), "blocks", 0.3, two_four=True, scales=ScaleScopes("tensor", "row")),
     Case(
         504, 768, 261, (256, 128), "layer", 0.4, two_four=True, scales=ROW, combine="add", beta=-0.5, **MORE
     ),
@@ -193,7 +193,7 @@ def test_every_config_is_within_budget(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
 def test_all_runs_give_the_same_bits(fast: bool) -> None:
-    case, first = Case(2048, 4096, 2048, None, "large", scales=Scales(fast=fast)), None
+    case, first = Case(2048, 4096, 2048, None, "large", scales=ScaleScopes(fast=fast)), None
     a, b, epilogue, out = case.make("cuda", torch.bfloat16, fresh())
     for c in semi24_fp8.KERNEL.configs(problem(a, b, out, epilogue)):
         for _ in range(8):

@@ -11,7 +11,7 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Quantized, quantize
 from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.products.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
-from sparsek.testing.cases import COL, FP8_CASES, ROW, Case, Scales
+from sparsek.testing.cases import COL, FP8_CASES, ROW, Case, ScaleScopes
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.problems import changed, fp8_problem
 
@@ -63,7 +63,7 @@ def test_the_library_runs_enough_of_the_cases():
 def test_the_library_takes_all_scales_and_a_bias(
     scales: tuple[DenseScale, DenseScale], layouts: tuple[str, str, str]
 ):
-    case = Case(64, 96, 32, (32, 32), "x", 0.7, scales=Scales(*scales), bias=True, layouts=layouts)
+    case = Case(64, 96, 32, (32, 32), "x", 0.7, scales=ScaleScopes(*scales), bias=True, layouts=layouts)
     for dtype in DTYPES:
         hold(cublas_fp8.KERNEL, case, dtype, seed=int(torch.randint(2**31, ())))
 
