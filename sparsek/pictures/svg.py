@@ -28,7 +28,7 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
     path = files.as_path(name, value)
     if path.suffix.lower() != ".svg":
         raise InvalidInput(
-            f"{name} is {arguments.shown(os.fspath(path))}; pictures are SVG, so its name must end in .svg"
+            f"{name} is {arguments.shown(path.name)}; pictures are SVG, so its name must end in .svg"
         )
     return path
 
