@@ -22,9 +22,15 @@ settings.register_profile("sparsek", deadline=None, max_examples=50 if EVERY els
 settings.load_profile("sparsek")
 
 # Workers share the cores, and torch's threads wait for each other: on a busy machine they take eight times as long.
-if "PYTEST_XDIST_WORKER" in os.environ:
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    # Of several cards each worker has one, and so have the processes that its tests start.
+    cards = (
+        os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    ).split(",")
+    if len(cards) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker.removeprefix("gw")) % len(cards)]
 
 
 # Inductor names what it compiles without this setting: code for one instruction set would be found under another.

@@ -428,7 +428,7 @@ def test_every_case_of_spgemm(case: SpgemmCase, dtype: str) -> None:
     for dense in (True, False) if wanted is None else (False,):
         if dense and case.n % 8:
             why = SPGEMM.why_not(spgemm_problem(a, b, match(a.pattern, b.pattern, wanted), dense))
-            assert any("rows of a dense C, that are multiples of 16 bytes" in reason for reason in why), why
+            assert any("rows of a dense C that are multiples of 16 bytes" in reason for reason in why), why
             continue
         for direct in (True, False):
             out = joined(a, b, wanted, dense, lambda p, d=direct: replace(SPGEMM.default(p), direct=d))
