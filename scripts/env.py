@@ -104,7 +104,8 @@ def make_vllm() -> None:
         return
     find_uv()
     here, new = f"{ADD} .venv-vllm", "uv venv --clear --python '>=3.11,<3.14' .venv-vllm"
-    own = f"{here} --no-deps --no-build-isolation -e ."
+    # Metadata of an older build, beside the sources, would hide the entry points of this one.
+    own = f"rm -rf sparsek.egg-info && {here} --no-deps --no-build-isolation -e . && rm -rf sparsek.egg-info"
     if held[:1] == [made]:
         steps = [own]
     else:
