@@ -84,7 +84,12 @@ def _next(old: str) -> list[str]:
 
 
 def _exists(module: str) -> bool:
-    package = import_module(module.rpartition(".")[0])
+    try:
+        package = import_module(module.rpartition(".")[0])
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(f"{error.name}."):
+            return False
+        raise
     return hasattr(package, "__path__") and util.find_spec(module) is not None
 
 

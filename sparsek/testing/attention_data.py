@@ -27,6 +27,7 @@ class HeadSizes(NamedTuple):
     dim: int = 64
 
 
+Sizes = HeadSizes  # its name in earlier versions
 SIZES = HeadSizes()
 
 

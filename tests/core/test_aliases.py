@@ -112,3 +112,11 @@ def test_a_state_dict_of_a_layer_of_c424793_loads() -> None:
 def test_a_state_dict_of_a_matrix_of_c424793_loads() -> None:
     written, shown = STORED["BSR.state_dict"]
     assert repr(sk.BSR.from_state_dict(torch.load(io.BytesIO(written), weights_only=True))) == shown
+
+
+@pytest.mark.parametrize(
+    "module", ["spmm.hopper", "sddmm.portable", "spgemm.match", "paged.steps", "mask.runs", "estimate.maps"]
+)
+def test_kernels_of_both_wings_are_found_by_their_old_paths(module: str) -> None:
+    assert aliases.homes(f"sparsek.kernels.{module}")
+    assert not aliases.homes(f"sparsek.kernels.{module}.nothing")
