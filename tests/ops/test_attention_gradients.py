@@ -504,3 +504,11 @@ def test_arguments_are_checked_before_a_dispatch_mode_sees_the_op(mode: Any):
         for options in ({"scale": 1j}, {"softcap": "5"}, {"mask": sk.BlockMask.causal(65, block=64)}):
             with pytest.raises(InvalidInput):
                 call(q, q, q, **options)
+
+
+def test_slopes_that_change_before_the_backward_pass_are_noticed() -> None:
+    x, slopes = torch.randn(1, 2, 128, 16, requires_grad=True), torch.tensor([0.1, 0.2])
+    out = sk.attention(x, x, x, sk.BlockMask.causal(128, block=64), alibi_slopes=slopes)
+    slopes.mul_(10)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -69,14 +69,15 @@ def _forward(call: Attended, wanted: bool = True) -> tuple[Tensor, Tensor | None
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, sinks, ctx.call, _ = inputs
-    save_for_backward(ctx, q, k, v, sinks, *output)
+    slopes = ctx.call.scores.alibi_slopes  # saved, so that torch notices a write to them
+    save_for_backward(ctx, q, k, v, sinks, *output, *(() if slopes is None else (slopes,)))
     ctx.set_materialize_grads(False)
 
 
 @transforms.one_by_one
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads
-    q, k, v, sinks, out, lse = saved_tensors(ctx)
+    q, k, v, sinks, out, lse, *_ = saved_tensors(ctx)
     grad = torch.zeros_like(out) if grad is None else grad
     # create_graph=True, or torch.func, also where that maps over gradients alone; otherwise there is nothing to record.
     listened = torch.is_grad_enabled() or transforms.active()
