@@ -24,9 +24,19 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
-def untransformed(build: Callable[[], Made]) -> Made:
-    """The result of `build()` on plain tensors, also inside torch.func, whose wrapped tensors are useless later."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+def untransformed(build: Callable[[], Made], plain: torch.Tensor | None = None) -> Made:
+    """The result of `build()` on plain tensors, also inside torch.func, whose wrapped tensors are useless later.
+
+    `plain`: what it builds from; if this is a plain tensor, then outside of dispatch modes too, such as one that fakes.
+    """
+    if torch.compiler.is_compiling():
+        return build()
+    if plain.__class__ is torch.Tensor and torch._C._len_torch_dispatch_stack():
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            return untransformed(build)
+    if not torch._C._are_functorch_transforms_active():
         return build()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

@@ -21,7 +21,7 @@ from sparsek.attn.mask.lists import BlockLists, HostMask, Sizes
 from sparsek.core import arguments
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record
-from sparsek.core.tracing import saveable
+from sparsek.core.tracing import saveable, untransformed
 from sparsek.pictures.masks import PictureRows
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Leaf:
     def __get__(self, mask: Any, owner: Any = None) -> Any:
         if mask is None:
             return None  # as the default of the field
-        tensors = mask._layout.leaves(mask._base)
+        tensors = untransformed(lambda: mask._layout.leaves(mask._base), mask._base)
         fields = mask.__dict__
         fields["full"], fields["partial"] = BlockLists(*tensors[:3]), BlockLists(*tensors[3:6])
         fields["lo"], fields["hi"], fields["rules"], fields["bits"] = tensors[6:]

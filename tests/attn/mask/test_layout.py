@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sparsek as sk
 from sparsek.attn.mask import layout
@@ -176,3 +177,21 @@ def test_a_word_that_was_given_out_again_is_not_the_old_masks_fault(ring: fault_
     mask.verify(wait=True)
     with pytest.raises(InvalidInput, match="score 4"):
         later.verify()
+
+
+def test_tensors_that_a_transform_reads_first_are_plain() -> None:
+    q, mask = torch.randn(1, 1, 128, 16), in_one_buffer(sk.BlockMask.causal(128, block=64))
+    found = torch.func.grad(lambda x: sk.attention(x, x, x, mask).sum())(q)
+    assert mask.full.starts.data_ptr()
+    x = q.clone().requires_grad_()
+    sk.attention(x, x, x, mask).sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+def test_tensors_that_are_read_under_a_fake_mode_first_are_real() -> None:
+    mask = in_one_buffer(sk.BlockMask.causal(128, block=64))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert "causal" in repr(mask)
+        assert not isinstance(mask.full.starts, FakeTensor)
+    q = torch.randn(1, 1, 128, 16)
+    assert sk.attention(q, q, q, mask).isfinite().all()
