@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.engine.call.recorded_calls import Calls, Slot
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
+from sparsek.products.ops import recorded_products
 from sparsek.products.reference import linear as reference
 from sparsek.products.reference.epilogue import Activation, Epilogue
 from sparsek.testing.product_budget import check_linear, check_swiglu
@@ -97,6 +99,27 @@ def test_a_layer_that_learns_may_be_written_to_in_place(shape: tuple[int, ...]):
     assert found is not None
     assert w.values.grad is not None
     assert alike(found, w.values.grad)
+
+
+@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)], ids=str)
+def test_a_layer_that_a_gpu_would_record_may_be_written_to_in_place(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+):
+    def slot(a: Any, b: Any, settings: Any, also: Any = (), plan: Any = None) -> Slot:
+        matrix, dense = (b, a) if isinstance(a, Tensor) else (a, b)
+        return Slot(Calls(), None, (*matrix.signature()[2], dense, *also), None, torch.is_grad_enabled())
+
+    monkeypatch.setattr(recorded_products, "product", slot)
+    w = sk.random_bsr(32, 64, block=16, density=0.5).requires_grad_()
+    x = torch.randn(shape, requires_grad=True)
+    sk.linear(x, w, torch.zeros(32)).add_(1).sum().backward()
+    found = x.grad, w.values.grad
+    x.grad = w.values.grad = None
+    (sk.linear(x, w, torch.zeros(32)) + 1).sum().backward()
+    for one, other in zip(found, (x.grad, w.values.grad), strict=True):
+        assert one is not None
+        assert other is not None
+        assert alike(one, other)
 
 
 class Seen(TorchDispatchMode):

@@ -418,6 +418,10 @@ class ProductFunction(torch.autograd.Function):
             raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
         all_, shape, by_columns = how.slope != "", dense.shape, how.rows or gradients.lies_by_columns(dense)
         c, slope = multiply() if all_ else (multiply(), None)
+        if (
+            c._is_view()
+        ):  # of leading dims; torch lets nobody change the view that a function returns in place
+            c = c.data
         cut = c if how.relu and (of_values or of_b or of_bias) else None
         # A second derivative computes the product with a slope again.
         kept = values if of_b or all_ else None, dense if of_values or all_ else None
