@@ -61,10 +61,15 @@ def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
         raise InvalidInput(f"--{name} {text!r}: {error}") from None
 
 
+def is_count(text: str) -> bool:
+    """Whether a text is a number of at most nine digits: int() takes neither superscripts nor thousands of digits."""
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
 def parse_block(text: str) -> tuple[int, int]:
     """ "128" -> (128, 128); "512x112" -> (512, 112)."""
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
+    if len(parts) > 2 or not all(is_count(part.strip()) for part in parts):
         raise InvalidInput(f"a block is written as 128 or as 512x112, got {text!r}")
     sides = [int(part) for part in parts]
     return sides[0], sides[-1]

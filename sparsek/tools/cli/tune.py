@@ -17,7 +17,7 @@ from sparsek.core.clock import time_rounds
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, SparseKError, SparseKWarning, Unsupported
 from sparsek.core.memory import out_of_memory
-from sparsek.core.parsing import listed, parse_block, unknown
+from sparsek.core.parsing import is_count, listed, parse_block, unknown
 from sparsek.engine.plan.select import config_fields
 from sparsek.engine.table import names_for
 from sparsek.products.formats.bsr import BSR
@@ -264,7 +264,7 @@ def shapes_in(text: str) -> list[tuple[int, int]]:
     shapes = []
     for part in text.split(","):
         sides = part.strip().lower().split("x")
-        if len(sides) != 2 or not all(side.isdigit() and int(side) for side in sides):
+        if len(sides) != 2 or not all(is_count(side) and int(side) for side in sides):
             raise InvalidInput(f"{part.strip()!r} is neither a file nor a shape of W like 4096x14336")
         shapes.append((int(sides[0]), int(sides[1])))
     return list(dict.fromkeys(shapes))

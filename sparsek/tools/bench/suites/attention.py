@@ -19,7 +19,7 @@ from sparsek.attn.plan.attention import AttentionPlan
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import peak_bytes
-from sparsek.core.parsing import parse_block
+from sparsek.core.parsing import is_count, parse_block
 from sparsek.testing.attention_budget import ExpectedAttention, expected_attention
 from sparsek.testing.budget import Gate
 from sparsek.tools.bench.engine import options
@@ -133,7 +133,7 @@ def parse_lengths(text: str) -> tuple[int, int]:
 def parse_pair(text: str) -> tuple[int, int]:
     """ "32" -> (32, 32); "32:4" -> (32, 4): heads of queries and of keys, or head sizes of keys and of values."""
     parts = text.split(":")
-    if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
+    if len(parts) > 2 or not all(is_count(part.strip()) for part in parts):
         raise InvalidInput(f"heads and head sizes are written as 32 or as 32:4, got {text!r}")
     return int(parts[0]), int(parts[-1])
 
