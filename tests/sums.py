@@ -27,3 +27,11 @@ def alike(found: Tensor, right: Tensor, terms: int = 1024) -> bool:
     exact = right.detach().double().masked_fill(ends, 0)
     unit = summing_unit(right.dtype) * math.sqrt(ROUNDED * terms / 2)
     return error(found.masked_fill(ends, 0), exact) <= FACTOR * (unit + rounding_unit(right.dtype))
+
+
+def apart(dtype: torch.dtype, terms: int, size: float) -> float:
+    """How far two right results may be apart in one element, of sums of `terms` terms and of about `size`.
+
+    Single errors are up to five times as large as their mean, and both results have some.
+    """
+    return 5 * FACTOR * (summing_unit(dtype) * math.sqrt(ROUNDED * terms / 2) + rounding_unit(dtype)) * size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidInput
 from tests.ops.operands import names_of
 from tests.ops.tensors import qkv
 from tests.sampling import sampled
@@ -146,16 +146,14 @@ def test_a_weight_in_2_4_gives_gradients(kind: str, mode: Any) -> None:
     for name in [None, *kernels_here(kind)]:
         with mode():
             w = make()
-            try:
-                sk.linear(dense(5, 128), w, kernel=name)
-            except Unsupported:
-                continue
+            sk.linear(dense(5, 128), w, kernel=name)
         x = dense(5, 128).requires_grad_()
         sk.linear(x, w, kernel=name).sum().backward()
         results.append(x.grad)
     right = dense(5, 128).requires_grad_()
     sk.linear(right, make()).sum().backward()
-    assert len(results) > 1
+    # On a CPU no kernel of semi24 is left but the reference: cpu.semi24 was no faster than twice it (2026-11-28).
+    assert len(results) == {"semi24": 2, "bsr24": 3}[kind]
     for got in results:
         torch.testing.assert_close(got, right.grad)
 

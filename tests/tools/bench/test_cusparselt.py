@@ -154,6 +154,26 @@ def test_a_fatal_algorithm_is_left_alone_in_every_layout(monkeypatch: pytest.Mon
     assert list(usable(found)) == [WAYS[1], WAYS[0]]
 
 
+def test_children_that_die_share_the_time_of_their_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = [0.0], []
+
+    def one(command: Sequence[str], seconds: float) -> tuple[dict[int, Any], str]:
+        given.append(seconds)
+        now[0] += min(15.0, seconds)
+        return {int(command[5]): None}, "illegal instruction"
+
+    monkeypatch.setattr(cusparselt, "listen", one)
+    monkeypatch.setattr(cusparselt, "monotonic", lambda: now[0])
+    monkeypatch.setattr(cusparselt, "LIMIT", 40.0)
+    found = probe(TASK, torch.device("cuda:0"), lambda text: None)
+    assert given == [40.0, 25.0, 10.0]
+    assert list(found) == [WAYS[0], WAYS[4], WAYS[8]]
+    given.clear()
+    monkeypatch.setattr(cusparselt, "LIMIT", 1e9)
+    probe(TASK, torch.device("cuda:0"), lambda text: None)
+    assert given == [cusparselt.SECONDS] * cusparselt.DEATHS
+
+
 def test_a_child_without_an_answer_ends_the_trying_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(cusparselt, "_FOUND", {})

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ WRONG = 1e-2
 # The library sums FP8 in fewer bits; results with a larger error get no time.
 LOOSE = 1e-2
 DEATHS = 8  # children
-SECONDS = 120.0
+SECONDS = 120.0  # of a child
+LIMIT = 960.0  # of all children of a task
 # After so many without an answer a child ends itself: an algorithm may not return.
 SILENT = 20.0
 # Of the ways that a child process found right, so many are timed once more, interleaved and on a warm card.
@@ -93,10 +95,10 @@ def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> di
     relative `error`, or `why` not. `fatal`: the process did not survive it.
     """
     found: dict[Way, dict[str, Any]] = {}
-    place = 0
+    place, ends = 0, monotonic() + LIMIT
     for _ in range(DEATHS):
         child = [sys.executable, "-m", __name__, json.dumps(task), str(device), str(place)]
-        answers, why = listen(child, SECONDS)
+        answers, why = listen(child, min(SECONDS, ends - monotonic()))
         for at, answer in answers.items():
             if answer is None:
                 report(f"cuSPARSELt: {WAYS[at]} is fatal")
@@ -105,7 +107,7 @@ def probe(task: Task, device: torch.device, report: Callable[[str], None]) -> di
             place = at + 1 if answer is not None else (at // len(LAYOUTS) + 1) * len(LAYOUTS)
         if not answers:
             found[WAYS[place]] = {"why": why}
-        if place >= len(WAYS) or not answers:
+        if place >= len(WAYS) or not answers or monotonic() >= ends:
             break
     return found
 
