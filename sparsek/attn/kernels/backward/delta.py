@@ -62,7 +62,13 @@ def _prepare_rows(
 
 
 def prepare_rows(
-    out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: int, unit: float = 1.0
+    out: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    rows: int,
+    unit: float = 1.0,
+    made: Tensor | None = None,
 ) -> Tensor:
     """float32 [2, B, Hq, rows], contiguous: lse in base 2 times `unit`, and delta = rowsum(grad * out) - grad_lse.
 
@@ -70,10 +76,11 @@ def prepare_rows(
     gradient or None; any strides. `rows` is at least S. Rows without any key (lse = -inf) and rows from S on are +inf
     times `unit` and 0, whatever grad and grad_lse are there. Sums are float32, in an order that follows the strides of
     out and grad, because Triton distributes a tile over threads by them: the same values with other strides differ in
-    the last bits. No sync.
+    the last bits. `made`: memory for the result. No sync.
     """
     batch, heads, q_len, v_dim = out.shape
-    made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
+    if made is None:
+        made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
     if made.numel() == 0:
         return made
     tile = ELEMENTS // triton.next_power_of_2(v_dim)

@@ -537,13 +537,15 @@ class HopperAttentionGrad:
         batch, heads = q.shape[:2]
         rows = made.rows
         factor = score_args.factor(scale, scores)
-        known = prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor).view(-1, c.queries)
-        # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
-        acc = q.new_empty((batch, heads, c.accumulators, rows, c.dim), dtype=torch.float32)
         sums = batch * heads * c.accumulators
-        if not c.ordered:
-            acc.zero_()
-        turns = acc.new_zeros(sums * (rows // 64) if c.ordered else 4, dtype=torch.int32)
+        # The host's time goes with allocations, so there is one. Its parts begin at multiples of 512 bytes.
+        sizes = 2 * batch * heads * rows, sums * rows * c.dim, sums * (rows // 64) if c.ordered else 4
+        known, acc, turns = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+        prepare_rows(out, grad, lse, grad_lse, rows, -1 / factor, known.view(2, batch, heads, rows))
+        known, turns = known.view(-1, c.queries), turns.view(torch.int32)
+        acc = acc.view(batch, heads, c.accumulators, rows, c.dim)
+        # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
+        (turns if c.ordered else acc).zero_()
         lists = 1 if bounds is None else bounds[0].numel() // rows
         held = known if bounds is None else bounds.view(-1, c.queries)
         args = (

@@ -6,13 +6,18 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import sparsek as sk
+from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.core.device import H200
 from sparsek.engine.table import load
 
 pytest.importorskip("triton")
 
+from sparsek.attn.kernels.backward import delta, hopper_bwd
 from sparsek.attn.kernels.backward.hopper_bwd import Config
 from tests.attn.kernels.forward.problems import attention_problem
 from tests.engine.launch import newest
@@ -167,3 +172,34 @@ def test_time_follows_the_blocks_and_order_costs() -> None:
     assert KERNEL.seconds(free, KERNEL.default(free)) < KERNEL.seconds(dense, KERNEL.default(dense))
     assert any("fixed order" in note for note in KERNEL.notes(sparse, KERNEL.default(sparse)))
     assert not any("fixed order" in note for note in KERNEL.notes(free, KERNEL.default(free)))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_launch_allocates_once_and_fills_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory whose parts TMA can address, and which do not overlap."""
+    ops: list[str] = []
+    given: list[Any] = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(delta, "launch", lambda kernel, grid, *args, **options: given.append(args))
+    monkeypatch.setattr(hopper_bwd, "launch_on", lambda device, kernel, ctas, args, options: None)
+    mask, (q, k, v, out, grad) = sk.BlockMask.causal(300, block=128), torch.randn(5, 2, 4, 300, 64).bfloat16()
+    sizes: dict[str, Any] = {"batch": 2, "q_heads": 4, "kv_heads": 4, "q_len": 300, "kv_len": 300}
+    p = problem(64, deterministic=deterministic, **sizes, **mask.sizes._asdict())
+    c, (dq, dk, dv) = KERNEL.default(p), torch.empty(3, 2, 4, 300, 64).bfloat16()
+    call = AttentionGradCall(q, k, v, mask, 0.125, out, torch.randn(2, 4, 300), grad, None, dq, dk, dv)
+    work = KERNEL.prepare(p, c, mask)
+    with Listening():
+        KERNEL.launch(c, work, call)
+    assert [name for name in ops if name in ("aten::new_empty", "aten::zero_")] == ops[:1] + ops[-1:]
+    rows, acc, turns = given[0][4], *given[1][:2]
+    assert rows.untyped_storage().data_ptr() == acc.untyped_storage().data_ptr()
+    assert (rows.storage_offset(), acc.storage_offset()) == (0, rows.numel())
+    assert acc.storage_offset() * 4 % 512 == 0
+    if deterministic:
+        assert (turns.dtype, turns.storage_offset()) == (torch.int32, rows.numel() + acc.numel())
+    assert not bool((turns if deterministic else acc).any())
