@@ -17,6 +17,7 @@ from sparsek.core.errors import SparseKWarning
 # below it that have no row of their own.
 MOVED: dict[str, tuple[str, ...]] = {
     "advise": ("tools.advise",),
+    "advise.tune": ("tools.cli.tune",),
     "bench": ("tools.bench",),
     "cli": ("tools.cli",),
     "core.home": ("core.plan_owner",),
@@ -26,6 +27,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "integrations.refused": ("integrations.foreign_options",),
     "kernels": ("engine.table", "products.kernels", "attn.kernels"),
     "kernels.attention": ("attn.kernels.forward", "attn.kernels.backward"),
+    "kernels.attention.bwd_rules": ("attn.kernels.forward.rules",),
     "kernels.kinds": ("engine.launch.kinds",),
     "kernels.lang": ("engine.launch", "products.kernels.common"),
     "kernels.pack": ("products.kernels.pack", "attn.kernels.forward"),
@@ -50,10 +52,12 @@ MOVED: dict[str, tuple[str, ...]] = {
     "matrix": ("products.formats",),
     "matrix.dense8": ("products.formats.quantized_tensor",),
     "ops": ("products.ops", "attn.ops", "engine", "engine.call"),
+    "ops.attention_fp8": ("attn.ops.attention",),
     "ops.attention_refused": ("attn.ops.foreign_options",),
     "ops.bound": ("engine.call.recorded_calls", "products.ops.recorded_products"),
     "plan": ("engine.plan", "products.plan", "attn.plan", "tools.bench.engine"),
     "plan.kernel": ("engine.plan.kernel", "products.plan.kernels", "attn.plan.kernels"),
+    "plan.tune": ("tools.cli.tune",),
     "plan.problem": ("engine.plan.problem", "products.plan.problems", "attn.plan.problems"),
     "policies": ("attn.policies",),
     "policies.quality": ("tools.bench.suites.quality",),
@@ -118,6 +122,9 @@ class Aliases:  # no importlib.abc, whose import takes longer than that of spars
             raise AttributeError(f"module {old!r}, now {' and '.join(homes(old))}, has no attribute {name!r}")
 
         module.__getattr__ = lookup
+        # For `from old import *`; each name is once in it.
+        names = {name for home in found for name in getattr(home, "__all__", dir(home)) if name[0] != "_"}
+        module.__all__ = sorted(names)  # type: ignore[attr-defined]
 
 
 def install() -> None:

@@ -30,6 +30,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
+INT32_MAX = 2**31 - 1  # of lengths, and of all that indices count
 LONGEST = 80  # characters of a value in a message
 MOVE = "move one of them, SparseK does not"
 TENSORS = (Tensor, torch.nn.Parameter)

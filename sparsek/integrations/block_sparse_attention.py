@@ -21,6 +21,7 @@ from sparsek.attn.mask.cache import ByTensor, edges_of, kept_mask
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.foreign_options import (
     absent,
@@ -31,7 +32,6 @@ from sparsek.integrations.foreign_options import (
     refusing,
     require_neutral,
 )
-from sparsek.products.formats.pattern import INT32_MAX
 
 BLOCK = 128
 NO_DROPOUT = "attention drops no weights"

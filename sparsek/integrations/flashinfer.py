@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.flashinfer_masks import (
     BlockGrid,
@@ -33,7 +34,6 @@ from sparsek.integrations.foreign_options import (
     refusing,
     require_neutral,
 )
-from sparsek.products.formats.pattern import INT32_MAX
 
 NO_FP8 = "attention has no FP8 operands"
 NHD: dict[str, tuple[Any, str]] = {"kv_layout": ("NHD", "k and v are [N, num_kv_heads, head_dim]")}

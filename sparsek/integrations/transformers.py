@@ -28,6 +28,7 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import ResolvedRule
 from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
 from sparsek.integrations.transformers_config import chooses, install, policy_of, policy_of_options
@@ -42,7 +43,6 @@ from sparsek.integrations.transformers_masks import (
 )
 from sparsek.integrations.transformers_paged import paged
 from sparsek.integrations.transformers_steps import MOST, NearKeys, near_of, seen_pairs, step_mask
-from sparsek.products.formats.pattern import INT32_MAX
 
 NAME, RESTARTS = "sparsek", Restarts()
 REFUSED = {

@@ -12,10 +12,10 @@ from sparsek.attn.ops.attention import attention
 from sparsek.attn.ops.attention_varlen import attention_varlen
 from sparsek.attn.plan.attention_operands import checked_softcap
 from sparsek.core import arguments, tracing
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_real, outside_inference
 from sparsek.engine.call.autocast import CAST
-from sparsek.products.formats.pattern import INT32_MAX
 
 
 class SparseAttention(nn.Module):

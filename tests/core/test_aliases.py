@@ -65,6 +65,17 @@ def test_an_old_path_has_the_names_of_the_new_one_and_warns(moved: None, old: st
     assert found[0].filename == __file__
 
 
+def test_an_import_of_all_names_of_an_old_path_gives_those_of_the_new_one(moved: None) -> None:
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        exec("from sparsek.core.mistakes import *", names)
+    assert {each.category for each in found} == {MovedWarning}
+    public = {name for name in vars(errors) if not name.startswith("_")}
+    assert public == {name for name in names if not name.startswith("_")}
+    assert names["InvalidInput"] is sk.InvalidInput
+
+
 def test_a_pickle_that_names_an_old_path_loads(moved: None) -> None:
     written = pickle.dumps(sk.InvalidInput("x is 3"), protocol=0).replace(
         b"sparsek.core.errors", b"sparsek.core.mistakes"

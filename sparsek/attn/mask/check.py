@@ -22,10 +22,10 @@ from sparsek.attn.mask.lists import (
     mask_length,
 )
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.pictures.masks import PictureRows
-from sparsek.products.formats.pattern import INT32_MAX
 
 ENTRIES = 1 << 22  # partial blocks that are checked at a time: rows may share entries, so a file may be small
 

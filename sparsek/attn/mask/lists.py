@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_has_values, untransformed
 from sparsek.pictures.masks import PictureRows
-from sparsek.products.formats.pattern import INT32_MAX, int_or_pair
+from sparsek.products.formats.pattern import int_or_pair
 
 BLOCK_SIZES = (64, 128)
 CHOSEN_SIZES = (*BLOCK_SIZES, 256)  # in which blocks are chosen; of 256, a mask stores the halves

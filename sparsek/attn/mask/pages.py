@@ -12,8 +12,9 @@ from torch import Tensor
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
-from sparsek.products.formats.pattern import INT32_MAX, int_or_pair
+from sparsek.products.formats.pattern import int_or_pair
 
 TILES = (1, 64, 128)  # queries of a tile
 LEAST, MOST = 16, 1 << 20  # keys of a block

@@ -18,13 +18,13 @@ from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan
 from sparsek.attn.plan.paged_call import Paged
 from sparsek.attn.plan.problems import PagedProblem
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import TAGS, schema_of
 from sparsek.engine import table as kernels
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.select import Choice
 from sparsek.engine.planning import choose
-from sparsek.products.formats.pattern import INT32_MAX
 
 
 def choose_typical(p: PagedProblem, kernel: str | None = None, config: Any = None) -> Choice:

@@ -16,9 +16,9 @@ from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.plan.attention_operands import checked_scale
 from sparsek.attn.policies.policy import Policy, block_lengths
 from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.products.formats.pattern import INT32_MAX
 
 ELEMENTS = 2**25  # scores that are in memory at once, float32
 

@@ -17,9 +17,9 @@ from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.plan.attention_operands import checked_scale
 from sparsek.attn.policies.maps import joined
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.products.formats.pattern import INT32_MAX
 
 
 class Given(NamedTuple):

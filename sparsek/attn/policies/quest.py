@@ -13,9 +13,8 @@ from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.reference import quest as reference
 from sparsek.core import arguments, env
-from sparsek.core.arguments import faking
+from sparsek.core.arguments import INT32_MAX, faking
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.products.formats.pattern import INT32_MAX
 
 E4M3 = torch.float8_e4m3fn
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3)

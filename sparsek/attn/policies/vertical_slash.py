@@ -14,10 +14,9 @@ from sparsek.attn.policies.policy import Given, Policy
 from sparsek.attn.reference import line_blocks as reference
 from sparsek.attn.reference.line_blocks import BLOCKS, LINES, NEAR, Grid, Head
 from sparsek.core import arguments, files
-from sparsek.core.arguments import is_fake
+from sparsek.core.arguments import INT32_MAX, is_fake
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.parsing import json_value
-from sparsek.products.formats.pattern import INT32_MAX
 
 LAST, LEAST_KEYS, LEAST_DISTANCES, JSON_BLOCK = 64, 30, 50, 64
 PATTERNS = {"vertical_and_slash": LINES, "stream_llm": NEAR, "block_sparse": BLOCKS}

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
 from sparsek.pictures.blocks import BlockPicture, Drawable
 
-INT32_MAX = 2**31 - 1
 BLOCK_STEP, BLOCK_MAX = 16, 512
 
 

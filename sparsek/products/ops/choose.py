@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import shown
+from sparsek.core.arguments import INT32_MAX, shown
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine.call import transforms
 from sparsek.engine.plan.plan import time_text
 from sparsek.products.formats.base import check_finite
-from sparsek.products.formats.pattern import INT32_MAX, block_sides
+from sparsek.products.formats.pattern import block_sides
 from sparsek.products.formats.quantized import SPARSE
 from sparsek.products.ops.linear import Activation, linear
 from sparsek.products.ops.weight_formats import (

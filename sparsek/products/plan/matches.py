@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
-from sparsek.products.formats.pattern import INT32_MAX, BlockPattern
+from sparsek.products.formats.pattern import BlockPattern
 
 
 class Matches(NamedTuple):

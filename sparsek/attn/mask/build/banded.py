@@ -19,8 +19,7 @@ from sparsek.attn.mask.layout import ABSENT, Counted, MaskLayout, Room
 from sparsek.attn.mask.lists import Place, Sizes, check_stored
 from sparsek.attn.mask.readback import made_in
 from sparsek.core import operations
-from sparsek.core.arguments import faking
-from sparsek.products.formats.pattern import INT32_MAX
+from sparsek.core.arguments import INT32_MAX, faking
 
 NO_SINKS, SINKS, SINKS_AHEAD = 0, 1, 2
 

@@ -17,8 +17,8 @@ from sparsek.attn.mask.layout import Counted, Room
 from sparsek.attn.mask.lists import Frame, Place, Runs, Sizes
 from sparsek.attn.mask.recorded import of_options
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.tracing import not_traced
-from sparsek.products.formats.pattern import INT32_MAX
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -31,8 +31,8 @@ from sparsek.attn.mask.lists import (
     table_of_runs,
     upload,
 )
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.tracing import not_traced
-from sparsek.products.formats.pattern import INT32_MAX
 
 CHUNK = 1 << 22  # elements of blocks whose bits are made in one step
 

@@ -30,9 +30,10 @@ from sparsek.attn.mask.lists import (
 from sparsek.attn.mask.readback import Fault, LateSizes, with_readbacks
 from sparsek.attn.mask.recorded import of_options, repeated
 from sparsek.core import arguments
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.products.formats.pattern import INT32_MAX, BlockPattern
+from sparsek.products.formats.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists
+from sparsek.core.arguments import INT32_MAX
 from sparsek.products.formats.padding import tiles_of
-from sparsek.products.formats.pattern import INT32_MAX
 
 
 class Seen(NamedTuple):

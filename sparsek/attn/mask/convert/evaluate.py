@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsek.attn.mask.build.tiles import pack_bits
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.lists import BY_INTERVAL, BlockLists, Place, Sizes, check_stored
-from sparsek.products.formats.pattern import INT32_MAX
+from sparsek.core.arguments import INT32_MAX
 
 ABSENT, WHOLE, SOLID, CUT = range(4)  # the kinds of blocks
 CELLS = 1 << 24  # queries times blocks of keys that are classified in one step
