@@ -22,7 +22,7 @@ def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     """The kernel and config for `p`. Raises InvalidInput for an unknown name or config, and Unsupported."""
     if only is not None:
         arguments.text("kernel", only)
-        kernels.refuse_removed(only)
+        kernels.refuse_removed(only, kernels.names_for(p.op, getattr(p, "storage", None)))
     elif config is not None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
     if env.tuning():

@@ -33,10 +33,12 @@ def removed() -> dict[str, str]:
     return {old: new for room in doors.enter("kernels") for old, new in room.REMOVED.items()}
 
 
-def refuse_removed(name: str) -> None:
-    """Raises Unsupported for the name of a removed kernel."""
+def refuse_removed(name: str, known: tuple[str, ...] = ()) -> None:
+    """Raises Unsupported for the name of a removed kernel. `known`: the kernels of a call that names it."""
     if name in removed():
-        raise Unsupported(f"{name} was removed: name {removed()[name]}, or no kernel to have one chosen", {})
+        successor = removed()[name]
+        right = successor if not known or successor in known else f"one of {', '.join(known)}"
+        raise Unsupported(f"{name} was removed: name {right}, or no kernel to have one chosen", {})
 
 
 def load(name: str) -> Any:

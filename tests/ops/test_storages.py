@@ -14,6 +14,7 @@ from sparsek.engine import table
 from sparsek.products.ops.linear import plan_layer
 from sparsek.products.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.poison import poisoned
+from tests.ops.paged import MIXED, attend
 from tests.ops.storages import (
     BF16,
     DTYPES,
@@ -193,14 +194,31 @@ def test_a_named_kernel_runs_or_says_why_not(storage: str):
 
 
 def test_removed_kernels_name_their_successors():
-    a, b = matrix("bsr", F32), torch.randn(192, 16)
     known = {row.name for row in table.rows()}
     for name, successor in table.removed().items():
         assert name not in known
         assert successor in known
-        for call in (lambda name=name: sk.spmm(a, b, kernel=name), lambda name=name: table.load(name)):
-            with pytest.raises(Unsupported, match=f"{name} was removed: name {successor}, or no kernel"):
-                call()
+        with pytest.raises(Unsupported, match=f"{name} was removed: name {successor}, or no kernel"):
+            table.load(name)
+
+
+@pytest.mark.parametrize("verb", [*STORAGES, "sddmm", "spgemm", "attention", "attention_paged"])
+def test_a_removed_kernel_s_cure_is_a_kernel_of_the_same_call(verb: str):
+    x, y, a = torch.randn(128, 8), torch.randn(8, 192), matrix("bsr", F32)
+    q, of_pages = torch.randn(1, 2, 64, 16), MIXED.make()
+    runs: dict[str, Any] = {
+        "sddmm": lambda name: sk.sddmm(x, y, a.pattern, kernel=name),
+        "spgemm": lambda name: sk.spgemm(a, a.T, kernel=name),
+        "attention": lambda name: sk.attention(q, q, q, kernel=name),
+        "attention_paged": lambda name: attend(of_pages, kernel=name),
+    }
+    run = runs.get(verb) or (lambda name: sk.spmm(matrix(verb, F32), torch.randn(192, 16), kernel=name))
+    op, storage = (verb, None) if verb in runs else ("spmm", verb)
+    for name in table.removed():
+        with pytest.raises(Unsupported, match=f"{name} was removed: name ") as caught:
+            run(name)
+        advised = re.findall(r"\w+\.\w+", str(caught.value).partition(": ")[2])
+        assert set(advised) <= set(table.names_for(op, storage)), advised
 
 
 @pytest.mark.parametrize("storage", STORAGES)
