@@ -1,11 +1,13 @@
-"""Old paths of modules: imports of them, and pickles that name them, go on working with a warning.
+"""Old paths of modules and names of classes: imports and pickles with them go on working with a warning.
 
 MOVED has a row for each folder and module that moved or has another name. An import of an old path gets a module whose
-names are looked up at the new one, so a class is the same class by both paths.
+names are looked up at the new one, so a class is the same class by both paths. RENAMED has the classes with another
+name, by their module's path today.
 """
 
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib import import_module, util
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -64,6 +66,12 @@ MOVED: dict[str, tuple[str, ...]] = {
     "profile": ("tools.profile",),
     "reference": ("products.reference", "attn.reference"),
 }
+RENAMED = {
+    "sparsek.integrations.vllm_omni.SparseKBackend": "OmniBackend",
+    "sparsek.integrations.vllm_omni.SparseKImpl": "OmniImpl",
+    "sparsek.testing.attention_data.Sizes": "HeadSizes",
+    "sparsek.tools.advise.break_even.Setting": "CurveSetting",
+}
 
 
 class MovedWarning(SparseKWarning):
@@ -111,20 +119,27 @@ class Aliases:  # no importlib.abc, whose import takes longer than that of spars
     def exec_module(self, module: ModuleType) -> None:
         """Have the names of `module` looked up where they are today."""
         old, found = module.__name__, [import_module(home) for home in homes(module.__name__)]
-
-        def lookup(name: str) -> Any:
-            for home in found:
-                if not name.startswith("__") and hasattr(home, name):
-                    text = f"{old}.{name} is {home.__name__}.{name} now; imports of the old path, and files that "
-                    text += "were pickled with it, work until a later release"
-                    warnings.warn(text, MovedWarning, stacklevel=2)
-                    return getattr(home, name)
-            raise AttributeError(f"module {old!r}, now {' and '.join(homes(old))}, has no attribute {name!r}")
-
-        module.__getattr__ = lookup
+        module.__getattr__ = earlier_names(old, found)
         # For `from old import *`; each name is once in it.
         names = {name for home in found for name in getattr(home, "__all__", dir(home)) if name[0] != "_"}
         module.__all__ = sorted(names)  # type: ignore[attr-defined]
+
+
+def earlier_names(old: str, found: Sequence[ModuleType] = ()) -> Any:
+    """The __getattr__ of a module, for the names of those `found` for it, or else of its own classes in RENAMED."""
+    now = f", now {' and '.join(home.__name__ for home in found)}," if found else ""
+
+    def lookup(name: str) -> Any:
+        for home in found or [sys.modules[old]]:
+            new = RENAMED.get(f"{home.__name__}.{name}", name if found else "")
+            if not name.startswith("__") and new and hasattr(home, new):
+                text = f"{old}.{name} is {home.__name__}.{new} now; imports of the old path, and files that "
+                text += "were pickled with it, work until a later release"
+                warnings.warn(text, MovedWarning, stacklevel=2)
+                return getattr(home, new)
+        raise AttributeError(f"module {old!r}{now} has no attribute {name!r}")
+
+    return lookup
 
 
 def install() -> None:

@@ -8,7 +8,7 @@ from sparsek.core import doors
 from sparsek.core.errors import InvalidInput, Unsupported
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
     """A kernel: its operation, name, module, and the storage that it multiplies, "" where there is no choice of one."""
 
     op: str
@@ -18,10 +18,10 @@ class Row(NamedTuple):
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[KernelRow, ...]:
     """All kernels; those of one operation in order of preference."""
     return tuple(
-        Row(op, name, f"{room.__package__}.{module}", storage)
+        KernelRow(op, name, f"{room.__package__}.{module}", storage)
         for room in doors.enter("kernels")
         for op, name, module, storage in room.KERNELS
     )

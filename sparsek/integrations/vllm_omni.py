@@ -29,6 +29,7 @@ from sparsek.attn.plan.attention_operands import NO_TANGENT, checked_scale
 from sparsek.attn.policies.policy import Policy
 from sparsek.attn.policies.vsa import VSA, checked_gate
 from sparsek.core import arguments, env
+from sparsek.core.aliases import earlier_names
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_no_tangent
 from sparsek.integrations.config import number_in, policy_named, read, require_fit
@@ -39,6 +40,7 @@ try:
 except ImportError:  # the classes below have all that its base classes give
     abstract = SimpleNamespace(AttentionBackend=object, AttentionImpl=object, AttentionMetadata=object)
 
+__getattr__ = earlier_names(__name__)
 VARIABLE = "SPARSEK_VLLM_OMNI"
 KEYS = ("replaces", "policy", "options", "skip_first_steps", "skip_layers", "min_tokens", "tile")
 STEPS = ("denoising_step", "denoise_step_idx", "step_idx")  # what the drafts of the interface call the step
@@ -222,7 +224,7 @@ def _in_cubes(
     return out.index_select(2, order.target)
 
 
-class SparseKBackend(abstract.AttentionBackend):
+class OmniBackend(abstract.AttentionBackend):
     """The backend class of vllm-omni 0.30. `register` puts it in the place of one of its backends."""
 
     accept_output_buffer = True
@@ -237,9 +239,9 @@ class SparseKBackend(abstract.AttentionBackend):
         return "SPARSEK"
 
     @staticmethod
-    def get_impl_cls() -> type[SparseKImpl]:
+    def get_impl_cls() -> type[OmniImpl]:
         """The class of a layer's attention."""
-        return SparseKImpl
+        return OmniImpl
 
     @staticmethod
     def get_metadata_cls() -> Any:
@@ -287,7 +289,7 @@ class SparseKBackend(abstract.AttentionBackend):
         configured()
 
 
-class SparseKImpl(abstract.AttentionImpl):
+class OmniImpl(abstract.AttentionImpl):
     """The attention of one layer of vllm-omni 0.30, by the options in SPARSEK_VLLM_OMNI."""
 
     def __init__(
@@ -400,4 +402,4 @@ def register() -> None:
             f"{VARIABLE} replaces {name}, but this vllm-omni does not take SparseK's backend, which was made for "
             f"vllm-omni 0.30: {error}"
         ) from error
-    put(members[arguments.one_of("replaces", name, members)], f"{__name__}.{SparseKBackend.__name__}")
+    put(members[arguments.one_of("replaces", name, members)], f"{__name__}.{OmniBackend.__name__}")

@@ -9,6 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.core.aliases import earlier_names
+
+__getattr__ = earlier_names(__name__)
+
 
 class Data(NamedTuple):
     """q [B, Hq, S, D] and k [B, Hkv, S, D], and the shape of the video that they are, in tokens."""
@@ -27,7 +31,6 @@ class HeadSizes(NamedTuple):
     dim: int = 64
 
 
-Sizes = HeadSizes  # its name in earlier versions
 SIZES = HeadSizes()
 
 

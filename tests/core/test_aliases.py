@@ -1,4 +1,4 @@
-"""Old paths of modules, in imports and in pickles, go on working with a warning."""
+"""Old paths of modules and names of classes, in imports and in pickles, go on working with a warning."""
 
 import gzip
 import io
@@ -90,6 +90,15 @@ def test_a_pickle_that_names_an_old_path_loads(moved: None) -> None:
 def test_a_path_that_never_was_is_not_found(moved: None, path: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=path.rsplit(".", 1)[0]):
         import_module(path)
+
+
+@pytest.mark.parametrize("path", aliases.RENAMED)
+def test_a_class_is_found_by_its_earlier_name(path: str) -> None:
+    home, _, name = path.rpartition(".")
+    today = getattr(import_module(home), aliases.RENAMED[path])
+    with pytest.warns(MovedWarning, match=rf"{name} is {home}.{today.__name__} now") as found:
+        assert getattr(import_module(home.replace(".tools.", ".")), name) is today
+    assert found[0].filename == __file__
 
 
 def test_a_name_that_never_was_is_not_found(moved: None) -> None:

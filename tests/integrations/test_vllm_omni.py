@@ -15,7 +15,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.attn.policies import Policy
 from sparsek.integrations import vllm_omni
-from sparsek.integrations.vllm_omni import SparseKBackend, SparseKImpl, register, sparse_attention
+from sparsek.integrations.vllm_omni import OmniBackend, OmniImpl, register, sparse_attention
 from tests.integrations.dense import dense, randn, same, same_gradients
 
 VARIABLE = "SPARSEK_VLLM_OMNI"
@@ -173,10 +173,10 @@ def metadata(**fields: Any) -> SimpleNamespace:
     )
 
 
-def layer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SparseKImpl:
+def layer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> OmniImpl:
     monkeypatch.setenv(VARIABLE, json.dumps({**MEANS, **options}))
-    SparseKBackend.validate_available()
-    return SparseKBackend.get_impl_cls()(
+    OmniBackend.validate_available()
+    return OmniBackend.get_impl_cls()(
         num_heads=4, head_size=16, softmax_scale=0.3, causal=False, num_kv_heads=2, prefix="blocks.3.attn1",
         qkv_layout=None, backend_kwargs={"topk": 64}, role="self", backend_explicit=True,
     )  # fmt: skip
@@ -266,7 +266,7 @@ def test_register_replaces_the_named_backend(monkeypatch: pytest.MonkeyPatch) ->
         register()
     assert member is members["FASTVIDEO_VSA"]
     module, _, name = path.rpartition(".")
-    assert getattr(sys.modules[module], name) is SparseKBackend
+    assert getattr(sys.modules[module], name) is OmniBackend
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,9 +80,6 @@ class CurveSetting:
         return replace(stats, merged=merged)
 
 
-Setting = CurveSetting  # its name in earlier versions
-
-
 def break_even(form: str, block: int, tokens: int, setting: CurveSetting | None = None) -> float:
     """The largest share of W's values that a BSR ("bsr") or BSR24 ("bsr24") of such blocks may store and be as fast as
     a dense W: 1 if it is whatever it stores (half for BSR24, all its blocks), 0 if not even with a single block.

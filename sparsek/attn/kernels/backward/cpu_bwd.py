@@ -19,9 +19,9 @@ from sparsek.attn.kernels.forward.cpu_steps import (
     Blocks,
     CpuAttentionConfig,
     CpuAttentionKernel,
-    CpuWork,
+    CpuAttentionStep,
+    CpuAttentionWork,
     Footprint,
-    Step,
     blocks,
     changed,
     columns_of,
@@ -46,7 +46,7 @@ class CpuAttentionBackward(CpuAttentionKernel):
     def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
         return Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
 
-    def launch(self, c: CpuAttentionConfig, work: CpuWork, call: AttentionGradCall) -> None:
+    def launch(self, c: CpuAttentionConfig, work: CpuAttentionWork, call: AttentionGradCall) -> None:
         q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores = call
         with torch.no_grad():
             (bq, bk), count = mask.block, mask.grid[1]
@@ -66,7 +66,7 @@ class CpuAttentionBackward(CpuAttentionKernel):
 
 
 def _differentiate(
-    step: Step,
+    step: CpuAttentionStep,
     given: list[Tensor],
     grad_lse: Tensor | None,
     blocks_of: tuple[Blocks, Blocks],
@@ -106,7 +106,7 @@ def _differentiate(
     return dq.mul_(scale).view(given[0].shape)
 
 
-def _add(sums: Tensor, step: Step, columns: Tensor, parts: Tensor) -> None:
+def _add(sums: Tensor, step: CpuAttentionStep, columns: Tensor, parts: Tensor) -> None:
     """Adds parts [units, n * bk, E] to the blocks `columns` [units, n] of each unit's head, one after the other."""
     batch, heads, count, bk, dim = sums.shape
     at = (step.batch * heads + step.kv_head)[:, None] * count + columns

@@ -24,9 +24,9 @@ from sparsek.attn.kernels.forward.cpu_steps import (
     Blocks,
     CpuAttentionConfig,
     CpuAttentionKernel,
-    CpuWork,
+    CpuAttentionStep,
+    CpuAttentionWork,
     Footprint,
-    Step,
     blocks,
     changed,
     columns_of,
@@ -51,7 +51,7 @@ class CpuAttention(CpuAttentionKernel):
     def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
         return Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
 
-    def launch(self, c: CpuAttentionConfig, work: CpuWork, call: AttentionCall) -> None:
+    def launch(self, c: CpuAttentionConfig, work: CpuAttentionWork, call: AttentionCall) -> None:
         q, k, v, mask, scale, out, lse, scores = call
         with torch.no_grad():
             (bq, bk), pack = mask.block, work.pack
@@ -66,7 +66,7 @@ class CpuAttention(CpuAttentionKernel):
 
 
 def _attend(
-    step: Step,
+    step: CpuAttentionStep,
     queries: Tensor,
     keys: Blocks,
     values: Blocks,

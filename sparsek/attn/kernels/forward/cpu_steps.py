@@ -32,7 +32,7 @@ class CpuAttentionConfig:
         return f"steps of {self.step_bytes >> 10} KiB"
 
 
-class Step(NamedTuple):
+class CpuAttentionStep(NamedTuple):
     """Some units that visit `partial` + `full` blocks each, `span` of them at a time, with `height` queries each.
 
     Unit u is tile[u] of the query heads head[u] * pack and following of item batch[u]; they share head kv_head[u] of
@@ -55,11 +55,11 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CpuWork:
+class CpuAttentionWork:
     """`steps` cover every tile of every head once. `pack`: query heads that share a unit."""
 
     pack: int
-    steps: tuple[Step, ...]
+    steps: tuple[CpuAttentionStep, ...]
 
 
 class Blocks(NamedTuple):
@@ -108,12 +108,12 @@ class CpuAttentionKernel(CpuKernel):
         """Elements that a step holds for units of so many rows and blocks of so many keys."""
         raise NotImplementedError
 
-    def prepare(self, p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuWork:
+    def prepare(self, p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuAttentionWork:
         footprint = self.footprint(p, packed(p) * p.block[0], p.block[1])
-        return CpuWork(packed(p), tuple(steps(p, c, mask, footprint)))
+        return CpuAttentionWork(packed(p), tuple(steps(p, c, mask, footprint)))
 
 
-def columns_of(step: Step, mask: BlockMask) -> tuple[Tensor, Tensor]:
+def columns_of(step: CpuAttentionStep, mask: BlockMask) -> tuple[Tensor, Tensor]:
     """Partial entries [units, partial] of the units, and the blocks [units, partial + full] that they visit."""
     partial = entries(mask.partial.starts, step.row, step.partial)
     full = entries(mask.full.starts, step.row, step.full)
@@ -121,7 +121,7 @@ def columns_of(step: Step, mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 
 def changed(
-    s: Tensor, step: Step, columns: Tensor, pack: int, mask: BlockMask, scores: Scores
+    s: Tensor, step: CpuAttentionStep, columns: Tensor, pack: int, mask: BlockMask, scores: Scores
 ) -> tuple[Tensor, Tensor | None]:
     """Scores s [units, pack * height, n * bk] of the blocks `columns`, capped and biased, and the derivative by `s`."""
     s, slope = capped(s, scores.softcap)
@@ -137,7 +137,7 @@ def changed(
     return s.sub_(bias.flatten(1, 2)), slope
 
 
-def hide(scores: Tensor, step: Step, partial_entries: Tensor, mask: BlockMask) -> None:
+def hide(scores: Tensor, step: CpuAttentionStep, partial_entries: Tensor, mask: BlockMask) -> None:
     """Masks scores [units, pack * height, n * bk] with -inf by the rules of partial blocks.
 
     `partial_entries` [units, at most n] are those of the first blocks.
@@ -152,7 +152,7 @@ def hide(scores: Tensor, step: Step, partial_entries: Tensor, mask: BlockMask) -
     by_block.masked_fill_(hidden.transpose(1, 2).unsqueeze(1), -torch.inf)
 
 
-def gather(x: Blocks, step: Step, columns: Tensor, dtype: torch.dtype) -> Tensor:
+def gather(x: Blocks, step: CpuAttentionStep, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """The blocks `columns` [units, n] of each unit's head, one below the other: [units, n * bk, E]."""
     whole = x.whole.shape[2]
     found = x.whole[step.batch[:, None], step.kv_head[:, None], columns.clamp(max=whole - 1)]
@@ -186,7 +186,9 @@ def entries(starts: Tensor, rows: Tensor, count: int) -> Tensor:
     return starts[rows].to(torch.int64)[:, None] + torch.arange(count, device=starts.device)
 
 
-def steps(p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask, size: Footprint) -> Iterator[Step]:
+def steps(
+    p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask, size: Footprint
+) -> Iterator[CpuAttentionStep]:
     """Units grouped by their numbers of partial and full blocks, each group cut to `step_bytes`; ragged tiles apart."""
     bq = p.block[0]
     heads, tiles_of_head = p.q_heads // packed(p), mask.grid[0]
@@ -211,7 +213,7 @@ def steps(p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask, size: Foo
             units = group[first : first + at_once]
             batch, head, tile = np.unravel_index(units, shape)
             places = (batch, head, head // (heads // p.kv_heads), tile, row[units])
-            yield Step(some, rest, span, high, *(torch.from_numpy(place) for place in places))
+            yield CpuAttentionStep(some, rest, span, high, *(torch.from_numpy(place) for place in places))
 
 
 def packed(p: AttentionProblem) -> int:

@@ -74,7 +74,7 @@ def _round_heads(
         tl.store(first + row.to(tl.int64)[:, None] * dim + column[None, :], made, mask=inside)
 
 
-class Constants(NamedTuple):
+class HeadConstants(NamedTuple):
     """The constexprs of `_round_heads`, in its order."""
 
     turned: bool
@@ -105,7 +105,7 @@ def round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) 
         strides = [step if size > 1 else 0 for step, size in zip(x.stride(), x.shape, strict=True)]
         args = (x, values, scale, h, length, stored, dim, *strides, per_head, rows or 1 << 30, tiles)
         side = max(16, 1 << (dim - 1).bit_length())
-        constants = Constants(turned, x.stride(3) == 1, ROWS, side, env.interpreting())
+        constants = HeadConstants(turned, x.stride(3) == 1, ROWS, side, env.interpreting())
         if max(strides) > INT32_MAX:  # to Triton, 64-bit sizes are another kernel
             with torch.cuda.device_of(x):
                 launch(_round_heads, (tiles * b * h,), *args, *constants, num_warps=WARPS)

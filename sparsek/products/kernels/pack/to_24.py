@@ -312,7 +312,7 @@ def _unpack(
     _store(to, unpacked(v, n, LANES, 8), live, RAGGED and TALL == 0)
 
 
-class Launch(NamedTuple):
+class PackLaunch(NamedTuple):
     """The arguments of one launch except tensors; the kernel sees `w` and the mask as [batch, rows, K]."""
 
     kernel: Any
@@ -347,7 +347,7 @@ def pack24(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor] | Non
     return values, meta
 
 
-def _launch(w: Tensor, mask: Tensor | None) -> Launch:
+def _launch(w: Tensor, mask: Tensor | None) -> PackLaunch:
     """The launch for w [batch, rows, K] and its mask, or None."""
     integers, infinity = BITS[w.dtype]
     batch, rows, columns = w.shape
@@ -365,11 +365,11 @@ def _launch(w: Tensor, mask: Tensor | None) -> Launch:
         constants |= {"LANES": LANES, "ACROSS": across}
         constants |= {"RAGGED": bool(rows % down or steps % across_steps), "EVEN": steps % 2 == 0}
         sizes = rows, steps, *(stride // each for stride in of_w[:2]), *of_mask
-        return Launch(_by_rows, (tiles[1], 1, 1) if flat else (*tiles, batch), sizes, constants)
+        return PackLaunch(_by_rows, (tiles[1], 1, 1) if flat else (*tiles, batch), sizes, constants)
     constants |= {"TALL": TALL, "BYTES": BYTES, "UNIT": tensors.unit(rows, w), "EVEN": steps % 2 == 0}
     constants |= {"RAGGED": bool(rows % TALL or steps % BYTES)}
     grid = -(-rows // TALL), -(-steps // BYTES), batch
-    return Launch(_by_columns, grid, (rows, steps, *of_w, *of_mask), constants)
+    return PackLaunch(_by_columns, grid, (rows, steps, *of_w, *of_mask), constants)
 
 
 def _is_odd(w: Tensor) -> bool:

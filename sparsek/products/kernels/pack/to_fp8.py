@@ -99,7 +99,7 @@ def _row_part(
     return tl.load(source, mask=inside[:, None] & (column < k)[None, :], other=0.0)
 
 
-class Constants(NamedTuple):
+class RowConstants(NamedTuple):
     """The constexprs of `_round_rows`, in its order."""
 
     top: float
@@ -112,7 +112,7 @@ class Constants(NamedTuple):
     divide: bool
 
 
-def _constants(x: Tensor, dtype: torch.dtype) -> tuple[Constants, int]:
+def _constants(x: Tensor, dtype: torch.dtype) -> tuple[RowConstants, int]:
     """The constexprs for x [batch, rows, K], and warps."""
     _, rows, k = x.shape
     _, of_row, of_k = tensors.strides(x)
@@ -129,7 +129,7 @@ def _constants(x: Tensor, dtype: torch.dtype) -> tuple[Constants, int]:
         rows = max(1, min(16, 1024 // step))
         warps = max(1, min(16, rows * step // (32 * (EACH if k <= step else STEP_EACH))))
     top = torch.finfo(dtype).max
-    return Constants(top, lies, unit, rows, step, k <= step, wide, env.interpreting()), warps
+    return RowConstants(top, lies, unit, rows, step, k <= step, wide, env.interpreting()), warps
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

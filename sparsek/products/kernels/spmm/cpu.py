@@ -40,7 +40,7 @@ MIN_COLUMNS = 64
 STEP_SECONDS = 3e-5
 
 
-class Step(NamedTuple):
+class CpuSpmmStep(NamedTuple):
     """Block rows of equal length `per`. `rows` is a slice of block rows, or their numbers."""
 
     per: int
@@ -51,10 +51,10 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CpuWork:
+class CpuSpmmWork:
     """`steps` cover every block row once. `width`: columns of C computed at a time. `items`: batch items among them."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[CpuSpmmStep, ...]
     width: int
     items: int
 
@@ -78,7 +78,7 @@ class CpuSpmm(CpuKernel):
         moved = 2 * (gathered + packed) + finished + p.compulsory_bytes
         return p.useful_flops / rate + moved / p.card.bandwidth + steps * STEP_SECONDS
 
-    def prepare(self, p: SpmmProblem, c: CpuConfig, a: BSR) -> CpuWork:
+    def prepare(self, p: SpmmProblem, c: CpuConfig, a: BSR) -> CpuSpmmWork:
         size = 4 if c.wide else a.values.element_size()
         longest = max(1, p.row_max) * p.block[1] * size
         fitting = max(MIN_COLUMNS, 8 * c.step_bytes // longest // MIN_COLUMNS * MIN_COLUMNS)
@@ -86,10 +86,10 @@ class CpuSpmm(CpuKernel):
         items = min(max(1, p.batch), max(1, limit // p.n)) if p.n else 1
         width = min(p.n, limit)
         row_bytes = size * p.block[1] * (width * items + p.block[0])
-        return CpuWork(tuple(_steps(a, max(1, c.step_bytes // max(1, row_bytes)))), width, items)
+        return CpuSpmmWork(tuple(_steps(a, max(1, c.step_bytes // max(1, row_bytes)))), width, items)
 
     def launch(
-        self, c: CpuConfig, work: CpuWork, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: CpuConfig, work: CpuSpmmWork, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         if out.numel() == 0:
             return
@@ -103,7 +103,7 @@ class CpuSpmm(CpuKernel):
                 out.copy_(flat_out.view(out.shape))
 
 
-def _all_columns(c: CpuConfig, work: CpuWork, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def _all_columns(c: CpuConfig, work: CpuSpmmWork, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Yields column slices of C: `items` batch items side by side, or `width` columns of one item."""
     batch, _, n = b.shape
     for item in range(0, batch, work.items):
@@ -116,7 +116,7 @@ def _all_columns(c: CpuConfig, work: CpuWork, a: BSR, b: Tensor, out: Tensor, ep
 
 
 def _column_slice(
-    c: CpuConfig, steps: tuple[Step, ...], a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue
+    c: CpuConfig, steps: tuple[CpuSpmmStep, ...], a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue
 ) -> None:
     """b [K, items, w], and out and the epilogue's other matrix [M, items, w], any strides."""
     bm, bk = a.block
@@ -156,14 +156,14 @@ def _column_slice(
             blocks.index_copy_(0, rows, product.to(out.dtype))
 
 
-def _blocks(x: Tensor, step: Step, bm: int) -> "tuple[Tensor, slice | Tensor]":
+def _blocks(x: Tensor, step: CpuSpmmStep, bm: int) -> "tuple[Tensor, slice | Tensor]":
     """x [M, ...] as blocks [rows, height, ...] of the step's height, and the indices of the step's blocks."""
     if step.height != bm:
         return x[-step.height :].unsqueeze(0), slice(0, 1)
     return x[: x.shape[0] // bm * bm].unflatten(0, (-1, bm)), step.rows
 
 
-def _finished(product: Tensor, step: Step, bm: int, epilogue: Epilogue) -> Tensor:
+def _finished(product: Tensor, step: CpuSpmmStep, bm: int, epilogue: Epilogue) -> Tensor:
     """Applies the epilogue to a step's product [rows, height, items, w], in float32 or float64."""
 
     def of_step(x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _finished(product: Tensor, step: Step, bm: int, epilogue: Epilogue) -> Tenso
     )
 
 
-def _side_by_side(a: BSR, step: Step) -> Tensor:
+def _side_by_side(a: BSR, step: CpuSpmmStep) -> Tensor:
     """The blocks of each row of a step as one matrix [rows, height, per*bk]."""
     bm, bk = a.block
     chosen = (
@@ -189,7 +189,7 @@ def _side_by_side(a: BSR, step: Step) -> Tensor:
     return rows.reshape(-1, step.height, step.per * bk)
 
 
-def _steps(a: BSR, blocks_per_step: int) -> Iterator[Step]:
+def _steps(a: BSR, blocks_per_step: int) -> Iterator[CpuSpmmStep]:
     """Block rows grouped by length, each group cut to `blocks_per_step`; a ragged last block row has its own step."""
     indptr = a.pattern.host.indptr.astype(np.int64)
     order = None if a.order is None else a.order.numpy().astype(np.int64)
@@ -211,7 +211,7 @@ def _steps(a: BSR, blocks_per_step: int) -> Iterator[Step]:
 
 def _step(
     rows: np.ndarray, per: int, height: int, indptr: np.ndarray, columns: Tensor, order: "np.ndarray | None"
-) -> Step:
+) -> CpuSpmmStep:
     logical = (indptr[rows][:, None] + np.arange(per)).reshape(-1)
     run = rows[-1] - rows[0] == rows.size - 1
     where = slice(int(rows[0]), int(rows[-1]) + 1) if run else torch.from_numpy(rows.astype(np.int64))
@@ -221,7 +221,7 @@ def _step(
         blocks = slice(int(logical[0]), int(logical[-1]) + 1)
     else:
         blocks = torch.from_numpy(logical)
-    return Step(per, where, height, blocks, columns[torch.from_numpy(logical)])
+    return CpuSpmmStep(per, where, height, blocks, columns[torch.from_numpy(logical)])
 
 
 def _distinct_lengths(p: SpmmProblem) -> int:

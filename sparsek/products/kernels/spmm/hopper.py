@@ -61,7 +61,7 @@ from sparsek.products.kernels.spmm.multiply import (
 )
 from sparsek.products.kernels.spmm.multiply_register_tile import multiply_held
 from sparsek.products.kernels.spmm.parts import (
-    Parts,
+    SplitTiles,
     beside_c,
     busy_seconds,
     dealt,
@@ -220,7 +220,7 @@ class Work(NamedTuple):
     blocks: Tensor
     ctas: int
     imbalance: float | None
-    parts: Parts | None = None
+    parts: SplitTiles | None = None
 
 
 class HopperSpmm:

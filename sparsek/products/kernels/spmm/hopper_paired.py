@@ -118,8 +118,8 @@ class Config(KernelConfig):
         )
 
 
-class Params(ctypes.Structure):
-    """The struct of hopper_paired.cu."""
+class PairedParams(ctypes.Structure):
+    """The struct Params of hopper_paired.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tiles", "starts", "rows", "steps", "values", "bias")),
@@ -129,7 +129,7 @@ class Params(ctypes.Structure):
 
 
 class Work(NamedTuple):
-    """A schedule on the device, as in Params."""
+    """A schedule on the device, as in PairedParams."""
 
     tiles: Tensor
     starts: Tensor
@@ -257,7 +257,7 @@ class HopperPaired:
             with torch.cuda.device(index):
                 return self.launch(c, work, a, b, out, epilogue)
         driver.enter(index)  # in a new thread torch may not have set a context yet
-        params = Params(
+        params = PairedParams(
             values=a.values.data_ptr(), count=work.steps.shape[1], nnzb=a.nnzb, m=out.shape[-2],
             alpha=float(epilogue.alpha),
         )  # fmt: skip

@@ -85,8 +85,8 @@ class Config(KernelConfig):
         return [f"-D{name}={value}" for name, value in names.items()]
 
 
-class Params(ctypes.Structure):
-    """The struct of hopper_skinny_24.cu."""
+class SkinnyParams(ctypes.Structure):
+    """The struct Params of hopper_skinny_24.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "meta", "b", "c", "bias", "other")),
@@ -97,10 +97,10 @@ class Params(ctypes.Structure):
     ]
 
 
-def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Params:
+def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> SkinnyParams:
     """The kernel's parameters. `b` is [K, N], `out` [M, N], as is the epilogue's matrix, which may be `out`."""
     (m, k), n, other = a.shape, b.shape[1], epilogue.other
-    p = Params(
+    p = SkinnyParams(
         values=a.values.data_ptr(), meta=a.meta.data_ptr(), b=b.data_ptr(), c=out.data_ptr(), m=m, n=n, k=k
     )
     p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()

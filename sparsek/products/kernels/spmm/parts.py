@@ -31,7 +31,7 @@ from sparsek.products.reference.epilogue import Epilogue
 ROWS = 16
 
 
-class Parts(NamedTuple):
+class SplitTiles(NamedTuple):
     """`table` int32 [tiles, 4]: first slot, number of slots, row and column of C. A part's slots of all columns are
     adjacent.
 
@@ -52,7 +52,7 @@ def put(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(array.copy()).to(device)
 
 
-def parts_of(cut: Cut, columns: int, tile_cols: int, device: torch.device) -> Parts:
+def parts_of(cut: Cut, columns: int, tile_cols: int, device: torch.device) -> SplitTiles:
     """The split tiles of C; every unit has `columns` of them."""
     several = np.flatnonzero(cut.slot >= 0)
     unit, first, count = np.unique(cut.unit[several], return_index=True, return_counts=True)
@@ -62,7 +62,7 @@ def parts_of(cut: Cut, columns: int, tile_cols: int, device: torch.device) -> Pa
     table[:, :, 1] = count[:, None]
     table[:, :, 2] = cut.parts.row[at][:, None]
     table[:, :, 3] = np.arange(columns) * tile_cols
-    return Parts(put(table.reshape(-1, 4), device), len(several) * columns, columns)
+    return SplitTiles(put(table.reshape(-1, 4), device), len(several) * columns, columns)
 
 
 class Dealt(NamedTuple):
@@ -73,7 +73,7 @@ class Dealt(NamedTuple):
     cols: Tensor
     ctas: int
     imbalance: float
-    parts: Parts | None
+    parts: SplitTiles | None
 
 
 def dealt(units: UnitSteps, c: Tile, p: SpmmProblem, device: torch.device) -> Dealt:
@@ -201,7 +201,7 @@ def _merge(
     tl.store(c + (wide_row[:, None] * sc_m + wide_col[None, :] * sc_n), z.to(c.dtype.element_ty), mask=live)
 
 
-def merge_parts(parts: Parts, sums: Tensor, height: int, out: Tensor, epilogue: Epilogue) -> None:
+def merge_parts(parts: SplitTiles, sums: Tensor, height: int, out: Tensor, epilogue: Epilogue) -> None:
     """Adds the slots of every split tile into `out` [M, N], of any strides.
 
     `height` is how many rows of a tile belong to C.

@@ -140,7 +140,7 @@ def test_any_matrix_and_mask(data: st.DataObject):
 
 def read_by(monkeypatch: pytest.MonkeyPatch, w: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
     """Which kernel packs w, and the constants that say how."""
-    found: list[portable.Launch] = []
+    found: list[portable.PackLaunch] = []
     real = portable._launch
     monkeypatch.setattr(portable, "_launch", lambda *given: found.append(real(*given)) or found[-1])
     same(w, mask)
