@@ -15,7 +15,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine.plan.cache import LIMIT, PlanCache
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.plan.spmm import SpmmPlan
+from sparsek.products.plan.spmm import Product, SpmmPlan
 from sparsek.testing.poison import poisoned
 from tests.ops.operands import BF16, check, pair
 from tests.ops.storages import LAYOUTS
@@ -141,6 +141,28 @@ def test_out_is_overwritten_and_returned(room: Any, device: str):
     assert sk.spmm(a, b, out=out) is out
     check(a, b, out)
     assert torch.equal(out, sk.spmm(a, b))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_autograd_sees_that_out_was_written(planned: bool, monkeypatch: pytest.MonkeyPatch):
+    """By kernels too, which write by an address, as to `.data`."""
+    a, b = pair()
+    out = torch.zeros(128, 40, dtype=BF16)
+
+    def written(plan: SpmmPlan, call: Product) -> torch.Tensor:
+        assert call.out is not None
+        call.out.data.fill_(2)
+        return call.out
+
+    monkeypatch.setattr(SpmmPlan, "_run", written)
+    plan = sk.plan_spmm(a, b, out=out) if planned else None
+    x = torch.ones(128, 40, dtype=BF16, requires_grad=True)
+    y = x * out
+    sk.spmm(a, b, out=out, plan=plan)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():  # whose tensors have no version
+        sk.spmm(a, b, out=torch.zeros(128, 40, dtype=BF16), plan=plan)
 
 
 def test_out_writes_nothing_beside_itself(device: str):

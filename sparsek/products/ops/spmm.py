@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from sparsek.core import arguments, dtypes, memory, operations, tracing
 from sparsek.core.arguments import shown
@@ -253,7 +254,10 @@ def run(call: Product, kernel: str | None) -> Tensor:
     settings = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
     also = [x for x in (bias, None if in_place else other, out) if x is not None]
     slot = recorded_products.product(a, b, settings, also)
-    return slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
+    c = slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
+    if out is not None:  # kernels write by its address, which autograd does not see
+        increment_version(out)
+    return c
 
 
 def _checked(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from sparsek.core import arguments, dtypes, memory, tracing
 from sparsek.core.device import Card
@@ -309,7 +310,10 @@ class SpmmPlan(Plan):
 
         def run() -> Tensor:
             c = self.run(call, captured(call.a.values))
-            return call.seen(c, a) if out is None else out
+            if out is None:
+                return call.seen(c, a)
+            increment_version(out)  # kernels write by its address, which autograd does not see
+            return out
 
         return run
 

@@ -81,7 +81,8 @@ class Work(NamedTuple):
 
 
 def whole(p: SpmmProblem) -> SpmmProblem:
-    """The same product of the unpacked matrix."""
+    """The same product of the unpacked matrix, without slopes: the planner gives none to these kernels."""
+    p = replace(p, slope=False)
     if p.a.blocks is not None:
         return p.unpacked
     rows, columns = grid_of((p.m, p.k), WHOLE)

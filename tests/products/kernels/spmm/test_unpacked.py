@@ -16,6 +16,7 @@ from tests.sampling import sampled
 
 pytest.importorskip("triton")
 
+from sparsek.engine.planning import choose
 from sparsek.products.kernels.spmm import unpacked
 from sparsek.products.plan.problems import SpmmProblem
 
@@ -50,6 +51,19 @@ def test_a_semi24_is_multiplied_as_all_blocks_of_its_shape():
     q = unpacked.whole(changed(SEMI24, m=200, k=136, n=8))
     assert (q.a.kind, q.block, q.nnzb, q.row_max, q.grid) == ("bsr", (128, 128), 4, 2, (2, 2))
     assert unpacked.whole(BSR24).stats == BSR24.stats
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("p", ALL[:2], ids=lambda p: p.a.kind)
+def test_a_problem_with_slopes_has_configs_though_the_planner_chooses_no_such_kernel(
+    p: SpmmProblem, dtype: str
+):
+    q = changed(p, activation="gelu", slope=True, dtype=dtype)
+    assert of(p).why_not(q) == []
+    assert of(p).default(q) == of(p).default(dataclasses.replace(q, slope=False))
+    assert of(p).default(q) in list(of(p).configs(q))
+    with pytest.raises(sk.Unsupported, match="the slope of the activation is a second one"):
+        choose(q, of(p).name)
 
 
 def test_reasons_name_what_is_wrong():
