@@ -24,8 +24,8 @@ from tests.house.tools import ROOT
             "tests/products/formats/test_bsr24.py",
         ),
         (
-            "tests/ops/portable_gradients_interpreted.py",
-            ["tests/ops/portable_gradients_interpreted.py"],
+            "tests/ops/gradients_interpreted.py",
+            ["tests/ops/gradients_interpreted.py"],
             "tests/ops/test_spmm.py",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Gradients of one product by kernels, by the reference in float64, and by dense torch, held against each other."""
+"""Gradients of one product by kernels, by dense torch in float64, and by that in its dtype, held against each other."""
 
 from __future__ import annotations
 
@@ -13,168 +13,134 @@ import sparsek as sk
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import random_bsr
-from sparsek.products.reference import linear as reference_linear
-from sparsek.products.reference import sddmm as reference_sddmm
-from sparsek.products.reference import spgemm as reference_spgemm
-from sparsek.products.reference import spmm as reference_spmm
-from sparsek.products.reference.epilogue import ACTIVATIONS, Activation
+from sparsek.products.reference.epilogue import ACTIVATION_NAMES, ACTIVATIONS, Activation
 from sparsek.testing.chain_budget import chain_bounds
 from sparsek.testing.product_budget import stored
+from tests.ops.storages import matrix
 
 Run = Callable[..., Tensor]
+linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way to call an operation: by kernels, by the reference, and densely.
+    """One way to call an operation: by kernels, and densely.
 
-    `blocks` are the sizes of its BSR operands, (rows, columns) as numbers of M, K, N ("mk"); `dense` those of its dense
-    tensors. The functions take matrices first, then tensors; `mine` takes the kernel's name too.
+    `blocks` are the sizes of its sparse operands, (rows, columns) as numbers of M, K, N ("mk"); `dense` those of its
+    dense tensors. The functions take matrices first, then tensors; `mine` takes the kernel's name too.
     """
 
-    blocks: tuple[str, ...]
-    dense: tuple[str, ...]
+    blocks: str
+    dense: str
     op: str
-    mine: Callable[..., Tensor]
-    exact: Run
+    mine: Run
     plain: Run
-
-
-def _right(x: Tensor, a: BSR) -> Tensor:
-    return reference_spmm.spmm(a.T, x.mT).mT
 
 
 def _linear(act: Activation | None, residual: bool) -> Form:
     def plain(w: Tensor, x: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
-        y = ACTIVATIONS[act or ""](torch.nn.functional.linear(x, w, bias))
+        y = ACTIVATIONS[act or ""](linear(x, w, bias))
         return y + rest[0] if rest else y
 
-    return Form(
-        ("mk",),
-        ("nk", "m", "nm") if residual else ("nk", "m"),
-        "spmm",
-        lambda w, x, bias, *rest, kernel: sk.linear(x, w, bias, act, *rest, kernel=kernel),
-        lambda w, x, bias, *rest: reference_linear.linear(x, w, bias, act, *rest),
-        plain,
-    )
+    def mine(w: Any, x: Tensor, bias: Tensor, *rest: Tensor, kernel: str | None) -> Tensor:
+        return sk.linear(x, w, bias, act, *rest, kernel=kernel)
+
+    return Form("mk", "2nk m 2nm" if residual else "nk m", "spmm", mine, plain)
 
 
 def _mlp(act: Activation) -> Form:
-    def exact(up: BSR, down: BSR, x: Tensor, *biases: Tensor) -> Tensor:
-        return reference_linear.linear(reference_linear.linear(x, up, biases[0], act), down, biases[1])
-
-    def plain(up: Tensor, down: Tensor, x: Tensor, *biases: Tensor) -> Tensor:
-        hidden = ACTIVATIONS[act](torch.nn.functional.linear(x, up, biases[0]))
-        return torch.nn.functional.linear(hidden, down, biases[1])
-
     return Form(
-        ("mk", "nm"),
-        ("2nk", "m", "n"),
+        "mk nm",
+        "2nk m n",
         "spmm",
         lambda up, down, x, b, c, kernel: sk.mlp(x, up, down, b, c, act, kernel=kernel),
-        exact,
-        plain,
+        lambda up, down, x, b, c: linear(ACTIVATIONS[act](linear(x, up, b)), down, c),
     )
 
 
-def _swiglu_plain(gate: Tensor, up: Tensor, x: Tensor) -> Tensor:
-    return torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT)
+def _spmm(blocks: str, dense: str, mine: Run, plain: Run) -> Form:
+    return Form(blocks, dense, "spmm", mine, plain)
+
+
+def _sddmm(dense: str, turned: Callable[[Tensor], Tensor]) -> Form:
+    """At a pattern, of both operands `turned`."""
+
+    def mine(*given: Tensor, kernel: str | None) -> Tensor:
+        x, y = map(turned, given)
+        return sk.sddmm(x, y, pattern_for(x, y), kernel=kernel).to_dense()
+
+    def plain(*given: Tensor) -> Tensor:
+        x, y = map(turned, given)
+        return (x @ y) * _ones(pattern_for(x, y), x)
+
+    return Form("", dense, "sddmm", mine, plain)
+
+
+def _spgemm(blocks: str, mine: Run, plain: Run) -> Form:
+    return Form(blocks, "", "spgemm", mine, plain)
 
 
 FORMS: dict[str, Form] = {
-    "A @ B": Form(
-        ("mk",),
-        ("kn",),
-        "spmm",
-        lambda a, b, kernel: sk.spmm(a, b, kernel=kernel),
-        reference_spmm.spmm,
-        torch.matmul,
+    "A @ B": _spmm("mk", "kn", lambda a, b, kernel: sk.spmm(a, b, kernel=kernel), torch.matmul),
+    "batch of A.T @ B": _spmm(
+        "km", "2kn", lambda a, b, kernel: sk.spmm(a.T, b, kernel=kernel), lambda a, b: a.mT @ b
     ),
-    "batch of A.T @ B": Form(
-        ("km",),
-        ("2kn",),
-        "spmm",
-        lambda a, b, kernel: sk.spmm(a.T, b, kernel=kernel),
-        lambda a, b: reference_spmm.spmm(a.T, b),
-        lambda a, b: a.mT @ b,
-    ),
-    "B @ A": Form(
-        ("km",),
-        ("nk",),
-        "spmm",
-        lambda a, b, kernel: sk.spmm(b, a, kernel=kernel),
-        lambda a, b: _right(b, a),
-        lambda a, b: b @ a,
-    ),
-    "batch of alpha B @ A.T": Form(
-        ("mk",),
-        ("2nk",),
-        "spmm",
+    "B @ A": _spmm("km", "nk", lambda a, b, kernel: sk.spmm(b, a, kernel=kernel), lambda a, b: b @ a),
+    "batch of alpha B @ A.T": _spmm(
+        "mk",
+        "2nk",
         lambda a, b, kernel: sk.spmm(b, a.T, alpha=2.0, kernel=kernel),
-        lambda a, b: 2 * _right(b, a.T),
         lambda a, b: 2 * (b @ a.mT),
     ),
-    **{f"linear {act}": _linear(act, residual=False) for act in (None, "relu", "gelu", "gelu_tanh", "silu")},
+    **{f"linear {act}": _linear(act, residual=False) for act in (None, *ACTIVATION_NAMES)},
     "linear with a residual": _linear(None, residual=True),
     "linear relu with a residual": _linear("relu", residual=True),
     **{f"mlp {act}": _mlp(act) for act in ("relu", "gelu", "silu")},
-    "swiglu": Form(
-        ("mk", "mk"),
-        ("nk",),
-        "spmm",
+    "swiglu": _spmm(
+        "mk mk",
+        "nk",
         lambda gate, up, x, kernel: sk.swiglu(x, gate, up, kernel=kernel),
-        lambda gate, up, x: reference_linear.swiglu(x, gate, up),
-        _swiglu_plain,
+        lambda gate, up, x: silu(x @ gate.mT) * (x @ up.mT),
     ),
-    "sddmm": Form(
-        (),
-        ("mk", "kn"),
-        "sddmm",
-        lambda x, y, kernel: sk.sddmm(x, y, pattern_for(x, y), kernel=kernel).to_dense(),
-        lambda x, y: reference_sddmm.sddmm(x, y, pattern_for(x, y)).to_dense(),
-        lambda x, y: (x @ y) * _ones(pattern_for(x, y), x),
+    "sddmm": _sddmm("mk kn", lambda x: x),
+    "sddmm of transposes": _sddmm("km nk", lambda x: x.mT),
+    "A @ A2, dense": _spgemm("mk kn", lambda a, b, kernel: sk.spgemm(a, b, kernel=kernel), torch.matmul),
+    "A @ A2": _spgemm(
+        "mk kn", lambda a, b, kernel: sk.spgemm(a, b, "bsr", kernel=kernel).to_dense(), torch.matmul
     ),
-    "sddmm of transposes": Form(
-        (),
-        ("km", "nk"),
-        "sddmm",
-        lambda x, y, kernel: sk.sddmm(x.mT, y.mT, pattern_for(x.mT, y.mT), kernel=kernel).to_dense(),
-        lambda x, y: reference_sddmm.sddmm(x.mT, y.mT, pattern_for(x.mT, y.mT)).to_dense(),
-        lambda x, y: (x.mT @ y.mT) * _ones(pattern_for(x.mT, y.mT), x),
-    ),
-    "A @ A2, dense": Form(
-        ("mk", "kn"),
-        (),
-        "spgemm",
-        lambda a, b, kernel: sk.spgemm(a, b, kernel=kernel),
-        lambda a, b: reference_spgemm.spgemm(a, b).to_dense(),
-        torch.matmul,
-    ),
-    "A @ A2": Form(
-        ("mk", "kn"),
-        (),
-        "spgemm",
-        lambda a, b, kernel: sk.spgemm(a, b, "bsr", kernel=kernel).to_dense(),
-        lambda a, b: reference_spgemm.spgemm(a, b).to_dense(),
-        torch.matmul,
-    ),
-    "A.T @ A2.T at a pattern": Form(
-        ("km", "nk"),
-        (),
-        "spgemm",
+    "A.T @ A2.T at a pattern": _spgemm(
+        "km nk",
         lambda a, b, kernel: sk.spgemm(a.T, b.T, pattern_for(a.T, b.T), kernel=kernel).to_dense(),
-        lambda a, b: reference_spgemm.spgemm(a.T, b.T, pattern_for(a.T, b.T)).to_dense(),
         lambda a, b: (a.mT @ b.mT) * _ones(pattern_for(a.mT, b.mT), a),
     ),
-    "A.T @ A2, dense": Form(
-        ("km", "kn"),
-        (),
-        "spgemm",
-        lambda a, b, kernel: sk.spgemm(a.T, b, kernel=kernel),
-        lambda a, b: reference_spgemm.spgemm(a.T, b).to_dense(),
-        lambda a, b: a.mT @ b,
+    "A.T @ A2, dense": _spgemm(
+        "km kn", lambda a, b, kernel: sk.spgemm(a.T, b, kernel=kernel), lambda a, b: a.mT @ b
     ),
 }
+# Of 2:4 matrices, which have no transposed views and whose values have no gradient.
+FORMS_24: dict[str, Form] = {
+    **{
+        name: form
+        for name, form in FORMS.items()
+        if name in ("A @ B", "B @ A", "swiglu") or name.startswith("linear")
+    },
+    "batch of alpha A @ B": _spmm(
+        "mk", "23kn", lambda a, b, kernel: sk.spmm(a, b, alpha=-2.0, kernel=kernel), lambda d, b: -2 * (d @ b)
+    ),
+    "A @ B by columns": _spmm(
+        "mk", "nk", lambda a, x, kernel: sk.spmm(a, x.mT, kernel=kernel), lambda d, x: d @ x.mT
+    ),
+    "batch of B @ A": _spmm(
+        "km", "23k", lambda a, x, kernel: sk.spmm(x, a, kernel=kernel), lambda d, x: x @ d
+    ),
+    "swapped batch of B @ A": _spmm(
+        "km",
+        "52k",
+        lambda a, x, kernel: sk.spmm(x.transpose(0, 1), a, kernel=kernel),
+        lambda d, x: x.transpose(0, 1) @ d,
+    ),
+}
+SIZES_24 = {"m": 128, "k": 192, "n": 24}
 BLOCK = {"m": 32, "k": 16, "n": 48}
 _PATTERNS: dict[Any, BlockPattern] = {}
 
@@ -194,60 +160,61 @@ def _ones(pattern: BlockPattern, like: Tensor) -> Tensor:
 
 
 def inputs_of(
-    form: Form, sizes: dict[str, int], dtype: torch.dtype, device: str = "cpu", seed: int = 0
-) -> tuple[list[BSR], list[Tensor]]:
-    """Random operands. Sizes need not be multiples of the blocks."""
-    made = []
-    for at, (rows, columns) in enumerate(form.blocks):
-        a = random_bsr(
-            sizes[rows],
-            sizes[columns],
-            (BLOCK[rows], BLOCK[columns]),
-            0.6,
-            pattern="powerlaw",
-            dtype=dtype,
-            device=device,
-            seed=seed + at,
+    form: Form,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    seed: int = 0,
+    storage: str = "bsr",
+) -> tuple[list[Any], list[Tensor]]:
+    """Random operands. Sizes of a BSR need not be multiples of the blocks."""
+    how: dict[str, Any] = {"pattern": "powerlaw", "dtype": dtype, "device": device}
+    made = [
+        matrix(storage, dtype, device, sizes[rows], sizes[columns])
+        if storage != "bsr"
+        else random_bsr(
+            sizes[rows], sizes[columns], (BLOCK[rows], BLOCK[columns]), 0.6, seed=seed + at, **how
         )
-        made.append(a)
+        for at, (rows, columns) in enumerate(form.blocks.split())
+    ]
     draw = torch.Generator().manual_seed(seed)
     tensors = [
         torch.randn([int(c) if c.isdigit() else sizes[c] for c in dims], generator=draw).to(device, dtype)
-        for dims in form.dense
+        for dims in form.dense.split()
     ]
     return made, tensors
 
 
-def hold(form: Form, matrices: list[BSR], tensors: list[Tensor], kernel: str | None) -> None:
-    """Every gradient is as near to the reference in float64 as `testing/chain_budget.py` wants it."""
+def hold(form: Form, matrices: list[Any], tensors: list[Tensor], kernel: str | None) -> None:
+    """Every gradient is as near to that in float64 as `testing/chain_budget.py` wants it."""
     wide = [a.to(dtype=torch.float64) for a in matrices], [x.double() for x in tensors]
-    found = _gradients(lambda *args: form.mine(*args, kernel=kernel), matrices, tensors)
-    exact = _gradients(form.exact, *wide)
-    bounds = chain_bounds(
-        lambda: _densely(form, *wide), exact, _densely(form, matrices, tensors), found[0].dtype
-    )
-    for mine, right, bound in zip(found, exact, bounds, strict=True):
-        assert mine.shape == right.shape
-        if mine.numel():
-            gate = bound.judge(mine)
+    values = [a.values.detach().clone().requires_grad_() for a in matrices if isinstance(a, BSR)]
+    inputs = [x.detach().clone().requires_grad_() for x in tensors]
+    left = iter(values)
+    mine = [BSR.unchecked(a.pattern, next(left)) if isinstance(a, BSR) else a for a in matrices]
+    found = _back(form.mine(*mine, *inputs, kernel=kernel), [*values, *inputs])
+
+    def in_float64() -> list[Tensor]:
+        return _densely(form, *wide)
+
+    exact = in_float64()
+    bounds = chain_bounds(in_float64, exact, _densely(form, matrices, tensors), found[0].dtype)
+    for each, right, of, bound in zip(found, exact, [*values, *inputs], bounds, strict=True):
+        assert (each.shape, each.dtype) == (right.shape, of.dtype)
+        if each.numel():
+            gate = bound.judge(each)
             assert gate.passed, gate
 
 
-def _densely(form: Form, matrices: list[BSR], tensors: list[Tensor]) -> list[Tensor]:
+def _densely(form: Form, matrices: list[Any], tensors: list[Tensor]) -> list[Tensor]:
     """The gradients of the dense operation, those of matrices at their stored blocks."""
-    leaves = [*(a.to_dense() for a in matrices), *tensors]
-    leaves = [x.detach().clone().requires_grad_() for x in leaves]
-    dense = _back(form.plain(*leaves), leaves)
-    for place, a in enumerate(matrices):
-        dense[place] = stored(dense[place], a.pattern)
-    return dense
-
-
-def _gradients(run: Run, matrices: list[BSR], tensors: list[Tensor]) -> list[Tensor]:
-    values = [a.values.detach().clone().requires_grad_() for a in matrices]
-    inputs = [x.detach().clone().requires_grad_() for x in tensors]
-    mine = [BSR.unchecked(a.pattern, v) for a, v in zip(matrices, values, strict=True)]
-    return _back(run(*mine, *inputs), [*values, *inputs])
+    sparse = [a for a in matrices if isinstance(a, BSR)]
+    dense = [a.to_dense().detach().clone().requires_grad_(isinstance(a, BSR)) for a in matrices]
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    made = _back(form.plain(*dense, *leaves), [*(x for x in dense if x.requires_grad), *leaves])
+    for place, a in enumerate(sparse):
+        made[place] = stored(made[place], a.pattern)
+    return made
 
 
 def _back(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:

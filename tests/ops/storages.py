@@ -77,6 +77,14 @@ def twin(a: Any) -> Any:
     return type(a).unchecked(*where, -a.values, *(() if isinstance(a, sk.BSR) else (a.meta,)))
 
 
+def learning(a: Any) -> Any:
+    """The same matrix, whose values ask for a gradient."""
+    where = (a.pattern,) if isinstance(a, sk.BSR | sk.BSR24) else ()
+    return type(a).unchecked(
+        *where, a.values.clone().requires_grad_(), *(() if isinstance(a, sk.BSR) else (a.meta,))
+    )
+
+
 def read(a: Any, b: Tensor) -> Any:
     """b [..., K, N] as its product with `a` reads it: rounded to FP8, a scale for each column, where `a` is in FP8."""
     return sk.quantize(b.mT).mT if isinstance(a, sk.Quantized) else b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from sparsek.products.formats.quantized import Scale
 from sparsek.products.reference.epilogue import Activation
 from sparsek.testing.strides import StrideLayout
 from tests.ops.stride_walk import Form, Operands, Shapes, Sizes
+
+Call = Callable[[Any, Operands, str | None], Any]
 
 E4M3 = torch.float8_e4m3fn
 SIZES = (Sizes(), Sizes(n=1), Sizes(m=1), Sizes(k=1), Sizes(batch=1), Sizes(1, 1, 1, 1))
@@ -65,215 +68,80 @@ def _out_may_be_refused(layout: StrideLayout, x: Tensor) -> bool:
     return not layout.own or (x.stride(-1) != 1 and x.shape[-1] > 1)
 
 
-def _into(A: Any, B: Any, o: Operands, kernel: str | None, **more: Any) -> Tensor:
-    sk.spmm(A, B, out=o["out"], kernel=kernel, **more)
+def _into(A: Any, B: Any, o: Operands, kernel: str | None, beta: float = 0.0) -> Tensor:
+    sk.spmm(A, B, out=o["out"], beta=beta, kernel=kernel)
     return o["out"]
 
 
-def _left(s: Sizes) -> Shapes:
-    return {"B": (s.k, s.n), "dC": (s.m, s.n)}
-
-
-def _left_batch(s: Sizes) -> Shapes:
-    return {"B": (s.batch, s.k, s.n), "dC": (s.batch, s.m, s.n)}
-
-
-def _right(s: Sizes) -> Shapes:
-    return {"X": (s.n, s.m), "dC": (s.n, s.k)}
-
-
-def _right_batch(s: Sizes) -> Shapes:
-    return {"X": (s.batch, s.n, s.m), "dC": (s.batch, s.n, s.k)}
-
-
-def _layer(s: Sizes) -> Shapes:
-    return {
-        "x": (s.batch, s.n, s.k),
-        "bias": (s.m,),
-        "residual": (s.batch, s.n, s.m),
-        "dy": (s.batch, s.n, s.m),
-    }
-
-
-def _tokens(s: Sizes) -> Shapes:
-    return {"x": (s.n, s.k), "bias": (s.m,), "residual": (s.n, s.m), "dy": (s.n, s.m)}
-
-
-def _without(shapes: Callable[[Sizes], Shapes], *names: str) -> Callable[[Sizes], Shapes]:
-    return lambda s: {name: shape for name, shape in shapes(s).items() if name not in names}
-
-
-def _with_out(shapes: Callable[[Sizes], Shapes]) -> Callable[[Sizes], Shapes]:
-    return lambda s: {("out" if name == "dC" else name): shape for name, shape in shapes(s).items()}
-
-
-def _linear(activation: Activation | None) -> Callable[[Any, Operands, str | None], Tensor]:
+def _linear(activation: Activation | None) -> Call:
     return lambda W, o, kernel: sk.linear(o["x"], W, o["bias"], activation, o["residual"], kernel=kernel)
 
 
-BSR_LEARNS: dict[str, Any] = {"values": True}
-OUT: dict[str, Any] = {"written": "out", "refuses": {"out": _out_may_be_refused}}
+def _shapes(operands: str) -> Callable[[Sizes], Shapes]:
+    """Those of "B kn, dC 2mn": names with their dims, where b is the batch, D is 32 and digits are themselves."""
+    named = [each.split() for each in operands.split(", ")]
+
+    def shapes(s: Sizes) -> Shapes:
+        sides = {"m": s.m, "k": s.k, "n": s.n, "b": s.batch, "D": 32}
+        return {name: tuple(sides.get(dim) or int(dim) for dim in dims) for name, dims in named}
+
+    return shapes
 
 
-def _products(kind: str, op: str, make: Any, view: Any, learn: bool) -> tuple[Form, ...]:
-    """spmm and linear with a matrix of one kind. `view`: X @ A by a matrix [m, k] too."""
-    values: dict[str, Any] = {"values": learn}
+def _form(
+    name: str, op: str, make: Any, operands: str | Callable[[Sizes], Shapes], call: Call, **more: Any
+) -> Form:
+    """Names that begin with d are gradients of what the call returns: the others learn then. It writes `out`."""
+    shapes = _shapes(operands) if isinstance(operands, str) else operands
+    names = tuple(shapes(Sizes()))
+    grads = tuple(each for each in names if each.startswith("d"))
+    if "out" in names:
+        more |= {"written": "out", "refuses": {"out": _out_may_be_refused}}
+    return Form(name, op, make, shapes, call, names[: -len(grads)] if grads else (), grads=grads, **more)
+
+
+LAYER = "x bnk, bias m, residual bnm, dy bnm"
+TOKENS = "x nk, bias m, residual nm, dy nm"
+
+
+def _products(kind: str, make: Any, *, values: bool = False) -> tuple[Form, ...]:
+    """spmm and linear with a matrix [m, k] of one kind, on either side. `values`: these learn too."""
+
+    def learning(name: str, operands: str, call: Call, values: bool = values, **more: Any) -> Form:
+        return _form(f"{kind} {name}", kind, make, operands, call, values=values, **more)
+
+    def written(name: str, operands: str, call: Call) -> Form:
+        return _form(f"{kind} {name}", kind, make, operands, call)
+
     return (
-        Form(
-            f"{kind} A @ B",
-            op,
-            make,
-            _left,
-            lambda A, o, k: sk.spmm(A, o["B"], kernel=k),
-            ("B",),
-            grads=("dC",),
-            **values,
-        ),
-        Form(
-            f"{kind} A @ B batch",
-            op,
-            make,
-            _left_batch,
-            lambda A, o, k: sk.spmm(A, o["B"], alpha=0.5, kernel=k),
-            ("B",),
-            grads=("dC",),
-            **values,
-        ),
-        Form(
-            f"{kind} X @ A",
-            op,
-            view,
-            _right,
-            lambda A, o, k: sk.spmm(o["X"], A, kernel=k),
-            ("X",),
-            grads=("dC",),
-            **values,
-        ),
-        Form(
-            f"{kind} X @ A batch",
-            op,
-            view,
-            _right_batch,
-            lambda A, o, k: sk.spmm(o["X"], A, kernel=k),
-            ("X",),
-            grads=("dC",),
-            **values,
-        ),
-        Form(
-            f"{kind} A @ B + out",
-            op,
-            make,
-            _with_out(_left),
-            lambda A, o, k: _into(A, o["B"], o, k, beta=0.5),
-            **OUT,
-        ),
-        Form(
-            f"{kind} X @ A batch + out",
-            op,
-            view,
-            _with_out(_right_batch),
-            lambda A, o, k: _into(o["X"], A, o, k, beta=2.0),
-            **OUT,
-        ),
-        Form(
-            f"{kind} linear",
-            op,
-            make,
-            _layer,
-            _linear(None),
-            ("x", "bias", "residual"),
-            grads=("dy",),
-            **values,
-        ),
-        Form(
-            f"{kind} linear silu",
-            op,
-            make,
-            _tokens,
-            _linear("silu"),
-            ("x", "bias", "residual"),
-            grads=("dy",),
-            **values,
-        ),
-        Form(
-            f"{kind} linear relu",
-            op,
-            make,
-            _tokens,
-            _linear("relu"),
-            ("x", "bias", "residual"),
-            grads=("dy",),
-            steps=True,
-            **values,
-        ),
-        Form(
-            f"{kind} swiglu",
-            op,
-            make,
-            _without(_layer, "bias", "residual"),
-            lambda W, o, k: sk.swiglu(o["x"], W, W, kernel=k),
-            ("x",),
-            grads=("dy",),
-        ),
+        learning("A @ B", "B kn, dC mn", lambda A, o, k: sk.spmm(A, o["B"], kernel=k)),
+        learning("A @ B batch", "B bkn, dC bmn", lambda A, o, k: sk.spmm(A, o["B"], alpha=0.5, kernel=k)),
+        learning("X @ A", "X nm, dC nk", lambda A, o, k: sk.spmm(o["X"], A, kernel=k)),
+        learning("X @ A batch", "X bnm, dC bnk", lambda A, o, k: sk.spmm(o["X"], A, kernel=k)),
+        written("A @ B + out", "B kn, out mn", lambda A, o, k: _into(A, o["B"], o, k, 0.5)),
+        written("X @ A batch + out", "X bnm, out bnk", lambda A, o, k: _into(o["X"], A, o, k, 2.0)),
+        learning("linear", LAYER, _linear(None)),
+        learning("linear silu", TOKENS, _linear("silu")),
+        learning("linear relu", TOKENS, _linear("relu"), steps=True),
+        learning("swiglu", "x bnk, dy bnm", lambda W, o, k: sk.swiglu(o["x"], W, W, kernel=k), values=False),
     )
 
 
 def _fp8(kind: str, op: str, make: Any) -> tuple[Form, ...]:
     """Products in FP8, of a tensor that is rounded and of one that was. No gradients."""
-    return (
-        Form(
-            f"{kind} A @ B",
-            op,
-            make,
-            _without(_left_batch, "dC"),
-            lambda A, o, k: sk.spmm(A, o["B"], kernel=k),
-            fp8=True,
-        ),
-        Form(
-            f"{kind} A @ B + out",
-            op,
-            make,
-            _with_out(_left),
-            lambda A, o, k: _into(A, o["B"], o, k),
-            fp8=True,
-            **OUT,
-        ),
-        Form(f"{kind} linear", op, make, _without(_layer, "dy"), _linear("silu"), fp8=True),
-        Form(
-            f"{kind} linear of a quantized x",
-            op,
-            make,
-            _without(_tokens, "dy"),
-            lambda W, o, k: sk.linear(
-                sk.quantize(o["x"]), W, o["bias"], None, o["residual"], kernel=k, dtype=o["x"].dtype
-            ),
-            fp8=True,
-        ),
-        Form(
-            f"{kind} swiglu",
-            op,
-            make,
-            _without(_tokens, "bias", "residual", "dy"),
-            lambda W, o, k: sk.swiglu(o["x"], W, W, kernel=k),
-            fp8=True,
-        ),
-    )
 
+    def linear_of_quantized(W: Any, o: Operands, k: str | None) -> Tensor:
+        x = sk.quantize(o["x"])
+        return sk.linear(x, W, o["bias"], None, o["residual"], kernel=k, dtype=o["x"].dtype)
 
-def _qkv(s: Sizes) -> Shapes:
-    heads = (s.batch, 1, s.m, 32)
-    return {
-        "q": (s.batch, 2, s.m, 32),
-        "k": heads,
-        "v": heads,
-        "dout": (s.batch, 2, s.m, 32),
-        "dlse": (s.batch, 2, s.m),
+    calls: dict[str, tuple[str, Call]] = {
+        "A @ B": ("B bkn", lambda A, o, k: sk.spmm(A, o["B"], kernel=k)),
+        "A @ B + out": ("B kn, out mn", lambda A, o, k: _into(A, o["B"], o, k)),
+        "linear": (LAYER.removesuffix(", dy bnm"), _linear("silu")),
+        "linear of a quantized x": (TOKENS.removesuffix(", dy nm"), linear_of_quantized),
+        "swiglu": ("x nk", lambda W, o, k: sk.swiglu(o["x"], W, W, kernel=k)),
     }
-
-
-def _packed_qkv(s: Sizes) -> Shapes:
-    heads = (s.m, 1, 32)
-    return {"q": (s.m, 2, 32), "k": heads, "v": heads, "dout": (s.m, 2, 32)}
+    return tuple(_form(f"{kind} {name}", op, make, *call, fp8=True) for name, call in calls.items())
 
 
 def _attention(mask: Any, o: Operands, kernel: str | None) -> tuple[Tensor, Tensor]:
@@ -286,142 +154,101 @@ def _varlen(mask: Any, o: Operands, kernel: str | None) -> Tensor:
     return sk.attention_varlen(o["q"], o["k"], o["v"], ends, mask=sk.MaskPolicy())
 
 
-def _parts(s: Sizes) -> Shapes:
-    o, lse = (s.batch, s.m, s.n), (s.batch, s.m)
-    return {"o1": o, "lse1": lse, "o2": o, "lse2": lse, "do": o, "dlse": lse}
+def _merged(_: Any, o: Operands, kernel: str | None) -> tuple[Tensor, Tensor]:
+    return sk.merge_attention(o["o1"], o["lse1"], o["o2"], o["lse2"])
 
 
-def _weight(s: Sizes) -> Shapes:
-    return {"w": (s.m, s.k)}
+def _sampled(A: sk.BSR, o: Operands, kernel: str | None) -> sk.BSR:
+    return sk.sddmm(o["X"], o["Y"], A.pattern, kernel=kernel)
+
+
+def _blocks(name: str, pattern: Callable[[Sizes], sk.BlockPattern]) -> Callable[[Sizes], Shapes]:
+    return lambda s: {name: (pattern(s).nnzb, s.block, s.block)}
+
+
+def _packed(pack: Callable[[Tensor], Any], *parts: str) -> Call:
+    return lambda _, o, k: tuple(getattr(pack(o["w"]), part) for part in parts)
 
 
 FORMS: tuple[Form, ...] = (
-    *_products("bsr", "bsr", _bsr, _bsr, True),
-    Form(
+    *_products("bsr", _bsr, values=True),
+    _form(
         "bsr A.T @ B",
         "bsr",
         _bsr_view,
-        _left,
+        "B kn, dC mn",
         lambda A, o, k: sk.spmm(A, o["B"], kernel=k),
-        ("B",),
-        True,
-        ("dC",),
+        values=True,
     ),
-    Form(
+    _form(
         "bsr X @ A.T",
         "bsr",
         _bsr_view,
-        _right,
+        "X nm, dC nk",
         lambda A, o, k: sk.spmm(o["X"], A, kernel=k),
-        ("X",),
-        True,
-        ("dC",),
+        values=True,
     ),
-    Form(
-        "sddmm",
-        "sddmm",
-        _bsr,
-        lambda s: {"X": (s.m, s.n), "Y": (s.n, s.k)},
-        lambda A, o, k: sk.sddmm(o["X"], o["Y"], A.pattern, kernel=k),
-    ),
-    Form(
+    _form("sddmm", "sddmm", _bsr, "X mn, Y nk", _sampled),
+    _form(
         "sddmm with gradients",
         "sddmm",
         _bsr,
         lambda s: {
-            "X": (s.m, s.n),
-            "Y": (s.n, s.k),
-            "dS": (_bsr(s, torch.float32, "cpu").nnzb, s.block, s.block),
+            **_shapes("X mn, Y nk")(s),
+            **_blocks("dS", lambda s: _bsr(s, torch.float32, "cpu").pattern)(s),
         },
-        lambda A, o, k: sk.sddmm(o["X"], o["Y"], A.pattern, kernel=k),
-        ("X", "Y"),
-        False,
-        ("dS",),
+        _sampled,
     ),
-    Form(
+    _form(
         "spgemm to dense",
         "spgemm",
         _two,
-        lambda s: {"dC": (s.m, s.m)},
+        "dC mm",
         lambda two, o, k: sk.spgemm(two[0], two[1].T, kernel=k),
-        (),
-        True,
-        ("dC",),
+        values=True,
     ),
-    Form(
+    _form(
         "spgemm at a pattern",
         "spgemm",
         _two,
-        lambda s: {"dC": (_grown(s).nnzb, s.block, s.block)},
+        _blocks("dC", _grown),
         lambda two, o, k: sk.spgemm(two[0], two[1].T, out=_grown_on(two[0]), kernel=k),
-        (),
-        True,
-        ("dC",),
+        values=True,
     ),
-    *_products("semi24", "semi24", _semi24, _semi24, False),
-    *_products("bsr24", "bsr24", _bsr24, _bsr24, False),
+    *_products("semi24", _semi24),
+    *_products("bsr24", _bsr24),
     *_fp8("bsr fp8", "bsr_fp8", _quantized(_bsr)),
     *_fp8("bsr fp8 scaled by blocks", "bsr_fp8", _quantized(_bsr, "block")),
     *_fp8("semi24 fp8", "semi24_fp8", _quantized(_semi24)),
     *_fp8("bsr24 fp8", "bsr24_fp8", _quantized(_bsr24)),
-    Form(
+    _form(
         "attention",
         "attention",
         _mask,
-        _qkv,
+        "q b2mD, k b1mD, v b1mD, dout b2mD, dlse b2m",
         _attention,
-        ("q", "k", "v"),
-        False,
-        ("dout", "dlse"),
         wide=("dlse",),
     ),
-    Form(
-        "attention of packed documents", "", _nothing, _packed_qkv, _varlen, ("q", "k", "v"), False, ("dout",)
-    ),
-    Form(
+    _form("attention of packed documents", "", _nothing, "q m2D, k m1D, v m1D, dout m2D", _varlen),
+    _form(
         "merge_attention",
         "",
         _nothing,
-        _parts,
-        lambda _, o, k: sk.merge_attention(o["o1"], o["lse1"], o["o2"], o["lse2"]),
-        ("o1", "lse1", "o2", "lse2"),
-        False,
-        ("do", "dlse"),
+        "o1 bmn, lse1 bm, o2 bmn, lse2 bm, do bmn, dlse bm",
+        _merged,
         wide=("lse1", "lse2", "dlse"),
     ),
-    Form(
-        "dense to BSR",
-        "",
-        _nothing,
-        _weight,
-        lambda _, o, k: sk.BSR.from_dense(o["w"], 64, keep=0.5),
-        exact=True,
-    ),
-    Form(
-        "dense to Semi24",
-        "",
-        _semi24,
-        _weight,
-        lambda _, o, k: (sk.Semi24.from_dense(o["w"]), sk.Semi24.from_dense(o["w"]).meta),
-        exact=True,
-    ),
-    Form(
-        "dense to FP8",
-        "",
-        _nothing,
-        _weight,
-        lambda _, o, k: (sk.quantize(o["w"]).values, sk.quantize(o["w"]).scale),
-        exact=True,
-    ),
-    Form(
-        "dense to FP8 with one scale",
-        "",
-        _nothing,
-        _weight,
-        lambda _, o, k: (
-            sk.quantize(o["w"], scale="tensor").values,
-            sk.quantize(o["w"], scale="tensor").scale,
-        ),
-        exact=True,
+    *(
+        _form(f"dense to {name}", "", make, "w mk", call, exact=True)
+        for name, make, call in (
+            ("BSR", _nothing, lambda _, o, k: sk.BSR.from_dense(o["w"], 64, keep=0.5)),
+            ("Semi24", _semi24, _packed(sk.Semi24.from_dense, "values", "meta")),
+            ("FP8", _nothing, _packed(sk.quantize, "values", "scale")),
+            (
+                "FP8 with one scale",
+                _nothing,
+                _packed(partial(sk.quantize, scale="tensor"), "values", "scale"),
+            ),
+        )
     ),
 )

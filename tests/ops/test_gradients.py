@@ -1,6 +1,7 @@
 """Gradients of every product: against the float64 reference, of second order, for which inputs, and of what size."""
 
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from sparsek.products.formats.random import random_bsr
 from sparsek.products.ops import gradients, library_args
 from sparsek.products.ops.spmm import SPMM
 from sparsek.products.plan.spmm import Product
-from tests.ops.gradients import FORMS, hold, inputs_of
+from tests.engine.launch.covering import once
+from tests.ops.gradients import FORMS, FORMS_24, SIZES_24, hold, inputs_of
 from tests.ops.operands import pair
+from tests.ops.storages import BF16, F16, F32, F64, TWO_FOUR
 
 SIZES = {"m": 150, "k": 120, "n": 70}  # none a multiple of its block
 FAMILIES: dict[str, dict[str, str | None]] = {
@@ -28,7 +31,6 @@ FAMILIES: dict[str, dict[str, str | None]] = {
     "vendor": {"spmm": "vendor.dense", "sddmm": "vendor.sddmm", "spgemm": "vendor.spgemm"},
     "portable": {"spmm": "portable.spmm", "sddmm": "portable.sddmm", "spgemm": "portable.spgemm"},
 }
-F32 = torch.float32
 
 
 def takes_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +70,24 @@ def test_the_gradients_of_every_kernel_are_within_the_error_budget(family: str, 
 def test_gradients_in_16_bits_are_within_the_error_budget(dtype: torch.dtype, name: str):
     form = FORMS[name]
     hold(form, *inputs_of(form, SIZES, dtype), None)
+
+
+@pytest.mark.parametrize("name", FORMS_24)
+@pytest.mark.parametrize(("family", "dtype"), [(None, F32), ("reference", F64), (None, BF16)], ids=str)
+@pytest.mark.parametrize("kind", TWO_FOUR)
+def test_gradients_of_2_4_are_within_the_error_budget(
+    kind: str, family: str | None, dtype: torch.dtype, name: str
+):
+    kernel = None if family is None else f"{family}.{kind}"
+    hold(FORMS_24[name], *inputs_of(FORMS_24[name], SIZES_24, dtype, storage=kind), kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "dtype", "name"), once(product(TWO_FOUR, (BF16, F16, F32), FORMS_24), together=2), ids=str
+)
+def test_gradients_of_2_4_on_a_gpu_are_within_the_error_budget(kind: str, dtype: torch.dtype, name: str):
+    hold(FORMS_24[name], *inputs_of(FORMS_24[name], SIZES_24, dtype, "cuda", storage=kind), None)
 
 
 @pytest.mark.gpu
@@ -205,17 +225,21 @@ def test_gradients_hold_for_any_shape(name: str, sizes: dict[str, int], seed: in
     hold(form, *inputs_of(form, sizes, torch.float64, seed=seed), None)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_first_and_second_derivatives_are_those_of_finite_differences(name: str):
-    form = FORMS[name]
-    matrices, tensors = inputs_of(form, {"m": 35, "k": 20, "n": 50}, torch.float64)
-    count = len(matrices)
+@pytest.mark.parametrize(
+    ("storage", "name"), [*product(("bsr",), FORMS), *product(TWO_FOUR, FORMS_24)], ids=str
+)
+def test_first_and_second_derivatives_are_those_of_finite_differences(storage: str, name: str):
+    form = FORMS.get(name) or FORMS_24[name]
+    sizes = {"m": 35, "k": 20, "n": 50} if storage == "bsr" else SIZES_24
+    matrices, tensors = inputs_of(form, sizes, F64, storage=storage)
+    patterns = [a.pattern for a in matrices] if storage == "bsr" else []
 
     def run(*inputs: Tensor) -> Tensor:
-        made = [BSR.unchecked(a.pattern, v) for a, v in zip(matrices, inputs, strict=False)]
-        return form.mine(*made, *inputs[count:], kernel=None)
+        made = [BSR.unchecked(each, v) for each, v in zip(patterns, inputs, strict=False)] or matrices
+        return form.mine(*made, *inputs[len(patterns) :], kernel=None)
 
-    leaves = [x.clone().requires_grad_() for x in (*(a.values for a in matrices), *tensors)]
+    values = [a.values for a in matrices] if storage == "bsr" else []
+    leaves = [x.clone().requires_grad_() for x in (*values, *tensors)]
     assert gradcheck(run, leaves, fast_mode=True)
     assert gradgradcheck(run, leaves, fast_mode=True)
 

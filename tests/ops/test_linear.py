@@ -3,9 +3,8 @@
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -229,68 +228,3 @@ def test_autocast_casts_the_operands_and_nothing_behind_them(wanted: bool, compi
         for mine, right in zip(call(*given), alone, strict=True):
             assert mine.dtype == BF16
             assert torch.equal(mine, right)
-
-
-Layer = tuple[Tensor, BSR, Tensor, Tensor]
-REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
-    "x numpy": (lambda o: sk.linear(np.ones(96), o[1]), "x must be a dense torch.Tensor, got ndarray"),  # pyright: ignore[reportArgumentType]
-    "x a BSR": (lambda o: sk.linear(o[1], o[1]), "x must be a dense torch.Tensor, got BSR"),  # pyright: ignore[reportArgumentType]
-    "x shape": (
-        lambda o: sk.linear(o[3], o[1]),
-        r"x is \[2, 20, 128\] and W \[N, K\] \[128, 96\]: the last dim of x must be 96",
-    ),
-    "x dtype": (lambda o: sk.linear(o[0].double(), o[1]), "W is torch.float32 and x torch.float64; cast one"),
-    "x device": (lambda o: sk.linear(o[0].to("meta"), o[1]), "W is on cpu and x on meta; move one"),
-    "x sparse": (lambda o: sk.linear(o[0].to_sparse(), o[1]), "x must be a dense torch.Tensor, got layout"),
-    "x negated": (lambda o: sk.linear(torch._neg_view(o[0]), o[1]), "x is a lazily negated view"),
-    "W": (
-        lambda o: sk.linear(o[0], None),  # pyright: ignore[reportArgumentType]
-        "W must be a BSR, a Semi24, a BSR24, a Quantized or a dense torch.Tensor, got NoneType",
-    ),
-    "bias": (
-        lambda o: sk.linear(o[0], o[1], o[2][:96]),
-        r"bias is \[96\]; it must be \[128\], a number for every output feature",
-    ),
-    "bias dtype": (
-        lambda o: sk.linear(o[0], o[1], o[2].double()),
-        "W is torch.float32 and bias torch.float64",
-    ),
-    "activation": (
-        lambda o: sk.linear(o[0], o[1], None, cast(Any, "tanh")),
-        "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu, or None",
-    ),
-    "residual": (
-        lambda o: sk.linear(o[0], o[1], None, None, o[0]),
-        r"residual is \[2, 20, 96\]; it must be \[2, 20, 128\], as x @ W.T",
-    ),
-    "kernel": (lambda o: sk.linear(o[0], o[1], kernel="fast"), "no kernel of spmm is called 'fast'"),
-    "kernel of a dense W": (
-        lambda o: sk.linear(o[0], o[1].to_dense(), kernel="cpu.spmm"),
-        "kernel='cpu.spmm' multiplies a sparse W; W is dense, and torch multiplies it",
-    ),
-    "dense W": (
-        lambda o: sk.linear(o[3], o[1].to_dense()),
-        r"x is \[2, 20, 128\] and W \[128, 96\]: W must be \[N, K\] and the last dim of x K",
-    ),
-    "dense residual": (
-        lambda o: sk.linear(o[0], o[1].to_dense(), None, None, o[3][0]),
-        r"residual is \[20, 128\]; it must be \[2, 20, 128\], as x @ W.T",
-    ),
-    "dense bias": (lambda o: sk.linear(o[0], o[1].to_dense(), o[2].double()), "W is torch.float32 and bias"),
-    "dense activation": (
-        lambda o: sk.linear(o[0], o[1].to_dense(), None, cast(Any, "tanh")),
-        "activation is 'tanh'",
-    ),
-    "W_up": (lambda o: sk.swiglu(o[0], o[1], o[1].to_dense()), "W_up must be a BSR, got Tensor"),  # pyright: ignore[reportArgumentType]
-    "W_gate": (
-        lambda o: sk.swiglu(o[0], random_bsr(64, 96, 32, 0.5), o[1]),
-        r"W_gate is \[64, 96\] and W_up \[128, 96\]; they must agree",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
-    call, text = REFUSED[name]
-    with pytest.raises(InvalidInput, match=text):
-        call(layer(torch.float32))

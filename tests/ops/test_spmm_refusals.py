@@ -1,6 +1,8 @@
-"""spmm: what it refuses, and in which words."""
+"""spmm, linear and swiglu of a matrix in every storage: what they refuse, and in which words."""
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -13,28 +15,231 @@ from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.reference.epilogue import Epilogue
-from tests.ops.operands import BF16, pair
+from tests.ops.operands import pair
+from tests.ops.storages import BF16, F32, IN_FP8, STORAGES, TWO_FOUR, WIDE, learning, matrix
+
+BSR_ = ("bsr",)
+ROWS = ("bsr_fp8",)
 
 
-def test_plans_and_out_refuse_gradients_with_a_hint():
-    a, b = pair(dtype=torch.float32)
+@dataclass(frozen=True)
+class Refused:
+    """A call with A [128, 192] of one of these storages and B [192, 40], both of float32, and what it is told."""
+
+    name: str
+    storages: tuple[str, ...]
+    call: Callable[[Any, Any], Any]
+    text: str
+
+
+R = Refused
+REFUSED = (
+    # A matrix and a dense operand.
+    R("A dense", BSR_, lambda a, b: sk.spmm(a.to_dense(), b),
+      "A or B must be a BSR, Semi24, BSR24 or Quantized, got Tensor and Tensor; BSR.from_dense"),
+    R("B numpy", STORAGES, lambda a, b: a @ np.zeros((192, 4)), "B must be a dense torch.Tensor, got ndarray"),
+    R("B a list", STORAGES, lambda a, b: sk.spmm(a, cast(Any, [1.0])), "B must be a dense torch.Tensor, got list"),
+    R("two BSR", BSR_, lambda a, b: sk.spmm(a, a), r"must be a dense torch.Tensor, got BSR; sparsek.spgemm\(A, B\)"),
+    R("two of 2:4", TWO_FOUR, lambda a, b: a @ a, "B must be a dense torch.Tensor, got .*24; a .* dense matrices only"),
+    R("two in FP8", IN_FP8, lambda a, b: a @ a, "B must be a dense torch.Tensor, got Quantized"),
+    R("a BSR on the right", TWO_FOUR, lambda a, b: sk.spmm(a, sk.random_bsr(192, 64, 64, 1.0)),
+      "must be a dense torch.Tensor, got .*"),
+    R("A numpy", WIDE, lambda a, b: np.zeros((4, 128)) @ a, "A must be a dense torch.Tensor, got ndarray"),
+    R("A sparse", WIDE, lambda a, b: torch.zeros(4, 128).to_sparse() @ a, r"A must be .* torch.sparse_coo"),
+    R("B sparse", WIDE, lambda a, b: a @ b.to_sparse(), r"got layout torch.sparse_coo; call .to_dense\(\)"),
+    R("B negated", BSR_, lambda a, b: a @ torch._neg_view(b), r"memory has the other sign; call .resolve_neg\(\)"),
+    R("vector", STORAGES, lambda a, b: sk.spmm(a, b[:, 0]),
+      r"B must be \[K, N\] or \[..., K, N\], got 1-D; for a vector use B.unsqueeze\(-1\)"),
+    R("vector on the left", WIDE, lambda a, b: sk.spmm(b[:128, 0], a),
+      r"A must be \[M, K\] or .*, got 1-D; for a vector use A.unsqueeze\(0\)"),
+    R("rows", STORAGES, lambda a, b: a @ b[:64], r"A is \[128, 192\] and B \[64, 40\]: B needs 192 rows"),
+    R("columns", WIDE, lambda a, b: sk.spmm(b, a), r"A is \[192, 40\] and B \[128, 192\]: A needs 128 columns"),
+    R("columns in FP8", ROWS, lambda a, b: b @ matrix("bsr_fp8 block"),
+      r"A is \[192, 40\] and B \[128, 192\]: A needs 128 columns"),
+    R("dtype", WIDE, lambda a, b: a @ b.double(), "A is torch.float32 and B torch.float64; cast one of them"),
+    R("dtype on the left", WIDE, lambda a, b: b.new_ones(4, 128).double() @ a,
+      "B is torch.float32 and A torch.float64; cast"),
+    R("dtype in FP8", IN_FP8, lambda a, b: a @ b.double(), "B is torch.float64; FP8 products round torch.bfloat16"),
+    R("integers", IN_FP8, lambda a, b: a @ b.int(), "B is torch.int32; FP8 products round torch.bfloat16"),
+    R("FP8 without scales", IN_FP8, lambda a, b: a @ b.to(torch.float8_e4m3fn),
+      r"B is torch.float8_e4m3fn; .* sparsek.quantize\(B\), which has FP8 values and scales"),
+    R("device", STORAGES, lambda a, b: a @ b.to("meta"), "A is on cpu and B on meta; move one of them"),
+    R("device on the left", WIDE, lambda a, b: torch.ones(4, 128, device="meta") @ a, "B is on cpu and A on meta"),
+    R("transpose", TWO_FOUR, lambda a, b: b.T @ a.T, r"has no \.T.*sparsek.linear\(x, W\)"),
+    R("rows on the right", ROWS, lambda a, b: b.mT[:, :128] @ a, r"has no \.T: there it would be one for each column"),
+    R("2:4 in FP8 on the right", ("semi24_fp8",), lambda a, b: b.mT[:, :128] @ a,
+      "a Semi24 in FP8 must be the left operand"),
+    R("no Quantized", ROWS, lambda a, b: sk.spmm(sk.quantize(b), b),
+      r"got QuantizedTensor and Tensor; sparsek.quantize makes one .* \.dequantize\(\) a tensor"),
+    R("scaled along N", IN_FP8, lambda a, b: a @ sk.quantize(b), r"the wrong side; .* sparsek.quantize\(B.mT\).mT"),
+    # alpha, beta and out.
+    R("alpha a tensor", STORAGES, lambda a, b: sk.spmm(a, b, alpha=b[0, 0]),
+      r"alpha is a torch.Tensor, torch.float32 \[\]; it must be a finite number; write float"),
+    R("alpha", STORAGES, lambda a, b: sk.spmm(a, b, alpha=True), "alpha is True; it must be a finite number"),
+    R("beta", STORAGES, lambda a, b: sk.spmm(a, b, beta=True), "beta is True; it must be a finite number"),
+    R("beta alone", STORAGES, lambda a, b: sk.spmm(a, b, beta=2), "beta is 2 and there is no out= to multiply with it"),
+    R("out shape", STORAGES, lambda a, b: sk.spmm(a, b, out=b.new_empty(128, 41)),
+      r"out must be torch.float32 \[128, 40\] on cpu, got torch.float32 \[128, 41\] on cpu"),
+    R("out of the right", WIDE, lambda a, b: sk.spmm(b.new_ones(2, 3, 128), a, out=b.new_ones(3, 2, 192)),
+      r"out must be torch.float32 \[2, 3, 192\] on cpu, got torch.float32 \[3, 2, 192\]"),
+    R("out dtype", WIDE, lambda a, b: sk.spmm(a, b, out=torch.empty(128, 40, dtype=BF16)),
+      r"out must be torch.float32 .* got torch.bfloat16"),
+    R("out device", WIDE, lambda a, b: sk.spmm(a, b, out=torch.empty(128, 40, device="meta")),
+      "out must be .* on cpu, got .* on meta"),
+    R("out a list", STORAGES, lambda a, b: sk.spmm(a, b, out=cast(Any, [])),
+      r"out must be a dense torch.Tensor, got list"),
+    R("out sparse", STORAGES, lambda a, b: sk.spmm(a, b, out=torch.zeros(128, 40).to_sparse()),
+      "out must be a dense torch.Tensor, got layout torch.sparse_coo"),
+    R("out by columns", STORAGES, lambda a, b: sk.spmm(a, b, out=torch.empty(40, 128).T),
+      r"out must have contiguous rows, got strides \(1, 128\)"),
+    R("out rows meet", STORAGES, lambda a, b: sk.spmm(a, b, out=torch.empty(8000).as_strided((128, 40), (39, 1))),
+      r"every element in its own place, got shape \[128, 40\], strides \(39, 1\)"),
+    R("out batches meet", STORAGES,
+      lambda a, b: sk.spmm(a, b.expand(2, 192, 40), out=torch.empty(128, 40).expand(2, 128, 40)),
+      r"every element in its own place, got shape \[2, 128, 40\], strides \(0, 40, 1\)"),
+    R("out is B", WIDE, lambda a, b: sk.spmm(a, b, out=b[:128]),
+      "out overlaps the memory of B; C would be written where that is read"),
+    R("out is A", BSR_, lambda a, b: sk.spmm(x := b.new_ones(3, 96), pair(96, 96, dtype=b.dtype)[0], out=x),
+      "out overlaps the memory of A"),
+    R("out meets values", BSR_, lambda a, b: sk.spmm(a, b, out=a.values.flatten()[-128 * 40 :].view(128, 40)),
+      "out overlaps the memory of A's values"),
+    R("two dtypes", IN_FP8, lambda a, b: sk.spmm(a, b, out=b.new_empty(128, 40), dtype=BF16), "leave one of them away"),
+    R("dtype of others", IN_FP8, lambda a, b: sk.spmm(a.dequantize(), b, dtype=BF16), "dtype= is for products of FP8"),
+    # Plans.
+    R("other", WIDE, lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(other=b)),
+      r"other is torch.float32 \[192, 40\] on cpu; this product needs torch.float32 \[128, 40\]"),
+    R("other by columns", WIDE, lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(other=b.new_ones(40, 128).T)),
+      r"other matrix of the epilogue must have contiguous rows, got strides \(1, 128\); call .contiguous"),
+    R("bias of a plan", WIDE, lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(bias=b.new_ones(40))),
+      r"bias is torch.float32 \[40\] on cpu; this product needs torch.float32 \[128\]"),
+    R("bias strides", WIDE, lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(bias=b.new_ones(256)[::2])),
+      "bias must be contiguous, got stride 2"),
+    R("activation of a plan", WIDE, lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(activation=cast(Any, "tanh"))),
+      "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu"),
+    R("kernel", BSR_, lambda a, b: sk.spmm(a, b, kernel="hopper"),
+      "no kernel of spmm is called 'hopper'; known: hopper.spmm, hopper.spmm_paired, portable.spmm, .*cpu.spmm, ref"),
+    R("kernel and plan", BSR_,
+      lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a, b, kernel="cpu.spmm"), kernel="vendor.dense"),
+      "kernel='vendor.dense' contradicts plan, which uses cpu.spmm"),
+    R("plan and kernel", TWO_FOUR, lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a, b), kernel="hopper.semi24"),
+      "kernel='hopper.semi24' contradicts plan, which uses "),
+    R("plan and kernel in FP8", IN_FP8, lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a, b), kernel="cpu.spmm"),
+      "contradicts plan, which uses reference.spmm_fp8"),
+    R("plan a text", STORAGES, lambda a, b: sk.spmm(a, b, plan=cast(Any, "fast")),
+      "plan must come from plan_spmm, got str"),
+    R("plan of a BSR", (*TWO_FOUR, *IN_FP8),
+      lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(sk.random_bsr(128, 192, 64, 1.0, dtype=F32, device="cpu"), b)),
+      "made for another matrix; call plan_spmm"),
+    R("plan of the dequantized", IN_FP8, lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a.dequantize(), b)),
+      "made for another matrix; call plan_spmm"),
+    R("plan of N", WIDE, lambda a, b: sk.plan_spmm(a, b)(a, b[:, :8]),
+      r"multiplies fp32 B of 1 x \[192, 40\], row-major; got fp32 B of 1 x \[192, 8\]"),
+    R("plan of a side", WIDE, lambda a, b: sk.plan_spmm(a, b)(b.new_ones(40, 128), a),
+      r"made for a sparse matrix on the left; call plan_spmm\(A, B\) for this A"),
+    R("config", STORAGES, lambda a, b: sk.plan_spmm(a, b, config=1),
+      "config= belongs to one kernel; name it with kernel="),
+    R("config of another", BSR_, lambda a, b: sk.plan_spmm(a, b, kernel="cpu.spmm", config=3),
+      "3 is no config of cpu.spmm for this problem; its default is steps of"),
+    R("card", STORAGES, lambda a, b: sk.plan_spmm(a, b, device="b200"),
+      "no facts about a card named 'b200'; known: h200, .*, cpu"),
+    R("card as a device", BSR_, lambda a, b: sk.plan_spmm(a, b, device=cast(Any, torch.device("cuda"))),
+      "no facts about a card named 'cuda'; known: h200, .*, cpu. To plan for this machine's GPU, pass operands "
+      "on it and omit device" + ("" if torch.cuda.is_available() else ". There is no GPU here")),
+    # Gradients.
+    R("values", TWO_FOUR, lambda a, b: sk.spmm(learning(a), b),
+      r"the values of a .*24 require a gradient, .* use A.detach\(\)\. Gradients reach the dense operand"),
+    R("values of a layer", TWO_FOUR, lambda a, b: sk.linear(b.T, learning(a)), "require a gradient"),
+    R("values and a plan", WIDE, lambda a, b: sk.plan_spmm(a, b)(learning(a), b), "a plan has no gradient"),
+    R("values and out", BSR_, lambda a, b: sk.spmm(learning(a), b, out=b.new_empty(128, 40)),
+      r"out= takes no part in autograd; call it under torch.no_grad\(\)"),
+    R("gradient and a plan", WIDE, lambda a, b: sk.plan_spmm(a, b)(a, b.requires_grad_()),
+      r"a plan has no gradient; call it under torch.no_grad\(\), or call"),
+    R("gradient and out", WIDE, lambda a, b: sk.spmm(a, b.requires_grad_(), out=b.new_empty(128, 40)),
+      r"out= takes no part in autograd; call it under torch.no_grad\(\)"),
+    R("out learns", WIDE, lambda a, b: sk.spmm(a, b, out=torch.empty(128, 40, requires_grad=True)),
+      "out= takes no part in autograd"),
+    R("gradient in FP8", IN_FP8, lambda a, b: a @ b.requires_grad_(),
+      r"no gradient; .* torch.no_grad\(\), or multiply .dequantize"),
+    R("gradient of a bias in FP8", IN_FP8, lambda a, b: sk.linear(b.mT, a, torch.ones(128).requires_grad_()),
+      "have no gradient"),
+    R("gradient and a plan in FP8", IN_FP8, lambda a, b: sk.plan_spmm(a, b)(a, b.requires_grad_()), "have no gradient"),
+    R("torch.func in FP8", IN_FP8, lambda a, b: torch.func.vmap(lambda x: a @ x)(b.expand(2, 192, 40)),
+      "torch.func transforms"),
+    # Layers: x is b.mT.
+    R("x numpy", STORAGES, lambda a, b: sk.linear(cast(Any, np.ones(192)), a),
+      "x must be a dense torch.Tensor, got ndarray"),
+    R("x a matrix", WIDE, lambda a, b: sk.linear(a, a), "x must be a dense torch.Tensor, got "),
+    R("x shape", STORAGES, lambda a, b: sk.linear(b, a),
+      r"x is \[192, 40\] and W \[N, K\] \[128, 192\]: the last dim of x must be 192"),
+    R("x dtype", WIDE, lambda a, b: sk.linear(b.mT.double(), a), "W is torch.float32 and x torch.float64; cast one"),
+    R("x device", WIDE, lambda a, b: sk.linear(b.mT.to("meta"), a), "W is on cpu and x on meta; move one"),
+    R("x sparse", STORAGES, lambda a, b: sk.linear(b.mT.to_sparse(), a), "x must be a dense torch.Tensor, got layout"),
+    R("x negated", BSR_, lambda a, b: sk.linear(torch._neg_view(b.mT), a), "x is a lazily negated view"),
+    R("x along N", IN_FP8, lambda a, b: sk.linear(sk.quantize(b).mT, a),
+      "x is a transposed view, scaled along the wrong"),
+    R("x in FP8 alone", IN_FP8, lambda a, b: sk.linear(sk.quantize(b.mT), b.mT), "W must be a Quantized, got Tensor"),
+    *(R(f"W {got}", BSR_, lambda a, b, w=w: sk.linear(b.mT, w),
+        f"W must be a BSR, a Semi24, a BSR24, a Quantized or a dense torch.Tensor, got {got}")
+      for got, w in (("NoneType", cast(Any, None)), ("str", cast(Any, "w")))),
+    R("bias", STORAGES, lambda a, b: sk.linear(b.mT, a, b.new_ones(192)),
+      r"bias is \[192\]; it must be \[128\], a number for every output feature"),
+    R("bias dtype", WIDE, lambda a, b: sk.linear(b.mT, a, b.new_ones(128).double()),
+      "W is torch.float32 and bias torch.float64"),
+    R("bias dtype in FP8", IN_FP8, lambda a, b: sk.linear(b.mT, a, torch.ones(128).half()), "bias is torch.float16"),
+    R("activation", STORAGES, lambda a, b: sk.linear(b.mT, a, None, cast(Any, "tanh")),
+      "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu, or None"),
+    R("residual", STORAGES, lambda a, b: sk.linear(b.mT, a, None, None, b),
+      r"residual is \[192, 40\]; it must be \[40, 128\], as x @ W.T"),
+    R("result", IN_FP8, lambda a, b: sk.linear(b.mT, a, dtype=torch.float64), "dtype is torch.float64; use one of"),
+    R("dtype of a layer", IN_FP8, lambda a, b: sk.linear(b.mT, a.dequantize(), dtype=BF16),
+      "dtype= is for products of FP8"),
+    R("kernel of a layer", STORAGES, lambda a, b: sk.linear(b.mT, a, kernel="fast"),
+      "no kernel of spmm is called 'fast'"),
+    R("kernel of a dense W", BSR_, lambda a, b: sk.linear(b.mT, a.to_dense(), kernel="cpu.spmm"),
+      "kernel='cpu.spmm' multiplies a sparse W; W is dense, and torch multiplies it"),
+    R("dense W", BSR_, lambda a, b: sk.linear(b, a.to_dense()),
+      r"x is \[192, 40\] and W \[128, 192\]: W must be \[N, K\] and the last dim of x K"),
+    R("residual of a dense W", BSR_, lambda a, b: sk.linear(b.mT[None], a.to_dense(), None, None, b.new_ones(40, 128)),
+      r"residual is \[40, 128\]; it must be \[1, 40, 128\], as x @ W.T"),
+    R("bias of a dense W", BSR_, lambda a, b: sk.linear(b.mT, a.to_dense(), b.new_ones(128).double()),
+      "W is torch.float32 and bias"),
+    R("activation of a dense W", BSR_, lambda a, b: sk.linear(b.mT, a.to_dense(), None, cast(Any, "tanh")),
+      "activation is 'tanh'"),
+    R("W_up", BSR_, lambda a, b: sk.swiglu(b.mT, a, a.to_dense()), "W_up must be a BSR, got Tensor"),
+    R("W_gate", BSR_, lambda a, b: sk.swiglu(b.mT, sk.random_bsr(64, 192, 32, 0.5), a),
+      r"W_gate is \[64, 192\] and W_up \[128, 192\]; they must agree"),
+    R("swiglu of two kinds", IN_FP8, lambda a, b: sk.swiglu(b.mT, a, a.dequantize()),
+      "W_gate and W_up must both be a Quantized"),
+    R("swiglu of two sizes", ROWS, lambda a, b: sk.swiglu(b.mT, a, matrix("bsr_fp8", m=64)), "they must agree"),
+    R("swiglu learns", IN_FP8, lambda a, b: sk.swiglu(b.mT.requires_grad_(), a, a), "have no gradient"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("storage", "refused"),
+    [
+        pytest.param(storage, each, id=f"{storage}-{each.name}")
+        for each in REFUSED
+        for storage in each.storages
+    ],
+)
+def test_bad_operands_are_told_what_where_and_what_would_be_right(storage: str, refused: Refused):
+    with pytest.raises(InvalidInput) as caught:
+        refused.call(matrix(storage, F32), torch.randn(192, 40))
+    assert re.search(refused.text, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("storage", WIDE)
+def test_what_would_learn_multiplies_where_nobody_learns(storage: str):
+    a, b = matrix(storage, F32), torch.randn(192, 40)
     plan = sk.plan_spmm(a, b)
-    learning = BSR(a.pattern, a.values.clone().requires_grad_())
-    for matrix, dense in ((a, b.clone().requires_grad_()), (learning, b)):
-        with pytest.raises(
-            InvalidInput, match=r"a plan has no gradient; call it under torch.no_grad\(\), or call"
-        ):
-            plan(matrix, dense)
-        with pytest.raises(
-            InvalidInput, match=r"out= takes no part in autograd; call it under torch.no_grad\(\)"
-        ):
-            sk.spmm(matrix, dense, out=torch.empty(128, 40))
-    with pytest.raises(InvalidInput, match="out= takes no part in autograd"):
-        sk.spmm(a, b, out=torch.empty(128, 40, requires_grad=True))
     with torch.no_grad():
-        assert torch.equal(plan(learning, b), a @ b)
-        assert torch.equal(sk.spmm(learning, b, out=torch.empty(128, 40)), a @ b)
-    assert sk.plan_spmm(learning, b, device="h200").seconds > 0
+        assert torch.equal(learning(a) @ b, a @ b)
+        assert torch.equal(plan(learning(a), b), a @ b)
+        assert torch.equal(sk.spmm(learning(a), b, out=torch.empty(128, 40)), a @ b)
+    assert torch.equal(learning(a).detach() @ b, a @ b)
+    if storage == "bsr":
+        assert sk.plan_spmm(learning(a), b, device="h200").seconds > 0
 
 
 def test_other_functions_refuse_a_bsr():
@@ -45,148 +250,6 @@ def test_other_functions_refuse_a_bsr():
         torch.matmul(a, b, out=torch.empty(128, 40))  # pyright: ignore[reportArgumentType]
 
 
-BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
-    "A dense": (
-        lambda a, b: sk.spmm(a.to_dense(), b),
-        "A or B must be a BSR, Semi24, BSR24 or Quantized, got Tensor and Tensor; BSR.from_dense",
-    ),
-    "B numpy": (lambda a, b: a @ np.zeros((96, 4)), "B must be a dense torch.Tensor, got ndarray"),
-    "B a BSR": (lambda a, b: sk.spmm(a, a), r"must be a dense torch.Tensor, got BSR; sparsek.spgemm\(A, B\)"),
-    "A numpy": (lambda a, b: np.zeros((4, 128)) @ a, "A must be a dense torch.Tensor, got ndarray"),
-    "A sparse": (lambda a, b: torch.zeros(4, 128).to_sparse() @ a, r"A must be .* torch.sparse_coo"),
-    "A 1-D": (
-        lambda a, b: sk.spmm(b.new_ones(128), a),
-        r"\[M, K\] or .*, got 1-D; for a vector use A.unsqueeze\(0\)",
-    ),
-    "A shape": (lambda a, b: b @ a, r"A is \[96, 40\] and B \[128, 96\]: A needs 128 columns"),
-    "A dtype": (lambda a, b: b.new_ones(4, 128).double() @ a, "B is torch.float32 and A torch.float64; cast"),
-    "A device": (lambda a, b: torch.ones(4, 128, device="meta") @ a, "B is on cpu and A on meta; move"),
-    "alpha": (
-        lambda a, b: sk.spmm(a, b, alpha=b[0, 0]),  # pyright: ignore[reportArgumentType]
-        r"alpha is a torch.Tensor, torch.float32 \[\]; it must be a finite number; write float",
-    ),
-    "beta": (lambda a, b: sk.spmm(a, b, beta=True), "beta is True; it must be a finite number"),
-    "beta alone": (lambda a, b: sk.spmm(a, b, beta=2), "beta is 2 and there is no out= to multiply with it"),
-    "out of the right": (
-        lambda a, b: sk.spmm(b.new_ones(2, 3, 128), a, out=b.new_ones(3, 2, 96)),
-        r"out must be torch.float32 \[2, 3, 96\] on cpu, got torch.float32 \[3, 2, 96\]",
-    ),
-    "out is A": (
-        lambda a, b: sk.spmm(x := b.new_ones(3, 96), pair(96, 96, dtype=b.dtype)[0], out=x),
-        "out overlaps the memory of A",
-    ),
-    "other": (
-        lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(other=b)),
-        r"other is torch.float32 \[96, 40\] on cpu; this product needs torch.float32 \[128, 40\]",
-    ),
-    "other by columns": (
-        lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(other=b.new_ones(40, 128).T)),
-        r"other matrix of the epilogue must have contiguous rows, got strides \(1, 128\); call .contiguous",
-    ),
-    "bias": (
-        lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(bias=b.new_ones(40))),
-        r"bias is torch.float32 \[40\] on cpu; this product needs torch.float32 \[128\]",
-    ),
-    "bias strides": (
-        lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(bias=b.new_ones(256)[::2])),
-        "bias must be contiguous, got stride 2",
-    ),
-    "activation": (
-        lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(activation=cast(Any, "tanh"))),
-        "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu",
-    ),
-    "B sparse": (lambda a, b: a @ b.to_sparse(), r"got layout torch.sparse_coo; call .to_dense\(\)"),
-    "B 1-D": (
-        lambda a, b: sk.spmm(a, b[:, 0]),
-        r"must be \[K, N\] or \[..., K, N\], got 1-D; .*B.unsqueeze\(-1\)",
-    ),
-    "B shape": (lambda a, b: a @ b[:64], r"A is \[128, 96\] and B \[64, 40\]: B needs 96 rows"),
-    "B dtype": (lambda a, b: a @ b.double(), "A is torch.float32 and B torch.float64; cast one"),
-    "B device": (lambda a, b: a @ b.to("meta"), "A is on cpu and B on meta; move one"),
-    "B negated": (
-        lambda a, b: a @ torch._neg_view(b),
-        r"memory has the other sign; call .resolve_neg\(\)",
-    ),
-    "out shape": (
-        lambda a, b: sk.spmm(a, b, out=b.new_empty(128, 41)),
-        r"out must be torch.float32 \[128, 40\] on cpu, got torch.float32 \[128, 41\] on cpu",
-    ),
-    "out dtype": (
-        lambda a, b: sk.spmm(a, b, out=torch.empty(128, 40, dtype=BF16)),
-        r"out must be torch.float32 .* got torch.bfloat16",
-    ),
-    "out device": (
-        lambda a, b: sk.spmm(a, b, out=torch.empty(128, 40, device="meta")),
-        "out must be .* on cpu, got .* on meta",
-    ),
-    "out no tensor": (
-        lambda a, b: sk.spmm(a, b, out=[]),  # pyright: ignore[reportArgumentType]
-        r"out must be a dense torch.Tensor, got list",
-    ),
-    "out sparse": (
-        lambda a, b: sk.spmm(a, b, out=torch.zeros(128, 40).to_sparse()),
-        "out must be a dense torch.Tensor, got layout torch.sparse_coo",
-    ),
-    "out by columns": (
-        lambda a, b: sk.spmm(a, b, out=torch.empty(40, 128).T),
-        r"out must have contiguous rows, got strides \(1, 128\)",
-    ),
-    "out rows meet": (
-        lambda a, b: sk.spmm(a, b, out=torch.empty(8000).as_strided((128, 40), (39, 1))),
-        r"every element in its own place, got shape \[128, 40\], strides \(39, 1\)",
-    ),
-    "out batches meet": (
-        lambda a, b: sk.spmm(a, b.expand(2, 96, 40), out=torch.empty(128, 40).expand(2, 128, 40)),
-        r"every element in its own place, got shape \[2, 128, 40\], strides \(0, 40, 1\)",
-    ),
-    "out is B": (
-        lambda a, b: sk.spmm(pair(96, 96, dtype=b.dtype)[0], b, out=b),
-        "out overlaps the memory of B",
-    ),
-    "out meets values": (
-        lambda a, b: sk.spmm(a, b, out=a.values.flatten()[-128 * 40 :].view(128, 40)),
-        "out overlaps the memory of A's values",
-    ),
-    "kernel": (
-        lambda a, b: sk.spmm(a, b, kernel="hopper"),
-        "no kernel of spmm is called 'hopper'; known: hopper.spmm, hopper.spmm_paired, portable.spmm, .*cpu.spmm, ref",
-    ),
-    "kernel and plan": (
-        lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a, b, kernel="cpu.spmm"), kernel="vendor.dense"),
-        "kernel='vendor.dense' contradicts plan, which uses cpu.spmm",
-    ),
-    "plan": (
-        lambda a, b: sk.spmm(a, b, plan="fast"),  # pyright: ignore[reportArgumentType]
-        "plan must come from plan_spmm, got str",
-    ),
-    "config": (
-        lambda a, b: sk.plan_spmm(a, b, config=3),
-        "config= belongs to one kernel; name it with kernel=",
-    ),
-    "config of another": (
-        lambda a, b: sk.plan_spmm(a, b, kernel="cpu.spmm", config=3),
-        "3 is no config of cpu.spmm for this problem; its default is steps of",
-    ),
-    "card": (
-        lambda a, b: sk.plan_spmm(a, b, device="b200"),
-        "no facts about a card named 'b200'; known: h200, .*, cpu",
-    ),
-    "card as a device": (
-        lambda a, b: sk.plan_spmm(a, b, device=torch.device("cuda")),  # pyright: ignore[reportArgumentType]
-        "no facts about a card named 'cuda'; known: h200, .*, cpu. To plan for this machine's GPU, pass operands "
-        "on it and omit device" + ("" if torch.cuda.is_available() else ". There is no GPU here"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_OPERANDS)
-def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
-    call, text = BAD_OPERANDS[name]
-    a, b = pair(dtype=torch.float32)
-    with pytest.raises(InvalidInput, match=text):
-        call(a, b)
-
-
 def pattern(indptr: list[int], indices: list[int], shape: Any = (64, 96)) -> BlockPattern:
     """Blocks of 32."""
     return BlockPattern(
@@ -194,57 +257,34 @@ def pattern(indptr: list[int], indices: list[int], shape: Any = (64, 96)) -> Blo
     )
 
 
-def values(*shape: int) -> Tensor:
-    return torch.randn(shape)
+def of(values: Tensor) -> BSR:
+    return BSR(pattern([0, 1, 1], [0]), values)
 
 
 BAD_MATRICES: dict[str, tuple[Callable[[], Any], str]] = {
-    "falling indptr": (
-        lambda: pattern([0, 2, 1], [0]),
-        "falls from 2 to 1 at block row 1; it must never fall",
-    ),
+    "falling indptr": (lambda: pattern([0, 2, 1], [0]), "falls from 2 to 1 at block row 1; it must never fall"),
     "indptr start": (lambda: pattern([1, 2, 2], [0, 1]), r"indptr\[0\] is 1; it must be 0"),
-    "indptr end": (
-        lambda: pattern([0, 1, 2], [0]),
-        r"indptr\[-1\] is 2; it must be the number of indices, 1",
-    ),
+    "indptr end": (lambda: pattern([0, 1, 2], [0]), r"indptr\[-1\] is 2; it must be the number of indices, 1"),
     "indptr length": (lambda: pattern([0, 1], [0]), "has 2 entries; 64 rows in blocks of 32 .* need 3"),
-    "unsorted": (
-        lambda: pattern([0, 2, 2], [1, 0]),
-        r"indices\[1\] is 0, entry 1 of block row 0, and is smaller",
-    ),
-    "duplicate": (
-        lambda: pattern([0, 0, 2], [1, 1]),
-        r"indices\[1\] is 1, entry 1 of block row 1, and repeats",
-    ),
+    "unsorted": (lambda: pattern([0, 2, 2], [1, 0]), r"indices\[1\] is 0, entry 1 of block row 0, and is smaller"),
+    "duplicate": (lambda: pattern([0, 0, 2], [1, 1]), r"indices\[1\] is 1, entry 1 of block row 1, and repeats"),
     "too large": (lambda: pattern([0, 1, 1], [3]), r"indices\[0\] is 3, .*; block columns are 0 to 2"),
     "negative": (lambda: pattern([0, 1, 1], [-1]), r"indices\[0\] is -1, .*; block columns are 0 to 2"),
-    "negative side": (
-        lambda: pattern([0], [], (-32, 96)),
-        r"shape\[0\] is -32; it must be an int of at least 0",
-    ),
+    "negative side": (lambda: pattern([0], [], (-32, 96)), r"shape\[0\] is -32; it must be an int of at least 0"),
     "overflow": (lambda: pattern([0], [], (2**31, 96)), "M in whole blocks must fit int32"),
     "values shape": (
-        lambda: BSR(pattern([0, 1, 1], [0]), values(2, 32, 32)),
-        r"values have shape \(2, 32, 32\); the pattern needs \(1, 32, 32\)",
-    ),
+        lambda: of(torch.randn(2, 32, 32)), r"values have shape \(2, 32, 32\); the pattern needs \(1, 32, 32\)"),
     "values strides": (
-        lambda: BSR(pattern([0, 1, 1], [0]), values(1, 32, 64)[:, :, ::2]),
-        r"values must be contiguous; call .contiguous\(\)",
-    ),
+        lambda: of(torch.randn(1, 32, 64)[:, :, ::2]), r"values must be contiguous; call .contiguous\(\)"),
     "values start": (
-        lambda: BSR(pattern([0, 1, 1], [0]), values(1025)[1:].view(1, 32, 32)),
-        r"start 4 bytes past a multiple of 16 bytes.*; call .clone\(\)",
-    ),
+        lambda: of(torch.randn(1025)[1:].view(1, 32, 32)),
+        r"start 4 bytes past a multiple of 16 bytes.*; call .clone\(\)"),
     "values dtype": (
-        lambda: BSR(pattern([0, 1, 1], [0]), values(1, 32, 32).int()),
-        "dtype of values is torch.int32; use one of torch.bfloat16",
-    ),
+        lambda: of(torch.randn(1, 32, 32).int()), "dtype of values is torch.int32; use one of torch.bfloat16"),
     "values device": (
-        lambda: BSR(pattern([0, 1, 1], [0]), values(1, 32, 32).to("meta")),
-        "values is on meta, which is not supported; use a CUDA device or the CPU",
-    ),
-}
+        lambda: of(torch.randn(1, 32, 32).to("meta")),
+        "values is on meta, which is not supported; use a CUDA device or the CPU"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_MATRICES)
