@@ -14,13 +14,13 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import dtypes
 from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, check
-from tests.sampling import EVERY, SEED
+from tests.sampling import EVERY, SEED, sampled
 
 LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from((63, 64, 65, 127, 128, 129)), st.integers(1, 300))
 BLOCKS = st.tuples(st.sampled_from((64, 128)), st.sampled_from((64, 128)))
 SEEDS = st.integers(0, 2**31)
-# Kernels are compiled for each pair, so few of them: the tests of each kernel have more.
-DIMS_OF_A_GPU = ((64, 64), (128, 128), (32, 96), (96, 64), (128, 32))
+# Kernels are compiled for each pair, so two in a run: the tests of each kernel have more.
+DIMS_OF_A_GPU = sampled(((64, 64), (128, 128), (32, 96), (96, 64), (128, 32)), 2)
 
 
 def random(shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:

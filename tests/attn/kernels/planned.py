@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.quantized_heads import QuantizedHeads
 from sparsek.attn.plan import attention_operands
 from sparsek.attn.plan.attention import Attended
+from sparsek.attn.plan.attention_fp8 import AttendedFp8
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.attn.reference.scores import PLAIN as PLAIN_SCORES
@@ -125,17 +127,18 @@ def join(
 
 
 def attention_problem(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, lse: bool = True, scores: Scores = PLAIN_SCORES
+    q: Any, k: Any, v: Any, mask: BlockMask, *, lse: bool = True, scores: Scores = PLAIN_SCORES
 ) -> AttentionProblem:
-    """The problem that attention of q, k and v under `mask` poses."""
-    return Attended(q, k, v, mask, return_lse=lse, scores=scores).problem(card_of(q.device))
+    """The problem that attention of q, k and v, tensors or QuantizedHeads, under `mask` poses."""
+    call: Any = AttendedFp8 if isinstance(q, QuantizedHeads) else Attended
+    return call(q, k, v, mask, return_lse=lse, scores=scores).problem(card_of(q.device))
 
 
 def attend(
     kernel: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     mask: BlockMask,
     config: Any = None,
     scale: float | None = None,
@@ -144,8 +147,11 @@ def attend(
     """(out, lse) of `kernel`, written over NaN."""
     p = attention_problem(q, k, v, mask, scores=scores)
     c = kernel.default(p) if config is None else config
-    out = attention_operands.empty_out(q, v.shape[3]).fill_(float("nan"))
-    lse = poisoned(q.shape[:3], attention_operands.lse_dtype(q.dtype), q.device)
+    if isinstance(q, QuantizedHeads):
+        out = poisoned((*q.shape[:3], v.shape[3]), q.source_dtype, q.device)
+    else:
+        out = attention_operands.empty_out(q, v.shape[3]).fill_(float("nan"))
+    lse = poisoned(q.shape[:3], attention_operands.lse_dtype(out.dtype), q.device)
     work = kernel.prepare(p, c, mask)
     factor = attention_operands.checked_scale(scale, q.shape[3])
     kernel.launch(c, work, AttentionCall(q, k, v, mask, factor, out, lse, scores))

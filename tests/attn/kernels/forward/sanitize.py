@@ -9,7 +9,7 @@ from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import hold
-from tests.attn.kernels.forward import test_hopper_fp8_gpu
+from tests.attn.kernels.forward import test_attention_fwd
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.sampling import dealt, sampled
@@ -69,7 +69,7 @@ def main(name: str) -> None:
     elif name == "hopper.attention_fp8":
         for hand, case in enumerate(FP8):
             for scale in dealt(("head", "block"), 2, hand):
-                test_hopper_fp8_gpu.hold(case, torch.bfloat16, scale)
+                test_attention_fwd.hold(name, case, torch.bfloat16, scale)
     else:
         for case in FORWARD:
             q, k, v, mask = case.make("cuda", torch.bfloat16)

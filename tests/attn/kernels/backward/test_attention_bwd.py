@@ -1,0 +1,200 @@
+"""Every kernel of attention's gradients on a GPU: over poisoned results, within the budget, the same bits every time.
+
+Inputs are fresh in every run; a failure prints the seed. Compiling dominates: run it under pytest-xdist.
+"""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.kernels import AttentionGradCall
+from sparsek.engine.table import load
+from sparsek.testing.attention_cases import AttentionCase, random_bits
+from tests.attn.kernels.backward.grad_cases import (
+    Inputs,
+    cases,
+    differentiate,
+    hold,
+    inputs,
+    judged,
+    poisoned_keys,
+    problem,
+)
+from tests.engine.launch.covering import once
+from tests.engine.launch.drawn import fresh, randn
+from tests.sampling import dealt, half, sampled
+
+pytestmark = pytest.mark.gpu
+HOPPER, WIDE, PORTABLE = "hopper.attention_bwd", "hopper.attention_bwd_wide", "portable.attention_bwd"
+LOW = (torch.float16, torch.bfloat16)
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+DIMS = {
+    HOPPER: ((32, 32), (64, 64), (96, 96), (128, 128), (64, 128), (128, 40)),
+    WIDE: ((256, 256), (192, 192), (256, 128), (192, 128), (40, 256), (256, 64)),
+    PORTABLE: ((64, 64), (128, 128), (256, 256), (192, 128), (96, 64)),
+}
+
+
+def may_refuse(name: str, q: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> bool:
+    """Whether a case is one that a kernel refuses for its shapes."""
+    dims = q.shape[3], v.shape[3]
+    if name == HOPPER:
+        return any(dim % 8 for dim in dims) or max(dims) > 128
+    return name == WIDE and mask.block[0] == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "dtype"),
+    [
+        (name, case, dtype)
+        for name, case in product(DIMS, cases())
+        for dtype in sampled(LOW, 1, of=(name, str(case)))
+    ],
+    ids=str,
+)
+def test_every_case(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
+    kernel = load(name)
+    case = replace(case, dims=(256, 256)) if name == WIDE else case
+    q, k, v, mask = case.make("cuda", dtype)
+    if 0 in (*q.shape, *k.shape):
+        return  # the plan answers these
+    ordered = name != HOPPER or mask.block[1] == 128
+    reasons = kernel.why_not(problem(q, k, v, mask, deterministic=ordered))
+    if reasons:
+        assert may_refuse(name, q, v, mask) or (name != PORTABLE and "16 bytes" in str(reasons)), reasons
+        return
+    for with_lse in sampled((False, True), 1, of=f"lse {case}") if name == PORTABLE else (True,):
+        hold(kernel, case, device="cuda", dtype=dtype, with_lse=with_lse, deterministic=ordered)
+
+
+def of_two_heads(dims: tuple[int, int], block: tuple[int, int], seed: int) -> Inputs:
+    """Bits, intervals and whole blocks; ragged ends; two heads of q to one of k, each with its own list."""
+    mask = random_bits("cuda", (333, 401), block, heads=4, seed=seed)
+    draw = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, heads, length, dim, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for heads, length, dim in ((4, 333, dims[0]), (2, 401, dims[0]), (2, 401, dims[1]))
+    )
+    return inputs(q, k, v, mask)
+
+
+def of_bits_and_a_window(dims: tuple[int, int], block: tuple[int, int], seed: int) -> Inputs:
+    """Several tiles a side, a list for each head of k, and gradients of lse."""
+    mask = random_bits("cuda", (1000, 900), block, heads=2, density=0.8, seed=seed)
+    mask = mask | BlockMask.sliding_window(q_len=1000, kv_len=900, window=200, block=block, device="cuda")
+    d, dv = dims
+    return inputs(randn(1, 4, 1000, d), randn(1, 2, 900, d), randn(1, 2, 900, dv), mask, with_lse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "block"),
+    [
+        *((HOPPER, *each) for each in once(product(DIMS[HOPPER], BLOCKS))),
+        *((WIDE, *each) for each in product(DIMS[WIDE], ((128, 128), (128, 64)))),
+        *((PORTABLE, *each) for each in half(product(DIMS[PORTABLE], BLOCKS))),
+    ],
+    ids=str,
+)
+def test_every_head_dim_and_block(name: str, dims: tuple[int, int], block: tuple[int, int]) -> None:
+    """Each config of the Hopper kernel in one of the two orders, and half of those of the portable one."""
+    kernel, seed = load(name), fresh()
+    given = (of_bits_and_a_window if name == PORTABLE else of_two_heads)(dims, block, seed)
+    for hand, ordered in enumerate((True, False) if name == HOPPER else (True,)):
+        every = kernel.configs(problem(*given[:4], deterministic=ordered))
+        chosen = dealt(every, 2, hand, of=(dims, block)) if name == HOPPER else half(every, of=(dims, block))
+        for c in [None] if name == WIDE else chosen:
+            gate = judged(given, differentiate(kernel, given, c, deterministic=ordered))
+            assert gate.passed, f"{c}, seed {seed}: {gate}"
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "dim", "kind"),
+    [
+        *(
+            (HOPPER, *each, kind)
+            for each, kind in product(((64, 128), (128, 128), (128, 64)), ("topk", "causal", "window"))
+        ),
+        *((WIDE, 128, 256, kind) for kind in ("topk", "causal", "window", "full")),
+    ],
+)
+def test_many_tiles_for_every_cta(name: str, block: int, dim: int, kind: str) -> None:
+    """CTAs take several tiles, so that every barrier sees more than two phases of every tile; sinks are cut."""
+    kernel, seed = load(name), fresh()
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, 16, 2048, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    scores = torch.rand(2, 16, 2048 // block, 2048 // block, device="cuda")
+    mask = {
+        "topk": lambda: BlockMask.topk(scores, 5, seq_len=2048, block=block),
+        "causal": lambda: BlockMask.causal(2048, block=block, device="cuda"),
+        "window": lambda: BlockMask.sliding_window(2048, 300, sinks=70, block=block, device="cuda"),
+        "full": lambda: BlockMask.full(2048, block=block, device="cuda"),
+    }[kind]()
+    given = inputs(q, k, v, mask)
+    found = differentiate(kernel, given)
+    gate = judged(given, found)
+    assert gate.passed, f"seed {seed}: {gate}"
+    for _ in range(20):
+        again = differentiate(kernel, given)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"seed {seed}: other bits"
+
+
+def test_keys_of_blocks_that_are_not_stored_are_never_read() -> None:
+    for case in cases():
+        given = poisoned_keys(case, "cuda")
+        if case.dtype != "fp32" and bool(given.k.isnan().any()):
+            gate = judged(given, differentiate(load(PORTABLE), given))
+            assert gate.passed, f"{case}: {gate}"
+
+
+@pytest.mark.parametrize("name", [HOPPER, WIDE])
+def test_what_no_stored_block_holds_reaches_nothing(name: str) -> None:
+    case = next(case for case in cases() if case.note == "keys that no query visits")
+    if name == WIDE:
+        case = AttentionCase(
+            case.note,
+            lambda device: BlockMask.from_blocks([0, 1, 2], [0, 2], 256, 512, 128, device=device),
+            heads=(2, 1),
+            dims=(256, 256),
+        )
+    q, *_ = case.make("cuda", torch.bfloat16)
+    given = poisoned_keys(case, "cuda")
+    given = given._replace(
+        **{name: getattr(given, name).to(q.dtype) for name in ("q", "k", "v", "out", "grad")}
+    )
+    assert all(x.isfinite().all() for x in differentiate(load(name), given))
+
+
+@pytest.mark.parametrize(
+    ("name", "sides", "kinds"), [(HOPPER, ((64, 128), (128, 128), (128, 64)), 5), (WIDE, ((128, 256),), 6)]
+)
+def test_ten_thousand_launches_give_the_same_bits(
+    name: str, sides: tuple[tuple[int, int], ...], kinds: int
+) -> None:
+    """Rare races are this field's classic bug: small launches of drawn masks, each against its first answer."""
+    kernel, seed = load(name), fresh()
+    torch.manual_seed(seed)
+    stored: list[Any] = []
+    for (block, dim), kind in product(sides, range(kinds)):
+        heads, length = (2, 4, 16)[kind % 3], (256, 700, 1024)[kind % 3]
+        q, k, v = (torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        tiles = -(-length // block)
+        scores = torch.rand(1, heads, tiles, tiles, device="cuda")
+        mask = BlockMask.topk(scores, max(1, tiles // 2), seq_len=length, block=block, causal=kind % 2 == 1)
+        given = inputs(q, k, v, mask)
+        found = differentiate(kernel, given)
+        assert judged(given, found).passed, f"seed {seed}"
+        p = problem(q, k, v, mask)
+        c = kernel.default(p)
+        stored.append((given, found, c, kernel.prepare(p, c, mask)))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        for launch in range(10_000):
+            given, found, c, work = stored[launch % len(stored)]
+            again = [torch.empty_like(x) for x in given[:3]]
+            kernel.launch(c, work, AttentionGradCall(*given[:9], *again))
+            wrong += sum((a != b).any() for a, b in zip(found, again, strict=True))
+    assert int(wrong) == 0, f"seed {seed}: {int(wrong)} tensors differ"
