@@ -14,6 +14,9 @@ from torch import Tensor
 
 from sparsek.core.operations import KERNELS
 from sparsek.products.formats import two_four
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.kernels.pack import to_24 as portable
 from sparsek.products.ops import packing as ops
 from tests.products.formats.two_four import PAIRS, VALUES, masks, matrices, packed, random_pairs, same_bits
@@ -205,6 +208,29 @@ def test_any_values_in_any_columns_are_unpacked_as_by_torch(shape: tuple[int, ..
     dense = portable.unpack24(values, meta)
     assert dense is not None
     assert same_bits(dense, two_four.unpack(values, meta))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (130, 136), (128, 256), (300, 72), (0, 16), (16, 0)], ids=str)
+def test_a_matrix_is_unpacked_to_the_bits_of_its_blocks_with_zeros_around(
+    shape: tuple[int, int], dtype: torch.dtype
+):
+    wide = torch.float64 if dtype.itemsize == 1 else dtype
+    a = Semi24.from_dense(torch.randn(shape, dtype=wide))
+    made = portable.unpacked_blocks(a.values.to(dtype), a.meta, (128, 128))
+    rows, columns = -(-shape[0] // 128), -(-shape[1] // 128)
+    padded = torch.zeros(rows * 128, columns * 128, dtype=wide)
+    padded[: shape[0], : shape[1]] = a.to_dense()
+    right = padded.view(rows, 128, columns, 128).transpose(1, 2).reshape(-1, 128, 128).to(dtype)
+    assert torch.equal(
+        made.view(portable.INTEGERS[dtype.itemsize]), right.view(portable.INTEGERS[dtype.itemsize])
+    )
+
+
+def test_stored_blocks_keep_their_order():
+    a = BSR24.from_bsr(BSR.from_dense(torch.randn(192, 320).half(), 64, keep=0.4))
+    made = portable.unpacked_blocks(a.values, a.meta, a.block)
+    assert same_bits(made, two_four.unpack(a.values, a.meta))
 
 
 def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_by_op():
