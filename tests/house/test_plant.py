@@ -1,0 +1,135 @@
+"""scripts/plant.py: where faults are planted, and what becomes of them in a small repository."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import faults, plant
+
+SOURCE = b'''
+def kept(rows, cols, scale):
+    """A docstring with a < b."""
+    if rows < cols and scale:
+        raise ValueError(f"{rows < cols}")
+    first = (rows +
+             1)
+    return first * scale
+
+
+@triton.jit
+def kernel(x, phase, mask):
+    phase ^= 1
+    return tl.load(x, mask=mask & x, other=0).T
+'''
+EXPECTED = {
+    "kept:negated:1": "if (not (rows < cols and scale)):",
+    "kept:conjunct:1": "if (rows < cols):",
+    "kept:bound:1": "if rows <= cols and scale:",
+    "kept:index:1": "if cols < cols and scale:",
+    "kept:index:2": "if rows < rows and scale:",
+    "kept:index:3": "first = (cols +",
+    "kept:offset:1": "0)",
+    "kept:scale:1": "return first",
+    "kernel:phase:1": "(0)",
+    "kernel:mask:1": "return tl.load(x, mask=((mask & x) | True), other=0).T",
+    "kernel:conjunct:1": "return tl.load(x, mask=mask, other=0).T",
+    "kernel:transposed:1": "return (tl.load(x, mask=mask & x, other=0))",
+}
+
+
+def test_the_operators_of_python() -> None:
+    found = {each.id: each for each in faults.python_faults("sparsek/attn/a.py", SOURCE)}
+    assert {name.partition(":")[2] for name in found} == set(EXPECTED)
+    for name, fault in found.items():
+        planted = fault.planted(SOURCE)
+        lines = [
+            new.strip()
+            for new, old in zip(*(text.split(b"\n") for text in (planted, SOURCE)), strict=True)
+            if new != old
+        ]
+        assert lines == [EXPECTED[name.partition(":")[2]].encode()]
+        ast.parse(planted)
+        assert fault.device == ("kernel" in name)
+
+
+def test_edits_elsewhere_leave_names_as_they_are() -> None:
+    before = faults.python_faults("a.py", SOURCE)
+    after = faults.python_faults("a.py", b"def new(rows):\n    return rows < 1\n" + SOURCE)
+    assert [each.id for each in before] == [each.id for each in after if ":new:" not in each.id]
+
+
+def test_the_operators_of_cuda() -> None:
+    source = b"""PTX int last(int n) {
+  for (int i = 0; i < n + 1; i++) {}  // i < n
+  asm volatile("a < b");
+}
+constexpr int A = 1 + 2;
+"""
+    found = {each.id: each.planted(source) for each in faults.cuda_faults("a.cu", source)}
+    assert found == {
+        "a.cu:last:bound:1": source.replace(b"i < n +", b"i <= n +"),
+        "a.cu:last:offset:1": source.replace(b"n + 1", b"n + 0"),
+    }
+
+
+ROOMS = ("attn/policies host", "products/kernels host", "products/kernels device")
+
+
+def test_a_seed_draws_the_same_list_of_every_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "FOLDERS", ("sparsek/attn/policies", "sparsek/products/kernels/pack"))
+    one, again, other = (faults.drawn(plant.ROOT, seed, 90) for seed in (1, 1, 2))
+    assert one == again
+    assert {each.share for each in one} == set(ROOMS)
+    assert len({each.id for each in one}) == len(one)
+    assert {each.id for each in one} != {each.id for each in other}
+
+
+def test_faults_are_found_or_survive_and_a_lost_one_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    code = tmp_path / "sparsek/products/formats/sides.py"
+    code.parent.mkdir(parents=True)
+    code.write_text(
+        "def inside(n, end):\n    return n < end\n\n\ndef following(n):\n    return n + 1\n\n\n"
+        "def waiting(n):\n    while n > 0:\n        n -= 1\n    return n\n"
+    )
+    for folder in (code.parent, *list(code.parent.parents)[:2]):
+        (folder / "__init__.py").touch()
+    tests = tmp_path / "tests/products/test_sides.py"
+    tests.parent.mkdir(parents=True)
+    imported = "from sparsek.products.formats.sides import following, inside, waiting\n"
+    good = "def test_inside():\n    assert inside(1, 2) and not inside(2, 2)\n"
+    rest = "def test_rest():\n    assert following(1) > 0\n    assert waiting(1) == 0\n"
+    tests.write_text(imported + good + rest)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu"]\n')
+    names = ["inside:bound:1", "following:offset:1", "waiting:skipped:1", "gone:bound:1"]
+    planned, known = tmp_path / "list.jsonl", tmp_path / "map.json"
+    planned.write_text(
+        "".join(json.dumps({"id": f"sparsek.products.formats.sides:{each}"}) + "\n" for each in names)
+    )
+    lines = {"sparsek/products/formats/sides.py": {"2": [0], "6": [1], "10": [1], "11": [1]}}
+    seconds = [
+        ["tests/products/test_sides.py::test_inside", 0.01],
+        ["tests/products/test_sides.py::test_rest", 0.01],
+    ]
+    known.write_text(json.dumps({"tests": seconds, "lines": lines}))
+
+    def run(out: str) -> dict[str, str]:
+        options = ["--root", str(tmp_path), "--map", str(known), "--out", str(tmp_path / out), "--hang", "1"]
+        subprocess.run([sys.executable, plant.__file__, "run", str(planned), *options], check=True)
+        return {
+            name.split(":", 1)[1]: each["outcome"] for name, each in plant.results(tmp_path / out).items()
+        }
+
+    assert run("old.jsonl") == dict(zip(names, ["found", "survived", "timeout", "gone"], strict=True))
+    assert code.read_text().startswith("def inside(n, end):\n    return n < end\n")
+    tests.write_text(imported + "def test_inside():\n    assert inside(1, 2)\n" + rest)
+    assert run("new.jsonl")["inside:bound:1"] == "survived"
+    assert plant.compare(tmp_path / "old.jsonl", tmp_path / "new.jsonl") == 1
+    assert (
+        "survived: sparsek.products.formats.sides:inside:bound:1, found before by" in capsys.readouterr().out
+    )
