@@ -5,19 +5,59 @@ rounding explains, as in `testing/attention_budget.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.reference.attention_paged import Request, attention_paged, requests
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.attention_budget import LSE_HIGH, AttentionGate
 from sparsek.testing.budget import ROUNDED, Bound, Rounding, stored_variance, sum_variance, summing_unit
-from sparsek.testing.paged_cases import PagedInputs
 
 # Allowed error of lse for 16-bit inputs, absolute and relative.
 LSE_LOW = 1e-4
+
+
+class PagedInputs(NamedTuple):
+    """The operands of one call, named as those of `attention_paged` and of `plan.kernel.PagedCall`.
+
+    `cache`: as the verb takes it. `end`: rows of q that belong to requests.
+    """
+
+    q: Tensor
+    cache: Tensor | tuple[Tensor, Tensor]
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    lists: PageLists | None
+    sink_logits: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    scale: float
+    softcap: float
+    causal: bool
+    window: int
+    sinks: int
+    max_q: int
+    max_k: int
+    end: int
+
+    def operands(self) -> dict[str, Any]:
+        """All fields of a `PagedCall` but out and lse."""
+        names = (
+            "q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "lists", "sink_logits", "k_scale", "v_scale",
+            "scale", "softcap",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def of_reference(self) -> dict[str, Any]:
+        """All arguments of `reference.attention_paged`."""
+        return {**self.operands(), "causal": self.causal, "window": self.window, "sinks": self.sinks}
 
 
 def check_attention_paged(inputs: PagedInputs, out: Tensor, lse: Tensor | None = None) -> AttentionGate:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.products.formats.bsr import BSR, padding_nonzeros
-from sparsek.products.formats.padding import tiles_of
+from sparsek.products.formats.padding import tiles_of, zero_padding
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import Matrix, Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
@@ -35,7 +35,6 @@ from sparsek.testing.budget import (
     summing_unit,
     using_tf32,
 )
-from sparsek.testing.product_cases import met_rows, unmet_blocks_cleared
 
 
 def check_sddmm(x: Tensor, y: Tensor, s: BSR, *, tf32: bool = False) -> Gate:
@@ -65,7 +64,7 @@ def check_spgemm(a: BSR, b: BSR, out: Tensor | BSR, *, tf32: bool = False) -> Ga
     anything, NaN too.
     """
     wanted = out.pattern if isinstance(out, BSR) else None
-    left, right = unmet_blocks_cleared(a, b, wanted)
+    left, right = unmet_filled(a, b, wanted, 0.0)
     with torch.no_grad():
         exact = spgemm(a.to(dtype=torch.float64), b.to(dtype=torch.float64), wanted)
         dense, rounding = _dense(left.to_dense(), right.to_dense(), tf32)
@@ -129,6 +128,27 @@ def check_swiglu(x: Tensor, w_gate: BSR, w_up: BSR, out: Tensor, *, tf32: bool =
         rounding = Rounding(sums, each, x.dtype).map(lambda x: x.mT)
         dense = (functional.silu(halves[0][0]) * halves[1][0]).mT
         return Bound(exact, rounding, [dense]).judge(out)
+
+
+def met_rows(pattern: BlockPattern) -> Tensor:
+    """Which rows [M] belong to a block row that has a block."""
+    return (pattern.row_lengths > 0).repeat_interleave(pattern.block[0])[: pattern.shape[0]]
+
+
+def unmet_filled(a: BSR, b: BSR, wanted: BlockPattern | None, value: float) -> tuple[BSR, BSR]:
+    """A and B with a value in the blocks that have no pair, except in their padding."""
+    found = pairs(a.pattern, b.pattern, wanted)
+    made = []
+    for matrix, used in ((a, found.left), (b, found.right)):
+        unmet = torch.ones(matrix.nnzb, dtype=torch.bool, device=matrix.device)
+        unmet[torch.tensor(used, device=matrix.device)] = False
+        view = matrix.order is not None
+        if view:
+            unmet = unmet[matrix.pattern.transposed[1].long()]
+        values = matrix.values.detach().masked_fill(unmet[:, None, None], value)
+        zero_padding(matrix.pattern.T if view else matrix.pattern, values)
+        made.append(BSR.unchecked(matrix.pattern, values, matrix.order))
+    return made[0], made[1]
 
 
 def _dense(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Rounding]:

@@ -18,7 +18,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
-from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
+from tests.attn.attention_cases import ATTENTION_CASES, random_bits
 
 MASKS = {case.note: case.mask for case in ATTENTION_CASES}
 PLAIN = ("q_len", "kv_len", "block", "batch", "heads", "pure", "label")

@@ -14,8 +14,8 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.reference.epilogue import ACTIVATION_NAMES, ACTIVATIONS, Activation
-from sparsek.testing.chain_budget import chain_bounds
 from sparsek.testing.product_budget import stored
+from tests.ops.chain_budget import chain_bounds
 from tests.ops.storages import matrix
 
 Run = Callable[..., Tensor]

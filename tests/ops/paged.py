@@ -3,7 +3,8 @@
 from typing import Any
 
 import sparsek as sk
-from sparsek.testing.paged_cases import PAGED_CASES, PagedCase, PagedInputs
+from sparsek.testing.paged_budget import PagedInputs
+from tests.attn.paged_cases import PAGED_CASES, PagedCase
 
 CASES = {case.note: case for case in PAGED_CASES}
 MIXED = PagedCase("mixed", ((1, 40), (5, 33), (0, 9), (20, 20)), heads=(4, 2), dims=(16, 16), dtype="fp32")

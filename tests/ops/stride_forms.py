@@ -12,8 +12,8 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.products.formats.quantized import Scale
 from sparsek.products.reference.epilogue import Activation
-from sparsek.testing.strides import StrideLayout
 from tests.ops.stride_walk import Form, Operands, Shapes, Sizes
+from tests.ops.strides import StrideLayout
 
 Call = Callable[[Any, Operands, str | None], Any]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.testing.strides import PlacedTensor, StrideLayout, layouts
 from tests.ops.operands import names_of
+from tests.ops.strides import PlacedTensor, StrideLayout, layouts
 from tests.sampling import SEED, sampled
 
 CONTIGUOUS = torch.contiguous_format

@@ -8,9 +8,9 @@ from sparsek.products.formats.convert import Rule
 from sparsek.products.kernels.pack.to_24 import pack24
 from sparsek.products.kernels.pack.to_bsr import pack_bsr
 from sparsek.products.kernels.pack.to_fp8 import round_rows
-from sparsek.testing.strides import layouts
 from tests.ops.stride_forms import FORMS
 from tests.ops.stride_walk import Form, Sizes, walk
+from tests.ops.strides import layouts
 from tests.ops.test_strides import SHARE, check, telling
 from tests.sampling import half, sampled
 

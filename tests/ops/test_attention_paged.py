@@ -18,9 +18,9 @@ from sparsek.attn.plan.paged_call import HOME
 from sparsek.attn.reference.attention_paged import requests
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
-from sparsek.testing.paged_budget import check_attention_paged
-from sparsek.testing.paged_cases import FORMS, PAGED_CASES, ListForm, PagedCase, PagedInputs
+from sparsek.testing.paged_budget import PagedInputs, check_attention_paged
 from sparsek.testing.poison import poisoned
+from tests.attn.paged_cases import FORMS, PAGED_CASES, ListForm, PagedCase
 from tests.ops.paged import CASES, MIXED, arguments_of, attend, mask_of
 
 CPU = torch.device("cpu")

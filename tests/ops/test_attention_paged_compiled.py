@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.attn.ops.attention_paged_op import PagedArgs, flat
-from sparsek.testing.paged_cases import ListForm
+from tests.attn.paged_cases import ListForm
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 
 NOTES = [

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 
 import sparsek as sk
 from sparsek.engine.launch.recorder import MISS, Recorded
-from sparsek.testing.paged_budget import check_attention_paged
-from sparsek.testing.paged_cases import ListForm, PagedCase, PagedInputs
+from sparsek.testing.paged_budget import PagedInputs, check_attention_paged
 from sparsek.testing.poison import poisoned
+from tests.attn.paged_cases import ListForm, PagedCase
 from tests.ops.paged import CASES, arguments_of, attend
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,9 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.testing.strides import ZOO, StrideLayout, layouts, offsets
 from tests.ops.stride_forms import FORMS, SIZES
 from tests.ops.stride_walk import Form, Outcome, walk
+from tests.ops.strides import ZOO, StrideLayout, layouts, offsets
 from tests.sampling import half, sampled
 
 # torch multiplies FP8 on a CPU by a loop: 0.2 s for these sizes.

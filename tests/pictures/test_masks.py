@@ -15,7 +15,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.pictures import blocks as spy
 from sparsek.pictures import masks
 from sparsek.pictures.masks import MaskBins, plot
-from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
+from tests.attn.attention_cases import ATTENTION_CASES, random_bits
 from tests.pictures.test_blocks import panel
 
 MASKS = {case.note: case.mask for case in ATTENTION_CASES}

@@ -12,7 +12,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import FULL, NO_TICKET, GradSchedule, schedule
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import H200
-from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
+from tests.attn.attention_cases import ATTENTION_CASES, random_bits
 
 
 def problem(mask: BlockMask, batch: int, q_heads: int, kv_heads: int) -> AttentionProblem:

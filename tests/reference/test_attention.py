@@ -8,8 +8,8 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention, merge_attention
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 
 SMALL = (64, 64)
 

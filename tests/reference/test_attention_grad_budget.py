@@ -12,8 +12,8 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention, attention_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.attention_budget import check_attention_backward
-from sparsek.testing.attention_cases import random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import random_bits
 from tests.attn.kernels.backward.grad_cases import Inputs, inputs
 
 SMALL = (64, 64)

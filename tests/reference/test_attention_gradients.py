@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention, attention_backward
-from sparsek.testing.attention_cases import AttentionCase, random_bits
+from tests.attn.attention_cases import AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import cases
 from tests.sampling import sampled
 

@@ -12,8 +12,8 @@ from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.products.reference.quantized import product
 from sparsek.testing.budget import check_spmm, tensor_core_error
-from sparsek.testing.cases import FP8_CASES, ROW, Case
 from sparsek.testing.product_budget import check_linear
+from tests.products.cases import FP8_CASES, ROW, Case
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 

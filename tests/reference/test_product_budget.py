@@ -11,10 +11,10 @@ from sparsek.products.reference.sddmm import sddmm
 from sparsek.products.reference.spgemm import pairs, spgemm
 from sparsek.products.reference.spmm import spmm
 from sparsek.testing.budget import budget, check_spmm, error
-from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear, check_sddmm, check_spgemm, check_swiglu, stored
-from sparsek.testing.product_cases import (
+from tests.products.cases import EPILOGUE_CASES, Case, judged_by, laid_out
+from tests.products.pattern_cases import (
     SDDMM_CASES,
     SPGEMM_CASES,
     SddmmCase,

@@ -12,8 +12,8 @@ from sparsek.products.reference.bsr24 import bsr24
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.products.reference.semi24 import semi24
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
 from sparsek.testing.product_budget import check_linear
+from tests.products.cases import BSR24_CASES, SEMI24_CASES, Case
 
 F64 = torch.float64
 

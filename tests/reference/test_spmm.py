@@ -12,8 +12,8 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import PATTERNS, random_bsr
 from sparsek.products.reference.spmm import spmm
 from sparsek.testing.budget import budget, check_spmm, error
-from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
+from tests.products.cases import SPMM_CASES, Case
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> torch.Tensor:

@@ -28,9 +28,7 @@ from sparsek.products.ops.spmm import plan_spmm
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.cases import BSR24_CASES, ROW, SEMI24_CASES, Case
-from sparsek.testing.paged_budget import check_attention_paged
-from sparsek.testing.paged_cases import PagedCase
+from sparsek.testing.paged_budget import PagedInputs, check_attention_paged
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from sparsek.tools.bench.suites.attention import AttentionCase
 from sparsek.tools.bench.suites.spmm import SpmmCase
@@ -39,11 +37,9 @@ from sparsek.tools.cli.output import table as new_table
 
 # As many columns as every kernel takes.
 PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
-FP8 = Case(512, 512, 64, (128, 128), "doctor", scales=ROW)
 ATTENTION = AttentionCase(
     batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
 )
-PAGED = PagedCase("doctor", ((1, 300), (70, 200)), heads=(4, 2), page=64)
 # What the screen shows a kernel for: sides large enough that a GPU's kernels differ.
 SIDE, BLOCK, DENSITY = 2048, (128, 128), 0.125
 TYPICAL = SpmmCase(SIDE, SIDE, SIDE, BLOCK, DENSITY)
@@ -256,20 +252,8 @@ def _summary(found: Sequence[Checked], device: torch.device, verbose: bool) -> s
 
 def _checked(device: torch.device) -> list[Checked]:
     """Every kernel on small operands."""
-    bf16, where = torch.bfloat16, str(device)
     checks = [
-        *_checks("spmm", _product(*PRODUCT.make(device)), "bsr"),
-        *_checks("spmm", _product(*SEMI24_CASES[0].make(where, bf16)), "semi24"),
-        *_checks("spmm", _product(*BSR24_CASES[0].make(where, bf16)), "bsr24"),
-    ]
-    in_fp8 = {
-        "bsr_fp8": FP8,
-        "semi24_fp8": replace(FP8, block=None),
-        "bsr24_fp8": replace(FP8, two_four=True),
-    }
-    for storage, one in in_fp8.items():
-        checks += _checks("spmm", _product(*one.make(where), dtype=bf16), storage)
-    checks += [
+        *_products(device),
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
@@ -298,8 +282,29 @@ def _checks(op: str, check: Check, storage: str | None = None) -> list[tuple[str
     return [(storage or op, name, check) for name in names_for(op, storage)]
 
 
-def _product(a: Any, b: Any, *_: Any, dtype: torch.dtype | None = None) -> Check:
-    return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name, dtype=dtype)(a, b))
+def _products(device: torch.device) -> list[tuple[str, str, Check]]:
+    """A @ B for A in every format, as it is and in FP8."""
+
+    def product(a: Any, b: Any, dtype: torch.dtype | None = None) -> Check:
+        return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name, dtype=dtype)(a, b))
+
+    a, b = PRODUCT.make(device)
+    wide, _ = replace(PRODUCT, block=(128, 128)).make(device)  # blocks that every kernel of FP8 takes
+    few = b[:, :32].contiguous()  # as many columns as every kernel of 2:4 takes
+    right = {"bsr": b, "semi24": few, "bsr24": few}
+    checks = []
+    for name, x in right.items():
+        checks += _checks("spmm", product(_in_format(name, a), x), name)
+    for name in right:
+        check = product(sk.quantize(_in_format(name, wide)), sk.quantize(b.T).mT, b.dtype)
+        checks += _checks("spmm", check, f"{name}_fp8")
+    return checks
+
+
+def _in_format(name: str, a: sk.BSR) -> Any:
+    if name == "semi24":
+        return sk.Semi24.from_dense(a.to_dense())
+    return sk.BSR24.from_bsr(a) if name == "bsr24" else a
 
 
 def _sampled(device: torch.device) -> Check:
@@ -328,13 +333,23 @@ def _in_fp8(device: torch.device) -> Check:
 
 
 def _paged(device: torch.device) -> Check:
-    given = PAGED.make(str(device))
-    operands = (given.q, given.cache, given.block_table, given.seq_lens, given.cu_seqlens_q)
-    bounds: dict[str, Any] = {"max_seqlen_q": given.max_q, "max_seqlen_k": given.max_k}
+    """Two requests: a decoding step over 300 keys, and the last 70 queries of 200 keys, in pages of 64."""
+    heads, kv_heads, dim, page = 4, 2, 64, 64
+    table, lengths, edges = (
+        torch.tensor(each, dtype=torch.int32, device=device)
+        for each in ([[0, 1, 2, 3, 4], [5, 6, 7, 8, 0]], [300, 200], [0, 1, 71])
+    )
+    q = torch.randn(71, heads, dim, dtype=torch.bfloat16, device=device)
+    cache = torch.randn(9, kv_heads, page, 2 * dim, dtype=torch.bfloat16, device=device)
+    inputs = PagedInputs(
+        q, cache, cache[..., :dim], cache[..., dim:], table, lengths, edges, None, None, None, None, dim**-0.5, 0.0,
+        True, 0, 0, 70, 300, 71,
+    )  # fmt: skip
+    bounds: dict[str, Any] = {"max_seqlen_q": 70, "max_seqlen_k": 300}
 
     def check(name: str) -> Gate:
-        plan = plan_attention_paged(*operands, kernel=name, **bounds)
-        return check_attention_paged(given, plan(*operands, **bounds))
+        plan = plan_attention_paged(q, cache, table, lengths, edges, kernel=name, **bounds)
+        return check_attention_paged(inputs, plan(q, cache, table, lengths, edges, **bounds))
 
     return check
 

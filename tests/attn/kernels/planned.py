@@ -26,8 +26,8 @@ from sparsek.products.plan.spgemm import Pair
 from sparsek.products.plan.spmm import Product
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from sparsek.testing.budget import CORE, check_spmm
-from sparsek.testing.cases import Case, judged_by
 from sparsek.testing.poison import poisoned
+from tests.products.cases import Case, judged_by
 from tests.sampling import sampled
 
 

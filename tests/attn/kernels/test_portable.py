@@ -17,8 +17,8 @@ from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
 from sparsek.core import dtypes
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import AttentionCase, random_bits
 from tests.attn.kernels.backward import grad_cases
 from tests.attn.kernels.backward.grad_cases import cases, differentiate, hold, inputs, judged
 from tests.attn.kernels.planned import attend

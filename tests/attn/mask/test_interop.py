@@ -20,7 +20,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import random_bsr
-from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
+from tests.attn.attention_cases import ATTENTION_CASES, random_bits
 
 SAME_MASKS = ("causal bf16", "causal bshd", "dim 32", "dim 96", "dim 192 128", "dim 256")
 MASKS = {case.note: case.mask for case in ATTENTION_CASES if case.note not in SAME_MASKS}

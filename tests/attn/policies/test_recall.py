@@ -12,7 +12,7 @@ from sparsek.attn.policies import mass as module
 from sparsek.attn.policies.mass import true_mass
 from sparsek.core.errors import InvalidInput
 from sparsek.pictures.mass import levels
-from sparsek.testing.attention_cases import ATTENTION_CASES
+from tests.attn.attention_cases import ATTENTION_CASES
 from tests.attn.policies.drawn import chosen, lengths_of, normal
 
 policies, recall, plot = sk.policies, sk.policies.recall, sk.policies.plot

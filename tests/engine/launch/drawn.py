@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.testing.attention_cases import random_bits
+from tests.attn.attention_cases import random_bits
 
 
 def fresh() -> int:

@@ -158,8 +158,7 @@ def attention_paged(call: Any, device: torch.device) -> CallPair:
     alone = q.view(requests, heads, 1, dim)
 
     def judge(found: Tensor) -> "Gate":
-        from sparsek.testing.paged_budget import expected_attention_paged
-        from sparsek.testing.paged_cases import PagedInputs
+        from sparsek.testing.paged_budget import PagedInputs, expected_attention_paged
 
         inputs = PagedInputs(
             q, cache, cache[..., :dim], cache[..., dim:], table, lengths, edges, None, None, None, None, dim**-0.5, 0.0,

@@ -20,8 +20,7 @@ from sparsek.attn.plan.attention_paged import PagedPlan
 from sparsek.attn.plan.paged_operands import E4M3, PAGES
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.budget import Gate
-from sparsek.testing.paged_budget import ExpectedPaged, expected_attention_paged
-from sparsek.testing.paged_cases import PagedInputs
+from sparsek.testing.paged_budget import ExpectedPaged, PagedInputs, expected_attention_paged
 from sparsek.tools.bench.engine import options
 from sparsek.tools.bench.engine.bench import Bench, Table
 from sparsek.tools.bench.engine.case import Bar, Operands, length_name, rows

@@ -24,8 +24,8 @@ from sparsek.attn.reference.scores import PLAIN, Scores
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.testing.attention_budget import AttentionGradGate, check_attention_backward
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 
 SMALL, LARGE, TALL, WIDE = (64, 64), (128, 128), (128, 64), (64, 128)
 

@@ -16,8 +16,8 @@ from sparsek.attn.kernels.forward.portable_tiles import DIMS
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.reference.scores import sink_gradients
-from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import (
     cases,
     differentiate,

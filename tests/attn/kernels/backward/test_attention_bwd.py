@@ -13,7 +13,7 @@ import torch
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.engine.table import load
-from sparsek.testing.attention_cases import AttentionCase, random_bits
+from tests.attn.attention_cases import AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import (
     Inputs,
     cases,

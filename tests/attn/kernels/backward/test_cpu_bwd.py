@@ -16,8 +16,8 @@ from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.reference.attention import attention_backward
 from sparsek.core.device import H200
 from sparsek.engine.table import load
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import (
     MORE,
     cases,

@@ -22,8 +22,8 @@ from sparsek.attn.reference.scores import PLAIN, Scores
 from sparsek.core.device import H200
 from sparsek.engine.launch.gluon import Described
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.attn.kernels.forward.changes import CHANGES
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.sampling import sampled

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.testing.attention_cases import random_bits
+from tests.attn.attention_cases import random_bits
 
 SMALL, LARGE = (64, 64), (128, 128)
 

@@ -13,8 +13,8 @@ from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.attn.kernels.forward.changes import CHANGES
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem

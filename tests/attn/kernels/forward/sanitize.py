@@ -7,7 +7,7 @@ import torch
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.attention_cases import AttentionCase, random_bits
+from tests.attn.attention_cases import AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import hold
 from tests.attn.kernels.forward import test_attention_fwd
 from tests.attn.kernels.planned import attend

@@ -16,8 +16,8 @@ import sparsek as sk
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.attn.kernels.planned import attend, default_and
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.engine.launch.covering import once

@@ -17,8 +17,8 @@ from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.core.device import H200, has_bf16_units
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.attn.kernels.forward.inputs import LARGE, LAYOUTS, SMALL, drawn_inputs, largest_product, normal
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem

@@ -17,8 +17,8 @@ from sparsek.attn.plan.attention_fp8 import AttentionFp8Problem
 from sparsek.attn.plan.attention_schedule import part_blocks
 from sparsek.core.device import CPU, H200
 from sparsek.engine.table import load
-from sparsek.testing.attention_cases import AttentionCase
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
+from tests.attn.attention_cases import AttentionCase
 
 pytest.importorskip("triton")
 

@@ -9,7 +9,7 @@ from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.attn.reference.attention import attention
 from sparsek.core.device import card_named
 from sparsek.engine.table import load
-from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase
+from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem
 

@@ -22,8 +22,8 @@ from sparsek.attn.reference.scores import Scores, sink_gradients
 from sparsek.core.device import card_of
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
-from sparsek.testing.attention_cases import random_bits
 from sparsek.testing.poison import poisoned
+from tests.attn.attention_cases import random_bits
 from tests.attn.kernels.forward.changes import CHANGES
 from tests.attn.kernels.planned import attend, default_and
 from tests.attn.kernels.planned import attention_problem as problem

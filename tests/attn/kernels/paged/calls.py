@@ -12,8 +12,8 @@ from sparsek.attn.plan.kernels import PagedCall
 from sparsek.attn.plan.paged_call import Paged
 from sparsek.attn.plan.problems import PagedProblem
 from sparsek.core.device import card_of
-from sparsek.testing.paged_budget import ExpectedPaged, expected_attention_paged
-from sparsek.testing.paged_cases import PagedCase, PagedInputs
+from sparsek.testing.paged_budget import ExpectedPaged, PagedInputs, expected_attention_paged
+from tests.attn.paged_cases import PagedCase
 
 CANARY = 3.0
 BEFORE = 128  # elements of a room before an output, which stays aligned

@@ -20,8 +20,8 @@ from sparsek.attn.kernels.paged.schedule import FAR, FIELDS
 from sparsek.core.device import H200
 from sparsek.engine.launch.gluon import Described
 from sparsek.testing.paged_budget import expected_attention_paged
-from sparsek.testing.paged_cases import OF_TILES, ListForm, PagedCase, drawn_case
 from tests.attn.kernels.paged.calls import PagedRun, check_beyond_windows, check_cleared, paged_problem
+from tests.attn.paged_cases import OF_TILES, ListForm, PagedCase, drawn_case
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")

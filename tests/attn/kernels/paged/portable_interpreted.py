@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sparsek.attn.kernels.paged import portable
-from sparsek.testing.paged_cases import FORMS, ListForm, PagedCase, drawn_case
 from tests.attn.kernels.paged.calls import (
     PagedRun,
     attend_paged,
@@ -19,6 +18,7 @@ from tests.attn.kernels.paged.calls import (
     hostile,
     paged_problem,
 )
+from tests.attn.paged_cases import FORMS, ListForm, PagedCase, drawn_case
 from tests.sampling import half
 
 KERNEL: Any = portable.KERNEL

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.pages import PageLists
-from sparsek.testing.paged_cases import shuffled_pages
+from tests.attn.paged_cases import shuffled_pages
 
 
 class Batch(NamedTuple):

@@ -17,8 +17,8 @@ from sparsek.attn.plan.problems import PagedProblem
 from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.testing.paged_budget import expected_attention_paged
-from sparsek.testing.paged_cases import ALIGNED, OF_TILES, ListForm, PagedCase, drawn_case, drawn_lengths
 from tests.attn.kernels.paged.calls import PagedRun, check_alone, check_beyond_windows, paged_problem
+from tests.attn.paged_cases import ALIGNED, OF_TILES, ListForm, PagedCase, drawn_case, drawn_lengths
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.drawn import fresh
 from tests.sampling import EVERY, SEED, half

@@ -11,8 +11,8 @@ import torch
 
 from sparsek.engine.table import load
 from sparsek.testing.paged_budget import expected_attention_paged
-from sparsek.testing.paged_cases import ListForm, PagedCase, drawn_case
 from tests.attn.kernels.paged.calls import PagedRun, attend_paged, check_alone, check_paged, hostile
+from tests.attn.paged_cases import ListForm, PagedCase, drawn_case
 from tests.engine.launch.covering import once
 from tests.sampling import EVERY, dealt, sampled
 

@@ -7,8 +7,8 @@ import torch
 
 from sparsek.engine.table import load
 from sparsek.testing.paged_budget import check_attention_paged, expected_attention_paged
-from sparsek.testing.paged_cases import PAGED_CASES, PagedCase
 from tests.attn.kernels.paged.calls import attend_paged, check_alone, check_cleared
+from tests.attn.paged_cases import PAGED_CASES, PagedCase
 from tests.sampling import sampled
 
 KERNEL = load("reference.attention_paged")

@@ -25,10 +25,13 @@ from sparsek.products.plan.operands import layout
 from sparsek.products.plan.problems import SpmmProblem
 from sparsek.products.reference.epilogue import PLAIN, Epilogue, slope
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
-from sparsek.testing.product_cases import (
+from tests import sampling
+from tests.attn.kernels.planned import problem, sddmm_problem, spgemm_problem
+from tests.engine.launch.drawn import fresh
+from tests.products.cases import EPILOGUE_CASES, Case, judged_by, laid_out
+from tests.products.pattern_cases import (
     SDDMM_CASES,
     SPGEMM_CASES,
     SddmmCase,
@@ -36,9 +39,6 @@ from sparsek.testing.product_cases import (
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
-from tests import sampling
-from tests.attn.kernels.planned import problem, sddmm_problem, spgemm_problem
-from tests.engine.launch.drawn import fresh
 
 pytestmark = pytest.mark.gpu
 SPMM, SDDMM, SPGEMM = (kernels.load(f"hopper.{op}") for op in ("spmm", "sddmm", "spgemm"))

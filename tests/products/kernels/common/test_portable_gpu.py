@@ -18,16 +18,16 @@ from sparsek.products.kernels.spmm import portable as spmm
 from sparsek.products.kernels.spmm import portable_skinny as spmm_skinny
 from sparsek.products.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import EPILOGUE_CASES, SPMM_CASES, judged_by, laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
-from sparsek.testing.product_cases import (
+from tests.attn.kernels.planned import join, multiply, problem, sample, sddmm_problem
+from tests.products.cases import EPILOGUE_CASES, SPMM_CASES, judged_by, laid_out
+from tests.products.pattern_cases import (
     SDDMM_CASES,
     SPGEMM_CASES,
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
-from tests.attn.kernels.planned import join, multiply, problem, sample, sddmm_problem
 from tests.sampling import EVERY, dealt, sampled
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,9 @@ from sparsek.products.reference.sddmm import sddmm
 from sparsek.products.reference.semi24 import semi24
 from sparsek.products.reference.spgemm import spgemm
 from sparsek.products.reference.spmm import spmm
-from sparsek.testing.cases import (
+from tests.attn.kernels.planned import join, multiply, problem, sample, sddmm_problem, spgemm_problem
+from tests.problems import changed, spmm_problem
+from tests.products.cases import (
     BSR24_CASES,
     EPILOGUE_CASES,
     FP8_CASES,
@@ -32,9 +34,7 @@ from sparsek.testing.cases import (
     Case,
     judged_by,
 )
-from sparsek.testing.product_cases import SDDMM_CASES, SPGEMM_CASES, SddmmCase, SpgemmCase
-from tests.attn.kernels.planned import join, multiply, problem, sample, sddmm_problem, spgemm_problem
-from tests.problems import changed, spmm_problem
+from tests.products.pattern_cases import SDDMM_CASES, SPGEMM_CASES, SddmmCase, SpgemmCase
 
 SDDMM, SPGEMM, SPMM = load("reference.sddmm"), load("reference.spgemm"), load("reference.spmm")
 LOW = [torch.bfloat16, torch.float16, torch.float32]

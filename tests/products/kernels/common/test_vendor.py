@@ -13,17 +13,17 @@ from sparsek.products.formats.random import random_bsr
 from sparsek.products.kernels.spmm.vendor_dense import dense_copy
 from sparsek.products.plan.matches import match
 from sparsek.products.reference.sddmm import sddmm as sddmm_reference
-from sparsek.testing.cases import laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
-from sparsek.testing.product_cases import (
+from tests.attn.kernels.planned import join, sample, sddmm_problem, spgemm_problem
+from tests.products.cases import laid_out
+from tests.products.pattern_cases import (
     SDDMM_CASES,
     SPGEMM_CASES,
     SddmmCase,
     SpgemmCase,
     unmet_rows_poisoned,
 )
-from tests.attn.kernels.planned import join, sample, sddmm_problem, spgemm_problem
 from tests.sampling import sampled
 
 SDDMM, SPGEMM = load("vendor.sddmm"), load("vendor.spgemm")

@@ -5,7 +5,7 @@ import torch
 
 from sparsek.products.formats import quantized_tensor
 from sparsek.products.kernels.pack import to_fp8 as round_fp8
-from sparsek.testing.cases import E4M3, E5M2
+from tests.products.cases import E4M3, E5M2
 
 F16, F32 = torch.float16, torch.float32
 SHAPES = [(5, 40), (3,), (1, 8), (7, 1), (2, 3, 70), (2, 9000), (0, 16), (16, 0), (2, 50, 20)]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sparsek.engine import table as kernels
-from sparsek.testing.cases import COL, ROW, Case
 from tests.attn.kernels.planned import default_and, hold, problem
+from tests.products.cases import COL, ROW, Case
 
 WHOLE = (
     Case(72, 48, 16, None, "small"),

@@ -26,7 +26,11 @@ from sparsek.products.kernels.spmm import portable, portable_skinny
 from sparsek.products.kernels.spmm.portable import Config
 from sparsek.products.kernels.spmm.portable_fp8 import TABLE
 from sparsek.testing.budget import CORE, check_spmm
-from sparsek.testing.cases import (
+from sparsek.testing.poison import poisoned
+from tests.attn.kernels.planned import hold, multiply, problem, semi24_cases
+from tests.ops.storages import TWO_FOUR, matrix
+from tests.problems import changed
+from tests.products.cases import (
     BSR24_CASES,
     COL,
     E4M3,
@@ -40,10 +44,6 @@ from sparsek.testing.cases import (
     ScaleScopes,
     laid_out,
 )
-from sparsek.testing.poison import poisoned
-from tests.attn.kernels.planned import hold, multiply, problem, semi24_cases
-from tests.ops.storages import TWO_FOUR, matrix
-from tests.problems import changed
 from tests.sampling import half
 
 F16, F32 = torch.float16, torch.float32

@@ -18,7 +18,10 @@ from sparsek.products.kernels.spmm.cpu import CpuConfig
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.products.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import (
+from sparsek.testing.poison import poisoned
+from tests.attn.kernels.planned import hold, multiply, problem
+from tests.engine.launch import timed
+from tests.products.cases import (
     BSR24_CASES,
     EPILOGUE_CASES,
     FP8_CASES,
@@ -27,9 +30,6 @@ from sparsek.testing.cases import (
     Case,
     judged_by,
 )
-from sparsek.testing.poison import poisoned
-from tests.attn.kernels.planned import hold, multiply, problem
-from tests.engine.launch import timed
 from tests.sampling import sampled
 
 KERNEL = load("cpu.spmm")

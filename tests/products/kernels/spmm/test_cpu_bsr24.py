@@ -11,9 +11,9 @@ from sparsek.engine.table import load
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.kernels.spmm import cpu_bsr24
-from sparsek.testing.cases import BSR24_CASES, Case
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.problems import spmm_problem
+from tests.products.cases import BSR24_CASES, Case
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

@@ -19,8 +19,8 @@ import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import Case
 from tests.problems import A100, changed, spmm_problem
+from tests.products.cases import Case
 from tests.sampling import sampled
 
 pytest.importorskip("triton")  # its nvdisasm reads the code

@@ -10,10 +10,10 @@ import torch
 import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, ScaleScopes
 from tests.attn.kernels.planned import default_and, hold, multiply, problem
 from tests.engine.launch.drawn import fresh
 from tests.problems import RTX_4090, changed, fp8_problem
+from tests.products.cases import COL, E4M3, E5M2, ROW, Case, ScaleScopes
 from tests.sampling import sampled
 
 pytest.importorskip("triton")  # its nvdisasm reads the code

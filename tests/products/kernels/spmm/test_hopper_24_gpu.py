@@ -18,11 +18,11 @@ from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops.linear import plan_layer
 from sparsek.products.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import Case
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
 from tests.attn.kernels.planned import default_and, hold, multiply, problem
 from tests.engine.launch.drawn import fresh, randn
+from tests.products.cases import Case
 from tests.sampling import dealt
 
 pytest.importorskip("triton")

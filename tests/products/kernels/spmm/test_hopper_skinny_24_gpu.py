@@ -13,11 +13,11 @@ from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops.linear import plan_layer
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import Case
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.engine.launch.drawn import fresh, randn
+from tests.products.cases import Case
 
 pytest.importorskip("triton")
 

@@ -11,9 +11,9 @@ from sparsek.products.formats import quantized_tensor
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import quantize
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import COL, FP8_CASES, ROW, Case
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.engine.launch.drawn import fresh
+from tests.products.cases import COL, FP8_CASES, ROW, Case
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.gpu

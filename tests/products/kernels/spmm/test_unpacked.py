@@ -8,10 +8,10 @@ import torch
 
 import sparsek as sk
 from sparsek.core.device import CPU, H200
-from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
 from tests.attn.kernels.planned import hold
 from tests.ops.storages import TWO_FOUR, matrix
 from tests.problems import A100, T4, changed, fp8_problem, spmm_problem
+from tests.products.cases import BSR24_CASES, SEMI24_CASES, Case
 from tests.sampling import sampled
 
 pytest.importorskip("triton")

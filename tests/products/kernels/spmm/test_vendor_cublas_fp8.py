@@ -11,9 +11,9 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Quantized, quantize
 from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.products.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
-from sparsek.testing.cases import COL, FP8_CASES, ROW, Case, ScaleScopes
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.problems import changed, fp8_problem
+from tests.products.cases import COL, FP8_CASES, ROW, Case, ScaleScopes
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, F16, F32]

@@ -16,10 +16,10 @@ from sparsek.products.kernels.spmm.vendor_dense import _COPIES, dense_copy
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.products.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import EPILOGUE_CASES, SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.problems import changed
+from tests.products.cases import EPILOGUE_CASES, SPMM_CASES, Case
 from tests.sampling import sampled
 
 KERNEL = load("vendor.dense")

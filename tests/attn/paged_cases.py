@@ -9,56 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsek.attn.mask.pages import PageLists
 from sparsek.core import dtypes
+from sparsek.testing.paged_budget import PagedInputs
 
 E4M3 = torch.float8_e4m3fn
 NOWHERE = (-1, 2**31 - 1, -(2**31), 10**6)  # entries of tables and lists that no kernel may follow
 SPARE = 3  # pages of no request
-
-
-class PagedInputs(NamedTuple):
-    """The operands of one call, named as those of `attention_paged` and of `plan.kernel.PagedCall`.
-
-    `cache`: as the verb takes it. `end`: rows of q that belong to requests.
-    """
-
-    q: Tensor
-    cache: Tensor | tuple[Tensor, Tensor]
-    k: Tensor
-    v: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    lists: PageLists | None
-    sink_logits: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    scale: float
-    softcap: float
-    causal: bool
-    window: int
-    sinks: int
-    max_q: int
-    max_k: int
-    end: int
-
-    def operands(self) -> dict[str, Any]:
-        """All fields of a `PagedCall` but out and lse."""
-        names = (
-            "q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "lists", "sink_logits", "k_scale", "v_scale",
-            "scale", "softcap",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
-
-    def of_reference(self) -> dict[str, Any]:
-        """All arguments of `reference.attention_paged`."""
-        return {**self.operands(), "causal": self.causal, "window": self.window, "sinks": self.sinks}
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.products.formats.bsr import BSR, zero_padding
+from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import Spread, random_bsr
-from sparsek.products.reference.spgemm import pairs
-from sparsek.testing.cases import Case, laid_out
+from sparsek.testing.product_budget import met_rows, unmet_filled
+from tests.products.cases import Case, laid_out
 
 
 @dataclass(frozen=True)
@@ -109,34 +109,9 @@ def unmet_rows_poisoned(x: Tensor, y: Tensor, pattern: BlockPattern) -> tuple[Te
     )
 
 
-def met_rows(pattern: BlockPattern) -> Tensor:
-    """Which rows [M] belong to a block row that has a block."""
-    return (pattern.row_lengths > 0).repeat_interleave(pattern.block[0])[: pattern.shape[0]]
-
-
 def unmet_blocks_poisoned(a: BSR, b: BSR, wanted: BlockPattern | None = None) -> tuple[BSR, BSR]:
     """A and B with NaN in the blocks that have no pair, except in their padding."""
-    return _filled(a, b, wanted, torch.nan)
-
-
-def unmet_blocks_cleared(a: BSR, b: BSR, wanted: BlockPattern | None = None) -> tuple[BSR, BSR]:
-    """A and B with 0 in the blocks that have no pair."""
-    return _filled(a, b, wanted, 0.0)
-
-
-def _filled(a: BSR, b: BSR, wanted: BlockPattern | None, value: float) -> tuple[BSR, BSR]:
-    found = pairs(a.pattern, b.pattern, wanted)
-    made = []
-    for matrix, used in ((a, found.left), (b, found.right)):
-        unmet = torch.ones(matrix.nnzb, dtype=torch.bool, device=matrix.device)
-        unmet[torch.tensor(used, device=matrix.device)] = False
-        view = matrix.order is not None
-        if view:
-            unmet = unmet[matrix.pattern.transposed[1].long()]
-        values = matrix.values.detach().masked_fill(unmet[:, None, None], value)
-        zero_padding(matrix.pattern.T if view else matrix.pattern, values)
-        made.append(BSR.unchecked(matrix.pattern, values, matrix.order))
-    return made[0], made[1]
+    return unmet_filled(a, b, wanted, torch.nan)
 
 
 SDDMM_CASES: tuple[SddmmCase, ...] = (
