@@ -11,7 +11,7 @@ import griffe
 TAKEN = re.compile(r"(classmethod|property)?\(?(\w+)\.(\w+)\)?")
 
 
-class TakenOver(griffe.Extension):
+class ReplacedAttributes(griffe.Extension):
     """Replaces such attributes by functions."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:

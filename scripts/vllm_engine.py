@@ -247,14 +247,14 @@ def engine(vllm: Any, case: Case, folder: Path) -> Any:
     return vllm.LLM(model=str(folder / case.folder), **{**options, **case.options})
 
 
-class Served(NamedTuple):
+class ProcessReport(NamedTuple):
     """What a process served: facts of each case by name, and its log's end where it failed."""
 
     facts: dict[str, Any]
     failed: str
 
 
-def process(cases: list[Case], folder: Path, sparsek: bool) -> Served:
+def process(cases: list[Case], folder: Path, sparsek: bool) -> ProcessReport:
     """Serves cases in a process of its own, by SparseK or by vLLM's own attention."""
     out, log = folder / "served.json", folder / "log.txt"
     out.unlink(missing_ok=True)
@@ -265,8 +265,8 @@ def process(cases: list[Case], folder: Path, sparsek: bool) -> Served:
     with log.open("w") as file:
         done = subprocess.run(command, env=settings, stdout=file, stderr=file, cwd=folder)
     if done.returncode or not out.exists():
-        return Served({}, log.read_text()[-4000:])
-    return Served(json.loads(out.read_text()), "")
+        return ProcessReport({}, log.read_text()[-4000:])
+    return ProcessReport(json.loads(out.read_text()), "")
 
 
 def environment(sparsek: bool, **more: str) -> dict[str, str]:
@@ -343,7 +343,7 @@ class Server:
         return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
 
 
-def ask_server(case: Case, folder: Path) -> Served:
+def ask_server(case: Case, folder: Path) -> ProcessReport:
     """Serves a case by a server, by one request for each prompt, all at once."""
     began = time.time()
     with Server(case, folder) as server:
@@ -359,14 +359,14 @@ def ask_server(case: Case, folder: Path) -> Served:
                 ]
             (found,) = server.post("collective_rpc", report)["results"]
         except (OSError, KeyError, ValueError) as error:
-            return Served({}, f"{type(error).__name__}: {error}\n{server.log.read_text()[-4000:]}")
+            return ProcessReport({}, f"{type(error).__name__}: {error}\n{server.log.read_text()[-4000:]}")
     lines = [line for line in server.log.read_text().splitlines() if "SPARSEK: " in line]
     facts = {
         **{key: [each[key] for each in answers] for key in ("tokens", "logprobs")}, **found,
         "line": [line[line.index("SPARSEK: ") :] for line in lines],
         "start_s": round(up - began, 1), "serve_s": round(time.time() - up, 1),
     }  # fmt: skip
-    return Served({case.name: facts}, "")
+    return ProcessReport({case.name: facts}, "")
 
 
 def make_models(folder: Path) -> None:

@@ -206,14 +206,14 @@ def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-class Later(NamedTuple):
+class SecondOrderInput(NamedTuple):
     """An input that only a second derivative reads. For a first one it may change in place, unlike a saved tensor."""
 
     input: torch.Tensor
     version: int
 
     @classmethod
-    def of(cls, x: torch.Tensor | None) -> "Later | None":
+    def of(cls, x: torch.Tensor | None) -> "SecondOrderInput | None":
         return None if x is None else cls(x, 0 if x.is_inference() else x._version)
 
     def read(self, name: str) -> torch.Tensor:

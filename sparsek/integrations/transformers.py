@@ -42,7 +42,7 @@ from sparsek.integrations.transformers_masks import (
     packed_mask,
 )
 from sparsek.integrations.transformers_paged import paged
-from sparsek.integrations.transformers_steps import MOST, NearKeys, near_of, seen_pairs, step_mask
+from sparsek.integrations.transformers_steps import MOST, WindowKeys, near_of, seen_pairs, step_mask
 
 NAME, RESTARTS = "sparsek", Restarts()
 REFUSED = {
@@ -133,7 +133,7 @@ def sparsek_mask(
         if near is not None:
             return _step(
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
-                NearKeys(*[int(each) for each in near.split(",")]),
+                WindowKeys(*[int(each) for each in near.split(",")]),
             )  # fmt: skip
     return _made_mask(
         batch_size,
@@ -181,7 +181,7 @@ def _step(
     padding: Tensor | None,
     use_vmap: bool,
     device: Any,
-    near: NearKeys,
+    near: WindowKeys,
 ) -> ModelMask:
     """The mask of few queries, which neither waits for the device nor depends on their position but by tensors."""
     lists = 1 if padding is None and function is causal_mask_function else batch

@@ -29,7 +29,7 @@ TILE = 64  # queries of a tile
 MOST = TILE // 2  # queries of a step: hopper.attention_fwd packs heads that share keys for up to half a tile
 
 
-class NearKeys(NamedTuple):
+class WindowKeys(NamedTuple):
     """What a `MaskPolicy` without stride and top-k admits: `window` keys on either side (0: all), the first `sinks`
     tokens; and the keys of a block.
     """
@@ -49,13 +49,13 @@ class NearKeys(NamedTuple):
         return min(columns, blocks)
 
 
-def near_of(policy: MaskPolicy | Policy | None) -> NearKeys | None:
-    """The policy as a `NearKeys`; None for one whose masks of steps need lengths on the host."""
+def near_of(policy: MaskPolicy | Policy | None) -> WindowKeys | None:
+    """The policy as a `WindowKeys`; None for one whose masks of steps need lengths on the host."""
     if policy is None:
-        return NearKeys(0, 0, 128)
+        return WindowKeys(0, 0, 128)
     if isinstance(policy, Policy) or policy.topk is not None or policy.stride is not None:
         return None
-    return NearKeys(policy.window or 0, policy.sinks, mask_block(policy.block)[1])
+    return WindowKeys(policy.window or 0, policy.sinks, mask_block(policy.block)[1])
 
 
 def seen_pairs(
@@ -68,7 +68,7 @@ def seen_pairs(
     padding: Tensor | None,
     use_vmap: bool,
     device: Any,
-    near: NearKeys,
+    near: WindowKeys,
 ) -> Tensor:
     """The pairs that `function`, the padding and `near` admit, bool [batch, 1, q_len, kv_len]."""
     seen = masking_utils.sdpa_mask(

@@ -17,7 +17,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable, unmapped, untransformed
 from sparsek.nn.parameter import (
     PLAIN,
-    SeenPattern,
+    BufferPattern,
     begin_anew,
     bounds,
     draw,
@@ -246,7 +246,7 @@ class BlockSparseLinear(nn.Module):
         self.activation: Activation | None = activation
         self.out_features, self.in_features = pattern.shape
         self._block = pattern.block
-        self._seen: tuple[SeenPattern, ...] = ()
+        self._seen: tuple[BufferPattern, ...] = ()
         self.values = nn.Parameter(saveable(values))
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias)))
         for name, part in _copies(pattern):
@@ -371,7 +371,7 @@ class BlockSparseLinear(nn.Module):
             with _disable_current_modes():
                 views = untransformed(lambda: (indptr.numpy(), indices.numpy()))
             contents = views[0], rows.tobytes(), views[1], columns.tobytes()
-        made = SeenPattern(indptr, indices, state, pattern, id(values), contents)
+        made = BufferPattern(indptr, indices, state, pattern, id(values), contents)
         made = made.again() if new else made
         last = self._seen[0] if self._seen else made
         others = [x for x in self._seen if not (x.indptr is indptr and x.indices is indices)]

@@ -26,7 +26,7 @@ from sparsek.products.formats.pattern import BlockPattern
 PLAIN = (Tensor, nn.Parameter)
 
 
-class SeenPattern(NamedTuple):
+class BufferPattern(NamedTuple):
     """The pattern of two buffers of a layer while they are these tensors, unchanged.
 
     `values`: the id of the Parameter that was used with it. A reference would keep offloaded values on the GPU, and
@@ -53,7 +53,7 @@ class SeenPattern(NamedTuple):
         known = self.contents  # a write through .data, numpy or shared memory has no version
         return known is None or (known[0].tobytes() == known[1] and known[2].tobytes() == known[3])
 
-    def again(self) -> SeenPattern:
+    def again(self) -> BufferPattern:
         """Itself, `new` if the contents are in the memory of a GPU, where a broadcast leaves no trace."""
         return self._replace(new=self.state is not None and self.contents is None and not self.indptr.is_meta)
 

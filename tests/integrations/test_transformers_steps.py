@@ -18,7 +18,7 @@ from sparsek.attn import policies
 from sparsek.attn.mask.rule import MaskPolicy
 from sparsek.integrations.transformers import sparsek_attention, sparsek_mask
 from sparsek.integrations.transformers_masks import Restarts
-from sparsek.integrations.transformers_steps import MOST, NearKeys, near_of, step_mask
+from sparsek.integrations.transformers_steps import MOST, WindowKeys, near_of, step_mask
 from tests.integrations.models import REFERENCE, masking_utils, padding, pair, tokens, transformers
 
 POLICY = {"window": 20, "sinks": 3, "block": 64}
@@ -169,12 +169,12 @@ def test_the_bound_of_blocks_holds_for_every_position(window: int, sinks: int):
             allow_is_causal_skip=False, **asked,
         )  # fmt: skip
         assert torch.equal(mask.visible.within.to_dense(), want)
-        assert mask.visible.within.sizes.longest == NearKeys(window, sinks, 64).most(queries, 1000)
+        assert mask.visible.within.sizes.longest == WindowKeys(window, sinks, 64).most(queries, 1000)
 
 
 def test_policies_that_need_lengths_on_the_host_are_told_apart():
-    assert near_of(None) == NearKeys(0, 0, 128)
-    assert near_of(MaskPolicy(9, 2, block=(128, 64), causal=False)) == NearKeys(9, 2, 64)
+    assert near_of(None) == WindowKeys(0, 0, 128)
+    assert near_of(MaskPolicy(9, 2, block=(128, 64), causal=False)) == WindowKeys(9, 2, 64)
     for policy in (MaskPolicy(topk=3), MaskPolicy(64, stride=128), policies.MeanTopK(topk=2)):
         assert near_of(policy) is None
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear
-from sparsek.nn.parameter import SeenPattern
+from sparsek.nn.parameter import BufferPattern
 from tests.sums import alike
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -306,8 +306,8 @@ def test_new_buffers_on_a_gpu_are_compared_once(writer: Any, monkeypatch: pytest
     made, right, looks = layer(), other(), []
     writer(as_on_a_gpu(made, new=True), right)
     assert is_as(made, right)
-    look = SeenPattern.is_in_memory
-    monkeypatch.setattr(SeenPattern, "is_in_memory", lambda self: looks.append(1) or look(self))
+    look = BufferPattern.is_in_memory
+    monkeypatch.setattr(BufferPattern, "is_in_memory", lambda self: looks.append(1) or look(self))
     made = as_on_a_gpu(layer(), new=True)
     for _ in range(3):
         made(inputs())

@@ -26,14 +26,14 @@ VIEWS = 8  # results of one tensor: of its views, of several lengths
 _CAPTURED: set[BlockMask] = set()
 
 
-class KeptMask(NamedTuple):
+class CachedMask(NamedTuple):
     """A mask for later calls, and the stream and event after which its tensors are ready."""
 
     mask: BlockMask
     made: Ready | None
 
     @classmethod
-    def of(cls, mask: BlockMask) -> KeptMask:
+    def of(cls, mask: BlockMask) -> CachedMask:
         """A mask made on the current stream."""
         return cls(mask, Ready.here(mask.device))
 
@@ -48,7 +48,7 @@ class KeptMask(NamedTuple):
         return mask
 
 
-_MASKS: dict[Hashable, KeptMask] = {}
+_MASKS: dict[Hashable, CachedMask] = {}
 
 
 def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
@@ -60,7 +60,7 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
         mask = untransformed(build)
         if type(mask.full.starts) is not Tensor:  # a fake tensor
             return mask
-        found = KeptMask.of(mask)
+        found = CachedMask.of(mask)
     _MASKS[key] = found
     while len(_MASKS) > LIMIT:
         drop_oldest(_MASKS)

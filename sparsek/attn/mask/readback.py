@@ -123,7 +123,7 @@ def raise_earlier(layout: MaskLayout) -> None:
                     raise InvalidInput(f"an earlier mask, {label}, has a fault: {error}") from error
 
 
-class LateSizes:
+class DeferredSizes:
     """The sizes of lists on a device, read once a mask has had some uses. They replace the bounds in its `sizes`, and
     later plans use them.
     """
@@ -200,7 +200,7 @@ def made_in(
     `late`: its true sizes are read later.
     """
     found = [DeferredFault(*each, base.device, layout) for each in zip(words, explain, strict=True)]
-    return cls.of_layout(layout, base, (*found, LateSizes()) if late else (*found,))
+    return cls.of_layout(layout, base, (*found, DeferredSizes()) if late else (*found,))
 
 
 def index(at: Sequence[int]) -> str:

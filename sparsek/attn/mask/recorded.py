@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.data import MaskData
 from sparsek.attn.mask.layout import MaskLayout
-from sparsek.attn.mask.readback import LateSizes
+from sparsek.attn.mask.readback import DeferredSizes
 from sparsek.attn.mask.traced import constant_of, node, register
 from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import CONSTANT
@@ -155,7 +155,7 @@ def fresh_layout(mask: MaskData, *, counting: bool = False) -> MaskLayout | None
         uses.count += 1
         if uses.count == FEW + 1:
             for each in mask._memo.get("readbacks", ()):
-                if isinstance(each, LateSizes):
+                if isinstance(each, DeferredSizes):
                     each.begin(mask)
     # True sizes may have replaced the bounds by which calls of this layout allocate.
     passing = uses.passing and uses.count <= FEW

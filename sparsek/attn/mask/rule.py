@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.build.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.attn.mask.build.scored import best_blocks, best_near
-from sparsek.attn.mask.build.selection import Near
+from sparsek.attn.mask.build.selection import LocalBlocks
 from sparsek.attn.mask.cache import edges_of, kept_mask, values_of
 from sparsek.attn.mask.lists import Frame, Place, as_device, mask_block
 from sparsek.attn.mask.mask import BlockMask
@@ -395,7 +395,7 @@ def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
         return BlockMask.causal(**frame) if policy.causal else BlockMask.full(**frame)
     place = Place.of(q_len=q.shape[2], kv_len=k.shape[2], block=policy.block, device=q.device)
     back, sinks = (policy.window or 1) - 1, -(-policy.sinks // place.block[1])
-    near = Near(
+    near = LocalBlocks(
         min(sinks, place.grid[1]), min(back, place.reach), 0 if policy.causal else min(back, place.reach)
     )
     q, k = values_of(q, "q"), values_of(k, "k")

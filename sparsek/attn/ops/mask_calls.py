@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.layout import MaskLayout
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.mask.readback import DeferredFault, LateSizes, made_in, raise_earlier
+from sparsek.attn.mask.readback import DeferredFault, DeferredSizes, made_in, raise_earlier
 from sparsek.core.operations import KERNELS
 from sparsek.core.plan_owner import drop_oldest
 from sparsek.engine.call import recorded_calls
@@ -92,7 +92,7 @@ def _note(key: Hashable, mask: BlockMask) -> None:
     while len(_templates) >= TEMPLATES and key not in _templates:
         drop_oldest(_templates)
     explain = tuple(each.explain for each in _found(mask, DeferredFault))
-    _templates[key] = Template(mask._layout, explain, bool(_found(mask, LateSizes)))
+    _templates[key] = Template(mask._layout, explain, bool(_found(mask, DeferredSizes)))
 
 
 def _found(mask: BlockMask, kind: type[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.policies.maps import kernels
-from sparsek.attn.policies.policy import Given
+from sparsek.attn.policies.policy import PolicyInputs
 from sparsek.attn.reference import estimates as reference
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import watched
@@ -17,7 +17,10 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def block_scores(
-    given: Given, parts: tuple[int, int] = (1, 1), causal: bool = False, q_lengths: Tensor | None = None
+    given: PolicyInputs,
+    parts: tuple[int, int] = (1, 1),
+    causal: bool = False,
+    q_lengths: Tensor | None = None,
 ) -> Tensor:
     """float32 [B, Hq, Mb, Nb]: see attn/reference/estimates.py. With `causal`, blocks that no query of a tile sees may
     have any score. `q_lengths` is for tiles of one part.
@@ -67,7 +70,7 @@ class _Means(torch.autograd.Function):
         return torch.where(there[:, None, :, None], spread, 0), None, None
 
 
-def block_mass(given: Given, scores: Tensor, causal: bool = False) -> Tensor:
+def block_mass(given: PolicyInputs, scores: Tensor, causal: bool = False) -> Tensor:
     """The softmax of each row of scores, float32 [B, H, Mb, Nb]; it may be written to `scores`. With `causal`, blocks
     after the last query of a tile have mass 0.
     """

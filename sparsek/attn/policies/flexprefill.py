@@ -8,7 +8,7 @@ from typing import ClassVar
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.policies.estimates import KERNEL_DTYPES
 from sparsek.attn.policies.maps import kernels
-from sparsek.attn.policies.policy import Given, Policy
+from sparsek.attn.policies.policy import Policy, PolicyInputs
 from sparsek.attn.reference import line_blocks as reference
 from sparsek.attn.reference.line_blocks import Grid
 from sparsek.core import arguments
@@ -60,7 +60,7 @@ class FlexPrefill(Policy):
             raise InvalidInput("gamma is 0; it must be a share over 0, up to 1")
         object.__setattr__(self, "min_budget", arguments.integer("min_budget", self.min_budget))
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         q, k, place, lengths, scale = given
         if lengths is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.policies.estimates import block_mass, block_scores
 from sparsek.attn.policies.maps import joined
-from sparsek.attn.policies.policy import Given, Policy
+from sparsek.attn.policies.policy import Policy, PolicyInputs
 from sparsek.attn.policies.video import SlidingTile
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -60,7 +60,7 @@ class Nabla(Policy):
                 f"{self.causal}"
             )
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         mass = block_mass(given, block_scores(given, causal=self.causal), self.causal)
         found = given.cumulative(mass, self.threshold, self.causal, most=self.most)

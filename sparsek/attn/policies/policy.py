@@ -22,7 +22,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 
 
-class Given(NamedTuple):
+class PolicyInputs(NamedTuple):
     """What a policy chooses from: q [B, Hq, S, D] and k [B, Hkv, T, D] without gradients, checked; their place; ints
     [1 or B, Nb]: how many keys of each block exist, or None; and the factor of q @ k in attention.
     """
@@ -144,7 +144,7 @@ class Policy(MaskRule):
 
     __rand__ = __and__
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments. On a GPU launches, allocations and views only. What a policy implements."""
         raise InvalidInput(f"{type(self).__name__} has no method choose(given), which returns the BlockMask")
 
@@ -207,7 +207,7 @@ class Composed(Policy):
         """Whether a query sees no keys after its own."""
         return self.first.causal
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         a, b = self.first.choose(given), self.second.choose(given)
         return given.from_map(joined(a, b, self.union), self.causal, of=(a, b))
@@ -272,7 +272,7 @@ def given(
     scale: float | None = None,
     q_offset: int | None = None,
     kv_lengths: Tensor | None = None,
-) -> Given:
+) -> PolicyInputs:
     """The checked arguments of a policy."""
     check_tensors(q, k, k)
     for name, x in (("q", q), ("k", k)):
@@ -280,7 +280,7 @@ def given(
     place = Place.of(q_len=q.shape[2], kv_len=k.shape[2], block=block, device=q.device, q_offset=q_offset)
     if kv_lengths is not None:
         kv_lengths = block_lengths("kv_lengths", kv_lengths, q.shape[0], place.grid[1], place.device)
-    return Given(q.detach(), k.detach(), place, kv_lengths, checked_scale(scale, q.shape[3]))
+    return PolicyInputs(q.detach(), k.detach(), place, kv_lengths, checked_scale(scale, q.shape[3]))
 
 
 def block_lengths(name: str, lengths: Any, batch: int, blocks: int, device: torch.device) -> Tensor:

@@ -13,11 +13,11 @@ from sparsek.attn.mask.cache import kept_mask
 from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
-from sparsek.attn.mask.readback import LateSizes
+from sparsek.attn.mask.readback import DeferredSizes
 from sparsek.attn.mask.recorded import is_determined
 from sparsek.attn.mask.traced import decoded, encoded
 from sparsek.attn.policies.maps import block_map
-from sparsek.attn.policies.policy import Given, Policy
+from sparsek.attn.policies.policy import Policy, PolicyInputs
 from sparsek.core import arguments
 from sparsek.core.tracing import CONSTANT, constant
 
@@ -45,7 +45,7 @@ class Static(Policy):
         frame = encoded((q.shape[2], k.shape[2], q_offset, q.device), [])
         return _constant(encoded(self, []), frame)
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         place = given.place
         key = self, place.q_len, place.kv_len, place.q_offset, place.device
@@ -54,7 +54,7 @@ class Static(Policy):
             return found
         return given.from_map(block_map(found), self.causal)
 
-    def _made(self, given: Given) -> BlockMask:
+    def _made(self, given: PolicyInputs) -> BlockMask:
         chosen = self.pairs(given.place)
         counts = chosen.sum(1)
         indices = np.full((chosen.shape[0], max(int(counts.max(initial=0)), 1)), -1, np.int32)
@@ -64,7 +64,7 @@ class Static(Policy):
         made = BlockMask.from_indices(lists, causal=self.causal, **given.frame)
         # These lists have no fault; on a GPU their true sizes are read later.
         made._memo["readbacks"] = tuple(
-            x for x in made._memo.get("readbacks", ()) if isinstance(x, LateSizes)
+            x for x in made._memo.get("readbacks", ()) if isinstance(x, DeferredSizes)
         )
         return made
 
@@ -75,7 +75,7 @@ def _constant(policy: tuple[Any, ...], frame: tuple[Any, ...]) -> BlockMask:
     found, (q_len, kv_len, q_offset, device) = decoded(policy), decoded(frame)
     place = Place.of(q_len=q_len, kv_len=kv_len, block=found.block, device=device, q_offset=q_offset)
     nothing: Any = None
-    return found.choose(Given(nothing, nothing, place, None, 1.0))
+    return found.choose(PolicyInputs(nothing, nothing, place, None, 1.0))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.policies.estimates import block_scores, check_parts
-from sparsek.attn.policies.policy import Given, Policy
+from sparsek.attn.policies.policy import Policy, PolicyInputs
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 
@@ -82,7 +82,7 @@ class MeanTopK(Policy):
         check_share(self)
         object.__setattr__(self, "always", arguments.pair("always", self.always))
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         scores = block_scores(given, causal=self.causal)
         return given.topk(
@@ -132,7 +132,7 @@ class SubBlock(Policy):
         object.__setattr__(self, "always", arguments.pair("always", self.always))
         check_parts(self.parts, self.sides)
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         scores = block_scores(given, self.parts, self.causal)
         return given.topk(

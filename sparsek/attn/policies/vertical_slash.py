@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.policies.estimates import KERNEL_DTYPES
 from sparsek.attn.policies.maps import kernels
-from sparsek.attn.policies.policy import Given, Policy
+from sparsek.attn.policies.policy import Policy, PolicyInputs
 from sparsek.attn.reference import line_blocks as reference
 from sparsek.attn.reference.line_blocks import BLOCKS, LINES, NEAR, Grid, Head
 from sparsek.core import arguments, files
@@ -114,7 +114,7 @@ class VerticalSlash(Policy):
             heads=[tuple(each[:3]) if isinstance(each, (list, tuple)) else each for each in heads],
         )
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         q, k, place, lengths, scale = given
         if lengths is not None:

@@ -13,7 +13,7 @@ from sparsek.attn.ops.attention import attention
 from sparsek.attn.plan.attention_operands import checked_scale
 from sparsek.attn.policies.estimates import KERNEL_DTYPES, block_mass, block_means, block_scores
 from sparsek.attn.policies.maps import kernels
-from sparsek.attn.policies.policy import Given, Policy, block_lengths, given
+from sparsek.attn.policies.policy import Policy, PolicyInputs, block_lengths, given
 from sparsek.attn.reference.estimates import rows_of_blocks
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -50,7 +50,7 @@ class VSA(Policy):
         super().__post_init__()
         object.__setattr__(self, "topk", arguments.integer("topk", self.topk, 1))
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         return given.topk(block_scores(given), self.topk, False)
 

@@ -9,7 +9,7 @@ import torch
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.policies.estimates import KERNEL_DTYPES
 from sparsek.attn.policies.maps import kernels
-from sparsek.attn.policies.policy import Given, Policy
+from sparsek.attn.policies.policy import Policy, PolicyInputs
 from sparsek.attn.reference import antidiagonals as reference
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -64,7 +64,7 @@ class XAttention(Policy):
             raise InvalidInput(f"stride is {self.stride}; use 8 or 16")
         arguments.one_of("precision", self.precision, ("fp8", "full"))
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
         q, place = given.q, given.place
         fp8 = self.precision == "fp8"

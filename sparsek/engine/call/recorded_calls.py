@@ -74,7 +74,7 @@ class Recent(NamedTuple):
     call: Recorded
 
 
-class Missed(Exception):
+class RecordMiss(Exception):
     """A recorded call that learns cannot run now."""
 
 
@@ -200,7 +200,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def _now(call: Recorded, operands: Sequence[Tensor]) -> Any:
     output = call(*operands)
     if output is MISS:
-        raise Missed
+        raise RecordMiss
     return output
 
 
@@ -242,7 +242,7 @@ def repeat(calls: Calls, settings: Hashable, operands: Sequence[Tensor], owner: 
             else:
                 try:
                     output = apply(owner, operands, functools.partial(_now, call, operands))
-                except Missed:
+                except RecordMiss:
                     output = MISS
             if output is not MISS:
                 if each is not recent[0]:

@@ -151,14 +151,14 @@ def launch_cuda(
     _go(Launch(function, (grid,), block, shared, cells), device, made)
 
 
-class _Kept(threading.local):
+class _LastLaunches(threading.local):
     """This thread's last launch of each code, by id: to refill an argument block takes a third of building one."""
 
     def __init__(self) -> None:
         self.steps: dict[int, Launch] = {}
 
 
-_kept = _Kept()
+_kept = _LastLaunches()
 
 
 def _run(code: Code, grid: Sequence[int], values: Sequence[Any], device: int, made: Recorder | None) -> None:

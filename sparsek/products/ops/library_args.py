@@ -179,7 +179,7 @@ class SampledArgs(NamedTuple):
 FlatPattern = tuple[Tensor, Tensor, list[int]]
 
 
-class Known(NamedTuple):
+class CachedPattern(NamedTuple):
     """The pattern of an indptr and of indices at this address, while neither is written to."""
 
     pattern: Callable[[], BlockPattern | None]
@@ -210,7 +210,7 @@ def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPa
 
     Parts that are new, or were written to, are copied and checked, with one sync.
     """
-    known: Known | None = _PATTERNS.get(indptr)
+    known: CachedPattern | None = _PATTERNS.get(indptr)
     if known is not None and known[1:] == _state(indptr, indices):
         pattern = known.pattern()
         sides = None if pattern is None else (*pattern.shape, *pattern.block)
@@ -220,7 +220,7 @@ def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPa
             if all(part.numpy().tobytes() == right.tobytes() for part, right in parts):
                 return pattern
     made = _unknown(indptr, indices, sizes)
-    _PATTERNS[indptr] = Known(lambda: made, *_state(indptr, indices))
+    _PATTERNS[indptr] = CachedPattern(lambda: made, *_state(indptr, indices))
     return made
 
 
@@ -229,11 +229,11 @@ def remember(indptr: Tensor, indices: Tensor, pattern: BlockPattern, anew: bool 
 
     `anew`: instead of the pattern that they found before.
     """
-    known: Known | None = _PATTERNS.get(indptr)
+    known: CachedPattern | None = _PATTERNS.get(indptr)
     state = _state(indptr, indices)
     other = known.pattern() if known is not None and known[1:] == state else None
     if anew or other is None or (other.shape, other.block) != (pattern.shape, pattern.block):
-        _PATTERNS[indptr] = Known(weakref.ref(pattern), *state)
+        _PATTERNS[indptr] = CachedPattern(weakref.ref(pattern), *state)
 
 
 def matrix(

@@ -21,7 +21,7 @@ from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import TAGS, schema_of
-from sparsek.core.tracing import Later, constant, save_for_backward, saved_tensors
+from sparsek.core.tracing import SecondOrderInput, constant, save_for_backward, saved_tensors
 from sparsek.engine.call.autocast import autocasts, follow_autocast
 from sparsek.engine.call.transforms import one_by_one
 from sparsek.engine.planning import same_family
@@ -194,7 +194,7 @@ class Mlp(torch.autograd.Function):
         hidden, slope = with_slope(x, layers.up, bias_up, layers.activation, layers.kernel)
         y = linear(hidden, layers.down, bias_down, kernel=layers.kernel)
         save_for_backward(ctx, x, up, down, hidden, slope)
-        ctx.layers, ctx.bias_up = layers.each(None, None), Later.of(bias_up)
+        ctx.layers, ctx.bias_up = layers.each(None, None), SecondOrderInput.of(bias_up)
         return y
 
     @staticmethod

@@ -25,7 +25,7 @@ from sparsek.products.ops.library_args import SampledArgs, SpgemmArgs
 from sparsek.products.ops.spmm import spmm
 from sparsek.products.plan import operands
 from sparsek.products.plan.matches import match
-from sparsek.products.plan.spgemm import KeptMatches, MatchCache, Matcher, Pair, SpgemmPlan
+from sparsek.products.plan.spgemm import CachedMatches, MatchCache, Matcher, Pair, SpgemmPlan
 
 SPGEMM = Operation(SpgemmPlan, choose)
 Output: TypeAlias = Literal["dense", "bsr"] | BlockPattern
@@ -171,7 +171,7 @@ def _check_plan(plan: Any, out: Output, kernel: str | None) -> None:
         )
 
 
-def _matched(a: BlockPattern, b: BlockPattern, wanted: Any) -> KeptMatches:
+def _matched(a: BlockPattern, b: BlockPattern, wanted: Any) -> CachedMatches:
     """The matches of both patterns; if `wanted` is a pattern, at its blocks of C only."""
     at = wanted if isinstance(wanted, BlockPattern) else None
     return a.derived("matches", MatchCache).get(a, b, at, captured(a.indptr), matcher(a.device))

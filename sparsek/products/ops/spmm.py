@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from sparsek.core import arguments, dtypes, memory, operations, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import Later, save_for_backward, saved_tensors
+from sparsek.core.tracing import SecondOrderInput, save_for_backward, saved_tensors
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts, dtype_on, follow_autocast
 from sparsek.engine.call.recorded_calls import Slot
@@ -430,7 +430,7 @@ class ProductFunction(torch.autograd.Function):
         # A second derivative computes the product with a slope again.
         kept = values if of_b or all_ else None, dense if of_values or all_ else None
         save_for_backward(ctx, *kept, cut, slope)
-        ctx.product = a._each(_nothing), how, shape, by_columns, Later.of(bias) if all_ else None
+        ctx.product = a._each(_nothing), how, shape, by_columns, SecondOrderInput.of(bias) if all_ else None
         return c
 
     @staticmethod

@@ -30,7 +30,7 @@ Held = Callable[[], BlockPattern | None]
 Matcher = Callable[[BlockPattern, BlockPattern, BlockPattern | None], Matches]
 
 
-class KeptMatches(NamedTuple):
+class CachedMatches(NamedTuple):
     """The matches of a pattern with B's, restricted to `wanted` if that is a pattern, and their plans."""
 
     b: Held
@@ -183,8 +183,8 @@ class MatchCache:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int | None], KeptMatches] = {}
-        self._captured: dict[int, KeptMatches] = {}
+        self._kept: dict[tuple[int, int | None], CachedMatches] = {}
+        self._captured: dict[int, CachedMatches] = {}
 
     def get(
         self,
@@ -193,7 +193,7 @@ class MatchCache:
         wanted: BlockPattern | None,
         captured: bool,
         make: Matcher = match,
-    ) -> KeptMatches:
+    ) -> CachedMatches:
         """The matches of `a`, whose cache this is, and `b`. If there are none, `make` finds them, with a host sync."""
         kept = self.find(b, wanted)
         if kept is None:
@@ -201,7 +201,7 @@ class MatchCache:
                 matches = make(a, b, wanted)
             if a.device.type == "cuda" and not captured:
                 torch.cuda.current_stream(a.device).synchronize()  # plans on other streams read them unawares
-            kept = KeptMatches(
+            kept = CachedMatches(
                 weakref.ref(b), None if wanted is None else weakref.ref(wanted), matches, PlanOwner()
             )
             self._drop()
@@ -213,7 +213,7 @@ class MatchCache:
             self._captured[id(kept.owner)] = kept
         return kept
 
-    def find(self, b: BlockPattern, wanted: BlockPattern | None) -> KeptMatches | None:
+    def find(self, b: BlockPattern, wanted: BlockPattern | None) -> CachedMatches | None:
         """The cached matches for `b` and C's pattern."""
         key = id(b), None if wanted is None else id(wanted)
         kept = self._kept.pop(key, None)

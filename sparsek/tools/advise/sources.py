@@ -33,7 +33,7 @@ class Skipped:
 
 
 @dataclass
-class Found:
+class WeightFiles:
     """Files of weights, each once, and what was passed over."""
 
     paths: list[Path] = field(default_factory=list)
@@ -79,7 +79,7 @@ def opened(
     Raises InvalidInput if something named is not there or holds no weights, and the error of a file that cannot be read
     if it is the only one.
     """
-    found = Found()
+    found = WeightFiles()
     for name in named:
         if not name:
             raise InvalidInput("the name of a model is empty; name a file, a folder or a model of the cache")
@@ -105,7 +105,7 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _joined(paths: Sequence[Path], read: Callable[[Path], WeightFile], found: Found) -> WeightFile:
+def _joined(paths: Sequence[Path], read: Callable[[Path], WeightFile], found: WeightFiles) -> WeightFile:
     """Several files as one, without those that cannot be read."""
     parts = []
     for path in paths:
@@ -124,7 +124,7 @@ def reason(path: Path, error: Exception) -> str:
     return said.removeprefix(f"{path}: ")
 
 
-def _look_up(name: str, found: Found) -> None:
+def _look_up(name: str, found: WeightFiles) -> None:
     path = Path(name)
     if path.is_dir():
         _folder(path, found)
@@ -136,7 +136,7 @@ def _look_up(name: str, found: Found) -> None:
         _folder(_snapshot(name), found)
 
 
-def _folder(folder: Path, found: Found) -> None:
+def _folder(folder: Path, found: WeightFiles) -> None:
     """Every file of weights in a folder and those below it; of shards with an index those that it names."""
     there = os.walk(folder, onerror=lambda error: found.skip(error.filename, error.strerror or str(error)))
     inside = sorted(
@@ -169,7 +169,7 @@ def _folder(folder: Path, found: Found) -> None:
         found.skip(folder, f"{others} other files, which hold no weights")
 
 
-def _index(path: Path, found: Found) -> None:
+def _index(path: Path, found: WeightFiles) -> None:
     """The shards that an index names, in its folder."""
     for shard in shards_of(path):
         if (path.parent / shard).is_file():

@@ -50,7 +50,7 @@ NOT_SPARSE = ("vendor.dense", "reference.spmm")
 
 
 @dataclass(frozen=True)
-class Question:
+class AdviceSettings:
     """The settings of `advise`. `device`: None (a GPU if there is one, else predictions for the H200), "cuda",
     "cpu", or the name of a card to predict for. `keep` is the fraction of blocks that stay, `scope` "global"
     or "row"."""
@@ -271,7 +271,7 @@ def grouped(shapes: Iterable[tuple[str, tuple[int, int]]], *, wanted: bool = Fal
     ]
 
 
-def prune(name: str, weight: torch.Tensor, question: Question) -> Pruned:
+def prune(name: str, weight: torch.Tensor, question: AdviceSettings) -> Pruned:
     """Prunes W [out, in] by Frobenius norm, multiplies it with random tokens, and checks the product.
 
     The check takes as few tokens as keep its float64 product short. Raises InvalidFile for NaN or Inf in W, and
@@ -291,7 +291,7 @@ def prune(name: str, weight: torch.Tensor, question: Question) -> Pruned:
     return Pruned(name, matrix, kept, check_spmm(matrix, x.T, spmm(matrix, x.T)), tokens)
 
 
-def compared(weight: torch.Tensor, question: Question) -> tuple[Option, ...]:
+def compared(weight: torch.Tensor, question: AdviceSettings) -> tuple[Option, ...]:
     """Every way to store W [N, K] that some kernel multiplies, with the question's blocks: measured or predicted.
 
     Errors are those of N(0, 1) tokens, which follow the kept norm; those of real activations may differ.
@@ -324,7 +324,10 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def advise(
-    group: WeightGroup, read: Callable[[str], torch.Tensor], question: Question, step: Callable[[str], None]
+    group: WeightGroup,
+    read: Callable[[str], torch.Tensor],
+    question: AdviceSettings,
+    step: Callable[[str], None],
 ) -> Advice | NoAdvice:
     """Prunes and checks every matrix of the group, predicts all times or measures the first, calls `step(name)` after
     each.
@@ -367,7 +370,7 @@ def advise(
     return Advice(group, cells, kept_norm, tuple(times), wrong, worst, first, tuple(failures), formats)
 
 
-def timed(a: BSR, weight: torch.Tensor, question: Question) -> ProductTimes:
+def timed(a: BSR, weight: torch.Tensor, question: AdviceSettings) -> ProductTimes:
     """Dense and sparse seconds of `tokens` tokens: measured if there is a device for it, else predicted.
 
     Raises InvalidInput for more tokens than the memory of a CPU can hold.
@@ -431,7 +434,7 @@ def best_sparse(a: BSR, b: torch.Tensor, card: str | None) -> Any:
     return min(plans, key=lambda plan: plan.seconds)
 
 
-def predicted_dense(question: Question, shape: tuple[int, int], card: str) -> float:
+def predicted_dense(question: AdviceSettings, shape: tuple[int, int], card: str) -> float:
     """Seconds of the dense product with W [N, K] of this shape on a named card, as the planner predicts them."""
     return dense_seconds(card_named(card), question.dtype, question.tokens, *shape)
 
@@ -444,13 +447,13 @@ class TimeCurve:
     `n` places are what a pruning to `n` blocks stores. `steps`: how many places there are.
     """
 
-    question: Question
+    question: AdviceSettings
     shape: tuple[int, int]
     device: torch.device
     ranks: torch.Tensor
 
     @classmethod
-    def of(cls, dense: torch.Tensor, question: Question) -> "TimeCurve":
+    def of(cls, dense: torch.Tensor, question: AdviceSettings) -> "TimeCurve":
         tiles = tiles_of(dense, question.block)
         norms = torch.linalg.vector_norm(tiles, dim=3, dtype=torch.float64).square().sum(dim=1)
         groups = norms if question.scope == "row" else norms.reshape(1, -1)

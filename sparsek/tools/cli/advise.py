@@ -18,7 +18,7 @@ from sparsek.pictures import svg
 from sparsek.pictures.blocks import spy_svg
 from sparsek.tools.advise import weights as advising
 from sparsek.tools.advise.sources import Skipped, few, opened
-from sparsek.tools.advise.weights import Advice, NoAdvice, Question
+from sparsek.tools.advise.weights import Advice, AdviceSettings, NoAdvice
 from sparsek.tools.cli.advise_formats import print_break_even, print_formats
 from sparsek.tools.cli.options import Dtype, Keep, ToPredict
 from sparsek.tools.cli.output import (
@@ -77,14 +77,14 @@ def advise(
     (least, largest), wrong, times: [{dense, sparse, kernel, break_even, predicted, host}], formats: [{name, format,
     kernel, seconds, stored, kept_norm, error}]}]}; times in seconds, shares from 0 to 1.
     """
-    question = Question(parse_block(block), keep, tokens, device, dtype, scope)
+    question = AdviceSettings(parse_block(block), keep, tokens, device, dtype, scope)
     answer(models, tensor or [], question, picture, break_even, json)
 
 
 def answer(
     models: Sequence[str],
     wanted: list[str],
-    question: Question,
+    question: AdviceSettings,
     picture: Path | None,
     break_even: Path | None = None,
     json: bool = False,
@@ -158,7 +158,7 @@ def _passed_over(weights: WeightFile, names: Sequence[str], block: tuple[int, in
 def _document(
     models: Sequence[str],
     skipped: Sequence[Skipped],
-    question: Question,
+    question: AdviceSettings,
     answers: Sequence[Advice | NoAdvice],
 ) -> dict[str, Any]:
     """What `--json` prints."""
@@ -191,7 +191,7 @@ def _document(
     return {"models": list(models), "skipped": over, "question": asked, "matrices": matrices}
 
 
-def _table(title: str, answers: Sequence[Advice | NoAdvice], question: Question) -> Table:
+def _table(title: str, answers: Sequence[Advice | NoAdvice], question: AdviceSettings) -> Table:
     """One row per group."""
     star = "" if question.predicted_for is None else "*"
     table = new_table(f"{title}, {question.tokens} tokens, {question.dtype}")
@@ -247,7 +247,7 @@ def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
     return low if low == high else f"{low.removesuffix(unit)} to {high}"
 
 
-def _notes(advices: list[Advice], question: Question) -> str:
+def _notes(advices: list[Advice], question: AdviceSettings) -> str:
     """What the numbers are: measured or predicted, by which kernels, and how the products were checked."""
     kernels = ", ".join(sorted({times.kernel for advice in advices for times in advice.times}))
     checked = sum(advice.checked for advice in advices)

@@ -11,14 +11,14 @@ from sparsek.core.device import CARDS, card_of
 from sparsek.products.ops.choose import Option
 from sparsek.products.ops.weight_formats import TITLES
 from sparsek.tools.advise import break_even
-from sparsek.tools.advise.weights import Advice, Question
+from sparsek.tools.advise.weights import Advice, AdviceSettings
 from sparsek.tools.cli.output import console, duration, is_whole, progress
 from sparsek.tools.cli.output import table as new_table
 
 IN_FULL = 4  # matrices; more have one row each, with kept norms where they fit
 
 
-def print_formats(advices: Sequence[Advice], question: Question) -> None:
+def print_formats(advices: Sequence[Advice], question: AdviceSettings) -> None:
     """Every format of each group's first matrix, the fastest in green; nothing where all are look-ups.
 
     A row for each format; of more than a few matrices a row for each matrix.
@@ -96,7 +96,7 @@ def _over_dense(advice: Advice, option: Option) -> str:
     return "" if dense is None else f"{dense / option.seconds:.2f}x"
 
 
-def print_break_even(shape: tuple[int, int], question: Question, path: Path, out: Console) -> None:
+def print_break_even(shape: tuple[int, int], question: AdviceSettings, path: Path, out: Console) -> None:
     """Prints the table of break-even shares for W of a shape, and draws the picture."""
     card = question.predicted_for or next(
         (name for name, known in CARDS.items() if known == card_of(question.run_on)), "h200"

@@ -17,7 +17,7 @@ from sparsek.core.clock import time_rounds
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import parse_block
 from sparsek.testing.attention_budget import check_attention
-from sparsek.tools.advise.weights import Question
+from sparsek.tools.advise.weights import AdviceSettings
 from sparsek.tools.cli.advise import answer
 from sparsek.tools.cli.options import Keep, ToPredict
 from sparsek.tools.cli.output import EXIT_ERROR, complain, console, duration, progress
@@ -41,7 +41,7 @@ def demo(
 
     Without these weights (the extra `demo`) it shows attention alone.
     """
-    question = Question(parse_block(block), keep, tokens, device)
+    question = AdviceSettings(parse_block(block), keep, tokens, device)
     attend(question.run_on)
     try:
         weights = minilm()

@@ -26,19 +26,19 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-class Named(NamedTuple):
+class KernelDefaults(NamedTuple):
     """A kernel: the benchmark that measures it, and other defaults of its options."""
 
     bench: str
     defaults: Mapping[str, str]
 
 
-def kernels_of(bench: str) -> dict[str, Named]:
+def kernels_of(bench: str) -> dict[str, KernelDefaults]:
     """The kernels that a benchmark measures, by name."""
-    return {name: Named(bench, DEFAULTS.get(kind, {})) for name, kind in _rows(bench)}
+    return {name: KernelDefaults(bench, DEFAULTS.get(kind, {})) for name, kind in _rows(bench)}
 
 
-def kernel_named(name: str) -> Named | None:
+def kernel_named(name: str) -> KernelDefaults | None:
     """The kernel of that name; None for others. Raises Unsupported for a removed one."""
     refuse_removed(name)
     return next((found[name] for bench in OF_BENCH if name in (found := kernels_of(bench))), None)

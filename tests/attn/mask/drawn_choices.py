@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import Near, Selection
+from sparsek.attn.mask.build.selection import LocalBlocks, Selection
 from sparsek.attn.mask.lists import CHOSEN_SIZES, Place
 from sparsek.attn.mask.mask import BlockMask
 
@@ -56,8 +56,8 @@ def drawn(
     always: Any = (
         None,
         None,
-        Near(1, None, 0),
-        Near(1, 100, 30),
+        LocalBlocks(1, None, 0),
+        LocalBlocks(1, 100, 30),
         torch.rand(1, 1, tiles, columns, generator=draw) < 0.1,
     )
     always = always[one(5)]

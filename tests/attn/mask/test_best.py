@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.attn.mask.build.scored import best_blocks, best_near
-from sparsek.attn.mask.build.selection import Near
+from sparsek.attn.mask.build.selection import LocalBlocks
 from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
@@ -82,7 +82,7 @@ def test_near_blocks_are_those_of_a_window(
     always = BlockMask.sliding_window(**frame, window=window, sinks=sinks, causal=causal)
     scores = torch.randn(2, 3, *place.grid, generator=torch.Generator().manual_seed(seed))
     scores[scores > 1] = torch.nan
-    near = Near(-(-sinks // 64), window - 1, 0 if causal else window - 1)
+    near = LocalBlocks(-(-sinks // 64), window - 1, 0 if causal else window - 1)
     mask = best_near(BlockMask, scores, place, causal, k, near, "all")
     assert torch.equal(check_mask(mask), best_blocks(within, scores, k, always).to_dense())
 

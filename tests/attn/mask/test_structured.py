@@ -570,7 +570,7 @@ def test_true_sizes_take_the_place_of_bounds():
         hi=mask.hi, rules=mask.rules, bits=mask.bits, sizes=Sizes(999, 99, 16, exact=False), pure=mask.pure,
     )  # fmt: skip
     assert loose.heavy_blocks == 999
-    late = readback.LateSizes()
+    late = readback.DeferredSizes()
     late.apply(loose, wait=False)
     assert not loose.sizes.exact
     late.apply(loose, wait=True)

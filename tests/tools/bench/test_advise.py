@@ -12,9 +12,9 @@ from sparsek.files.weights import WeightFile, open_weights
 from sparsek.products.formats.bsr import BSR
 from sparsek.testing.budget import Gate
 from sparsek.tools.advise import weights as advise
-from sparsek.tools.advise.weights import Advice, NoAdvice, ProductTimes, Pruned, Question, WeightGroup
+from sparsek.tools.advise.weights import Advice, AdviceSettings, NoAdvice, ProductTimes, Pruned, WeightGroup
 
-PREDICT = Question(block=(32, 32), keep=0.25, tokens=256, device="h200")
+PREDICT = AdviceSettings(block=(32, 32), keep=0.25, tokens=256, device="h200")
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_pruned_matrix_keeps_its_largest_blocks_and_passes_the_check(weights: 
 
 
 def test_a_question_may_keep_no_block(weights: WeightFile) -> None:
-    pruned = advise.prune("layer.0.w", weights.read("layer.0.w"), Question((32, 32), 0, 256, "h200"))
+    pruned = advise.prune("layer.0.w", weights.read("layer.0.w"), AdviceSettings((32, 32), 0, 256, "h200"))
     assert (pruned.matrix.nnzb, pruned.kept_norm, pruned.gate.passed) == (0, 0.0, True)
 
 
@@ -152,7 +152,7 @@ def test_every_matrix_of_a_group_is_read_and_checked(weights: WeightFile) -> Non
 def test_the_curve_prunes_by_the_rule_of_the_question(scope: str) -> None:
     weight = torch.randn(200, 170, generator=torch.Generator().manual_seed(0)).bfloat16()
     for keep in (0.01, 0.25, 0.6, 1.0):
-        question = Question((32, 32), keep, 256, "h200", scope=scope)
+        question = AdviceSettings((32, 32), keep, 256, "h200", scope=scope)
         curve, matrix = advise.TimeCurve.of(weight, question), advise.prune("w", weight, question).matrix
         assert curve.pattern(max(1, round(keep * curve.steps))).same_as(matrix.pattern)
 
@@ -165,7 +165,7 @@ def uneven(side: int = 4096) -> torch.Tensor:
 
 @pytest.mark.parametrize("keep", [0.02, 0.3, 0.9])
 def test_sparse_wins_up_to_the_break_even_density_and_loses_above(keep: float) -> None:
-    question = Question((128, 128), keep, 4096, "h200")
+    question = AdviceSettings((128, 128), keep, 4096, "h200")
     weight = uneven().bfloat16()
     curve, matrix = advise.TimeCurve.of(weight, question), BSR.from_dense(weight, (128, 128), keep=keep)
     own = curve.plan(matrix.pattern).seconds
@@ -261,16 +261,16 @@ def test_a_file_without_a_float_matrix_is_told_by_what_is_in_it(tmp_path: Path, 
 )
 def test_a_question_without_sense_is_refused(change: dict, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        Question(**change)
+        AdviceSettings(**change)
 
 
 def test_a_card_without_facts_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="'b200'; known: h200"):
-        Question(device="b200")
+        AdviceSettings(device="b200")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_the_default_is_predictions_for_the_h200() -> None:
-    assert Question().predicted_for == "h200"
+    assert AdviceSettings().predicted_for == "h200"
     with pytest.raises(InvalidInput, match="there is no GPU"):
-        Question(device="cuda")
+        AdviceSettings(device="cuda")

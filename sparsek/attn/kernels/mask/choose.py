@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.attn.mask.build import selection
-from sparsek.attn.mask.build.selection import Near, Selection
+from sparsek.attn.mask.build.selection import LocalBlocks, Selection
 from sparsek.engine.launch.launch import launch
 from sparsek.engine.launch.ranks import count_over, highest, order
 from sparsek.engine.launch.recorder import fault_word
@@ -362,7 +362,7 @@ def choose_blocks(made: Sequence[Any], c: Selection) -> tuple[Tensor, ...] | Non
     numbers, limit = (c.limit, 0) if isinstance(c.limit, Tensor) else (None, c.limit)
     if numbers is None and c.kind == "mass":
         limit = struct.unpack("<q", struct.pack("<d", c.limit))[0]
-    near = c.always if isinstance(c.always, Near) else Near(0, None, 0)
+    near = c.always if isinstance(c.always, LocalBlocks) else LocalBlocks(0, None, 0)
     near_kind = (
         "" if c.always is None or isinstance(c.always, Tensor) else "sinks" if near.back is None else "window"
     )

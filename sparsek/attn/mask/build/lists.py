@@ -27,7 +27,7 @@ from sparsek.attn.mask.lists import (
     refuse_capture,
     upload,
 )
-from sparsek.attn.mask.readback import Fault, LateSizes, with_readbacks
+from sparsek.attn.mask.readback import DeferredSizes, Fault, with_readbacks
 from sparsek.attn.mask.recorded import of_options, repeated
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
@@ -247,7 +247,7 @@ def from_blocks(
             f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
         )
     check_stored(indices.numel())
-    readbacks: list[Fault | LateSizes] = []
+    readbacks: list[Fault | DeferredSizes] = []
     if on_gpu:
         refuse_capture()
         wrong = _wrong(indptr, indices, columns)
@@ -259,7 +259,7 @@ def from_blocks(
         sizes = Sizes(
             most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
         )
-        readbacks.append(LateSizes())
+        readbacks.append(DeferredSizes())
     else:
         _check_lists(indptr, indices, place, rows)
         arrays = [part.numpy() for part in _split(indptr, indices, place)]
@@ -273,7 +273,7 @@ def from_blocks(
         lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
     )  # fmt: skip
     for each in readbacks:
-        if isinstance(each, LateSizes):
+        if isinstance(each, DeferredSizes):
             each.begin(mask)
     return with_readbacks(mask, readbacks)
 

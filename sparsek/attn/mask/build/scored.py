@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import INTS, Near, Selection, as_kv_lengths, held, joined_batch
+from sparsek.attn.mask.build.selection import INTS, LocalBlocks, Selection, as_kv_lengths, held, joined_batch
 from sparsek.attn.mask.build.selection_reference import chosen_mask, highest, rows_of
 from sparsek.attn.mask.data import Mask, MaskData
 from sparsek.attn.mask.elements import NOT_STORED, WHOLE, table_of
@@ -253,11 +253,11 @@ def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], 
     return always.view(wide)
 
 
-def _as_near(always: Any, place: Place, causal: bool, k: int) -> Near:
+def _as_near(always: Any, place: Place, causal: bool, k: int) -> LocalBlocks:
     """The first `sinks` blocks and `local` ones up to the tile's own, if not causal also after it."""
     sinks, local = (min(each, place.reach) for each in arguments.pair("always", always))
     keys = (min(local, place.blocks(place.reach)) - 1) * place.block[1]
-    near = Near(min(sinks, place.grid[1]), keys if local else None, 0 if causal else keys)
+    near = LocalBlocks(min(sinks, place.grid[1]), keys if local else None, 0 if causal else keys)
     kept = held(place, causal, near)
     if (kept > k).any():
         at = int(kept.argmax())
@@ -267,7 +267,7 @@ def _as_near(always: Any, place: Place, causal: bool, k: int) -> Near:
 
 @not_traced("a block mask")
 def best_near(
-    cls: type[Mask], scores: Tensor, place: Place, causal: bool, k: int, near: Near, label: str
+    cls: type[Mask], scores: Tensor, place: Place, causal: bool, k: int, near: LocalBlocks, label: str
 ) -> Mask:
     """The mask of the `k` blocks with the highest scores in each tile, and of all near ones, which count among the k.
 

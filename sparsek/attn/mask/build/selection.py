@@ -31,7 +31,7 @@ LENGTH, NUMBER, VALUE, CROWDED = range(4)
 POSITION_BITS = 26
 
 
-class Near(NamedTuple):
+class LocalBlocks(NamedTuple):
     """Blocks that are always kept: the first `sinks`, and those with a key from `back` tokens before a tile's first
     query to `fore` tokens after its last; none of these if `back` is None.
     """
@@ -70,7 +70,7 @@ class Selection(NamedTuple):
     label: str
     limit: Any = 0
     least: int = 0
-    always: Tensor | Near | None = None
+    always: Tensor | LocalBlocks | None = None
     counts: Tensor | None = None
     every: bool = False
     names: dict[str, Any] = {}  # noqa: RUF012
@@ -173,7 +173,7 @@ def _deep(place: Place) -> int:
 
 
 @lru_cache(maxsize=256)
-def held(place: Place, causal: bool, near: Near) -> np.ndarray:
+def held(place: Place, causal: bool, near: LocalBlocks) -> np.ndarray:
     """How many blocks of each tile are near, int64 [Mb]."""
     (_, end), bk = visible(place, causal), place.block[1]
     sinks = np.minimum(near.sinks, end)

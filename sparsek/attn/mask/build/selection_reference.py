@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.build import selection
-from sparsek.attn.mask.build.selection import MASS_BITS, Near, Selection, by_a_kernel
+from sparsek.attn.mask.build.selection import MASS_BITS, LocalBlocks, Selection, by_a_kernel
 from sparsek.attn.mask.build.structured import every_key, up_to_itself
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists, Place, Sizes, check_stored, exact_sizes
@@ -175,8 +175,8 @@ def _always(c: Selection) -> Tensor:
     return near_blocks(c.place, near)
 
 
-def near_blocks(place: Place, near: Near) -> Tensor:
-    """The blocks of `Near`, bool [Mb, Nb]."""
+def near_blocks(place: Place, near: LocalBlocks) -> Tensor:
+    """The blocks of `LocalBlocks`, bool [Mb, Nb]."""
     column = torch.arange(place.grid[1], dtype=torch.int64, device=place.device)
     early = (column < near.sinks).expand(place.grid)
     if near.back is None:

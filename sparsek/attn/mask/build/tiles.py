@@ -18,7 +18,7 @@ from sparsek.core.arguments import INT32_MAX
 from sparsek.products.formats.padding import tiles_of
 
 
-class Seen(NamedTuple):
+class KeyBounds(NamedTuple):
     """Partial blocks. Query q of block n sees keys from `first[n, q]` on and before `end[n, q]` (INT32_MAX and 0 if
     none), and every one of those if `solid[n, q]`. Queries beyond q_len see none.
     """
@@ -41,7 +41,7 @@ class TileMask:
         self.tiles, self.columns = (-(-length // side) for length, side in zip(lengths, block, strict=True))
         self.rows = batch * heads * self.tiles
         self._full: list[Tensor] = []
-        self._partial: list[Seen] = []
+        self._partial: list[KeyBounds] = []
         self.add(
             torch.empty(0, dtype=torch.int64, device=device),
             torch.empty(0, *block, dtype=torch.bool, device=device),
@@ -64,7 +64,7 @@ class TileMask:
         first = torch.where(tiles, keys, INT32_MAX).amin(2)
         end = torch.where(tiles, keys + 1, 0).amax(2)
         solid = tiles.sum(2) == end - torch.where(some, first, 0)
-        self._partial.append(Seen(cells, pack_bits(tiles), first, end, solid))
+        self._partial.append(KeyBounds(cells, pack_bits(tiles), first, end, solid))
 
     def add_slab(self, first: tuple[int, int], slab: Tensor) -> None:
         """Add the blocks of bool [queries, keys], the first of them in this row and column of blocks. Syncs."""
@@ -87,9 +87,9 @@ class TileMask:
     def mask(self, cls: type[Mask], label: str) -> Mask:
         """The mask, of class `cls`, of all added blocks. Syncs."""
         full = torch.cat(self._full).sort().values
-        seen = Seen(*map(torch.cat, zip(*self._partial, strict=True)))
+        seen = KeyBounds(*map(torch.cat, zip(*self._partial, strict=True)))
         order = seen.cells.argsort()
-        seen = Seen(*(part[order] for part in seen))
+        seen = KeyBounds(*(part[order] for part in seen))
         lo, hi = self._hull(full, seen)
         explained = self._explained(seen, lo, hi)
         pure, by_interval = bool(explained.all()), bool(explained.any())
@@ -102,7 +102,7 @@ class TileMask:
             rules=rules, bits=bits, pure=pure, label=label,
         )  # fmt: skip
 
-    def _hull(self, full: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def _hull(self, full: Tensor, seen: KeyBounds) -> tuple[Tensor, Tensor]:
         """The first key that each query sees and the one after the last, int32 [rows, bq]; INT32_MAX and 0 for none."""
         start = (full % self.columns * self.block[1]).to(torch.int32)
         rows_of_full, rows_of_seen = (
@@ -120,7 +120,7 @@ class TileMask:
             "amax", 0, start + self.block[1], seen.end
         )
 
-    def _explained(self, seen: Seen, lo: Tensor, hi: Tensor) -> Tensor:
+    def _explained(self, seen: KeyBounds, lo: Tensor, hi: Tensor) -> Tensor:
         """Whether the hull explains each partial block, bool [n]."""
         queries, keys = self.positions(seen.cells)
         rows, start = seen.cells // self.columns, keys[:, :1]

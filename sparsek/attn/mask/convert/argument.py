@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparsek.attn.mask.cache import ByTensor, KeptMask, kept_mask, values_of
+from sparsek.attn.mask.cache import ByTensor, CachedMask, kept_mask, values_of
 from sparsek.attn.mask.lists import Frame
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors, swapped
@@ -38,7 +38,7 @@ FLEX = "torch.nn.attention.flex_attention"
 
 _compiling = torch.compiler.is_compiling
 
-_OF_TENSORS: ByTensor[KeptMask] = ByTensor()
+_OF_TENSORS: ByTensor[CachedMask] = ByTensor()
 # Of each FlexAttention mask or other owner: the objects that its rule reads, their versions, and the mask.
 _OF_FLEX: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -169,12 +169,12 @@ def _converted(mask: Any, q: Tensor, k: Tensor) -> BlockMask:
 _untraced = not_traced("a block mask")(_converted)
 
 
-def _of_tensor(dense: Tensor, lengths: tuple[int, int]) -> KeptMask:
+def _of_tensor(dense: Tensor, lengths: tuple[int, int]) -> CachedMask:
     _refuse_capture(dense.device, "a tensor")
     whole = dense[(None,) * (4 - dense.ndim)]
     if not whole.shape[0]:  # no batch item, and a mask has at least one
         whole = whole.new_ones(1, 1, 1, 1)
-    return KeptMask.of(BlockMask.from_dense(whole.expand(*whole.shape[:2], *lengths)))
+    return CachedMask.of(BlockMask.from_dense(whole.expand(*whole.shape[:2], *lengths)))
 
 
 def _of_flex(mask: FlexMask) -> BlockMask:
@@ -196,7 +196,7 @@ def kept_conversion(
     known = _OF_FLEX.get(owner)
     if known is None or known[1] != held or not _same(known[0], read):
         _refuse_capture(device, what)
-        known = [*map(_reference, read)], held, KeptMask.of(build())
+        known = [*map(_reference, read)], held, CachedMask.of(build())
         _OF_FLEX[owner] = known
     return known[2].here()
 

@@ -28,7 +28,7 @@ CELLS = 1 << 24  # queries times blocks of keys that are classified in one step
 BYTES = 0x0101010101010101
 
 
-class SeenKeys(NamedTuple):
+class BlockVisibility(NamedTuple):
     """Of each query and block of keys, int32 [queries, blocks]: how many keys are seen, the first one (INT32_MAX if
     none), and the end of the last one (0 if none).
     """
@@ -48,22 +48,22 @@ class QueryWindow(NamedTuple):
 
 
 # From a window, how many queries it has, and the first key of each of its blocks.
-Look = Callable[[QueryWindow, int, Tensor], SeenKeys]
+Look = Callable[[QueryWindow, int, Tensor], BlockVisibility]
 # From batch items and heads [n], queries [n, bq] and keys [n, bk] of blocks: bool [n, bq, bk].
 LookAt = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def seen_in(blocks: Tensor, start: Tensor) -> SeenKeys:
+def seen_in(blocks: Tensor, start: Tensor) -> BlockVisibility:
     """From bool [queries, blocks, bk]; `start`: the first key of each block, int32 [blocks]."""
     key = start[:, None] + torch.arange(blocks.shape[2], dtype=torch.int32, device=blocks.device)
-    return SeenKeys(
+    return BlockVisibility(
         blocks.sum(2, dtype=torch.int32),
         torch.where(blocks, key, INT32_MAX).amin(2),
         torch.where(blocks, key + 1, 0).amax(2),
     )
 
 
-def seen_on_cpu(blocks: Tensor, start: Tensor) -> SeenKeys:
+def seen_on_cpu(blocks: Tensor, start: Tensor) -> BlockVisibility:
     """`seen_in`, for a CPU: counts eight keys at a time, and looks at single keys only where some are not seen."""
     bk = blocks.shape[2]
     words = blocks.contiguous().view(torch.int64).sum(2)  # a byte counts up to bk / 8
@@ -76,7 +76,7 @@ def seen_on_cpu(blocks: Tensor, start: Tensor) -> SeenKeys:
         some = blocks[query, block].view(torch.uint8)
         first[query, block] = start[block] + some.argmax(1).to(torch.int32)
         end[query, block] = start[block] + bk - some.flip(1).argmax(1).to(torch.int32)
-    return SeenKeys(count, first, end)
+    return BlockVisibility(count, first, end)
 
 
 class Classes(NamedTuple):
@@ -87,7 +87,7 @@ class Classes(NamedTuple):
     hi: Tensor
 
 
-def classified(seen: SeenKeys, here: Tensor, start: Tensor, sides: tuple[int, int]) -> Classes:
+def classified(seen: BlockVisibility, here: Tensor, start: Tensor, sides: tuple[int, int]) -> Classes:
     """`here`: whether a query exists, bool [queries]."""
     bq, bk = sides
     count, first, end = (each.unflatten(0, (-1, bq)) for each in seen)
@@ -143,7 +143,7 @@ class Evaluation:
         per_query = (-1, self.place.q_len)
         return Classes(torch.cat(kinds), torch.cat(los).view(per_query), torch.cat(his).view(per_query))
 
-    def _seen(self, look: Look, group: int, rows: range) -> SeenKeys:
+    def _seen(self, look: Look, group: int, rows: range) -> BlockVisibility:
         """What the queries of some tiles see, in windows of at most `chunk` elements."""
         bq, bk = self.place.block
         width = min(max(self.chunk // (bq * bk), 1), self.columns)
@@ -211,9 +211,9 @@ class Evaluation:
         return torch.cat(made)
 
 
-def _joined(parts: list[SeenKeys], dim: int) -> SeenKeys:
+def _joined(parts: list[BlockVisibility], dim: int) -> BlockVisibility:
     made: Any = (each[0] if len(each) == 1 else torch.cat(each, dim) for each in zip(*parts, strict=True))
-    return SeenKeys(*made)
+    return BlockVisibility(*made)
 
 
 def _places(flags: Tensor, count: int) -> Tensor:

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from sparsek.attn.mask.build.tiles import TileMask
 from sparsek.attn.mask.convert.evaluate import (
+    BlockVisibility,
     Classes,
     Evaluation,
     QueryWindow,
-    SeenKeys,
     classified,
     seen_in,
     seen_on_cpu,
@@ -124,7 +124,7 @@ def from_mask_mod(
         _values(mask_mod, QueryWindow(zero, zero, zero, zero), (1, 1), lengths)
     by = _compiled() if compiled else _Steps(_seen_on_cpu if on_cpu else _seen, classified, _values_at)
 
-    def look(window: QueryWindow, queries: int, start: Tensor) -> SeenKeys:
+    def look(window: QueryWindow, queries: int, start: Tensor) -> BlockVisibility:
         return by.seen(mask_mod, window, queries, start, lengths, place.block[1])
 
     def look_at(batch_items: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def from_mask_mod(
 class _Steps(NamedTuple):
     """The steps of a evaluation, as they are or compiled."""
 
-    seen: Callable[..., SeenKeys]
+    seen: Callable[..., BlockVisibility]
     classify: Callable[..., Classes]
     values_at: Callable[..., Tensor]
 
@@ -163,7 +163,7 @@ def _compiled_for_any(step: Callable[Given, Made]) -> Callable[Given, Made]:
 
 def _seen(
     mask_mod: MaskMod, window: QueryWindow, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
-) -> SeenKeys:
+) -> BlockVisibility:
     blocks = len(start)
     return seen_in(
         _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start
@@ -172,7 +172,7 @@ def _seen(
 
 def _seen_on_cpu(
     mask_mod: MaskMod, window: QueryWindow, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
-) -> SeenKeys:
+) -> BlockVisibility:
     blocks = len(start)
     return seen_on_cpu(
         _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start

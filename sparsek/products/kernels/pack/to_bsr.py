@@ -303,7 +303,7 @@ class Source(NamedTuple):
 Again = Callable[[Hashable, Sequence[Tensor], Callable[[], Any]], Any]
 
 
-class Kept(NamedTuple):
+class PackResult(NamedTuple):
     """What a call under `keep` makes: the parts of a BSR; the word of host memory that is 1, once the mark of this
     thread is reached, if a norm may not decide; and from what that can be found out, all keys and the stored cells.
     """
@@ -362,7 +362,7 @@ def pack_bsr(
 
 
 def finished(parts: Sequence[Tensor], shape: tuple[int, int], block: tuple[int, int]) -> BSR | None:
-    """The BSR of the first four fields of a `Kept`; None if its norms may not decide.
+    """The BSR of the first four fields of a `PackResult`; None if its norms may not decide.
 
     It is assembled before the host waits, while the GPU works.
     """
@@ -375,8 +375,8 @@ def finished(parts: Sequence[Tensor], shape: tuple[int, int], block: tuple[int, 
     return made
 
 
-def _examined(kept: Kept, shape: tuple[int, int], block: tuple[int, int]) -> BSR | None:
-    """The BSR of a `Kept`; None if norms do not decide."""
+def _examined(kept: PackResult, shape: tuple[int, int], block: tuple[int, int]) -> BSR | None:
+    """The BSR of a `PackResult`; None if norms do not decide."""
     wait_for_mark(kept.keys.device)
     _taken(kept.word)
     return None if _is_undecided(kept.keys, kept.where) else _assembled(shape, block, *kept[:3])
@@ -461,13 +461,13 @@ def _is_undecided(keys: Tensor, where: Tensor) -> bool:
     return bool((keys == infinity).any() | ((stored > 0) & (stored < sure)).any())
 
 
-def _kept(source: Source, groups: int, count: int) -> Kept:
+def _kept(source: Source, groups: int, count: int) -> PackResult:
     """The blocks of the `count` largest norms of each group. The mark is set where the norms are known."""
     keys, word = _keys(source, True)
     set_mark(keys.device)
     where = keys.new_empty(groups * count, dtype=torch.int32)
     indptr = _choose_in(keys, where, groups, True, count=count)
-    return Kept(indptr, *_gathered(source, where), word, keys, where)
+    return PackResult(indptr, *_gathered(source, where), word, keys, where)
 
 
 def _over(keys: Tensor, rule: Rule, groups: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,7 +58,7 @@ from sparsek.products.kernels.spmm.multiply import Beside, Tile, deepened, most_
 from sparsek.products.kernels.spmm.multiply_fp8 import multiply
 from sparsek.products.kernels.spmm.multiply_fp8_register_tile import multiply_held, multiply_held_sums
 from sparsek.products.kernels.spmm.parts import (
-    Dealt,
+    SplitSchedule,
     beside_c,
     busy_seconds,
     dealt,
@@ -332,7 +332,7 @@ class HopperSpmmFp8:
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
         return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Dealt:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> SplitSchedule:
         pattern = a.matrix.pattern
         units = pattern.derived(("walk", c.rows, 1), lambda: walk(pattern, c.rows, 1))
         return dealt(units, c, p, a.device)
@@ -340,7 +340,7 @@ class HopperSpmmFp8:
     def launch(
         self,
         c: Config,
-        work: Dealt,
+        work: SplitSchedule,
         a: Quantized,
         b: QuantizedTensor,
         out: Tensor,

@@ -65,7 +65,7 @@ def parts_of(cut: Cut, columns: int, tile_cols: int, device: torch.device) -> Sp
     return SplitTiles(put(table.reshape(-1, 4), device), len(several) * columns, columns)
 
 
-class Dealt(NamedTuple):
+class SplitSchedule(NamedTuple):
     """A schedule on the device: tile records, the first record of each CTA, and the block column of every step."""
 
     tiles: Tensor
@@ -76,7 +76,7 @@ class Dealt(NamedTuple):
     parts: SplitTiles | None
 
 
-def dealt(units: UnitSteps, c: Tile, p: SpmmProblem, device: torch.device) -> Dealt:
+def dealt(units: UnitSteps, c: Tile, p: SpmmProblem, device: torch.device) -> SplitSchedule:
     """Assigns the tiles of all units over the columns of B to the card's CTAs; long units in parts if `c.split`."""
     columns, sms = -(-p.n // c.block_cols), p.card.sm_count
     parts, slots, whole = None, -1, units
@@ -89,7 +89,7 @@ def dealt(units: UnitSteps, c: Tile, p: SpmmProblem, device: torch.device) -> De
         slots = np.append(np.where(row < 0, -1, row * columns + col), -1)
         parts = parts_of(made, columns, c.block_cols, device)
     lists = (put(each, device) for each in (records(deal, c.block[0], slots), deal.starts, whole.cols))
-    return Dealt(*lists, deal.ctas, deal.imbalance, parts)
+    return SplitSchedule(*lists, deal.ctas, deal.imbalance, parts)
 
 
 def records(deal: ProductSchedule, bm: int, slots: Any) -> Any:

@@ -31,7 +31,7 @@ pytest.importorskip("triton")
 
 from sparsek.products.kernels.spmm import hopper_fp8 as spmm_fp8
 from sparsek.products.kernels.spmm.hopper_fp8 import PROMOTED, Config
-from sparsek.products.kernels.spmm.parts import Dealt
+from sparsek.products.kernels.spmm.parts import SplitSchedule
 from tests.engine.launch.covering import once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
@@ -272,7 +272,9 @@ def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
     assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"
 
 
-def walked(c: Config, a: BSR, stretch: np.ndarray, b: np.ndarray, m: int, n: int, work: Dealt) -> np.ndarray:
+def walked(
+    c: Config, a: BSR, stretch: np.ndarray, b: np.ndarray, m: int, n: int, work: SplitSchedule
+) -> np.ndarray:
     """The kernel's index arithmetic, tile by tile, in numpy. `stretch` has a scale for each stored block. Returns C."""
     tiles, starts, cols = (x.numpy() for x in (work.tiles, work.starts, work.cols))
     bm, bk = c.block
