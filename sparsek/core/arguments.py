@@ -203,6 +203,31 @@ def dense(name: str, value: Any) -> Tensor:
     return living(name, value)
 
 
+def check_real(what: str, x: Any, other: str, y: Any) -> None:
+    """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both."""
+    if is_compiling() or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return
+    wrapped = is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(y)
+    if type(x) in TENSORS and type(y) in TENSORS and not wrapped and not faking():
+        return
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    while is_functorch_wrapped_tensor(y):
+        y = get_unwrapped(y)
+    fake = is_fake(x), is_fake(y)
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if all(fake) or (mode is None and not any(fake)):
+        return
+    held: Any = x if fake[0] else y
+    if (held.fake_mode if mode is None else mode).allow_non_fake_inputs:
+        return
+    real = other if fake[0] else what
+    raise InvalidInput(
+        f"a call takes FakeTensors, which have no values, or real tensors, and not both: {real} is real; convert it by "
+        "the FakeTensorMode's from_tensor, or make that mode with allow_non_fake_inputs=True"
+    )
+
+
 def is_ordinary(value: Any) -> bool:
     """Whether `dense` need look no further, as at most tensors: it has memory of its own, and nothing traces it."""
     return (

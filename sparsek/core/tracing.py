@@ -17,7 +17,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from sparsek.core import arguments
-from sparsek.core.arguments import TENSORS, UNINITIALIZED, faking, is_fake, wraps
+from sparsek.core.arguments import UNINITIALIZED, faking, is_fake, wraps
 from sparsek.core.errors import InvalidInput
 
 Given = ParamSpec("Given")
@@ -129,31 +129,6 @@ def check_has_values(reads: str, instead: str, *given: Any) -> None:
     for x in given:
         if isinstance(x, torch.Tensor) and (is_fake(x) or wraps(x)):
             raise InvalidInput(f"{reads}, and a {type(x).__name__} does not show them; {instead}")
-
-
-def check_real(what: str, x: Any, other: str, y: Any) -> None:
-    """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both."""
-    if torch.compiler.is_compiling() or not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-        return
-    wrapped = is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(y)
-    if type(x) in TENSORS and type(y) in TENSORS and not wrapped and not faking():
-        return
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    while is_functorch_wrapped_tensor(y):
-        y = get_unwrapped(y)
-    fake = is_fake(x), is_fake(y)
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    if all(fake) or (mode is None and not any(fake)):
-        return
-    held: Any = x if fake[0] else y
-    if (held.fake_mode if mode is None else mode).allow_non_fake_inputs:
-        return
-    real = other if fake[0] else what
-    raise InvalidInput(
-        f"a call takes FakeTensors, which have no values, or real tensors, and not both: {real} is real; convert it by "
-        "the FakeTensorMode's from_tensor, or make that mode with allow_non_fake_inputs=True"
-    )
 
 
 def check_aligned(name: str, x: torch.Tensor, alignment: int) -> None:

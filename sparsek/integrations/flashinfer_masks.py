@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention
-from sparsek.attn.plan.attention_operands import CAPS
+from sparsek.attn.reference.scores import CAPS
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.foreign_options import (

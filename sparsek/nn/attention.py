@@ -10,11 +10,11 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.ops.attention import attention
 from sparsek.attn.ops.attention_varlen import attention_varlen
-from sparsek.attn.plan.attention_operands import checked_softcap
+from sparsek.attn.reference.scores import checked_softcap
 from sparsek.core import arguments, tracing
-from sparsek.core.arguments import INT32_MAX
+from sparsek.core.arguments import INT32_MAX, check_real
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import check_real, outside_inference
+from sparsek.core.tracing import outside_inference
 from sparsek.engine.call.autocast import CAST
 
 

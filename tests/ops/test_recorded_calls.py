@@ -6,7 +6,9 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
-from sparsek.attn.ops import attention_autograd, attention_plans
+from sparsek.attn.ops import attention_autograd, attention_op, attention_plans
+from sparsek.attn.ops.attention_op import through_op
+from sparsek.attn.plan.attention import Attended
+from sparsek.attn.reference.scores import Scores
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.launch.recorder import MISS, Recorded
@@ -371,6 +376,75 @@ def test_a_deterministic_backward_pass_may_take_turns(monkeypatch: pytest.Monkey
         asked.clear()
         sk.attention(q, k, v, mask, deterministic=deterministic).sum().backward()
         assert set(asked) == {deterministic}
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "scale": (0.5, 0.25),
+    "return_lse": (True,),
+    "kernel": ("reference.attention", "cpu.attention"),
+    "deterministic": (False,),
+    "softcap": (20.0, 30.0),
+    "alibi_slopes": (torch.ones(2),),
+    "sink_logits": (torch.ones(2),),
+}
+"""Other values of all options of attention than the usual ones."""
+
+
+def test_every_option_of_attention_is_in_the_key_of_its_recorded_calls(monkeypatch: pytest.MonkeyPatch):
+    """However the call gets there: itself, of other operands, through the op, or to its backward pass."""
+    others = {"q", "k", "v", "mask", "plan", "once", "scores"}
+    assert {each.name for each in fields(Attended)} - others | {*Scores._fields} == OPTIONS.keys()
+    keys: list[Any] = []
+    ran: list[Attended] = []
+
+    def repeat(calls: Any, settings: Any, operands: Any, owner: Any = None) -> recorded_calls.Slot:
+        keys.append((settings, len(operands)))
+        return recorded_calls.UNBOUND
+
+    def run(call: Attended) -> Any:
+        ran.append(call)
+        return call.q.clone(), None
+
+    monkeypatch.setattr(recorded_calls, "repeat", repeat)
+    monkeypatch.setattr(attention_op, "_run", run)
+    monkeypatch.setattr(
+        attention_autograd, "_attention", lambda q, k, v, sinks, call, run: call.of(q, k, v, sinks)
+    )
+    slot: Any = SimpleNamespace(learns=True, differentiate=lambda learned, mask, run: learned)
+    mask, (q, k, v), seen = sk.BlockMask.causal(64), torch.randn(3, 1, 2, 64, 16), set()
+    for name, value in [("", None), *((name, each) for name, values in OPTIONS.items() for each in values)]:
+        given: dict[str, Any] = {name: value} if name else {}
+        given = {"scores": Scores(**given)} if name in Scores._fields else given
+        call = Attended(q, k, v, mask, **given)
+        through_op(call)
+        learned = attention_autograd.differentiate(call, mask, slot)
+        calls = (
+            call,
+            call.of(q, k, v, call.scores.sink_logits),
+            ran[-1],
+            learned(mask, (q, k, v, value), None),
+        )
+        keys.clear()
+        for each in calls:
+            attention_plans.recorded(each, "attention", each.tensors)
+        assert len(set(keys)) == 1, name
+        assert not {*keys} & seen, f"{name} is left out"
+        seen |= {*keys}
+
+
+@pytest.mark.parametrize("mask", [None, sk.BlockMask.causal(64)], ids=["unmasked", "causal"])
+def test_recorded_calls_keep_no_operand_alive(mask: sk.BlockMask | None, recorded: list[Any]):
+    for _ in range(4):
+        q, k, v = (x.clone().requires_grad_() for x in torch.randn(3, 1, 2, 64, 16))
+        out = sk.attention(q, k, v, mask, sink_logits=torch.randn(2), alibi_slopes=torch.rand(2))
+        out.sum().backward()
+    for each in recorded:  # what is really recorded has neither
+        each().rerun = each().operands = each().made_of = None
+    held = [*map(weakref.ref, (q, k, v, out))]
+    del q, k, v, out
+    gc.collect()
+    assert recorded
+    assert [each() for each in held] == [None] * 4
 
 
 @pytest.mark.parametrize("verb", VERBS)

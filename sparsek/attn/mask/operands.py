@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import MOVE
+from sparsek.core.arguments import MOVE, check_real
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import check_real
 
 SWAPPED = (
     "; q and k seem to be [B, S, H, D], and attention takes [B, H, S, D]: pass x.transpose(1, 2) for each"

@@ -115,33 +115,32 @@ _attention = recorded_calls.applied(Attention)
 class LearnedAttention(NamedTuple):
     """Attention of the operands of a recorded call whose gradient autograd needs; see `Slot.differentiate`.
 
-    `options` and `once` are those of the call. `slopes` and `sinks`: whether these come behind q, k and v.
+    `options` and `once` are those of the call. `scores`: its scores, whose tensors come behind q, k and v; see
+    `Scores.parted`.
     """
 
     options: tuple[float | None, bool, str | None, bool]
     once: bool
-    softcap: float
-    slopes: bool
-    sinks: bool
+    scores: tuple[Any, ...] | None
 
     def __call__(self, mask: BlockMask | None, given: Sequence[Tensor], run: Callable[[], Any]) -> Any:
         """(out, lse)."""
-        options, once, softcap, slopes, sinks = self
+        options, once, marked = self
         q, k, v = given[:3]
-        scores = Scores(softcap, given[3] if slopes else None) if softcap or slopes else PLAIN
+        scores = PLAIN if marked is None else Scores.joined(marked, given[3:])
         mask = every_block(q, k) if mask is None else mask
-        call = Attended(NONE, NONE, NONE, mask, *options, scores, None, once)
-        return _attention(q, k, v, given[3 + slopes] if sinks else None, call, run)
+        call = Attended(NONE, NONE, NONE, mask, *options, scores.with_sinks(None), None, once)
+        return _attention(q, k, v, scores.sink_logits, call, run)
 
 
 def differentiate(call: Attended, mask: BlockMask | None, slot: Slot) -> Any:
     """(out, lse) of a checked call, whose gradient autograd needs. `mask`: that of the caller."""
-    run, (softcap, slopes, sinks) = functools.partial(_forward, call), call.scores
+    run, scores = functools.partial(_forward, call), call.scores
     if not slot.learns:
-        return Attention.apply(call.q, call.k, call.v, sinks, call.without(), run)
+        return Attention.apply(call.q, call.k, call.v, scores.sink_logits, call.without(), run)
     options = call.scale, call.return_lse, call.kernel, call.deterministic
-    learned = LearnedAttention(options, call.once, softcap, slopes is not None, sinks is not None)
-    return slot.differentiate(learned, mask, run)
+    marked = None if scores is PLAIN else scores.parted()[0]
+    return slot.differentiate(LearnedAttention(options, call.once, marked), mask, run)
 
 
 def transform(call: Attended) -> Any:

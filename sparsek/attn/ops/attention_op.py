@@ -14,7 +14,7 @@ from sparsek.attn.ops.attention_plans import ATTENTION, differentiated, recorded
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.attention import Attended, every_block
 from sparsek.attn.plan.attention_grad import Differentiated
-from sparsek.attn.reference.scores import PLAIN
+from sparsek.attn.reference.scores import PLAIN, checked_scores
 from sparsek.core.operations import TAGS, schema_of
 from sparsek.engine.call import transforms
 from sparsek.engine.call.recorded_calls import UNBOUND, Slot
@@ -100,7 +100,7 @@ def through_op(call: Attended) -> tuple[Tensor, Tensor]:
         call.check()
     elif call.scores is not PLAIN:  # the op checks the rest
         check_tensors(call.q, call.k, call.v)
-        call.scores = operands.checked_scores(call.q, *call.scores)
+        call.scores = checked_scores(call.q, *call.scores)
     lse = call.return_lse or call.learns
     given = *call.tensors, *flat_mask(call.mask), call.scale, lse, call.kernel, call.deterministic
     return torch.ops.sparsek.attention(*given, *call.scores)

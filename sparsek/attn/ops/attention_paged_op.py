@@ -13,10 +13,11 @@ from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.rule import MaskPolicy
 from sparsek.attn.plan import paged_operands as operands
-from sparsek.attn.plan.attention_operands import checked_scale, checked_softcap, lse_dtype
+from sparsek.attn.plan.attention_operands import checked_scale, lse_dtype
 from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan
 from sparsek.attn.plan.paged_call import Paged
 from sparsek.attn.plan.problems import PagedProblem
+from sparsek.attn.reference.scores import checked_softcap
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput

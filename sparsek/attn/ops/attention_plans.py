@@ -14,7 +14,7 @@ from sparsek.attn.mask.recorded import fresh_layout
 from sparsek.attn.plan.attention import Attended, AttentionPlan
 from sparsek.attn.plan.attention_fp8 import AttentionFp8Plan
 from sparsek.attn.plan.attention_grad import AttentionGradPlan, Differentiated
-from sparsek.attn.reference.scores import PLAIN, sink_gradients
+from sparsek.attn.reference.scores import MARK, PLAIN, sink_gradients
 from sparsek.engine.call import recorded_calls
 from sparsek.engine.call.recorded_calls import Calls
 from sparsek.engine.plan.op import Operation
@@ -39,11 +39,10 @@ def recorded(call: Attended, verb: Hashable, tensors: tuple[Tensor, ...], *, cou
         return recorded_calls.UNBOUND  # 1, 1.0 and True are one key
     settings = verb, scale, call.return_lse, call.kernel, call.deterministic
     if scores is not PLAIN:
-        softcap, slopes, sinks = scores
-        if softcap.__class__ is not float:
-            return recorded_calls.UNBOUND
-        settings = *settings, softcap, slopes is None, sinks is None
-        tensors = *tensors, *[x for x in (slopes, sinks) if x is not None]
+        marked, more = scores.parted()
+        if any(x is not None and x is not MARK and x.__class__ is not float for x in marked):
+            return recorded_calls.UNBOUND  # 1, 1.0 and True are one key
+        settings, tensors = (*settings, marked), (*tensors, *more)
     if mask is None:
         return recorded_calls.repeat(_UNMASKED, settings, tensors)
     call.once = False

@@ -18,7 +18,7 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.attn.plan.problems import AttentionProblem
-from sparsek.attn.reference.scores import PLAIN, Scores
+from sparsek.attn.reference.scores import PLAIN, Scores, checked_scores
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
@@ -117,7 +117,7 @@ class Attended:
             operands.check_mask(self.like, self.k, self.mask, here=here)
         if self.scale is not None:
             self.scale = operands.checked_scale(self.scale, self.q.shape[3])
-        self.scores = operands.checked_scores(self.q, *self.scores, here=here, dtype=self.dtype)
+        self.scores = checked_scores(self.q, *self.scores, here=here, dtype=self.dtype)
         if plan is not None:
             plan.check(self)
 
@@ -167,8 +167,7 @@ class Attended:
         """What calls of one plan share in both passes."""
         # Bounds of a mask's sizes may be replaced by the actual sizes of its lists, which may give a better plan.
         q, exact = self.q, self.mask.sizes.exact
-        changes = operands.changes(self.scores)
-        return q.shape, self.k.shape[1], self.v.shape[3], self.dtype, exact, layout, changes
+        return q.shape, self.k.shape[1], self.v.shape[3], self.dtype, exact, layout, self.scores.changes
 
     def key(self) -> Hashable:
         sinks = self.scores.sink_logits
@@ -238,7 +237,7 @@ class MaskPlan(Plan):
                 "this plan needs pointers and strides of q, k and v that are multiples of 16 bytes; "
                 "attention(q, k, v, mask) takes any"
             )
-        found = *operands.changes(call.scores), "" if sinks is None else dtypes.name(sinks.dtype)
+        found = *call.scores.changes, "" if sinks is None else dtypes.name(sinks.dtype)
         planned = p.softcap, p.alibi, p.sink_logits if p.op != "attention_backward" else found[2]
         if found != planned:
             raise InvalidInput(

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.rule import MaskPolicy
-from sparsek.attn.plan.attention_operands import Layout, check_sinks, checked_softcap
+from sparsek.attn.plan.attention_operands import Layout
+from sparsek.attn.reference.scores import check_sinks, checked_softcap
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import MOVE, is_fake, shown
+from sparsek.core.arguments import MOVE, check_real, is_fake, shown
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import overlap
-from sparsek.core.tracing import check_no_tangent, check_real, wants_gradient
+from sparsek.core.tracing import check_no_tangent, wants_gradient
 
 PAGES = (16, 32, 64, 128, 256)
 E4M3 = torch.float8_e4m3fn

@@ -9,8 +9,8 @@ from torch.nn import functional
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.scores import PLAIN, Places, Scores, changed
 from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import check_real
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import check_real
 
 
 def attention(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.arguments import check_real, faking, is_fake
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import concrete, untransformed, wants_gradient
+
+MARK = "a tensor"
+CAPS = (1e-3, 1e3)  # float32 represents a scale over these; of larger caps it loses small scores
 
 
 class Scores(NamedTuple):
@@ -35,6 +44,22 @@ class Scores(NamedTuple):
             return self
         plain = not softcap and alibi_slopes is None and sink_logits is None
         return PLAIN if plain else Scores(softcap, alibi_slopes, sink_logits)
+
+    def parted(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        """The fields, as keys of calls have them, with MARK in the place of each tensor; and the tensors."""
+        tensors = [x for x in self if isinstance(x, Tensor)]
+        return tuple([MARK if isinstance(x, Tensor) else x for x in self]), tuple(tensors)
+
+    @classmethod
+    def joined(cls, marked: tuple[Any, ...], tensors: Sequence[Tensor]) -> Scores:
+        """The scores that `parted` has taken apart."""
+        left: Iterator[Any] = iter(tensors)
+        return cls(*[next(left) if x is MARK else x for x in marked])
+
+    @property
+    def changes(self) -> tuple[bool, bool]:
+        """Whether they are capped, and biased by slopes."""
+        return self.softcap > 0, self.alibi_slopes is not None
 
     def slopes(self, batch: int, heads: int) -> Tensor:
         """[batch, heads], a view."""
@@ -82,3 +107,75 @@ def sink_gradients(
         delta = delta - grad_lse
     weights = (sink_logits.to(lse.dtype)[None, :, None] - lse).exp()
     return -torch.where(lse == -torch.inf, 0, weights * delta).sum(-1)
+
+
+def checked_scores(
+    q: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sink_logits: Any,
+    *,
+    here: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Scores:
+    """What changes the scores of q. InvalidInput for a softcap, slopes or sinks that do not fit q.
+
+    `here`: slopes and sinks must be on the device of q. A call that is only predicted takes them on any; on the meta
+    device only if q is there too. `dtype`: of results, q's own for None.
+    """
+    cap = checked_softcap(softcap)
+    if cap == 0 and alibi_slopes is None and sink_logits is None:
+        return PLAIN
+    (batch, heads), kinds = q.shape[:2], {torch.float32, dtype or q.dtype}
+    if alibi_slopes is not None:
+        _check_heads("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), {torch.float32}, here)
+        if wants_gradient(alibi_slopes):
+            raise InvalidInput(
+                "alibi_slopes requires a gradient, which attention does not give; pass alibi_slopes.detach()"
+            )
+    if sink_logits is not None:
+        _check_heads("sink_logits", sink_logits, q, ((heads,),), kinds, here)
+        check_sinks(sink_logits)
+    return Scores(cap, alibi_slopes, sink_logits)
+
+
+def checked_softcap(softcap: Any) -> float:
+    """InvalidInput unless it is 0 or in CAPS."""
+    cap = arguments.number("softcap", softcap)
+    if cap != 0 and not CAPS[0] <= cap <= CAPS[1]:
+        raise InvalidInput(f"softcap is {cap}; it must be 0, for none, or from {CAPS[0]} to {CAPS[1]:.0f}")
+    return cap
+
+
+def _check_heads(
+    name: str, x: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...], kinds: set[torch.dtype], here: bool
+) -> None:
+    """InvalidInput unless x has a number for each head of q."""
+    arguments.dense(name, x)
+    check_real("q", q, name, x)
+    if tuple(x.shape) not in shapes or x.dtype not in kinds:
+        right = " or ".join(map(str, map(list, shapes))), " or ".join(sorted(map(str, kinds)))
+        raise InvalidInput(
+            f"{name} is {x.dtype} {list(x.shape)}; for q {list(q.shape)} it must be {right[1]} {right[0]}"
+        )
+    if x.device != q.device and (here or x.is_meta):
+        raise InvalidInput(f"{name} is on {x.device} and q on {q.device}; call {name}.to({str(q.device)!r})")
+
+
+def check_sinks(sink_logits: Tensor) -> None:
+    """InvalidInput for NaN and +inf among sinks on a CPU. On a GPU that would wait."""
+    if sink_logits.device.type != "cpu" or torch.compiler.is_compiling() or faking() or is_fake(sink_logits):
+        return
+    try:
+        plain = concrete(sink_logits, "", "").detach()
+    except InvalidInput:  # vmap maps over them
+        return
+
+    def find() -> int | None:
+        bad = (plain < torch.inf).logical_not()
+        return int(bad.nonzero()[0]) if bool(bad.any()) else None
+
+    head = untransformed(find)
+    if head is not None:
+        value = untransformed(lambda: float(plain[head]))
+        raise InvalidInput(f"sink_logits[{head}] is {value}; a sink is a finite number, or -inf for none")

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import MOVE, shown
+from sparsek.core.arguments import MOVE, check_real, shown
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import overlap, same_memory
-from sparsek.core.tracing import check_real
 from sparsek.products.formats.base import ALIGNMENT
 from sparsek.products.formats.bsr import BSR, check_stored
 from sparsek.products.formats.bsr24 import BSR24
