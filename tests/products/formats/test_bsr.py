@@ -1,10 +1,5 @@
 """BSR: what it accepts, what it refuses, its transposed view and its copies."""
 
-import copy
-import pickle
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree
@@ -26,13 +21,6 @@ def test_members_come_from_pattern_and_values():
     assert a.logical_values() is a.values
 
 
-def test_repr_is_one_line_of_facts():
-    text = "100x70 bf16, block 32x16, 8 of 20 blocks, 40 %, 0.00819 MB, cpu"
-    assert repr(make(dtype=torch.bfloat16)) == f"BSR({text})"
-    text = "70x100 bf16, block 16x32, 8 of 20 blocks, 40 %, 0.00819 MB, cpu, transposed view"
-    assert repr(make(dtype=torch.bfloat16).T) == f"BSR({text})"
-
-
 def test_transposing_moves_no_value(device: str):
     a = make(device=device)
     view = a.T
@@ -49,29 +37,6 @@ def test_transposing_twice_gives_the_same_parts():
     assert twice.pattern is a.pattern
     assert twice.values is a.values
     assert twice.order is None
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_to_changes_the_dtype_and_keeps_the_rest(view: bool):
-    a = make().T if view else make()
-    b = a.to(dtype=torch.float64)
-    assert (b.dtype, b.shape, b.order is None) == (torch.float64, a.shape, not view)
-    assert torch.equal(b.to_dense(), a.to_dense().double())
-    assert a.to("cpu") is a
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("view", [False, True])
-def test_to_moves_there_and_back(view: bool):
-    a = make().T if view else make()
-    b = a.to("cuda")
-    assert b.device.type == b.pattern.device.type == "cuda"
-    assert torch.equal(b.to("cpu").to_dense(), a.to_dense())
-
-
-def test_to_refuses_other_dtypes():
-    with pytest.raises(InvalidInput, match=r"torch.int32; use one of"):
-        make().to(dtype=torch.int32)
 
 
 def test_to_and_to_dense_are_differentiable():
@@ -92,42 +57,6 @@ def test_pytree_leaves_are_tensors_and_views_survive():
         assert torch.equal(again.T.to_dense(), a.T.to_dense())
     doubled = _pytree.tree_map_only(torch.Tensor, lambda t: t * 2 if t.is_floating_point() else t, make())
     assert torch.equal(doubled.to_dense(), make().to_dense() * 2)
-
-
-def test_copies_share_the_pattern_and_deep_ones_own_their_values():
-    a = make().T
-    assert copy.copy(a).values is a.values
-    deep = copy.deepcopy(a)
-    assert deep.pattern is a.pattern
-    assert deep.values.data_ptr() != a.values.data_ptr()
-    assert torch.equal(deep.to_dense(), a.to_dense())
-
-
-def test_pickle_is_refused_with_a_hint():
-    with pytest.raises(InvalidInput, match=r"sparsek\.save"):
-        pickle.dumps(make())
-
-
-def test_matmul_calls_what_is_registered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(BSR, "_matmul", None)
-    with pytest.raises(InvalidInput, match="import sparsek"):
-        assert make() @ torch.ones(70, 2)
-    BSR.register_matmul(lambda a, b: ("called", a, b))
-    a = make()
-    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("left", [torch.ones(3, 100), np.ones((3, 100)), 2], ids=["tensor", "array", "int"])
-def test_matmul_from_the_left_calls_it_too(left: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(BSR, "_matmul", None)
-    with pytest.raises(InvalidInput, match="import sparsek"):
-        assert left @ make()
-    BSR.register_matmul(lambda a, b: ("called", a, b))
-    a = make()
-    called, first, second = left @ a
-    assert called == "called"
-    assert first is left
-    assert second is a
 
 
 def test_values_in_the_padding_are_refused_and_counted():
@@ -179,16 +108,6 @@ def test_an_order_made_by_hand_is_held_to_the_pattern():
     for order in (wrong, wrong.long(), wrong + 100, wrong[1:], "order"):
         with pytest.raises(InvalidInput, match=r"transposed views come from \.T"):
             BSR(a.pattern.T, a.values, order)  # type: ignore[arg-type]
-
-
-def test_no_blocks_is_a_matrix_of_zeros():
-    pattern = BlockPattern(
-        (40, 0), (16, 16), torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    )
-    a = BSR(pattern, torch.zeros(0, 16, 16))
-    assert a.to_dense().shape == (40, 0)
-    assert a.T.to_dense().shape == (0, 40)
-    assert repr(a)
 
 
 def test_of_fields_makes_what_unchecked_makes() -> None:

@@ -1,7 +1,5 @@
 """BSR24: 2:4 inside stored blocks, from a BSR and from a dense matrix, there and back, and what it refuses."""
 
-import copy
-import pickle
 from typing import Any
 
 import numpy as np
@@ -9,15 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils import _pytree
 
-import sparsek
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats import two_four
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.convert import Scope
-from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.formats.semi24 import Semi24
 from tests.products.formats.two_four import DTYPES, packed, random_pairs, same_bits, spread
@@ -32,10 +27,6 @@ def make(m: int = 200, k: int = 330, block: Any = (64, 128), **more: Any) -> BSR
 def padded(w: torch.Tensor, step: int = 8) -> torch.Tensor:
     """A dense matrix with columns of zeros up to a multiple of `step`."""
     return torch.nn.functional.pad(w, (0, -w.shape[1] % step))
-
-
-def test_it_has_a_name_at_the_top():
-    assert sparsek.BSR24 is BSR24
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -236,102 +227,3 @@ def test_what_is_no_pattern_and_what_is_no_bsr_is_refused():
         InvalidInput, match=r"expected a BSR, got a torch.Tensor, torch.float32 \[64, 64\].*BSR24.from_dense"
     ):
         BSR24.from_bsr(torch.ones(64, 64))  # type: ignore[arg-type]
-
-
-def test_to_changes_the_dtype_and_keeps_the_rest():
-    a = make()
-    b = a.to(dtype=torch.float64)
-    assert (b.dtype, b.pattern is a.pattern, b.meta is a.meta) == (torch.float64, True, True)
-    assert torch.equal(b.to_dense(), a.to_dense().double())
-    assert torch.equal(a.to_dense(torch.bfloat16), a.to_dense().bfloat16())
-    assert a.to("cpu", torch.float32) is a
-    assert a.to(torch.float64).dtype == torch.float64
-    with pytest.raises(InvalidInput, match=r"torch.int32; use one of"):
-        a.to_dense(torch.int32)
-
-
-@pytest.mark.gpu
-def test_to_moves_there_and_back():
-    a = make()
-    b = a.to("cuda")
-    assert b.device.type == b.meta.device.type == b.pattern.device.type == "cuda"
-    assert torch.equal(b.to("cpu").to_dense(), a.to_dense())
-
-
-def test_repr_is_one_line_of_facts():
-    a = BSR24.from_bsr(random_bsr(256, 512, (64, 128), 0.25, dtype=torch.bfloat16))
-    assert repr(a) == "BSR24(256x512 bf16, block 64x128, 4 of 16 blocks, 25 %, 0.0369 MB, cpu)"
-    parts, spec = _pytree.tree_flatten(a)
-    hollow = _pytree.tree_unflatten([*parts[:2], None, None], spec)
-    assert repr(hollow) == "BSR24(256x512, block 64x128, values not concrete)"
-
-
-def test_pytree_leaves_are_indices_values_and_metadata():
-    a = make()
-    leaves, spec = _pytree.tree_flatten(a)
-    parts = (a.pattern.indptr, a.pattern.indices, a.values, a.meta)
-    assert all(leaf is part for leaf, part in zip(leaves, parts, strict=True))
-    assert torch.equal(_pytree.tree_unflatten(leaves, spec).to_dense(), a.to_dense())
-    keys = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(a)[0]]
-    assert keys == [".pattern.indptr", ".pattern.indices", ".values", ".meta"]
-
-
-def test_copies_pickles_and_deep_copies_are_the_same_matrix():
-    a = make(dtype=torch.bfloat16)
-    assert copy.copy(a).values is a.values
-    deep = copy.deepcopy(a)
-    assert deep.pattern is a.pattern
-    assert deep.values.data_ptr() != a.values.data_ptr()
-    for again in (deep, pickle.loads(pickle.dumps(a))):  # noqa: S301
-        assert again.pattern.same_as(a.pattern)
-        assert same_bits(again.to_dense(), a.to_dense())
-    content = pickle.dumps(BSR24.unchecked(a.pattern, a.values, a.meta * 0))
-    with pytest.raises(InvalidInput, match="malformed"):
-        pickle.loads(content)  # noqa: S301
-
-
-def test_there_is_no_transpose_and_the_error_says_what_there_is():
-    with pytest.raises(InvalidInput, match=r"pairs lie along rows.*A\.to_bsr\(\)\.T is a BSR"):
-        assert make().T
-
-
-def test_gradients_reach_the_kept_elements():
-    w = torch.randn(150, 200, dtype=torch.float64, requires_grad=True)
-    a = BSR24.from_dense(w, 64, keep=0.5)
-    assert a.requires_grad
-    assert not a.detach().requires_grad
-    factor = torch.randn(150, 200, dtype=torch.float64)
-    (a.to_dense() * factor).sum().backward()
-    assert w.grad is not None
-    assert torch.equal(w.grad, torch.where(a.to_dense() != 0, factor, 0.0))
-
-
-def test_kept_norm_is_the_share_of_the_norm(device: str):
-    w = torch.randn(200, 330, device=device)
-    a = BSR24.from_dense(w, 64, keep=0.5)
-    right = np.linalg.norm(a.to_dense().double().cpu().numpy()) / np.linalg.norm(w.double().cpu().numpy())
-    assert a.kept_norm(w) == pytest.approx(right, rel=1e-5)
-    assert 0.6 < right < 0.9
-    with pytest.raises(InvalidInput, match="w is 330x200 on"):
-        a.kept_norm(w.T)
-
-
-def test_products_call_what_is_registered(monkeypatch: pytest.MonkeyPatch):
-    a = make()
-    monkeypatch.setattr(BSR24, "_matmul", None)
-    with pytest.raises(InvalidInput, match="import sparsek"):
-        assert a @ torch.ones(330, 2)
-    semi, bsr = Semi24._matmul, BSR._matmul
-    BSR24.register_matmul(lambda first, second: ("called", first, second))
-    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
-    assert 7 @ a == ("called", 7, a)  # type: ignore[operator]
-    assert (Semi24._matmul, BSR._matmul) == (semi, bsr)  # each class has its own
-
-
-def test_no_blocks_is_a_matrix_of_zeros():
-    pattern = BlockPattern(
-        (70, 0), (64, 64), torch.zeros(3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    )
-    a = BSR24(pattern, torch.zeros(0, 64, 32), torch.zeros(0, 64, 8, dtype=torch.uint8))
-    assert a.to_dense().shape == (70, 0)
-    assert BSR24.from_bsr(a.to_bsr(), exact=True).shape == (70, 0)

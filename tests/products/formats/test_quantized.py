@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sparsek
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
@@ -39,11 +38,6 @@ from tests.products.formats.fp8 import (
 from tests.products.formats.two_four import DTYPES, pruned, same_bits
 
 TINY = 2.0**-126
-
-
-def test_it_has_names_at_the_top():
-    assert sparsek.Quantized is Quantized
-    assert sparsek.quantize is quantize
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)

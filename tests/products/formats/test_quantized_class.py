@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,9 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from sparsek.core import operations
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import FORMATS, SPARSE, Quantized, Scale, quantize
-from sparsek.products.formats.random import random_bsr
 from sparsek.products.formats.semi24 import Semi24
 from tests.products.formats import fp8
 from tests.products.formats.fp8 import CASES, E4M3, E5M2, FP8, KINDS, MAKERS, bsr, bsr24, semi24
@@ -154,77 +151,11 @@ def test_the_formats_alone_still_refuse_fp8():
         BSR(a.pattern, a.values.to(E4M3))
 
 
-def test_to_stays_where_it_is_and_refuses_a_dtype():
-    q = quantize(bsr())
-    assert q.to("cpu") is q
-    assert q.to() is q.to(dtype=E4M3) is q
-    for asked in ({"device": torch.float32}, {"dtype": torch.float32}):
-        with pytest.raises(InvalidInput, match=r"a Quantized is FP8; .dequantize\(torch.float32\)"):
-            q.to(**asked)
-    with pytest.raises(InvalidInput, match="it must be a torch device"):
-        q.to("nowhere")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("make", "kind"), CASES)
-def test_to_moves_there_and_back(make: Callable[..., Any], kind: Scale):
-    q = quantize(make(), scale=kind, fast_accum=kind != "block")
-    views = [q.T] if make is bsr and kind != "row" else []
-    for each in (q, *views):
-        there = each.to("cuda")
-        assert there.device.type == there.scale.device.type == "cuda"
-        assert fp8.same(there.to("cpu"), each)
-
-
-def test_repr_is_one_line_of_facts():
-    a = random_bsr(64, 128, 16, 0.5)
-    assert repr(quantize(a)) == (
-        "Quantized(BSR 64x128 e4m3, block 16x16, 16 of 32 blocks, 50 %, scale per row, 0.00435 MB, cpu)"
-    )
-    assert repr(quantize(a, E5M2, "tensor").T) == (
-        "Quantized(BSR 128x64 e5m2, block 16x16, 16 of 32 blocks, 50 %, scale per tensor, 0.0041 MB, cpu, "
-        "transposed view)"
-    )
-    assert repr(quantize(semi24(64, 64))) == "Quantized(Semi24 64x64 e4m3, scale per row, 0.00282 MB, cpu)"
-    assert repr(_pytree.tree_map(lambda leaf: None, quantize(a))) == "Quantized(values not concrete)"
-
-
-@pytest.mark.parametrize(("make", "kind"), CASES)
-def test_pytree_leaves_are_those_of_the_matrix_and_the_scale(make: Callable[..., Any], kind: Scale):
-    q = quantize(make(), scale=kind)
-    leaves, spec = _pytree.tree_flatten(q)
-    of_matrix = _pytree.tree_leaves(q.matrix)
-    assert len(leaves) == len(of_matrix) + 1
-    assert all(one is other for one, other in zip(leaves, [*of_matrix, q.scale], strict=True))
-    again = _pytree.tree_unflatten(leaves, spec)
-    assert again.kind == kind
-    assert fp8.same(again, q)
-    keys = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(q)[0]]
-    assert keys[-1] == ".scale"
-    assert all(key.startswith(".matrix.") for key in keys[:-1])
-
-
 @pytest.mark.parametrize("make", MAKERS)
 def test_formats_are_registered_by_the_kind_of_their_storage(make: Callable[..., Any]):
     a = make()
     assert FORMATS[a.storage().kind] is type(a)
     assert set(SPARSE) == {*FORMATS.values(), Quantized}
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_copies_share_what_nobody_writes_to_and_pickles_are_refused(make: Callable[..., Any]):
-    q = quantize(make())
-    assert copy.copy(q).matrix is q.matrix
-    deep = copy.deepcopy(q)
-    assert fp8.same(deep, q)
-    for part in ("pattern", "meta"):
-        assert getattr(deep.matrix, part, None) is getattr(q.matrix, part, None)
-    before = q.to_dense()
-    deep.matrix.values.view(torch.uint8).zero_()
-    deep.scale.zero_()
-    assert torch.equal(q.to_dense(), before)
-    with pytest.raises(InvalidInput, match=r"not pickled; use sparsek\.save"):
-        pickle.dumps(q)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -268,20 +199,6 @@ def test_it_takes_no_part_in_autograd():
     assert not q.scale.requires_grad
     assert not q.to_dense().requires_grad
     assert q.error(a) > 0
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_the_operator_calls_what_was_registered_on_both_sides(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
-    q = quantize(make())
-    operations.load()  # registers what multiplies, once in a process
-    monkeypatch.setattr(Quantized, "_matmul", None)
-    with pytest.raises(InvalidInput, match="needs the operations; import sparsek"):
-        _ = q @ 7
-    Quantized.register_matmul(lambda first, second: ("called", first, second))
-    assert q @ 7 == ("called", q, 7)
-    assert 7 @ q == ("called", 7, q)
 
 
 def test_it_goes_through_torch_compile_and_is_made_there_without_the_check():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-import sparsek
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.quantized import quantize
 from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
@@ -41,10 +40,6 @@ def right(x: Tensor, dtype: torch.dtype, kind: DenseScale) -> tuple[np.ndarray, 
     scale = np.where(largest == 0, np.float32(1), scale).astype(np.float32)
     with np.errstate(under="ignore"):
         return fp8.all_nearest(values / (scale[..., None] if kind == "row" else scale), dtype), scale
-
-
-def test_it_has_a_name_at_the_top():
-    assert sparsek.QuantizedTensor is QuantizedTensor
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)

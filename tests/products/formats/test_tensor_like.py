@@ -1,9 +1,13 @@
-"""Matrices where a tensor is expected: vectors, casts, copies, torch's functions and numpy's."""
+"""What matrices of every class share: names, reprs, pytrees, copies, moves, the operator, and where a tensor is
+expected: vectors, casts, torch's functions and numpy's.
+"""
 
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,11 +15,20 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 import sparsek as sk
+from sparsek.core import operations
 from sparsek.core.errors import InvalidInput
-from tests.products.formats.two_four import bsr24, semi24
+from tests.products.formats.two_four import bsr24, same_bits, semi24
 
 F32 = torch.float32
 
@@ -32,9 +45,11 @@ FLOATING: dict[str, Callable[..., Any]] = {
 }
 QUANTIZED: dict[str, Callable[[], Any]] = {
     "Quantized BSR": lambda: sk.quantize(bsr()),
-    "Quantized view": lambda: sk.quantize(FLOATING["view"](), scale="tensor"),
+    "Quantized BSR by blocks": lambda: sk.quantize(bsr(), scale="block"),
+    "Quantized view": lambda: sk.quantize(FLOATING["view"](), scale="tensor", fast_accum=True),
     "Quantized Semi24": lambda: sk.quantize(FLOATING["Semi24"](), scale="tensor"),
-    "Quantized BSR24": lambda: sk.quantize(FLOATING["BSR24"]()),
+    "Quantized BSR24": lambda: sk.quantize(FLOATING["BSR24"](), fast_accum=True),
+    "Quantized BSR24 by blocks": lambda: sk.quantize(FLOATING["BSR24"](), scale="block"),
 }
 EVERY = {**FLOATING, **QUANTIZED}
 floating = pytest.mark.parametrize("make", FLOATING.values(), ids=FLOATING)
@@ -90,10 +105,21 @@ def test_to_takes_a_dtype_a_device_or_both(make: Callable[..., Any], dtype: torc
     for made in (a.to(dtype), a.to("cpu", dtype), a.to(dtype=dtype), a.to(None, dtype), getattr(a, named)()):
         assert (type(made), made.dtype, made.shape) == (type(a), dtype, a.shape)
         assert torch.equal(made.to_dense(), a.to_dense().to(dtype))
+        for part in ("pattern", "meta"):
+            assert getattr(made, part, None) is getattr(a, part, None)
+        assert (getattr(made, "order", None) is None) == (getattr(a, "order", None) is None)
     assert right.shape == a.shape
+    if isinstance(a, (sk.Semi24, sk.BSR24)):
+        assert torch.equal(a.to_dense(dtype), a.to_dense().to(dtype))
+        with pytest.raises(InvalidInput, match=r"is torch.int32; use one of"):
+            a.to_dense(torch.int32)
+    with pytest.raises(InvalidInput, match=r"torch.int32; use one of"):
+        a.to(dtype=torch.int32)
+    with pytest.raises(InvalidInput, match="it must be a torch device"):
+        a.to("nowhere")
     assert a.to(a.dtype) is a.to("cpu") is a.cpu() is a.float() is a
     with pytest.raises(InvalidInput, match=r"two dtypes; write .to\(device, dtype\)"):
-        a.to(dtype, dtype)
+        cast(Any, a).to(dtype, dtype)
     with pytest.raises(InvalidInput, match=r"sparsek.quantize\(A, torch.float8_e4m3fn\)"):
         a.to(torch.float8_e4m3fn)
 
@@ -102,8 +128,10 @@ def test_to_takes_a_dtype_a_device_or_both(make: Callable[..., Any], dtype: torc
 @every
 def test_cuda_and_cpu_move(make: Callable[..., Any]):
     a = make()
-    for there in (a.cuda(), a.cuda(0), a.cuda("cuda:0")):
+    for there in (a.cuda(), a.cuda(0), a.cuda("cuda:0"), a.to("cuda")):
         assert there.device == torch.device("cuda", 0)
+        assert {leaf.device.type for leaf in tree_leaves(there)} == {"cuda"}
+        assert repr(there.cpu()) == repr(a)
         assert torch.equal(there.cpu().to_dense(), a.to_dense())
 
 
@@ -144,6 +172,12 @@ def test_clones_have_values_of_their_own(make: Callable[..., Any]):
     assert getattr(detached, "matrix", detached).values.data_ptr() == inner.values.data_ptr()
 
 
+UNTURNED = {
+    "Semi24": r"pairs lie along rows.*sparsek\.linear\(x, W\)",
+    "BSR24": r"pairs lie along rows.*A\.to_bsr\(\)\.T is a BSR",
+}
+
+
 @every
 def test_mt_is_t(make: Callable[..., Any]):
     a = make()
@@ -151,8 +185,9 @@ def test_mt_is_t(make: Callable[..., Any]):
     if isinstance(inner, sk.BSR) and getattr(a, "kind", "") != "row":
         assert torch.equal(a.mT.to_dense(), a.to_dense().mT)
     else:
-        with pytest.raises(InvalidInput, match=r"has no \.T"):
-            _ = a.mT
+        for turn in (lambda: a.mT, lambda: a.T):
+            with pytest.raises(InvalidInput, match=rf"has no \.T.*{UNTURNED.get(type(a).__name__, '')}"):
+                turn()
 
 
 @floating
@@ -186,10 +221,15 @@ def test_a_quantized_matrix_refuses_what_needs_other_scales(make: Callable[..., 
     a = make()
     with pytest.raises(InvalidInput, match=r"quantize\(A.dequantize\(\).map\(fn\)\)"):
         a.map(torch.relu)
-    for cast in (a.half, a.float, a.bfloat16, a.double, lambda: a.to(torch.float16)):
+    for to in (a.half, a.float, a.bfloat16, a.double, lambda: a.to(torch.float16)):
         with pytest.raises(InvalidInput, match=r"a Quantized is FP8; .dequantize\("):
-            cast()
-    assert a.to(a.dtype) is a
+            to()
+    for asked in ({"device": torch.float32}, {"dtype": torch.float32}):
+        with pytest.raises(InvalidInput, match=r"a Quantized is FP8; .dequantize\(torch.float32\)"):
+            a.to(**asked)
+    with pytest.raises(InvalidInput, match="it must be a torch device"):
+        a.to("nowhere")
+    assert a.to(a.dtype) is a.to() is a.to("cpu") is a.to(dtype=a.dtype) is a
 
 
 @floating
@@ -283,19 +323,200 @@ def test_numpy_gets_no_object_array():
         _ = np.ones((3, 72)) @ bsr()
 
 
-@every
-def test_they_stay_pytrees_and_are_copied(make: Callable[..., Any]):
-    a = make()
+KEYS: dict[str, list[str]] = {
+    "BSR": [".pattern.indptr", ".pattern.indices", ".values"],
+    "view": [".pattern.indptr", ".pattern.indices", ".values", ".order"],
+    "Semi24": [".values", ".meta"],
+    "BSR24": [".pattern.indptr", ".pattern.indices", ".values", ".meta"],
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_leaves_of_the_pytree_are_the_parts(name: str):
+    a = EVERY[name]()
+    paths, spec = tree_flatten_with_path(a)
+    keys = [keystr(path) for path, _ in paths]
+    own = next(keys for start, keys in KEYS.items() if name.removeprefix("Quantized ").split()[0] == start)
+    assert keys == (own if name in KEYS else [*(f".matrix{key}" for key in own), ".scale"])
+    for key, (_, leaf) in zip(keys, paths, strict=True):
+        assert attrgetter(key[1:])(a) is leaf
+    again = tree_unflatten([leaf for _, leaf in paths], spec)
+    assert repr(again) == repr(a)
+    assert torch.equal(again.to_dense(), a.to_dense())
     doubled = tree_map_only(Tensor, torch.clone, a)
     assert torch.equal(doubled.to_dense(), a.to_dense())
-    for made in (copy.copy(a), copy.deepcopy(a)):
-        assert type(made) is type(a)
+    if keys == KEYS["view"]:
+        assert torch.equal(again.T.to_dense(), a.to_dense().T)
+
+
+@every
+def test_copies_share_what_nobody_writes_to_and_deep_ones_own_their_values(make: Callable[..., Any]):
+    a = make()
+    shared, deep = copy.copy(a), copy.deepcopy(a)
+    for made in (shared, deep):
+        assert (type(made), repr(made)) == (type(a), repr(a))
         assert torch.equal(made.to_dense(), a.to_dense())
-    if isinstance(a, (sk.Semi24, sk.BSR24)):
-        assert torch.equal(pickle.loads(pickle.dumps(a)).to_dense(), a.to_dense())  # noqa: S301
-    else:
-        with pytest.raises(InvalidInput, match="is not pickled"):
+    of_a, of_shared, of_deep = (getattr(each, "matrix", each) for each in (a, shared, deep))
+    assert of_shared.values is of_a.values
+    assert getattr(of_deep, "pattern", None) is getattr(of_a, "pattern", None)
+    assert getattr(deep, "scale", None) is None or deep.scale.data_ptr() != a.scale.data_ptr()
+    before = a.to_dense()
+    of_deep.values.view(torch.uint8).zero_()
+    assert torch.equal(a.to_dense(), before)
+
+
+@every
+def test_2_4_in_16_bits_and_more_is_pickled_and_what_is_malformed_refused(make: Callable[..., Any]):
+    a = make()
+    if not isinstance(a, (sk.Semi24, sk.BSR24)):
+        with pytest.raises(InvalidInput, match=r"not pickled.*sparsek\.save"):
             pickle.dumps(a)
+        return
+    again = pickle.loads(pickle.dumps(a))  # noqa: S301
+    assert same_bits(again.values, a.values)
+    assert torch.equal(again.meta, a.meta)
+    assert not isinstance(a, sk.BSR24) or again.pattern.same_as(a.pattern)
+    where = (a.pattern,) if isinstance(a, sk.BSR24) else ()
+    content = pickle.dumps(type(a).unchecked(*where, a.values, a.meta * 0))
+    groups = a.values.numel() // 2
+    with pytest.raises(InvalidInput, match=f"{groups} of {groups} groups have malformed metadata"):
+        pickle.loads(content)  # noqa: S301
+
+
+def few(block: Any, dtype: torch.dtype = torch.bfloat16) -> sk.BSR:
+    """A quarter of the blocks of 256 x 512."""
+    return sk.random_bsr(256, 512, block, 0.25, dtype=dtype)
+
+
+REPRS: dict[str, tuple[Callable[[], Any], str]] = {
+    "BSR": (lambda: few((32, 16)), "BSR(256x512 bf16, block 32x16, 64 of 256 blocks, 25 %, 0.0655 MB, cpu)"),
+    "view": (
+        lambda: few((32, 16)).T,
+        "BSR(512x256 bf16, block 16x32, 64 of 256 blocks, 25 %, 0.0655 MB, cpu, transposed view)",
+    ),
+    "Semi24": (lambda: semi24(64, 2048, torch.bfloat16), "Semi24(64x2048 bf16, 0.147 MB, cpu)"),
+    "BSR24": (
+        lambda: sk.BSR24.from_bsr(few((64, 128))),
+        "BSR24(256x512 bf16, block 64x128, 4 of 16 blocks, 25 %, 0.0369 MB, cpu)",
+    ),
+    "Quantized BSR": (
+        lambda: sk.quantize(sk.random_bsr(64, 128, 16, 0.5)),
+        "Quantized(BSR 64x128 e4m3, block 16x16, 16 of 32 blocks, 50 %, scale per row, 0.00435 MB, cpu)",
+    ),
+    "Quantized view": (
+        lambda: sk.quantize(sk.random_bsr(64, 128, 16, 0.5), torch.float8_e5m2, "tensor").T,
+        (
+            "Quantized(BSR 128x64 e5m2, block 16x16, 16 of 32 blocks, 50 %, scale per tensor, "
+            "0.0041 MB, cpu, transposed view)"
+        ),
+    ),
+    "Quantized Semi24": (
+        lambda: sk.quantize(semi24(64, 64)),
+        "Quantized(Semi24 64x64 e4m3, scale per row, 0.00282 MB, cpu)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPRS)
+def test_repr_is_one_line_of_facts(name: str):
+    make, text = REPRS[name]
+    a = make()
+    assert repr(a) == text
+    shown = repr(tree_map(lambda leaf: None, a))
+    assert shown.endswith("values not concrete)")
+    if isinstance(a, sk.BSR24):
+        leaves, spec = tree_flatten(a)
+        hollow = tree_unflatten([*leaves[:2], None, None], spec)
+        assert repr(hollow) == "BSR24(256x512, block 64x128, values not concrete)"
+
+
+def test_they_have_names_at_the_top():
+    for module, names in (
+        ("bsr", ("BSR",)),
+        ("semi24", ("Semi24",)),
+        ("bsr24", ("BSR24",)),
+        ("quantized", ("Quantized", "quantize")),
+        ("quantized_tensor", ("QuantizedTensor",)),
+    ):
+        for name in names:
+            assert getattr(import_module(f"sparsek.products.formats.{module}"), name) is getattr(sk, name)
+
+
+@pytest.mark.parametrize("name", ["BSR", "Semi24", "BSR24", "Quantized BSR", "Quantized Semi24"])
+def test_the_operator_calls_what_was_registered_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch):
+    a = EVERY[name]()
+    b = torch.ones(a.shape[1], 2)
+    operations.load()  # registers what multiplies, once in a process
+    others = {
+        each: each._matmul for each in (sk.BSR, sk.Semi24, sk.BSR24, sk.Quantized) if each is not type(a)
+    }
+    monkeypatch.setattr(type(a), "_matmul", None)
+    for multiply in (lambda: a @ b, lambda: b @ a, lambda: np.ones((3, 72)) @ a, lambda: torch.matmul(a, b)):
+        with pytest.raises(InvalidInput, match="import sparsek"):
+            multiply()
+    type(a).register_matmul(lambda first, second: ("called", first, second))
+    assert a @ 7 == ("called", a, 7)
+    lefts: list[Any] = [b, np.ones((2, 6)), 7]
+    for left in lefts:
+        called, first, second = left @ a
+        assert called == "called"
+        assert first is left
+        assert second is a
+    found: Any = torch.matmul(a, b)
+    assert found[1] is a
+    with pytest.raises(TypeError):
+        torch.add(a, b)
+    assert all(each._matmul is was for each, was in others.items()), "each class has its own"
+
+
+def test_no_blocks_is_a_matrix_of_zeros():
+    pattern = sk.BlockPattern(
+        (70, 0), (64, 64), torch.zeros(3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    )
+    a = sk.BSR(pattern, torch.zeros(0, 64, 64))
+    b = sk.BSR24(pattern, torch.zeros(0, 64, 32), torch.zeros(0, 64, 8, dtype=torch.uint8))
+    assert a.to_dense().shape == b.to_dense().shape == (70, 0)
+    assert a.T.to_dense().shape == (0, 70)
+    assert sk.BSR24.from_bsr(b.to_bsr(), exact=True).shape == (70, 0)
+    assert repr(a)
+
+
+PRUNE: dict[str, Callable[[Tensor], Any]] = {
+    "Semi24": sk.Semi24.from_dense,
+    "BSR24": lambda w: sk.BSR24.from_dense(w, 64, keep=0.5),
+}
+
+
+@pytest.mark.parametrize("name", PRUNE)
+def test_gradients_reach_the_kept_elements(name: str):
+    w = torch.randn(150, 200, dtype=torch.float64, requires_grad=True)
+    a = PRUNE[name](w)
+    assert a.requires_grad
+    assert not a.detach().requires_grad
+    assert a.detach().values.data_ptr() == a.values.data_ptr()
+    factor = torch.randn(150, 200, dtype=torch.float64)
+    (a.to_dense() * factor).sum().backward()
+    assert w.grad is not None
+    assert torch.equal(w.grad, torch.where(a.to_dense() != 0, factor, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", PRUNE)
+def test_kept_norm_is_the_share_of_the_norm(name: str, dtype: torch.dtype, device: str):
+    w = torch.randn(200, 328, device=device).to(dtype)
+    a = PRUNE[name](w)
+    right = np.linalg.norm(a.to_dense().double().cpu().numpy()) / np.linalg.norm(w.double().cpu().numpy())
+    assert isinstance(a.kept_norm(w), float)
+    assert a.kept_norm(w) == pytest.approx(right, rel=1e-5)
+    assert 0.6 < right < (1 if name == "Semi24" else 0.9)
+    refused: Any = (
+        (w.T, f"w is 328x200 on {w.device}; this matrix is 200x328 on {w.device}"),
+        (w.int(), "is torch.int32; use one of"),
+        ([1], r"w must be a dense torch.Tensor, got list"),
+    )
+    for other, text in refused:
+        with pytest.raises(InvalidInput, match=text):
+            a.kept_norm(other)
 
 
 @floating
