@@ -1,6 +1,8 @@
-"""Problems of attention and of its gradients from flat facts, and what every portable kernel of both says of them."""
+"""Problems of attention and of its gradients from flat facts, and what their kernels say and compile to."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar
 
 from sparsek.attn.plan.problems import AttentionGradProblem, AttentionProblem
@@ -42,12 +44,60 @@ def hold_refusals(kernel: Any, p: Problem, more: dict[str, Any], tiles: str) -> 
         assert reason in found, found
 
 
-def hold_predictions(kernel: Any, problem: Any) -> None:
+def hold_predictions(
+    kernel: Any,
+    problem: Any,
+    shapes: Iterable[tuple[int, tuple[int, int]]] = tuple(product((64, 128, 256), BLOCKS)),
+) -> None:
     """Four times the work takes more than three times as long, and nothing beats the memory. `problem(dim, block)`."""
-    for dim in (64, 128, 256):
-        for block in BLOCKS:
-            p = problem(dim, block)
-            c = kernel.default(p)
-            seconds = kernel.seconds(p, c)
-            assert kernel.seconds(replace(p, stored=4 * p.stored, longest=4 * p.longest), c) > 3 * seconds
-            assert seconds > p.compulsory_bytes / H200.bandwidth
+    for dim, block in shapes:
+        p = problem(dim, block)
+        c = kernel.default(p)
+        seconds = kernel.seconds(p, c)
+        assert kernel.seconds(replace(p, stored=4 * p.stored, longest=4 * p.longest), c) > 3 * seconds
+        assert seconds > p.compulsory_bytes / H200.bandwidth
+
+
+SMEM_PER_BLOCK = 227 << 10  # what one CTA may have on sm_90
+SMEM_PER_SM = 228 << 10  # what all CTAs of an SM share, 1 KB of each for the system
+REGISTERS = 65536
+CLEAN = ("unwritten", "mixed", "early", "fixed_bounds")
+# What wgmma calls a dtype, and how many elements of it one instruction takes.
+OPERANDS = {"bf16": ("bf16", 16), "fp16": ("f16", 16), "e4m3": ("e4m3", 32)}
+
+
+def hold_code(
+    what: Any, code: Any, dtype: str, widths: Iterable[int], products: int, ctas: int = 1, clean: Any = CLEAN
+) -> str:
+    """What every compiled kernel of Hopper must show: `products` of wgmma with results of `widths`, no waits that ptxas
+    added, barriers and bounds as written, registers and memory. Gives a text for further checks.
+    """
+    where = f"{what} in {dtype}:\n{code}"
+    kind, k = OPERANDS[dtype]
+    kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}" for n in widths}
+    assert code.wgmma == sorted(kinds), where
+    assert code.wgmma_count == products, where
+    assert "serialized" not in code.log, where
+    assert "Potential Performance Loss" not in code.log, where
+    assert all(getattr(code, fact) == [] for fact in clean), where
+    assert code.shared <= SMEM_PER_BLOCK, where
+    assert ctas * (code.shared + 1024) <= SMEM_PER_SM, where
+    assert ctas * code.registers * 32 * code.warps <= REGISTERS, where
+    return where
+
+
+def hold_forward(
+    c: Any, dtype: str, code: Any, exponentials: int, clean: Any = CLEAN, results: str | None = None
+) -> str:
+    """The same of a forward kernel: S before the steps and in both kinds of steps, P V in these and after them. P V is
+    multiplied beside the softmax. `dtype` is of the operands, `results` of out.
+    """
+    products = c.groups * 3 * (c.dim + c.keys) // OPERANDS[dtype][1]
+    where = hold_code((c, results), code, dtype, {c.keys, c.v_dim}, products, c.ctas_per_sm, clean)
+    assert code.waits == [0, 1], where
+    assert c.smem_bytes <= code.shared <= c.smem_bytes + 1024, f"smem_bytes says {c.smem_bytes}: {where}"
+    assert len(code.loops) == 2 * c.groups, where
+    for loop in code.loops:
+        assert loop.exponentials == exponentials, where
+        assert loop.beside >= 0.9 * loop.exponentials, f"P V is waited for before the softmax: {where}"
+    return where

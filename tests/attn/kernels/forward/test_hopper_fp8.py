@@ -1,7 +1,6 @@
 """hopper.attention_fp8: configs compiled for sm_90a, their texts, limits, reasons and predictions; scales on a GPU."""
 
-import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,7 +14,7 @@ import sparsek as sk
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_fp8 import AttentionFp8Problem
 from sparsek.attn.plan.attention_schedule import part_blocks
-from sparsek.core.device import CPU, H200
+from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from tests.attn.attention_cases import AttentionCase
@@ -24,19 +23,15 @@ pytest.importorskip("triton")
 
 from sparsek.attn.kernels.forward.hopper_fp8 import Config
 from sparsek.attn.kernels.forward.pipeline import fitted
-from tests.attn.kernels.forward.problems import attention_problem
+from tests.attn.kernels.forward.problems import BLOCKS, SMEM_PER_SM, attention_problem, hold_forward
 from tests.attn.kernels.forward.test_attention_fwd import LOW, causal
 from tests.attn.kernels.planned import attend
 from tests.engine.launch.drawn import fresh
 from tests.engine.launch.hopper_code import compiled
-from tests.problems import A100, B200
 from tests.sampling import sampled
 
 gpu = pytest.mark.gpu
 KERNEL = load("hopper.attention_fp8")
-BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
-SMEM_PER_SM = 228 << 10
-REGISTERS = 65536
 
 
 def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> Any:
@@ -73,75 +68,12 @@ OTHERS = [
 @pytest.mark.parametrize(("c", "dtype"), [*sampled(CORE, 2), *sampled(OTHERS, 1)], ids=str)
 def test_configs_compile_to_wgmma_and_tma_and_hide_the_softmax(c: Config, dtype: str) -> None:
     code = compiled(c, dtype)
-    where = f"{c} in {dtype}:\n{code}"
-    kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3" for n in (c.keys, c.v_dim)}
-    assert code.wgmma == sorted(kinds), where
-    # S before the steps and in both kinds of steps, P V in these and after them; none for a chain of its own.
-    assert code.wgmma_count == c.groups * 3 * (c.dim + c.keys) // 32, where
-    assert code.waits == [0, 1], where
-    assert "Potential Performance Loss" not in code.log, where
-    assert [] == code.unwritten == code.mixed == code.early == code.fixed_bounds, where
-    assert len(code.loops) == 2 * c.groups, where
+    where = hold_forward(c, "e4m3", code, c.keys // 2 + 2, results=dtype)  # no product for a chain of its own
     assert code.stack <= 176, where
     assert code.spills <= 320, where
-    loads = 3 if c.by_block else 0
-    plain = [loop for loop in code.loops if loop.loads <= loads]
+    plain = [loop for loop in code.loops if loop.loads <= (3 if c.by_block else 0)]
     assert len(plain) == c.groups, where
     assert not any(loop.local for loop in plain), f"a step without rules spills: {where}"
-    for loop in code.loops:
-        assert loop.exponentials == c.keys // 2 + 2, where
-        assert loop.beside >= 0.9 * loop.exponentials, f"P V is waited for before the softmax: {where}"
-    assert c.smem_bytes <= code.shared <= c.smem_bytes + 1024, where
-    assert c.ctas_per_sm * (code.shared + 1024) <= SMEM_PER_SM, where
-    assert c.ctas_per_sm * code.registers * 32 * code.warps <= REGISTERS, where
-
-
-FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "dim": st.sampled_from((32, 64, 128, 256)),
-    "v_dim": st.sampled_from((32, 64, 128)),
-    "block": st.sampled_from(BLOCKS),
-    "groups": st.sampled_from((1, 2)),
-    "keys": st.sampled_from((64, 128)),
-    "stages": st.integers(2, 4),
-    "q_slots": st.sampled_from((1, 2)),
-    "pack": st.sampled_from((1, 2, 64)),
-    "interval": st.booleans(),
-    "bits": st.booleans(),
-    "split": st.booleans(),
-    "lse": st.booleans(),
-    "by_block": st.booleans(),
-}
-
-
-@given(st.builds(Config, **FIELDS), st.sampled_from(sorted(FIELDS)), st.data())
-def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObject) -> None:
-    """Triton keeps compiled kernels by the text of their constants."""
-    assert {field.name for field in fields(Config)} == set(FIELDS)
-    other = replace(c, **{name: data.draw(FIELDS[name])})
-    assert (str(c) == str(other)) == (c == other)
-    assert repr(c) == str(c)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"card": A100}, "needs a Hopper card .* NVIDIA A100"),
-        ({"card": B200}, "needs a Hopper card .* NVIDIA B200"),
-        ({"card": CPU}, "needs a Hopper card .* cpu"),
-        ({"out": "fp32"}, "gives bf16 and fp16, not fp32"),
-        ({"softcap": True}, "does not change scores, and these have softcap"),
-        ({"sink_logits": "fp32"}, "fp32 sinks"),
-        ({"dim": 264}, "multiples of 16 up to 256 for k and 128 for v, not 264 and 128"),
-        ({"v_dim": 192}, "not 128 and 192"),
-        ({"dim": 40}, "not 40 and 128"),
-        ({"aligned": False}, "multiples of 16 bytes"),
-        ({"kv_len": 2**29 + 1}, "32 bits"),
-    ],
-)
-def test_a_reason_names_what_is_in_the_way(change: dict[str, Any], reason: str) -> None:
-    assert KERNEL.why_not(problem()) == []
-    (found,) = KERNEL.why_not(replace(problem(), **change))
-    assert re.search(reason, found), found
 
 
 @given(
@@ -178,12 +110,9 @@ def test_every_config_fits_the_card_and_the_problem(
         assert KERNEL.seconds(p, c) > p.compulsory_bytes / H200.bandwidth
 
 
-def test_predictions_grow_with_work_and_are_below_those_of_bf16() -> None:
+def test_operands_are_fewer_bytes_than_those_of_bf16() -> None:
     for dim, block in product((32, 64, 128), BLOCKS):
         p = problem(dim, block=block)
-        c = KERNEL.default(p)
-        seconds = KERNEL.seconds(p, c)
-        assert KERNEL.seconds(replace(p, stored=4 * p.stored, longest=4 * p.longest), c) > 3 * seconds
         assert p.compulsory_bytes < problem(dim, block=block, dtype="bf16").compulsory_bytes
 
 

@@ -145,8 +145,14 @@ def test_attention_with_these_schedules(name: str) -> None:
     posed_p = problem_of(q, k, v, mask)
     if reasons := kernel.why_not(posed_p):
         pytest.skip(reasons[0])
-    gate = check_attention(q, k, v, mask, *attend(kernel, q, k, v, mask, None, None))
+    found, sums = attend(kernel, q, k, v, mask, None, None)
+    tiles = mask.grid[
+        0
+    ]  # of 625 each takes float64 a twentieth of a second: the first, which are cut, and every fifth
+    rows = None if tiles < 500 else [*range(10), *range(10, tiles - 1, 5), tiles - 1]
+    gate = check_attention(q, k, v, mask, found, sums, rows=rows)
     assert gate.passed, gate
+    assert found.isfinite().all()
     out = torch.empty_like(q)
     c = kernel.default(posed_p)
     work = hopper_fwd.Work(

@@ -64,7 +64,7 @@ def test_every_head_dim(kernel: Any, dims: tuple[int, int], seed: int) -> None:
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (64, 4), (32, 1), (64, 1)], ids=str)
 def test_every_group(kernel: Any, heads: tuple[int, int], seed: int) -> None:
-    for make in (decode, mixed):
+    for make in sampled((decode, mixed), 1, of=heads):
         check_paged(kernel, make(heads=heads, dims=(64, 64)), device="cuda", seed=seed)
 
 
@@ -81,9 +81,9 @@ def test_every_group(kernel: Any, heads: tuple[int, int], seed: int) -> None:
     ids=str,
 )
 def test_every_option(kernel: Any, more: dict[str, Any], seed: int) -> None:
-    for make in (decode, mixed):
-        for form in sampled(("pair", "pair by rows"), 1, of=(more, make.__name__)):
-            check_paged(kernel, make(**more, form=form, page=64), device="cuda", seed=seed)
+    ways = [(make, form) for make in (decode, mixed) for form in ("pair", "pair by rows")]
+    for make, form in sampled(ways, 1, of=str(more)):
+        check_paged(kernel, make(**more, form=form, page=64), device="cuda", seed=seed)
 
 
 LISTS = (
