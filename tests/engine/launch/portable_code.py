@@ -33,6 +33,10 @@ class Code(NamedTuple):
         return "cp.async.cg.shared.global" in self.ptx
 
     @property
+    def wgmma(self) -> bool:
+        return "wgmma.mma_async" in self.ptx
+
+    @property
     def stores(self) -> set[str]:
         """The distinct global stores: "v4.b32" moves 16 bytes."""
         return set(re.findall(r"st\.global\.(\S+)", self.ptx))

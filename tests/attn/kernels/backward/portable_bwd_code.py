@@ -1,8 +1,7 @@
 """Compiles portable.attention_bwd for cards that are not there, and reads what came out. Any Triton."""
 
-import re
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from sparsek.attn.kernels.backward import portable_bwd as portable
 from sparsek.attn.kernels.forward import parts
 from sparsek.attn.kernels.forward.score_args import Slopes
 from tests.engine.launch import portable_code
+from tests.engine.launch.portable_code import Code
 from tests.problems import CARDS
 
 RULES = {
@@ -20,17 +20,6 @@ RULES = {
 }
 # Which kernel, and what of its results is left out.
 PASSES = {"keys": None, "keys for dk": "dv", "keys for dv": "dk", "queries": None}
-
-
-class Code(NamedTuple):
-    """Facts of one compiled kernel; sizes in bytes. `copies`: asynchronous 16-byte copies are there."""
-
-    stack: int
-    registers: int
-    shared: int
-    copies: bool
-    wgmma: bool
-    atomics: bool
 
 
 def passes(c: portable.Config) -> dict[str, portable.Tile]:
@@ -66,7 +55,7 @@ def compiled(
     types = dict.fromkeys(("q", "k", "v", "grad", "dq", "dk", "dv"), f"*{dtype}")
     types |= dict.fromkeys(portable._POINTERS, "*i32") | dict.fromkeys(("lse", "delta", "sums"), "*fp32")
     types |= {"factor": "fp32", "scale": "fp32", "cap": "fp32", "slopes": "*fp32"}
-    code = portable_code.compiled(
+    return portable_code.compiled(
         kernel,
         types,
         fixed | dict.fromkeys(ones, 1) | dict.fromkeys(gone),
@@ -74,17 +63,9 @@ def compiled(
         tile.num_warps,
         tile.num_stages,
     )
-    return Code(
-        stack=code.stack,
-        registers=code.registers,
-        shared=code.shared,
-        copies=code.copies,
-        wgmma="wgmma.mma_async" in code.ptx,
-        atomics=bool(re.search(r"\b(atom|red)\.", code.ptx)),
-    )
 
 
-def added(card: str, width: int, columns: int) -> portable_code.Code:
+def added(card: str, width: int, columns: int) -> Code:
     """The sum of parts: `columns` of `width` float32 columns."""
     constants = {
         "WIDTH": width, "FIRST": width - columns, "COLS": columns, "BLOCK": 128, "ROWS": parts.ROWS,

@@ -2,7 +2,7 @@
 
 import re
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -10,6 +10,7 @@ from sparsek.attn.kernels.forward import portable_fwd as portable
 from sparsek.attn.kernels.forward.merge import FIELDS, ROWS, _merge
 from sparsek.attn.kernels.forward.score_args import Sinks, Slopes
 from tests.engine.launch import portable_code
+from tests.engine.launch.portable_code import Code
 from tests.problems import CARDS
 
 RULES = {
@@ -20,16 +21,11 @@ RULES = {
 }
 
 
-class Code(NamedTuple):
-    """Facts of one compiled kernel; sizes in bytes. `copies`: asynchronous 16-byte copies are there. `chained`: each
-    warp owns whole rows of both products, so P stays in registers.
-    """
-
-    stack: int
-    shared: int
-    copies: bool
-    wgmma: bool
-    chained: bool
+def chained(code: Code, warps: int) -> bool:
+    """Each warp owns whole rows of both products, so P stays in registers."""
+    return all(
+        int(rows) == warps for rows in re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+), \d+\]", code.ttgir)
+    )
 
 
 def compiled(
@@ -53,7 +49,9 @@ def compiled(
     constants |= dict.fromkeys(() if changed else ("cap", *Slopes._fields, *Sinks._fields))
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | dict.fromkeys(portable._POINTERS, "*i32")
     types |= {"lse": "*fp32", "scale": "fp32", "cap": "fp32", "slopes": "*fp32", "sinks": "*bf16"}
-    return _code(portable._attention, types, constants, card, c.num_warps, c.num_stages)
+    return portable_code.compiled(
+        portable._attention, types, constants, CARDS[card], c.num_warps, c.num_stages
+    )
 
 
 def merged(card: str, v_dim: int) -> Code:
@@ -61,14 +59,4 @@ def merged(card: str, v_dim: int) -> Code:
     constants = {"SLOT": 128, "DV": v_dim, "GROUP": 1, "ROWS": ROWS, "FIELDS": FIELDS, "so_d": 1}
     constants |= dict.fromkeys(Sinks._fields)
     types = {"o_part": "*fp32", "lse_part": "*fp32", "table": "*i32", "out": "*bf16", "lse": "*fp32"}
-    return _code(_merge, types, constants, card, 4, 3)
-
-
-def _code(
-    function: Any, types: dict[str, str], constants: dict[str, Any], card: str, warps: int, stages: int
-) -> Code:
-    code = portable_code.compiled(function, types, constants, CARDS[card], warps, stages)
-    spread = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+), \d+\]", code.ttgir)
-    chained = all(int(rows) == warps for rows in spread)
-    wgmma = "wgmma.mma_async" in code.ptx
-    return Code(code.stack, code.shared, code.copies, wgmma, chained)
+    return portable_code.compiled(_merge, types, constants, CARDS[card], 4, 3)

@@ -1,7 +1,6 @@
 """Compiles portable.attention_paged and the sum of its parts for cards that are not there. Any Triton."""
 
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,19 +10,8 @@ from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.plan.kernels import PagedCall
 from sparsek.attn.plan.problems import PagedProblem
 from tests.engine.launch import portable_code
+from tests.engine.launch.portable_code import Code
 from tests.problems import CARDS
-
-
-class Code(NamedTuple):
-    """Facts of one compiled kernel; sizes in bytes. `copies`: asynchronous 16-byte copies are there."""
-
-    stack: int
-    registers: int
-    shared: int
-    copies: bool
-    wgmma: bool
-    ptx: str
-    ttgir: str
 
 
 def meta_call(p: PagedProblem) -> PagedCall:
@@ -76,7 +64,9 @@ def compiled(card: str, p: PagedProblem, c: portable.Config) -> Code:
         "cap": "fp32",
     }
     types |= dict.fromkeys(portable._INTS, "*i32") | dict.fromkeys(portable._FLOATS, "*fp32")
-    return _code(portable._attention, types, constants, card, c.num_warps, c.num_stages)
+    return portable_code.compiled(
+        portable._attention, types, constants, CARDS[card], c.num_warps, c.num_stages
+    )
 
 
 def added(card: str, v_dim: int, parts: int, heads: int = 32) -> Code:
@@ -90,19 +80,6 @@ def added(card: str, v_dim: int, parts: int, heads: int = 32) -> Code:
     types = (
         dict.fromkeys(names, "*fp32") | dict.fromkeys(("counts", "cu_seqlens_q"), "*i32") | {"out": "*bf16"}
     )
-    return _code(portable_parts.add_parts, types, constants, card, portable_parts.WARPS, 3)
-
-
-def _code(
-    function: Any, types: dict[str, str], constants: dict[str, Any], card: str, warps: int, stages: int
-) -> Code:
-    code = portable_code.compiled(function, types, constants, CARDS[card], warps, stages)
-    shared = code.shared
-    return Code(
-        code.stack, code.registers, shared, code.copies, "wgmma.mma_async" in code.ptx, code.ptx, code.ttgir
+    return portable_code.compiled(
+        portable_parts.add_parts, types, constants, CARDS[card], portable_parts.WARPS, 3
     )
-
-
-def loops(ptx: str) -> int:
-    """How many waits for asynchronous copies the code has."""
-    return len(re.findall(r"cp\.async\.wait_group", ptx))

@@ -12,9 +12,10 @@ from sparsek.core.device import CPU, H200
 pytest.importorskip("triton")
 
 from sparsek.attn.kernels.paged import portable, portable_parts
-from tests.attn.kernels.paged.portable_code import Code, added, compiled
+from tests.attn.kernels.paged.portable_code import added, compiled
 from tests.engine.launch import newest
 from tests.engine.launch.covering import once
+from tests.engine.launch.portable_code import Code
 from tests.problems import CARDS, T4
 from tests.sampling import sampled
 
