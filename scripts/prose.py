@@ -51,6 +51,9 @@ PATTERNS = [
 NO_NOUN = "no noun of the field"
 NAMES = {
     "again": "recorded, repeated",
+    "anew": "replace, repeat",
+    "home": "owner, module",
+    "wall": "clock",
     "fresh": "new, layout",
     "closed": "banded",
     "accepted": "convert, argument",
@@ -63,6 +66,23 @@ NAMES = {
     "held": "register_tile, owners",
     "joined": "a struct with fields",
     "heard": "received",
+}
+# In names of classes also participles and adverbs.
+OF_CLASSES = {
+    "dealt": "schedule, split",
+    "done": "progress",
+    "found": "the noun of its contents",
+    "given": "inputs, options",
+    "judged": "choice, outcome",
+    "kept": "cached, result",
+    "known": "cached, card",
+    "late": "deferred",
+    "later": "deferred, second-order",
+    "missed": "miss",
+    "named": "its kind, such as kernel",
+    "near": "local, window",
+    "seen": "visible",
+    "served": "report",
 }
 COMMANDS = ("sparsek/tools/bench/suites/fresh.py",)  # named as users type it
 NAME = re.compile(r"[a-z]+|[A-Z][a-z]*")
@@ -160,8 +180,9 @@ def findings(path: Path, root: Path = ROOT) -> list[Finding]:
         found += _long_sentences(name, first, plain) if counted else []
     if path.suffix == ".py":
         for line, identifier in names(ast.parse(source), name):
-            words = (word for word in map(str.lower, NAME.findall(identifier)) if word in NAMES)
-            found += [Finding(name, line, identifier, NO_NOUN, NAMES[word]) for word in words]
+            better = NAMES | OF_CLASSES if identifier.lstrip("_")[:1].isupper() else NAMES
+            words = (word for word in map(str.lower, NAME.findall(identifier)) if word in better)
+            found += [Finding(name, line, identifier, NO_NOUN, better[word]) for word in words]
     return sorted(
         each for each in found if "prose: allow" not in str(lines[max(0, each.line - 2) : each.line])
     )

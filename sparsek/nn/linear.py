@@ -379,7 +379,7 @@ class BlockSparseLinear(nn.Module):
         if isinstance(values, nn.Parameter) and last.values == made.values:
             note_pattern(self, values, last.pattern, pattern)
         if plain and not indptr.is_meta and not made.new:
-            remember(indptr, indices, pattern, anew=True)  # compiled graphs then share its plans
+            remember(indptr, indices, pattern, replace=True)  # compiled graphs then share its plans
         return pattern
 
     def _valid_pattern(self) -> BlockPattern | None:

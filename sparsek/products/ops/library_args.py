@@ -224,15 +224,15 @@ def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPa
     return made
 
 
-def remember(indptr: Tensor, indices: Tensor, pattern: BlockPattern, anew: bool = False) -> None:
+def remember(indptr: Tensor, indices: Tensor, pattern: BlockPattern, replace: bool = False) -> None:
     """Let ops find this pattern by tensors that have its contents, as long as it lives.
 
-    `anew`: instead of the pattern that they found before.
+    `replace`: instead of the pattern that they found before.
     """
     known: CachedPattern | None = _PATTERNS.get(indptr)
     state = _state(indptr, indices)
     other = known.pattern() if known is not None and known[1:] == state else None
-    if anew or other is None or (other.shape, other.block) != (pattern.shape, pattern.block):
+    if replace or other is None or (other.shape, other.block) != (pattern.shape, pattern.block):
         _PATTERNS[indptr] = CachedPattern(weakref.ref(pattern), *state)
 
 

@@ -34,8 +34,8 @@ def _is_fresh(wanted: Sequence[str], kernels: dict[str, bool]) -> bool:
     return all(auto if name == "auto" else kernels.get(name, False) for name in wanted)
 
 
-class Done(NamedTuple):
-    """One row, done: how long it took, how many are left, and for how many seconds."""
+class RowProgress(NamedTuple):
+    """A row that was measured: how long it took, how many are left, and for how many seconds."""
 
     row: SuiteRow
     seconds: float
@@ -48,7 +48,7 @@ def walk(
     measure: Callable[[SuiteRow], None],
     limit: float | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Done]:
+) -> Iterator[RowProgress]:
     """Measures the rows in turn, the first in any case, and stops before one that may not end within `limit` seconds
     of the beginning. A row may take as long as the longest of its op so far but the first, which compiles and imports;
     before there are two, as its benchmark's `slowest`. Those left are taken to be as long as those done, on average.
@@ -63,4 +63,4 @@ def walk(
         measure(row)
         of_op.append(clock() - started)
         rest = len(rows) - at - 1
-        yield Done(row, of_op[-1], rest, rest * (clock() - begin) / (at + 1))
+        yield RowProgress(row, of_op[-1], rest, rest * (clock() - begin) / (at + 1))

@@ -134,7 +134,7 @@ class PlannerCase(Case):
     def run(self, *, device: torch.device, rounds: int, report: Callable[[str], None], **_: Any) -> Outcome:
         """One record of all layers. Raises GateError if a result of any option is outside its budget."""
         layers = LAYERS[self.layers]
-        judged: list[Judged] = []
+        judged: list[LayerChoice] = []
         if device.type == "cuda":
             report("compile the kernels of all layers")
             ahead.compiled([(device, each, self) for each in layers], prepared)
@@ -148,7 +148,7 @@ class PlannerCase(Case):
         return Outcome(self, (record,), {}, {"planner": _missed(record, judged)})
 
 
-class Judged(NamedTuple):
+class LayerChoice(NamedTuple):
     """One layer: its options, their times by name, the option that predictions choose, and what a measurement chose."""
 
     layer: Layer
@@ -210,7 +210,7 @@ def prepared(
         yield f"{plan.kernel} {form.block} {plan.config!r}", partial(run_plan, plan, x, weight)
 
 
-def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
+def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> LayerChoice:
     card = card_of(device)
     w, x, listed = _drawn(layer, case, device)
     with torch.no_grad():
@@ -222,7 +222,7 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
     timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(every) if at in own]
     by_name = {every[at].name: each for at, each in times.items()}
     chosen = [choosing.choose(each, choosing.Requirement(min_norm=0)).name for each in (every, timed)]
-    return Judged(layer, every, by_name, *chosen, gate=worst(gates))
+    return LayerChoice(layer, every, by_name, *chosen, gate=worst(gates))
 
 
 def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gate:
@@ -231,7 +231,7 @@ def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gat
     return passed(layer, f"{option.name} by {option.kernel}", Expected.of(x[::step], weight).judge(y[::step]))
 
 
-def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, seen: Sensors) -> Record:
+def _record(case: PlannerCase, judged: Sequence[LayerChoice], device: torch.device, seen: Sensors) -> Record:
     def total(names: Sequence[str]) -> PeerResult:
         """All layers one after another, each with the option of its name."""
         times = [each.times[name] for each, name in zip(judged, names, strict=True)]
@@ -255,7 +255,7 @@ def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, s
     return record_of(case, Timed(PLANNER), chosen.times, gate, device, seen, **more)
 
 
-def _missed(record: Record, judged: Sequence[Judged]) -> str:
+def _missed(record: Record, judged: Sequence[LayerChoice]) -> str:
     """In words: how many choices are good, and which are not, the worst first."""
     head = (
         f"{record['near']} of {record['count']} choices within {(NEAR - 1) * 100:.0f} % of the best by prediction, "
