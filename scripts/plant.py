@@ -73,11 +73,11 @@ class Tests:
     def __init__(self, root: Path, map_file: Path | None) -> None:
         self.lines: dict[str, dict[str, list[int]]] = {}
         self.tests: list[tuple[str, float]] = []
-        self.absent: set[int] = set()
+        self.failed, self.absent = set[str](), set[int]()
         self.files: dict[str, tuple[float, set[str]]] = {}
         if map_file:
             held = json.loads(map_file.read_text(encoding="utf-8"))
-            self.lines, self.tests = held["lines"], held["tests"]
+            self.lines, self.tests, self.failed = held["lines"], held["tests"], set(held["failed"])
             texts = {name.partition("::")[0]: "" for name, _ in self.tests}
             for file in texts:
                 texts[file] = (root / file).read_text(encoding="utf-8") if (root / file).exists() else ""
@@ -95,6 +95,10 @@ class Tests:
                 ran = {key for at, key in enumerate(keys) if number >> at & 1}
                 if evidence["files"][file]["ran"] and (root / file).exists():
                     self.files[file] = (evidence["files"][file]["seconds"], ran)
+
+    def passed(self, test: str) -> bool:
+        """Whether a test is known to pass without a fault."""
+        return bool(self.tests) and "::" in test and test not in self.failed
 
     def of(self, fault: Fault, first: str = "") -> list[tuple[str, list[str]]]:
         """Files and their tests. `first`: the test that is known to find it."""
@@ -270,6 +274,8 @@ class Slot:
 
     def sound(self, test: str) -> bool:
         """Whether a test, or a file, passes without a fault."""
+        if self.run.tests.passed(test):
+            return True
         if test not in self.run.sound:
             self.run.sound[test] = not test or self.pytest([test], 3 * self.run.hang)["outcome"] == "passed"
         return self.run.sound[test]
@@ -318,7 +324,7 @@ class Run:
         self.end = time.monotonic() + given.seconds
         self.tests = Tests(given.root, None if given.gpu else given.map)
         self.out: Path = given.out
-        self.sound: dict[str, bool] = {}
+        self.sound = dict.fromkeys(self.tests.failed, False)
         self.lock = threading.Lock()
         self.work = Path(tempfile.mkdtemp(prefix="sparsek-plant-"))
         before = results(given.found_by) if given.found_by else {}
@@ -397,7 +403,7 @@ class Recorder:
         from tests.evidence.trace import empty_caches
 
         self.empty_caches, self.seconds = empty_caches, defaultdict[str, float](float)
-        self.out, self.name = out, ""
+        self.out, self.name, self.failed = out, "", list[str]()
         folders = [str(Path(each).resolve()) for each in ("sparsek/products", "sparsek/attn")]
         self.coverage = coverage.Coverage(data_file=str(out), source=folders, config_file=False)
         self.coverage.start()
@@ -411,11 +417,12 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[self.name] += report.duration
+        self.failed += [report.nodeid] if report.failed else []
 
     def pytest_unconfigure(self) -> None:
         self.coverage.stop()
         self.coverage.save()
-        self.out.with_suffix(".seconds").write_text(json.dumps(self.seconds), encoding="utf-8")
+        self.out.with_suffix(".json").write_text(json.dumps([self.seconds, self.failed]), encoding="utf-8")
 
 
 def record_session(out: Path) -> int:
@@ -441,13 +448,12 @@ def record(root: Path, out: Path) -> None:
 def mapped(root: Path, halves: list[Path]) -> dict[str, Any]:
     from coverage import CoverageData  # pyright: ignore[reportMissingImports]
 
-    tests: list[tuple[str, float]] = []
+    tests, failed = list[tuple[str, float]](), list[str]()
     rows: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for half in halves:
-        data, seconds = (
-            CoverageData(str(half)),
-            json.loads(half.with_suffix(".seconds").read_text(encoding="utf-8")),
-        )
+        data = CoverageData(str(half))
+        seconds, broken = json.loads(half.with_suffix(".json").read_text(encoding="utf-8"))
+        failed += broken
         data.read()
         number = {name: at for at, name in enumerate(seconds, len(tests))}
         tests += seconds.items()
@@ -455,7 +461,7 @@ def mapped(root: Path, halves: list[Path]) -> dict[str, Any]:
             for line, names in data.contexts_by_lineno(path).items():
                 ran = [number[name] for name in names if name in number]
                 rows[Path(path).relative_to(root).as_posix()][line] += ran
-    return {"tests": tests, "lines": rows}
+    return {"tests": tests, "lines": rows, "failed": failed}
 
 
 def main() -> int:

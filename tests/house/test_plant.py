@@ -116,7 +116,7 @@ def test_faults_are_found_or_survive_and_a_lost_one_is_reported(
         ["tests/products/test_sides.py::test_inside", 0.01],
         ["tests/products/test_sides.py::test_rest", 0.01],
     ]
-    known.write_text(json.dumps({"tests": seconds, "lines": lines}))
+    known.write_text(json.dumps({"tests": seconds, "lines": lines, "failed": []}))
 
     def run(out: str) -> dict[str, str]:
         options = ["--root", str(tmp_path), "--map", str(known), "--out", str(tmp_path / out), "--hang", "1"]
