@@ -203,6 +203,13 @@ def dense(name: str, value: Any) -> Tensor:
     return living(name, value)
 
 
+def dense_beside(name: str, value: Any, other: str, like: Any) -> Tensor:
+    """As `dense`, for an operand beside `like`, called `other`: see `check_real`."""
+    found = dense(name, value)
+    check_real(other, like, name, found)
+    return found
+
+
 def check_real(what: str, x: Any, other: str, y: Any) -> None:
     """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both."""
     if is_compiling() or not (isinstance(x, Tensor) and isinstance(y, Tensor)):

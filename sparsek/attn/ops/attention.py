@@ -203,29 +203,28 @@ def attention(
 def route(call: Attended) -> Any:
     """(out, lse) of a call: a recorded one's, or by the torch.library op, torch.func, autograd or the plan alone."""
     mask, plan, slot = call.mask, call.plan, recorded_calls.UNBOUND
-    if plan is None and not _compiling():
-        slot = recorded(call, call.form, call.tensors, counting=True)
-        if slot.__class__ is not Slot:
-            return slot
-    if plan is None and _traced() and call.__class__ is Attended and not transforms.active():
-        return through_op(call)
     if plan is not None:
         _check_plan(call)
+    else:
+        if not _compiling():
+            slot = recorded(call, call.form, call.tensors, counting=True)
+            if slot.__class__ is not Slot:
+                return slot
+        if _traced() and call.__class__ is Attended and not transforms.active():
+            return through_op(call)
     call.check()
     if call.mask is None:
         call.mask = every_block(call.q, call.k)
-    check_no_tangent(operands.NO_TANGENT, *call.tensors, call.scores.sink_logits)
-    if torch._C._are_functorch_transforms_active():
-        return transform(call)
-    if not call.learns:
-        return run_forward(call, slot)
     if call.__class__ is AttendedFp8:
         call.refuse_gradient()
-    if plan is not None and not plan.problem.lse:
+    if plan is not None and not plan.problem.lse and call.learns:
         raise InvalidInput(
             "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
         )
-    return differentiate(call, mask, slot)
+    check_no_tangent(operands.NO_TANGENT, *call.tensors, call.scores.sink_logits)
+    if torch._C._are_functorch_transforms_active():
+        return transform(call)
+    return differentiate(call, mask, slot) if call.learns else run_forward(call, slot)
 
 
 @overload

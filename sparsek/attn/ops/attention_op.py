@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.ops import attention_gradients
 from sparsek.attn.ops.attention_args import call_of, flat_mask, gradients_of
 from sparsek.attn.ops.attention_plans import ATTENTION, differentiated, recorded
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.attention import Attended, every_block
 from sparsek.attn.plan.attention_grad import Differentiated
-from sparsek.attn.reference.scores import PLAIN, checked_scores
+from sparsek.attn.reference.scores import PLAIN
 from sparsek.core.operations import TAGS, schema_of
 from sparsek.engine.call import transforms
 from sparsek.engine.call.recorded_calls import UNBOUND, Slot
@@ -99,8 +98,8 @@ def through_op(call: Attended) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling():
         call.check()
     elif call.scores is not PLAIN:  # the op checks the rest
-        check_tensors(call.q, call.k, call.v)
-        call.scores = checked_scores(call.q, *call.scores)
+        call.check_operands()
+        call.check_scores()
     lse = call.return_lse or call.learns
     given = *call.tensors, *flat_mask(call.mask), call.scale, lse, call.kernel, call.deterministic
     return torch.ops.sparsek.attention(*given, *call.scores)

@@ -43,21 +43,21 @@ def recorded(call: Attended, verb: Hashable, tensors: tuple[Tensor, ...], *, cou
         if any(x is not None and x is not MARK and x.__class__ is not float for x in marked):
             return recorded_calls.UNBOUND  # 1, 1.0 and True are one key
         settings, tensors = (*settings, marked), (*tensors, *more)
-    if mask is None:
-        return recorded_calls.repeat(_UNMASKED, settings, tensors)
-    call.once = False
-    if type(mask) is not BlockMask:
-        return recorded_calls.UNBOUND
-    memo = mask._memo
-    if "readbacks" in memo:
-        mask.verify()
-    layout = fresh_layout(mask, counting=counting) if "uses" in memo else None
-    if layout is not None and mask._base is not None:
-        call.once, tensors = True, (*tensors, mask._base)
-        calls = layout._memo.get("calls") or layout.derived("calls", Calls)
-    else:
-        key = "calls", mask.sizes.exact
-        calls = memo.get(key) or mask.derived(key, Calls)
+    calls = _UNMASKED
+    if mask is not None:
+        call.once = False
+        if type(mask) is not BlockMask:
+            return recorded_calls.UNBOUND
+        memo = mask._memo
+        if "readbacks" in memo:
+            mask.verify()
+        layout = fresh_layout(mask, counting=counting) if "uses" in memo else None
+        if layout is not None and mask._base is not None:
+            call.once, tensors = True, (*tensors, mask._base)
+            calls = layout._memo.get("calls") or layout.derived("calls", Calls)
+        else:
+            key = "calls", mask.sizes.exact
+            calls = memo.get(key) or mask.derived(key, Calls)
     return recorded_calls.repeat(calls, settings, tensors, mask)
 
 

@@ -19,7 +19,7 @@ from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.attn.reference.scores import PLAIN, Scores, checked_scores
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured, tensors_in
@@ -116,14 +116,18 @@ class Attended:
         if self.mask is not None:
             operands.check_mask(self.like, self.k, self.mask, here=here)
         if self.scale is not None:
-            self.scale = operands.checked_scale(self.scale, self.q.shape[3])
-        self.scores = checked_scores(self.q, *self.scores, here=here, dtype=self.dtype)
+            self.scale = arguments.number("scale", self.scale, *operands.SCALES)
+        self.check_scores(here)
         if plan is not None:
             plan.check(self)
 
-    def check_operands(self, here: bool, planner: str) -> None:
+    def check_operands(self, here: bool = True, planner: str = "plan_attention") -> None:
         """The checks of q, k and v."""
         check_tensors(self.q, self.k, self.v, predicted=not here, planner=planner)
+
+    def check_scores(self, here: bool = True) -> None:
+        """The checks of what changes the scores."""
+        self.scores = checked_scores(self.q, *self.scores, here=here, dtype=self.dtype)
 
     def refuse_gradient(self) -> None:
         """InvalidInput if autograd would expect a gradient, which a plan does not give."""

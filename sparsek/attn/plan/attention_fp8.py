@@ -100,7 +100,7 @@ class AttendedFp8(Attended):
     def layout(self) -> operands.Layout:
         return operands.layout(self.q.values, self.k.values, self.v.values)
 
-    def check_operands(self, here: bool, planner: str) -> None:
+    def check_operands(self, here: bool = True, planner: str = "plan_attention") -> None:
         if here:
             arguments.supported("q", self.q.device)
 

@@ -12,7 +12,7 @@ from sparsek.attn.mask.rule import MaskPolicy
 from sparsek.attn.plan.attention_operands import Layout
 from sparsek.attn.reference.scores import check_sinks, checked_softcap
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import MOVE, check_real, is_fake, shown
+from sparsek.core.arguments import MOVE, is_fake, shown
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import overlap
 from sparsek.core.tracing import check_no_tangent, wants_gradient
@@ -195,8 +195,7 @@ def check_sizes(q: Tensor, k: Tensor, block_table: Tensor, seen: VisibleKeys, ma
 def check_scores(q: Tensor, sink_logits: Any, softcap: Any) -> float:
     """The cap of scores. InvalidInput unless it is positive or 0, and sink_logits are None or float32 [Hq]."""
     if sink_logits is not None:
-        arguments.dense("sink_logits", sink_logits)
-        check_real("q", q, "sink_logits", sink_logits)
+        arguments.dense_beside("sink_logits", sink_logits, "q", q)
         if sink_logits.dtype != torch.float32 or tuple(sink_logits.shape) != (q.shape[1],):
             raise InvalidInput(
                 f"sink_logits is {sink_logits.dtype} {list(sink_logits.shape)}; it must be float32 [{q.shape[1]}], one "

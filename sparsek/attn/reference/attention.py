@@ -9,7 +9,6 @@ from torch.nn import functional
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.scores import PLAIN, Places, Scores, changed
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import check_real
 from sparsek.core.errors import InvalidInput
 
 
@@ -264,8 +263,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
 def _check_parts(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
     parts = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}
     for name, x in parts.items():
-        arguments.dense(name, x)
-        check_real("o1", o1, name, x)
+        arguments.dense_beside(name, x, "o1", o1)
     dtypes.name(o1.dtype)
     kinds = {(x.dtype, x.device) for x in (o1, o2)}, {(x.dtype, x.device) for x in (lse1, lse2)}
     fits = o1.ndim > 0 and o1.shape == o2.shape and lse1.shape == lse2.shape == o1.shape[:-1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.arguments import check_real, faking, is_fake
+from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import concrete, untransformed, wants_gradient
 
@@ -127,14 +127,27 @@ def checked_scores(
     if cap == 0 and alibi_slopes is None and sink_logits is None:
         return PLAIN
     (batch, heads), kinds = q.shape[:2], {torch.float32, dtype or q.dtype}
-    if alibi_slopes is not None:
-        _check_heads("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), {torch.float32}, here)
-        if wants_gradient(alibi_slopes):
+    for name, x, shapes, dtypes in (
+        ("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)), {torch.float32}),
+        ("sink_logits", sink_logits, ((heads,),), kinds),
+    ):
+        if x is None:
+            continue
+        arguments.dense_beside(name, x, "q", q)
+        if tuple(x.shape) not in shapes or x.dtype not in dtypes:
+            right = " or ".join(map(str, map(list, shapes))), " or ".join(sorted(map(str, dtypes)))
+            raise InvalidInput(
+                f"{name} is {x.dtype} {list(x.shape)}; for q {list(q.shape)} it must be {right[1]} {right[0]}"
+            )
+        if x.device != q.device and (here or x.is_meta):
+            raise InvalidInput(
+                f"{name} is on {x.device} and q on {q.device}; call {name}.to({str(q.device)!r})"
+            )
+        if x is alibi_slopes and wants_gradient(x):
             raise InvalidInput(
                 "alibi_slopes requires a gradient, which attention does not give; pass alibi_slopes.detach()"
             )
     if sink_logits is not None:
-        _check_heads("sink_logits", sink_logits, q, ((heads,),), kinds, here)
         check_sinks(sink_logits)
     return Scores(cap, alibi_slopes, sink_logits)
 
@@ -145,21 +158,6 @@ def checked_softcap(softcap: Any) -> float:
     if cap != 0 and not CAPS[0] <= cap <= CAPS[1]:
         raise InvalidInput(f"softcap is {cap}; it must be 0, for none, or from {CAPS[0]} to {CAPS[1]:.0f}")
     return cap
-
-
-def _check_heads(
-    name: str, x: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...], kinds: set[torch.dtype], here: bool
-) -> None:
-    """InvalidInput unless x has a number for each head of q."""
-    arguments.dense(name, x)
-    check_real("q", q, name, x)
-    if tuple(x.shape) not in shapes or x.dtype not in kinds:
-        right = " or ".join(map(str, map(list, shapes))), " or ".join(sorted(map(str, kinds)))
-        raise InvalidInput(
-            f"{name} is {x.dtype} {list(x.shape)}; for q {list(q.shape)} it must be {right[1]} {right[0]}"
-        )
-    if x.device != q.device and (here or x.is_meta):
-        raise InvalidInput(f"{name} is on {x.device} and q on {q.device}; call {name}.to({str(q.device)!r})")
 
 
 def check_sinks(sink_logits: Tensor) -> None:
