@@ -6,7 +6,7 @@ torch.func transforms these functions, unlike the ops of torch.library: grad, vj
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -90,7 +90,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of q, k, v and sinks. Not for torch.func, whose way of saving tensors takes the host longer."""
+    """(out, lse) of q, k, v and sinks, which are given. Not for torch.func, whose way of saving tensors takes the host
+    longer.
+    """
 
     @staticmethod
     def forward(
@@ -100,10 +102,9 @@ class Attention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         call: Attended,
-        run: Callable[[], tuple[Tensor, Tensor | None]],
+        output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
-        output = run()
-        _save(ctx, (q, k, v, sinks, call, run), output)
+        _save(ctx, (q, k, v, sinks, call, None), output)
         return output
 
     backward = staticmethod(_backward)
@@ -123,21 +124,26 @@ class LearnedAttention(NamedTuple):
     once: bool
     scores: tuple[Any, ...] | None
 
-    def __call__(self, mask: BlockMask | None, given: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-        """(out, lse)."""
+    def __call__(
+        self, mask: BlockMask | None, given: Sequence[Tensor], output: tuple[Tensor, Tensor | None]
+    ) -> Any:
+        """(out, lse), with gradients."""
         options, once, marked = self
         q, k, v = given[:3]
         scores = PLAIN if marked is None else Scores.joined(marked, given[3:])
         mask = every_block(q, k) if mask is None else mask
         call = Attended(NONE, NONE, NONE, mask, *options, scores.with_sinks(None), None, once)
-        return _attention(q, k, v, scores.sink_logits, call, run)
+        return _attention(q, k, v, scores.sink_logits, call, output)
 
 
 def differentiate(call: Attended, mask: BlockMask | None, slot: Slot) -> Any:
     """(out, lse) of a checked call, whose gradient autograd needs. `mask`: that of the caller."""
     run, scores = functools.partial(_forward, call), call.scores
     if not slot.learns:
-        return Attention.apply(call.q, call.k, call.v, scores.sink_logits, call.without(), run)
+        kept = call.without()
+        with torch.no_grad():
+            output = run()
+        return Attention.apply(call.q, call.k, call.v, scores.sink_logits, kept, output)
     options = call.scale, call.return_lse, call.kernel, call.deterministic
     marked = None if scores is PLAIN else scores.parted()[0]
     return slot.differentiate(LearnedAttention(options, call.once, marked), mask, run)

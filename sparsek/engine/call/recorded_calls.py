@@ -9,9 +9,9 @@
     ...               # checks
     return slot.run(lambda: ...)
 
-Where autograd needs a gradient, `slot.differentiate(apply, owner, run)` is `apply(owner, operands, run)`, which calls a
-differentiable function that calls `run`. From then on `repeat` calls `apply` with the recorded call in its place, and
-without checks. Backward passes are calls of their own.
+Where autograd needs a gradient, `slot.differentiate(apply, owner, run)` is `apply(owner, operands, run())`, which makes
+what `run` made the result of a differentiable function. From then on `repeat` calls `apply` with the result of the
+recorded call, and without checks. Backward passes are calls of their own.
 
 The key of a call has all that checks, plan and launch read: `settings` (verb, options, form of the sparse operand), the
 shapes, strides, dtypes and alignments of the operands, the thread, the device and the stream. Calls under
@@ -20,7 +20,8 @@ CUDA graph, and those with a tensor subclass, are not recorded. Nor is a call th
 torch.
 
 `repeat` compares the operands with those of the last calls with this `settings` by torch's own guards
-(torch._C._dynamo.guards.TensorGuards, one call into C++). Only if none matches does it build the key.
+(torch._C._dynamo.guards.TensorGuards, one call into C++). These compare dispatch keys too, and so find no call under
+autocast, torch.func, torch.jit.trace or a dispatch mode. Only if none matches does it build the key.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SHAPES = 4
 # The state of a key whose recorded call has stale constants. The next call may have to make them, and the one after it
 # is recorded.
 STALE: Any = object()
-Apply = Callable[[Any, Sequence[Tensor], Callable[[], Any]], Any]
+Apply = Callable[[Any, Sequence[Tensor], Any], Any]
 
 # torch.backends.cuda.matmul.fp32_precision, which takes six times as long
 _precision: Callable[[], str] = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
@@ -72,10 +73,6 @@ class Recent(NamedTuple):
     grad: bool
     apply: Apply | None
     call: Recorded
-
-
-class RecordMiss(Exception):
-    """A recorded call that learns cannot run now."""
 
 
 class Calls:
@@ -178,14 +175,17 @@ class Slot(NamedTuple):
         return output
 
     def differentiate(self, apply: Apply, owner: Any, run: Callable[[], Any]) -> Any:
-        """Return `apply(owner, operands, run)`, for checked operands. Its run may be a recorded call.
+        """Return `apply(owner, operands, run())`, for checked operands. The run, outside autograd, may be recorded.
 
         `owner`: what each call has besides its operands, and what `apply` must not keep: a matrix or a mask.
         """
         seen: Any = self.calls.known.get(self.key)
+        with torch.no_grad():
+            made = self.inside(run)
+        made = apply(owner, self.operands, made)
         if isinstance(seen, Recorded):
             self.calls.find_again(self.settings, self.operands, seen, apply)
-        return apply(owner, self.operands, functools.partial(self.inside, run))
+        return made
 
 
 UNBOUND = Slot(Calls(), None, (), None, False)
@@ -195,13 +195,6 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` for calls with a key: without torch's look at each argument for wrappers of torch.func."""
     direct: Any = super(torch.autograd.Function, function)
     return direct.apply
-
-
-def _now(call: Recorded, operands: Sequence[Tensor]) -> Any:
-    output = call(*operands)
-    if output is MISS:
-        raise RecordMiss
-    return output
 
 
 def _guards() -> Any:
@@ -226,7 +219,7 @@ def repeat(calls: Calls, settings: Hashable, operands: Sequence[Tensor], owner: 
     function that torch.compile traces.
     """
     recent = calls.recent.get(settings)
-    if recent is not None and forward_ad._current_level < 0 and not _tracing():
+    if recent is not None and forward_ad._current_level < 0:
         thread, grad = _thread(), _grad()
         for each in recent:
             like, precision, of_thread, of_grad, apply, call = each
@@ -237,17 +230,11 @@ def repeat(calls: Calls, settings: Hashable, operands: Sequence[Tensor], owner: 
                 continue  # none captures stream 0
             if precision and precision != _precision():
                 continue
-            if apply is None:
-                output = call(*operands)
-            else:
-                try:
-                    output = apply(owner, operands, functools.partial(_now, call, operands))
-                except RecordMiss:
-                    output = MISS
+            output = call(*operands)
             if output is not MISS:
                 if each is not recent[0]:
                     calls.recent[settings] = (each, *[x for x in recent if x is not each])
-                return output
+                return output if apply is None else apply(owner, operands, output)
     key, learns = _key(settings, operands)
     if key is None:
         return UNBOUND

@@ -39,7 +39,7 @@ class NoTensor(InvalidInput, AttributeError):
 class Multiplied:
     """`A @ B` and `B @ A` for an operand that is no torch.Tensor: both call the function of `register_matmul`."""
 
-    _matmul: ClassVar[Callable[[Any, Any], Any] | None] = None
+    _matmul: ClassVar[Any] = None  # a function of both operands
     _linear: ClassVar[Callable[..., Tensor] | None] = None
     _as_tensor: ClassVar[str] = "A.to_dense()"
     __array_ufunc__ = None  # numpy arrays then leave `array @ A` to __rmatmul__
@@ -62,24 +62,21 @@ class Multiplied:
 
     def __matmul__(self, other: Tensor | Multiplied) -> Tensor:
         """Return self @ other, dense; see `sparsek.spmm`."""
-        if _is_vector(other):
-            return self._multiply(self, other.unsqueeze(1)).squeeze(1)
-        return self._multiply(self, other)
+        multiply = self._matmul or self._loaded()
+        return multiply(self, other.unsqueeze(1)).squeeze(1) if _is_vector(other) else multiply(self, other)
 
     def __rmatmul__(self, other: Tensor | Multiplied) -> Tensor:
         """Return other @ self, dense; see `sparsek.spmm`."""
-        if _is_vector(other):
-            return self._multiply(other.unsqueeze(1).mT, self).squeeze(0)
-        return self._multiply(other, self)
+        multiply = self._matmul or self._loaded()
+        return (
+            multiply(other.unsqueeze(1).mT, self).squeeze(0) if _is_vector(other) else multiply(other, self)
+        )
 
-    @property
-    def _multiply(self) -> Callable[[Any, Any], Any]:
-        if type(self)._matmul is None:
-            operations.load()
-        multiply = type(self)._matmul
-        if multiply is None:
+    def _loaded(self) -> Callable[[Any, Any], Any]:
+        operations.load()
+        if self._matmul is None:
             raise InvalidInput("a product with @ needs the operations; import sparsek")
-        return multiply
+        return self._matmul
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
         raise NotDense(
@@ -132,7 +129,9 @@ def check_finite(name: str, values: Tensor, *, wait: bool = True) -> None:
 
 
 def _is_vector(x: Any) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and not isinstance(x, arguments.UNINITIALIZED) and x.dim() == 1
+    if x.__class__ is not Tensor and (not isinstance(x, Tensor) or isinstance(x, arguments.UNINITIALIZED)):
+        return False
+    return x.dim() == 1
 
 
 def _product(cls: type[Multiplied], first: Any, second: Any) -> Any:

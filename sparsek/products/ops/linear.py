@@ -93,7 +93,7 @@ def linear(
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
         not torch.compiler.is_compiling()
-        and activation.__class__ in (str, type(None))
+        and (activation is None or activation.__class__ is str)
         and (dtype is None or dtype.__class__ is torch.dtype)
     ):
         also = () if bias is None and residual is None else [t for t in (bias, residual) if t is not None]

@@ -22,7 +22,7 @@ from sparsek.products.formats.padding import zero_outside
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.ops import gradients, library_args
 from sparsek.products.ops.library_args import SampledArgs, SpgemmArgs
-from sparsek.products.ops.spmm import spmm
+from sparsek.products.ops.spmm import matmul
 from sparsek.products.plan import operands
 from sparsek.products.plan.matches import match
 from sparsek.products.plan.spgemm import CachedMatches, MatchCache, Matcher, Pair, SpgemmPlan
@@ -275,7 +275,7 @@ def _(*given: Any) -> Tensor:
 
 def _multiply(a: Any, b: Any) -> Any:
     """`a @ b` where one is a BSR: a BSR if both are, dense otherwise."""
-    return spgemm(a, b, "bsr") if isinstance(a, BSR) and isinstance(b, BSR) else spmm(a, b)
+    return spgemm(a, b, "bsr") if isinstance(a, BSR) and isinstance(b, BSR) else matmul(a, b)
 
 
 transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm)

@@ -7,7 +7,7 @@ unpack the matrix into a workspace first, cpu.bsr24 blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -37,6 +37,9 @@ from sparsek.products.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, to
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
 SPMM = Operation(SpmmPlan, choose)
+PLAIN_CALL = "spmm", 1.0, None, None  # the settings of a recorded call without options
+
+_compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
 
 SparseOperand: TypeAlias = SparseMatrix
 DenseOperand: TypeAlias = Tensor | QuantizedTensor
@@ -99,23 +102,47 @@ def spmm(
         >>> torch.equal(sk.spmm(A, B), A @ B)
         True
     """
-    if autocasts() and out is None and plan is None:
-        dtype, A, B = follow_autocast_fp8(dtype, A, B)
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot = recorded_calls.UNBOUND
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
-        out is None
-        and plan is None
-        and not torch.compiler.is_compiling()
-        and (dtype is None or dtype.__class__ is torch.dtype)
-        and type(alpha) is type(beta) is float
+        not _compiling()
+        and out is plan is None
+        and alpha.__class__ is beta.__class__ is float
         and beta == 0
+        and (dtype is None or dtype.__class__ is torch.dtype)
     ):
         slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype))
         if slot.__class__ is not Slot:
             return slot
+    return _route(A, B, slot, out, alpha, beta, plan, kernel, dtype)
+
+
+def matmul(a: Any, b: Any) -> Tensor:
+    """`a @ b`: `spmm` without options."""
+    slot = recorded_calls.UNBOUND
+    if not _compiling():
+        slot = recorded_products.product(a, b, PLAIN_CALL)
+        if slot.__class__ is not Slot:
+            return slot
+    return _route(a, b, slot)
+
+
+def _route(
+    A: Any,
+    B: Any,
+    slot: Slot,
+    out: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    plan: SpmmPlan | None = None,
+    kernel: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The product of a call that no recorded one gives: by its plan, into `out`, or anew."""
+    if autocasts() and out is None and plan is None:
+        dtype, A, B = follow_autocast_fp8(dtype, A, B)
     epilogue = _epilogue(alpha, beta, out)
     if plan is not None:
         check_plan(plan, SpmmPlan, "plan_spmm", kernel)
@@ -239,7 +266,9 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         rows = out_layout == "col"
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
-        return ProductFunction.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
+        with torch.no_grad():
+            made = run(call, kernel), None
+        return ProductFunction.apply(values, dense, bias, other, a, how, made)
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     settings = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
     return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *settings)
@@ -382,13 +411,14 @@ class LearnedProduct(NamedTuple):
     apart: bool = False
     act: str = ""
 
-    def __call__(self, a: Matrix, given: Sequence[Tensor], multiply: Callable[[], Any]) -> Tensor:
-        """The result for the tensors of `a`, the dense operand, the bias and the residual."""
+    def __call__(self, a: Matrix, given: Sequence[Tensor], made: Any) -> Tensor:
+        """The result that was `made` of the tensors of `a`, the dense operand, the bias and the residual."""
         how, biased, residual, apart, act = self
         own = 1 if a.__class__ is BSR else 2
         other = given[-1] if residual else None
         bias = given[own + 1] if biased else None
-        y = _multiplied(given[0], given[own], bias, None if apart else other, a, how, multiply)
+        pair = made if how.slope else (made, None)
+        y = _multiplied(given[0], given[own], bias, None if apart else other, a, how, pair)
         return finished(y, act, other) if apart else y
 
 
@@ -402,8 +432,8 @@ def finished(y: Tensor, act: str, residual: Tensor | None) -> Tensor:
 class ProductFunction(torch.autograd.Function):
     """A product with gradients for plain tensors; the torch.library op takes more host time.
 
-    `multiply()` computes act(alpha * product + bias) + other, with the leading dims and the layout of `dense`. With
-    `how.slope` it returns a pair, this and act' [T, N], by which the gradient is multiplied.
+    `made` is the result, act(alpha * product + bias) + other, with the leading dims and the layout of `dense`; and with
+    `how.slope` act' [T, N], by which the gradient is multiplied. A pair, because torch takes a tensor for an input.
     """
 
     @staticmethod
@@ -415,50 +445,54 @@ class ProductFunction(torch.autograd.Function):
         other: Tensor | None,
         a: Matrix,
         how: How,
-        multiply: Callable[[], Any],
+        made: tuple[Tensor, Tensor | None],
     ) -> Tensor:
         of_values, of_b, of_bias, *_ = ctx.needs_input_grad
+        kind, (owner, form, own) = a.__class__, a.signature()
         if of_values and not isinstance(a, BSR):
-            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
-        all_, shape, by_columns = how.slope != "", dense.shape, how.rows or gradients.lies_by_columns(dense)
-        c, slope = multiply() if all_ else (multiply(), None)
+            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=kind.__name__))
+        c, slope = made
         if (
             c._is_view()
-        ):  # of leading dims; torch lets nobody change the view that a function returns in place
+        ):  # of leading dims; torch lets nobody change in place the view that a function returns
             c = c.data
-        cut = c if how.relu and (of_values or of_b or of_bias) else None
         # A second derivative computes the product with a slope again.
+        all_ = slope is not None
         kept = values if of_b or all_ else None, dense if of_values or all_ else None
+        cut = c if how.relu and (of_values or of_b or of_bias) else None
         save_for_backward(ctx, *kept, cut, slope)
-        ctx.product = a._each(_nothing), how, shape, by_columns, SecondOrderInput.of(bias) if all_ else None
+        # Without values, which autograd keeps.
+        fields, later = {**a.__dict__, "values": None}, SecondOrderInput.of(bias) if all_ else None
+        by_columns = how.rows or gradients.lies_by_columns(dense)
+        ctx.product = kind, fields, (owner, form, own[1:]), how, dense.shape, by_columns, later
         return c
 
     @staticmethod
     @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         values, dense, out, slope = saved_tensors(ctx)
-        a, how, shape, by_columns, later = ctx.product
+        kind, fields, (owner, form, own), how, shape, by_columns, later = ctx.product
         rows, turned, alpha, _, kernel, activation = how
         needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
-        two_four, dz = not isinstance(a, BSR), grad
+        two_four, dz = not issubclass(kind, BSR), grad
         if slope is not None and not again:
             dz = tokens(grad) * slope
         elif slope is not None:
             bias = None if later is None else later.read("bias")
-            z = multiply(Product.layer(dense, a._each(lambda _: values), Epilogue(bias=bias)), kernel)
+            w = kind.of_fields({**fields, "values": values})
+            z = multiply(Product.layer(dense, w, Epilogue(bias=bias)), kernel)
             (dz,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
         elif out is not None:
             dz = gradients.through_relu(grad, out)
 
         def products() -> tuple[Tensor | None, Tensor | None]:
             """The gradients of the values and of the dense operand."""
-            view, whole = not two_four and a.order is not None, a._each(lambda _: values)
-            named = gradients.turning(kernel, two_four)
+            whole = kind.of_fields({**fields, "values": values})
+            view, named = not two_four and whole.order is not None, gradients.turning(kernel, two_four)
 
             def sample(x: Tensor, y: Tensor) -> Tensor:
-                return sampled(
-                    x, y, a.pattern.T if view else a.pattern, gradients.same_family(kernel, "sddmm")
-                )
+                at = whole.pattern.T if view else whole.pattern
+                return sampled(x, y, at, gradients.same_family(kernel, "sddmm"))
 
             def turn(dz: Tensor) -> Tensor:
                 if two_four or (by_columns and not rows):
@@ -478,7 +512,6 @@ class ProductFunction(torch.autograd.Function):
 
         slot: Any = recorded_calls.UNBOUND
         if not again and not torch.compiler.is_compiling():
-            owner, form, (_, *own) = a.signature()
             given = [x for x in (dz, dense, values, *(own if needs[1] else ())) if x is not None]
             settings = "backward", how, form, by_columns, *needs[:2]
             slot = recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, given)
@@ -487,9 +520,5 @@ class ProductFunction(torch.autograd.Function):
         return of_values, of_b, of_bias, grad if needs[3] else None, None, None, None
 
 
-def _nothing(values: Tensor) -> Any:
-    return None
-
-
 _multiplied = recorded_calls.applied(ProductFunction)
-base.Multiplied.register_matmul(spmm)  # and spgemm.py that of a BSR
+base.Multiplied.register_matmul(matmul)  # and spgemm.py that of a BSR
