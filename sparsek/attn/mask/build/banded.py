@@ -1,13 +1,11 @@
 """Masks of closed form as a few numbers: what a kernel needs to write them, and their sizes without making them.
 
-On a GPU the lists of these masks are written by one kernel (kernels/mask), and the host has its sizes from arithmetic:
-away from the ends of the sequences, of the sinks and of the window, the blocks of a row grow by the same number from
-one period of rows to the next. A period is the rows after which tiles begin at the same place of a block.
+On a GPU the lists of these masks are written by one kernel (kernels/mask), and the host counts the blocks of each row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -189,21 +187,8 @@ class Steps(NamedTuple):
 
 @lru_cache(maxsize=256)
 def counted_band(place: Place, band: Band) -> Counted:
-    """The sizes of a window, from the rows at its ends and one period of those between."""
-    (bq, bk), kv_len = place.block, place.kv_len
-    ends = [(0, 0), (kv_len // bk * bk, kv_len)]
-    if band.sinks:
-        ends.append((band.sink_end // bk * bk, -(-band.sink_end // bk) * bk))
-    reach = 2 + bk // bq
-    tiles = place.grid[0]
-    spans = [
-        ((low - shift) // bq - 2, (high - shift) // bq + reach)
-        for low, high in ends
-        for shift in {band.low, band.high}
-    ]
-    first, last, rows = _stretches(tiles, max(bk // bq, 1), [*spans, (tiles - 1, tiles)])
-    whole, cut = band.row_counts(np.concatenate((first, last)), place)
-    return _summed(whole, cut, rows, tiles)
+    """The sizes of a window, from the count of every row."""
+    return summed_rows(*band.row_counts(np.arange(place.grid[0]), place))
 
 
 @lru_cache(maxsize=256)
@@ -267,53 +252,6 @@ def summed_rows(whole: np.ndarray, cut: np.ndarray, times: int = 1) -> Counted:
     longest = int(both.max(initial=0))
     heavy = int(both[both * both.size > 2 * stored].sum()) if longest * both.size > 2 * stored else 0
     return Counted(Sizes(stored * times, int(cut.sum()) * times, longest, exact=True), heavy * times)
-
-
-def _stretches(
-    rows: int, period: int, spans: Sequence[tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first and last row, and the number, of progressions of rows that together are all rows, int64.
-
-    Rows in a span are progressions of one; between spans, each period-th row belongs to one progression.
-    """
-    first: list[int] = []
-    last: list[int] = []
-    count: list[int] = []
-    at = 0
-    for start, end in (*sorted(spans), (rows, rows)):
-        start, end = min(max(start, at), rows), min(end, rows)
-        for row in range(at, min(at + period, start)):
-            more = (start - 1 - row) // period
-            first.append(row)
-            last.append(row + more * period)
-            count.append(more + 1)
-        first += range(start, end)
-        last += range(start, end)
-        count += [1] * (end - start)
-        at = max(at, start, end)
-    made = np.array((first, last, count), np.int64).reshape(3, -1)
-    return made[0], made[1], made[2]
-
-
-def _summed(whole: np.ndarray, cut: np.ndarray, count: np.ndarray, rows: int) -> Counted:
-    """From the blocks of the first rows of progressions, then of their last ones, and the rows of each."""
-    both = whole + cut
-    half = count.size
-    # An arithmetic progression sums up to half of its ends times its length.
-    stored = int(((both[:half] + both[half:]) * count).sum()) // 2
-    partial = int(((cut[:half] + cut[half:]) * count).sum()) // 2
-    longest = int(both.max(initial=0))
-    check_stored(stored)
-    heavy = 0
-    if longest * rows > 2 * stored:
-        least = 2 * stored // rows + 1
-        low = np.minimum(both[:half], both[half:])
-        step = np.abs(both[half:] - both[:half]) // np.maximum(count - 1, 1)
-        lighter = np.minimum(np.maximum(-(-(least - low) // np.maximum(step, 1)), 0), count)
-        lighter = np.where(step > 0, lighter, np.where(low < least, count, 0))
-        left = count - lighter
-        heavy = int((left * low).sum() + (step * left * (count + lighter - 1)).sum() // 2)
-    return Counted(Sizes(stored, partial, longest, exact=True), heavy)
 
 
 def has_kernels(device: torch.device) -> bool:
