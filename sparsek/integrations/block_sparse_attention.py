@@ -156,21 +156,8 @@ def token_streaming_attn_func(
 ) -> Any:
     """Return causal attention of dense and streaming heads, whose sinks and windows are in tokens.
 
-    As block_sparse_attn_func with exact_streaming=True, is_causal=True and no base_blockmask.
-
-    Args:
-        q: [total_q, Hq, D].
-        k: [total_k, Hkv, D].
-        v: [total_k, Hkv, D].
-        cu_seqlens_q: int32 [B + 1].
-        cu_seqlens_k: int32 [B + 1].
-        head_mask_type: int32 [Hq]: 0 dense, -1 streaming.
-        streaming_info: int32 [2 * Hq]: sink and local tokens of each head.
-        max_seqlen_q_: The longest item of q.
-        max_seqlen_k_: The longest item of k.
-        deterministic: As in `sparsek.attention`.
-        softmax_scale: The factor of the scores; D**-0.5 for None.
-        return_attn_probs: As in block_sparse_attn_func.
+    As block_sparse_attn_func, whose arguments these are, with exact_streaming=True, is_causal=True and no
+    base_blockmask: streaming_info has tokens.
 
     Returns:
         out [total_q, Hq, D], or (out, lse, None).
@@ -203,23 +190,7 @@ def block_streaming_attn_func(
 ) -> Any:
     """Return attention of dense and streaming heads, whose sinks and windows are in blocks of 128.
 
-    As block_sparse_attn_func without base_blockmask.
-
-    Args:
-        q: [total_q, Hq, D].
-        k: [total_k, Hkv, D].
-        v: [total_k, Hkv, D].
-        cu_seqlens_q: int32 [B + 1].
-        cu_seqlens_k: int32 [B + 1].
-        head_mask_type: int32 [Hq]: 0 dense, -1 streaming.
-        streaming_info: int32 [2 * Hq]: sink and local blocks of each head.
-        max_seqlen_q_: The longest item of q.
-        max_seqlen_k_: The longest item of k.
-        p_dropout: Must be 0.
-        deterministic: As in `sparsek.attention`.
-        softmax_scale: The factor of the scores; D**-0.5 for None.
-        is_causal: Whether a query sees no key after its own.
-        return_attn_probs: As in block_sparse_attn_func.
+    As block_sparse_attn_func, whose arguments these are, without base_blockmask: streaming_info has blocks.
 
     Returns:
         out [total_q, Hq, D], or (out, lse, None).

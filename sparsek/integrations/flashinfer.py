@@ -275,19 +275,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
     ) -> Tensor:
         """Return `run(q, k, v)`, deprecated in FlashInfer. Its options replace those of `plan`, also for later calls.
 
-        Args:
-            q: [M, Hq, D].
-            k: [N, Hkv, D].
-            v: [N, Hkv, D].
-            scale_q: Must be None.
-            scale_k: Must be None.
-            scale_v: Must be None.
-            pos_encoding_mode: Must be "NONE".
-            use_fp16_qk_reduction: Not read: scores are summed in float32.
-            logits_soft_cap: Scores become cap * tanh(score / cap); None or 0 for none.
-            sm_scale: The factor of the scores in place of that of `plan`; D**-0.5 for None.
-            rope_scale: Not read.
-            rope_theta: Not read.
+        The arguments are those of `run` and of `plan`; sm_scale None is D**-0.5.
 
         Returns:
             out [M, Hq, D], as `run`.
@@ -462,16 +450,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
     ) -> Tensor:
         """Return `run(q, k, v)`, deprecated in FlashInfer. Its options replace those of `plan`, also for later calls.
 
-        Args:
-            q: [Hq, S, D].
-            k: [Hkv, T, D].
-            v: [Hkv, T, D].
-            pos_encoding_mode: Must be "NONE".
-            use_fp16_qk_reduction: Not read: scores are summed in float32.
-            logits_soft_cap: Scores become cap * tanh(score / cap); None or 0 for none.
-            sm_scale: The factor of the scores in place of that of `plan`; D**-0.5 for None.
-            rope_scale: Not read.
-            rope_theta: Not read.
+        The arguments are those of `run` and of `plan`; sm_scale None is D**-0.5.
 
         Returns:
             out [Hq, S, D], as `run`.

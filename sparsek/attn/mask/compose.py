@@ -12,6 +12,7 @@ from sparsek.attn.mask.build.tiles import TileMask
 from sparsek.attn.mask.data import Mask, MaskData
 from sparsek.attn.mask.elements import CHUNK, element_mask, find, stored_cells
 from sparsek.attn.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
+from sparsek.attn.mask.readback import DeferredSizes
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
@@ -231,12 +232,8 @@ class _Stack:
             full=full, partial=partial, lo=lo, hi=hi, rules=rules, bits=bits, sizes=self._sizes(),
             pure=all(mask.pure for mask in self.masks), label=f"{self.name} of {len(self.masks)}",
         )  # fmt: skip
-        made._memo["readbacks"] = tuple(
-            faults
-            for mask in self.distinct
-            for each in mask._memo.get("readbacks", ())
-            if (faults := each.faults_only()) is not None
-        )
+        found = (each for mask in self.distinct for each in mask._memo.get("readbacks", ()))
+        made._memo["readbacks"] = tuple(each for each in found if not isinstance(each, DeferredSizes))
         return made
 
     def _rows(self, parts: Sequence[Tensor], width: int) -> Tensor:

@@ -148,10 +148,13 @@ def _chunks(mask: MaskData, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(some[at].split(step), entries.split(step), strict=True)
 
 
-def stored_entries(lists: BlockLists, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """For each entry of the rows: which of `rows` it belongs to, and its position in `indices`; int64. Syncs."""
+def stored_entries(lists: BlockLists, rows: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """For each entry of the rows: which of `rows` it belongs to, and its position in `indices`; int64.
+
+    Syncs, unless the number of entries is given as `size`.
+    """
     counts = lists.counts[rows].long()
-    at = torch.repeat_interleave(torch.arange(rows.numel(), device=rows.device), counts)
+    at = torch.repeat_interleave(torch.arange(rows.numel(), device=rows.device), counts, output_size=size)
     before = counts.cumsum(0) - counts
     inside = torch.arange(at.numel(), device=rows.device) - before[at]
     return at, lists.starts[rows].long()[at] + inside
@@ -214,10 +217,13 @@ def table_of(mask: MaskData) -> Tensor:
     NOT_STORED, WHOLE, BY_INTERVAL or the index of its bits. Syncs only if the sizes are not exact.
     """
     table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
-    rows, entries = _entries(mask, mask.full, mask.sizes.stored - mask.sizes.partial)
+    every, whole, cut = torch.arange(mask.rows, device=mask.device), None, None
+    if mask.sizes.exact:
+        whole, cut = mask.sizes.stored - mask.sizes.partial, mask.sizes.partial
+    rows, entries = stored_entries(mask.full, every, whole)
     at = rows * mask.grid[1] + mask.full.indices[entries]
     table.view(-1).index_fill_(0, at, WHOLE)  # an assignment would wait for the device
-    rows, entries = _entries(mask, mask.partial, mask.sizes.partial)
+    rows, entries = stored_entries(mask.partial, every, cut)
     rules = (
         torch.full_like(entries, BY_INTERVAL, dtype=torch.int32)
         if mask.rules is None
@@ -225,13 +231,3 @@ def table_of(mask: MaskData) -> Tensor:
     )
     table[rows, mask.partial.indices[entries].long()] = rules
     return table.view(mask.batch, mask.heads, *mask.grid)
-
-
-def _entries(mask: MaskData, lists: BlockLists, stored: int) -> tuple[Tensor, Tensor]:
-    """Row and position of every entry, int64. Syncs only if the sizes are not exact."""
-    every = torch.arange(mask.rows, device=mask.device)
-    if not mask.sizes.exact:
-        return stored_entries(lists, every)
-    rows = torch.repeat_interleave(every, lists.counts, output_size=stored)
-    before = lists.counts.cumsum(0) - lists.counts
-    return rows, (lists.starts - before)[rows] + torch.arange(stored, device=mask.device)

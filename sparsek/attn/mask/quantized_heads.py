@@ -20,7 +20,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
 from sparsek.core.record import record
 from sparsek.core.tracing import not_traced
-from sparsek.products.formats.float8 import rounded, scales_of
+from sparsek.products.formats.float8 import largest_of, rounded, scales_of
 from sparsek.products.formats.quantized_tensor import ScaledTensor, check_finite, check_scale
 
 HeadScale: TypeAlias = Literal["head", "block"]
@@ -218,17 +218,12 @@ def _quantized(x: Tensor, rows: int, turned: bool) -> QuantizedHeads:
 def _largest(x: Tensor, rows: int) -> Tensor:
     """The largest magnitude of each head [B, H], or of each block of its rows [B, H, n]."""
     b, h, length, dim = x.shape
-    wide = torch.promote_types(x.dtype, torch.float32)
     if not rows:
-        if not length * dim:
-            return x.new_zeros((b, h), dtype=wide)
-        return torch.linalg.vector_norm(x, ord=torch.inf, dim=(2, 3), dtype=wide)
+        return largest_of(x, (2, 3))
     rows = min(rows, max(1, length))
     blocks = -(-length // rows)
     padded = functional.pad(x, (0, 0, 0, blocks * rows - length)).reshape(b, h, blocks, rows * dim)
-    if not padded.numel():
-        return x.new_zeros((b, h, blocks), dtype=wide)
-    return torch.linalg.vector_norm(padded, ord=torch.inf, dim=3, dtype=wide)
+    return largest_of(padded, (3,))
 
 
 def _rounded(x: Tensor, scale: Tensor, rows: int, turned: bool) -> Tensor:

@@ -52,10 +52,6 @@ class Fault(Readback):
         if at is not None and at >= 0:
             raise InvalidInput(self.explain(at))
 
-    def faults_only(self) -> Fault:
-        """The readback for another mask that contains this one: this one."""
-        return self
-
 
 class DeferredFault:
     """A fault that a kernel may write to a word of host memory (core/fault_ring.py).
@@ -94,10 +90,6 @@ class DeferredFault:
         found = self.look()
         if found > 0:
             self.tell()
-
-    def faults_only(self) -> DeferredFault:
-        """The readback for another mask that contains this one: this one."""
-        return self
 
     def tell(self) -> None:
         """Raise the fault. `raise_earlier` does not raise it again."""
@@ -162,9 +154,6 @@ class DeferredSizes:
         counts = self.counts.numpy()
         object.__setattr__(mask, "sizes", exact_sizes(*counts))
         mask._memo["heavy"] = heavy_blocks(*counts)
-
-    def faults_only(self) -> None:
-        """The readback for another mask that contains this one: none, because its sizes are others."""
 
 
 def faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:

@@ -18,6 +18,15 @@ LEAST = torch.finfo(torch.float32).tiny
 MOST = torch.finfo(torch.float32).max
 
 
+def largest_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest magnitudes of x over these dims, float32 (float64 for float64); NaN is largest, 0 that of nothing."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.numel():
+        return torch.linalg.vector_norm(x, ord=torch.inf, dim=dims, dtype=wide)
+    over = {dim % x.ndim for dim in dims}
+    return x.new_zeros([side for at, side in enumerate(x.shape) if at not in over], dtype=wide)
+
+
 def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 scales that map these largest magnitudes, float32 or float64, to the largest number of `dtype`.
 

@@ -23,7 +23,7 @@ from sparsek.products.formats import two_four
 from sparsek.products.formats.base import Matrix as AnyMatrix
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.float8 import NAMES, rounded, scales_of
+from sparsek.products.formats.float8 import NAMES, largest_of, rounded, scales_of
 from sparsek.products.formats.quantized_tensor import SCALES as DENSE_SCALES
 from sparsek.products.formats.quantized_tensor import (
     DenseScale,
@@ -346,10 +346,7 @@ def _largest(values: Tensor, kind: str) -> Tensor:
         dims = tuple(range(values.ndim))
     else:
         dims = (values.ndim - 1,) if kind == "row" else (1, 2)
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    if not values.numel():
-        return values.new_zeros([side for at, side in enumerate(values.shape) if at not in dims], dtype=dtype)
-    return torch.linalg.vector_norm(values, ord=torch.inf, dim=dims, dtype=dtype)
+    return largest_of(values, dims)
 
 
 def _joined(a: Matrix, parts: Tensor, kind: str) -> Tensor:

@@ -15,7 +15,7 @@ from sparsek.core.operations import by_kernel
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import of_values
 from sparsek.products.formats.base import Multiplied, check_readable
-from sparsek.products.formats.float8 import MOST, NAMES, rounded, scales_of
+from sparsek.products.formats.float8 import MOST, NAMES, largest_of, rounded, scales_of
 
 DenseScale: TypeAlias = Literal["tensor", "row"]
 SCALES = get_args(DenseScale)
@@ -188,27 +188,15 @@ def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> Qu
     plain = x.is_cuda and scale == "row" and not torch.compiler.is_compiling()
     made = by_kernel("round_rows", x, dtype) if plain else None
     if made is None:
-        made = _rounded_rows(x, dtype) if scale == "row" else _rounded_whole(x, dtype)
+        made = _rounded(x, dtype, by_row=scale == "row")
     return QuantizedTensor.unchecked(*made)
 
 
-def _rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if x.shape[-1]:
-        largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, dtype=wide)
-    else:
-        largest = x.new_zeros(x.shape[:-1], dtype=wide)
-    scale = scales_of(largest, dtype)
-    return rounded(x / scale.unsqueeze(-1), dtype).contiguous(), scale
-
-
-def _rounded_whole(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    largest = (
-        torch.linalg.vector_norm(x, ord=torch.inf, dtype=wide) if x.numel() else x.new_zeros((), dtype=wide)
-    )
-    scale = scales_of(largest, dtype)
-    return rounded(x.to(wide) / scale, dtype).contiguous(), scale
+def _rounded(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
+    """The values, and the scale of each row, or of all."""
+    scale = scales_of(largest_of(x, (-1,) if by_row else tuple(range(x.ndim))), dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return rounded(wide / (scale.unsqueeze(-1) if by_row else scale), dtype).contiguous(), scale
 
 
 def check_finite(

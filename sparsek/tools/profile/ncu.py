@@ -52,16 +52,8 @@ def command(program: str, log: Path, child: Sequence[str], without: Iterable[str
     """ncu on a child process. `without`: metrics that ncu has refused."""
     wanted = ",".join(name for name in METRICS if name not in set(without))
     options = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
-    options += [
-        "--clock-control",
-        "none",
-        "--profile-from-start",
-        "off",
-        "--section",
-        SECTION,
-        "--metrics",
-        wanted,
-    ]
+    options += ["--clock-control", "none", "--profile-from-start", "off"]
+    options += ["--section", SECTION, "--metrics", wanted]
     return [program, *options, *child]
 
 

@@ -122,7 +122,8 @@ def from_mask_mod(
     if compiled and all(lengths):  # a wrong function is refused here, in the usual words
         zero = evaluation.number[0]
         _values(mask_mod, QueryWindow(zero, zero, zero, zero), (1, 1), lengths)
-    by = _compiled() if compiled else _Steps(_seen_on_cpu if on_cpu else _seen, classified, _values_at)
+    seen = partial(_seen, of_blocks=seen_on_cpu) if on_cpu else _seen
+    by = _compiled() if compiled else _Steps(seen, classified, _values_at)
 
     def look(window: QueryWindow, queries: int, start: Tensor) -> BlockVisibility:
         return by.seen(mask_mod, window, queries, start, lengths, place.block[1])
@@ -162,21 +163,17 @@ def _compiled_for_any(step: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def _seen(
-    mask_mod: MaskMod, window: QueryWindow, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
+    mask_mod: MaskMod,
+    window: QueryWindow,
+    queries: int,
+    start: Tensor,
+    lengths: tuple[int, int],
+    bk: int,
+    of_blocks: Callable[[Tensor, Tensor], BlockVisibility] = seen_in,
 ) -> BlockVisibility:
     blocks = len(start)
-    return seen_in(
-        _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start
-    )
-
-
-def _seen_on_cpu(
-    mask_mod: MaskMod, window: QueryWindow, queries: int, start: Tensor, lengths: tuple[int, int], bk: int
-) -> BlockVisibility:
-    blocks = len(start)
-    return seen_on_cpu(
-        _values(mask_mod, window, (queries, blocks * bk), lengths).view(queries, blocks, bk), start
-    )
+    values = _values(mask_mod, window, (queries, blocks * bk), lengths)
+    return of_blocks(values.view(queries, blocks, bk), start)
 
 
 def _check_mask_mod(mask_mod: Any) -> None:

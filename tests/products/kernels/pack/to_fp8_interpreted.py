@@ -19,7 +19,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(at: int):
         views = [x, x[..., ::2], x.expand(2, *shape)] + ([x.mT] if x.ndim > 1 and x.shape[-1] < 9000 else [])
         for each in views:
             made = round_fp8.round_rows(each, to)
-            right = quantized_tensor._rounded_rows(each, to)
+            right = quantized_tensor._rounded(each, to, by_row=True)
             assert made is not None
             for found, wanted in zip(made, right, strict=True):
                 assert found.shape == wanted.shape
@@ -31,7 +31,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(at: int):
 def test_rows_of_zeros_tiny_numbers_nan_and_inf_have_the_scales_that_torch_finds():
     x = torch.randn(6, 48)
     x[1], x[2], x[3, 5], x[4, 6] = 0, 1e-42, torch.nan, -torch.inf
-    made, right = round_fp8.round_rows(x, E4M3), quantized_tensor._rounded_rows(x, E4M3)
+    made, right = round_fp8.round_rows(x, E4M3), quantized_tensor._rounded(x, E4M3, by_row=True)
     assert made is not None
     for found, wanted in zip(made, right, strict=True):
         assert torch.equal(found.float().nan_to_num(-7.0), wanted.float().nan_to_num(-7.0))

@@ -84,7 +84,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(to: torch.dtype):
             ).to(dtype)
             x.view(-1)[0] = 0
             for each in (x, x[..., ::3], x.mT if x.ndim > 1 else x):
-                made, right = round_rows(each, to), quantized_tensor._rounded_rows(each, to)
+                made, right = round_rows(each, to), quantized_tensor._rounded(each, to, by_row=True)
                 assert made is not None
                 assert torch.equal(made[1], right[1])
                 assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
@@ -99,7 +99,7 @@ def test_every_fp8_neighbour_and_tie_is_rounded_as_torch_does():
     for x in (finite, finite.flip(0).T.contiguous(), every.view(-1, 128)):
         made, right = (
             round_rows(x, torch.float8_e4m3fn),
-            quantized_tensor._rounded_rows(x, torch.float8_e4m3fn),
+            quantized_tensor._rounded(x, torch.float8_e4m3fn, by_row=True),
         )
         assert made is not None
         for found, wanted in zip(made, right, strict=True):
@@ -128,7 +128,7 @@ def test_quotients_near_ties_are_rounded_as_torch_does_at_every_scale(to: torch.
     hard = torch.zeros(1, x.shape[1], device="cuda")
     hard[0, :2] = torch.tensor([float.fromhex("0x1.bffffcp-73"), float.fromhex("0x1.7ffffcp-104")])
     x = torch.cat((x, hard))
-    made, right = load_round_rows()(x, to), quantized_tensor._rounded_rows(x, to)
+    made, right = load_round_rows()(x, to), quantized_tensor._rounded(x, to, by_row=True)
     assert torch.equal(made[1], right[1])
     assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
 
@@ -139,7 +139,7 @@ def test_a_stride_of_more_than_31_bits_is_taken_after_a_small_one():
         each.normal_()
         for part in (each.contiguous(), each):
             made = load_round_rows()(part, torch.float8_e4m3fn)
-            right = quantized_tensor._rounded_rows(part, torch.float8_e4m3fn)
+            right = quantized_tensor._rounded(part, torch.float8_e4m3fn, by_row=True)
             assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
 
 
