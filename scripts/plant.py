@@ -104,6 +104,7 @@ class Tests:
         """Files and their tests. `first`: the test that is known to find it."""
         chosen: defaultdict[str, list[str]] = defaultdict(list)
         cost: defaultdict[str, float] = defaultdict(float)
+        firsts: set[str] = set()
         if self.files:
             function = fault.id.rsplit(":", 2)[0]
             key = f"file:{fault.path}" if fault.path.endswith(".cu") else function
@@ -113,20 +114,27 @@ class Tests:
             for file, (seconds, ran) in self.files.items():
                 if names & ran:
                     chosen[file], cost[file] = [file], seconds
+                    if first.partition("::")[0] == file:
+                        chosen[file], firsts = [first, file], {file}
         else:
             rows = self.lines.get(fault.path, {})
             found = {test for line in range(fault.line, fault.last + 1) for test in rows.get(str(line), ())}
-            for test in sorted(found - self.absent, key=lambda each: self.tests[each][1]):
+            known = first.partition("[")[0].partition("::")[2]  # it may stand in another file now
+            at_first = {test for test in found if known and self.tests[test][0].endswith(f"::{known}")}
+            for test in sorted(
+                found - self.absent, key=lambda each: (each not in at_first, self.tests[each][1])
+            ):
                 name, seconds = self.tests[test]
                 file = name.partition("::")[0]
                 chosen[file].append(name)
                 cost[file] += seconds + 0.05
+                firsts |= {file} if test in at_first else set()
         near = Path(fault.path).with_suffix("")
 
         def order(file: str) -> tuple[bool, int, float]:
             beside = str(near.parent).removeprefix("sparsek/") in file
             far = 2 - beside - (beside and near.name in file)
-            return file != first.partition("::")[0], far if self.files else 0, cost[file] * (1 + far)
+            return file not in firsts, far if self.files else 0, cost[file] * (1 + far)
 
         return [(file, chosen[file]) for file in sorted(chosen, key=order)]
 
@@ -238,6 +246,8 @@ class Slot:
             left = min(self.run.each - (time.monotonic() - began), self.run.end - time.monotonic())
             with self.planted(fault):
                 found = self.pytest([name for _, names in chunk for name in names], left)
+                if found["code"] == 4:  # a test has another name by now
+                    found = self.pytest([file for file, _ in chunk], left)
             if found["outcome"] in ("failed", "hang"):
                 known = found["test"] in self.run.sound
                 if self.sound(found["test"]):
