@@ -1,8 +1,12 @@
-"""attention/schedule_bwd.py and transposed.py, compiled for a card that is not there."""
+"""attention/schedule_bwd.py and transposed.py: code for a card that is not there; on a GPU the plan's schedule."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from sparsek.core.device import H200
 
@@ -10,19 +14,32 @@ pytest.importorskip("triton")
 
 from sparsek.attn.kernels.backward import schedule_bwd as made
 from sparsek.attn.kernels.backward import transposed as lists
+from sparsek.attn.kernels.backward.schedule_bwd import launched
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_grad_schedule as plan
+from sparsek.attn.plan.attention_grad_schedule import GradSchedule
+from sparsek.attn.plan.problems import AttentionProblem
+from sparsek.engine.table import load
+from tests.attn.kernels.backward.grad_cases import differentiate, inputs, judged
+from tests.attn.kernels.forward.test_schedule_fwd import CASES as FORWARD
+from tests.attn.kernels.forward.test_schedule_fwd import uneven
 from tests.engine.launch.portable_code import compiled
+from tests.plan.test_attention_grad_schedule import problem
 
 TYPES: dict[str, str] = dict.fromkeys(
     (*lists.MASK, *lists._SCRATCH, *made._SCRATCH, "lo", "hi", "out"), "*i32"
 )
+
 OF_MASK = {"ROWS": lists.ROWS, "ENTRIES": lists.ENTRIES}
+
 LINE = {"SINGLE": True, "TILE_TICKS": plan.TILE_TICKS, "HEADS": made.HEADS}
+
 VISIT: dict[str, Any] = {
     "BLOCK_K": 128, "TURNED": True, "TILES": made.TILES, "GOLDEN": plan.GOLDEN, "BITS": plan.GOLDEN_BITS,
     "TILE_FIELDS": plan.TILE_FIELDS, "VISIT_FIELDS": plan.VISIT_FIELDS, "FULL": plan.FULL,
     "NO_TICKET": plan.NO_TICKET,
 }  # fmt: skip
+
 KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "tally": (lists.tally, OF_MASK, made.WARPS),
     "measure": (made._measure, {"TILES": lists.LISTS, "LISTS": lists.LISTS}, made.WARPS),
@@ -60,3 +77,102 @@ def test_it_fits_in_registers(name: str) -> None:
     code = compiled(kernel, TYPES, constants, H200, warps, 1)
     assert code.stack == 0
     assert code.registers <= 168
+
+
+CASES = FORWARD | {
+    "columns in turn": (lambda: BlockMask.sliding_window(4096, 500, device="cuda"), (1, 16, 16)),
+    "columns in turn, blocks of 64": (
+        lambda: BlockMask.sliding_window(2048, 200, block=64, device="cuda"),
+        (2, 16, 16),
+    ),
+}
+
+SMALL = replace(H200, l2_bytes=1 << 22)
+
+# Their visits are millions, which the plan sorts with int64 keys.
+LARGE = ("window 512K", "causal 128K")
+
+
+def posed(name: str) -> tuple[BlockMask, AttentionProblem]:
+    make, (batch, q_heads, kv_heads) = CASES[name]
+    mask = make()
+    return mask, problem(mask, batch, q_heads, kv_heads)
+
+
+def same(found: GradSchedule, wanted: GradSchedule) -> None:
+    assert torch.equal(found.tiles, wanted.tiles)
+    assert torch.equal(found.starts, wanted.starts)
+    assert found.visits.shape == wanted.visits.shape
+    there = int(wanted.tiles[:, 6].sum())
+    assert torch.equal(found.visits[:there], wanted.visits[:there])
+    assert (found.ctas, found.rows) == (wanted.ctas, wanted.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_plans_schedule_without_a_sync(
+    name: str, no_sync: Callable[[], AbstractContextManager[None]]
+) -> None:
+    mask, posed_p = posed(name)
+    for p in (posed_p,) if name in LARGE else (posed_p, replace(posed_p, card=SMALL)):
+        for ordered in (True, False):
+            wanted = plan.schedule(p, mask, 132, ordered=ordered)
+            same(launched(p, mask, 132, ordered=ordered), wanted)
+            torch.cuda.synchronize()
+            with no_sync():
+                found = launched(p, mask, 132, ordered=ordered)
+            same(found, wanted)
+
+
+@pytest.mark.gpu
+def test_the_same_schedule_every_time() -> None:
+    """Slots and rooms vary from run to run, the schedule does not."""
+    for name in ("top-k 8K", "many lists", "causal 32K"):
+        mask, p = posed(name)
+        first = launched(p, mask, 132)
+        there = int(first.tiles[:, 6].sum())
+        for _ in range(200):
+            again = launched(p, mask, 132)
+            assert torch.equal(first.tiles, again.tiles)
+            assert torch.equal(first.visits[:there], again.visits[:there])
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph_the_schedule_follows_the_lists() -> None:
+    mask = uneven(33, 70, 3, 20)
+    p = problem(mask, 3, 20, 20)
+    launched(p, mask, 132)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = launched(p, mask, 132)
+    parts = (*mask.full[:2], *mask.partial[:2])
+    before = [part.clone() for part in parts]
+    for seed in range(10):
+        order = torch.randperm(mask.rows, generator=torch.Generator().manual_seed(seed)).cuda()
+        for part, rows in zip(parts, before, strict=True):
+            part.copy_(rows[order])
+        graph.replay()
+        same(found, plan.schedule(p, mask, 132))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    "name", ["top-k causal, batch", "sinks", "lists of items", "documents", "bounds", *list(CASES)[-2:]]
+)
+def test_gradients_with_these_schedules(name: str, deterministic: bool) -> None:
+    mask, p = posed(name)
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v = (
+        torch.randn(p.batch, heads, length, 64, generator=generator, dtype=torch.bfloat16, device="cuda")
+        for heads, length in ((p.q_heads, p.q_len), (p.kv_heads, p.kv_len), (p.kv_heads, p.kv_len))
+    )
+    given = inputs(q, k, v, mask)
+    kernel = load("hopper.attention_bwd")
+    found = differentiate(kernel, given, deterministic=deterministic)
+    assert judged(given, found).passed
+    if deterministic:
+        for _ in range(20):
+            again = differentiate(kernel, given)
+            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))

@@ -1,5 +1,6 @@
-"""Quest on a GPU: against loops, against the reference, and in CUDA graphs that follow tables and lengths."""
+"""Quest's kernels: code for cards that are not there; on a GPU against loops and the reference, in CUDA graphs."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,20 +9,64 @@ import torch
 pytest.importorskip("triton")
 
 import sparsek as sk
+from sparsek.attn.kernels.paged import quest
 from sparsek.attn.reference import quest as reference
 from tests.attn.kernels.paged import quest_cases as cases
 from tests.attn.kernels.paged.quest_batches import batch
+from tests.engine.launch.covering import once
+from tests.engine.launch.portable_code import compiled
+from tests.problems import CARDS
 
-pytestmark = pytest.mark.gpu
+TABLES = ("block_table", "seq_lens", "cu_seqlens_q", "indices", "starts", "whole", "cut_starts", "cut")
+
+
+@pytest.mark.parametrize(("card", "kind"), [("sm_90", "bf16"), ("sm_90", "fp8e4nv"), ("sm_80", "bf16")])
+def test_summaries_are_read_by_16_bytes_and_multiplied_by_tensor_cores(card: str, kind: str) -> None:
+    types = dict.fromkeys(TABLES, "*i32") | {"q": "*bf16", "summaries": f"*{kind}", "out": "*fp32"}
+    constants: dict[str, Any] = {
+        "PAGE": 128, "D": 128, "WIDE": 128, "GROUP": 4, "ROWS": 16, "PAGES": quest.PAGES,
+    }  # fmt: skip
+    code = compiled(quest._bounds, types, constants, CARDS[card], 4, 3)
+    assert code.stack == 0
+    assert "ld.global.v4.b32" in code.ptx
+    assert "mma.sync" in code.ptx or "wgmma" in code.ptx
+    assert code.shared <= CARDS[card].smem_bytes // 3
+
+
+KINDS = (("sm_90", "bf16"), ("sm_90", "fp8e4nv"), ("sm_80", "fp32"))
+
+
+@pytest.mark.parametrize(("of", "scan"), once(product(KINDS, (quest.FEW, quest.MANY))), ids=str)
+def test_an_update_keeps_all_in_registers_and_needs_no_atomics(of: tuple[str, str], scan: int) -> None:
+    card, kind = of
+    types = {"keys": f"*{kind}", "slots": "*i64", "summaries": f"*{kind}"}
+    constants: dict[str, Any] = {"PAGE": 128, "D": 128, "WIDE": 128, "SCAN": scan}
+    code = compiled(quest._update, types, constants, CARDS[card], 4, 3)
+    assert code.stack == 0
+    assert "ld.global.v4.b32" in code.ptx or kind == "fp8e4nv"
+    assert "atom" not in code.ptx
+
+
+@pytest.mark.parametrize("columns", [16, 1024, quest.MOST_PAGES])
+def test_a_row_of_pages_fits(columns: int) -> None:
+    types = dict.fromkeys(TABLES, "*i32") | {"bounds": "*fp32"}
+    warps = min(max(columns // 512, 1), 32)
+    code = compiled(quest._pick, types, {"PAGE": 128, "COLS": columns}, CARDS["sm_90"], warps, 3)
+    assert code.stack == 0
+    assert code.shared <= CARDS["sm_90"].smem_bytes
+
+
 E4M3 = torch.float8_e4m3fn
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @cases.choices
 def test_pages_are_those_of_the_highest_bounds(case: Any, dtype: torch.dtype) -> None:
     cases.check_choice(case, "cuda", dtype)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3])
 @cases.updates
 def test_summaries_follow_the_cache(page: int, dim: int, tokens: int, dtype: torch.dtype) -> None:
@@ -29,18 +74,22 @@ def test_summaries_follow_the_cache(page: int, dim: int, tokens: int, dtype: tor
         cases.check_update(page, dim, tokens, dtype, "cuda", seed)
 
 
+@pytest.mark.gpu
 def test_many_slots() -> None:
     cases.check_update(16, 64, 5000, torch.bfloat16, "cuda")
 
 
+@pytest.mark.gpu
 def test_a_request_grows() -> None:
     cases.check_steps("cuda", torch.bfloat16)
 
 
+@pytest.mark.gpu
 def test_nan() -> None:
     cases.check_nan("cuda")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("summaries", [torch.bfloat16, E4M3])
 def test_long_rows_are_those_of_the_reference(summaries: torch.dtype) -> None:
     b = batch(
@@ -60,6 +109,7 @@ def test_long_rows_are_those_of_the_reference(summaries: torch.dtype) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.gpu
 def test_a_graph_follows_lengths_tables_and_slots_in_place(no_sync) -> None:
     """Nothing in it waits. Replays have the bits of eager calls."""
     page, quest = 16, sk.policies.Quest(6, 16)
