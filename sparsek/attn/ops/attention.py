@@ -191,8 +191,8 @@ def attention(
         arguments.text("kernel", kernel)
     plain = softcap.__class__ is float and not softcap and alibi_slopes is None and sink_logits is None
     scores = PLAIN if plain else Scores(softcap, alibi_slopes, sink_logits)
-    options = scale, return_lse, kernel, deterministic, scores, plan
-    call = AttendedFp8(q, k, v, mask, *options) if fp8 else Attended(q, k, v, mask, *options)
+    made = AttendedFp8 if fp8 else Attended
+    call = made(q, k, v, mask, scale, return_lse, kernel, deterministic, scores, plan)
     if refused or is_causal is not False or not (mask is None or isinstance(mask, BlockMask)):
         refuse("attention", refused)
         call.convert_mask(is_causal)

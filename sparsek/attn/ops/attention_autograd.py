@@ -27,6 +27,7 @@ from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.attention import NONE, Attended, every_block
 from sparsek.attn.plan.attention_grad import Differentiated
 from sparsek.attn.reference.scores import PLAIN, Scores
+from sparsek.core import arguments
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
@@ -69,15 +70,15 @@ def _forward(call: Attended, wanted: bool = True) -> tuple[Tensor, Tensor | None
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, sinks, ctx.call, _ = inputs
-    slopes = ctx.call.scores.alibi_slopes  # saved, so that torch notices a write to them
-    save_for_backward(ctx, q, k, v, sinks, *output, *(() if slopes is None else (slopes,)))
+    # Slopes are saved so that torch notices a write to them.
+    save_for_backward(ctx, q, k, v, sinks, *output, ctx.call.scores.alibi_slopes)
     ctx.set_materialize_grads(False)
 
 
 @transforms.one_by_one
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad, grad_lse = grads
-    q, k, v, sinks, out, lse, *_ = saved_tensors(ctx)
+    q, k, v, sinks, out, lse, _ = saved_tensors(ctx)
     grad = torch.zeros_like(out) if grad is None else grad
     # create_graph=True, or torch.func, also where that maps over gradients alone; otherwise there is nothing to record.
     listened = torch.is_grad_enabled() or transforms.active()
@@ -104,7 +105,9 @@ class Attention(torch.autograd.Function):
         call: Attended,
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
-        _save(ctx, (q, k, v, sinks, call, None), output)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, sinks, *output, call.scores.alibi_slopes)  # which was checked
+        ctx.set_materialize_grads(False)
         return output
 
     backward = staticmethod(_backward)
@@ -139,6 +142,8 @@ class LearnedAttention(NamedTuple):
 def differentiate(call: Attended, mask: BlockMask | None, slot: Slot) -> Any:
     """(out, lse) of a checked call, whose gradient autograd needs. `mask`: that of the caller."""
     run, scores = functools.partial(_forward, call), call.scores
+    for x in (*call.tensors, *scores.parted()[1]):
+        arguments.kept("an operand", x)
     if not slot.learns:
         kept = call.without()
         with torch.no_grad():
