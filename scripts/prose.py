@@ -47,7 +47,7 @@ PATTERNS = [
     (r"twice as well", "not the term", "double backward"),
     (r"unasked|for good|goes? along with", "a rare idiom", "silently; permanently; is part of"),
 ]  # fmt: skip
-# Words that are no nouns of the field, in names of modules, classes and parameters of public functions; better ones.
+# No nouns of the field, in names of modules, classes, fields and parameters of public functions; and better words.
 NO_NOUN = "no noun of the field"
 NAMES = {
     "again": "recorded, repeated",
@@ -148,7 +148,7 @@ def _strings(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def names(tree: ast.Module, place: str) -> Iterator[tuple[int, str]]:
-    """Lines and names of a module, its classes and, where it is for users, the parameters of public functions."""
+    """Lines and names of a module, its classes and, where it is for users, fields and parameters of functions."""
     if place in COMMANDS:
         return
     path = Path(place)
@@ -160,6 +160,8 @@ def names(tree: ast.Module, place: str) -> Iterator[tuple[int, str]]:
             if isinstance(node, ast.ClassDef):
                 yield node.lineno, node.name
                 bodies.append(node.body)
+                fields = (each for each in node.body if isinstance(each, ast.AnnAssign) and public)
+                yield from ((each.lineno, ast.unparse(each.target)) for each in fields)
             elif isinstance(node, ast.FunctionDef) and public and not node.name.startswith("_"):
                 given = node.args
                 yield from ((a.lineno, a.arg) for a in (*given.posonlyargs, *given.args, *given.kwonlyargs))

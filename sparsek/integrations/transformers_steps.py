@@ -102,7 +102,7 @@ def step_mask(seen: Tensor, block: int, most: int) -> BlockMask:
     bits = pack_bits(tiles.transpose(1, 2).flatten(0, 1))
     return BlockMask.unchecked(
         q_len=q_len, kv_len=kv_len, block=(TILE, block), batch=batch, heads=1,
-        full=rows.full, partial=rows.partial, rules=(rows.chosen.flatten(1) + first[:, None]).flatten(),
+        full=rows.full, partial=rows.partial, rules=(rows.columns.flatten(1) + first[:, None]).flatten(),
         bits=functional.pad(bits, (0, 0, 0, TILE - q_len)), sizes=Sizes(batch * most, batch * most, most, exact=False),
         pure=False, label=f"{q_len} queries of a cache",
     )  # fmt: skip

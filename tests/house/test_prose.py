@@ -76,6 +76,7 @@ def test_what_is_fine_stays(tmp_path: Path, text: str) -> None:
         ("accepted/__init__.py", "", (1, "accepted")),
         ("mask/lists.py", "\nclass ListedBlocks:\n    pass\n", (2, "ListedBlocks")),
         ("mask/lists.py", "class _KeptBlocks:\n    pass\n", (1, "_KeptBlocks")),
+        ("mask/lists.py", "class Lists:\n    chosen: int\n    kept = 1\n", (2, "chosen")),
         ("mask/lists.py", "def lists(kept): ...\n", None),
         ("mask/lists.py", "class Lists:\n    def of(self, told=False): ...\n", (2, "told")),
         ("mask/lists.py", "def lists(\n    x,\n    *,\n    dtype_asked=None,\n): ...\n", (4, "dtype_asked")),

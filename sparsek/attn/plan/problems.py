@@ -187,7 +187,7 @@ class PagedProblem:
     scale_per: str = ""
     list_heads: int = 0
     list_block: tuple[int, int] = (0, 0)
-    listed: int = 0
+    listed: int = 0  # prose: allow
     aligned: bool = True
     unit_stride: bool = True
     lse: bool = False

@@ -308,7 +308,7 @@ def best_blocks(within: Mask, scores: Tensor, k: int, always: MaskData | None = 
     best = rows_of(kept & (codes == WHOLE), kept & (codes != WHOLE), most)
     rules = None
     if within.rules is not None:
-        rules = codes.gather(-1, best.chosen.long()).clamp(min=BY_INTERVAL).flatten()
+        rules = codes.gather(-1, best.columns.long()).clamp(min=BY_INTERVAL).flatten()
     times = batch * heads // within.batch
     bound = min(batch * heads * tiles * most, times * within.sizes.stored)
     lo, hi = (_of_each_head(each, batch, heads) for each in (within.lo, within.hi))

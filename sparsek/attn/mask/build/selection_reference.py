@@ -59,7 +59,7 @@ def specified(cls: type[Mask], c: Selection) -> Mask:
     rules = bits = None
     if seen.lengths is not None:
         codes, bits = _rules_and_bits(c, seen.lengths)
-        rules = codes.expand(batch, heads, *grid).gather(-1, rows.chosen.long()).flatten()
+        rules = codes.expand(batch, heads, *grid).gather(-1, rows.columns.long()).flatten()
     lo, hi = (up_to_itself(c.stored) if c.causal else every_key(c.stored)) or (None, None)
     mask = cls.unchecked(
         q_len=c.place.q_len, kv_len=c.place.kv_len, block=c.stored.block, batch=batch, heads=heads,
@@ -189,13 +189,13 @@ def near_blocks(place: Place, near: LocalBlocks) -> Tensor:
 class Rows(NamedTuple):
     """Lists of rows with a fixed capacity, and their entries: int32 [batch, heads, Mb, capacity]."""
 
-    chosen: Tensor
+    columns: Tensor
     full: BlockLists
     partial: BlockLists
 
     def sizes(self, most: tuple[int, int, int]) -> Sizes:
         """The sizes of the lists; on a GPU, where counting would need a sync, these bounds."""
-        if self.chosen.device.type != "cpu":
+        if self.columns.device.type != "cpu":
             return Sizes(*most, exact=False)
         return exact_sizes(self.full.counts.numpy(), self.partial.counts.numpy())
 
