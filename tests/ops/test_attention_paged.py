@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.testing.paged_budget import PagedInputs, check_attention_paged
 from sparsek.testing.poison import poisoned
 from tests.attn.paged_cases import FORMS, PAGED_CASES, ListForm, PagedCase
+from tests.engine.launch.covering import once
 from tests.ops.paged import CASES, MIXED, arguments_of, attend, mask_of
 
 pytest.importorskip("triton")
@@ -366,8 +368,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("note", NOTES)
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("note", "given"), once(product(NOTES, (False, True))))
 def test_recorded_calls_have_the_bits_of_the_first_and_read_other_tensors(
     note: str, given: bool, repeated: list[int]
 ) -> None:

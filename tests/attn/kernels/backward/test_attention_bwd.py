@@ -95,7 +95,7 @@ def of_bits_and_a_window(dims: tuple[int, int], block: tuple[int, int], seed: in
     [
         *((HOPPER, *each) for each in once(product(DIMS[HOPPER], BLOCKS))),
         *((WIDE, *each) for each in product(DIMS[WIDE], ((128, 128), (128, 64)))),
-        *((PORTABLE, *each) for each in half(product(DIMS[PORTABLE], BLOCKS))),
+        *((PORTABLE, *each) for each in once(product(DIMS[PORTABLE], BLOCKS))),
     ],
     ids=str,
 )
