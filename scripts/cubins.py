@@ -38,8 +38,8 @@ from sparsek.attn.mask.build.selection import written
 from sparsek.core import device as devices
 from sparsek.core import operations
 from sparsek.engine.launch import driver, launch, nvrtc, shipped
-from sparsek.tools.bench.suites.host import FIRST
-from sparsek.tools.bench.suites.host_calls import CALLS
+from sparsek_bench.suites.host import FIRST
+from sparsek_bench.suites.host_calls import CALLS
 
 TARGET = GPUTarget("cuda", 90, 32)
 MOST_BYTES = 12 << 20  # of the archive

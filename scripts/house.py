@@ -1,8 +1,9 @@
 """The structure of the house: `scripts/house.py` prints the numbers of floors, arrows and files in circles, `-v` all.
 
-A room is a folder directly in sparsek/, and scripts/ and benchmarks/. An arrow A -> B: a file of A imports one of B, at
-its top, inside a function, by `import_module` of its name, or for type checkers only. A room's floor is one above
-the highest room that it imports. Files that import each other in a loop, in these four ways, are in a circle.
+A room is a folder directly in sparsek/, and sparsek_bench/, scripts/ and benchmarks/. An arrow A -> B: a file of A
+imports one of B, at its top, inside a function, by `import_module` of its name, or for type checkers only. A room's
+floor is one above the highest room that it imports. Files that import each other in a loop, in these four ways, are in
+a circle.
 tests/house/test_layers.py holds the limits.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE, BESIDE = "sparsek", ("scripts", "benchmarks")
+PACKAGE, BESIDE = "sparsek", ("sparsek_bench", "scripts", "benchmarks")
 LOADERS = ("import_module", "function_of", "build")  # that take the names of modules
 LIMITS = {"floors": 8, "arrows": 60, "files in circles": 0}
 

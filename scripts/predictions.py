@@ -20,9 +20,9 @@ from sparsek.core.device import CARDS
 from sparsek.core.errors import SparseKError
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import Plan
-from sparsek.tools.bench.engine import data, records
-from sparsek.tools.bench.engine.bench import Record
-from sparsek.tools.bench.suites import attention_grad
+from sparsek_bench.engine import data, records
+from sparsek_bench.engine.bench import Record
+from sparsek_bench.suites import attention_grad
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
 OPS = (

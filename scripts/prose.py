@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md")
-FOLDERS = ("docs", "sparsek", "scripts", "benchmarks/torch_bsr")
+FOLDERS = ("docs", "sparsek", "sparsek_bench", "scripts", "benchmarks/torch_bsr")
 LEFT_OUT = ("docs/gpu-test-log.md", "scripts/prose.py")  # a generated table, this list
 LONGEST = 40  # words of a sentence
 PERSON = "only persons do this"
@@ -84,7 +84,7 @@ OF_CLASSES = {
     "seen": "visible",
     "served": "report",
 }
-COMMANDS = ("sparsek/tools/bench/suites/fresh.py",)  # named as users type it
+COMMANDS = ("sparsek_bench/suites/fresh.py",)  # named as users type it
 NAME = re.compile(r"[a-z]+|[A-Z][a-z]*")
 COMPILED = [(re.compile(rf"(?<![\w./])({words})(?![\w=(])", re.I), *rest) for words, *rest in PATTERNS]
 ANY = re.compile("|".join(pattern.pattern for pattern, *_ in COMPILED), re.I)
@@ -153,7 +153,7 @@ def names(tree: ast.Module, place: str) -> Iterator[tuple[int, str]]:
         return
     path = Path(place)
     yield 1, path.parent.name if path.stem == "__init__" else path.stem
-    public = not {"kernels", "tools", "scripts", "tests"}.intersection(path.parts)
+    public = not {"kernels", "tools", "sparsek_bench", "scripts", "tests"}.intersection(path.parts)
     bodies = [tree.body]
     while bodies:
         for node in bodies.pop():

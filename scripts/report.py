@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from sparsek.core import env
 from sparsek.core.errors import SparseKError
-from sparsek.tools.bench import charts
-from sparsek.tools.bench.benches import BENCHES
-from sparsek.tools.bench.engine import records, report
-from sparsek.tools.bench.engine.bench import TABLES, Record, table_of
-from sparsek.tools.bench.engine.case import Case
-from sparsek.tools.bench.engine.tables import MS, ROOF, SPEEDUP, USEFUL, mark, peer_ms, short_name
-from sparsek.tools.bench.figures import rows_of
-from sparsek.tools.bench.suites.attention import AttentionCase
-from sparsek.tools.bench.suites.attention_grad import AttentionGradCase
-from sparsek.tools.bench.suites.semi24 import Semi24Case
-from sparsek.tools.bench.suites.spmm import SpmmCase
+from sparsek_bench import charts
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.engine import records, report
+from sparsek_bench.engine.bench import TABLES, Record, table_of
+from sparsek_bench.engine.case import Case
+from sparsek_bench.engine.tables import MS, ROOF, SPEEDUP, USEFUL, mark, peer_ms, short_name
+from sparsek_bench.figures import rows_of
+from sparsek_bench.suites.attention import AttentionCase
+from sparsek_bench.suites.attention_grad import AttentionGradCase
+from sparsek_bench.suites.semi24 import Semi24Case
+from sparsek_bench.suites.spmm import SpmmCase
 
 BEGIN, END = "<!-- records:{name} -->", "<!-- /records -->"
 README, PAGE, PICTURES = "README.md", "docs/benchmarks/index.md", "docs/pictures"

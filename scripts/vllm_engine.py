@@ -528,7 +528,7 @@ def versions() -> dict[str, str]:
 
 def sources() -> dict[str, str]:
     """The hash of this script and of each module of sparsek, without comments, docstrings and layout."""
-    hashed: Any = import_module("sparsek.tools.bench.engine.sources").files_hash
+    hashed: Any = import_module("sparsek_bench.engine.sources").files_hash
     files = [Path(__file__).resolve(), *sorted((ROOT / "sparsek").rglob("*.py"))]
     return {file.relative_to(ROOT).as_posix(): hashed([file], ROOT) for file in files}
 

@@ -46,7 +46,7 @@ __version__ = "0.1.0"
 
 doors.build("operations", "sparsek.products.ops", "sparsek.attn.ops")
 doors.build("kernels", "sparsek.products.kernels", "sparsek.attn.kernels")
-doors.build("benches", "sparsek.tools.bench.benches")
+doors.build("commands", "sparsek.tools.cli", "sparsek_bench.commands")
 
 __all__ = [
     "BSR",

@@ -22,8 +22,8 @@ from benchmarks.torch_bsr.cases import TORCH_BSR
 from sparsek import __version__
 from sparsek.core import arguments
 from sparsek.core.device import card_of
-from sparsek.tools.cli.output import Commands, console, progress
-from sparsek.tools.cli.output import table as new_table
+from sparsek.core.terminal import Commands, console, progress
+from sparsek.core.terminal import table as new_table
 
 STYLES: dict[Status, str] = {
     "works": "green",

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput, SparseKError
+from sparsek.core.errors import InvalidInput, SparseKError, first_line
 from sparsek.core.memory import out_of_memory, peak_bytes
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.testing.budget import FACTOR, FLOOR, error
-from sparsek.tools.bench.engine.peer import first_line
 
 Status = Literal["works", "wrong", "error", "crash", "costly", "warns", "refuses", "skipped"]
 FAILURES: tuple[Status, ...] = ("wrong", "error", "crash", "costly", "warns")
@@ -226,7 +225,7 @@ def peak(call: Callable[[], object], device: torch.device) -> int:
     """The most bytes that torch held at once during one call beyond those before it.
 
     On a CPU from the profiler's record of allocations, without MKL's own. acc_events as in
-    tools/bench/suites/spgemm.py.
+    sparsek_bench/suites/spgemm.py.
     """
     on_gpu = peak_bytes(call, device)
     if on_gpu is not None:

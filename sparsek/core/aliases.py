@@ -16,12 +16,12 @@ from typing import Any
 from sparsek.core.errors import SparseKWarning
 
 # Paths within sparsek, old: new, or several new ones that divide the names of the old. A row also holds for the modules
-# below it that have no row of their own.
+# below it that have no row of their own. Measuring is beside sparsek.
 MOVED: dict[str, tuple[str, ...]] = {
     "advise": ("tools.advise",),
     "advise.tune": ("tools.cli.tune",),
-    "bench": ("tools.bench",),
-    "cli": ("tools.cli",),
+    "bench": ("sparsek_bench",),
+    "cli": ("tools.cli", "sparsek_bench.commands"),
     "core.home": ("core.plan_owner",),
     "core.wall": ("core.clock",),
     "core.words": ("core.fault_ring",),
@@ -57,14 +57,16 @@ MOVED: dict[str, tuple[str, ...]] = {
     "ops.attention_fp8": ("attn.ops.attention",),
     "ops.attention_refused": ("attn.ops.foreign_options",),
     "ops.bound": ("engine.call.recorded_calls", "products.ops.recorded_products"),
-    "plan": ("engine.plan", "products.plan", "attn.plan", "tools.bench.engine"),
+    "plan": ("engine.plan", "products.plan", "attn.plan", "sparsek_bench.engine"),
     "plan.kernel": ("engine.plan.kernel", "products.plan.kernels", "attn.plan.kernels"),
     "plan.tune": ("tools.cli.tune",),
     "plan.problem": ("engine.plan.problem", "products.plan.problems", "attn.plan.problems"),
     "policies": ("attn.policies",),
-    "policies.quality": ("tools.bench.suites.quality",),
-    "profile": ("tools.profile",),
+    "policies.quality": ("sparsek_bench.suites.quality",),
+    "profile": ("sparsek_bench.profile",),
     "reference": ("products.reference", "attn.reference"),
+    "tools.bench": ("sparsek_bench",),
+    "tools.cli.output": ("core.terminal",),
 }
 RENAMED = {
     "sparsek.integrations.vllm_omni.SparseKBackend": "OmniBackend",
@@ -90,14 +92,14 @@ def _next(old: str) -> list[str]:
     """Where its own row or that of its folder puts a module."""
     row = MOVED.get(old.removeprefix("sparsek."))
     if row is not None:
-        return [f"sparsek.{new}" for new in row]
+        return [new if new.startswith("sparsek_bench") else f"sparsek.{new}" for new in row]
     above, _, stem = old.rpartition(".")
     return [f"{folder}.{stem}" for folder in _next(above)] if above else []
 
 
 def _exists(module: str) -> bool:
     try:
-        package = import_module(module.rpartition(".")[0])
+        package = import_module(module.rpartition(".")[0] or "sparsek")
     except ModuleNotFoundError as error:
         if error.name and module.startswith(f"{error.name}."):
             return False

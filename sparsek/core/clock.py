@@ -6,8 +6,9 @@ comparable only if their rounds are interleaved, after the card has settled.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 
@@ -95,6 +96,16 @@ def time_rounds(
         if on_round is not None:
             on_round(index)
     return {name: Times.of(values) for name, values in samples.items()}
+
+
+def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One callable that runs the given ones round-robin, so that successive calls touch different buffers."""
+    turns = cycle((*calls[1:], *calls[:1]))
+
+    def call() -> object:
+        return next(turns)()
+
+    return call
 
 
 def host_seconds(call: Callable[[], object], device: torch.device, *, calls: int) -> float:

@@ -36,3 +36,9 @@ class Unsupported(SparseKError, NotImplementedError):
         rebuild it; the pool would wait forever.
         """
         return type(self), (self.what, self.reasons), self.__dict__
+
+
+def first_line(error: BaseException) -> str:
+    """The first 160 characters of an error's text, or its class."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:160]

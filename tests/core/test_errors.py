@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import sparsek.tools.bench.charts
-import sparsek.tools.bench.engine.run  # noqa: F401  their errors are found below
+import sparsek_bench.charts
+import sparsek_bench.engine.run  # noqa: F401  their errors are found below
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from tests.house.tools import ROOT
 

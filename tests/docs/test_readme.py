@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts import report
-from sparsek.tools.bench.engine import records
+from sparsek_bench.engine import records
 from tests.house.tools import need
 
 ROOT = Path(__file__).resolve().parents[2]

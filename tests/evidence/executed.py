@@ -23,12 +23,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sparsek.tools.bench.engine.definitions import Definition, Tree, digest, dumped
+from sparsek_bench.engine.definitions import Definition, Tree, digest, dumped
 from tests.evidence import trace
 
-PACKAGES = ("sparsek", "tests", "scripts")
+PACKAGES = ("sparsek", "sparsek_bench", "tests", "scripts")
 # Here a function that ran for one test file fills caches for all: all of a module counts that ran for any file.
-SHARED = ("sparsek.engine.launch", "sparsek.core", "sparsek.integrations", "sparsek.tools.bench")
+SHARED = ("sparsek.engine.launch", "sparsek.core", "sparsek.integrations", "sparsek_bench")
 CACHES = ("dict", "set", "list", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Calls", "local")
 TABLE = "sparsek.kernels:KERNELS"  # counts by the rows of the operations that a file planned
 TABLES = ("sparsek.products.kernels:KERNELS", "sparsek.attn.kernels:KERNELS")
@@ -36,8 +36,8 @@ READS_TABLE = "sparsek.engine.table:"
 CHOICE = "choice"
 EVERYTHING = "all:sparsek"
 # What reads sources, for records and for this: it computes no result.
-READERS = ("sparsek.tools.bench.engine.sources", "sparsek.tools.bench.engine.definitions", "tests.evidence.")
-ASIDE = ("sparsek.tools.bench", "sparsek.tools.cli")  # of no process that a test of kernels starts
+READERS = ("sparsek_bench.engine.sources", "sparsek_bench.engine.definitions", "tests.evidence.")
+ASIDE = ("sparsek_bench", "sparsek.tools.cli")  # of no process that a test of kernels starts
 PLAIN = ("file:", "all:")  # keys that are no definitions
 # Members that Python calls itself.
 SPECIAL = ("__", "_missing_", "_generate_next_value_")

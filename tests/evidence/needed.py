@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from sparsek.tools.bench.engine import sources
+from sparsek_bench.engine import sources
 
 # Of a text: many test files need the same ones.
 imports = lru_cache(maxsize=None)(sources.imports)
 
 # A file of tests/ named in another, as a script that a test runs in a process of its own.
 BESIDE = re.compile(r"""["'](\w+\.(?:py|h|cu))["']""")
-# A module, or a folder of them, that is loaded by its name: f"sparsek.tools.bench.suites.{stem}".
-LATE = re.compile(r"""["'](sparsek\.tools\.(?:bench|cli)\.\w+(?:\.\w+)*)""")
-FOLLOWED = ("tests.", "sparsek.tools.bench", "sparsek.tools.cli")
+# A module, or a folder of them, that is loaded by its name: f"sparsek_bench.suites.{stem}".
+LATE = re.compile(r"""["'](sparsek(?:_bench|\.tools\.cli)\.\w+(?:\.\w+)*)""")
+FOLLOWED = ("tests.", "sparsek_bench", "sparsek.tools.cli")
 
 
 def needed(file: Path, root: Path, named: dict[Path, list[Path]] | None = None) -> set[Path]:
@@ -43,7 +43,7 @@ def _named(file: Path, root: Path) -> Iterator[Path]:
     if file.suffix == ".py":
         source = file.read_text(encoding="utf-8")
         yield from (file.with_name(name) for name in BESIDE.findall(source))
-        late = LATE.findall(source) if file.is_relative_to(root / "sparsek") else []
+        late = [] if file.is_relative_to(root / "tests") else LATE.findall(source)
         for name in {*imports(source), *late}:
             if name.startswith(FOLLOWED):
                 module = root / name.replace(".", "/")

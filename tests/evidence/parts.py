@@ -1,9 +1,9 @@
 """How the tests marked `gpu` are cut into parts, and in which order a part's tests are handed to its workers.
 
 A part is a stretch of test files in the order of their paths: a changed test file makes one part stale, and most files
-that depend on sparsek/tools/bench, those of tests/tools/bench and tests/tools/cli, stand together. A cut is the first
-file of the next part. Inside a part, units of a few tests of one function, which share compiled kernels, are handed out
-longest first. Standard library only: scripts/gpu.py runs this where nothing is installed.
+that depend on sparsek_bench, those of tests/bench, stand together. A cut is the first file of the next part. Inside a
+part, units of a few tests of one function, which share compiled kernels, are handed out longest first. Standard
+library only: scripts/gpu.py runs this where nothing is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 # Seconds of a test that no evidence knows. Those of the bench compile and time several peers each.
 UNKNOWN = 2.0
 UNKNOWN_IN = {
-    "tests/tools/bench/": 30.0,
+    "tests/bench/": 30.0,
     "tests/tools/cli/": 10.0,
     "tests/ops/test_strides.py": 20.0,
     "tests/ops/test_attention_fuzz.py": 60.0,

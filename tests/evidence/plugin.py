@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from sparsek.tools.bench.engine.definitions import Tree
+from sparsek_bench.engine.definitions import Tree
 from tests.evidence import executed, parts, record, trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def software(workers: int) -> dict[str, Any]:
     import torch  # which workers of tiny projects need not load
 
     from sparsek.core.machine import version_of
-    from sparsek.tools.bench.engine import records
+    from sparsek_bench.engine import records
 
     facts = records.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     del facts["power_limit_w"]

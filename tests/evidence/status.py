@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsek.tools.bench.engine.definitions import Tree
+from sparsek_bench.engine.definitions import Tree
 from tests.evidence import executed, parts, record
 from tests.evidence.record import Evidence
 

@@ -83,9 +83,9 @@ def test_seconds_come_from_the_newest_evidence() -> None:
     assert known.of_file(path, 10) == 120.0
     assert known.of_file(other, 3) == 6.0
     assert known.of_file("tests/ops/test_c.py", 3) == 3 * parts.UNKNOWN
-    ids = [f"{path}::test_x", f"{path}::test_y", f"{other}::test_z", "tests/tools/bench/test_d.py::test_d"]
+    ids = [f"{path}::test_x", f"{path}::test_y", f"{other}::test_z", "tests/bench/test_d.py::test_d"]
     assert known.of_each(ids) == dict(
-        zip(ids, (40.0, 5.0, 2.0, parts.UNKNOWN_IN["tests/tools/bench/"]), strict=True)
+        zip(ids, (40.0, 5.0, 2.0, parts.UNKNOWN_IN["tests/bench/"]), strict=True)
     )
 
 

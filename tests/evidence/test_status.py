@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.tools.bench.engine.definitions import Tree
+from sparsek_bench.engine.definitions import Tree
 from tests.evidence import executed, page, parts, record, status
 from tests.evidence.executed import Ran
 from tests.evidence.record import Evidence

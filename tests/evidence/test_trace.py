@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sparsek.tools.bench.engine.definitions import Tree
+from sparsek_bench.engine.definitions import Tree
 from tests.evidence import executed, trace
 from tests.house.tools import ROOT
 
@@ -20,10 +20,12 @@ current.to("tests/test_one.py")
 import torch
 import sparsek as sk
 from sparsek.core import arguments
+from sparsek_bench.engine.case import shape_name
 A = sk.random_bsr(32, 32, 16, 0.5)
 A @ torch.ones(32, 2)
 current.to("tests/test_two.py")
 B = sk.BlockMask.causal(256)
+shape_name(1, 2, 3)
 child = "import sparsek as sk, torch; sk.BSR.from_dense(torch.ones(32, 32), 16, keep=0.5)"
 subprocess.run([sys.executable, "-c", child], check=True)
 Path(sys.argv[2]).read_text()
@@ -57,6 +59,11 @@ def test_each_file_has_what_it_executed(ran: dict[str, executed.Ran]) -> None:
     assert "sparsek.attn.mask.build.structured:causal" not in one
     assert "sparsek.attn.mask.build.structured:causal" in two
     assert "sparsek.attn.mask.build.structured:dilated" not in two
+
+
+def test_what_measures_counts_too(ran: dict[str, executed.Ran]) -> None:
+    assert "sparsek_bench.engine.case:shape_name" in ran["tests/test_two.py"].definitions
+    assert "sparsek_bench.engine.case:shape_name" not in ran["tests/test_one.py"].definitions
 
 
 def test_a_process_that_a_test_starts_counts_for_it(ran: dict[str, executed.Ran]) -> None:

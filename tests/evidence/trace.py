@@ -32,7 +32,7 @@ from typing import Any
 FOLDER, LABEL = "SPARSEK_TRACE", "SPARSEK_TRACE_LABEL"
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).resolve().parent / "child"
-FOLLOWED = ("sparsek/", "tests/", "scripts/")
+FOLLOWED = ("sparsek/", "sparsek_bench/", "tests/", "scripts/")
 OWN = "tests/evidence/"  # this tool
 CHOOSES = ("sparsek/engine/planning.py", "_decide")
 DYNAMO = "/torch/_dynamo/convert_frame.py"
@@ -40,7 +40,7 @@ DYNAMO = "/torch/_dynamo/convert_frame.py"
 DERIVED = (".py", ".pyc", ".so", ".json.new", ".zip", ".lock", ".tmp")
 UNUSED = ("build/", ".", "benchmarks/evidence/", "tests/evidence/")
 # Caches of these rooms hold compiled code and handles; what fills them is attributed by `executed.py`.
-KEPT = ("sparsek.engine.launch", "sparsek.core", "sparsek.integrations", "sparsek.tools.bench")
+KEPT = ("sparsek.engine.launch", "sparsek.core", "sparsek.integrations", "sparsek_bench")
 TOOL = 4
 
 

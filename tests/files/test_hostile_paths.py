@@ -26,9 +26,9 @@ from sparsek.pictures.blocks import spy_svg
 from sparsek.products.formats.random import random_bsr
 from sparsek.tools.advise import break_even
 from sparsek.tools.advise.break_even import CurveSetting, curves
-from sparsek.tools.bench.engine import records
-from sparsek.tools.cli.bench_run import write_html
 from sparsek.tools.cli.tune import shapes_in
+from sparsek_bench.commands.bench_run import write_html
+from sparsek_bench.engine import records
 from tests.house.tools import need
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these are files of Unix")

@@ -72,13 +72,17 @@ def _needs_dtype(name: str, call: ast.Call) -> bool:
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(each.name for each in (ROOT / "sparsek").iterdir() if each.is_dir())
+    "folder",
+    [
+        *sorted(f"sparsek/{each.name}" for each in (ROOT / "sparsek").iterdir() if each.is_dir()),
+        "sparsek_bench",
+    ],
 )
 def test_every_factory_call_says_device_and_dtype(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{fault}"
         for path in tree(".py")
-        if path.is_relative_to(ROOT / "sparsek" / folder)
+        if path.is_relative_to(ROOT / folder)
         for fault in faults(path.read_text(encoding="utf-8"))
     ]
     assert found == []

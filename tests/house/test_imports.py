@@ -11,10 +11,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import sparsek
-from sparsek.tools.bench.benches import BENCHES
+from sparsek.core.terminal import Deferred
 from sparsek.tools.cli import __main__ as command_line
-from sparsek.tools.cli import bench
-from sparsek.tools.cli.deferred import Deferred
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.commands import bench
 from tests.house.tools import ROOT, python, pythons
 from tests.sampling import sampled
 

@@ -28,7 +28,8 @@ def test_each_room_imports_only_from_the_rooms_below() -> None:
 )
 def test_an_import_from_a_floor_above_is_found(tmp_path: Path, line: str) -> None:
     need("importlinter")
-    shutil.copytree(ROOT / "sparsek", tmp_path / "sparsek")
+    for name in ("sparsek", "sparsek_bench"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "sparsek/core/upward.py").write_text(line)
     done = run(*LINT, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})

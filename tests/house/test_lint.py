@@ -7,7 +7,7 @@ import pytest
 
 from tests.house.tools import ROOT, need, run, tree
 
-CODE = ("sparsek", "tests", "scripts", "benchmarks")
+CODE = ("sparsek", "sparsek_bench", "tests", "scripts", "benchmarks")
 TEXT = (".py", ".md", ".toml", ".txt", ".sh", ".cu", ".json", ".jsonl", "Makefile", "run")
 # Folders of the machines this was written on, put together so that this file does not name them itself.
 MACHINE_PATHS = re.compile(
@@ -59,7 +59,8 @@ def test_no_text_names_a_folder_of_one_machine() -> None:
 
 
 def test_every_package_has_an_init_file() -> None:
-    folders = {path.parent for path in tree(".py") if path.is_relative_to(ROOT / "sparsek")}
+    packages = ROOT / "sparsek", ROOT / "sparsek_bench"
+    folders = {path.parent for path in tree(".py") if any(map(path.is_relative_to, packages))}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 

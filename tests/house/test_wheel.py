@@ -11,6 +11,7 @@ import pytest
 
 from tests.house.tools import ROOT, need, python, run
 
+PACKAGES = ("sparsek", "sparsek_bench")
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
@@ -19,7 +20,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a wheel is built from."""
     need("setuptools")
     source = tmp_path_factory.mktemp("wheel") / "source"
-    shutil.copytree(ROOT / "sparsek", source / "sparsek", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return source
@@ -39,7 +41,8 @@ def test_the_wheel_holds_every_source_file_and_no_test(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "sparsek").rglob("*")
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*")
         if path.is_file() and path.suffix in (".py", ".cu", ".json", ".typed", ".zip")
     }
     assert held == sources
@@ -71,7 +74,7 @@ small = "--m 64 --k 64 --n 16 --block 16 --dtype fp32 --rounds 1 --device cpu --
 for words in ("bench --help", f"bench spmm {small}", "bench all --take r.jsonl", "bench all --list --device cpu"):
     done = CliRunner().invoke(app, words.split())
     assert done.exit_code == 0, done.output
-places = [each.__file__ for name, each in sys.modules.items() if name.partition(".")[0] == "sparsek"]
+places = [each.__file__ for name, each in sys.modules.items() if name.partition(".")[0] in ("sparsek", "sparsek_bench")]
 print(json.dumps([places, importlib.metadata.version("sparsek"), done.stdout]))
 """
     places, version, rows = json.loads(python(code, cwd=here, env={"PYTHONPATH": str(site)}))

@@ -9,9 +9,9 @@ import pytest
 
 from sparsek.core.device import CARDS
 from sparsek.engine.plan import host
-from sparsek.tools.bench.engine import records
-from sparsek.tools.bench.engine.tables import case_name
-from sparsek.tools.bench.suites.host import EAGER
+from sparsek_bench.engine import records
+from sparsek_bench.engine.tables import case_name
+from sparsek_bench.suites.host import EAGER
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

@@ -20,9 +20,9 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.ops.spmm import plan_spmm
 from sparsek.products.plan.problems import SpgemmProblem
-from sparsek.tools.bench.engine import records
-from sparsek.tools.bench.suites.spgemm import SpgemmCase
-from sparsek.tools.bench.suites.spmm import SpmmCase
+from sparsek_bench.engine import records
+from sparsek_bench.suites.spgemm import SpgemmCase
+from sparsek_bench.suites.spmm import SpmmCase
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 NEWEST = records.newest(records.read(FOLDER))

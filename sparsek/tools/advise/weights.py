@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.clock import time_rounds
+from sparsek.core.clock import rotating, time_rounds
 from sparsek.core.device import GPUS, card_named, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.core.memory import available_memory, gigabytes, out_of_memory
@@ -25,12 +25,11 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.convert import Scope
 from sparsek.products.formats.padding import tiles_of
 from sparsek.products.formats.pattern import BlockPattern, block_sides
+from sparsek.products.formats.random import random_dense
 from sparsek.products.ops.choose import ERROR_TOKENS, Option, compare
 from sparsek.products.ops.spmm import plan_spmm, spmm
 from sparsek.products.ops.weight_formats import combinations
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.tools.bench.engine.data import random_dense
-from sparsek.tools.bench.engine.peer import rotating
 
 # Longer lists of matrices are shown one row per group of like names and shapes, and then per shape.
 LIST_ALL = 12

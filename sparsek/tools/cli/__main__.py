@@ -1,15 +1,15 @@
 """`sparsek`: doctor, demo, advise, tune, bench, profile. A command's module loads when the command runs."""
 
-from importlib import import_module
+from importlib import import_module, util
 from typing import Annotated, Any
 
 import typer
 
 from sparsek import __version__
-from sparsek.tools.cli.deferred import group
-from sparsek.tools.cli.output import console
+from sparsek.core import doors
+from sparsek.core.terminal import console, group
 
-# Each is a function of its name in sparsek.tools.cli, or a group called `app`; with the first line of its help.
+# Each is a function of its name in a module of this name, or a group called `app`; with the first line of its help.
 COMMANDS = {
     "doctor": "Shows versions, GPUs and the kernel of each operation, and checks every kernel that runs here.",
     "demo": "Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix.",
@@ -22,7 +22,8 @@ COMMANDS = {
 
 def loaded(name: str) -> Any:
     """The function of a command, or its group."""
-    module = import_module(f"sparsek.tools.cli.{name}")
+    places = (f"{room.__name__}.{name}" for room in doors.enter("commands"))
+    module = import_module(next(filter(util.find_spec, places)))
     return getattr(module, "app", None) or getattr(module, name)
 
 

@@ -13,15 +13,7 @@ from rich.text import Text
 from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import parse_block
-from sparsek.files.weights import WeightFile, open_weights
-from sparsek.pictures import svg
-from sparsek.pictures.blocks import spy_svg
-from sparsek.tools.advise import weights as advising
-from sparsek.tools.advise.sources import Skipped, few, opened
-from sparsek.tools.advise.weights import Advice, AdviceSettings, NoAdvice
-from sparsek.tools.cli.advise_formats import print_break_even, print_formats
-from sparsek.tools.cli.options import Dtype, Keep, ToPredict
-from sparsek.tools.cli.output import (
+from sparsek.core.terminal import (
     EXIT_ERROR,
     AsJson,
     complain,
@@ -31,7 +23,15 @@ from sparsek.tools.cli.output import (
     print_json,
     progress,
 )
-from sparsek.tools.cli.output import table as new_table
+from sparsek.core.terminal import table as new_table
+from sparsek.files.weights import WeightFile, open_weights
+from sparsek.pictures import svg
+from sparsek.pictures.blocks import spy_svg
+from sparsek.tools.advise import weights as advising
+from sparsek.tools.advise.sources import Skipped, few, opened
+from sparsek.tools.advise.weights import Advice, AdviceSettings, NoAdvice
+from sparsek.tools.cli.advise_formats import print_break_even, print_formats
+from sparsek.tools.cli.options import Dtype, Keep, ToPredict
 
 VERDICT, LEFT = 7, ("matrix", "shape", "verdict")
 

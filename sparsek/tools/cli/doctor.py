@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 import sparsek as sk
 from sparsek.attn.mask.quantized_heads import quantize_heads
@@ -18,9 +19,12 @@ from sparsek.attn.ops.attention_paged import plan_attention_paged
 from sparsek.core.device import H200, Card, card_of
 from sparsek.core.errors import Unsupported
 from sparsek.core.machine import smi_facts, version_of
+from sparsek.core.terminal import AsJson, console, print_json, progress
+from sparsek.core.terminal import table as new_table
 from sparsek.engine.plan.plan import Plan, time_text
 from sparsek.engine.planning import choose
 from sparsek.engine.table import names_for
+from sparsek.products.formats.random import random_dense
 from sparsek.products.ops.linear import plan_layer
 from sparsek.products.ops.sddmm import plan_sddmm
 from sparsek.products.ops.spgemm import plan_spgemm
@@ -30,22 +34,33 @@ from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.paged_budget import PagedInputs, check_attention_paged
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
-from sparsek.tools.bench.suites.attention import AttentionCase
-from sparsek.tools.bench.suites.spmm import SpmmCase
-from sparsek.tools.cli.output import AsJson, console, print_json, progress
-from sparsek.tools.cli.output import table as new_table
 
-# As many columns as every kernel takes.
-PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
-ATTENTION = AttentionCase(
-    batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
-)
 # What the screen shows a kernel for: sides large enough that a GPU's kernels differ.
 SIDE, BLOCK, DENSITY = 2048, (128, 128), 0.125
-TYPICAL = SpmmCase(SIDE, SIDE, SIDE, BLOCK, DENSITY)
-WINDOW = AttentionCase(
-    batch=1, heads=8, kv_heads=8, q_len=4096, kv_len=4096, dim=128, v_dim=128, mask="window:1024"
-)
+TOKENS, WINDOW = 4096, 1024
+
+
+def _factors(
+    device: torch.device,
+    sides: tuple[int, int, int] = (512, 512, 64),  # as many columns as every kernel takes
+    block: tuple[int, int] = (64, 64),
+    density: float = 0.5,
+) -> tuple[sk.BSR, Tensor]:
+    """A [m, k] and B [k, n] in bf16."""
+    m, k, n = sides
+    a = sk.random_bsr(m, k, block, density, dtype=torch.bfloat16, device=device)
+    return a, random_dense(k, n, dtype=a.dtype, device=device, seed=1)
+
+
+def _heads(
+    device: torch.device, heads: tuple[int, int] = (2, 1), tokens: int = 500, dim: int = 64, window: int = 150
+) -> tuple[Tensor, Tensor, Tensor, sk.BlockMask]:
+    """q, k and v in bf16 of so many heads of queries and of keys, and a mask."""
+    q, k, v = (
+        random_dense(1, count, tokens, dim, dtype=torch.bfloat16, device=device, seed=seed)
+        for seed, count in enumerate((heads[0], heads[1], heads[1]))
+    )
+    return q, k, v, sk.BlockMask.sliding_window(tokens, window, device=device)
 
 
 @dataclass(frozen=True)
@@ -169,9 +184,9 @@ def rates_of(card: Card) -> str:
 def _typical(device: torch.device) -> dict[str, Callable[[], Plan]]:
     """The plan of a typical case of each operation, by its name."""
     bf16 = torch.bfloat16
-    a, b = TYPICAL.make(device)
+    a, b = _factors(device, (SIDE, SIDE, SIDE), BLOCK, DENSITY)
     x, weight = b.T, torch.randn(SIDE, SIDE, dtype=bf16, device=device)
-    q, k, v, mask = WINDOW.operands(device)[0].given
+    q, k, v, mask = _heads(device, (8, 8), TOKENS, 128, WINDOW)
     blocks, heads = sk.BSR24.from_bsr(a), quantize_heads(q, k, v, check=False)
     return {
         "spmm, BSR": lambda: plan_spmm(a, b),
@@ -200,7 +215,7 @@ def _operations(plans: Mapping[str, Plan], device: torch.device) -> Table:
     """The kernel of each operation here; without a GPU also the one on an H200."""
     table = new_table(
         f"Kernels of typical cases: products of {SIDE}³ in bf16, {DENSITY:.3g} of the blocks of {BLOCK[0]}; "
-        f"{WINDOW.q_len} tokens, window 1024"
+        f"{TOKENS} tokens, window {WINDOW}"
     )
     on_gpu = device.type == "cuda"
     for title in (
@@ -288,8 +303,8 @@ def _products(device: torch.device) -> list[tuple[str, str, Check]]:
     def product(a: Any, b: Any, dtype: torch.dtype | None = None) -> Check:
         return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name, dtype=dtype)(a, b))
 
-    a, b = PRODUCT.make(device)
-    wide, _ = replace(PRODUCT, block=(128, 128)).make(device)  # blocks that every kernel of FP8 takes
+    a, b = _factors(device)
+    wide, _ = _factors(device, block=(128, 128))  # blocks that every kernel of FP8 takes
     few = b[:, :32].contiguous()  # as many columns as every kernel of 2:4 takes
     right = {"bsr": b, "semi24": few, "bsr24": few}
     checks = []
@@ -308,24 +323,24 @@ def _in_format(name: str, a: sk.BSR) -> Any:
 
 
 def _sampled(device: torch.device) -> Check:
-    a, b = PRODUCT.make(device)
+    a, b = _factors(device)
     return lambda name: check_sddmm(b, b.T, plan_sddmm(b, b.T, a.pattern, kernel=name)(b, b.T, a.pattern))
 
 
 def _sparse(device: torch.device) -> Check:
-    a, _ = PRODUCT.make(device)
+    a, _ = _factors(device)
     return lambda name: check_spgemm(a, a.T, plan_spgemm(a, a.T, kernel=name)(a, a.T))
 
 
 def _attention(device: torch.device) -> Check:
-    q, k, v, mask = ATTENTION.operands(device)[0].given
+    q, k, v, mask = _heads(device)
     return lambda name: check_attention(
         q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
     )
 
 
 def _in_fp8(device: torch.device) -> Check:
-    q, k, v, mask = ATTENTION.operands(device)[0].given
+    q, k, v, mask = _heads(device)
     heads = quantize_heads(q, k, v)
     return lambda name: check_attention_fp8(
         *heads, mask, plan_attention(*heads, mask, kernel=name)(*heads, mask)
@@ -355,7 +370,7 @@ def _paged(device: torch.device) -> Check:
 
 
 def _gradients(device: torch.device) -> Check:
-    q, k, v, mask = ATTENTION.operands(device)[0].given
+    q, k, v, mask = _heads(device)
     out, lse = attention(q, k, v, mask, return_lse=True)
     grad = torch.randn_like(out)
 

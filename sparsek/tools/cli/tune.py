@@ -13,24 +13,23 @@ import typer
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.clock import time_rounds
+from sparsek.core.clock import rotating, time_rounds
 from sparsek.core.device import card_of
-from sparsek.core.errors import InvalidInput, SparseKError, SparseKWarning, Unsupported
+from sparsek.core.errors import InvalidInput, SparseKError, SparseKWarning, Unsupported, first_line
 from sparsek.core.memory import out_of_memory
 from sparsek.core.parsing import is_count, listed, parse_block, unknown
+from sparsek.core.terminal import AsJson, complain, console, duration, print_json, progress
+from sparsek.core.terminal import table as new_table
 from sparsek.engine.plan.select import config_fields
 from sparsek.engine.table import names_for
 from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.random import random_dense
 from sparsek.products.ops.choose import copies
 from sparsek.products.ops.weight_formats import FORMATS, WeightFormat, combinations, plan_of, run_plan
 from sparsek.testing.compare import Expected
 from sparsek.testing.poison import poisoned
 from sparsek.tools.advise.sources import opened
-from sparsek.tools.bench.engine.data import Draw
-from sparsek.tools.bench.engine.peer import first_line, rotating
 from sparsek.tools.cli.options import Dtype
-from sparsek.tools.cli.output import AsJson, complain, console, duration, print_json, progress
-from sparsek.tools.cli.output import table as new_table
 
 # Layers of W [N, K] that are measured where none are named: those of models with 4096 and 8192 features.
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
@@ -62,12 +61,13 @@ class Job:
 
     def make(self, device: torch.device) -> tuple[Tensor, Any]:
         """x and the weight, N(0, 1) values and what a random W keeps of them."""
-        draw = Draw(device, dtypes.parse(self.dtype), 0)
-        w = draw.weight(self.n, self.k)
+        dtype = dtypes.parse(self.dtype)
+        w = random_dense(self.n, self.k, dtype=dtype, device=device, seed=1).mul_(self.k**-0.5)
         why = self.form.why_not(w)
         if why:
             raise Unsupported(self.name, {self.form.name: why})
-        return draw.normal(self.tokens, self.k), self.form.convert(w)
+        x = random_dense(self.tokens, self.k, dtype=dtype, device=device, seed=2)
+        return x, self.form.convert(w)
 
 
 @dataclass(frozen=True)

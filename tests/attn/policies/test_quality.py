@@ -8,7 +8,7 @@ import torch
 import sparsek as sk
 from sparsek.attn.policies.mass import true_mass
 from sparsek.testing.attention_data import GENERATORS, HeadSizes, frame_numbers, needle, smooth, white
-from sparsek.tools.bench.suites.quality import (
+from sparsek_bench.suites.quality import (
     at_sparsity,
     dials,
     measured,

@@ -16,7 +16,7 @@ import torch
 from scripts import cubins
 from sparsek.core import env
 from sparsek.engine.launch import driver, shipped
-from sparsek.tools.bench.suites.host import FIRST, HostCase
+from sparsek_bench.suites.host import FIRST, HostCase
 from tests.house.tools import ROOT
 
 NAMES = """
@@ -143,7 +143,7 @@ def test_a_first_call_compiles_nothing(case: HostCase, tmp_path: Path) -> None:
         pytest.skip("no archive of this source: make cubins")
     named = json.dumps(case.as_record())
     done = subprocess.run(
-        [sys.executable, "-m", "sparsek.tools.bench.suites.host_calls", named, "cuda:0"],
+        [sys.executable, "-m", "sparsek_bench.suites.host_calls", named, "cuda:0"],
         capture_output=True,
         text=True,
         check=False,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sparsek.tools.bench.engine import records
-from sparsek.tools.bench.engine.case import SuiteRow
+from sparsek_bench.engine import records
+from sparsek_bench.engine.case import SuiteRow
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
@@ -107,7 +107,7 @@ def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: py
     def fail(entry: SuiteRow, **options: Any) -> Any:
         raise MemoryError(f"Unable to allocate {entry.case.m}")
 
-    monkeypatch.setattr("sparsek.tools.cli.bench_run.measure", fail)
+    monkeypatch.setattr("sparsek_bench.commands.bench_run.measure", fail)
     result = run("bench", "spmm", *QUICK, "--m", "64,128", "--peers", "none")
     assert result.exit_code == 1
     assert re.findall(r"Unable to allocate (\d+)", result.stderr) == ["64", "128"]
@@ -116,9 +116,9 @@ def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: py
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets, and fewer calls of the symbolic phase of BSR x BSR."""
-    monkeypatch.setattr("sparsek.tools.bench.engine.data.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek_bench.engine.data.MAX_SETS", 2)
     monkeypatch.setattr("sparsek.core.clock.WALL_CALLS", 2)
-    monkeypatch.setattr("sparsek.tools.bench.suites.spgemm.SYMBOLIC_ROUNDS", 2)
+    monkeypatch.setattr("sparsek_bench.suites.spgemm.SYMBOLIC_ROUNDS", 2)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_bench_attention_has_its_own_suites(run) -> None:
 
 def test_bench_host_times_calls_by_hand(run, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr("sparsek.tools.bench.suites.host.CALLS_EACH", 2)
+    monkeypatch.setattr("sparsek_bench.suites.host.CALLS_EACH", 2)
     out = tmp_path / "host.jsonl"
     given = ["--call", "linear", "--sides", "8x64x128", "--storage", "bsr,semi24", "--block", "32"]
     result = run("bench", "host", *given, "--dtype", "fp32", *FEW, "--out", out)

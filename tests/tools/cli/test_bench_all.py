@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sparsek.tools.bench.benches import BENCHES
-from sparsek.tools.bench.engine import records
-from sparsek.tools.bench.engine.case import SuiteRow
-from sparsek.tools.bench.suites.spmm import SpmmCase
-from sparsek.tools.cli import bench_all, bench_run
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.commands import bench_all, bench_run
+from sparsek_bench.engine import records
+from sparsek_bench.engine.case import SuiteRow
+from sparsek_bench.suites.spmm import SpmmCase
 
 SMALL = tuple(SuiteRow(SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32")) for n in (16, 32, 48))
 
@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_all, "BENCHES", {"spmm": replace(BENCHES["spmm"], suites={"small": SMALL}, peers=())}
     )
     monkeypatch.setattr(bench_all, "refuse_cpu", lambda device: None)
-    monkeypatch.setattr("sparsek.tools.bench.engine.data.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek_bench.engine.data.MAX_SETS", 2)
 
 
 def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) -> None:

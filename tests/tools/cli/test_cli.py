@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import sparsek as sk
+from sparsek.core.terminal import console, duration
+from sparsek.core.terminal import table as new_table
 from sparsek.engine import table as kernels
 from sparsek.testing.budget import Gate
 from sparsek.tools.cli.__main__ import app
-from sparsek.tools.cli.output import console, duration
-from sparsek.tools.cli.output import table as new_table
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsek.tools.bench.engine import records
+from sparsek.core.terminal import print_json
 from sparsek.tools.cli import doctor
-from sparsek.tools.cli.output import print_json
+from sparsek_bench.engine import records
 
 BENCH = ["bench", "spmm", "--m", "64", "--k", "64", "--n", "16", "--block", "16", "--dtype", "fp32"]
 BENCH += ["--rounds", "1", "--device", "cpu"]

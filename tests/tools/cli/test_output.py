@@ -18,14 +18,14 @@ from rich.text import Text
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from sparsek.core import env
+from sparsek.core import env, terminal
 from sparsek.core.device import CARDS
-from sparsek.tools.bench.benches import HELP
-from sparsek.tools.cli import doctor, output
+from sparsek.core.terminal import NARROWEST, PIPE_WIDTH, console, table
+from sparsek.tools.cli import doctor
 from sparsek.tools.cli.__main__ import COMMANDS as COMMAND_HELP
 from sparsek.tools.cli.__main__ import app
-from sparsek.tools.cli.bench import ALL
-from sparsek.tools.cli.output import NARROWEST, PIPE_WIDTH, console, table
+from sparsek_bench.benches import HELP
+from sparsek_bench.commands.bench import ALL
 from tests.sampling import half, sampled
 
 WIDTHS = [0, 1, 20, 40, 80, 200]
@@ -167,13 +167,13 @@ def test_wrong_usage_is_told_at_any_width(call, width: int) -> None:
 
 
 def test_a_long_step_is_told_every_two_seconds(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(output, "TICK_SECONDS", 0.04)
+    monkeypatch.setattr(terminal, "TICK_SECONDS", 0.04)
     threads = threading.active_count()
-    with output.progress(3, "one long step"):
+    with terminal.progress(3, "one long step"):
         time.sleep(0.3)
     assert 2 <= capsys.readouterr().err.count("0/3 one long step\n") <= 8
     assert threading.active_count() == threads
-    with output.progress(3, "timed", watch=False):
+    with terminal.progress(3, "timed", watch=False):
         assert threading.active_count() == threads
         time.sleep(0.1)
     assert capsys.readouterr().err == ""

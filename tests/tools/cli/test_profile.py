@@ -12,13 +12,13 @@ import torch
 from sparsek.core.device import H200
 from sparsek.engine.table import rows
 from sparsek.products.ops.spmm import plan_spmm
-from sparsek.tools.bench.benches import BENCHES
-from sparsek.tools.bench.suites import product
-from sparsek.tools.bench.suites.spmm import SpmmCase
-from sparsek.tools.cli import profile, profile_run
-from sparsek.tools.cli.kernel_names import OF_BENCH, kernel_named, kernels_of
-from sparsek.tools.profile import ncu
-from sparsek.tools.profile.breakdown import Breakdown, broken_down, on_gpu
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.commands import profile, profile_run
+from sparsek_bench.commands.kernel_names import OF_BENCH, kernel_named, kernels_of
+from sparsek_bench.profile import ncu
+from sparsek_bench.profile.breakdown import Breakdown, broken_down, on_gpu
+from sparsek_bench.suites import product
+from sparsek_bench.suites.spmm import SpmmCase
 
 SMALL = ["--m", "512", "--k", "512", "--n", "64"]
 # As ncu prints `--page raw --csv --print-units base`: names, units, a row for each launch; metrics that a chip lacks
@@ -238,7 +238,7 @@ def test_profile_answers_bad_input_with_exit_code_2(run, arguments: list[str], s
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """`profile` measures on the CPU, and finds only the programs that a test writes."""
     monkeypatch.setattr(profile_run, "place", lambda device: (torch.device("cpu"), None))
-    monkeypatch.setattr("sparsek.tools.bench.engine.data.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek_bench.engine.data.MAX_SETS", 2)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "bin").mkdir()
 

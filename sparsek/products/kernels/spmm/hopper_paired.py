@@ -43,7 +43,7 @@ from sparsek.products.plan.schedule import UnitSteps, balance
 from sparsek.products.reference.epilogue import PLAIN, Epilogue
 
 PROGRAM = Program(Path(__file__).with_name("hopper_paired.cu"), "paired_kernel")
-COLS = 512  # each on a line of its own: tools/bench/engine/sources.py hashes constants of one name
+COLS = 512  # each on a line of its own: sparsek_bench/engine/sources.py hashes constants of one name
 CLUSTER = 2
 THREADS = 384
 SIDES = (16, 32, 64)  # of blocks

@@ -11,7 +11,7 @@ import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.products.formats.bsr import BSR
-from sparsek.tools.bench.engine.sources import counted
+from sparsek_bench.engine.sources import counted
 from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code

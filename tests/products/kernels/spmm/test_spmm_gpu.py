@@ -26,7 +26,7 @@ from sparsek.products.plan.problems import SpmmProblem
 from sparsek.products.reference.spmm import spmm as reference
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.poison import poisoned
-from sparsek.tools.bench.suites.spmm import BY_BLOCK
+from sparsek_bench.suites.spmm import BY_BLOCK
 from tests.attn.kernels.planned import default_and, multiply, problem
 from tests.engine.launch.covering import once
 from tests.engine.launch.drawn import fresh, randn

@@ -1,0 +1,1 @@
+"""The commands `sparsek bench` and `sparsek profile`."""

@@ -1,0 +1,344 @@
+"""What a user would pick instead of `sk.attention`, and of its gradients.
+
+A peer of the gradients runs its own forward pass when it is set up, on the same q, k, v and dO, and is timed by its
+backward pass alone; of a training step both are timed. Its dq, dk and dv pass the same gate as a kernel's.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparsek.attn.mask.mask import BlockMask
+from sparsek_bench.engine.case import block_name, length_name
+from sparsek_bench.engine.peer import (
+    Peer,
+    ReadyPeer,
+    UnavailableError,
+    accepted,
+    first_line,
+    holding,
+    setting_up,
+)
+
+# Masks that a dense peer computes as they are.
+DENSE_MASKS = ("full", "causal")
+LOW = ("bf16", "fp16")
+# A dense step beyond this length is not measured: its time grows with the square of the length.
+LONGEST_DENSE_STEP = 2**16
+# Heads of keys and of values that cuDNN's block-sparse attention takes.
+CUDNN_DIMS = ((64, 64), (96, 96), (128, 128))
+# What a case measures.
+FORWARD, BACKWARD, STEP = ("forward",), ("backward",), ("forward", "backward")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} cannot be imported: {first_line(error)}") from None
+
+
+@contextmanager
+def kept_graphs() -> Iterator[None]:
+    """Inside, the backward pass of a graph of torch.compile can run more than once.
+
+    torch gives this pass the saved tensors as scratch memory, unless donated_buffer is off when it is compiled and when
+    it runs. The setting is the thread's own, so the backward pass stays on this thread.
+    """
+    config = imported("torch._functorch.config")
+    with config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@dataclass(frozen=True)
+class AttentionPeer(Peer):
+    """A peer whose attention is a function of q, k and v that autograd goes through, unless it has its own `timed`."""
+
+    def attend(self, case: Any, one: Any) -> Any:
+        """The attention of all sets like this one, in the peer's own layout."""
+        raise NotImplementedError
+
+    def laid(self, x: Tensor) -> Tensor:
+        """x [B, H, L, D] in the peer's own layout, and a result of it as [B, H, L, D]."""
+        return x
+
+    def counted(self, case: Any) -> tuple[str, float | None]:
+        """A note, and the FLOPs of a call where it computes more than the stored elements."""
+        return "", None
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
+        """What the case measures, of every set: the forward pass, the backward pass, or both."""
+        note, flops = self.counted(case)
+        with setting_up(), kept_graphs() if case.passes == BACKWARD else nullcontext():
+            attend = self.attend(case, sets[0])
+            calls = tuple(self.timed(case, attend, one) for one in sets)
+            out, *_ = [call() for call in calls]  # what fails, fails in the set-up
+            if flops is None or case.mask in DENSE_MASKS:
+                laid = self.laid(out) if isinstance(out, Tensor) else [self.laid(x) for x in out]
+                accepted(sets[0].judge(laid), "its result")
+        return ReadyPeer(calls, note, flops)
+
+    def timed(self, case: Any, attend: Any, one: Any) -> Callable[[], Any]:
+        """The call of a set."""
+        q, k, v = (self.laid(x.detach()).contiguous() for x in (one.q, one.k, one.v))
+        if case.passes == FORWARD:
+            return partial(attend, q, k, v)
+        grad = self.laid(one.grad).contiguous()
+        wanted = tuple(x.requires_grad_() for x in (q, k, v))
+        return (step if case.passes == STEP else backward)(attend, wanted, grad)
+
+
+def backward(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of the backward pass alone: dq, dk and dv. The forward pass runs now."""
+    out = attend(*wanted)
+
+    def call() -> tuple[Tensor, ...]:
+        with kept_graphs():
+            return torch.autograd.grad(out, wanted, grad, retain_graph=True)
+
+    return call
+
+
+def step(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of both passes: out, dq, dk and dv."""
+
+    def call() -> tuple[Tensor, ...]:
+        out = attend(*wanted)
+        return (out.detach(), *torch.autograd.grad(out, wanted, grad))
+
+    return call
+
+
+@dataclass(frozen=True)
+class DenseAttention(AttentionPeer):
+    """torch's scaled_dot_product_attention on the same q, k and v: causal if the mask is, else every pair.
+
+    `backend` is one of torch's, by name; "" leaves the choice to torch.
+    """
+
+    backend: str = ""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        uneven = case.mask_text.causal and case.q_len != case.kv_len
+        far = case.passes == STEP and case.kv_len > LONGEST_DENSE_STEP
+        longest = length_name(LONGEST_DENSE_STEP)
+        reasons = {
+            "torch's is_causal lines up the first query with the first key, not the last with the last": uneven,
+            f"takes time by the square of the length: not measured beyond {longest}": far,
+        }
+        return super().why_not(case, device) + holding(reasons)
+
+    def attend(self, case: Any, one: Any) -> Attend:
+        options = {"is_causal": case.mask_text.causal, "enable_gqa": case.heads != case.kv_heads}
+        call = partial(functional.scaled_dot_product_attention, **options)
+        return sdpa_kernel(getattr(SDPBackend, self.backend))(call) if self.backend else call
+
+    def counted(self, case: Any) -> tuple[str, float | None]:
+        causal = case.mask_text.causal
+        return ("causal", case.causal_flops) if causal else ("every pair", case.dense_flops)
+
+
+def flex_tiles(case: Any) -> dict[str, int]:
+    """FlexAttention's `kernel_options` where its own tiles are larger than the mask's blocks, else {}.
+
+    For heads of 64 and 128 in 16 bits on Hopper its tiles are 128 wide (torch 2.11 to 2.13), and it refuses blocks that
+    they do not divide. With 64 x 64 it runs: what it takes itself for other head sizes.
+    """
+    if min(case.block) >= 128 or case.dim > 128 or case.dtype not in LOW:
+        return {}
+    return {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
+
+
+@dataclass(frozen=True)
+class Flex(AttentionPeer):
+    """torch.compile of FlexAttention with its default options where they run, and the mask as its own BlockMask."""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        """Its backward pass drops tiles that are larger than blocks before it reads options."""
+        small = case.passes != FORWARD and case.dim >= 64 and flex_tiles(case)
+        reason = (
+            "the only tile of its backward pass for heads of 64 to 128 on Hopper, 64 x 128, needs blocks of 128, "
+            f"not {block_name(case.block)}"
+        )
+        return super().why_not(case, device) + holding({reason: small})
+
+    def attend(self, case: Any, one: Any) -> Attend:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
+        compiled = torch.compile(flex_attention, dynamic=False)
+        call: Callable[..., Any] = compiled  # its result is one tensor: sums and maxima are left out
+        return partial(
+            call,
+            block_mask=one.mask.to_flex(),
+            enable_gqa=case.heads != case.kv_heads,
+            kernel_options=flex_tiles(case) or None,
+        )
+
+    def counted(self, case: Any) -> tuple[str, float | None]:
+        return "tiles of 64" if flex_tiles(case) else "", None
+
+
+@dataclass(frozen=True)
+class Flash4(AttentionPeer):
+    """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks.
+
+    `ordered`: its gradients with the same bits every time. By default it adds dq in any order.
+    """
+
+    ordered: bool = False
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        small = _by_lists(case) and case.block != (128, 128)
+        reasons = {
+            f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+            "its arguments describe no documents": case.mask.startswith("documents"),
+            "its window has no sinks without a mask_mod of its own language": "sinks" in case.mask,
+            f"its lists hold blocks of 128, not {block_name(case.block)}": small,
+            "gives the same bits every time, which the case does not need": self.ordered
+            and not case.deterministic,
+        }
+        return super().why_not(case, device) + holding(reasons)
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    def attend(self, case: Any, one: Any) -> Attend:
+        flash = imported("flash_attn.cute.interface").flash_attn_func
+        options = self._options(case, one)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash(q, k, v, **options)
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+    def _options(self, case: Any, one: Any) -> dict[str, Any]:
+        order = {"deterministic": True} if self.ordered else {}
+        if not _by_lists(case):
+            causal = {"causal": True} if case.mask_text.causal else {}
+            # Its window counts the keys before the query, ours the query too.
+            window = [(int(number) - 1, 0) for number in case.mask_text.numbers]
+            return order | causal | ({"window_size": window[0]} if window else {})
+        if one.mask.partial_blocks:
+            raise UnavailableError("partial blocks of its lists need a mask_mod of its own language")
+        lists = one.mask.to_fa4()
+        count, index = lists.full_block_cnt, lists.full_block_idx
+        forward = _whole_blocks(count, index, case)
+        if case.passes == FORWARD:
+            return {"block_sparse_tensors": forward}
+        backward = _whole_blocks(*transposed_lists(one.mask), case)
+        if self.ordered:
+            backward = _with_turns(forward, backward)
+        return order | {"block_sparse_tensors": forward, "block_sparse_tensors_bwd": backward}
+
+
+def _by_lists(case: Any) -> bool:
+    """Whether FlashAttention-4 needs lists of blocks for the mask; else its own arguments describe it."""
+    return case.mask not in DENSE_MASKS and not case.mask_text.causal
+
+
+def _with_turns(forward: Any, backward: Any) -> Any:
+    """Its backward pass's lists with the place of every visit in the order in which dq is added."""
+    places = imported("flash_attn.cute.block_sparsity").compute_dq_write_order(*forward[:4], *backward[:4])
+    return backward._replace(dq_write_order=places[0], dq_write_order_full=places[1], spt=False)
+
+
+def _whole_blocks(count: Tensor, index: Tensor, case: Any) -> Any:
+    """Lists of whole blocks, counts [1, H, rows] and indices [1, H, rows, n], as FlashAttention-4 takes them."""
+    return imported("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(count),
+        mask_block_idx=torch.zeros_like(index),
+        full_block_cnt=count,
+        full_block_idx=index,
+        block_size=case.block,
+    )
+
+
+def transposed_lists(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """The query tiles that see all of a key block: int32 counts [B, H, Nb] and lists [B, H, Nb, n], n of the fullest.
+
+    They ascend; what follows them in a list is any tile.
+    """
+    starts, counts, indices = mask.transposed.full
+    slots = starts[:, None] + torch.arange(max(1, int(counts.max())), device=mask.device)
+    sides = (mask.batch, mask.heads, mask.grid[1])
+    return counts.view(sides), indices[slots.clamp(max=len(indices) - 1)].view(*sides, -1)
+
+
+@dataclass(frozen=True)
+class CudnnBlocks(AttentionPeer):
+    """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks.
+
+    Its backward pass is a function of its own, on its own forward pass's out and lse.
+    """
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        (bq, bk), dims, back = case.block, (case.dim, case.v_dim), case.passes != FORWARD
+        even = case.mask_text.uniform and not case.q_len % bq and not case.kv_len % bk
+        other, shared = back and dims != (128, 128), back and case.heads != case.kv_heads
+        reasons = {
+            f"takes as many whole blocks in every row, which {case.mask_text.words} has not": not even,
+            f"takes square blocks, not {block_name(case.block)}": bq != bk,
+            f"takes head sizes of 64, 96 and 128, not {case.dim} and {case.v_dim}": dims not in CUDNN_DIMS,
+            f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+            f"its gradients are bf16, not {case.dtype}": back and case.dtype != "bf16",
+            f"its gradients take heads of 128 on Hopper, not {case.dim} and {case.v_dim}": other,
+            f"its gradients take no shared heads, not {case.heads} to {case.kv_heads}": shared,
+        }
+        return super().why_not(case, device) + holding(reasons)
+
+    def attend(self, case: Any, one: Any) -> Any:
+        """Its functions of the forward pass and of the backward pass."""
+        module, index, size = imported("cudnn.block_sparse_attention"), even_lists(one), case.block[0]
+        return (
+            lambda *given: module.block_sparse_attention_forward(*given, index, sparse_block_size=size),
+            lambda *given: module.block_sparse_attention_backward(*given, index, sparse_block_size=size),
+        )
+
+    def timed(self, case: Any, attend: Any, one: Any) -> Callable[[], Any]:
+        forward, backward = attend
+        q, k, v = (x.detach() for x in (one.q, one.k, one.v))
+
+        def gradients(made: Any) -> tuple[Tensor, ...]:
+            found = backward(one.grad, q, k, v, made["o_tensor"], made["lse_tensor"])
+            return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"]
+
+        def step() -> tuple[Tensor, ...]:
+            made = forward(q, k, v)
+            return made["o_tensor"], *gradients(made)
+
+        if case.passes == FORWARD:
+            return lambda: forward(q, k, v)["o_tensor"]
+        return step if case.passes == STEP else partial(gradients, forward(q, k, v))
+
+
+def even_lists(one: Any) -> Tensor:
+    """int32 [B, Hq, Mb, n]: the key blocks of every query tile. Raises UnavailableError for uneven or partial ones."""
+    lists = one.mask.to_fa4()
+    count = lists.full_block_cnt
+    if one.mask.partial_blocks or int(count.min()) != int(count.max()):
+        raise UnavailableError("takes as many whole blocks in every row")
+    return lists.full_block_idx.expand(*one.q.shape[:2], -1, -1).contiguous()
+
+
+PEERS: tuple[Peer, ...] = (
+    DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
+    Flash4("fa4", "FlashAttention-4", "cuda"),
+    Flex("flex", "FlexAttention", "cuda"),
+    CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda"),
+    DenseAttention("sdpa", "torch dense", "cpu"),
+)
+GRAD_PEERS: tuple[Peer, ...] = (
+    *PEERS,
+    Flash4("fa4_ordered", "FlashAttention-4, ordered", "cuda", ordered=True),
+)

@@ -1,0 +1,203 @@
+"""Cases of attention, the texts of their masks, and their suites."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.core.errors import InvalidInput
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.suites import attention
+from sparsek_bench.suites.attention import BENCH, AttentionCase, length_name, parse_lengths, parse_pair
+from sparsek_bench.suites.attention_masks import MASK_FORMS, parse_mask
+
+CPU = torch.device("cpu")
+SMALL = AttentionCase(1, 2, 1, 256, 256, 32, 32, "causal", (64, 64), "fp32")
+TEXTS = (
+    "full",
+    "causal",
+    "window:100",
+    "window:64+sinks:3",
+    "blocks:0.5",
+    "topk:2",
+    "documents:100",
+    "bigbird:64:64:1",
+    "uniform-like-bigbird:64:64:1",
+)
+
+
+def with_mask(mask: str, **changes: Any) -> AttentionCase:
+    return replace(SMALL, mask=mask, **changes)
+
+
+def test_names_are_short_and_tell_cases_apart() -> None:
+    assert SMALL.name == "256 causal, block 64, 2:1 heads, D 32, fp32"
+    other = AttentionCase(2, 16, 16, 1024, 32768, 192, 128, "blocks:0.125", (64, 128))
+    assert other.name == "1Kx32K random 12.5 %, block 64x128, batch 2, 16 heads, D 192:128, bf16"
+    for entries in BENCH.suites.values():
+        named = [(entry.case.name, entry.case.op) for entry in entries]
+        assert len(set(named)) == len(named)
+
+
+@pytest.mark.parametrize("name", BENCH.suites)
+def test_every_suite_case_survives_a_record(name: str) -> None:
+    for entry in BENCH.suites[name]:
+        assert type(entry.case).from_record(json.loads(json.dumps(entry.case.as_record()))) == entry.case
+
+
+def test_the_suite_holds_every_row_of_the_speed_table() -> None:
+    there = {
+        (c.mask.split(":")[0], c.q_len // 1024, c.block[0], c.heads, c.kv_heads, c.dim, c.dtype)
+        for c in (entry.case for entry in BENCH.suites["published"] if entry.case.op == "attention")
+    }
+    common = (128, 16, 16, 128, "bf16")
+    wanted = {(mask, s, *common) for mask, s in (("causal", 32), ("full", 8), ("full", 32), ("window", 32))}
+    wanted |= {("blocks", s, block, 16, 16, 128, "bf16") for s in (8, 32) for block in (128, 64)}
+    wanted |= {("blocks", s, 128, 16, 16, 64, "bf16") for s in (8, 32)}
+    wanted |= {(mask, 32, *common) for mask in ("bigbird", "uniform-like-bigbird")}
+    wanted |= {("window", 32, 128, 32, kv, 128, "bf16") for kv in (4, 32)}
+    wanted |= {("window", s, 128, 8, 8, 128, "bf16") for s in (128, 256, 512)}
+    assert wanted <= there
+    long = [entry.case for entry in BENCH.suites["published"] if entry.case.q_len >= 2**17]
+    assert {case.mask for case in long} == {attention.LONG}
+
+
+def test_the_lines_of_pictures_have_their_points() -> None:
+    def lengths(mask: str) -> list[int]:
+        cases = {
+            entry.case for entry in BENCH.rows if entry.case.mask == mask and entry.case.op == "attention"
+        }
+        alike = {c for c in cases if (c.block, c.dim, c.dtype) == ((128, 128), 128, "bf16")}
+        return sorted(case.q_len // 1024 for case in alike)
+
+    assert lengths("causal") == lengths(attention.EIGHTH) == [2, 8, 32, 128]
+    assert lengths(attention.LONG) == [8, 32, 128, 256, 512]
+    shares = {entry.case.mask for entry in BENCH.suites["density"]}
+    assert shares == {"blocks:0.5", "blocks:0.25", "blocks:0.125", "blocks:0.0625"}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_mask_is_what_its_text_says(text: str) -> None:
+    case = with_mask(text)
+    mask = case.mask_maker(CPU)()
+    assert (mask.q_len, mask.kv_len, mask.block, mask.batch) == (256, 256, (64, 64), 1)
+    dense = mask.to_dense()
+    rule = parse_mask(text)
+    at = torch.arange(256)
+    said = rule.sees(at, at)
+    assert (said is None) == (text.split(":")[0] not in ("full", "causal", "window"))
+    if said is not None:
+        assert torch.equal(dense[0, 0], said)
+    if rule.causal:
+        assert not dense.triu(1).any()
+    if rule.uniform:
+        assert mask.heads == 2
+        assert (mask.full.counts == 2).all()
+        assert not mask.partial_blocks
+        assert not torch.equal(dense[0, 0], dense[0, 1])
+
+
+def test_every_kind_of_mask_is_tried_here() -> None:
+    assert {parse_mask(text).form for text in TEXTS} == {each.form for each in MASK_FORMS}
+
+
+def test_a_random_mask_may_be_drawn_from_other_seeds() -> None:
+    case = with_mask("blocks:0.5")
+    first, again, other = (case.mask_maker(CPU, seed)().to_dense() for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_uniform_mask_has_as_many_blocks_as_its_bigbird(heads: int) -> None:
+    shape: dict[str, Any] = {"q_len": 704, "kv_len": 704, "heads": heads, "kv_heads": heads}
+    big = with_mask("bigbird:64:64:1", **shape).mask_maker(CPU)()
+    even = with_mask("uniform-like-bigbird:64:64:1", **shape).mask_maker(CPU)()
+    assert even.stored_blocks == big.stored_blocks
+    assert int(even.full.counts.max()) - int(even.full.counts.min()) <= 1
+    assert int(big.full.counts.max()) > int(even.full.counts.max())
+
+
+def test_bigbird_of_the_suite_has_2_percent_global_rows() -> None:
+    case = next(entry.case for entry in BENCH.suites["published"] if entry.case.mask.startswith("bigbird"))
+    counts = replace(case, heads=1, kv_heads=1).mask_maker(CPU)().full.counts
+    assert int((counts == 256).sum()) == round(0.02 * 256)
+    assert set(counts[counts < 256].tolist()) <= {10, 11}
+
+
+def test_operand_sets_share_the_mask_and_no_memory() -> None:
+    sets = with_mask("causal").operands(CPU)
+    assert len(sets) >= 2
+    assert len({id(one.mask) for one in sets}) == 1
+    tensors = [tensor for one in sets for tensor in (one.q, one.k, one.v)]
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+    assert not torch.equal(sets[0].q, sets[1].q)
+    assert sets[0].q.shape == (1, 2, 256, 32)
+    assert sets[0].k.shape == (1, 1, 256, 32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"), [("full", 256 * 256), ("causal", 257 * 128), ("window:1", 256), ("blocks:0.5", 2**15)]
+)
+def test_useful_flops_count_the_pairs_that_the_mask_admits(mask: str, pairs: int) -> None:
+    case = with_mask(mask, batch=3, v_dim=16)
+    assert case.operands(CPU)[0].useful_flops == 2 * (32 + 16) * 3 * 2 * pairs
+    assert case.dense_flops == 2 * (32 + 16) * 3 * 2 * 256 * 256
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(256, 256), (64, 256), (100, 30), (30, 100)])
+def test_causal_flops_are_those_of_the_causal_mask(q_len: int, kv_len: int) -> None:
+    case = with_mask("causal", q_len=q_len, kv_len=kv_len)
+    assert case.causal_flops == case.operands(CPU)[0].useful_flops
+
+
+@pytest.mark.parametrize(
+    "text", ["diagonal", "window", "window:", "window:x", "window:3+sinks", "full:1", ""]
+)
+def test_other_masks_are_refused_with_the_forms(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"no mask is written .*full, causal, window:W, window:W\+sinks:S"):
+        parse_mask(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch": 0}, "needs batch >= 1"),
+        ({"heads": 3, "kv_heads": 2}, "3 query heads do not divide among 2"),
+        ({"block": (32, 64)}, "64 or 128, got 32x64"),
+        ({"mask": "all"}, "no mask is written 'all'"),
+        ({"dtype": "fp8"}, "unknown dtype"),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [("8192", (8192, 8192)), ("8K", (8192, 8192)), ("1kx100", (1024, 100)), ("3x4K", (3, 4096))],
+)
+def test_lengths_are_read_as_people_write_them(text: str, lengths: tuple[int, int]) -> None:
+    assert parse_lengths(text) == lengths
+
+
+@pytest.mark.parametrize("text", ["", "K", "8M", "-1", "1x2x3", "1.5K"])
+def test_other_lengths_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="a length is written as"):
+        parse_lengths(text)
+
+
+def test_pairs_and_lengths_have_short_names() -> None:
+    assert parse_pair("16") == (16, 16)
+    assert parse_pair("32:4") == (32, 4)
+    assert [length_name(length) for length in (1000, 1024, 2**19)] == ["1000", "1K", "512K"]
+
+
+def test_a_product_of_lists_takes_every_combination() -> None:
+    lists = {"batch": "1,2", "heads": "2:1", "seq": "64", "dim": "32", "mask": "full,causal", "block": "64"}
+    cases = BENCHES["attention"].cases(lists | {"dtype": "fp16"})
+    assert len(cases) == len(set(cases)) == 4
+    assert sorted(cases, key=lambda case: case.order)[0].mask == "causal"

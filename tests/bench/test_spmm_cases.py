@@ -1,0 +1,145 @@
+"""Cases and suites."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsek.core.errors import InvalidInput
+from sparsek.core.parsing import named, parse_block
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.engine.case import block_name
+from sparsek_bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
+
+CPU = torch.device("cpu")
+
+
+def test_names_are_short_and_tell_cases_apart() -> None:
+    assert SpmmCase(8192, 8192, 8192, (128, 128), 0.125).name == "8192³ block 128 12.5 % bf16"
+    assert SpmmCase(16384, 16384, 16, (64, 64), 0.25).name == "16384²×16 block 64 25 % bf16"
+    assert (
+        SpmmCase(64, 32, 16, (32, 16), 1.0, "banded", "fp16").name == "64×32×16 block 32x16 100 % banded fp16"
+    )
+    assert SpmmCase(64, 32, 16, (16, 16), 0.5, form="B@A.T").name == "B @ A.T 64×32×16 block 16 50 % bf16"
+    cases = {entry.case for entries in SUITES.values() for entry in entries}
+    assert len({case.name for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_case_survives_a_record(name: str) -> None:
+    for entry in SUITES[name]:
+        assert SpmmCase.from_record(json.loads(json.dumps(entry.case.as_record()))) == entry.case
+
+
+def test_the_suite_holds_every_row_of_the_speed_table() -> None:
+    cases = {
+        (block_name(entry.case.block), round(entry.case.density, 4), entry.case.pattern)
+        for entry in SUITES["blocks"]
+    }
+    wanted = {("128", density, "uniform") for density in (0.5, 0.25, 0.125, 0.0625)}
+    wanted |= {(block, 0.125, "uniform") for block in ("64", "32", "16")}
+    wanted |= {("512x112", round(16 / 74, 4), "uniform"), ("128", 0.125, "powerlaw"), ("64", 0.25, "uniform")}
+    assert wanted <= cases
+    portable = {
+        block_name(entry.case.block) for entry in SUITES["blocks"] if "portable.spmm" in entry.kernels
+    }
+    assert portable == {"128", "64", "32"}
+
+
+def test_every_block_has_the_same_densities() -> None:
+    cases = [entry.case for entry in SUITES["density"]]
+    assert all((case.m, case.k, case.n) == (8192,) * 3 for case in cases)
+    for block in (128, 64, 32, 16):
+        shares = [case.density for case in cases if case.block == (block, block)]
+        assert shares == [0.5, 0.25, 0.125, 0.0625, 0.03125]
+
+
+def test_the_suite_of_issue_4_holds_the_four_products_of_one_size() -> None:
+    cases = [entry.case for entry in SUITES["forms"]]
+    assert [case.form for case in cases] == list(FORMS)
+    assert {replace(case, form=A_AT_B) for case in cases} == {SpmmCase(8192, 8192, 8192, (128, 128), 0.125)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_product_it_is_named_after(form: str) -> None:
+    """The gate judges the form; here dense matrices say what it is."""
+    case = SpmmCase(64, 96, 48, (32, 32), 0.5, dtype="fp32", form=form)
+    (one, *_) = case.operands(CPU)
+    dense = one.a.to_dense()
+    named = {"A@B": dense, "A.T@B": dense.T, "B@A": dense, "B@A.T": dense.T}[form]
+    wanted = one.b @ named if form.startswith("B") else named @ one.b
+    assert one.out.shape == case.out_shape == wanted.shape
+    assert one.judge(wanted).passed
+    assert not one.judge(wanted * 1.01).passed
+    one.planned(one.plan(None))()
+    torch.testing.assert_close(one.out, wanted)
+    assert one.useful_flops == 2 * one.a.nnzb * 32 * 32 * 48
+    full = one.dense(7)
+    full()
+    assert torch.isfinite(one.out).all()
+    assert not torch.allclose(one.out, wanted)
+
+
+def test_blocks_of_512x112_are_compared_with_as_many_values_in_blocks_of_128() -> None:
+    cases = {
+        block_name(entry.case.block): entry.case for entry in SUITES["blocks"] if entry.case.density > 0.2
+    }
+    odd = cases["512x112"]
+    rows, columns = 8192 // 512, -(-8192 // 112)
+    each = round(odd.density * columns)
+    assert each == 16
+    even = next(e.case for e in SUITES["blocks"] if e.case.block == (128, 128) and e.case.density == 14 / 64)
+    assert rows * each * 512 * 112 == 64 * round(even.density * 64) * 128 * 128
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    case = SpmmCase(64, 96, 24, (32, 32), 0.5, dtype="fp32")
+    one, again, other = (case.operands(CPU, seed)[0] for seed in (3, 3, 4))
+    assert torch.equal(one.a.values, again.a.values)
+    assert torch.equal(one.b, again.b)
+    assert not torch.equal(one.b, other.b)
+
+
+def test_a_product_of_lists_takes_every_combination() -> None:
+    sizes = {"m": "64", "k": "64", "n": "8", "block": "16", "density": "0.5", "dtype": "fp16"}
+    cases = BENCHES["spmm"].cases(sizes | {"m": "64,128", "n": "8,16", "block": "16,32"})
+    assert len(cases) == len(set(cases)) == 8
+    assert {case.form for case in cases} == {"A@B"}
+    forms = BENCHES["spmm"].cases(sizes | {"form": ",".join(FORMS)})
+    assert [case.form for case in forms] == list(FORMS)
+
+
+@pytest.mark.parametrize(
+    ("text", "block"), [("128", (128, 128)), ("512x112", (512, 112)), ("48X96", (48, 96))]
+)
+def test_blocks_are_read_as_people_write_them(text: str, block: tuple[int, int]) -> None:
+    assert parse_block(text) == block
+
+
+@pytest.mark.parametrize("text", ["", "x", "128x", "1x2x3", "a", "-16"])
+def test_other_blocks_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="a block is written as"):
+        parse_block(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"m": 0}, "needs m >= 1"),
+        ({"block": (24, 16)}, "multiples of 16 from 16 to 512"),
+        ({"density": 0.0}, r"fraction in \(0, 1\]"),
+        ({"pattern": "stripes"}, "pattern is one of uniform"),
+        ({"dtype": "fp8"}, "unknown dtype"),
+        ({"form": "A@A"}, "form is one of A@B, A.T@B, B@A, B@A.T, got 'A@A'"),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
+    fields = {"m": 64, "k": 64, "n": 8, "block": (16, 16), "density": 0.5}
+    with pytest.raises(InvalidInput, match=said):
+        SpmmCase(**(fields | change))
+
+
+def test_an_unknown_suite_names_the_known_ones() -> None:
+    with pytest.raises(InvalidInput, match="known: density, blocks, forms, ragged"):
+        named(SUITES, "issue2")

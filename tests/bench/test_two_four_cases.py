@@ -1,0 +1,270 @@
+"""Cases of 2:4 and FP8 products, of packing and of equal stored values: names, records, suites, operands, a run."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.testing.pack_budget import block_norms
+from sparsek_bench.benches import BENCHES
+from sparsek_bench.engine import data, records
+from sparsek_bench.engine.bench import BY_OP, TABLES
+from sparsek_bench.engine.case import Bar, Case, SuiteRow
+from sparsek_bench.engine.peer import peers_named
+from sparsek_bench.engine.run import Outcome, measure
+from sparsek_bench.suites import fp8, pack, semi24, story
+from sparsek_bench.suites.fp8 import Fp8Case
+from sparsek_bench.suites.pack import PackCase
+from sparsek_bench.suites.semi24 import Semi24Case
+from sparsek_bench.suites.story import StoryCase
+
+CPU = torch.device("cpu")
+WHOLE = Semi24Case(96, 64, 40, dtype="fp32")
+BLOCKS = Semi24Case(128, 256, 40, "A@B", (64, 64), 0.5, "fp32")
+EQUAL = StoryCase(128, 256, 24, 0.5, (64, 64), "fp32")
+PACKED = PackCase(64, 96, "bsr", (32, 16), 0.25, "fp32")
+IN_FP8 = Fp8Case(96, 64, 32, "bsr", (32, 32), 0.5)
+TWO_FOUR_FP8 = Fp8Case(64, 96, 32, "semi24", None, form="A@B", scale="tensor", dtype="e5m2")
+HYBRID_FP8 = Fp8Case(128, 128, 32, "bsr24", (64, 64), 0.5, scale="block")
+FAST_FP8 = replace(IN_FP8, fast_accum=True)
+SMALL = (WHOLE, BLOCKS, EQUAL, PACKED, PackCase(16, 24, "semi24"), IN_FP8, TWO_FOUR_FP8, HYBRID_FP8, FAST_FP8)
+ENTRIES = (*semi24.BENCH.rows, *pack.BENCH.rows, *fp8.BENCH.rows)
+
+
+@pytest.fixture(autouse=True)
+def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_SETS", 2)
+
+
+def tensors_of(one: Any) -> list[torch.Tensor]:
+    """The tensors of floats in an operand set, those inside matrices too."""
+    leaves = tree_leaves(list(vars(one).values()))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def test_names_are_short_and_tell_cases_apart() -> None:
+    assert semi24.WHOLE[0].name == "x @ W.T 8192³ 2:4 bf16"
+    assert semi24.IN_BLOCKS[1].name == "A @ B 8192³ 2:4 in block 128 12.5 % bf16"
+    assert story.STORY[2].case.name == "8192³, 12.5 % of the values, bf16"
+    assert EQUAL.name == "128×256×24, 50 % of the values, block 64, fp32"
+    assert [case.name for case in pack.CASES] == [
+        "8192² bf16 to 2:4",
+        "8192² bf16 to BSR, block 128, 12.5 % kept",
+    ]
+    assert fp8.BLOCKS[0].name == "x @ W.T 8192³ block 128 12.5 % e4m3"
+    assert fp8.WHOLE[1].name == "A @ B 8192³ 2:4 e4m3"
+    assert TWO_FOUR_FP8.name == "A @ B 64×96×32 2:4 e5m2 scale per tensor"
+    assert HYBRID_FP8.name == "x @ W.T 128²×32 2:4 in block 64 50 % e4m3 scale per block"
+    assert fp8.FAST_WHOLE[0].name == "x @ W.T 8192³ 2:4 e4m3 fast_accum"
+    names = [(entry.case.op, entry.case.name) for entry in ENTRIES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *(entry.case for entry in ENTRIES)], ids=lambda case: case.name)
+def test_every_case_survives_a_record(case: Case) -> None:
+    assert type(case).from_record(json.loads(json.dumps(case.as_record()))) == case
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_operand_sets_share_patterns_and_no_memory(case: Any) -> None:
+    first, second = case.operands(CPU)
+    places = [{x.data_ptr() for x in tensors_of(one)} for one in (first, second)]
+    assert len(places[0]) == len(places[1]) >= 1
+    assert places[0].isdisjoint(places[1])
+    again = case.operands(CPU)[0]
+    for one, other, same in zip(tensors_of(first), tensors_of(second), tensors_of(again), strict=True):
+        poison = bool(one.isnan().all())
+        assert poison or torch.equal(one.float(), same.float())
+        assert poison or not torch.equal(one.float(), other.float())
+    if isinstance(case, Semi24Case) and case.block is not None:
+        assert first.a.pattern is second.a.pattern
+
+
+def test_flops_are_those_of_the_dense_blocks_or_of_the_stored_values() -> None:
+    assert WHOLE.operands(CPU)[0].useful_flops == WHOLE.dense_flops
+    assert BLOCKS.operands(CPU)[0].useful_flops == BLOCKS.dense_flops / 2
+    assert IN_FP8.operands(CPU)[0].useful_flops == 2 * 32 * IN_FP8.operands(CPU)[0].a.matrix.values.numel()
+    assert TWO_FOUR_FP8.operands(CPU)[0].useful_flops == TWO_FOUR_FP8.dense_flops
+    assert HYBRID_FP8.operands(CPU)[0].useful_flops == HYBRID_FP8.dense_flops / 2
+    equal = EQUAL.operands(CPU)[0]
+    for format_ in equal.formats.values():
+        assert 2.0 * format_.values.numel() * EQUAL.n == equal.useful_flops == EQUAL.dense_flops / 2
+    assert set(replace(EQUAL, stored=0.25).operands(CPU)[0].formats) == {"bsr", "bsr24"}
+
+
+def test_the_suites_hold_every_row_of_the_speed_table() -> None:
+    assert [(bar.peer, bar.must, bar.aim) for bar in semi24.BARS[semi24.WHOLE[0]]] == [
+        ("cusparselt", 1.05, 1.25),
+        ("cublas", 1.45, 1.7),
+    ]
+    assert semi24.BARS[semi24.IN_BLOCKS[0]] == (Bar("bsr", 1.25, 1.45),)
+    assert pack.BARS[pack.CASES[1]] == (Bar("copy", 0.5, 0.8),)
+    assert fp8.BARS[fp8.BLOCKS[0]] == (Bar("cublas_fp8", 0.75, 0.9),)
+    assert fp8.BARS[fp8.WHOLE[1]] == fp8.BARS[fp8.FAST_WHOLE[1]] == (Bar("cusparselt", 0.95, 1.1),)
+    for module in (semi24, pack, fp8):
+        assert set(module.BARS) == {entry.case for entry in module.BENCH.suites["published"]}
+    for op, bars in (("semi24", semi24.BARS), ("pack", pack.BARS), ("fp8", fp8.BARS)):
+        assert {bar.peer for row in bars.values() for bar in row} <= set(TABLES[op].peers)
+    assert [entry.case.stored for entry in story.STORY] == [0.5, 0.25, 0.125, 0.0625]
+    assert all(entry.case.m == 8192 for entry in ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "said"),
+    [
+        (WHOLE, {"form": "A.T@B"}, "form is one of x@W.T, A@B"),
+        (WHOLE, {"k": 60}, "a multiple of 8, got 60"),
+        (BLOCKS, {"block": (96, 64)}, "multiples of 64, got 96x64"),
+        (EQUAL, {"stored": 0.6}, "a share of at most 0.5"),
+        (EQUAL, {"stored": 0.3}, "whole blocks of a block row, got 0.3 of 4 blocks"),
+        (EQUAL, {"m": 100}, "100 x 256 is not a multiple of 64"),
+        (PACKED, {"to": "coo"}, "to is one of semi24, bsr, got 'coo'"),
+        (PACKED, {"block": None}, "a BSR is packed in blocks"),
+        (PACKED, {"keep": 0.0}, r"keep is a fraction in \(0, 1\]"),
+        (PACKED, {"m": 60}, "60 x 96 is not a multiple of 32x16"),
+        (IN_FP8, {"dtype": "fp8"}, "dtype is one of e4m3, e5m2, got 'fp8'"),
+        (IN_FP8, {"stored": "coo"}, "stored is one of bsr, semi24, bsr24"),
+        (IN_FP8, {"block": None}, "bsr and bsr24 have blocks"),
+        (IN_FP8, {"k": 56}, "a multiple of 16 here, got 56"),
+        (IN_FP8, {"stored": "bsr24"}, "multiples of 64, got 32"),
+        (TWO_FOUR_FP8, {"scale": "block"}, "neither a density nor a scale of blocks"),
+        (HYBRID_FP8, {"fast_accum": True}, "which fast_accum does without"),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused(case: Any, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        replace(case, **change)
+
+
+def test_products_of_lists_take_every_combination() -> None:
+    size = {"m": "64", "k": "64", "dtype": "fp16"}
+    made = BENCHES["semi24"].cases(size | {"n": "64,8", "block": "none,64", "density": "0.5,1.0"})
+    kinds = [(None, 1.0), ((64, 64), 0.5), ((64, 64), 1.0)]
+    assert [(case.n, case.block, case.density) for case in made] == [
+        (n, *kind) for n in (64, 8) for kind in kinds
+    ]
+    (blocks,) = (each for each in semi24.BENCH.options if each.name == "block")
+    assert blocks.parse("none") is None
+    assert blocks.parse("128") == (128, 128)
+    packs = BENCHES["pack"].cases(size | {"to": "semi24,bsr", "block": "16,32", "keep": "0.5"})
+    assert [(case.to, case.block) for case in packs] == [
+        ("semi24", None),
+        ("bsr", (16, 16)),
+        ("bsr", (32, 32)),
+    ]
+    listed = {"m": "64", "k": "64", "n": "64", "stored": "bsr,semi24", "block": "32", "density": "0.5"}
+    eights = BENCHES["fp8"].cases(listed | {"form": "x@W.T,A@B"})
+    assert [(case.stored, case.form) for case in eights] == [
+        ("bsr", "x@W.T"),
+        ("bsr", "A@B"),
+        ("semi24", "x@W.T"),
+        ("semi24", "A@B"),
+    ]
+
+
+def measured(case: Any, *kernels: str) -> Outcome:
+    """The outcome of two rounds on the CPU, whose records are well-formed."""
+    outcome = measure(
+        SuiteRow(case, kernels or ("auto",)),
+        peers=peers_named(BY_OP[case.op].peers, None, CPU),
+        rounds=2,
+        device=CPU,
+        report=lambda text: None,
+    )
+    for record in outcome.records:
+        assert records.faults(record) == []
+        assert record["gate"]["passed"]
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "peers"),
+    [
+        (WHOLE, "reference.semi24", {"torch_dense"}),
+        (replace(WHOLE, form="A@B"), "reference.semi24", {"torch_dense"}),
+        (BLOCKS, "cpu.bsr24", {"torch_dense", "bsr"}),
+        (replace(BLOCKS, form="x@W.T", m=100), "cpu.bsr24", {"torch_dense", "bsr"}),
+        (PACKED, "matrix.convert", {"copy"}),
+        (PackCase(16, 24, "semi24", dtype="bf16"), "matrix.two_four", {"copy"}),
+        (IN_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
+        (TWO_FOUR_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
+        (HYBRID_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
+        (FAST_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_cases_are_measured_with_their_peers(case: Any, kernel: str, peers: set[str]) -> None:
+    outcome = measured(case)
+    (record,) = outcome.records
+    assert (record["op"], record["kernel"]) == (case.op, kernel)
+    assert set(record["peers"]) == peers
+    assert (record["tflops"] is None) == (case.op == "pack")
+    assert record["ms"]["median"] > 0
+    one = case.operands(CPU)[0]
+    assert one.judge(one.planned(one.plan(None))()).passed
+
+
+def test_every_format_is_measured_at_equal_stored_values() -> None:
+    kernels = ("reference.semi24", "cpu.bsr24", "cpu.spmm")
+    half = measured(EQUAL, *kernels)
+    assert [record["kernel"] for record in half.records] == list(kernels)
+    rates = [record["tflops"]["useful"] / record["tflops"]["dense_equivalent"] for record in half.records]
+    assert rates == pytest.approx([0.5] * 3, rel=1e-6)
+    quarter = measured(replace(EQUAL, stored=0.25), *kernels)
+    assert [record["kernel"] for record in quarter.records] == list(kernels[1:])
+    assert quarter.unavailable["reference.semi24"] == ["a Semi24 cannot store 25 % of the values"]
+
+
+def test_a_gate_of_packing_finds_what_is_wrong() -> None:
+    (to_bsr, *_), (to_24, *_) = PACKED.operands(CPU), PackCase(64, 96, "semi24").operands(CPU)
+    packed: Any = to_24.planned(to_24.plan(None))()
+    assert to_24.judge(packed).passed
+    assert not to_24.judge(Semi24.from_dense(packed.to_dense() * torch.tensor([1.0, 0.0] * 48))).passed
+    assert to_bsr.judge(to_bsr.planned(to_bsr.plan(None))()).passed
+    (w,) = to_bsr.given
+    assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, keep=0.5)).passed
+    assert not to_bsr.judge(BSR.from_dense(-w, PACKED.block or 0, keep=PACKED.keep)).passed
+    least = block_norms(w, (32, 16)).flatten().argsort()[:3]
+    mask = torch.zeros(12, dtype=torch.bool).scatter(0, least, True).view(2, 6)
+    assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, mask=mask)).passed
+    with pytest.raises(Unsupported, match=r"matrix\.two_four packs here"):
+        to_24.plan("reference.semi24")
+
+
+def test_a_gate_of_fp8_finds_what_is_wrong() -> None:
+    for case in (IN_FP8, TWO_FOUR_FP8, HYBRID_FP8):
+        one = case.operands(CPU)[0]
+        c = one.planned(one.plan(None))()
+        assert one.judge(c).passed
+        assert not one.judge(c * 1.01).passed
+        if case.scale != "block":
+            scale = one.a.scale[:, None] if one.a.scale.ndim else one.a.scale
+            assert torch.equal(
+                one.dense_factors[0].float() * scale, one.a.dequantize(torch.float32).to_dense()
+            )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [(1.0, "missed: 1.00"), (1.0499, "missed: 1.050"), (1.05, "met: 1.05"), (1.3, "met: 1.30")],
+)
+def test_a_table_says_whether_a_target_is_met(make_record: Any, ratio: float, said: str) -> None:
+    peer = {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 900.0}
+    shown = {"peers": {"cusparselt": peer}, "ratio": {"cusparselt": ratio}}
+    (column,) = [column for column in TABLES["semi24"].columns if column.heading == "target"]
+    cell = column.cell(make_record(semi24.WHOLE[0], "hopper.semi24", **shown))
+    assert cell == f"1.05 over cuSPARSELt, {said}"
+    assert column.cell(make_record(semi24.WHOLE[0], "reference.semi24", **shown)) == ""
+    assert column.cell(make_record(WHOLE, "hopper.semi24", **shown)) == ""
+
+
+def test_the_story_names_the_kernel_of_each_row(make_record: Any) -> None:
+    (case, *_) = TABLES["story"].columns
+    record = make_record(story.STORY[0].case)
+    assert case.cell(record) == "8192³, 50 % of the values, cpu.spmm"
