@@ -18,7 +18,7 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.attn.plan.problems import AttentionProblem
-from sparsek.attn.reference.scores import PLAIN, Scores, checked_scores
+from sparsek.attn.reference.scores import PLAIN, Scores, checked_scores, told
 from sparsek.core import arguments, dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
@@ -158,8 +158,7 @@ class Attended:
             "by_bits": mask.bits is not None and mask.rules is not None,
             "aligned": layout.aligned,
             "unit_stride": layout.unit_stride,
-            "softcap": scores.softcap > 0,
-            "alibi": scores.alibi_slopes is not None,
+            **scores.changes,
         }
 
     def lse_fields(self) -> dict[str, Any]:
@@ -170,8 +169,8 @@ class Attended:
     def alike(self, layout: operands.Layout) -> tuple[Any, ...]:
         """What calls of one plan share in both passes."""
         # Bounds of a mask's sizes may be replaced by the actual sizes of its lists, which may give a better plan.
-        q, exact = self.q, self.mask.sizes.exact
-        return q.shape, self.k.shape[1], self.v.shape[3], self.dtype, exact, layout, self.scores.changes
+        q, exact, changes = self.q, self.mask.sizes.exact, self.scores.changes.values()
+        return q.shape, self.k.shape[1], self.v.shape[3], self.dtype, exact, layout, *changes
 
     def key(self) -> Hashable:
         sinks = self.scores.sink_logits
@@ -241,12 +240,15 @@ class MaskPlan(Plan):
                 "this plan needs pointers and strides of q, k and v that are multiples of 16 bytes; "
                 "attention(q, k, v, mask) takes any"
             )
-        found = *call.scores.changes, "" if sinks is None else dtypes.name(sinks.dtype)
-        planned = p.softcap, p.alibi, p.sink_logits if p.op != "attention_backward" else found[2]
+        found = {**call.scores.changes, "sink_logits": "" if sinks is None else dtypes.name(sinks.dtype)}
+        planned = {name: getattr(p, name) for name in found}
+        if p.op == "attention_backward":  # for any sinks
+            planned["sink_logits"] = found["sink_logits"]
         if found != planned:
+            *names, last = Scores._fields
             raise InvalidInput(
-                f"this plan is for {_changed(*planned)} and the call has {_changed(*found)}; give {self.planner} the "
-                "softcap, alibi_slopes and sink_logits of its calls"
+                f"this plan is for {told(**planned)} and the call has {told(**found)}; give {self.planner} the "
+                f"{', '.join(names)} and {last} of its calls"
             )
 
     def _check_sizes(self, call: Attended) -> None:
@@ -364,12 +366,6 @@ class AttentionPlan(AttendedPlan):
 def without_keys(lse: Tensor, sinks: Tensor | None) -> Tensor:
     """`lse` [B, Hq, S] of queries that see no key."""
     return lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[None, :, None].expand_as(lse))
-
-
-def _changed(softcap: bool, alibi: bool, sinks: str) -> str:
-    """What changes scores, in words."""
-    there = (("softcap", softcap), ("alibi_slopes", alibi), (f"{sinks} sink_logits", sinks))
-    return ", ".join(name for name, given in there if given) or "plain scores"
 
 
 def megabytes(counts: Iterable[int]) -> str:

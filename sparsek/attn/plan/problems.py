@@ -69,6 +69,11 @@ class AttentionProblem:
         return named + sinks
 
     @property
+    def change_price(self) -> float:
+        """The time of a step whose scores change over that of another: guessed by their instructions."""
+        return (2.0 if self.softcap else 1.0) * (1.5 if self.alibi else 1.0)
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Query tiles and key blocks of one head."""
         return -(-self.q_len // self.block[0]), -(-self.kv_len // self.block[1])

@@ -37,7 +37,7 @@ def attention(
         v: [B, Hkv, T, Dv]. All three of one dtype, on the mask's device, with any strides.
         mask: For S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
         scale: D**-0.5 by default.
-        scores: Softcap, ALiBi slopes and learned sinks.
+        scores: What changes the scores.
 
     Returns:
         out [B, Hq, S, Dv] in the dtype of q, and lse [B, Hq, S]. Sums and lse are float32, or float64 for float64.
@@ -114,8 +114,8 @@ def attention_backward(
 
     With P_ij = exp(s_ij - lse_i) where query i sees key j, and delta_i = <grad_i, out_i> - grad_lse_i:
     dv_j = sum_i P_ij grad_i, dS_ij = P_ij (<grad_i, v_j> - delta_i), dq_i = scale sum_j dS_ij k_j and
-    dk_j = scale sum_i dS_ij q_i. dk and dv are summed over the heads of q that share a head of k. A softcap multiplies
-    dS_ij by 1 - tanh^2. lse has the sinks, whose gradient `sink_gradients` gives.
+    dk_j = scale sum_i dS_ij q_i. dk and dv are summed over the heads of q that share a head of k. dS_ij is
+    multiplied by the derivative of `changed`. lse has the sinks, whose gradient `sink_gradients` gives.
 
     Shapes and dtypes as in `attention`, whose autograd gives the same. Queries that see nothing contribute nothing.
     """

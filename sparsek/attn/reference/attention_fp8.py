@@ -30,7 +30,7 @@ def attention_fp8(
         v: Values [B, Hkv, T, Dv].
         mask: For S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
         scale: D**-0.5 by default.
-        scores: Softcap, ALiBi slopes and learned sinks.
+        scores: What changes the scores.
         dtype: In which all is computed: float32, or float64, in which this is the specification of kernels.
 
     Returns:

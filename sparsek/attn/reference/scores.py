@@ -57,9 +57,9 @@ class Scores(NamedTuple):
         return cls(*[next(left) if x is MARK else x for x in marked])
 
     @property
-    def changes(self) -> tuple[bool, bool]:
-        """Whether they are capped, and biased by slopes."""
-        return self.softcap > 0, self.alibi_slopes is not None
+    def changes(self) -> dict[str, bool]:
+        """Fields of problems: whether they are capped, and biased by slopes."""
+        return {"softcap": self.softcap > 0, "alibi": self.alibi_slopes is not None}
 
     def slopes(self, batch: int, heads: int) -> Tensor:
         """[batch, heads], a view."""
@@ -68,6 +68,14 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
+
+
+def told(softcap: bool, alibi: bool, sink_logits: str) -> str:
+    """What changes the scores of a problem, in words."""
+    there = (("softcap", softcap), ("alibi_slopes", alibi), (f"{sink_logits} sink_logits", sink_logits))
+    return ", ".join(name for name, given in there if given) or "plain scores"
+
+
 Places: TypeAlias = tuple[Tensor, Tensor]
 """The positions of some queries, i + T - S for query i, and of some keys."""
 

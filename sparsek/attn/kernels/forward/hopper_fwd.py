@@ -348,8 +348,8 @@ class HopperAttention:
         return TileShape(c.positions, c.pack, p.card.sm_count * c.ctas_per_sm)
 
     def _step_seconds(self, p: AttentionProblem, c: Config) -> float:
-        """A step of a whole SM. What softcap and ALiBi cost is a guess by their instructions."""
-        return step_seconds(c, p.card, (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0))
+        """A step of a whole SM."""
+        return step_seconds(c, p.card, p.change_price)
 
     def seconds(self, p: AttentionProblem, c: Any) -> float:
         """Steps of the fullest SM, and begin and end of every tile; or the memory traffic, if that is longer."""

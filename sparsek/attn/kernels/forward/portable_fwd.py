@@ -294,7 +294,7 @@ class PortableAttention(common.PortableKernel):
         rate = 1e12 * RATES[common.table_of(p)] * p.card.sustained(p.dtype) / 690.0
         # Two tiles of 64 rows share an SM, and one hides the end of the other (8K, 12.5 %, H200, 2026-11-26).
         rate *= 1.0 if c.tile_m >= 128 else 1.12
-        rate /= (2.0 if p.softcap else 1.0) * (1.5 if p.alibi else 1.0)  # guessed by their instructions
+        rate /= p.change_price
         block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count
         waves = 1.5e-6 * -(-programs // p.card.sm_count)
