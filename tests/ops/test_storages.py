@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine import table
 from sparsek.products.ops.linear import plan_layer
-from sparsek.products.reference.epilogue import ACTIVATIONS, Activation, Epilogue
+from sparsek.products.reference.epilogue import ACTIVATION_NAMES, Activation, Epilogue
 from sparsek.testing.poison import poisoned
+from tests.engine.launch.covering import once
 from tests.ops.paged import MIXED, attend
 from tests.ops.storages import (
     BF16,
@@ -141,9 +143,12 @@ def test_out_may_be_part_of_a_larger_matrix(storage: str, device: str):
         assert room[..., shape[-1] + 3 :].isnan().all()
 
 
-@pytest.mark.parametrize("act", [None, *list(ACTIVATIONS)[1:]])
-@pytest.mark.parametrize("parts", ["", "bias", "residual", "bias and residual"])
-@pytest.mark.parametrize("storage", STORAGES)
+PARTS = ("", "bias", "residual", "bias and residual")
+
+
+@pytest.mark.parametrize(
+    ("storage", "parts", "act"), once(product(STORAGES, PARTS, (None, *ACTIVATION_NAMES)), together=2)
+)
 def test_a_layer_is_one_plan_within_the_error_budget(
     storage: str, parts: str, act: Activation | None, device: str, plans_made: list[str]
 ):

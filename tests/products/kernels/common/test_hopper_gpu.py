@@ -217,7 +217,7 @@ JOINED = (("gelu", "add"), ("", "add"), ("", "mul"))
 def test_every_config_of_every_form_with_an_epilogue(
     name: str, block: tuple[int, int], activation: Any, combine: Any
 ) -> None:
-    """Each config takes two seconds to compile: it meets two of the fifteen forms and epilogues, and all meet some."""
+    """Each config takes two seconds to compile: it meets one of the fifteen forms and epilogues, and all meet some."""
     hand = len(JOINED) * FORMS.index(name) + JOINED.index((activation, combine))
     for n, seed in ((328, fresh()), (24, fresh())):
         a, b, out, lies = form(name, 1000, 648, n, block, 0.5, seed=seed)
@@ -225,7 +225,7 @@ def test_every_config_of_every_form_with_an_epilogue(
         other = padded(laid_out(lies, tuple(out.shape), HALF, "cuda", seed + 2))
         epilogue = Epilogue(0.7, bias, activation, other, combine, -0.5)
         p = problem(a, b, out, epilogue, lies)
-        for c in sampling.dealt(SPMM.configs(p), 8, hand, of=(block, n)):
+        for c in sampling.dealt(SPMM.configs(p), len(JOINED) * len(FORMS), hand, of=(block, n)):
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, seed)
 
 
@@ -282,8 +282,8 @@ def test_every_config_with_split_rows(name: str, kind: str) -> None:
         epilogue = Epilogue(other=out, beta=0.5, activation="silu" if kind == "in place" else "")
     p = problem(a, b, out, epilogue, lies)
     cuts = (replace(c, split=True) for c in SPMM.configs(p) if not c.held)
-    # Each config meets three of the forms and kinds.
-    for c in sampling.dealt(cuts, 8, SPLIT.index((name, kind)), of="split rows"):
+    # Each config meets two of the forms and kinds.
+    for c in sampling.dealt(cuts, 11, SPLIT.index((name, kind)), of="split rows"):
         parts = SPMM.prepare(p, c, a).parts
         assert parts is not None
         assert parts.slots > 0, "nothing was split"
@@ -396,7 +396,7 @@ def test_every_config_of_sddmm(lies: tuple[str, str], block: tuple[int, int]) ->
     p = sddmm_problem(x, y, pattern)
     gate = check_sddmm(x, y, first := sampled(x, y, pattern))
     assert gate.passed, f"{gate}, seed {seed}"
-    for c in sampling.dealt(SDDMM.configs(p), 3, LAYOUTS.index(lies), of=block):
+    for c in sampling.dealt(SDDMM.configs(p), 4, LAYOUTS.index(lies), of=block):
         gate = check_sddmm(x, y, sampled(x, y, pattern, c))
         assert gate.passed, f"{c}: {gate}, seed {seed}"
     for _ in range(20):
@@ -482,7 +482,7 @@ def test_every_config_of_spgemm(views: tuple[bool, bool], dense: bool, block: in
     a, b = made(views[0], 0), made(views[1], 1)
     p = spgemm_problem(a, b, match(a.pattern, b.pattern), dense)
     every = (replace(c, direct=d) for c in SPGEMM.configs(p) for d in (False, True))
-    for c in sampling.dealt(every, 3, 2 * VIEWS.index(views) + dense, of=block):
+    for c in sampling.dealt(every, 4, 2 * VIEWS.index(views) + dense, of=block):
         found = [joined(a, b, None, dense, lambda p, c=c: c) for _ in range(3)]
         gate = check_spgemm(a, b, found[0])
         assert gate.passed, f"{c}: {gate}, seed {seed}"

@@ -21,7 +21,7 @@ from tests.engine.launch import newest
 from tests.engine.launch.covering import once
 from tests.products.kernels.pack import to_24_code as offline
 from tests.products.kernels.pack.to_24_cases import LAYOUTS, any_bits, flags, same
-from tests.sampling import half
+from tests.sampling import dealt
 
 WIDE = "v4.b32"  # 16 bytes
 BYTES = {"b8", "b16"}  # of metadata, those of one thread
@@ -91,7 +91,7 @@ SHAPES = ((1, 8), (70, 264), (1000, 520), (128, 4096), (3, 64, 128), (5, 129, 72
 def test_a_gpu_packs_the_bits_of_the_cpu(
     dtype: torch.dtype, layout: Callable[[Tensor], Tensor], masked: bool
 ):
-    for shape in half(SHAPES, of=(dtype, layout.__name__, masked)):
+    for shape in dealt(SHAPES, 3, LAYOUTS.index(layout), of=(dtype, masked)):
         w = layout(any_bits(shape, dtype).cuda())
         mask = layout(flags(shape).cuda().view(torch.int8)).view(torch.bool) if masked else None
         same(w, mask)
