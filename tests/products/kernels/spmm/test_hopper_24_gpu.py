@@ -6,6 +6,7 @@ Inputs are fresh in every run; a failure prints the seed.
 import random
 import threading
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
 from tests.attn.kernels.planned import default_and, hold, multiply, problem
+from tests.engine.launch.covering import once
 from tests.engine.launch.drawn import fresh, randn
 from tests.products.cases import Case
 from tests.sampling import dealt
@@ -73,9 +75,9 @@ def configs(kernel: Any, case: Case, dtype: torch.dtype) -> list[Any]:
     return default_and(2, kernel, p, of=(str(case), dtype))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda each: f"B_{each[0]}-C_{each[1]}")
-@pytest.mark.parametrize("size", SEMI_SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "layouts", "dtype"), once(product(SEMI_SIZES, LAYOUTS, (BF16, F16)), together=2), ids=str
+)
 def test_every_config_of_a_whole_matrix_is_within_budget(
     size: tuple[int, int, int], layouts: tuple[str, str, str], dtype: torch.dtype
 ) -> None:
@@ -84,9 +86,9 @@ def test_every_config_of_a_whole_matrix_is_within_budget(
         hold(semi24.KERNEL, case, dtype, "cuda", fresh(), c)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda each: f"B_{each[0]}-C_{each[1]}")
-@pytest.mark.parametrize("size", BSR_SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "layouts", "dtype"), once(product(BSR_SIZES, LAYOUTS, (BF16, F16)), together=2), ids=str
+)
 def test_every_config_of_blocks_is_within_budget(
     size: tuple[tuple[int, int], int, int, int, float], layouts: tuple[str, str, str], dtype: torch.dtype
 ) -> None:

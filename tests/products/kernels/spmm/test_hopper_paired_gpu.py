@@ -3,6 +3,7 @@ bits, graphs and recorded calls.
 """
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sparsek.products.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.attn.kernels.planned import problem
+from tests.engine.launch.covering import once
 from tests.engine.launch.drawn import fresh, randn
 from tests.sampling import sampled
 
@@ -35,6 +37,7 @@ SIDES = (
     (2048, 1000, 64, 0.004, "powerlaw"),
     (2048, 2048, 1088, 0.1, "banded"),
 )
+BLOCKS = ((64, 64), (32, 32), (16, 16), (64, 16), (32, 64), (16, 32))
 
 
 def multiplied(a: Any, b: Tensor, c: Any = None, epilogue: Epilogue = PLAIN, lies: str = "") -> Tensor:
@@ -55,9 +58,9 @@ def drawn(k: int, n: int, layout: str, dtype: torch.dtype = torch.bfloat16) -> T
     return randn(n, k, dtype=dtype).mT if layout == "col" else randn(k, n, dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("block", [(64, 64), (32, 32), (16, 16), (64, 16), (32, 64), (16, 32)], ids=str)
-@pytest.mark.parametrize("sides", SIDES, ids=str)
+@pytest.mark.parametrize(
+    ("sides", "block", "layout"), once(product(SIDES, BLOCKS, LAYOUTS), together=2), ids=str
+)
 def test_every_config_is_right_and_writes_nothing_beside_c(
     sides: Any, block: tuple[int, int], layout: str
 ) -> None:

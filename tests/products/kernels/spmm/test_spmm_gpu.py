@@ -74,10 +74,10 @@ def operands(case: Case, dtype: str, layout: str, seed: int) -> tuple[BSR, Tenso
 
 
 def configs(kernel: Any, p: SpmmProblem) -> list[Any]:
-    """The kernel's default, that with the shortest ring, where slots are used again soonest, and four of the others."""
+    """The kernel's default, that with the shortest ring, where slots are used again soonest, and two of the others."""
     if kernel.name != "hopper.spmm":
         return [kernel.default(p)]
-    default, *others = default_and(4, kernel, p, of=p)
+    default, *others = default_and(2, kernel, p, of=p)
     return list(dict.fromkeys((default, replace(default, stages=2), *others)))
 
 

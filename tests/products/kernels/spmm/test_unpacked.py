@@ -118,7 +118,7 @@ def test_a_config_of_any_of_the_kernels_can_be_named():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*SEMI24_CASES, *BSR24_CASES], ids=str)
 def test_every_case_is_within_its_error_budget(case: Case):
-    for dtype in sampled((torch.bfloat16, torch.float16, torch.float32), 2, of=str(case)):
+    for dtype in sampled((torch.bfloat16, torch.float16, torch.float32), 1, of=str(case)):
         hold(unpacked.KERNELS[f"unpacked.{case.op}"], case, dtype, "cuda", int(torch.randint(2**31, ())))
 
 
