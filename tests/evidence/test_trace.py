@@ -55,7 +55,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, executed.Ran]:
 
 def test_each_file_has_what_it_executed(ran: dict[str, executed.Ran]) -> None:
     one, two = (ran[f"tests/test_{name}.py"].definitions for name in ("one", "two"))
-    assert "sparsek.products.ops.spmm:spmm" in one
+    assert "sparsek.products.ops.spmm:multiply" in one
     assert "sparsek.attn.mask.build.structured:causal" not in one
     assert "sparsek.attn.mask.build.structured:causal" in two
     assert "sparsek.attn.mask.build.structured:dilated" not in two

@@ -12,7 +12,7 @@ import torch
 
 from sparsek.attn import policies
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.policies.policy import Given
+from sparsek.attn.policies.policy import PolicyInputs
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_config import form_of, policy_of
 from tests.integrations.models import pair, states, tokens, transformers
@@ -88,7 +88,7 @@ class Everything(policies.Policy):
 
     causal: bool = True
 
-    def choose(self, given: Given) -> BlockMask:
+    def choose(self, given: PolicyInputs) -> BlockMask:
         return given.from_map(torch.ones_like(given.blank_map()), self.causal)
 
 
