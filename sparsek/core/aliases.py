@@ -69,6 +69,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "tools.cli.output": ("core.terminal",),
 }
 RENAMED = {
+    "sparsek.attn.policies.policy.Given": "PolicyInputs",
     "sparsek.integrations.vllm_omni.SparseKBackend": "OmniBackend",
     "sparsek.integrations.vllm_omni.SparseKImpl": "OmniImpl",
     "sparsek.testing.attention_data.Sizes": "HeadSizes",

@@ -3,6 +3,7 @@
 import gzip
 import io
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_a_class_is_found_by_its_earlier_name(path: str) -> None:
     home, _, name = path.rpartition(".")
     today = getattr(import_module(home), aliases.RENAMED[path])
     with pytest.warns(MovedWarning, match=rf"{name} is {home}.{today.__name__} now") as found:
-        assert getattr(import_module(home.replace(".tools.", ".")), name) is today
+        assert getattr(import_module(re.sub(r"\.(tools|attn)\.", ".", home)), name) is today
     assert found[0].filename == __file__
 
 
