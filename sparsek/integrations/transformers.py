@@ -42,7 +42,14 @@ from sparsek.integrations.transformers_masks import (
     packed_mask,
 )
 from sparsek.integrations.transformers_paged import paged
-from sparsek.integrations.transformers_steps import MOST, WindowKeys, near_of, seen_pairs, step_mask
+from sparsek.integrations.transformers_steps import (
+    MOST,
+    PairsRequest,
+    WindowKeys,
+    near_of,
+    seen_pairs,
+    step_mask,
+)
 
 NAME, RESTARTS = "sparsek", Restarts()
 REFUSED = {
@@ -98,6 +105,9 @@ def sparsek_mask(
     """
     if isinstance(attention_mask, ModelMask):  # generate() has made it
         return attention_mask
+    wanted = PairsRequest(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+    )
     plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     options = getattr(config, "sparsek", None)
     if (
@@ -131,22 +141,8 @@ def sparsek_mask(
         if not chooses(options):
             near = _near(None if options is None else tuple(options.items()))
         if near is not None:
-            return _step(
-                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
-                WindowKeys(*[int(each) for each in near.split(",")]),
-            )  # fmt: skip
-    return _made_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        use_vmap,
-        device,
-        options,
-    )
+            return _step(wanted, WindowKeys(*[int(each) for each in near.split(",")]))
+    return _made_mask(wanted, options)
 
 
 def _is_packed(mask_function: Any, config: Any) -> bool:
@@ -171,23 +167,11 @@ def _documents_of(mask_function: Any, batch: int, length: int, device: Any) -> T
     return torch.nn.functional.pad(new.expand(batch, -1).cumsum(1), (1, 0))
 
 
-def _step(
-    batch: int,
-    q_len: int,
-    kv_len: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    function: Any,
-    padding: Tensor | None,
-    use_vmap: bool,
-    device: Any,
-    near: WindowKeys,
-) -> ModelMask:
+def _step(of: PairsRequest, near: WindowKeys) -> ModelMask:
     """The mask of few queries, which neither waits for the device nor depends on their position but by tensors."""
-    lists = 1 if padding is None and function is causal_mask_function else batch
-    seen = seen_pairs(lists, q_len, kv_len, q_offset, kv_offset, function, padding, use_vmap, device, near)
-    mask = step_mask(seen, near.block, near.most(q_len, kv_len))
-    return ModelMask(ResolvedRule(mask), (batch, 1, q_len, kv_len))
+    seen = seen_pairs(of, 1 if of.padding is None and of.function is causal_mask_function else of.batch, near)
+    mask = step_mask(seen, near.block, near.most(of.q_len, of.kv_len))
+    return ModelMask(ResolvedRule(mask), (of.batch, 1, of.q_len, of.kv_len))
 
 
 @constant
@@ -215,57 +199,37 @@ def _constant_mask(
 
 
 @torch.compiler.disable(reason="masks are made and kept outside of graphs")
-def _made_mask(
-    batch_size: Any,
-    q_length: Any,
-    kv_length: Any,
-    q_offset: Any,
-    kv_offset: Any,
-    mask_function: Any,
-    attention_mask: Any,
-    use_vmap: Any,
-    device: Any,
-    options: Any,
-) -> ModelMask:
+def _made_mask(of: PairsRequest, options: Any) -> ModelMask:
     """The mask of any arguments, checked."""
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    batch_size, q_length, kv_length = (_host_int(name, value, 0) for name, value in sizes.items())
-    kv_offset = _host_int("kv_offset", kv_offset, 0)
+    sizes = {"batch_size": of.batch, "q_length": of.q_len, "kv_length": of.kv_len, "kv_offset": of.kv_offset}
+    batch, q_len, kv_len, kv_offset = (_host_int(name, value, 0) for name, value in sizes.items())
+    q_offset, padding = of.q_offset, of.padding
     if not isinstance(q_offset, Tensor):
         q_offset = arguments.integer("q_offset", q_offset, -INT32_MAX, INT32_MAX)
     elif arguments.tensor("q_offset", q_offset, (torch.int32, torch.int64)).numel() != 1:
         raise InvalidInput(f"q_offset is {arguments.shown(q_offset)}; it must be an int or a tensor of one")
-    if attention_mask is not None:
-        arguments.tensor("attention_mask", attention_mask)
-    if attention_mask is not None and (
-        attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, batch_size)
-    ):
-        raise InvalidInput(
-            f"attention_mask is {attention_mask.dim()}-D {list(attention_mask.shape)}; a model takes padding, 2-D "
-            f"[{batch_size}, tokens], or a 4-D mask [{batch_size}, 1 or heads, queries, keys], bool or additive"
-        )
-    if not callable(mask_function):
-        raise InvalidInput(f"mask_function is {arguments.shown(mask_function)}; it must be a function")
-    where, policy = arguments.device("device", device), policy_of_options(options)
-    arguments.flag("use_vmap", use_vmap)
-    near = near_of(policy) if q_length <= MOST and q_length < kv_length else None
+    if padding is not None:
+        arguments.tensor("attention_mask", padding)
+        if padding.dim() != 2 or padding.shape[0] not in (1, batch):
+            raise InvalidInput(
+                f"attention_mask is {padding.dim()}-D {list(padding.shape)}; a model takes padding, 2-D "
+                f"[{batch}, tokens], or a 4-D mask [{batch}, 1 or heads, queries, keys], bool or additive"
+            )
+    if not callable(of.function):
+        raise InvalidInput(f"mask_function is {arguments.shown(of.function)}; it must be a function")
+    where, policy = arguments.device("device", of.device), policy_of_options(options)
+    use_vmap = arguments.flag("use_vmap", of.use_vmap)
+    near = near_of(policy) if q_len <= MOST and q_len < kv_len else None
     if near is not None:
+        wanted = PairsRequest(
+            batch, q_len, kv_len, q_offset, kv_offset, of.function, padding, use_vmap, where
+        )
         with torch.inference_mode(False), torch.no_grad():
-            return _step(
-                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, where,
-                near,
-            )  # fmt: skip
-    request = MaskRequest(
-        batch_size,
-        q_length,
-        kv_length,
-        _host_int("q_offset", q_offset, -INT32_MAX),
-        kv_offset,
-        attention_mask,
-        where,
-    )
-    made = model_mask(request, mask_function, policy, use_vmap)
-    made.padded = attention_mask is not None
+            return _step(wanted, near)
+    q_offset = _host_int("q_offset", q_offset, -INT32_MAX)
+    request = MaskRequest(batch, q_len, kv_len, q_offset, kv_offset, padding, where)
+    made = model_mask(request, of.function, policy, use_vmap)
+    made.padded = padding is not None
     return made
 
 

@@ -58,32 +58,43 @@ def near_of(policy: MaskPolicy | Policy | None) -> WindowKeys | None:
     return WindowKeys(policy.window or 0, policy.sinks, mask_block(policy.block)[1])
 
 
-def seen_pairs(
-    batch: int,
-    q_len: int,
-    kv_len: int,
-    q_offset: Any,  # an int, or a tensor of one
-    kv_offset: int,
-    function: Callable[..., Any],
-    padding: Tensor | None,
-    use_vmap: bool,
-    device: Any,
-    near: WindowKeys,
-) -> Tensor:
-    """The pairs that `function`, the padding and `near` admit, bool [batch, 1, q_len, kv_len]."""
-    seen = masking_utils.sdpa_mask(
-        batch, q_len, kv_len, q_offset, kv_offset, function, padding,
-        allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-    )  # fmt: skip
-    assert seen is not None  # only skips give None
+class PairsRequest(NamedTuple):
+    """What pairs of queries and keys transformers wants a mask of.
+
+    `q_offset`: an int, or a tensor of one. `padding`: [B or 1, tokens], true for a token; None for none.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_offset: Any
+    kv_offset: int
+    function: Callable[..., Any]
+    padding: Tensor | None
+    use_vmap: bool
+    device: Any
+
+    def evaluated(self, batch: int) -> Tensor:
+        """The pairs that `function` and the padding admit, bool [batch, 1, q_len, kv_len]."""
+        seen = masking_utils.sdpa_mask(
+            batch, self.q_len, self.kv_len, self.q_offset, self.kv_offset, self.function, self.padding,
+            allow_is_causal_skip=False, use_vmap=self.use_vmap, device=self.device,
+        )  # fmt: skip
+        assert seen is not None  # only skips give None
+        return seen
+
+
+def seen_pairs(of: PairsRequest, lists: int, near: WindowKeys) -> Tensor:
+    """The pairs that a request and `near` admit, bool [lists, 1, q_len, kv_len]."""
+    seen = of.evaluated(lists)
     if not near.window:
         return seen
-    query = torch.arange(q_len, dtype=torch.int64, device=device)[:, None] + q_offset
-    key = torch.arange(kv_len, dtype=torch.int64, device=device) + kv_offset
+    query = torch.arange(of.q_len, dtype=torch.int64, device=of.device)[:, None] + of.q_offset
+    key = torch.arange(of.kv_len, dtype=torch.int64, device=of.device) + of.kv_offset
     admitted = (query - key).abs() < near.window
     if near.sinks:
-        if padding is not None:  # sinks count from the first token
-            key = key - padding.to(torch.uint8).argmax(1)[:, None, None, None]
+        if of.padding is not None:  # sinks count from the first token
+            key = key - of.padding.to(torch.uint8).argmax(1)[:, None, None, None]
         admitted = admitted | (key < near.sinks)
     return seen & admitted
 
