@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,16 +48,7 @@ class AttentionGate(Gate):
 
 
 def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    scores: Scores = PLAIN,
-    rows: Sequence[int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, out: Tensor, lse: Tensor | None = None, **options: Any
 ) -> AttentionGate:
     """Judges out [B, Hq, S, Dv], and lse [B, Hq, S] if given, as the attention of q, k and v under `mask`.
 
@@ -66,11 +57,10 @@ def check_attention(
     float32. lse may be off by 1e-3 and 1e-3 of its
     value for 16-bit inputs, else 1e-5. Rows of queries without any key must be 0 and -inf, or their sink.
 
-    Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the query tiles to check, all
-    by default; work and memory are proportional to their number times T. Raises InvalidInput for inputs that the
-    reference refuses, and for results of another shape.
+    Keys and values that no query of a tile sees may hold anything, NaN too. `options` are those of
+    `expected_attention`. Raises InvalidInput for inputs that the reference refuses, and for results of another shape.
     """
-    return expected_attention(q, k, v, mask, scale=scale, scores=scores, rows=rows).judge(out, lse)
+    return expected_attention(q, k, v, mask, **options).judge(out, lse)
 
 
 @dataclass(frozen=True)
@@ -93,9 +83,11 @@ class ExpectedAttention:
             found = f"out {list(out.shape)}" + ("" if lse is None else f", lse {list(lse.shape)}")
             raise InvalidInput(f"out must be {list(self.shape)} and lse {list(self.shape[:3])}, got {found}")
         with torch.no_grad(), dtypes.as_given(out.device):
-            bound = Bound(self.exact, _rounding(self.exact, self.sums, self.squares, out.dtype), [self.dense])
-            at = self.at
-            return _judge(out[:, :, at], None if lse is None else lse[:, :, at], self.exact, self.lse, bound)
+            rounding = rounding_of_terms(self.exact, self.sums, self.squares, out.dtype)
+            at, blank = self.at, (self.exact == 0).all(-1)
+            slack = LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
+            bound, lse = Bound(self.exact, rounding, [self.dense]), None if lse is None else lse[:, :, at]
+            return judge_attention(out[:, :, at], lse, bound, self.lse, blank, slack)
 
 
 def expected_attention(
@@ -108,7 +100,9 @@ def expected_attention(
     scores: Scores = PLAIN,
     rows: Sequence[int] | None = None,
 ) -> ExpectedAttention:
-    """The expected result of `check_attention`."""
+    """The expected result of `check_attention`, in the query tiles `rows`, all by default; work and memory are
+    proportional to their number times T.
+    """
     check(q, k, v, mask)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     tile = mask.block[0]
@@ -141,11 +135,7 @@ def check_attention_backward(
     grad: Tensor,
     found: Sequence[Tensor],
     grad_lse: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    scores: Scores = PLAIN,
-    rows: Sequence[int] | None = None,
-    columns: Sequence[int] | None = None,
+    **options: Any,
 ) -> AttentionGradGate:
     """Judges found = (dq, dk, dv) as the gradients of attention, given those of out and, unless it is None, of lse.
 
@@ -156,15 +146,10 @@ def check_attention_backward(
     also explains the noise of sums whose terms cancel, as for queries that see one key. Queries that see nothing and
     keys that none sees must have 0.
 
-    Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the query tiles whose dq is
-    checked, `columns` the key blocks whose dk and dv are, all by default. Work is proportional to the visited blocks
-    of `rows` and of all tiles that visit `columns`; memory to one tile. Raises InvalidInput for inputs that the
-    reference refuses, and for gradients of another shape.
+    Keys and values that no query of a tile sees may hold anything, NaN too. `options` are those of
+    `expected_gradients`. Raises InvalidInput for inputs that the reference refuses, and for gradients of another shape.
     """
-    expected = expected_gradients(
-        q, k, v, mask, grad, grad_lse, scale=scale, scores=scores, rows=rows, columns=columns
-    )
-    return expected.judge(found)
+    return expected_gradients(q, k, v, mask, grad, grad_lse, **options).judge(found)
 
 
 @dataclass(frozen=True)
@@ -201,7 +186,10 @@ def expected_gradients(
     rows: Sequence[int] | None = None,
     columns: Sequence[int] | None = None,
 ) -> ExpectedGradients:
-    """The expected result of `check_attention_backward`."""
+    """The expected result of `check_attention_backward`: dq of the query tiles `rows`, dk and dv of the key blocks
+    `columns`, all by default. Work is proportional to the visited blocks of `rows` and of all tiles that visit
+    `columns`; memory to one tile.
+    """
     check(q, k, v, mask)
     of_out = (*q.shape[:3], v.shape[3])
     if grad.shape != of_out:
@@ -354,7 +342,7 @@ def _judge_gradients(found: Sequence[Tensor], truth: _Truth) -> AttentionGradGat
     for mine, exact, dense, fused, terms, inner, counts in zip(found, *truth, strict=True):
         unit = summing_unit(mine.dtype)
         sums = sum_variance(exact, terms, counts.unsqueeze(-1), unit) + ROUNDED * unit**2 * inner
-        rounding = _rounding(exact, sums, terms, mine.dtype)
+        rounding = rounding_of_terms(exact, sums, terms, mine.dtype)
         gates.append(Bound(exact, rounding, [x.to(mine.dtype) for x in (dense, fused)]).judge(mine))
     unseen_hold = not any(bool(x[n == 0].any()) for x, n in zip(found, truth.counts, strict=True))
     worst = max(gates, key=lambda gate: gate.error / gate.budget)
@@ -413,7 +401,7 @@ def _weights(
     return weights, (shift + 2 * sizes + 6).masked_fill(~seen, 0)
 
 
-def _rounding(exact: Tensor, sums: Tensor, squares: Tensor, dtype: torch.dtype) -> Rounding:
+def rounding_of_terms(exact: Tensor, sums: Tensor, squares: Tensor, dtype: torch.dtype) -> Rounding:
     """Rounding errors of sums of terms, which may be rounded to `dtype` too. `squares` are sums of their squares.
 
     The elements of one query, or key, share their weights' errors: none is judged by less than their mean.
@@ -439,26 +427,39 @@ def _tile(
     else:
         dense, _ = attend(q, k, v, seen, scale, scores, places)
     weights, shift = _weights(q64, k64, seen, scale, lse, scores, places)
-    unit, count = summing_unit(q.dtype), seen.sum(-1, keepdim=True)
-    squares = weights.square() @ v64.square()
-    # An error in a weight changes its term, and all others through the sum of weights, which is a long sum itself.
-    moved = weights.square() * shift
-    inner = moved @ v64.square() + (moved.sum(-1, keepdim=True) + count / 3) * exact.square()
-    sums = sum_variance(exact, squares, count, unit) + ROUNDED * unit**2 * inner
+    sums, squares = out_variance(weights, shift, v64, exact, seen, summing_unit(q.dtype))
     return exact, dense.masked_fill(~seen.any(-1, keepdim=True), 0), lse, sums, squares
 
 
-def _judge(out: Tensor, lse: Tensor | None, exact: Tensor, exact_lse: Tensor, bound: Bound) -> AttentionGate:
-    gate = bound.judge(out)
-    largest = float((out.double() - exact).abs().max())
-    empty = exact_lse == -torch.inf
-    empty_rows_hold = bool((out[(exact == 0).all(-1)] == 0).all())
-    lse_largest, lse_holds = 0.0, True
+def out_variance(
+    weights: Tensor, shift: Tensor, v: Tensor, exact: Tensor, seen: Tensor, unit: float
+) -> tuple[Tensor, Tensor]:
+    """The variance of the sums of weights [..., n, T] times v [..., T, Dv], which are `exact`, and the sums of their
+    terms' squares. `shift`: the variance of the error of the weights' logarithms, in units of that of one rounding.
+    """
+    count = seen.sum(-1, keepdim=True)
+    squares = weights.square() @ v.square()
+    # An error in a weight changes its term, and all others through the sum of weights, which is a long sum itself.
+    moved = weights.square() * shift
+    inner = moved @ v.square() + (moved.sum(-1, keepdim=True) + count / 3) * exact.square()
+    return sum_variance(exact, squares, count, unit) + ROUNDED * unit**2 * inner, squares
+
+
+def judge_attention(
+    out: Tensor, lse: Tensor | None, bound: Bound, exact_lse: Tensor, blank: Tensor, slack: float
+) -> AttentionGate:
+    """The gate of out [..., Dv] and lse [...]; `blank`: rows that must be 0. lse may be off by `slack`, absolute and
+    relative.
+    """
+    gate, off = bound.judge(out), (out.double() - bound.exact).abs()
+    holds, lse_largest, lse_holds = bool((out[blank] == 0).all()), 0.0, True
     if lse is not None:
-        empty_rows_hold &= bool((lse[empty] == -torch.inf).all())
-        off = (lse.double() - exact_lse)[~empty].abs()
-        slack = LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
-        lse_holds = bool((off <= slack * (1 + exact_lse[~empty].abs())).all())
-        lse_largest = float(off.max()) if off.numel() else 0.0
-    passed = gate.passed and empty_rows_hold and lse_holds
-    return AttentionGate(gate.error, gate.budget, passed, largest, lse_largest, empty_rows_hold)
+        empty = exact_lse == -torch.inf
+        holds &= bool((lse[empty] == -torch.inf).all())
+        wrong = (lse.double() - exact_lse)[~empty].abs()
+        lse_holds = bool((wrong <= slack * (1 + exact_lse[~empty].abs())).all())
+        lse_largest = float(wrong.max()) if wrong.numel() else 0.0
+    largest = float(off.max()) if off.numel() else 0.0
+    return AttentionGate(
+        gate.error, gate.budget, gate.passed and holds and lse_holds, largest, lse_largest, holds
+    )

@@ -14,8 +14,14 @@ from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.reference.attention_paged import Request, attention_paged, requests
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.testing.attention_budget import LSE_HIGH, AttentionGate
-from sparsek.testing.budget import ROUNDED, Bound, Rounding, stored_variance, sum_variance, summing_unit
+from sparsek.testing.attention_budget import (
+    LSE_HIGH,
+    AttentionGate,
+    judge_attention,
+    out_variance,
+    rounding_of_terms,
+)
+from sparsek.testing.budget import ROUNDED, Bound, sum_variance, summing_unit
 
 # Allowed error of lse for 16-bit inputs, absolute and relative.
 LSE_LOW = 1e-4
@@ -92,28 +98,10 @@ class ExpectedPaged:
             found = f"out {list(out.shape)}" + ("" if lse is None else f", lse {list(lse.shape)}")
             raise InvalidInput(f"out must be {list(self.shape)} and lse {[heads, tokens]}, got {found}")
         with torch.no_grad(), dtypes.as_given(out.device):
-            end = self.exact.shape[1]
-            each = self.sums + stored_variance(self.exact.square() + self.squares, out.dtype)
-            each = torch.maximum(each, each.mean(-1, keepdim=True))
-            bound = Bound(self.exact, Rounding(self.sums, each, out.dtype), [self.dense])
-            return self._judge(out[:end].transpose(0, 1), None if lse is None else lse[:, :end], bound)
-
-    def _judge(self, out: Tensor, lse: Tensor | None, bound: Bound) -> AttentionGate:
-        gate = bound.judge(out)
-        off = (out.double() - self.exact).abs()
-        holds = bool((out[self.blank] == 0).all())
-        lse_largest, lse_holds = 0.0, True
-        if lse is not None:
-            empty = self.lse == -torch.inf
-            holds &= bool((lse[empty] == -torch.inf).all())
-            wrong = (lse.double() - self.lse)[~empty].abs()
-            slack = LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
-            lse_holds = bool((wrong <= slack * (1 + self.lse[~empty].abs())).all())
-            lse_largest = float(wrong.max()) if wrong.numel() else 0.0
-        largest = float(off.max()) if off.numel() else 0.0
-        return AttentionGate(
-            gate.error, gate.budget, gate.passed and holds and lse_holds, largest, lse_largest, holds
-        )
+            end, slack = self.exact.shape[1], LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
+            rounding = rounding_of_terms(self.exact, self.sums, self.squares, out.dtype)
+            bound, lse = Bound(self.exact, rounding, [self.dense]), None if lse is None else lse[:, :end]
+            return judge_attention(out[:end].transpose(0, 1), lse, bound, self.lse, self.blank, slack)
 
 
 def expected_attention_paged(inputs: PagedInputs) -> ExpectedPaged:
@@ -154,8 +142,5 @@ def _terms(inputs: PagedInputs, of: Request, exact: Tensor, lse: Tensor) -> tupl
     sizes = scores.square() + lse.masked_fill(lse == -torch.inf, 0).square()[..., None]
     weights = (scores - lse[..., None]).masked_fill(~seen, -torch.inf).exp()
     shift = (shift + 2 * sizes + 6).masked_fill(~seen, 0)
-    unit, count = summing_unit(inputs.q.dtype), seen.sum(-1, keepdim=True)
-    squares = weights.square() @ v.square()
-    moved = weights.square() * shift
-    inner = moved @ v.square() + (moved.sum(-1, keepdim=True) + count / 3) * exact.square()
-    return sum_variance(exact, squares, count, unit) + ROUNDED * unit**2 * inner, squares, ~seen.any(-1)
+    sums, squares = out_variance(weights, shift, v, exact, seen, summing_unit(inputs.q.dtype))
+    return sums, squares, ~seen.any(-1)
