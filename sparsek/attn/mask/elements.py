@@ -30,7 +30,6 @@ def checked_element_mask(mask: MaskData, rows: Tensor, entries: Tensor) -> Tenso
     Raises:
         InvalidInput: For other dtypes, shapes and devices, and on the CPU for values out of range.
     """
-    # Values on a GPU are not checked, because that would need a sync.
     for name, part, end in (("rows", rows, mask.rows), ("entries", entries, mask.partial.indices.numel())):
         arguments.tensor(name, part, (torch.int64,), ndim=1)
         if part.shape != rows.shape or part.device != mask.device:
