@@ -59,7 +59,7 @@ def near_of(policy: MaskPolicy | Policy | None) -> WindowKeys | None:
 
 
 class PairsRequest(NamedTuple):
-    """What pairs of queries and keys transformers wants a mask of.
+    """The pairs of queries and keys that a mask of transformers is for.
 
     `q_offset`: an int, or a tensor of one. `padding`: [B or 1, tokens], true for a token; None for none.
     """

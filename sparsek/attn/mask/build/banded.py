@@ -14,7 +14,7 @@ import torch
 
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.layout import ABSENT, Counted, MaskLayout, Room
-from sparsek.attn.mask.lists import Place, Sizes, check_stored
+from sparsek.attn.mask.lists import Place, Runs, Sizes, check_stored
 from sparsek.attn.mask.readback import made_in
 from sparsek.core import operations
 from sparsek.core.arguments import INT32_MAX, faking
@@ -154,35 +154,36 @@ class Steps(NamedTuple):
             most = across + self.more * (1 + self.both_ways)
         return max(min(most, columns), 1)
 
-    def row_counts(self, row: np.ndarray, place: Place, band: Band) -> tuple[np.ndarray, np.ndarray]:
-        """How many full and how many partial blocks these rows have."""
-        bq, bk = place.block
-        first = row * bq
-        last = np.minimum(first + bq, place.q_len) - 1
-        edge = band.bounds(first, place.kv_len)[1] // bk
-        end = -(-band.bounds(last, place.kv_len)[1] // bk)
-        top, bottom = (first + place.q_offset) // bk, (last + place.q_offset) // bk
+    def runs(self, place: Place) -> Runs:
+        """The blocks of each tile; some may not exist."""
+        top, bottom = place.first // place.block[1], place.last // place.block[1]
         if self.kind == 1:
-            left, most = np.maximum(top, 0) % self.step, np.maximum((top - self.gap) // self.step + 1, 0)
-            before = (left, most, self.step), (np.maximum(top - self.near + 1, 0), bottom + self.near)
-            after = bottom + self.gap, place.grid[1] + np.maximum(-bottom, 0)
+            left = top % self.step
+            runs = Runs.progression(left, (top - self.gap - left) // self.step + 1, self.step)
+            runs = runs.then(Runs.between(top - self.near + 1, bottom + self.near))
+            after, more = bottom + self.gap, np.full_like(bottom, place.reach)
         else:
-            count = np.minimum(np.maximum(top, 0) // self.step, self.more)
-            before = (top - count * self.step, count, self.step), (np.maximum(top, 0), bottom + 1)
-            after = bottom + self.step, self.more
+            more = np.full_like(top, self.more)
+            runs = Runs.progression(top - more * self.step, more, self.step).then(
+                Runs.between(top, bottom + 1)
+            )
+            after = bottom + self.step
+        return runs.then(Runs.progression(after, more, self.step)) if self.both_ways else runs
 
-        def stored(at: np.ndarray) -> np.ndarray:
-            (begin, count, step), (near, near_end) = before
-            found = np.minimum(count, np.maximum(at - begin + step - 1, 0) // step)
-            found = found + np.maximum(np.minimum(at, near_end) - near, 0)
-            if self.both_ways:
-                skipped = np.minimum(np.maximum(step - 1 - after[0], 0) // step, after[1])
-                most = np.minimum(after[1], np.maximum(at - after[0] + step - 1, 0) // step)
-                found = found + np.maximum(most - skipped, 0)
-            return found
 
-        whole = stored(edge)
-        return whole, stored(end) - whole
+def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """How many leading blocks all queries of a tile see whole, and how many some of them see; int64 [Mb]."""
+    first = last = np.full(place.grid[0], place.kv_len)
+    if causal:
+        first, last = (np.clip(p + 1, 0, place.kv_len) for p in (place.first, place.last))
+    return first // place.block[1], -(-last // place.block[1])
+
+
+def full_and_partial(stored: Runs, place: Place, causal: bool, heads: int = 1) -> tuple[Runs, Runs]:
+    """The blocks that all queries of a tile see whole, and those that some see in part, of those that exist."""
+    edge, end = (np.tile(each, heads) for each in visible(place, causal))
+    stored = stored.behind(np.zeros_like(edge)).before(end)
+    return stored.before(edge), stored.behind(edge)
 
 
 @lru_cache(maxsize=256)
@@ -192,9 +193,9 @@ def counted_band(place: Place, band: Band) -> Counted:
 
 
 @lru_cache(maxsize=256)
-def counted_steps(place: Place, band: Band, steps: Steps) -> Counted:
+def counted_steps(place: Place, steps: Steps, causal: bool) -> Counted:
     """The sizes of a mask of blocks with a step, from the count of every row."""
-    return summed_rows(*steps.row_counts(np.arange(place.grid[0]), place, band))
+    return summed_rows(*(each.count.sum(0) for each in full_and_partial(steps.runs(place), place, causal)))
 
 
 def bounded_band(place: Place, band: Band) -> Counted:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.structured import visible
+from sparsek.attn.mask.build.banded import visible
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.layout import ABSENT, Counted, MaskLayout, Room
 from sparsek.attn.mask.lists import Place, Sizes, check_stored

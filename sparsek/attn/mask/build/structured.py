@@ -20,6 +20,7 @@ from sparsek.attn.mask.build.banded import (
     bounded_band,
     counted_band,
     counted_steps,
+    full_and_partial,
     on_gpu,
     room_of_blocks,
     room_of_documents,
@@ -203,17 +204,7 @@ def strided(
         raise InvalidInput(f"stride is {stride}; it must be a multiple of the block's {bk} keys")
     step, near = min(stride // bk, place.reach), place.blocks(window)
     label = f"strided({stride}, {window}{_both_ways(causal)})"
-    made = _stepped_on_gpu(cls, place, Steps.strided(place, step, near, not causal), causal, label)
-    if made is not None:
-        return made
-    top, bottom = place.first // bk, place.last // bk
-    gap = -(-near // step) * step  # blocks to the first one of the stride that the window does not hold
-    left = top % step
-    runs = Runs.progression(left, (top - gap - left) // step + 1, step)
-    runs = runs.then(Runs.between(top - near + 1, bottom + near))
-    if not causal:
-        runs = runs.then(Runs.progression(bottom + gap, np.full_like(bottom, place.reach), step))
-    return of_blocks(cls, place, runs, causal, label)
+    return _stepped(cls, place, Steps.strided(place, step, near, not causal), causal, label)
 
 
 @of_options
@@ -255,17 +246,9 @@ def dilated(
     place = Place.of(seq_len, **frame)
     window, dilation = arguments.integer("window", window, 1), arguments.integer("dilation", dilation, 1)
     causal = arguments.flag("causal", causal)
-    bk, step, near = place.block[1], min(dilation, place.reach), place.blocks(window)
+    step, near = min(dilation, place.reach), place.blocks(window)
     label = f"dilated({window}, {dilation}{_both_ways(causal)})"
-    made = _stepped_on_gpu(cls, place, Steps.dilated(place, step, near, not causal), causal, label)
-    if made is not None:
-        return made
-    top, bottom = place.first // bk, place.last // bk
-    more = np.full_like(top, near - 1)
-    runs = Runs.progression(top - more * step, more, step).then(Runs.between(top, bottom + 1))
-    if not causal:
-        runs = runs.then(Runs.progression(bottom + step, more, step))
-    return of_blocks(cls, place, runs, causal, label)
+    return _stepped(cls, place, Steps.dilated(place, step, near, not causal), causal, label)
 
 
 def _both_ways(causal: bool) -> str:
@@ -282,18 +265,17 @@ def _all_blocks(cls: type[Mask], place: Place, causal: bool, label: str) -> Mask
     return of_blocks(cls, place, runs, causal, label)
 
 
-def _stepped_on_gpu(cls: type[Mask], place: Place, steps: Steps, causal: bool, label: str) -> Mask | None:
+def _stepped(cls: type[Mask], place: Place, steps: Steps, causal: bool, label: str) -> Mask:
     band = Band.of(place, None, 1 if causal else None)
-    count, room = partial(counted_steps, place, band, steps), partial(room_of_blocks, place, steps, causal)
-    return on_gpu(cls, place, "mask_of_blocks", (band, steps, causal), count, room, label)
+    count, room = partial(counted_steps, place, steps, causal), partial(room_of_blocks, place, steps, causal)
+    made = on_gpu(cls, place, "mask_of_blocks", (band, steps, causal), count, room, label)
+    return of_blocks(cls, place, steps.runs(place), causal, label) if made is None else made
 
 
 def of_blocks(cls: type[Mask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1) -> Mask:
     """The mask of these blocks of each tile, as far as they exist; if causal, of their keys up to the query."""
-    edge, end = (np.tile(each, heads) for each in visible(place, causal))
-    stored = stored.behind(np.zeros_like(edge)).before(end)
     interval = up_to_itself(place) if causal else every_key(place)
-    full, cut = stored.before(edge), stored.behind(edge)
+    full, cut = full_and_partial(stored, place, causal, heads)
     counts = full.count.sum(0), cut.count.sum(0)
     sizes = exact_sizes(*counts)
     check_stored(sizes.stored)
@@ -309,14 +291,6 @@ def of_blocks(cls: type[Mask], place: Place, stored: Runs, causal: bool, label: 
     )  # fmt: skip
     mask._memo["heavy"] = heavy_blocks(*counts)
     return mask
-
-
-def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """How many leading blocks all queries of a tile see whole, and how many some of them see; int64 [Mb]."""
-    first = last = np.full(place.grid[0], place.kv_len)
-    if causal:
-        first, last = (np.clip(p + 1, 0, place.kv_len) for p in (place.first, place.last))
-    return first // place.block[1], -(-last // place.block[1])
 
 
 @of_options

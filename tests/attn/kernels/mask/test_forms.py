@@ -50,12 +50,12 @@ def test_the_sizes_of_causal_masks_are_those_of_their_lists(place: Place, causal
 @given(places(40_000), st.integers(1, 50), st.integers(1, 5000), st.booleans())
 def test_the_sizes_of_steps_are_those_of_their_lists(place: Place, step: int, window: int, causal: bool):
     bk, both = place.block[1], not causal
-    band, near = Band.of(place, None, 1 if causal else None), place.blocks(window)
+    near = place.blocks(window)
     strided = BlockMask.strided(stride=step * bk, window=window, causal=causal, **frame(place))
-    found = counted_steps(place, band, Steps.strided(place, step, near, both))
+    found = counted_steps(place, Steps.strided(place, step, near, both), causal)
     assert found == (strided.sizes, strided.heavy_blocks)
     dilated = BlockMask.dilated(window=window, dilation=step, causal=causal, **frame(place))
-    found = counted_steps(place, band, Steps.dilated(place, step, near, both))
+    found = counted_steps(place, Steps.dilated(place, step, near, both), causal)
     assert found == (dilated.sizes, dilated.heavy_blocks)
 
 
