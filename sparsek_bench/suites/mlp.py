@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sparsek.engine.plan.plan import Plan
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.ops.linear import writes_slope
+from sparsek.products.ops.linear import LinearCall
 from sparsek.products.ops.mlp import mlp
 from sparsek.products.ops.sddmm import plan_sddmm
 from sparsek.products.ops.spmm import plan_spmm
@@ -88,7 +88,7 @@ class MlpOperands(Operands):
             up = plan_spmm(x, w1.T, epilogue=Epilogue(activation=self.activation))
             return {"up": up, "down": plan_spmm(hidden, w2.T)}
         of_up = of_hidden = PLAIN
-        if writes_slope(self.x, self.w1, None, self.activation, None):
+        if LinearCall(self.x, self.w1, activation=self.activation).writes_slope():
             of_up = Epilogue(activation=self.activation, slope=torch.empty_like(hidden))
             of_hidden = Epilogue(other=hidden, combine="mul")
         return {

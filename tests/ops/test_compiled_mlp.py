@@ -279,12 +279,12 @@ def test_on_a_gpu_a_compiled_mlp_equals_eager(act: str, monkeypatch: pytest.Monk
     torch._dynamo.reset()
     wrote: list[str] = []
 
-    def with_slope(*given: Any) -> tuple[Tensor, Tensor]:
+    def with_slope(call: mlp.LinearCall) -> tuple[Tensor, Tensor]:
         wrote.append(act)
-        return written(*given)
+        return written(call)
 
-    written = mlp.with_slope
-    monkeypatch.setattr(mlp, "with_slope", with_slope)
+    written = mlp.LinearCall.with_slope
+    monkeypatch.setattr(mlp.LinearCall, "with_slope", with_slope)
     run, leaves = layers(act, False, "cuda", torch.bfloat16)
     x = torch.randn(2, 128, 96, device="cuda").bfloat16()
     compiled = torch.compile(run, fullgraph=True)

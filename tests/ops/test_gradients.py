@@ -1,6 +1,5 @@
 """Gradients of every product: against the float64 reference, of second order, for which inputs, and of what size."""
 
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -17,6 +16,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR, zero_padding
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.ops import gradients, library_args
+from sparsek.products.ops.linear import LinearCall
 from sparsek.products.ops.spmm import SPMM
 from sparsek.products.plan.spmm import Product
 from tests.engine.launch.covering import once
@@ -36,11 +36,7 @@ FAMILIES: dict[str, dict[str, str | None]] = {
 def takes_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that learn write slopes, as on a device with a kernel that is fast at it."""
 
-    def takes(x: Tensor, w: BSR, *given: Any) -> bool:
-        return w.values.requires_grad
-
-    for name in ("linear", "mlp"):
-        monkeypatch.setattr(import_module(f"sparsek.products.ops.{name}"), "writes_slope", takes)
+    monkeypatch.setattr(LinearCall, "writes_slope", lambda call: call.w.values.requires_grad)
 
 
 @pytest.fixture

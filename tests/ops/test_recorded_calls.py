@@ -23,7 +23,7 @@ from sparsek.attn.reference.scores import Scores
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.launch.recorder import MISS, Recorded
-from sparsek.products.ops.linear import plan_layer
+from sparsek.products.ops.linear import LinearCall, plan_layer
 from sparsek.products.plan import operands
 from sparsek.products.plan import spmm as plan_spmm
 from sparsek.products.reference.epilogue import Activation
@@ -73,10 +73,10 @@ class Mode(TorchDispatchMode):
 NOW = {"device": 0, "stream": 0}
 
 
-def writes_slope(x: Any, w: Any, bias: Any, activation: Any, kernel: Any) -> bool:
+def writes_slope(call: LinearCall) -> bool:
     """As with a kernel that is fast at gelu and its slope."""
-    learns = activation == "gelu" and isinstance(w, sk.BSR) and w.values.requires_grad
-    return learns and transforms.untraced(x, w.values, bias)
+    learns = call.activation == "gelu" and isinstance(call.w, sk.BSR) and call.w.values.requires_grad
+    return learns and transforms.untraced(call.x, call.w.values, call.bias)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
     monkeypatch.setattr(recorded_calls, "_stream", lambda device: NOW["stream"])
     monkeypatch.setattr(recorded_calls, "_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(sys.modules["sparsek.products.ops.linear"], "writes_slope", writes_slope)
+    monkeypatch.setattr(LinearCall, "writes_slope", writes_slope)
     monkeypatch.setitem(NOW, "device", 0)
     monkeypatch.setitem(NOW, "stream", 0)
     return made

@@ -41,8 +41,8 @@ def test_a_product_takes_the_form_of_the_kernels_by_views_alone():
     assert (call.epilogue.other.shape, call.epilogue.other.data_ptr()) == ((128, 80), other.data_ptr())
     assert call.epilogue.bias is bias
     assert call.seen(call.out.mT, x).shape == out.shape
-    left = Product.of(a, x.mT)
-    assert (left.a, left.out, left.epilogue, left.out_layout) == (a, None, PLAIN, "row")
+    left = Product.of(turned := a.T, x.mT)
+    assert (left.a, left.out, left.epilogue, left.out_layout) == (turned, None, PLAIN, "row")
     assert isinstance(left.b, torch.Tensor)
     assert left.b.data_ptr() == x.data_ptr()
 

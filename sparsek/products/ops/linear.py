@@ -5,8 +5,7 @@ x @ W.T is (W @ x.T).T: spmm with an epilogue, and C written column-major.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -29,11 +28,13 @@ from sparsek.products.ops.spmm import SPMM, How, LearnedProduct, finished, follo
 from sparsek.products.plan import operands
 from sparsek.products.plan.kernels import activation_seconds
 from sparsek.products.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
-from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Epilogue
+from sparsek.products.reference.epilogue import PLAIN, Activation, Epilogue
 
 Weight: TypeAlias = SparseMatrix
 # The activations whose derivative is not known from their result.
 SLOPED = ("gelu", "gelu_tanh", "silu")
+
+_compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
 
 
 def linear(
@@ -85,14 +86,12 @@ def linear(
         >>> sk.linear(torch.randn(2, 10, 128), W, torch.zeros(256), activation="gelu").shape
         torch.Size([2, 10, 256])
     """
-    if autocasts():
-        dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot = recorded_calls.UNBOUND
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
-        not torch.compiler.is_compiling()
+        not _compiling()
         and (activation is None or activation.__class__ is str)
         and (dtype is None or dtype.__class__ is torch.dtype)
     ):
@@ -102,34 +101,114 @@ def linear(
         slot = recorded_products.product(W, x, settings, also)
         if slot.__class__ is not Slot:
             return slot
-    operands.check_linear(x, W, bias, activation, residual)
-    if isinstance(W, Tensor):
-        return _dense(x, W, bias, activation, residual, kernel, dtype)
-    rows = in_rows(bias), in_rows(residual)
-    if rows[0] is not bias or rows[1] is not residual:
+    call = LinearCall(x, W, bias, activation, residual, kernel, dtype)
+    return route(call, slot)
+
+
+@dataclass(slots=True, eq=False)
+class LinearCall:
+    """A call of `linear`, or of a layer inside `swiglu` or `mlp`: its operands and options."""
+
+    x: Any
+    w: Any
+    bias: Tensor | None = None
+    activation: Any = None
+    residual: Tensor | None = None
+    kernel: str | None = None
+    dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        """InvalidInput for operands that do not fit together."""
+        operands.check_linear(self.x, self.w, self.bias, self.activation, self.residual)
+
+    def run(self, activation: Any = "", other: Tensor | None = None) -> Tensor:
+        """act(x @ w.T + bias) + other by one kernel, of operands as they are, also under torch.autocast.
+
+        Leading dims that do not join are copied here: a copy is no operand of the recorded call.
+        """
+        epilogue = Epilogue(bias=self.bias, activation=activation, other=other)
+        return self.seen(multiply(Product.layer(self.x, self.w, epilogue, self.dtype), self.kernel))
+
+    def seen(self, y: Tensor) -> Tensor:
+        """The result [T, N] with the leading dims of x."""
+        return y if self.x.ndim == 2 else y.view(*self.x.shape[:-1], self.w.shape[0])
+
+    def writes_slope(self) -> bool:
+        """Whether one kernel that writes act(z) and act'(z) is predicted to be faster than a product, and torch on z.
+
+        Only for a weight that learns, because a second derivative reads x too.
+        """
+        x, w = self.x, self.w
+        sloped = self.activation in SLOPED and isinstance(x, Tensor) and x.is_cuda
+        learns = sloped and isinstance(w, BSR) and w.values.requires_grad
+        return learns and transforms.untraced(x, w.values, self.bias) and self.slope_pays()
+
+    def slope_pays(self) -> bool:
+        """`writes_slope` of operands for which it is possible."""
+        x, w = self.x, self.w
+        known: dict[Any, bool] = w.plan_owner().derived("writes slope", dict)
+        facts = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, w.values.data_ptr() % 16, w.order is None
+        key = *facts, self.bias is None, self.activation, self.kernel
+        found = known.get(key)
+        if found is None:
+            found = known[key] = self._predicts_slope()
+        return found
+
+    def _predicts_slope(self) -> bool:
+        self.check()
+        p = Product.layer(self.x, self.w, Epilogue(bias=self.bias)).problem(card_of(self.x.device))
+        try:
+            whole, product = (
+                SPMM.choose(each, self.kernel, None)
+                for each in (replace(p, activation=self.activation, slope=True), p)
+            )
+        except Unsupported:
+            return False
+        return whole.seconds < product.seconds + activation_seconds(p)
+
+    def with_slope(self) -> tuple[Tensor, Tensor]:
+        """act(z) [..., N] and act'(z) [T, N] of z = x @ w.T + bias, by one kernel; no gradient."""
+        x, w, bias = self.x, self.w, self.bias
+        settings = "slope", bias is None, self.activation, self.kernel
+        slot = recorded_products.product(w, x, settings, () if bias is None else (bias,))
+        if slot.__class__ is not Slot:
+            return slot
+
+        def run() -> tuple[Tensor, Tensor]:
+            self.check()
+            slope = x.new_empty(x.shape[:-1].numel(), w.shape[0])
+            epilogue = Epilogue(bias=bias, activation=self.activation, slope=slope)
+            return self.seen(SPMM.run(Product.layer(x, w, epilogue), self.kernel)), slope
+
+        return slot.run(run)
+
+
+def route(call: LinearCall, slot: Slot) -> Tensor:
+    """The result of a call that no recorded one gives: by torch, by a kernel, or by a kernel and torch behind it."""
+    if autocasts():
+        given = follow_autocast_fp8(call.dtype, call.x, call.w, call.bias, call.residual)
+        call.dtype, call.x, call.w, call.bias, call.residual = given
+    call.check()
+    if isinstance(call.w, Tensor):
+        return _dense(call)
+    rows = in_rows(call.bias), in_rows(call.residual)
+    if rows[0] is not call.bias or rows[1] is not call.residual:
         # In a recorded call, a copy made before the launch would be a constant.
         slot = slot._replace(key=None)
-    bias, residual = rows
-    act = activation or ""
+    call.bias, call.residual = rows
+    act, residual, quantized = call.activation or "", call.residual, isinstance(call.w, Quantized)
     # torch computes the gradients of an epilogue, and so applies what needs one.
-    apart = act != "" and not isinstance(W, Quantized) and _wanted(x, W.values, bias, residual)
+    apart = act != "" and not quantized and _wanted(call.x, call.w.values, call.bias, residual)
     cut = apart and act != "relu"
-    inside, beside = (None if cut else activation), (None if apart else residual)
-
-    def run() -> (
-        Tensor
-    ):  # includes the copy of leading dims that do not join: a copy is no operand of the recorded call
-        return fused(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), kernel, dtype)
-
-    slope = cut and writes_slope(x, W, bias, act, kernel)
-    after = act if cut and not slope else ""
-    if slope or (slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized)):
+    slope = cut and call.writes_slope()
+    inside, after = ("", "" if slope else act) if cut else (act, "")
+    run: Any = call.with_slope if slope else lambda: call.run(inside, None if apart else residual)
+    if slope or (slot.learns and isinstance(call.x, Tensor) and not quantized):
         if not slot.learns:
-            slot = slot._replace(operands=(W.values, x, *(t for t in rows if t is not None)))
-        how = How(True, False, 1.0, inside == "relu", kernel, act if slope else "")
-        again = LearnedProduct(how, bias is not None, residual is not None, apart, after)
-        both: Any = functools.partial(with_slope, x, W, bias, act, kernel) if slope else run
-        return slot.differentiate(again, W, both)
+            slot = slot._replace(operands=(call.w.values, call.x, *(t for t in rows if t is not None)))
+        how = How(True, False, 1.0, inside == "relu", call.kernel, act if slope else "")
+        learned = LearnedProduct(how, call.bias is not None, residual is not None, apart, after)
+        return slot.differentiate(learned, call.w, run)
     y = slot.run(run)
     return finished(y, after, residual) if apart else y
 
@@ -182,12 +261,12 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
             x = quantize_dense(x, E4M3, "row", check=False)
     if dtype is None and _wanted(x, W_gate.values, W_up.values):
-        gate, up = (multiply(_layer(x, w, PLAIN), kernel) for w in (W_gate, W_up))
+        gate, up = (multiply(Product.layer(x, w), kernel) for w in (W_gate, W_up))
         with dtypes.as_given(x.device):
             y = functional.silu(gate) * up
     else:
-        gate = multiply(_layer(x, W_gate, Epilogue(activation="silu"), dtype), kernel)
-        call = _layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
+        gate = multiply(Product.layer(x, W_gate, Epilogue(activation="silu"), dtype), kernel)
+        call = Product.layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
         in_place = dtype is None and not transforms.traced()
         y = multiply(call._replace(out=gate.mT) if in_place else call, kernel)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], W_up.shape[0])
@@ -210,28 +289,7 @@ def plan_layer(
     """
     operands.check_given(epilogue)
     operands.check_layer(x, W, predicted=device is not None)
-    return replace(SPMM.plan(_layer(x, W, epilogue, dtype), kernel, config, device), layer=True)
-
-
-def _layer(
-    x: Tensor | QuantizedTensor, w: Weight, epilogue: Epilogue, dtype: torch.dtype | None = None
-) -> Product:
-    """The product x @ W.T as [T, N], checked. The tensors of `epilogue` are [..., N]."""
-    call = Product.layer(x, w, epilogue, dtype)
-    call.check_epilogue()
-    return call
-
-
-def fused(
-    x: Tensor | QuantizedTensor,
-    w: Weight,
-    epilogue: Epilogue,
-    kernel: str | None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The layer [..., N] by one kernel, of operands that are taken as they are, also under torch.autocast."""
-    y = multiply(_layer(x, w, epilogue, dtype), kernel)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[0])
+    return replace(SPMM.plan(Product.layer(x, W, epilogue, dtype), kernel, config, device), layer=True)
 
 
 def _wanted(*tensors: Any) -> bool:
@@ -239,87 +297,25 @@ def _wanted(*tensors: Any) -> bool:
     return tracing.wants_gradient(*tensors) or transforms.active()
 
 
-def writes_slope(x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
-    """Whether one kernel that writes act(z) and act'(z) is predicted to be faster than a product, and torch on z.
-
-    Only for a weight that learns, because a second derivative reads x too.
-    """
-    if activation not in SLOPED or not isinstance(x, Tensor) or not x.is_cuda or not isinstance(w, BSR):
-        return False
-    if not w.values.requires_grad or not transforms.untraced(x, w.values, bias):
-        return False
-    return slope_pays(x, w, bias, activation, kernel)
-
-
-def slope_pays(x: Tensor, w: BSR, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
-    """`writes_slope` of operands for which it is possible."""
-    known: dict[Any, bool] = w.plan_owner().derived("writes slope", dict)
-    facts = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, w.values.data_ptr() % 16, w.order is None
-    key = *facts, bias is None, activation, kernel
-    found = known.get(key)
-    if found is None:
-        found = known[key] = _predicts_slope(x, w, bias, activation, kernel)
-    return found
-
-
-def _predicts_slope(x: Tensor, w: BSR, bias: Tensor | None, activation: Any, kernel: str | None) -> bool:
-    operands.check_linear(x, w, bias, activation, None)
-    call = _layer(x, w, Epilogue(bias=bias))
-    p = call.problem(card_of(x.device))
-    try:
-        whole, product = (
-            SPMM.choose(each, kernel, None) for each in (replace(p, activation=activation, slope=True), p)
-        )
-    except Unsupported:
-        return False
-    return whole.seconds < product.seconds + activation_seconds(p)
-
-
-def with_slope(
-    x: Any, w: Any, bias: Tensor | None, activation: Any, kernel: str | None
-) -> tuple[Tensor, Tensor]:
-    """act(z) [..., N] and act'(z) [T, N] of z = x @ w.T + bias, by one kernel; no gradient."""
-    settings = "slope", bias is None, activation, kernel
-    slot = recorded_products.product(w, x, settings, () if bias is None else (bias,))
-    if slot.__class__ is not Slot:
-        return slot
-
-    def run() -> tuple[Tensor, Tensor]:
-        operands.check_linear(x, w, bias, activation, None)
-        slope = x.new_empty(x.shape[:-1].numel(), w.shape[0])
-        call = _layer(x, w, Epilogue(bias=bias, activation=activation, slope=slope))
-        y = SPMM.run(call, kernel)
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[0]), slope
-
-    return slot.run(run)
-
-
 def in_rows(x: Tensor | None) -> Tensor | None:
     """A bias or a residual, copied unless its last dim is contiguous, as epilogues read it."""
     return x if x is None or x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _dense(
-    x: Any,
-    w: Tensor,
-    bias: Tensor | None,
-    activation: Activation | None,
-    residual: Tensor | None,
-    kernel: str | None,
-    dtype: torch.dtype | None,
-) -> Tensor:
-    if dtype is not None:
+def _dense(call: LinearCall) -> Tensor:
+    """The layer of a dense W, by torch."""
+    x, w = call.x, call.w
+    if call.dtype is not None:
         raise InvalidInput("dtype= is for a W in FP8; other products have the dtype of their operands")
-    if kernel is not None:
+    if call.kernel is not None:
         raise InvalidInput(
-            f"kernel={shown(kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
+            f"kernel={shown(call.kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
         )
     if tracing.wants_gradient(x, w):
         arguments.kept("x", x)
         arguments.kept("W", w)
     with dtypes.as_given(x.device):
-        y = ACTIVATIONS[activation or ""](functional.linear(x, w, bias))
-        return y if residual is None else y + residual
+        return finished(functional.linear(x, w, call.bias), call.activation or "", call.residual)
 
 
 Matrix.register_linear(linear)

@@ -30,13 +30,10 @@ from sparsek.products.ops import gradients
 from sparsek.products.ops.library_args import MlpArgs, fake, flat, matrix
 from sparsek.products.ops.linear import (
     SLOPED,
+    LinearCall,
     Weight,
-    fused,
     in_rows,
     linear,
-    slope_pays,
-    with_slope,
-    writes_slope,
 )
 from sparsek.products.ops.sddmm import sampled
 from sparsek.products.ops.spmm import multiply, spmm
@@ -99,7 +96,7 @@ def mlp(
         if learns and torch.compiler.is_compiling():
             if one_op(x.device, x.dtype, act, kernel):
                 return _through_op(x, W_up, W_down, bias_up, bias_down, act, kernel)
-        elif learns and writes_slope(x, W_up, bias_up, act, kernel):
+        elif learns and LinearCall(x, W_up, bias_up, act, kernel=kernel).writes_slope():
             layers = Layers(W_up, W_down, act, kernel)
             return Mlp.apply(x, W_up.values, in_rows(bias_up), W_down.values, bias_down, layers)
     return linear(linear(x, W_up, bias_up, activation, kernel=kernel), W_down, bias_down, kernel=kernel)
@@ -143,13 +140,14 @@ def _mlp_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     up, down = (matrix(*each) for each in (args.up, args.down))
     _check(x, up, down, args.up_bias, args.down_bias, act)
     with torch.no_grad():
-        if x.is_cuda and slope_pays(x, up, args.up_bias, act, kernel):
-            hidden, slope = with_slope(x, up, args.up_bias, act, kernel)
+        first = LinearCall(x, up, args.up_bias, act, kernel=kernel)
+        if x.is_cuda and first.slope_pays():
+            hidden, slope = first.with_slope()
         else:
-            z = fused(x, up, Epilogue(bias=args.up_bias), kernel)
+            z = first.run()
             with dtypes.as_given(x.device):
                 hidden, slope = ACTIVATIONS[act](z), slope_of(act, tokens(z))
-        return fused(hidden, down, Epilogue(bias=args.down_bias), kernel), hidden, slope
+        return LinearCall(hidden, down, args.down_bias, kernel=kernel).run(), hidden, slope
 
 
 @_mlp_op.register_fake
@@ -191,7 +189,9 @@ class Mlp(torch.autograd.Function):
         bias_down: Tensor | None,
         layers: Layers,
     ) -> Tensor:
-        hidden, slope = with_slope(x, layers.up, bias_up, layers.activation, layers.kernel)
+        hidden, slope = LinearCall(
+            x, layers.up, bias_up, layers.activation, kernel=layers.kernel
+        ).with_slope()
         y = linear(hidden, layers.down, bias_down, kernel=layers.kernel)
         save_for_backward(ctx, x, up, down, hidden, slope)
         ctx.layers, ctx.bias_up = layers.each(None, None), SecondOrderInput.of(bias_up)

@@ -8,6 +8,7 @@ unpack the matrix into a workspace first, cpu.bsr24 blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsek.core import arguments, dtypes, memory, operations, tracing
-from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import SecondOrderInput, save_for_backward, saved_tensors
 from sparsek.engine.call import recorded_calls, transforms
@@ -116,7 +116,8 @@ def spmm(
         slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype))
         if slot.__class__ is not Slot:
             return slot
-    return _route(A, B, slot, out, alpha, beta, plan, kernel, dtype)
+    call = SpmmCall(A, B, out, alpha, beta, plan, kernel, dtype)
+    return route(call, slot)
 
 
 def matmul(a: Any, b: Any) -> Tensor:
@@ -126,46 +127,76 @@ def matmul(a: Any, b: Any) -> Tensor:
         slot = recorded_products.product(a, b, PLAIN_CALL)
         if slot.__class__ is not Slot:
             return slot
-    return _route(a, b, slot)
+    return route(SpmmCall(a, b), slot)
 
 
-def _route(
-    A: Any,
-    B: Any,
-    slot: Slot,
-    out: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    plan: SpmmPlan | None = None,
-    kernel: str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The product of a call that no recorded one gives: by its plan, into `out`, or anew."""
-    if autocasts() and out is None and plan is None:
-        dtype, A, B = follow_autocast_fp8(dtype, A, B)
-    epilogue = _epilogue(alpha, beta, out)
-    if plan is not None:
-        check_plan(plan, SpmmPlan, "plan_spmm", kernel)
-        transforms.check(*(getattr(x, "values", x) if operands.is_sparse(x) else x for x in (A, B)), out)
+@dataclass(slots=True, eq=False)
+class SpmmCall:
+    """A call of `spmm`: its operands and options, each declared here."""
+
+    a: Any
+    b: Any
+    out: Tensor | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    plan: SpmmPlan | None = None
+    kernel: str | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def matrix(self) -> Any:
+        """The sparse operand."""
+        return self.a if operands.is_sparse(self.a) else self.b
+
+    def epilogue(self) -> Epilogue:
+        """alpha, beta and `out`, checked."""
+        alpha, beta = self.alpha, self.beta
+        if type(alpha) is not float or type(beta) is not float:
+            alpha, beta = arguments.number("alpha", alpha), arguments.number("beta", beta)
+        if beta == 0:
+            return PLAIN if alpha == 1 else Epilogue(alpha=alpha)
+        if self.out is None:
+            raise InvalidInput(f"beta is {beta:g} and there is no out= to multiply with it")
+        return Epilogue(alpha=alpha, other=self.out, beta=beta)
+
+    def by_plan(self, plan: SpmmPlan, epilogue: Epilogue) -> Tensor:
+        """The result by a plan of the caller."""
+        a, b, dtype = self.a, self.b, self.dtype
+        check_plan(plan, SpmmPlan, "plan_spmm", self.kernel)
+        transforms.check(*(getattr(x, "values", x) if operands.is_sparse(x) else x for x in (a, b)), self.out)
         transforms.refuse("plan=")
-        _check_dtype(A, B, dtype, plan)
-        return plan(A, B, out, epilogue)
+        if dtype is not None:
+            operands.check_operands(a, b)
+            planned = plan.problem.c.dtype
+            if dtypes.name(dtype_of(self.matrix, b if self.matrix is a else a, dtype)) != planned:
+                raise InvalidInput(f"dtype={dtype} contradicts plan, whose result is {planned}")
+        return plan(a, b, self.out, epilogue)
+
+
+def route(call: SpmmCall, slot: Slot) -> Tensor:
+    """The result of a call that no recorded one gives: by its plan, into `out`, with a gradient, or without one."""
+    if autocasts() and call.out is call.plan is None:
+        call.dtype, call.a, call.b = follow_autocast_fp8(call.dtype, call.a, call.b)
+    epilogue, out, kernel = call.epilogue(), call.out, call.kernel
+    if call.plan is not None:
+        return call.by_plan(call.plan, epilogue)
     if out is not None:
         if torch.compiler.is_compiling():
             raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
         transforms.refuse("out=")
-        multiply(_checked(A, B, out, epilogue, dtype), kernel)
+        multiply(Product.of(call.a, call.b, out, epilogue, call.dtype), kernel)
         return out
-    call = _checked(A, B, None, epilogue, dtype)
+    product = Product.of(call.a, call.b, None, epilogue, call.dtype)
 
-    def product() -> Tensor:
-        return call.seen(multiply(call, kernel), A)
+    def run() -> Tensor:
+        return product.seen(multiply(product, kernel), call.a)
 
-    if slot.learns and not (isinstance(A, Quantized) or isinstance(B, Quantized)):
-        matrix = A if operands.is_sparse(A) else B
-        how = How(matrix is B, matrix is B, alpha, False, kernel)
-        return slot.differentiate(LearnedProduct(how), matrix, product)
-    return slot.run(product)
+    if slot.learns and not isinstance(product.a, Quantized):
+        rows = product.out_layout == "col"
+        return slot.differentiate(
+            LearnedProduct(How(rows, rows, epilogue.alpha, False, kernel)), call.matrix, run
+        )
+    return slot.run(run)
 
 
 def follow_autocast_fp8(dtype: torch.dtype | None, *operands: Any) -> tuple[Any, ...]:
@@ -220,8 +251,7 @@ def plan_spmm(
     """
     transforms.refuse("plan_spmm")
     operands.check_given(epilogue)
-    call = _checked(A, B, out, epilogue, dtype, predicted=device is not None)
-    call.check_epilogue()
+    call = Product.of(A, B, out, epilogue, dtype, predicted=device is not None)
     return SPMM.plan(call, kernel, config, device)
 
 
@@ -287,39 +317,6 @@ def run(call: Product, kernel: str | None) -> Tensor:
     if out is not None:  # kernels write by its address, which autograd does not see
         increment_version(out)
     return c
-
-
-def _checked(
-    A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None, predicted: bool = False
-) -> Product:
-    """The call in the form that kernels take, after checking its operands."""
-    operands.check_operands(A, B, predicted)
-    if out is not None:
-        operands.check_out(A, B, out, epilogue)
-        if dtype is not None and dtype is not out.dtype:
-            raise InvalidInput(f"dtype= is {shown(dtype)} and out {out.dtype}; leave one of them away")
-    return Product.of(A, B, out, epilogue, dtype)
-
-
-def _check_dtype(A: Any, B: Any, dtype: torch.dtype | None, plan: SpmmPlan) -> None:
-    """Raise InvalidInput for a dtype= that contradicts the plan."""
-    if dtype is None:
-        return
-    operands.check_operands(A, B)
-    requested = dtype_of(A, B, dtype) if operands.is_sparse(A) else dtype_of(B, A, dtype)
-    planned = plan.problem.c.dtype
-    if dtypes.name(requested) != planned:
-        raise InvalidInput(f"dtype={dtype} contradicts plan, whose result is {planned}")
-
-
-def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
-    if type(alpha) is not float or type(beta) is not float:
-        alpha, beta = arguments.number("alpha", alpha), arguments.number("beta", beta)
-    if beta == 0:
-        return PLAIN if alpha == 1 else Epilogue(alpha=alpha)
-    if out is None:
-        raise InvalidInput(f"beta is {beta:g} and there is no out= to multiply with it")
-    return Epilogue(alpha=alpha, other=out, beta=beta)
 
 
 @torch.library.custom_op(

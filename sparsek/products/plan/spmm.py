@@ -67,34 +67,45 @@ class Product(NamedTuple):
         out: Tensor | None = None,
         epilogue: Epilogue = PLAIN,
         dtype: torch.dtype | None = None,
+        predicted: bool = False,
     ) -> Product:
-        """The form of a @ b, one of them sparse. Makes views only. `epilogue` refers to the caller's C.
+        """The form of a @ b, one of them sparse, checked. Makes views only. `epilogue` refers to the caller's C.
 
-        Leading dims of a dense left operand become rows, if all matrices have collapsible leading dims.
+        Leading dims of a dense left operand become rows, if all matrices have collapsible leading dims. `predicted`:
+        the product is not computed, so the dense one may be on the meta device.
         """
+        operands.check_operands(a, b, predicted)
+        if out is not None:
+            operands.check_out(a, b, out, epilogue)
+            if dtype is not None and dtype is not out.dtype:
+                raise InvalidInput(
+                    f"dtype= is {arguments.shown(dtype)} and out {out.dtype}; leave one of them away"
+                )
         on_left = operands.is_sparse(a)
         found = dtype_of(a, b, dtype) if on_left else dtype_of(b, a, dtype)
         dtype, other, slope = (found if out is None else out.dtype), epilogue.other, epilogue.slope
         if on_left:
-            return cls(a, False, b, out, epilogue, "row", dtype)
+            return cls(a, False, b, out, epilogue, "row", dtype).fitting()
         lies = not a.turned if isinstance(a, QuantizedTensor) else joins(a, a)
         if a.ndim > 2 and lies and all(x is None or joins(x, a) for x in (out, other, slope)):
             a = a.rows() if isinstance(a, QuantizedTensor) else a.flatten(0, -2)
             out, other, slope = (None if x is None else x.flatten(0, -2) for x in (out, other, slope))
         epilogue = _turned(epilogue, other, slope)
         stands, transposed = (b, True) if isinstance(b, (Semi24, BSR24)) else (b.T, False)
-        return cls(stands, transposed, a.mT, None if out is None else out.mT, epilogue, "col", dtype)
+        out = None if out is None else out.mT
+        return cls(stands, transposed, a.mT, out, epilogue, "col", dtype).fitting()
 
     @classmethod
     def layer(
         cls, x: Dense, w: SparseMatrix, epilogue: Epilogue = PLAIN, dtype: torch.dtype | None = None
     ) -> Product:
-        """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` refers to [..., N]."""
+        """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` refers to [..., N], and is
+        checked.
+        """
         dtype = dtype_of(w, x, dtype)
         rows: Any = x.rows() if isinstance(x, QuantizedTensor) else tokens(x)
         other, slope = (None if x is None else tokens(x) for x in (epilogue.other, epilogue.slope))
-        epilogue = _turned(epilogue, other, slope)
-        return cls(w, False, rows.mT, None, epilogue, "col", dtype)
+        return cls(w, False, rows.mT, None, _turned(epilogue, other, slope), "col", dtype).fitting()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,11 +129,12 @@ class Product(NamedTuple):
             return c
         return c.view(*a.shape[:-1], c.shape[-1])
 
-    def check_epilogue(self) -> None:
-        """InvalidInput unless the epilogue fits the operands, which fit each other."""
+    def fitting(self) -> Product:
+        """This call. InvalidInput unless the epilogue fits the operands, which fit each other."""
         if self.epilogue is not PLAIN:
             shape = (*self.b.shape[:-2], self.shape[0], self.b.shape[-1])
             operands.check_epilogue(self.epilogue, shape, self.dtype, self.b.device, self.out_layout)
+        return self
 
     def refuse_gradients(self) -> None:
         """InvalidInput if autograd would expect a gradient that no product of this matrix has."""
@@ -296,12 +308,8 @@ class SpmmPlan(Plan):
             if on_left != operands.is_sparse(b) and on_left == self.on_right:
                 side = "right" if self.on_right else "left"
                 raise InvalidInput(f"this plan was made for a sparse matrix on the {side}; {ANEW}")
-            operands.check_operands(a, b)
-            if out is not None:
-                operands.check_out(a, b, out, epilogue)
-            scaled = isinstance(a, Quantized) or isinstance(b, Quantized)
+            scaled = (isinstance(a, Quantized) or isinstance(b, Quantized)) and out is None
             call = Product.of(a, b, out, epilogue, dtype if scaled else None)
-        call.check_epilogue()
         if isinstance(call.a, Quantized):
             call.refuse_gradients()
         elif tracing.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
