@@ -1,7 +1,9 @@
 """Rules about the text of the tree that a machine can hold."""
 
+import ast
 import re
 import sys
+from collections import Counter
 
 import pytest
 
@@ -15,6 +17,7 @@ MACHINE_PATHS = re.compile(
 )
 
 LINES_AT_MOST = 600
+ROLES = {"Config", "Tile", "Work"}  # of each kernel: its config, that of its tile, and what `prepare` makes
 
 
 def test_ruff_finds_nothing() -> None:
@@ -33,6 +36,12 @@ def test_types_hold() -> None:
     need("pyright")
     done = run(sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--warnings")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "sparsek").rglob("*.py"))
+    names = Counter(node.name for each in trees for node in ast.walk(each) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == ROLES
 
 
 @pytest.mark.parametrize("suffix", [".py", ".md", ".toml", ".cu", ".sh"])
