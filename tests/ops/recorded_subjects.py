@@ -102,9 +102,7 @@ def before(device: str) -> Subject:
     return Subject(
         lambda: (a(), randn(2, 64, M, device=device)),
         lambda a, x: sk.spmm(x, a, alpha=0.5),
-        lambda out, a, x: [
-            check_spmm(a.T, x.view(-1, M).mT, out.view(-1, K).mT, Epilogue(alpha=0.5)),
-        ],
+        lambda out, a, x: [check_spmm(a.T, x.view(-1, M).mT, out.view(-1, K).mT, Epilogue(alpha=0.5))],
     )
 
 

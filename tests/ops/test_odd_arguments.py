@@ -88,10 +88,7 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
         lambda a: sk.plan_spmm(a, B, kernel="cpu.spmm", config=np.ones(2)),
         "a numpy.ndarray, .* is no config of",
     ),
-    "a list as card": (
-        lambda a: Untyped.plan_spmm(a, B, device=[]),
-        r"no facts about a card named \[\]",
-    ),
+    "a list as card": (lambda a: Untyped.plan_spmm(a, B, device=[]), r"no facts about a card named \[\]"),
     "out= beside a plan": (
         lambda a: Untyped.spgemm(a, a.T, 5, plan=sk.plan_spgemm(a, a.T, "bsr")),
         'out must be "dense", "bsr" or a',

@@ -253,10 +253,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "blocks of A are 32x16 and of B 32x32: those of B need 16 rows",
     ),
     "dtype": (lambda a, b: a @ b.to(dtype=BF16), "A is torch.float32 and B torch.bfloat16; cast one of them"),
-    "out": (
-        lambda a, b: SPGEMM(a, b, "csr"),
-        r'out must be "dense", "bsr" or a BlockPattern, got \'csr\'',
-    ),
+    "out": (lambda a, b: SPGEMM(a, b, "csr"), r'out must be "dense", "bsr" or a BlockPattern, got \'csr\''),
     "out a BSR": (lambda a, b: sk.spgemm(a, b, a @ b), "got BSR; pass its .pattern"),
     "out's shape": (
         lambda a, b: sk.spgemm(a, b, a.pattern),

@@ -27,7 +27,7 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
     "spmm(X, A)": (lambda a, x: sk.spmm(x, a), (2, 5, 128)),
 }
 ROUNDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
-    "rounded before": (lambda a, x: sk.linear(sk.quantize(x, check=False), a, dtype=F16), (5, 192)),
+    "rounded before": (lambda a, x: sk.linear(sk.quantize(x, check=False), a, dtype=F16), (5, 192))
 }
 COMPILED = [
     pytest.param(storage, *call, id=f"{storage}-{name}")
@@ -106,8 +106,7 @@ def test_the_op_passes_torchs_own_checks(storage: str, shape: tuple[int, ...], t
 
 
 @pytest.mark.parametrize(
-    ("storage", "by_columns", "act"),
-    sampled(list(product(WIDE, (False, True), ("", "relu"))), 2 * len(WIDE)),
+    ("storage", "by_columns", "act"), sampled(list(product(WIDE, (False, True), ("", "relu"))), 2 * len(WIDE))
 )
 def test_the_op_with_an_epilogue_passes_torchs_own_checks(storage: str, by_columns: bool, act: str):
     a = matrix(storage, F32)

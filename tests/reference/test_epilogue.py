@@ -133,10 +133,7 @@ def test_plain_is_plain():
     [
         ({"activation": "tanh"}, "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu"),
         ({"other": normal(40, 6), "combine": "sub"}, "combine is 'sub'; use one of add, mul"),
-        (
-            {"bias": normal(6)},
-            r"bias is torch.float64 \[6\] on cpu; this product needs .* \[40\] on cpu",
-        ),
+        ({"bias": normal(6)}, r"bias is torch.float64 \[6\] on cpu; this product needs .* \[40\] on cpu"),
         ({"bias": normal(40, dtype=torch.float32)}, "bias is torch.float32"),
         ({"other": normal(6, 40)}, r"other is torch.float64 \[6, 40\] on cpu; .* \[40, 6\]"),
         ({"bias": [1.0] * 40}, "bias must be a dense torch.Tensor, got list"),

@@ -106,10 +106,7 @@ def test_nan_in_features_without_blocks_never_reaches_y():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"x": normal(5, 34)},
-            r"x has shape \(5, 34\); .* W \[N, K\] \[40, 35\], so it needs \[5, 35\]",
-        ),
+        ({"x": normal(5, 34)}, r"x has shape \(5, 34\); .* W \[N, K\] \[40, 35\], so it needs \[5, 35\]"),
         ({"x": torch.tensor(1.0)}, "x has shape"),
         ({"x": [1.0]}, "must be torch.Tensors, got list"),
         ({"x": normal(5, 35, dtype=torch.float32)}, "they must agree"),

@@ -105,10 +105,7 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
             "dtype of meta is torch.int32; it must be torch.uint8",
         ),
         (changed("scale", lambda s: s.tolist()), "scale must be a dense torch.Tensor, got list"),
-        (
-            changed("scale", lambda s: s.double()),
-            "dtype of scale is torch.float64; it must be torch.float32",
-        ),
+        (changed("scale", lambda s: s.double()), "dtype of scale is torch.float64; it must be torch.float32"),
         (changed("scale", lambda s: s[:-1]), r"scale has shape \(69,\); one per row needs \(70,\)"),
         (changed("scale", lambda s: s[None]), r"scale has shape \(1, 70\)"),
         (changed("scale", lambda s: s[None], "tensor"), r"scale has shape \(1,\); one per tensor needs \(\)"),

@@ -12,12 +12,7 @@ from sparsek.products.kernels.spgemm import portable as portable_spgemm
 from sparsek.products.plan.matches import match
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from tests.attn.kernels.planned import join, sample, sddmm_problem, spgemm_problem
-from tests.products.pattern_cases import (
-    SDDMM_CASES,
-    SPGEMM_CASES,
-    unmet_blocks_poisoned,
-    unmet_rows_poisoned,
-)
+from tests.products.pattern_cases import SDDMM_CASES, SPGEMM_CASES, unmet_blocks_poisoned, unmet_rows_poisoned
 from tests.sampling import half
 
 SDDMM, SPGEMM = portable_sddmm.KERNEL, portable_spgemm.KERNEL

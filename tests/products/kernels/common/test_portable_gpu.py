@@ -22,12 +22,7 @@ from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from tests.attn.kernels.planned import join, multiply, problem, sample, sddmm_problem
 from tests.products.cases import EPILOGUE_CASES, SPMM_CASES, judged_by, laid_out
-from tests.products.pattern_cases import (
-    SDDMM_CASES,
-    SPGEMM_CASES,
-    unmet_blocks_poisoned,
-    unmet_rows_poisoned,
-)
+from tests.products.pattern_cases import SDDMM_CASES, SPGEMM_CASES, unmet_blocks_poisoned, unmet_rows_poisoned
 from tests.sampling import EVERY, dealt, sampled
 
 pytestmark = pytest.mark.gpu

@@ -107,10 +107,7 @@ def written_to(x: Tensor, y: Tensor) -> Tensor:
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sum": (lambda x, y: add(x, y, x.new_empty(x.shape)), lambda x, y: x + y),
-    "several results": (
-        several,
-        lambda x, y: (x + y, None, (x + y)[1:].mT, (x + y).view(-1)[5:], x),
-    ),
+    "several results": (several, lambda x, y: (x + y, None, (x + y)[1:].mT, (x + y).view(-1)[5:], x)),
     "in columns": (in_columns, right_in_columns),
     "into zeros": (into_zeros, lambda x, y: x + y + x),
     "in turns": (in_turns, lambda x, y: (x + y) + y + ((x + y) + x)),

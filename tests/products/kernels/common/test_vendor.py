@@ -17,13 +17,7 @@ from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from tests.attn.kernels.planned import join, sample, sddmm_problem, spgemm_problem
 from tests.products.cases import laid_out
-from tests.products.pattern_cases import (
-    SDDMM_CASES,
-    SPGEMM_CASES,
-    SddmmCase,
-    SpgemmCase,
-    unmet_rows_poisoned,
-)
+from tests.products.pattern_cases import SDDMM_CASES, SPGEMM_CASES, SddmmCase, SpgemmCase, unmet_rows_poisoned
 from tests.sampling import sampled
 
 SDDMM, SPGEMM = load("vendor.sddmm"), load("vendor.spgemm")

@@ -112,10 +112,7 @@ def test_every_field_is_in_a_configs_text() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            {"card": A100},
-            "needs a Hopper card .* NVIDIA A100",
-        ),
+        ({"card": A100}, "needs a Hopper card .* NVIDIA A100"),
         ({"card": B200}, "needs a Hopper card .* B200"),
         ({"card": CPU}, "needs a Hopper card .* cpu"),
         ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),

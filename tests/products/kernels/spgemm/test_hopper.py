@@ -128,10 +128,7 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            {"card": A100},
-            "needs a Hopper card .* NVIDIA A100",
-        ),
+        ({"card": A100}, "needs a Hopper card .* NVIDIA A100"),
         ({"card": B200}, "needs a Hopper card .* B200"),
         ({"card": CPU}, "needs a Hopper card .* cpu"),
         ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),

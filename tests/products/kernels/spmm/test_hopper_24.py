@@ -173,10 +173,7 @@ MISTAKES = {
         "if (tile.first == tile.end) prefetch(next.first, next.end);",
         "",
     ),
-    "the first block of a tile is that of the tile before": (
-        "else prefetch(next.first, next.end);",
-        "",
-    ),
+    "the first block of a tile is that of the tile before": ("else prefetch(next.first, next.end);", ""),
     "the other matrix comes into a slot in use": (
         "barrier_wait(ring.empty(), ring.phase);  // as above:",
         "//",

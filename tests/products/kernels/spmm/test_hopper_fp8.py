@@ -178,10 +178,7 @@ def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObjec
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            {"card": B200},
-            "needs a Hopper card .* NVIDIA B200",
-        ),
+        ({"card": B200}, "needs a Hopper card .* NVIDIA B200"),
         ({"card": CPU}, "needs a Hopper card .* cpu"),
         (
             {"transposed": True},

@@ -23,6 +23,7 @@ from sparsek.engine import table as kernels
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.plan.problems import SpmmProblem
+from sparsek.products.reference.epilogue import PLAIN, Epilogue
 from sparsek.products.reference.spmm import spmm as reference
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.poison import poisoned
@@ -30,7 +31,7 @@ from sparsek_bench.suites.spmm import BY_BLOCK
 from tests.attn.kernels.planned import default_and, multiply, problem
 from tests.engine.launch.covering import once
 from tests.engine.launch.drawn import fresh, randn
-from tests.products.cases import SPMM_CASES, Case
+from tests.products.cases import SPMM_CASES, Case, ScaleScopes
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.gpu
@@ -264,13 +265,20 @@ def test_every_other_tile_of_a_cta_adds_its_blocks_backwards() -> None:
     assert set(right.tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("name", FAST)
+REPLAYED: dict[str, tuple[tuple[int, int, int], tuple[int, int]]] = {
+    **dict.fromkeys(FAST, ((500, 512, 200), (64, 64))),
+    "hopper.spmm_paired": ((1024, 512, 576), (32, 32)),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["matrix", "batch"])
 def test_a_captured_graph_replays_with_new_values_in_place(name: str, batch: tuple[int, ...]) -> None:
     seed = fresh()
     torch.manual_seed(seed)
-    a, b = matrix(500, 512, (64, 64), seed=seed), randn(*batch, 512, 200)
-    out = poisoned((*batch, 500, 200), b.dtype, "cuda")
+    (m, k, n), block = REPLAYED[name]
+    a, b = matrix(m, k, block, seed=seed), randn(*batch, k, n)
+    out = poisoned((*batch, m, n), b.dtype, "cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -282,11 +290,74 @@ def test_a_captured_graph_replays_with_new_values_in_place(name: str, batch: tup
     for _ in range(3):
         b.copy_(torch.randn_like(b))
         values = torch.randn_like(a.values)
-        values[a.pattern.block_rows.long() == a.grid[0] - 1, 500 % 64 :] = 0  # the rows of padding
+        if m % block[0]:  # the rows of padding
+            values[a.pattern.block_rows.long() == a.grid[0] - 1, m % block[0] :] = 0
         a.values.copy_(values)
         out.fill_(float("nan"))
         graph.replay()
         assert check_spmm(a, b, out).passed, f"seed {seed}"
+
+
+LARGE: list[tuple[str, Case]] = [
+    ("hopper.semi24", Case(2048, 4096, 3072, None, "large")),
+    ("hopper.bsr24", Case(2048, 4096, 3072, (128, 128), "large", 0.3, two_four=True)),
+    *(
+        ("hopper.semi24_skinny", Case(2048, 8192, n, None, "large", layouts=("col", "row", "row")))
+        for n in (16, 32)
+    ),
+    *(
+        ("hopper.semi24_fp8", Case(2048, 4096, 2048, None, "large", scales=ScaleScopes(fast=fast)))
+        for fast in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), LARGE, ids=str)
+def test_all_configs_and_all_runs_give_the_same_bits(name: str, case: Case) -> None:
+    """Sums go in the order of k whatever the tile; a race would show as a run that differs."""
+    kernel, seed = kernels.load(name), fresh()
+    a, b, epilogue, out = case.make("cuda", HALF, seed)
+    first = None
+    for c in kernel.configs(problem(a, b, out, epilogue)):
+        if name == "hopper.semi24_skinny":
+            first = None  # how many parts a sum has, its config says
+        for _ in range(8):
+            multiply(kernel, a, b, epilogue, out.fill_(float("nan")), config=c)
+            first = out.clone() if first is None else first
+            assert torch.equal(out, first), f"{c}, seed {seed}"
+
+
+OF_2_4 = {"hopper.semi24": (96, 136, 256), "hopper.semi24_skinny": (256, 16, 16)}
+
+
+@pytest.mark.parametrize(
+    ("name", "joined"), [("hopper.semi24", False), ("hopper.semi24", True), ("hopper.semi24_skinny", False)]
+)
+def test_nothing_is_written_beside_the_output_nor_read_beside_the_other_matrix(
+    name: str, joined: bool
+) -> None:
+    kernel, (k, n, _) = kernels.load(name), OF_2_4[name]
+    a, b = sk.Semi24.from_dense(randn(200, k)), randn(k, n)
+    around = poisoned((202, n + 16), HALF, "cuda")
+    around[1:-1, 8:-8] = randn(200, n)
+    epilogue = Epilogue(other=around[1:-1, 8:-8]) if joined else PLAIN
+    for c in kernel.configs(problem(a, b, epilogue=epilogue)):
+        whole = poisoned((202, n + 16), HALF, "cuda")
+        out = whole[1:-1, 8:-8]
+        multiply(kernel, a, b, epilogue, out, config=c)
+        assert check_spmm(a, b, out, epilogue).passed, c
+        out.fill_(torch.nan)
+        assert whole.isnan().all(), c
+
+
+@pytest.mark.parametrize("name", OF_2_4)
+def test_nan_in_a_row_of_b_stays_with_the_rows_of_a_2_4_matrix_that_name_it(name: str) -> None:
+    a, b = sk.Semi24.from_dense(randn(256, 128)), randn(128, OF_2_4[name][2])
+    b[37] = torch.nan
+    out = multiply(kernels.load(name), a, b)
+    named = a.to_dense()[:, 37] != 0
+    assert out[named].isnan().all()
+    assert not out[~named].isnan().any()
 
 
 @pytest.mark.parametrize("name", NAMES)

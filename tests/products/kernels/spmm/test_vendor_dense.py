@@ -57,11 +57,7 @@ def _hold(case: Case, device: str, dtype: torch.dtype) -> None:
 def test_one_addition_goes_along_with_the_product(matrix: BSR, monkeypatch: pytest.MonkeyPatch) -> None:
     b, bias, other = torch.randn(96, 16), torch.randn(128), torch.randn(128, 16)
     monkeypatch.setattr(torch, "matmul", lambda *_, **__: pytest.fail("product and addition made apart"))
-    for epilogue in (
-        Epilogue(alpha=2.0),
-        Epilogue(2.0, bias),
-        Epilogue(2.0, None, "", other, "add", 0.5),
-    ):
+    for epilogue in (Epilogue(alpha=2.0), Epilogue(2.0, bias), Epilogue(2.0, None, "", other, "add", 0.5)):
         out = multiply(KERNEL, matrix, b, epilogue, poisoned((128, 16), torch.float32))
         torch.testing.assert_close(out, reference(matrix, b, epilogue))
 
