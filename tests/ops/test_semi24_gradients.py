@@ -11,6 +11,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
+from sparsek.products.ops.gradients import turning
 from sparsek.products.ops.spmm import SPMM
 from sparsek.products.reference.epilogue import ACTIVATIONS
 from tests.ops.operands import op_args
@@ -27,6 +28,13 @@ def _back(run: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
     return list(
         torch.autograd.grad(out, leaves, torch.randn(out.shape, generator=DRAW.manual_seed(3)).to(out))
     )
+
+
+@pytest.mark.parametrize("kind", ["semi24", "bsr24"])
+def test_the_kernel_named_for_a_product_multiplies_by_the_transpose_if_it_can(kind: str) -> None:
+    named = [f"{family}.{kind}" for family in ("unpacked", "cpu", "reference")]
+    assert [turning(name, two_four=True) for name in named] == named
+    assert turning(f"hopper.{kind}", two_four=True) is None
 
 
 @settings(max_examples=25)

@@ -1,7 +1,8 @@
 """XAttention: the blocks that it keeps, against the specification's mass."""
 
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,6 +91,11 @@ def test_chunks_of_a_prompt_keep_what_the_whole_prompt_keeps():
     assert torch.equal(chunk, whole[:, :, 4:7])
     grown = chosen(policy.mask(q[:, :, 256:448], k[:, :, :448]))
     assert torch.equal(grown, whole[:, :, 4:7, :7])
+
+
+def test_a_threshold_of_numpy_is_kept_as_a_number():
+    policy = XAttention(threshold=np.float64(0.5), stride=cast(Any, np.int64(8)))
+    assert (type(policy.threshold), type(policy.stride)) == (float, int)
 
 
 @pytest.mark.parametrize(
