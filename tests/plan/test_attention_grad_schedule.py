@@ -15,6 +15,17 @@ from sparsek.core.device import H200
 from tests.attn.attention_cases import ATTENTION_CASES, random_bits
 
 
+def same(found: GradSchedule, wanted: GradSchedule) -> None:
+    """The visits that exist, and everything else, of two schedules are equal."""
+    assert torch.equal(found.tiles, wanted.tiles)
+    assert torch.equal(found.starts, wanted.starts)
+    assert found.visits.shape == wanted.visits.shape
+    there = int(wanted.tiles[:, 6].sum())
+    assert torch.equal(found.visits[:there], wanted.visits[:there])
+    assert (found.ctas, found.rows) == (wanted.ctas, wanted.rows)
+    assert all(x.dtype == torch.int32 for x in found[:3])
+
+
 def problem(mask: BlockMask, batch: int, q_heads: int, kv_heads: int) -> AttentionProblem:
     sizes = mask.sizes
     return AttentionProblem(

@@ -122,6 +122,20 @@ class Case:
         return found
 
 
+def same(found: AttentionSchedule, wanted: AttentionSchedule) -> None:
+    """The live records, and everything else, of two schedules are equal."""
+    count = int(wanted.count)
+    assert found.count.tolist() == [count]
+    assert torch.equal(found.tiles[:count], wanted.tiles[:count])
+    assert (found.ctas, found.slots, found.tiles.shape) == (wanted.ctas, wanted.slots, wanted.tiles.shape)
+    if wanted.merges is None:
+        assert found.merges is None
+    else:
+        assert found.merges is not None
+        assert torch.equal(found.merges, wanted.merges)
+    assert found.tiles.dtype == found.count.dtype == torch.int32
+
+
 def bounded(mask: BlockMask, slack: int) -> BlockMask:
     """The same mask, of whose sizes the host knows bounds only."""
     stored, partial, longest, _ = mask.sizes

@@ -14,24 +14,14 @@ from sparsek.attn.kernels.backward.schedule_bwd import launched
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_grad_schedule as plan
-from sparsek.attn.plan.attention_grad_schedule import NO_TICKET, GradSchedule
+from sparsek.attn.plan.attention_grad_schedule import NO_TICKET
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import H200
 from tests.engine.launch.covering import once
-from tests.plan.test_attention_grad_schedule import drawn, problem
+from tests.plan.test_attention_grad_schedule import drawn, problem, same
 from tests.plan.test_attention_schedule import bounded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def same(found: GradSchedule, wanted: GradSchedule) -> None:
-    assert found.tiles.tolist() == wanted.tiles.tolist()
-    assert found.starts.tolist() == wanted.starts.tolist()
-    assert found.visits.shape == wanted.visits.shape
-    there = int(wanted.tiles[:, 6].sum())
-    assert found.visits[:there].tolist() == wanted.visits[:there].tolist()
-    assert (found.ctas, found.rows) == (wanted.ctas, wanted.rows)
-    assert all(x.dtype == torch.int32 for x in found[:3])
 
 
 def check(mask: BlockMask, p: AttentionProblem, ctas: int, *, ordered: bool = True) -> None:

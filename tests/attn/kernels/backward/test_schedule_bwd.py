@@ -17,14 +17,13 @@ from sparsek.attn.kernels.backward import transposed as lists
 from sparsek.attn.kernels.backward.schedule_bwd import launched
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_grad_schedule as plan
-from sparsek.attn.plan.attention_grad_schedule import GradSchedule
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.engine.table import load
 from tests.attn.kernels.backward.grad_cases import differentiate, inputs, judged
 from tests.attn.kernels.forward.test_schedule_fwd import CASES as FORWARD
 from tests.attn.kernels.forward.test_schedule_fwd import uneven
 from tests.engine.launch.portable_code import compiled
-from tests.plan.test_attention_grad_schedule import problem
+from tests.plan.test_attention_grad_schedule import problem, same
 
 TYPES: dict[str, str] = dict.fromkeys(
     (*lists.MASK, *lists._SCRATCH, *made._SCRATCH, "lo", "hi", "out"), "*i32"
@@ -97,15 +96,6 @@ def posed(name: str) -> tuple[BlockMask, AttentionProblem]:
     make, (batch, q_heads, kv_heads) = CASES[name]
     mask = make()
     return mask, problem(mask, batch, q_heads, kv_heads)
-
-
-def same(found: GradSchedule, wanted: GradSchedule) -> None:
-    assert torch.equal(found.tiles, wanted.tiles)
-    assert torch.equal(found.starts, wanted.starts)
-    assert found.visits.shape == wanted.visits.shape
-    there = int(wanted.tiles[:, 6].sum())
-    assert torch.equal(found.visits[:there], wanted.visits[:there])
-    assert (found.ctas, found.rows) == (wanted.ctas, wanted.rows)
 
 
 @pytest.mark.gpu

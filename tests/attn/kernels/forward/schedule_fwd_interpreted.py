@@ -12,24 +12,12 @@ from sparsek.attn.kernels.forward.schedule_fwd import launched
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as plan
-from sparsek.attn.plan.attention_schedule import AttentionSchedule, TileShape
+from sparsek.attn.plan.attention_schedule import TileShape
 from sparsek.core.device import H200
-from tests.plan.test_attention_schedule import Case, bounded, cases, problem
+from tests.plan.test_attention_schedule import Case, bounded, cases, problem, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = replace(H200, l2_bytes=4 * 2 * (64 + 64) * 700)
-
-
-def same(found: AttentionSchedule, wanted: AttentionSchedule) -> None:
-    count = int(wanted.count)
-    assert found.count.tolist() == [count]
-    assert found.tiles.shape == wanted.tiles.shape
-    assert found.tiles[:count].tolist() == wanted.tiles[:count].tolist()
-    assert (found.ctas, found.slots) == (wanted.ctas, wanted.slots)
-    assert (found.merges is None) == (wanted.merges is None)
-    if found.merges is not None and wanted.merges is not None:
-        assert found.merges.tolist() == wanted.merges.tolist()
-    assert found.tiles.dtype == found.count.dtype == torch.int32
 
 
 @settings(max_examples=20)

@@ -18,14 +18,14 @@ from sparsek.attn.kernels.forward import schedule_fwd as scheduling
 from sparsek.attn.kernels.forward.schedule_fwd import launched
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as plan
-from sparsek.attn.plan.attention_schedule import FIELDS, MERGE_FIELDS, AttentionSchedule, TileShape
+from sparsek.attn.plan.attention_schedule import FIELDS, MERGE_FIELDS, TileShape
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.testing.attention_budget import check_attention
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem_of
 from tests.engine.launch.portable_code import compiled
-from tests.plan.test_attention_schedule import bounded, problem
+from tests.plan.test_attention_schedule import bounded, problem, same
 
 TENSORS = ("p_starts", "p_counts", "f_starts", "f_counts", "table", "before", "tiles", "count", "merges")
 
@@ -112,18 +112,6 @@ def shapes(p: AttentionProblem) -> list[TileShape]:
     if p.mask_heads <= p.kv_heads and p.group % 2 == 0:
         found.append(TileShape(32, 2, 132))
     return found
-
-
-def same(found: AttentionSchedule, wanted: AttentionSchedule) -> None:
-    count = int(wanted.count)
-    assert found.count.tolist() == [count]
-    assert torch.equal(found.tiles[:count], wanted.tiles[:count])
-    assert (found.ctas, found.slots, found.tiles.shape) == (wanted.ctas, wanted.slots, wanted.tiles.shape)
-    if wanted.merges is None:
-        assert found.merges is None
-    else:
-        assert found.merges is not None
-        assert torch.equal(found.merges, wanted.merges)
 
 
 @pytest.mark.gpu

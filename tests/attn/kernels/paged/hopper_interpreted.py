@@ -18,29 +18,13 @@ from sparsek.attn.kernels.paged import hopper
 from sparsek.attn.kernels.paged.hopper import KERNEL, Config
 from sparsek.attn.kernels.paged.schedule import FAR, FIELDS
 from sparsek.core.device import H200
-from sparsek.engine.launch.gluon import Described
 from sparsek.testing.paged_budget import expected_attention_paged
+from tests.attn.kernels.forward.hopper_fwd_interpreted import Box, read
 from tests.attn.kernels.paged.calls import PagedRun, check_beyond_windows, check_cleared, paged_problem
 from tests.attn.paged_cases import OF_TILES, ListForm, PagedCase, drawn_case
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def boxed(d: Described, corner: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
-    """What of one box lies in the tensor, and where that is in the box."""
-    whole = d.base.as_strided(d.shape, d.strides, d.base.storage_offset())
-    ends = [min(first + side, n) for first, side, n in zip(corner, d.box, d.shape, strict=True)]
-    inside = whole[tuple(slice(min(a, b), b) for a, b in zip(corner, ends, strict=True))]
-    return inside, tuple(slice(0, n) for n in inside.shape)
-
-
-def read(d: Described, corner: Sequence[int]) -> Tensor:
-    """TMA's load, as rows of the last dim: zeros outside the tensor."""
-    inside, at = boxed(d, corner)
-    box = torch.zeros(d.box, dtype=torch.float64, device="cpu")
-    box[at] = inside.double()
-    return box.view(-1, d.box[-1])
 
 
 def walked(device: torch.device, kernel: Any, ctas: int, args: Sequence[Any], options: Any = None) -> None:
@@ -96,7 +80,7 @@ def attend(a: dict[str, Any], record: list[int], h: int, group: int) -> None:
         lse = (top + total.log2()) * 0.6931471805599453
         a["lse"].view(-1)[((h + r % c.pack) * a["tokens"] + row_0 + own)[there]] = lse.float()[there]
     if a["whole_rows"] and live >= (group + 1) * (64 // c.pack):
-        inside, at = boxed(a["o_desc"], corner)
+        inside, at = Box.of(a["o_desc"], corner)
         inside.copy_(o.view(a["o_desc"].box)[at])
     else:
         out = a["out"].as_strided((a["tokens"], h + c.pack, a["v_len"]), (a["out_row"], a["out_head"], 1))
