@@ -12,11 +12,9 @@ from torch import Tensor
 
 from sparsek.attn.kernels.forward.cpu_steps import CpuAttentionConfig
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.attn.reference.attention import attention_backward
 from sparsek.core.device import H200
 from sparsek.engine.table import load
-from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import (
     MORE,
@@ -28,7 +26,8 @@ from tests.attn.kernels.backward.grad_cases import (
     poisoned_keys,
     problem,
 )
-from tests.attn.kernels.forward.inputs import LARGE, LAYOUTS, SMALL, drawn_inputs, largest_product, normal
+from tests.attn.kernels.conformance import Backward
+from tests.attn.kernels.forward.inputs import LARGE, SMALL, drawn_inputs, largest_product, normal
 from tests.sampling import sampled
 
 KERNEL = load("cpu.attention_bwd")
@@ -36,6 +35,14 @@ REFERENCE = load("reference.attention_bwd")
 FLOATS = [torch.bfloat16, torch.float32, torch.float64]
 IN_EVERY_DTYPE = sampled([*MORE, *ATTENTION_CASES[::5]], 5)
 ONE_BLOCK = CpuAttentionConfig(step_bytes=1)
+
+
+class TestCpu(Backward):
+    kernel = KERNEL
+
+
+class TestCpuInSteps(TestCpu):
+    config = ONE_BLOCK
 
 
 @pytest.mark.parametrize("case", sampled(cases(), 16), ids=str)
@@ -86,45 +93,12 @@ def test_drawn_masks_are_within_budget(
     assert gate.passed, gate
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_and_gradients_may_have_any_strides(layout: str) -> None:
-    make = LAYOUTS[layout]
-    mask = BlockMask.sliding_window(q_len=150, kv_len=200, window=90, sinks=3, block=SMALL, device="cpu")
-    q, k, v = (make(2, h, s, d) for h, s, d in ((4, 150, 16), (2, 200, 16), (2, 200, 8)))
-    of = inputs(q, k, v, mask)._replace(grad=make(2, 4, 150, 8))
-    gate = judged(of, differentiate(KERNEL, of))
-    assert gate.passed, gate
-
-
-def test_results_may_lie_by_heads_or_by_positions() -> None:
-    mask = BlockMask.causal(150, block=SMALL, device="cpu")
-    q, k, v = normal(2, 4, 150, 16), normal(2, 2, 150, 16, seed=1), normal(2, 2, 150, 8, seed=2)
-    of = inputs(q, k, v, mask)
-    expected = differentiate(KERNEL, of)
-    p = problem(q, k, v, mask)
-    work = KERNEL.prepare(p, KERNEL.default(p), mask)
-    results = [
-        poisoned((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype).transpose(1, 2) for x in (q, k, v)
-    ]
-    KERNEL.launch(KERNEL.default(p), work, AttentionGradCall(*of[:9], results[0], results[1], results[2]))
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
 @pytest.mark.parametrize("case", [*MORE[:2], *ATTENTION_CASES[::9]], ids=str)
 def test_blocks_that_are_not_stored_never_reach_a_gradient(case: AttentionCase) -> None:
     q, k, v, mask = case.make()
     clean = differentiate(KERNEL, inputs(q, k, v, mask))
     dirty = differentiate(KERNEL, poisoned_keys(case))
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
-
-
-def test_what_lies_behind_the_last_key_in_memory_is_not_read() -> None:
-    mask = BlockMask.full(q_len=64, kv_len=100, block=SMALL, device="cpu")
-    memory = torch.full((1, 2, 128, 16), torch.nan)
-    memory[:, :, :100] = normal(1, 2, 100, 16)
-    k = v = memory[:, :, :100]
-    of = inputs(normal(1, 2, 64, 16, seed=1), k, v, mask)
-    assert judged(of, differentiate(KERNEL, of)).passed
 
 
 def test_rows_that_see_nothing_may_have_any_gradient() -> None:

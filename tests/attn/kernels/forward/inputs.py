@@ -28,14 +28,15 @@ def drawn_inputs(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
     return normal(batch, kv_heads * group, s, 16), k, v, mask
 
 
+# How a tensor of this shape, drawn by `normal`, lies in memory.
 LAYOUTS = {
-    "bshd": lambda b, h, s, d: normal(b, s, h, d).transpose(1, 2),
-    "dims outside": lambda b, h, s, d: normal(b, h, d, s).mT,
-    "every other key": lambda b, h, s, d: normal(b, h, 2 * s, d)[:, :, ::2],
-    "every other dim": lambda b, h, s, d: normal(b, h, s, 2 * d)[..., ::2],
-    "part of a fused projection": lambda b, h, s, d: normal(b, s, 3, h, d)[:, :, 1].transpose(1, 2),
-    "one head repeated": lambda b, h, s, d: normal(b, 1, s, d).expand(b, h, s, d),
-    "backwards in memory": lambda b, h, s, d: normal(h, b, s, d).transpose(0, 1),
+    "bshd": lambda normal, b, h, s, d: normal(b, s, h, d).transpose(1, 2),
+    "dims outside": lambda normal, b, h, s, d: normal(b, h, d, s).mT,
+    "every other key": lambda normal, b, h, s, d: normal(b, h, 2 * s, d)[:, :, ::2],
+    "every other dim": lambda normal, b, h, s, d: normal(b, h, s, 2 * d)[..., ::2],
+    "part of a fused projection": lambda normal, b, h, s, d: normal(b, s, 3, h, d)[:, :, 1].transpose(1, 2),
+    "one head repeated": lambda normal, b, h, s, d: normal(b, 1, s, d).expand(b, h, s, d),
+    "backwards in memory": lambda normal, b, h, s, d: normal(h, b, s, d).transpose(0, 1),
 }
 
 

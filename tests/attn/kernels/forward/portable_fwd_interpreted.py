@@ -15,7 +15,7 @@ from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
-from tests.attn.kernels.forward.changes import CHANGES
+from tests.attn.kernels.conformance import Forward
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.sampling import half
@@ -35,6 +35,11 @@ def inputs(mask: BlockMask, heads: tuple[int, int] = (2, 2), dim: int = 32) -> t
     lengths = ((hq, mask.q_len), (hkv, mask.kv_len), (hkv, mask.kv_len))
     q, k, v = (normal(mask.batch, h, n, dim, seed=at) for at, (h, n) in enumerate(lengths))
     return q, k, v
+
+
+class TestPortable(Forward):
+    kernel, dtype, dims, lengths, heads = KERNEL, HALF, (32, 32), (70, 100), (2, 1)
+    narrow, lse_step = portable.Config(64, 32, 4, 1), 1
 
 
 def small(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
@@ -108,44 +113,6 @@ def test_lists_and_intervals_may_differ_by_item_and_by_head_of_keys_or_queries(
     check(q, k, v, mask)
 
 
-def test_any_strides_are_read_as_they_are() -> None:
-    mask = BlockMask.causal(q_len=70, kv_len=100, block=SMALL, device="cpu")
-    last = normal(2, 2, 32, 70).mT, normal(2, 2, 32, 100).mT, normal(2, 32, 100, 2).permute(0, 3, 2, 1)
-    packed = normal(2, 100, 3, 2, 32).permute(2, 0, 3, 1, 4)
-    slices = packed[0, :, :, :70], packed[1], packed[2]
-    shared = normal(1, 1, 100, 32).expand(2, 2, 100, 32)
-    spread = normal(2, 2, 70, 64)[..., ::2], shared, normal(2, 2, 200, 32)[:, :, ::2]
-    for q, k, v in (last, slices, spread):
-        assert not q.is_contiguous()
-        check(q, k, v, mask)
-
-
-def test_out_has_any_strides_and_nothing_beside_it_is_written() -> None:
-    mask = BlockMask.sliding_window(100, 40, block=SMALL, device="cpu")
-    q, k, v = inputs(mask)
-    room = poisoned((1, 110, 2, 40), HALF)
-    p = problem(q, k, v, mask, lse=False)
-    c = KERNEL.default(p)
-    out = room[:, :100, :, :32].transpose(1, 2)
-    KERNEL.launch(c, KERNEL.prepare(p, c, mask), AttentionCall(q, k, v, mask, 0.2, out, None))
-    assert check_attention(q, k, v, mask, out, scale=0.2).passed
-    assert room[:, 100:].isnan().all()
-    assert room[..., 32:].isnan().all()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-def test_keys_of_blocks_that_are_not_stored_and_beyond_the_last_are_never_read(bad: float) -> None:
-    dense = torch.zeros(100, 300, dtype=torch.bool)
-    dense[:, 64:128] = True
-    dense[50:, 256:] = True
-    mask = BlockMask.from_dense(dense, SMALL)
-    q = normal(1, 1, 100, 32)
-    k, v = normal(1, 1, 320, 32, seed=1), normal(1, 1, 320, 32, seed=2)
-    for x in (k, v):
-        x[:, :, :64], x[:, :, 128:256], x[:, :, 300:] = bad, bad, bad
-    check(q, k[:, :, :300], v[:, :, :300], mask)
-
-
 def test_rows_with_nothing_to_see_are_zero_whatever_they_meet_first() -> None:
     """Queries 0 to 9 see nothing, 10 to 19 only the second partial block, 20 to 29 only a full one."""
     lo = torch.zeros(1, 64, dtype=torch.int32)
@@ -182,18 +149,6 @@ def lists(columns: list[int]) -> BlockLists:
     return BlockLists(start, count, torch.tensor(columns, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
-def test_any_scale_is_within_budget(scale: float) -> None:
-    mask = BlockMask.causal(100, block=SMALL, device="cpu")
-    check(*inputs(mask), mask, scale=scale)
-
-
-def test_large_scores_do_not_overflow() -> None:
-    mask = BlockMask.causal(100, block=SMALL, device="cpu")
-    q, k, v = inputs(mask)
-    check(q * 50, k * 50, v, mask)
-
-
 def test_offsets_of_64_bits_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = BlockMask.sliding_window(150, 40, block=SMALL, device="cpu")
     q, k, v = inputs(mask)
@@ -202,14 +157,6 @@ def test_offsets_of_64_bits_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     assert not portable._wide(c, q, k, v)
     monkeypatch.setattr(portable, "_wide", lambda *given: True)
     assert all(torch.equal(a, b) for a, b in zip(narrow, attend(KERNEL, q, k, v, mask), strict=True))
-
-
-def test_the_same_inputs_give_the_same_bits() -> None:
-    mask = random_bits("cpu", (100, 130), SMALL, density=1.5)
-    q, k, v = inputs(mask)
-    first = attend(KERNEL, q, k, v, mask)
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(first, attend(KERNEL, q, k, v, mask), strict=True))
 
 
 def test_every_section_of_heads_gives_the_same_bits() -> None:
@@ -315,17 +262,6 @@ def test_a_merge_without_lse_or_without_tiles_is_fine() -> None:
     assert out.isnan().all()
     merge_parts(split.o, split.lse, torch.tensor([[1, 2, 0, 0, 0]], dtype=torch.int32), out, None, 1, 128)
     torch.testing.assert_close(out[0, 0].double(), split.out64[0], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changed_scores_are_within_budget(name: str) -> None:
-    """Slopes of two items, heads of q that share one of k, queries that see nothing, and tiles smaller than blocks."""
-    mask = BlockMask.causal(q_len=70, kv_len=100, block=(128, 64), q_offset=-10, device="cpu")
-    q, k, v = (normal(2, heads, length, 32, seed=heads) for heads, length in ((2, 70), (1, 100), (1, 100)))
-    scores = CHANGES[name](q)
-    found = attend(KERNEL, 3 * q, k, v, mask, portable.Config(64, 32, 4, 1), scores=scores)
-    gate = check_attention(3 * q, k, v, mask, *found, scores=scores)
-    assert gate.passed, gate
 
 
 def test_the_merge_adds_sinks_once() -> None:

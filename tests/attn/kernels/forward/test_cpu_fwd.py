@@ -17,9 +17,9 @@ from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.core.device import H200, has_bf16_units
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
-from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
-from tests.attn.kernels.forward.inputs import LARGE, LAYOUTS, SMALL, drawn_inputs, largest_product, normal
+from tests.attn.kernels.conformance import Forward
+from tests.attn.kernels.forward.inputs import LARGE, SMALL, drawn_inputs, largest_product, normal
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.engine.launch import timed
@@ -28,6 +28,14 @@ from tests.sampling import sampled
 KERNEL = load("cpu.attention")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 ONE_BLOCK = CpuAttentionConfig(step_bytes=1)
+
+
+class TestCpu(Forward):
+    kernel = KERNEL
+
+
+class TestCpuInSteps(TestCpu):
+    config = ONE_BLOCK
 
 
 @pytest.mark.parametrize(
@@ -72,27 +80,6 @@ def test_drawn_masks_are_within_budget(
     assert gate.passed, gate
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_inputs_may_have_any_strides(layout: str) -> None:
-    mask = BlockMask.sliding_window(q_len=150, kv_len=200, window=90, sinks=3, block=SMALL, device="cpu")
-    q, k, v = (LAYOUTS[layout](2, h, s, d) for h, s, d in ((4, 150, 16), (2, 200, 16), (2, 200, 8)))
-    gate = check_attention(q, k, v, mask, *attend(KERNEL, q, k, v, mask))
-    assert gate.passed, gate
-
-
-def test_outputs_may_have_any_strides() -> None:
-    mask = BlockMask.causal(150, block=SMALL, device="cpu")
-    q, k, v = normal(2, 4, 150, 16), normal(2, 2, 150, 16, seed=1), normal(2, 2, 150, 8, seed=2)
-    p = problem(q, k, v, mask)
-    config = KERNEL.default(p)
-    for out, lse in (
-        (poisoned((2, 150, 4, 8), q.dtype).transpose(1, 2), poisoned((2, 150, 4), q.dtype).mT),
-        (poisoned((2, 4, 150, 16), q.dtype)[..., ::2], poisoned((2, 4, 300), q.dtype)[..., ::2]),
-    ):
-        KERNEL.launch(config, KERNEL.prepare(p, config, mask), AttentionCall(q, k, v, mask, 0.25, out, lse))
-        assert check_attention(q, k, v, mask, out, lse).passed
-
-
 def test_queries_that_see_nothing_get_zero_with_or_without_blocks() -> None:
     """Of 400 queries over 150 keys the first 250 see nothing: whole tiles, and part of one that has a block."""
     mask = BlockMask.causal(q_len=400, kv_len=150, block=SMALL, device="cpu")
@@ -116,30 +103,6 @@ def test_blocks_that_are_not_stored_never_reach_a_tile(bad: float) -> None:
     for one, other in zip(clean, dirty, strict=True):
         assert torch.equal(one[:, :, untouched], other[:, :, untouched])
     assert bool(dirty[0][:, :, 128:192].isnan().all())
-
-
-def test_what_lies_behind_the_last_key_in_memory_is_not_read() -> None:
-    mask = BlockMask.full(q_len=64, kv_len=100, block=SMALL, device="cpu")
-    memory = torch.full((1, 2, 128, 16), torch.nan)
-    memory[:, :, :100] = normal(1, 2, 100, 16)
-    k = v = memory[:, :, :100]
-    q = normal(1, 2, 64, 16, seed=1)
-    assert check_attention(q, k, v, mask, *attend(KERNEL, q, k, v, mask)).passed
-
-
-def test_large_scores_do_not_overflow() -> None:
-    mask = BlockMask.causal(200, block=SMALL, device="cpu")
-    q, k, v = normal(1, 1, 200, 16), normal(1, 1, 200, 16, seed=1), normal(1, 1, 200, 16, seed=2)
-    out, lse = attend(KERNEL, 50 * q, 50 * k, v, mask, ONE_BLOCK)
-    assert check_attention(50 * q, 50 * k, v, mask, out, lse).passed
-
-
-def test_the_same_call_gives_the_same_bits() -> None:
-    q, k, v, mask = ATTENTION_CASES[-1].make()
-    first = attend(KERNEL, q, k, v, mask)
-    for _ in range(5):
-        for one, other in zip(first, attend(KERNEL, q, k, v, mask), strict=True):
-            assert torch.equal(one, other)
 
 
 def test_inputs_that_need_gradients_are_taken() -> None:
