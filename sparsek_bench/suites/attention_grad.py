@@ -18,11 +18,11 @@ from sparsek.products.ops.gradients import same_family
 from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
-from sparsek.testing.heads import HeadGradients, expected_of_heads
 from sparsek_bench.engine import options
 from sparsek_bench.engine.bench import Bench, Column
 from sparsek_bench.engine.case import SuiteRow, rows
 from sparsek_bench.engine.data import Draw
+from sparsek_bench.engine.heads import HeadGradients, expected_of_heads
 from sparsek_bench.engine.several import Timed, several
 from sparsek_bench.engine.sources import JOINED
 from sparsek_bench.peers.attention import GRAD_PEERS, step

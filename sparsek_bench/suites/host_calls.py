@@ -178,7 +178,7 @@ def from_dense(call: Any, device: torch.device) -> CallPair:
     w = _normal(call, device, 1, *call.sides)
 
     def judge(out: sk.BSR) -> "Gate":
-        from sparsek.testing.pack_budget import check_bsr
+        from sparsek_bench.engine.pack_budget import check_bsr
 
         blocks = max(1, round(call.density * w.numel() / (call.block[0] * call.block[1])))
         return check_bsr(w, out, blocks)

@@ -22,11 +22,11 @@ from sparsek.products.formats import convert, two_four
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.testing.budget import Gate
-from sparsek.testing.pack_budget import check_bsr, check_semi24
 from sparsek_bench.engine import options
 from sparsek_bench.engine.bench import Bench, Table
 from sparsek_bench.engine.case import Bar, Case, OperandSet, block_name, rows
 from sparsek_bench.engine.data import Draw
+from sparsek_bench.engine.pack_budget import check_bsr, check_semi24
 from sparsek_bench.engine.peer import Function
 from sparsek_bench.engine.several import Timed
 from sparsek_bench.engine.tables import CASE, GBPS, MS, ROOF, target

@@ -11,14 +11,13 @@ import torch
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention as attend
 from sparsek.core.errors import InvalidInput
-from sparsek.testing import heads
 from sparsek.testing.attention_budget import ExpectedGradients
 from sparsek.testing.budget import Gate
-from sparsek.testing.heads import HeadGroup
 from sparsek_bench.benches import BENCHES
 from sparsek_bench.engine import case as case_module
-from sparsek_bench.engine import data, records, run
+from sparsek_bench.engine import data, heads, records, run
 from sparsek_bench.engine.case import SuiteRow
+from sparsek_bench.engine.heads import HeadGroup
 from sparsek_bench.engine.peer import peers_named
 from sparsek_bench.suites import attention, attention_grad
 from sparsek_bench.suites.attention import AttentionCase, sampled

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.semi24 import Semi24
-from sparsek.testing.pack_budget import block_norms
 from sparsek_bench.benches import BENCHES
 from sparsek_bench.engine import data, records
 from sparsek_bench.engine.bench import BY_OP, TABLES
 from sparsek_bench.engine.case import Bar, Case, SuiteRow
+from sparsek_bench.engine.pack_budget import block_norms
 from sparsek_bench.engine.peer import peers_named
 from sparsek_bench.engine.run import Outcome, measure
 from sparsek_bench.suites import fp8, pack, semi24, story
