@@ -19,8 +19,8 @@ from sparsek_bench.commands.bench_run import Device, Html, Rounds, device_of, me
 from sparsek_bench.engine import records
 from sparsek_bench.engine.bench import BY_OP
 from sparsek_bench.engine.case import SuiteRow
-from sparsek_bench.engine.everything import stale_rows, walk
 from sparsek_bench.engine.peer import peers_named
+from sparsek_bench.engine.published_rows import stale_rows, walk
 from sparsek_bench.engine.run import Outcome
 
 

@@ -15,7 +15,7 @@ from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.budget import Gate
 from sparsek_bench.engine.data import Draw, set_count, spoil, tensors
-from sparsek_bench.engine.several import Timed
+from sparsek_bench.engine.timed_call import Timed
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -23,8 +23,8 @@ from sparsek_bench.engine.bench import Bench, Column
 from sparsek_bench.engine.case import SuiteRow, rows
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.heads import HeadGradients, expected_of_heads
-from sparsek_bench.engine.several import Timed, several
 from sparsek_bench.engine.sources import JOINED
+from sparsek_bench.engine.timed_call import Timed, several
 from sparsek_bench.peers.attention import GRAD_PEERS, step
 from sparsek_bench.suites.attention import (
     EIGHTH,

@@ -26,8 +26,8 @@ from sparsek_bench.engine.bench import Bench, Column, Record, Table
 from sparsek_bench.engine.case import Bar, OperandSet, rows
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.peer import Peer, ReadyPeer, holding
-from sparsek_bench.engine.several import Timed, several
 from sparsek_bench.engine.tables import CASE, MS, faster_than, mark, peer_ms, short_name, target
+from sparsek_bench.engine.timed_call import Timed, several
 from sparsek_bench.peers.attention import FORWARD, STEP, Attend, Flex, step
 from sparsek_bench.suites.attention import LONG, SMALL, AttentionCase, sampled
 from sparsek_bench.suites.attention_grad import StepOperands

@@ -24,9 +24,9 @@ from sparsek_bench.engine.bench import Bench, Column, Record, Table
 from sparsek_bench.engine.case import Bar, Case, block_name, rows, shape_name, stored_name
 from sparsek_bench.engine.run import GateError, Outcome, PeerResult, beside, passed, record_of
 from sparsek_bench.engine.sensors import Sensors
-from sparsek_bench.engine.several import Timed
 from sparsek_bench.engine.sources import executed_by
 from sparsek_bench.engine.tables import CASE, case_name, judged, peer_ms
+from sparsek_bench.engine.timed_call import Timed
 from sparsek_bench.suites.host_calls import CALLS, HEADED, LAYERS, PAGE, PAGED, PRODUCT, STORAGES, WHOLE
 
 TORCH = "torch"

@@ -24,8 +24,8 @@ from sparsek_bench.engine.bench import Bench, Column, Table
 from sparsek_bench.engine.case import Case, Operands, block_name, rows, stored_name
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.peer import Peer, ReadyPeer, dense, setting_up
-from sparsek_bench.engine.several import Timed, several
 from sparsek_bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
+from sparsek_bench.engine.timed_call import Timed, several
 
 MODES = ("eager", "compiled")
 

@@ -28,8 +28,8 @@ from sparsek_bench.engine.case import Bar, Case, OperandSet, block_name, rows
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.pack_budget import check_bsr, check_semi24
 from sparsek_bench.engine.peer import Function
-from sparsek_bench.engine.several import Timed
 from sparsek_bench.engine.tables import CASE, GBPS, MS, ROOF, target
+from sparsek_bench.engine.timed_call import Timed
 
 SEMI24, TO_BSR = TARGETS = ("semi24", "bsr")
 

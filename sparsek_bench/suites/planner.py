@@ -22,14 +22,14 @@ from sparsek.products.ops.linear import linear
 from sparsek.products.ops.weight_formats import FORMATS, WeightFormat, combinations, plan_of, run_plan
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import Expected, worst
-from sparsek_bench.engine import ahead, options
+from sparsek_bench.engine import compilation, options
 from sparsek_bench.engine.bench import Bench, Column, Record, Table
 from sparsek_bench.engine.case import Case, rows
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.run import Outcome, PeerResult, beside, passed, record_of
 from sparsek_bench.engine.sensors import Sensors
-from sparsek_bench.engine.several import Timed
 from sparsek_bench.engine.tables import CASE, MS
+from sparsek_bench.engine.timed_call import Timed
 
 # Hashed for the records of the planner, with the model of the dense product: how W is stored and predicted.
 PLANNER = "ops.weight_formats"
@@ -137,7 +137,7 @@ class PlannerCase(Case):
         judged: list[LayerChoice] = []
         if device.type == "cuda":
             report("compile the kernels of all layers")
-            ahead.compiled([(device, each, self) for each in layers], prepared)
+            compilation.compiled([(device, each, self) for each in layers], prepared)
         seen = Sensors(device)
         for number, layer in enumerate(layers, start=1):
             near = sum(each.of_best(each.choice) <= NEAR for each in judged)

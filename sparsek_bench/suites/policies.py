@@ -27,9 +27,9 @@ from sparsek_bench.engine.case import Bar, Case, rows
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.run import Outcome, passed, record_of
 from sparsek_bench.engine.sensors import Sensors
-from sparsek_bench.engine.several import Timed
 from sparsek_bench.engine.sources import executed_by
 from sparsek_bench.engine.tables import CASE, MS, target
+from sparsek_bench.engine.timed_call import Timed
 from sparsek_bench.peers.attention import PEERS
 from sparsek_bench.suites.attention import SMALL, AttentionCase, AttentionOperands, sampled
 from sparsek_bench.suites.attention_masks import MaskForm, parse_mask

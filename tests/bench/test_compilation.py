@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsek_bench.engine import ahead
+from sparsek_bench.engine import compilation
 from tests.sampling import sampled
 
 
@@ -37,14 +37,14 @@ def test_what_another_process_has_claimed_is_not_launched(tmp_path: Path) -> Non
     claims = tmp_path / "claims"
     claims.mkdir()
     for _ in range(2):
-        ahead.launch_unclaimed(noted, claims, str(tmp_path))
+        compilation.launch_unclaimed(noted, claims, str(tmp_path))
     assert [(tmp_path / name).read_text() for name in "ab"] == ["once ", "once "]
 
 
 def test_a_kernel_that_fails_is_left_to_the_benchmark(tmp_path: Path) -> None:
     claims = tmp_path / "claims"
     claims.mkdir()
-    ahead.launch_unclaimed(failing, claims, str(tmp_path))
+    compilation.launch_unclaimed(failing, claims, str(tmp_path))
     assert len(list(claims.iterdir())) == 3
     assert [(tmp_path / name).read_text() for name in "ab"] == ["once ", "once "], (
         "those after it are launched"
@@ -62,7 +62,7 @@ def test_an_error_that_shows_when_the_gpu_is_waited_for_is_left_too(
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    ahead.launch_unclaimed(noted, tmp_path, str(tmp_path))
+    compilation.launch_unclaimed(noted, tmp_path, str(tmp_path))
     assert waited
 
 
@@ -72,7 +72,7 @@ def test_items_go_to_several_processes_and_one_that_dies_ends_the_compiling_ahea
     prepare: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    thread = threading.Thread(target=ahead.compiled, args=([str(tmp_path)] * 3, prepare), daemon=True)
+    thread = threading.Thread(target=compilation.compiled, args=([str(tmp_path)] * 3, prepare), daemon=True)
     thread.start()
     thread.join(120)
     assert not thread.is_alive(), "waits for a process that is gone"
@@ -82,5 +82,5 @@ def test_items_go_to_several_processes_and_one_that_dies_ends_the_compiling_ahea
 
 def test_a_small_machine_compiles_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    ahead.compiled([str(tmp_path)] * 3, noted)
+    compilation.compiled([str(tmp_path)] * 3, noted)
     assert not list(tmp_path.iterdir())

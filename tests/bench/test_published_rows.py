@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sparsek_bench.benches import BENCHES
-from sparsek_bench.engine import everything, records
+from sparsek_bench.engine import published_rows, records
 from sparsek_bench.engine.bench import TABLES
 from sparsek_bench.engine.case import SuiteRow
-from sparsek_bench.engine.everything import stale_rows, walk
+from sparsek_bench.engine.published_rows import stale_rows, walk
 from sparsek_bench.suites.linear import LinearCase
 from sparsek_bench.suites.sddmm import SddmmCase
 from sparsek_bench.suites.spmm import SpmmCase
@@ -34,7 +34,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first row of an operation is taken to last 4 seconds, of SDDMM 9."""
     for op, seconds in (("spmm", 4.0), ("sddmm", 9.0)):
         changed = replace(BENCHES[op], slowest=seconds)
-        monkeypatch.setattr(everything, "BY_OP", {**everything.BY_OP, op: changed})
+        monkeypatch.setattr(published_rows, "BY_OP", {**published_rows.BY_OP, op: changed})
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_rows_with_fresh_records_are_left_out(here: Make) -> None:
     assert stale_rows(rows("cpu.spmm", "reference.spmm"), [here(case) for case in SMALL], CPU) != []
 
 
-@pytest.mark.parametrize("name", everything.SAME, ids="field {}".format)
+@pytest.mark.parametrize("name", published_rows.SAME, ids="field {}".format)
 def test_a_record_of_another_card_or_version_is_stale(here: Make, name: str) -> None:
     env = records.environment(CPU) | {name: "another"}
     assert len(stale_rows(rows(), [here(case, env=env) for case in SMALL], CPU)) == 3
