@@ -95,7 +95,8 @@ def linear(
         and (activation is None or activation.__class__ is str)
         and (dtype is None or dtype.__class__ is torch.dtype)
     ):
-        also = () if bias is None and residual is None else [t for t in (bias, residual) if t is not None]
+        also = () if bias is None else (bias,)
+        also = also if residual is None else (*also, residual)
         sloped = activation in SLOPED and isinstance(W, BSR) and W.values.requires_grad  # see `writes_slope`
         settings = "linear", bias is None, residual is None, activation, kernel, dtype, sloped
         slot = recorded_products.product(W, x, settings, also)

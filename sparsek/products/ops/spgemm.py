@@ -275,7 +275,7 @@ def _(*given: Any) -> Tensor:
 
 def _multiply(a: Any, b: Any) -> Any:
     """`a @ b` where one is a BSR: a BSR if both are, dense otherwise."""
-    return spgemm(a, b, "bsr") if isinstance(a, BSR) and isinstance(b, BSR) else matmul(a, b)
+    return spgemm(a, b, "bsr") if isinstance(b, BSR) and isinstance(a, BSR) else matmul(a, b)
 
 
 transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm)

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from sparsek.core import arguments, dtypes, memory, operations, tracing
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import SecondOrderInput, save_for_backward, saved_tensors
+from sparsek.core.tracing import SecondOrderInput, saved_tensors
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts, dtype_on, follow_autocast
 from sparsek.engine.call.recorded_calls import Slot
@@ -297,8 +297,8 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
         with torch.no_grad():
-            made = run(call, kernel), None
-        return ProductFunction.apply(values, dense, bias, other, a, how, made)
+            c = run(call, kernel)
+        return ProductFunction.apply(values, dense, bias, other, (a, how, c, None))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     settings = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
     return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *settings)
@@ -414,8 +414,8 @@ class LearnedProduct(NamedTuple):
         own = 1 if a.__class__ is BSR else 2
         other = given[-1] if residual else None
         bias = given[own + 1] if biased else None
-        pair = made if how.slope else (made, None)
-        y = _multiplied(given[0], given[own], bias, None if apart else other, a, how, pair)
+        c, slope = made if how.slope else (made, None)
+        y = _multiplied(given[0], given[own], bias, None if apart else other, (a, how, c, slope))
         return finished(y, act, other) if apart else y
 
 
@@ -429,8 +429,9 @@ def finished(y: Tensor, act: str, residual: Tensor | None) -> Tensor:
 class ProductFunction(torch.autograd.Function):
     """A product with gradients for plain tensors; the torch.library op takes more host time.
 
-    `made` is the result, act(alpha * product + bias) + other, with the leading dims and the layout of `dense`; and with
-    `how.slope` act' [T, N], by which the gradient is multiplied. A pair, because torch takes a tensor for an input.
+    `product` is A, how, and the result: act(alpha * product + bias) + other, with the leading dims and the layout of
+    `dense`; and with `how.slope` act' [T, N], by which the gradient is multiplied. In a tuple, because torch takes a
+    tensor for an input.
     """
 
     @staticmethod
@@ -440,28 +441,26 @@ class ProductFunction(torch.autograd.Function):
         dense: Tensor,
         bias: Tensor | None,
         other: Tensor | None,
-        a: Matrix,
-        how: How,
-        made: tuple[Tensor, Tensor | None],
+        product: tuple[Matrix, How, Tensor, Tensor | None],
     ) -> Tensor:
-        of_values, of_b, of_bias, *_ = ctx.needs_input_grad
-        kind, (owner, form, own) = a.__class__, a.signature()
+        of_values, of_b, of_bias, _, _ = ctx.needs_input_grad
+        a, how, c, slope = product
         if of_values and not isinstance(a, BSR):
-            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=kind.__name__))
-        c, slope = made
-        if (
-            c._is_view()
-        ):  # of leading dims; torch lets nobody change in place the view that a function returns
-            c = c.data
-        # A second derivative computes the product with a slope again.
-        all_ = slope is not None
-        kept = values if of_b or all_ else None, dense if of_values or all_ else None
+            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
+        # Torch lets nobody change in place a view, as of leading dims, that a function returns.
+        c = c.data if c._is_view() else c
         cut = c if how.relu and (of_values or of_b or of_bias) else None
-        save_for_backward(ctx, *kept, cut, slope)
-        # Without values, which autograd keeps.
-        fields, later = {**a.__dict__, "values": None}, SecondOrderInput.of(bias) if all_ else None
-        by_columns = how.rows or gradients.lies_by_columns(dense)
-        ctx.product = kind, fields, (owner, form, own[1:]), how, dense.shape, by_columns, later
+        later, shape, by_columns = None, dense.shape, how.rows or gradients.lies_by_columns(dense)
+        if slope is not None:  # a second derivative computes the product again
+            of_values, of_b, later = True, True, SecondOrderInput.of(bias)
+        kept = values if of_b else None, dense if of_values else None
+        for x in kept:
+            if x is not None and x.is_inference():
+                arguments.kept("an operand, a pattern or a mask", x)
+        ctx.save_for_backward(*kept, cut, slope)
+        owner, form, own = a.signature()
+        fields = {**a.__dict__, "values": None}  # which autograd keeps
+        ctx.product = a.__class__, fields, (owner, form, own[1:]), how, shape, by_columns, later
         return c
 
     @staticmethod
@@ -514,7 +513,7 @@ class ProductFunction(torch.autograd.Function):
             slot = recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, given)
         of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot
         of_bias = gradients.of_bias(tokens(dz).mT if rows else dz) if needs[2] else None
-        return of_values, of_b, of_bias, grad if needs[3] else None, None, None, None
+        return of_values, of_b, of_bias, grad if needs[3] else None, None
 
 
 _multiplied = recorded_calls.applied(ProductFunction)
