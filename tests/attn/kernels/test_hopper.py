@@ -7,10 +7,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek.core.device import CPU
+from sparsek.attn.plan.attention_schedule import part_blocks
+from sparsek.core.device import CPU, H200
 from sparsek.engine.table import load
 
 pytest.importorskip("triton")
@@ -19,7 +20,7 @@ from tests.attn.kernels.backward import test_hopper_bwd as bwd
 from tests.attn.kernels.backward import test_hopper_bwd_wide as wide
 from tests.attn.kernels.forward import test_hopper_fp8 as fp8
 from tests.attn.kernels.forward import test_hopper_fwd as fwd
-from tests.attn.kernels.forward.problems import BLOCKS, hold_predictions
+from tests.attn.kernels.forward.problems import BLOCKS, SMEM_PER_SM, hold_predictions
 from tests.attn.kernels.paged import test_hopper as paged
 from tests.problems import A100, B200
 
@@ -174,3 +175,46 @@ def test_predictions_grow_with_work_and_never_beat_the_bandwidth(
     of: Any, problem: Any, dims: tuple[int, ...], blocks: tuple[tuple[int, int], ...]
 ) -> None:
     hold_predictions(of.KERNEL, lambda dim, block: problem(dim, block=block), product(dims, blocks))
+
+
+@pytest.mark.parametrize(("of", "unit", "most"), [(fwd, 8, (32, 32)), (fp8, 16, (16, 8))], ids=NAMES[:2])
+@settings(max_examples=40)
+@given(
+    sides=st.tuples(st.integers(0, 31), st.integers(0, 31)),
+    block=BLOCK,
+    length=st.sampled_from((1, 30, 64, 65, 1000, 100_000)),
+    heads=st.sampled_from(((1, 1), (8, 8), (6, 2), (64, 1), (24, 2))),
+    of_mask=st.integers(0, 2),
+    longest=st.sampled_from((0, 1, 9, 781)),
+    rows=st.sampled_from((0, 64, 128, 192)),
+)
+def test_every_config_fits_the_card_and_the_problem(
+    of: Any, unit: int, most: tuple[int, int], sides: tuple[int, int], block: tuple[int, int], length: int,
+    heads: tuple[int, int], of_mask: int, longest: int, rows: int,
+) -> None:  # fmt: skip
+    """`rows` share a scale in FP8, 0 for all of a head."""
+    p = of.problem(
+        *(unit * (1 + side % n) for side, n in zip(sides, most, strict=True)), block=block, q_len=length,
+        kv_len=100_000, q_heads=heads[0], kv_heads=heads[1], mask_heads=(1, *heads)[of_mask], longest=longest,
+        by_interval=True, lse=True, **({"scale_rows": (rows, rows, rows)} if of is fp8 else {}),
+    )  # fmt: skip
+    kernel = of.KERNEL
+    configs = list(kernel.configs(p))
+    assert len(set(configs)) == len(configs) > 0
+    assert configs == list(kernel.configs(replace(p)))
+    assert kernel.default(p) == kernel.default(replace(p))
+    best = min(kernel.seconds(p, c) for c in configs)
+    assert kernel.seconds(p, kernel.default(p)) == best > p.compulsory_bytes / H200.bandwidth
+    for c in configs:
+        assert c.ctas_per_sm * (c.smem_bytes + 320 + 1024) <= SMEM_PER_SM, "320: what Triton adds at most"
+        assert p.dim <= c.dim < 2 * max(p.dim, 32), c
+        assert p.v_dim <= c.v_dim < 2 * max(p.v_dim, 32), c
+        assert c.block[0] % c.rows == c.block[1] % c.keys == 0, c
+        assert (c.block, c.interval, c.bits, c.lse) == (p.block, True, False, True)
+        assert c.stages >= 2, c
+        shared = p.mask_heads in (1, p.kv_heads)
+        assert c.pack == 1 or (shared and p.group % c.pack == 0 and 2 * p.q_len <= p.block[0]), c
+        assert c.split == (p.longest > part_blocks(p, kernel._shape(p, c))), c
+        if of is fp8:
+            assert rows % c.keys == 0, "a step has one scale"
+            assert c.by_block == (rows > 0)

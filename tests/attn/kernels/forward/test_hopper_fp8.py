@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsek as sk
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_fp8 import AttentionFp8Problem
-from sparsek.attn.plan.attention_schedule import part_blocks
 from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
@@ -23,7 +20,7 @@ pytest.importorskip("triton")
 
 from sparsek.attn.kernels.forward.hopper_fp8 import Config
 from sparsek.attn.kernels.forward.pipeline import fitted
-from tests.attn.kernels.forward.problems import BLOCKS, SMEM_PER_SM, attention_problem, hold_forward
+from tests.attn.kernels.forward.problems import BLOCKS, attention_problem, hold_forward
 from tests.attn.kernels.forward.test_attention_fwd import LOW, causal
 from tests.attn.kernels.planned import attend
 from tests.engine.launch.drawn import fresh
@@ -74,40 +71,6 @@ def test_configs_compile_to_wgmma_and_tma_and_hide_the_softmax(c: Config, dtype:
     plain = [loop for loop in code.loops if loop.loads <= (3 if c.by_block else 0)]
     assert len(plain) == c.groups, where
     assert not any(loop.local for loop in plain), f"a step without rules spills: {where}"
-
-
-@given(
-    dims=st.tuples(st.integers(1, 16), st.integers(1, 8)),
-    block=st.sampled_from(BLOCKS),
-    length=st.sampled_from((1, 64, 65, 1000, 100_000)),
-    heads=st.sampled_from(((1, 1), (8, 8), (6, 2), (64, 1))),
-    rows=st.sampled_from((0, 64, 128, 192)),
-    longest=st.sampled_from((0, 1, 9, 781)),
-)
-def test_every_config_fits_the_card_and_the_problem(
-    dims: tuple[int, int],
-    block: tuple[int, int],
-    length: int,
-    heads: tuple[int, int],
-    rows: int,
-    longest: int,
-) -> None:
-    p = problem(
-        16 * dims[0], 16 * dims[1], block=block, q_len=length, kv_len=100_000, q_heads=heads[0], kv_heads=heads[1],
-        mask_heads=1, longest=longest, by_interval=True, lse=True, scale_rows=(rows, rows, rows),
-    )  # fmt: skip
-    configs = list(KERNEL.configs(p))
-    assert len(set(configs)) == len(configs) > 0
-    assert KERNEL.default(p) in configs
-    for c in configs:
-        assert c.ctas_per_sm * (c.smem_bytes + 320 + 1024) <= SMEM_PER_SM, c
-        assert p.dim <= c.dim < 2 * max(p.dim, 32), c
-        assert p.v_dim <= c.v_dim < 2 * max(p.v_dim, 32), c
-        assert c.block[0] % c.rows == c.block[1] % c.keys == 0, c
-        assert rows % c.keys == 0, "a step has one scale"
-        assert c.by_block == (rows > 0)
-        assert c.split == (p.longest > part_blocks(p, KERNEL._shape(p, c))), c
-        assert KERNEL.seconds(p, c) > p.compulsory_bytes / H200.bandwidth
 
 
 def test_operands_are_fewer_bytes_than_those_of_bf16() -> None:

@@ -12,20 +12,16 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.plan.attention_schedule import part_blocks
 from sparsek.attn.plan.problems import AttentionProblem
-from sparsek.core.device import H200
 from sparsek.engine.table import load
 
 pytest.importorskip("triton")
 
 from sparsek.attn.kernels.forward import fwd_load
 from sparsek.attn.kernels.forward.hopper_fwd import Config
-from tests.attn.kernels.forward.problems import BLOCKS, SMEM_PER_SM, attention_problem, hold_forward
+from tests.attn.kernels.forward.problems import BLOCKS, attention_problem, hold_forward
 from tests.engine.launch import newest
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.hopper_code import Code, compiled
@@ -139,54 +135,6 @@ def test_a_tile_without_blocks_looks_behind_the_last_key_that_there_can_be() -> 
         nowhere = fwd_load.NOWHERE.value * block[1]
         assert KERNEL.why_not(problem(block=block, kv_len=nowhere + 1, longest=1))
         assert nowhere < 2**31 - block[1]
-
-
-@settings(max_examples=40)
-@given(
-    dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
-    block=st.sampled_from(BLOCKS),
-    length=st.sampled_from((1, 30, 64, 65, 1000, 100_000)),
-    heads=st.sampled_from(((1, 1), (8, 8), (6, 2), (64, 1), (24, 2))),
-    of_mask=st.integers(0, 2),
-    longest=st.sampled_from((0, 1, 9, 781)),
-)
-def test_every_config_fits_the_card_and_the_problem(
-    dims: tuple[int, int],
-    block: tuple[int, int],
-    length: int,
-    heads: tuple[int, int],
-    of_mask: int,
-    longest: int,
-) -> None:
-    p = problem(
-        8 * dims[0],
-        8 * dims[1],
-        block=block,
-        q_len=length,
-        kv_len=100_000,
-        q_heads=heads[0],
-        kv_heads=heads[1],
-        mask_heads=(1, *heads)[of_mask],
-        longest=longest,
-        by_interval=True,
-        lse=True,
-    )
-    configs = list(KERNEL.configs(p))
-    assert len(set(configs)) == len(configs) > 0
-    assert configs == list(KERNEL.configs(replace(p)))
-    assert KERNEL.default(p) == KERNEL.default(replace(p))
-    best = min(KERNEL.seconds(p, c) for c in configs)
-    assert KERNEL.seconds(p, KERNEL.default(p)) == best > p.compulsory_bytes / H200.bandwidth
-    for c in configs:
-        assert c.ctas_per_sm * (c.smem_bytes + 320 + 1024) <= SMEM_PER_SM, "320: what Triton adds at most"
-        assert p.dim <= c.dim < 2 * max(p.dim, 32), c
-        assert p.v_dim <= c.v_dim < 2 * max(p.v_dim, 32), c
-        assert c.block[0] % c.rows == c.block[1] % c.keys == 0, c
-        assert (c.block, c.interval, c.bits, c.lse) == (p.block, True, False, True)
-        assert c.stages >= 2, c
-        shared = p.mask_heads in (1, p.kv_heads)
-        assert c.pack == 1 or (shared and p.group % c.pack == 0 and 2 * p.q_len <= p.block[0]), c
-        assert c.split == (p.longest > part_blocks(p, KERNEL._shape(p, c))), c
 
 
 def test_heads_are_packed_where_queries_are_few_and_heads_share_a_list() -> None:
