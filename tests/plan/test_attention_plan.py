@@ -214,3 +214,15 @@ def test_a_plan_for_an_h200_is_made_on_any_machine_and_explains_the_real_table()
         ):
             assert re.search(rf"^  (kernel    |not       ) {name}: ", text, re.MULTILINE)
         assert ("dense: every block is stored" in text) == (given is None)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_results_are_no_views(turned: bool):
+    """A view that a function of autograd returns refuses what happens in place, and recorded calls make it anew."""
+    q, k, v = torch.randn(3, 1, 64, 2, 16).transpose(2, 3) if turned else torch.randn(3, 1, 2, 64, 16)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = sk.attention(q, k, v, is_causal=True, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert {x.stride() for x in (out, *grads)} == {q.stride()}
+    assert [x._base for x in (out, lse, *grads)] == [None] * 5
+    out.add_(1)

@@ -132,14 +132,14 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def empty_out(q: Tensor, v_dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised, gapless out [B, Hq, S, Dv]: in memory [B, S, Hq, Dv] if q is stored so, else as its shape.
+    """An uninitialised, gapless out [B, Hq, S, Dv], no view: in memory [B, S, Hq, Dv] if q is, else as its shape.
 
     In q's dtype for None.
     """
-    batch, heads, length, _ = q.shape
+    _, heads, length, _ = shape = *q.shape[:3], v_dim
     if heads > 1 and length > 1 and q.stride(1) < q.stride(2):
-        return q.new_empty((batch, length, heads, v_dim), dtype=dtype).transpose(1, 2)
-    return q.new_empty((batch, heads, length, v_dim), dtype=dtype)
+        return q.new_empty_strided(shape, (length * heads * v_dim, v_dim, heads * v_dim, 1), dtype=dtype)
+    return q.new_empty(shape, dtype=dtype)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
