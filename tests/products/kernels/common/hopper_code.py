@@ -2,8 +2,12 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from sparsek.products.kernels.sddmm import hopper as sddmm
 from sparsek.products.kernels.spmm import hopper as spmm
@@ -11,6 +15,7 @@ from sparsek.products.kernels.spmm import hopper_fp8 as spmm_fp8
 from sparsek.products.kernels.spmm.multiply import owned_boxes, owned_rows
 from tests.engine.launch import newest
 from tests.engine.launch.hopper_code import Code, compiled
+from tests.problems import changed
 
 Config = spmm.Config | spmm_fp8.Config | sddmm.Config
 SMEM_PER_BLOCK = 227 << 10  # what one CTA may have on sm_90
@@ -68,10 +73,79 @@ def check_code_of_next(cases: Sequence[tuple[Config, str]]) -> None:
         check_code(c, dtype, code, *allowed)
 
 
+def check_limits(c: Any, columns: int) -> None:
+    """What the card allows a config; `columns` are the most of B in a box."""
+    assert c.ctas_per_sm * (c.smem_bytes + 1024) <= SMEM_PER_SM, c
+    assert 2 <= c.stages <= 12, c
+    assert max(c.rows, c.c_box, columns) <= 256, "a TMA box has at most 256 rows"
+    assert c.height % c.c_box == 0, c
+    assert all(c.height > 64 * w for w in range(c.wg_m)), "every warpgroup owns rows"
+    assert c.stage_bytes < 2**20, "a barrier counts less than 1 MB"
+
+
+def fields_of(**more: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]:
+    """Values of the fields that configs of hopper.spmm and hopper.spmm_fp8 share, and `more`."""
+    flags = ("a_col", "b_col", "c_col", "bias", "has_alpha", "slope", "preload", "split", "direct")
+    return {
+        "wg_m": st.sampled_from((1, 2)),
+        "wg_n": st.sampled_from((1, 2)),
+        "cols": st.sampled_from((16, 32, 64, 128, 256)),
+        "width": st.sampled_from((16, 32, 64)),
+        "pieces": st.sampled_from((1, 2, 4)),
+        "stages": st.integers(2, 12),
+        "joined_rows": st.sampled_from((1, 2, 4, 8)),
+        **dict.fromkeys(flags, st.booleans()),
+        "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
+        "combine": st.sampled_from(("", "add", "mul")),
+        "every": st.integers(0, 9),
+        "box": st.sampled_from((16, 32, 64)),
+        "held": st.sampled_from((0, 32, 64)),
+        **more,
+    }
+
+
+def check_texts(config: Any, fields: dict[str, st.SearchStrategy[Any]], data: st.DataObject) -> None:
+    """Triton keeps compiled kernels by the text of their constants: two configs with one text ran one kernel."""
+    assert set(fields) == {field.name for field in dataclass_fields(config)}
+    c, name = data.draw(st.builds(config, **fields)), data.draw(st.sampled_from(sorted(fields)))
+    other = replace(c, **{name: data.draw(fields[name])})
+    assert (str(c) == str(other)) == (c == other)
+    assert repr(c) == str(c)
+
+
+def check_batches(kernel: Any, one: Any) -> None:
+    """Eight items are predicted as eight launches, which do not share one round of tiles."""
+    c = kernel.default(one)
+    assert 7.5 < kernel.seconds(changed(one, batch=8), c) / kernel.seconds(one, c) < 8.1
+    assert kernel.seconds(changed(one, batch=0), c) > 0
+
+
 def boxes_of(c: Config, wg: int) -> list[tuple[int, int]]:
     """Row and column, in the part of warpgroup `wg`, of each box of C that it owns, in the order they leave in."""
     count, rows = (int(found(c, wg)) for found in (owned_boxes, owned_rows))
     return [(box % rows * c.c_box, box // rows * c.panel) for box in range(count)]
+
+
+def leave(c: Any, tile: np.ndarray, row: int, col: int, memory: "Memory") -> None:
+    """Writes what the warpgroups own of a tile of C, whose memory may lie by columns."""
+    for wg in range(c.wg_m * c.wg_n):
+        row0, col0 = 64 * (wg % c.wg_m), c.cols * (wg // c.wg_m)
+        for r, along in boxes_of(c, wg):
+            at = row0 + r, col0 + along
+            part = tile[at[0] : at[0] + c.c_box, at[1] : at[1] + c.panel]
+            where = row + at[0], col + at[1]
+            memory.write(where[::-1] if c.c_col else where, part.T if c.c_col else part)
+
+
+def merged(c: Any, parts: Any, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """C, as `out` lies, once the parts of split rows are added up."""
+    product = out.T if c.c_col else out
+    if parts is not None:
+        for first, slots, row, col in parts.table.tolist():
+            own = sums[[first + s * parts.columns for s in range(slots)]]
+            Memory(product).write((row, col), own.sum(0)[: c.height])
+        assert not np.isnan(sums[:, : c.height]).any(), "a slot has no part"
+    return product
 
 
 class Memory:

@@ -6,7 +6,6 @@ another.
 """
 
 import re
-from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -35,11 +34,15 @@ from sparsek.products.kernels.spmm.parts import SplitSchedule
 from tests.engine.launch.covering import once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
-    SMEM_PER_SM,
     Memory,
-    boxes_of,
+    check_batches,
     check_code,
     check_code_of_next,
+    check_limits,
+    check_texts,
+    fields_of,
+    leave,
+    merged,
 )
 
 KERNEL = load("hopper.spmm_fp8")
@@ -140,39 +143,22 @@ def test_the_newest_triton_compiles_fp8_as_well() -> None:
     check_code_of_next(COMPILED[2:3])
 
 
-FIELDS = {
-    "block": st.sampled_from(BLOCKS),
-    "wg_m": st.sampled_from((1, 2)),
-    "wg_n": st.sampled_from((1, 2)),
-    "cols": st.sampled_from((16, 32, 64, 128, 256)),
-    "width": st.sampled_from((32, 64, 128)),
-    "pieces": st.sampled_from((1, 2, 4)),
-    "stages": st.integers(2, 12),
-    "joined_rows": st.sampled_from((1, 2)),
-    **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "has_alpha", "split", "direct"), st.booleans()),
+FIELDS = fields_of(
+    block=st.sampled_from(BLOCKS),
+    width=st.sampled_from((32, 64, 128)),
+    joined_rows=st.sampled_from((1, 2)),
     **dict.fromkeys(("slope", "preload"), st.just(False)),  # of hopper.spmm alone
-    "held": st.sampled_from((0, 32)),
-    "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
-    "combine": st.sampled_from(("", "add", "mul")),
-    "every": st.integers(0, 9),
-    "box": st.sampled_from((16, 32, 64)),
-    "promote": st.sampled_from((0, 1, 2, 4)),
-    "a_scale": st.sampled_from(("tensor", "row", "block")),
-    "b_scale": st.sampled_from(("tensor", "column")),
-    "c_bytes": st.sampled_from((2, 4)),
-}
+    held=st.sampled_from((0, 32)),
+    promote=st.sampled_from((0, 1, 2, 4)),
+    a_scale=st.sampled_from(("tensor", "row", "block")),
+    b_scale=st.sampled_from(("tensor", "column")),
+    c_bytes=st.sampled_from((2, 4)),
+)
 
 
-def test_the_fields_above_are_all_that_a_config_has() -> None:
-    assert set(FIELDS) == {field.name for field in dataclass_fields(Config)}
-
-
-@given(st.builds(Config, **FIELDS), st.sampled_from(sorted(FIELDS)), st.data())
-def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObject) -> None:
-    """Triton keeps compiled kernels by the text of their constants: two configs with one text ran one kernel."""
-    other = replace(c, **{name: data.draw(FIELDS[name])})
-    assert (str(c) == str(other)) == (c == other)
-    assert repr(c) == str(c)
+@given(st.data())
+def test_two_configs_never_share_a_text(data: st.DataObject) -> None:
+    check_texts(Config, FIELDS, data)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +219,7 @@ def test_every_config_fits_the_card(
         return
     assert KERNEL.default(p) in KERNEL.configs(p)
     for c in KERNEL.configs(p):
-        assert c.ctas_per_sm * (c.smem_bytes + 1024) <= SMEM_PER_SM, c
-        assert 2 <= c.stages <= 12, c
+        check_limits(c, max(c.panel, c.cols))
         assert c.width * c.per_block == block[1], "a block is whole pieces"
         if fast:
             assert (c.promote, c.chunks) == (0, 1), "one sum of everything"
@@ -246,19 +231,12 @@ def test_every_config_fits_the_card(
             assert (c.cols + 2 * c.chunk) // 2 <= 192, (
                 "sums of a tile and of two chunks are a thread's registers"
             )
-        assert max(c.rows, c.c_box, c.panel, c.cols) <= 256, "a TMA box has at most 256 rows"
         assert c.c_bytes * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
-        assert c.height % c.c_box == 0, c
         assert c.chunk % c.panel == 0, "a chunk is whole boxes"
-        assert all(c.height > 64 * w for w in range(c.wg_m)), "every warpgroup owns rows"
-        assert c.stage_bytes < 2**20, "a barrier counts less than 1 MB"
 
 
 def test_every_item_of_a_batch_is_predicted_as_a_launch() -> None:
-    one = changed(problem((128, 128), 512), m=1024, k=2048, nnzb=64)
-    c = KERNEL.default(one)
-    assert 7.5 < KERNEL.seconds(changed(one, batch=8), c) / KERNEL.seconds(one, c) < 8.1
-    assert KERNEL.seconds(changed(one, batch=0), c) > 0
+    check_batches(KERNEL, changed(problem((128, 128), 512), m=1024, k=2048, nnzb=64))
 
 
 def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
@@ -299,19 +277,8 @@ def walked(
             assert np.isnan(sums[slot]).all(), "a slot has two parts"
             sums[slot] = total
             continue
-        for wg in range(c.wg_m * c.wg_n):
-            row0, col0 = 64 * (wg % c.wg_m), c.cols * (wg // c.wg_m)
-            for r, along in boxes_of(c, wg):
-                at = row0 + r, col0 + along
-                part = total[at[0] : at[0] + c.c_box, at[1] : at[1] + c.panel]
-                where = row + at[0], col + at[1]
-                c_mem.write(where[::-1] if c.c_col else where, part.T if c.c_col else part)
-    product = out.T if c.c_col else out
-    if work.parts is not None:
-        for first, slots, row, col in work.parts.table.tolist():
-            own = sums[[first + s * work.parts.columns for s in range(slots)]]
-            Memory(product).write((row, col), own.sum(0)[: c.height])
-    return product
+        leave(c, total, row, col, c_mem)
+    return merged(c, work.parts, sums, out)
 
 
 @settings(max_examples=30)
