@@ -1,4 +1,4 @@
-"""cpu.bsr24: every config, any sizes, and what may never reach C. test_cpu.py runs the cases."""
+"""cpu.bsr24: every config, any sizes, and what may never reach C. test_spmm.py runs the cases."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""vendor.cublas_fp8 on a CPU: every case; and reference.spmm_fp8."""
+"""vendor.cublas_fp8 and reference.spmm_fp8 on a CPU. test_spmm.py runs the cases."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Quantized, quantize
 from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
 from sparsek.products.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
-from tests.attn.kernels.planned import hold, multiply, problem
+from tests.attn.kernels.planned import hold, multiply
 from tests.problems import changed, fp8_problem
 from tests.products.cases import COL, FP8_CASES, ROW, Case, ScaleScopes
 
@@ -27,33 +27,6 @@ def problems(**more: Any) -> list[Any]:
         fp8_problem(two_four=True, **more),
         fp8_problem(two_four=True, **more, **BLOCKS),
     ]
-
-
-# Every case in one dtype of C, by turns.
-CASES = [
-    pytest.param(case, DTYPES[at % 3], id=f"{case}-{DTYPES[at % 3]}") for at, case in enumerate(FP8_CASES)
-]
-
-
-@pytest.mark.parametrize(("case", "dtype"), CASES)
-def test_the_library_is_within_budget_or_says_why_it_does_not_run(case: Case, dtype: torch.dtype):
-    a, b, epilogue, out = case.make(dtype=dtype)
-    why_not = cublas_fp8.KERNEL.why_not(problem(a, b, out, epilogue))
-    assert case.scales is not None
-    across = case.m if case.layouts == COL else case.n
-    both_e5m2 = case.scales.dtype == case.scales.b_dtype == torch.float8_e5m2
-    fits = case.k and case.k % 16 == across % 16 == 0 and case.scales.a != "block" and not both_e5m2
-    assert bool(why_not) == (not fits)
-    if fits:
-        hold(cublas_fp8.KERNEL, case, dtype, seed=int(torch.randint(2**31, ())))
-
-
-def test_the_library_runs_enough_of_the_cases():
-    able = 0
-    for case in FP8_CASES:
-        a, b, epilogue, out = case.make()
-        able += not cublas_fp8.KERNEL.why_not(problem(a, b, out, epilogue))
-    assert able >= 8
 
 
 @pytest.mark.parametrize("layouts", [("col", "row", "row"), COL], ids=["rows", "columns"])
