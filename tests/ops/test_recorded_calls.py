@@ -160,6 +160,30 @@ def test_a_call_is_bound_after_it_was_recorded(index: int, recorded: list[Any], 
         torch.testing.assert_close(found, first[0], rtol=0, atol=0, equal_nan=True)
 
 
+def test_guards_find_no_call_where_something_else_looks_at_it():
+    """`repeat` relies on it, and asks torch for nothing of this."""
+    x = torch.randn(3, 4)
+    sides: dict[str, Any] = {"dynamic_dims_sizes": [[3, 4]], "dynamic_dims_strides": [[4, 1]]}
+    assert recorded_calls.GUARDS is not None
+    like, found = recorded_calls.GUARDS(x, **sides).check, []
+
+    def look(y: torch.Tensor) -> torch.Tensor:
+        found.append((like(x), like(y)))
+        return y.sum()
+
+    assert like(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        look(x)
+    with Mode():
+        look(x)
+    with torch.inference_mode():
+        look(torch.randn(3, 4))
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x[None])
+    torch.jit.trace(look, x, check_trace=False)
+    assert found == [(False, False)] * 6
+
+
 def test_alternating_shapes_keep_their_guards(recorded: list[Any], unchecked: Any):
     a = matrices()[0]
     xs = [torch.randn(192, n) for n in range(8, 8 + recorded_calls.SHAPES)]
