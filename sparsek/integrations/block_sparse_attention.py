@@ -123,20 +123,30 @@ def block_sparse_attn_func(
     """
     call = "block_sparse_attn_func"
     require_neutral(call, "p_dropout", p_dropout, 0.0, NO_DROPOUT)
-    heads = _Heads(head_mask_type, streaming_info, base_blockmask, exact_streaming, is_causal)
     longest = (
         arguments.integer("max_seqlen_q_", max_seqlen_q_, 0, INT32_MAX),
         arguments.integer("max_seqlen_k_", max_seqlen_k_, 0, INT32_MAX),
     )
-    return _run(
-        (q, k, v),
-        (cu_seqlens_q, cu_seqlens_k),
-        heads,
-        longest,
-        softmax_scale,
-        deterministic,
-        return_attn_probs,
-    )
+    check_operands(q, k, v, "[total, H, D] of packed batch items")
+    arguments.flag("return_attn_probs", return_attn_probs)
+    check_shape("v", v, (*k.shape[:2], v.shape[2]), "as many tokens and heads as k")
+    items, batch = _items((cu_seqlens_q, cu_seqlens_k), q.shape[0], k.shape[0], longest)
+    heads = _Heads(head_mask_type, streaming_info, base_blockmask, exact_streaming, is_causal)
+    heads = _checked(heads, q, batch, longest)
+    options: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic, "return_lse": True}
+    outs, lses = [], []
+    for some in items:
+        queries = _batched(q, some.q_start, some.count, some.q_len)
+        keys, values = (_batched(x, some.k_start, some.count, some.k_len) for x in (k, v))
+        mask = (_token_mask if heads.exact else _block_mask)(heads, some, q.device)
+        out, lse = attention(queries, keys, values, mask, **options)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        lses.append(lse)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    if not return_attn_probs:
+        return out
+    lse = torch.cat([functional.pad(x, (0, longest[0] - x.shape[2]), value=-torch.inf) for x in lses])
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), None
 
 
 @refusing("token_streaming_attn_func", **FORKS)
@@ -223,38 +233,6 @@ class _Items(NamedTuple):
     q_len: int
     k_start: int
     k_len: int
-
-
-def _run(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    ends: tuple[Tensor, Tensor],
-    heads: _Heads,
-    longest: tuple[int, int],
-    scale: float | None,
-    deterministic: bool,
-    with_lse: bool,
-) -> Any:
-    check_operands(*qkv, "[total, H, D] of packed batch items")
-    arguments.flag("return_attn_probs", with_lse)
-    q, k, v = qkv
-    check_shape("v", v, (*k.shape[:2], v.shape[2]), "as many tokens and heads as k")
-    items, batch = _items(ends, q.shape[0], k.shape[0], longest)
-    heads = _checked(heads, q, batch, longest)
-    outs, lses = [], []
-    for some in items:
-        queries = _batched(q, some.q_start, some.count, some.q_len)
-        keys, values = (_batched(x, some.k_start, some.count, some.k_len) for x in (k, v))
-        mask = (_token_mask if heads.exact else _block_mask)(heads, some, q.device)
-        out, lse = attention(
-            queries, keys, values, mask, scale=scale, return_lse=True, deterministic=deterministic
-        )
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-        lses.append(lse)
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    if not with_lse:
-        return out
-    lse = torch.cat([functional.pad(x, (0, longest[0] - x.shape[2]), value=-torch.inf) for x in lses])
-    return out, lse.masked_fill(lse == -torch.inf, torch.inf), None
 
 
 def _batched(x: Tensor, start: int, count: int, length: int) -> Tensor:

@@ -148,10 +148,7 @@ def video_sparse_attn(
     lengths = None if q_variable_block_sizes is None else queries[None]
     if side in BLOCK_SIZES:
         return VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=lengths)
-    q_mean, k_mean = (
-        block_means(q.detach(), side, queries[None]),
-        block_means(k.detach(), side, keys[None]),
-    )
+    q_mean, k_mean = (block_means(q.detach(), side, queries[None]), block_means(k.detach(), side, keys[None]))
     scores = q_mean @ k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     chosen = scores.masked_fill(keys == 0, -torch.inf).topk(min(best, keys.numel())).indices
     mask = BlockMask.from_indices(chosen, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys)

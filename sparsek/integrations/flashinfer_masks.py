@@ -37,13 +37,7 @@ class WrapperSetting(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        call: str,
-        heads: tuple[Any, Any, Any],
-        pos: Any,
-        softcap: Any,
-        scale: Any,
-        types: Any,
+        cls, call: str, heads: tuple[Any, Any, Any], pos: Any, softcap: Any, scale: Any, types: Any
     ) -> WrapperSetting:
         """From the arguments of `plan`; InvalidInput for those that SparseK does not have."""
         scores = scores_of(call, pos, softcap, scale)

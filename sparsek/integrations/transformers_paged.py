@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_config import paged_policy, policy_of
 
+Options: TypeAlias = dict[str, Any]
+
 
 @torch.compiler.disable(reason="the tensors of a paged cache are written in place, outside of graphs")
 def paged(
@@ -29,8 +31,8 @@ def paged(
     key: Tensor,
     value: Tensor,
     cache: Any,
-    options: dict[str, Any],
-    settings: dict[str, Any],
+    options: Options,
+    settings: Options,
 ) -> Tensor:
     """out [1, tokens, Hq, Dv] of new queries, keys and values [1, H, tokens, D] of all requests.
 
@@ -53,7 +55,7 @@ def paged(
     return _flat(query, key, value, policy, found, settings)
 
 
-def _policy(module: torch.nn.Module, options: dict[str, Any]) -> MaskPolicy:
+def _policy(module: torch.nn.Module, options: Options) -> MaskPolicy:
     """What the policy of the config and the layer's own window admit."""
     own = options.get("sliding_window")
     own = None if own is None else arguments.integer("sliding_window", own, 1)
@@ -61,12 +63,7 @@ def _policy(module: torch.nn.Module, options: dict[str, Any]) -> MaskPolicy:
 
 
 def _flat(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    policy: MaskPolicy,
-    found: dict[str, Any],
-    settings: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, policy: MaskPolicy, found: Options, settings: Options
 ) -> Tensor:
     """Of the keys and values of all requests, one behind the other. One sync for new lengths on a GPU.
 
@@ -90,12 +87,7 @@ def _flat(
 
 
 def _tabled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    policy: MaskPolicy,
-    found: dict[str, Any],
-    settings: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, policy: MaskPolicy, found: Options, settings: Options
 ) -> Tensor:
     """Of one new token for each request, whose keys and values are in pages [pages, page, Hkv, D] of a table.
 

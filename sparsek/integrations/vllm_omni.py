@@ -187,13 +187,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
 
 
 def _by_policy(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    policy: Policy,
-    gate: Tensor | None,
-    scale: float,
-    lengths: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, policy: Policy, gate: Tensor | None, scale: float, lengths: Any = None
 ) -> Tensor:
     """Attention by a policy, for operands whose blocks have these lengths."""
     if isinstance(policy, VSA) and gate is not None:

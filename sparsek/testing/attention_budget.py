@@ -22,15 +22,7 @@ from sparsek.attn.reference.attention import attend, attend_backward, check, met
 from sparsek.attn.reference.scores import PLAIN, Places, Scores, changed, distances
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.testing.budget import (
-    ROUNDED,
-    Bound,
-    Gate,
-    Rounding,
-    stored_variance,
-    sum_variance,
-    summing_unit,
-)
+from sparsek.testing.budget import ROUNDED, Bound, Gate, Rounding, stored_variance, sum_variance, summing_unit
 
 # Allowed error of lse, absolute and relative.
 LSE_LOW, LSE_HIGH = 1e-3, 1e-5

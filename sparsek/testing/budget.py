@@ -285,12 +285,7 @@ def check_spmm(
 
 
 def fp8_bound(
-    a: Quantized,
-    b: QuantizedTensor,
-    dtype: torch.dtype,
-    epilogue: Epilogue = PLAIN,
-    *,
-    core: float = CORE,
+    a: Quantized, b: QuantizedTensor, dtype: torch.dtype, epilogue: Epilogue = PLAIN, *, core: float = CORE
 ) -> Bound:
     """The bound of the product of `a` and b [..., K, N] with `epilogue` in C's `dtype`.
 

@@ -44,9 +44,7 @@ class ResolvedRule(NamedTuple):
         q, k = values_of(q, "q"), values_of(k, "k")
         if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
             return within
-        return untransformed(
-            lambda: best_blocks(within, block_scores(q, k, within.block), self.k, always),
-        )
+        return untransformed(lambda: best_blocks(within, block_scores(q, k, within.block), self.k, always))
 
 
 class MaskRule:

@@ -89,11 +89,7 @@ class BlockPattern(PlanOwner, Record, Drawable):
 
     @classmethod
     def from_host(
-        cls,
-        shape: tuple[int, int],
-        block: tuple[int, int],
-        host: HostPattern,
-        device: torch.device,
+        cls, shape: tuple[int, int], block: tuple[int, int], host: HostPattern, device: torch.device
     ) -> BlockPattern:
         """Make a pattern on `device` of valid indices on the host. No sync."""
         host = _frozen(host)

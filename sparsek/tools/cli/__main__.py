@@ -35,8 +35,7 @@ def _version(wanted: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """The options of `sparsek` itself."""

@@ -13,16 +13,7 @@ from rich.text import Text
 from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import parse_block
-from sparsek.core.terminal import (
-    EXIT_ERROR,
-    AsJson,
-    complain,
-    console,
-    duration,
-    plain,
-    print_json,
-    progress,
-)
+from sparsek.core.terminal import EXIT_ERROR, AsJson, complain, console, duration, plain, print_json, progress
 from sparsek.core.terminal import table as new_table
 from sparsek.files.weights import WeightFile, open_weights
 from sparsek.pictures import svg

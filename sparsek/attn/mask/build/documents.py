@@ -368,13 +368,7 @@ class Queries(NamedTuple):
 
 
 def _assembled(
-    cls: type[Mask],
-    place: Place,
-    docs: Documents,
-    pieces: Pieces,
-    near: Window,
-    batch: int,
-    label: str,
+    cls: type[Mask], place: Place, docs: Documents, pieces: Pieces, near: Window, batch: int, label: str
 ) -> Mask:
     rows = batch * place.grid[0]
     found = _blocks(pieces, place, rows)
