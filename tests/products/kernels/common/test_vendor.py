@@ -24,43 +24,35 @@ SDDMM, SPGEMM = load("vendor.sddmm"), load("vendor.spgemm")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", SDDMM_CASES, ids=str)
-def test_every_case_of_sddmm_is_within_budget(case: SddmmCase, dtype: torch.dtype) -> None:
-    x, y, pattern = case.make(dtype=dtype)
-    x, y = unmet_rows_poisoned(x, y, pattern)
-    gate = check_sddmm(x, y, sample(SDDMM, x, y, pattern))
-    assert gate.passed, gate
+GPU = pytest.mark.gpu
+ON_A_CPU = list(itertools.product(("cpu",), SPGEMM_CASES, FLOATS, (False, True)))
+ON_A_GPU = list(itertools.product(("cuda",), SPGEMM_CASES, FLOATS[:3], (False, True)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", SDDMM_CASES, ids=str)
-def test_every_case_of_sddmm_is_within_budget_on_the_gpu(case: SddmmCase, dtype: torch.dtype) -> None:
-    x, y, pattern = case.make("cuda", dtype)
+@pytest.mark.parametrize(
+    ("device", "case", "dtype"),
+    [
+        *itertools.product(("cpu",), SDDMM_CASES, FLOATS),
+        *(pytest.param("cuda", *each, marks=GPU) for each in itertools.product(SDDMM_CASES, FLOATS[:3])),
+    ],
+    ids=str,
+)
+def test_every_case_of_sddmm_is_within_budget(device: str, case: SddmmCase, dtype: torch.dtype) -> None:
+    x, y, pattern = case.make(device, dtype)
+    x, y = unmet_rows_poisoned(x, y, pattern) if device == "cpu" else (x, y)
     gate = check_sddmm(x, y, sample(SDDMM, x, y, pattern))
     assert gate.passed, gate
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "dense_out"),
-    sampled(list(itertools.product(SPGEMM_CASES, FLOATS, (False, True))), 72),
+    ("device", "case", "dtype", "dense_out"),
+    [*sampled(ON_A_CPU, 72), *(pytest.param(*each, marks=GPU) for each in ON_A_GPU)],
     ids=str,
 )
-def test_every_case_of_spgemm_is_within_budget(case: SpgemmCase, dtype: torch.dtype, dense_out: bool) -> None:
-    a, b, wanted = case.make(dtype=dtype)
-    gate = check_spgemm(a, b, join(SPGEMM, a, b, None if dense_out else wanted, dense_out=dense_out))
-    assert gate.passed, gate
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dense_out", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", SPGEMM_CASES, ids=str)
-def test_every_case_of_spgemm_is_within_budget_on_the_gpu(
-    case: SpgemmCase, dtype: torch.dtype, dense_out: bool
+def test_every_case_of_spgemm_is_within_budget(
+    device: str, case: SpgemmCase, dtype: torch.dtype, dense_out: bool
 ) -> None:
-    a, b, wanted = case.make("cuda", dtype)
+    a, b, wanted = case.make(device, dtype)
     gate = check_spgemm(a, b, join(SPGEMM, a, b, None if dense_out else wanted, dense_out=dense_out))
     assert gate.passed, gate
 

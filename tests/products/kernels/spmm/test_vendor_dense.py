@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -89,37 +90,30 @@ def test_nothing_is_densified_unasked() -> None:
     assert "only by name: it keeps a dense copy of A" in plan.explain()
 
 
-def test_the_copy_follows_values_written_in_place(matrix: BSR) -> None:
-    def change(a: BSR) -> BSR:
-        a.values.mul_(-2)
-        return a
+def written(a: BSR) -> BSR:
+    a.values.mul_(-2)
+    return a
 
+
+def written_at(a: BSR) -> BSR:
+    a.values[2, 5, 7] += 100
+    return a
+
+
+def trained(a: BSR) -> BSR:
+    with torch.no_grad():
+        a.values.add_(torch.ones_like(a.values), alpha=-0.5)
+    return a
+
+
+def exchanged(a: BSR) -> BSR:
+    return BSR(a.pattern, torch.randn_like(a.values))
+
+
+@pytest.mark.parametrize("change", [written, written_at, trained, exchanged], ids=lambda f: f.__name__)
+def test_the_copy_follows_the_values(matrix: BSR, change: Callable[[BSR], BSR]) -> None:
+    matrix.values.requires_grad_(change is trained)
     b, out, changed = _twice(matrix, change)
-    assert check_spmm(changed, b, out).passed
-
-
-def test_the_copy_follows_one_written_block(matrix: BSR) -> None:
-    def change(a: BSR) -> BSR:
-        a.values[2, 5, 7] += 100
-        return a
-
-    b, out, changed = _twice(matrix, change)
-    assert check_spmm(changed, b, out).passed
-
-
-def test_the_copy_follows_a_step_of_training(matrix: BSR) -> None:
-    def change(a: BSR) -> BSR:
-        with torch.no_grad():
-            a.values.add_(torch.ones_like(a.values), alpha=-0.5)
-        return a
-
-    matrix.values.requires_grad_()
-    b, out, changed = _twice(matrix, change)
-    assert check_spmm(changed, b, out).passed
-
-
-def test_the_copy_follows_other_values_of_the_same_pattern(matrix: BSR) -> None:
-    b, out, changed = _twice(matrix, lambda a: BSR(a.pattern, torch.randn_like(a.values)))
     assert check_spmm(changed, b, out).passed
 
 
