@@ -38,48 +38,45 @@ from tests.ops.storages import (
 BATCHES = [(), (1,), (3,), (2, 3), (2, 0), (2, 1, 3)]
 
 
+# A on the left, and on the right where it may stand there.
+SIDES = [*((storage, False) for storage in STORAGES), *((storage, True) for storage in ON_RIGHT)]
+SIDED = {False: "A @ B", True: "X @ A"}
+
+
+def sided(
+    storage: str, right: bool, dtype: torch.dtype, device: str, *lead: int, n: int = 40
+) -> tuple[Any, Any, Any]:
+    """Left and right operand, and how their product is judged."""
+    a = matrix(storage, dtype, device)
+    if right:
+        x = torch.randn(*lead, n, 128, device=device).to(dtype)
+        return x, a, judged_right
+    return a, torch.randn(*lead, 192, n, device=device).to(dtype), judged
+
+
 @pytest.mark.parametrize(
-    ("storage", "dtype"), [(storage, dtype) for storage in STORAGES for dtype in DTYPES[storage]], ids=str
+    ("storage", "right", "dtype"),
+    [(*side, dtype) for side in SIDES for dtype in DTYPES[side[0].split()[0]]],
+    ids=lambda x: SIDED.get(x, str(x)),
 )
-def test_the_operator_multiplies(storage: str, dtype: torch.dtype, device: str):
-    a, b = matrix(storage, dtype, device), torch.randn(192, 40, device=device).to(dtype)
-    c = a @ b
+def test_the_operator_multiplies(storage: str, right: bool, dtype: torch.dtype, device: str):
+    x, y, judge = sided(storage, right, dtype, device)
+    c = x @ y
     assert (c.dtype, c.is_contiguous()) == (dtype, True)
-    assert judged(a, b, c).passed
-    assert torch.equal(sk.spmm(a, b), c)
-    assert torch.equal(torch.matmul(a, b), c)
-
-
-@pytest.mark.parametrize(
-    ("storage", "dtype"),
-    [(storage, dtype) for storage in ON_RIGHT for dtype in DTYPES[storage.split()[0]]],
-    ids=str,
-)
-def test_the_operator_multiplies_on_the_right(storage: str, dtype: torch.dtype, device: str):
-    a, x = matrix(storage, dtype, device), torch.randn(24, 128, device=device).to(dtype)
-    y = x @ a
-    assert (y.dtype, y.is_contiguous()) == (dtype, True)
-    assert judged_right(x, a, y).passed
-    assert torch.equal(sk.spmm(x, a), y)
-    assert torch.equal(torch.matmul(x, a), y)
+    assert judge(x, y, c).passed
+    assert torch.equal(sk.spmm(x, y), c)
+    assert torch.equal(torch.matmul(x, y), c)
 
 
 @pytest.mark.parametrize("shape", BATCHES, ids=str)
-@pytest.mark.parametrize("storage", STORAGES)
-def test_batches_of_the_dense_operand_multiply(storage: str, shape: tuple[int, ...], device: str):
-    a, b = matrix(storage, device=device), torch.randn(*shape, 192, 16, device=device).to(BF16)
-    c = a @ b
+@pytest.mark.parametrize(("storage", "right"), SIDES, ids=lambda x: SIDED.get(x, str(x)))
+def test_batches_of_the_dense_operand_multiply(
+    storage: str, right: bool, shape: tuple[int, ...], device: str
+):
+    x, y, judge = sided(storage, right, BF16, device, *shape, n=8 if right else 16)
+    c = x @ y
     assert c.is_contiguous()
-    assert judged(a, b, c).passed
-
-
-@pytest.mark.parametrize("shape", BATCHES, ids=str)
-@pytest.mark.parametrize("storage", ON_RIGHT)
-def test_batches_multiply_on_the_right(storage: str, shape: tuple[int, ...], device: str):
-    a, x = matrix(storage, device=device), torch.randn(*shape, 8, 128, device=device).to(BF16)
-    y = x @ a
-    assert y.is_contiguous()
-    assert judged_right(x, a, y).passed
+    assert judge(x, y, c).passed
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -96,51 +93,38 @@ def test_the_dense_operand_may_lie_in_memory_as_it_likes(storage: str, name: str
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (1.0, 1.0), (-0.5, 0.25), (0.0, 2.0)])
 @pytest.mark.parametrize(
-    ("storage", "kernel"),
-    [(storage, kernel) for storage in STORAGES for kernel in KERNELS[storage] if kernel in SUMS_IN_FLOAT32],
-)
-def test_alpha_beta_and_out(storage: str, kernel: str, alpha: float, beta: float):
-    a, b = matrix(storage), torch.randn(2, 192, 24).to(BF16)
-    dtype = F32 if storage in IN_FP8 else BF16
-    start = torch.randn(2, 128, 24).to(dtype) if beta else poisoned((2, 128, 24), dtype)
-    out = start.clone()
-    assert sk.spmm(a, b, alpha=alpha, beta=beta, out=out, kernel=kernel) is out
-    gate = judged(a, b, out, Epilogue(alpha=alpha, other=start if beta else None, beta=beta), core=0.0)
-    assert gate.passed, gate
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (1.0, 1.0), (-0.5, 0.25), (0.0, 2.0)])
-@pytest.mark.parametrize(
-    ("storage", "kernel"),
+    ("storage", "right", "kernel"),
     [
-        (storage, kernel)
-        for storage in ON_RIGHT
-        for kernel in KERNELS[storage.split()[0]]
+        (*side, kernel)
+        for side in SIDES
+        for kernel in KERNELS[side[0].split()[0]]
         if kernel in SUMS_IN_FLOAT32
     ],
+    ids=lambda x: SIDED.get(x, str(x)),
 )
-def test_alpha_beta_and_out_on_the_right(storage: str, kernel: str, alpha: float, beta: float):
-    a, x = matrix(storage), torch.randn(2, 24, 128).to(BF16)
-    start = torch.randn(2, 24, 192).to(BF16) if beta else poisoned((2, 24, 192), BF16)
+def test_alpha_beta_and_out(storage: str, right: bool, kernel: str, alpha: float, beta: float):
+    x, y, judge = sided(storage, right, BF16, "cpu", 2, n=24)
+    dtype, shape = F32 if storage in IN_FP8 else BF16, (2, 24, 192) if right else (2, 128, 24)
+    start = torch.randn(shape).to(dtype) if beta else poisoned(shape, dtype)
     out = start.clone()
-    assert sk.spmm(x, a, alpha=alpha, beta=beta, out=out, kernel=kernel) is out
-    gate = judged_right(
-        x, a, out, Epilogue(alpha=alpha, other=start.mT if beta else None, beta=beta), core=0.0
-    )
+    assert sk.spmm(x, y, alpha=alpha, beta=beta, out=out, kernel=kernel) is out
+    other = None if not beta else start.mT if right else start
+    gate = judge(x, y, out, Epilogue(alpha=alpha, other=other, beta=beta), core=0.0)
     assert gate.passed, gate
 
 
-@pytest.mark.parametrize("storage", ON_RIGHT)
-def test_out_may_be_part_of_a_larger_matrix(storage: str, device: str):
-    a = matrix(storage, device=device)
-    b, x = torch.randn(192, 40, device=device).to(BF16), torch.randn(2, 8, 128, device=device).to(BF16)
-    for shape, operands, judge in (((128, 40), (a, b), judged), ((2, 8, 192), (x, a), judged_right)):
-        room = poisoned((*shape[:-1], shape[-1] + 11), BF16, device)
-        out = room[..., 3 : shape[-1] + 3]
-        assert sk.spmm(*operands, out=out) is out
-        assert judge(*operands, out).passed
-        assert room[..., :3].isnan().all()
-        assert room[..., shape[-1] + 3 :].isnan().all()
+@pytest.mark.parametrize(
+    ("storage", "right"), [*product(ON_RIGHT, (False, True))], ids=lambda x: SIDED.get(x, str(x))
+)
+def test_out_may_be_part_of_a_larger_matrix(storage: str, right: bool, device: str):
+    x, y, judge = sided(storage, right, BF16, device, *([2] if right else []), n=8 if right else 40)
+    shape = (2, 8, 192) if right else (128, 40)
+    room = poisoned((*shape[:-1], shape[-1] + 11), BF16, device)
+    out = room[..., 3 : shape[-1] + 3]
+    assert sk.spmm(x, y, out=out) is out
+    assert judge(x, y, out).passed
+    assert room[..., :3].isnan().all()
+    assert room[..., shape[-1] + 3 :].isnan().all()
 
 
 PARTS = ("", "bias", "residual", "bias and residual")
