@@ -147,6 +147,7 @@ def calls(n: int = 24) -> list[Callable[[], Any]]:
         lambda: sk.spgemm(a, b, at).values,
         lambda: sk.attention(q, k, v, mask),
         lambda: torch.stack(sk.attention(q, k, v, return_lse=True)[1:]),
+        lambda: sk.attention(q, k, v, is_causal=True),
     ]
 
 
@@ -491,7 +492,7 @@ def test_a_bound_step_follows_what_changes(verb: str, change: Callable[[Step], N
     step.turn()
 
 
-@pytest.mark.parametrize(("index", "most"), [(0, 5), (5, 6), (10, 8), (13, 6), (14, 7), (17, 5)])
+@pytest.mark.parametrize(("index", "most"), [(0, 5), (5, 6), (10, 8), (13, 6), (14, 7), (17, 5), (19, 13)])
 def test_a_bound_call_takes_few_calls_of_python(index: int, most: int, monkeypatch: pytest.MonkeyPatch):
     """The verb, what it asks of its matrices, and `repeat`: everything else of a call is C, or the recorded call."""
     call = calls()[index]

@@ -68,8 +68,7 @@ def block_mask(
             raise InvalidInput(
                 "mask and is_causal=True are both given, and scaled_dot_product_attention refuses both too; give one"
             )
-        check_tensors(q, k, k)
-        return top_left(q.shape[2], k.shape[2], q.device)
+        return top_left(q, k)
     if mask is None or isinstance(mask, BlockMask):
         return mask
     if isinstance(mask, MaskRule) and not (predicted and isinstance(mask, MaskPolicy)):
@@ -92,16 +91,32 @@ def block_mask(
     return (_untraced if _compiling() else _converted)(mask, q, k)
 
 
-def top_left(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
-    """The mask in which query i sees keys 0 to i, whatever the lengths: the same object each time."""
+def top_left(q: Any, k: Any) -> BlockMask:
+    """The mask in which query i sees keys 0 to i, whatever the lengths: the same object each time.
+
+    InvalidInput for q and k that do not fit together, if the mask is new.
+    """
+    check = partial(check_tensors, q, k, k)
+    plain = type(q) is type(k) is Tensor and not (q.is_nested or k.is_nested) and q.ndim == k.ndim == 4
+    if plain and not _compiling():
+        return _top_left(q.shape[2], k.shape[2], q.device, check)
+    check()
     # A compiled graph is for one mask, so the lengths are no symbols there.
-    q_len, kv_len = arguments.integer("q_len", q_len), arguments.integer("kv_len", kv_len)
-    return (_constant_top_left if _compiling() else _top_left)(q_len, kv_len, device)
+    lengths = arguments.integer("q_len", q.shape[2]), arguments.integer("kv_len", k.shape[2])
+    return (_constant_top_left if _compiling() else _top_left)(*lengths, q.device)
 
 
-def _top_left(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
+def _top_left(
+    q_len: int, kv_len: int, device: torch.device, check: Callable[[], None] | None = None
+) -> BlockMask:
     frame = Frame(q_len=q_len, kv_len=kv_len, device=device, q_offset=0)
-    return kept_mask(("top left", *frame.values()), lambda: BlockMask.causal(**frame))
+
+    def build() -> BlockMask:
+        if check is not None:
+            check()
+        return BlockMask.causal(**frame)
+
+    return kept_mask(("top left", *frame.values()), build)
 
 
 _constant_top_left = constant(_top_left)
