@@ -65,6 +65,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "policies.quality": ("sparsek_bench.suites.quality",),
     "profile": ("sparsek_bench.profile",),
     "reference": ("products.reference", "attn.reference"),
+    "testing.heads": ("sparsek_bench.engine.heads",),
+    "testing.pack_budget": ("sparsek_bench.engine.pack_budget",),
     "tools.bench": ("sparsek_bench",),
     "tools.cli.output": ("core.terminal",),
 }
