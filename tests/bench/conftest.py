@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparsek_bench.engine import records
+from sparsek_bench.engine import data, records
 from sparsek_bench.engine.bench import TABLES
 from sparsek_bench.engine.case import Case
 from sparsek_bench.suites.attention import AttentionCase
@@ -74,6 +74,13 @@ def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records
         "date": "2026-11-20T10:00:00+00:00",
     }
     return record | extra | ({"ran": RAN} if kind.hosted else {}) | changes
+
+
+@pytest.fixture(autouse=True)
+def few_sets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two operand sets are enough on a CPU."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Cases of attention, the texts of their masks, and their suites."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -36,32 +35,6 @@ def test_names_are_short_and_tell_cases_apart() -> None:
     assert SMALL.name == "256 causal, block 64, 2:1 heads, D 32, fp32"
     other = AttentionCase(2, 16, 16, 1024, 32768, 192, 128, "blocks:0.125", (64, 128))
     assert other.name == "1Kx32K random 12.5 %, block 64x128, batch 2, 16 heads, D 192:128, bf16"
-    for entries in BENCH.suites.values():
-        named = [(entry.case.name, entry.case.op) for entry in entries]
-        assert len(set(named)) == len(named)
-
-
-@pytest.mark.parametrize("name", BENCH.suites)
-def test_every_suite_case_survives_a_record(name: str) -> None:
-    for entry in BENCH.suites[name]:
-        assert type(entry.case).from_record(json.loads(json.dumps(entry.case.as_record()))) == entry.case
-
-
-def test_the_suite_holds_every_row_of_the_speed_table() -> None:
-    there = {
-        (c.mask.split(":")[0], c.q_len // 1024, c.block[0], c.heads, c.kv_heads, c.dim, c.dtype)
-        for c in (entry.case for entry in BENCH.suites["published"] if entry.case.op == "attention")
-    }
-    common = (128, 16, 16, 128, "bf16")
-    wanted = {(mask, s, *common) for mask, s in (("causal", 32), ("full", 8), ("full", 32), ("window", 32))}
-    wanted |= {("blocks", s, block, 16, 16, 128, "bf16") for s in (8, 32) for block in (128, 64)}
-    wanted |= {("blocks", s, 128, 16, 16, 64, "bf16") for s in (8, 32)}
-    wanted |= {(mask, 32, *common) for mask in ("bigbird", "uniform-like-bigbird")}
-    wanted |= {("window", 32, 128, 32, kv, 128, "bf16") for kv in (4, 32)}
-    wanted |= {("window", s, 128, 8, 8, 128, "bf16") for s in (128, 256, 512)}
-    assert wanted <= there
-    long = [entry.case for entry in BENCH.suites["published"] if entry.case.q_len >= 2**17]
-    assert {case.mask for case in long} == {attention.LONG}
 
 
 def test_the_lines_of_pictures_have_their_points() -> None:
@@ -125,17 +98,6 @@ def test_bigbird_of_the_suite_has_2_percent_global_rows() -> None:
     counts = replace(case, heads=1, kv_heads=1).mask_maker(CPU)().full.counts
     assert int((counts == 256).sum()) == round(0.02 * 256)
     assert set(counts[counts < 256].tolist()) <= {10, 11}
-
-
-def test_operand_sets_share_the_mask_and_no_memory() -> None:
-    sets = with_mask("causal").operands(CPU)
-    assert len(sets) >= 2
-    assert len({id(one.mask) for one in sets}) == 1
-    tensors = [tensor for one in sets for tensor in (one.q, one.k, one.v)]
-    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
-    assert not torch.equal(sets[0].q, sets[1].q)
-    assert sets[0].q.shape == (1, 2, 256, 32)
-    assert sets[0].k.shape == (1, 1, 256, 32)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Gradients of attention and training steps as benchmarks: cases, suites, operands, gates, records."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,79 +11,19 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention as attend
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.attention_budget import ExpectedGradients
-from sparsek.testing.budget import Gate
 from sparsek_bench.benches import BENCHES
-from sparsek_bench.engine import case as case_module
-from sparsek_bench.engine import data, heads, records, run
-from sparsek_bench.engine.case import SuiteRow
+from sparsek_bench.engine import heads
 from sparsek_bench.engine.heads import HeadGroup
-from sparsek_bench.engine.peer import peers_named
 from sparsek_bench.suites import attention, attention_grad
 from sparsek_bench.suites.attention import AttentionCase, sampled
-from sparsek_bench.suites.attention_grad import BENCH, GRAD_PEERS, AttentionGradCase, AttentionTrainCase
+from sparsek_bench.suites.attention_grad import GRAD_PEERS, AttentionGradCase, AttentionTrainCase
+from tests.bench.runs import measured
 
 CPU = torch.device("cpu")
 SMALL = AttentionGradCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
 STEP = AttentionTrainCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
 BOTH = pytest.mark.parametrize("case", [SMALL, STEP], ids=["backward", "step"])
 KERNELS = {"attention_backward": "reference.attention_bwd", "attention_train": "reference.attention"}
-
-
-@pytest.fixture(autouse=True)
-def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two operand sets are enough here."""
-    monkeypatch.setattr(data, "MAX_SETS", 2)
-
-
-def measured(case: AttentionGradCase) -> run.Outcome:
-    """The outcome of two rounds on the CPU, whose one record is well-formed."""
-    outcome = run.measure(
-        SuiteRow(case, (KERNELS[case.op],)),
-        peers=peers_named(GRAD_PEERS, None, CPU),
-        rounds=2,
-        device=CPU,
-        report=lambda text: None,
-    )
-    (record,) = outcome.records
-    assert records.faults(record) == []
-    assert list(record) == list(records.fields_of(case.op))
-    assert (record["op"], record["case"]) == (case.op, case.as_record())
-    return outcome
-
-
-@pytest.mark.parametrize("name", BENCH.suites)
-def test_every_suite_case_survives_a_record_and_has_a_name_of_its_own(name: str) -> None:
-    entries = BENCH.suites[name]
-    for entry in entries:
-        again = type(entry.case).from_record(json.loads(json.dumps(entry.case.as_record())))
-        assert again == entry.case
-    assert len({entry.case.name for entry in entries}) == len(entries)
-
-
-def test_the_suites_hold_every_row_of_the_speed_table() -> None:
-    there = {
-        (c.mask, c.q_len // 1024, c.block[0], c.dim, c.deterministic)
-        for c in (entry.case for entry in BENCH.suites["published"])
-    }
-    eighth, fixed, free = "blocks:0.125", (128, 128, True), (128, 128, False)
-    wanted = {(mask, s, *fixed) for mask in ("full", "causal") for s in (8, 32)} | {
-        ("window:2048", 32, *fixed)
-    }
-    wanted |= {(eighth, s, block, 128, True) for s in (8, 32) for block in (64, 128)}
-    wanted |= {(eighth, 32, 128, dim, True) for dim in (64, 256)}
-    wanted |= {(eighth, 32, *free), ("causal", 32, *free)}
-    assert there == wanted
-    assert {(c.batch, c.heads, c.kv_heads, c.dtype) for c in (e.case for e in BENCH.suites["published"])} == {
-        (1, 16, 16, "bf16")
-    }
-    steps = [entry.case for entry in BENCH.suites["train"]]
-    assert [(c.q_len // 1024, c.mask, c.heads, c.op) for c in steps] == [
-        (kilo, "window:4096", 8, "attention_train") for kilo in (64, 128, 256)
-    ]
-    assert {kernel for e in BENCH.suites["published"] for kernel in e.kernels} == {
-        "auto",
-        "portable.attention_bwd",
-    }
 
 
 def test_gradients_take_two_and_a_half_times_the_flops_of_the_forward_pass() -> None:
@@ -124,25 +63,9 @@ def test_the_sets_of_a_step_want_gradients() -> None:
         assert not one.grad.requires_grad
 
 
-def test_a_backward_pass_is_recorded_with_the_dense_peer() -> None:
-    outcome = measured(SMALL)
-    (record,) = outcome.records
-    assert record["kernel"] == "reference.attention_bwd"
-    assert set(record["peers"]) == {"sdpa"}
-    assert record["memory"] is record["peers"]["sdpa"]["memory"] is None
-    useful = SMALL.operands(CPU)[0].useful_flops
-    assert record["tflops"]["useful"] == pytest.approx(useful / record["ms"]["median"] / 1e9, rel=1e-3)
-    dense = record["peers"]["sdpa"]
-    assert dense["tflops"] == pytest.approx(SMALL.causal_flops / dense["ms"]["median"] / 1e9, rel=1e-3)
-
-
 def test_a_step_is_recorded_under_both_kernels() -> None:
-    (record,) = measured(STEP).records
-    assert record["kernel"] == "reference.attention + reference.attention_bwd"
+    (record,) = measured(STEP, KERNELS[STEP.op]).records
     assert set(record["config"]) == {"forward", "backward"}
-    assert set(record["peers"]) == {"sdpa"}
-    assert record["peak_gb"] is None
-    assert records.is_fresh(record)
 
 
 def test_the_plans_of_a_step_are_those_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,28 +100,6 @@ def test_one_wrong_gradient_fails_the_gate(case: AttentionGradCase) -> None:
         gate = one.judge(wrong)
         assert not gate.passed
         assert gate.error > gate.budget
-
-
-@BOTH
-def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: AttentionGradCase) -> None:
-    """A run right before the judged one leaves NaN in memory of every result's size."""
-    (one, *_) = replace(case, v_dim=16).operands(CPU)
-    spoilt: list[Any] = []
-    real = case_module.spoil
-    monkeypatch.setattr(case_module, "spoil", lambda results: (real(results), spoilt.extend(results)))
-    plan = one.plan(KERNELS[case.op])
-    assert one.gate(plan).passed
-    assert [x.shape for x in spoilt] == [x.shape for x in one.planned(plan)()]
-    assert all(x.isnan().all() for x in spoilt)
-
-
-@BOTH
-def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, case: AttentionGradCase) -> None:
-    wrong = Gate(1.0, 0.5, False)
-    monkeypatch.setattr(ExpectedGradients, "judge", lambda *args: wrong)
-    monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
-    with pytest.raises(run.GateError, match="exceeds the budget"):
-        measured(case)
 
 
 @BOTH

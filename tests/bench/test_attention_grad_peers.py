@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention as reference
-from sparsek_bench.engine import data
 from sparsek_bench.engine.peer import UnavailableError, peers_named
 from sparsek_bench.peers.attention import LONGEST_DENSE_STEP, kept_graphs, transposed_lists
 from sparsek_bench.suites.attention_grad import GRAD_PEERS, AttentionGradCase, AttentionTrainCase
@@ -27,12 +26,6 @@ LONG = AttentionTrainCase(1, 8, 8, 65536, 65536, 128, 128, "window:4096")
 BY_NAME: dict[str, Any] = {peer.name: peer for peer in GRAD_PEERS}
 GPU_PEERS = ["cudnn", "fa4", "flex", "cudnn_bsa", "fa4_ordered"]
 BOTH = pytest.mark.parametrize("case", [SMALL, STEP], ids=["backward", "step"])
-
-
-@pytest.fixture(autouse=True)
-def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two operand sets are enough here."""
-    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 def ready(name: str, case: AttentionGradCase, sets: Any) -> Any:

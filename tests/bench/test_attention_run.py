@@ -8,45 +8,14 @@ import torch
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.testing.attention_budget import ExpectedAttention
-from sparsek.testing.budget import Gate
-from sparsek_bench.engine import records, run
-from sparsek_bench.engine.case import SuiteRow
-from sparsek_bench.engine.peer import ReadyPeer, peers_named
+from sparsek_bench.engine import run
+from sparsek_bench.engine.peer import ReadyPeer
 from sparsek_bench.suites import attention
-from sparsek_bench.suites.attention import PEERS, AttentionCase
+from sparsek_bench.suites.attention import AttentionCase
 
 CPU = torch.device("cpu")
 SMALL = AttentionCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
 KERNEL = ("cpu.attention",)
-
-
-def measured(entry: SuiteRow, rounds: int = 2) -> records.Record:
-    """The one record of an entry, on the CPU."""
-    outcome = run.measure(
-        entry, peers=peers_named(PEERS, None, CPU), rounds=rounds, device=CPU, report=lambda text: None
-    )
-    (record,) = outcome.records
-    assert records.faults(record) == []
-    assert list(record) == list(records.fields_of(entry.case.op))
-    assert record["op"] == entry.case.op
-    assert record["case"] == entry.case.as_record()
-    return record
-
-
-def test_a_run_gives_well_formed_records_with_the_dense_peer() -> None:
-    record = measured(SuiteRow(SMALL, KERNEL), rounds=3)
-    assert record["kernel"] == "cpu.attention"
-    assert set(record["peers"]) == {"sdpa"}
-    assert record["memory"] is None
-    assert record["peers"]["sdpa"]["memory"] is None
-    useful = SMALL.operands(CPU)[0].useful_flops
-    assert record["tflops"]["useful"] == pytest.approx(
-        useful / record["ms"]["median"] / 1e9, rel=0.02, abs=2e-6
-    )
-    dense = record["peers"]["sdpa"]
-    assert dense["tflops"] == pytest.approx(
-        SMALL.causal_flops / dense["ms"]["median"] / 1e9, rel=0.02, abs=2e-6
-    )
 
 
 def test_every_call_with_a_new_mask_builds_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +50,6 @@ def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.Monke
     assert seen[0] is None
     assert len(seen[1]) == len(set(seen[1])) == attention.GATED_TILES
     assert (seen[1][0], seen[1][-1]) == (0, 31)
-
-
-def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Gate(1.0, 0.5, False)
-    monkeypatch.setattr(ExpectedAttention, "judge", lambda *args: wrong)
-    monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
-    with pytest.raises(run.GateError, match="exceeds the budget"):
-        measured(SuiteRow(replace(SMALL, mask="causal"), KERNEL))
 
 
 def test_the_densest_peer_that_is_not_too_long_heats_the_card() -> None:

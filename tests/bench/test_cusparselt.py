@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparsek.core.clock import Times
-from sparsek_bench.engine import data
 from sparsek_bench.engine import peer as peers
 from sparsek_bench.engine.peer import UnavailableError
 from sparsek_bench.peers import cusparselt
@@ -59,7 +58,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch, "_cslt_compress", lambda a: a.clone())
     monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
     monkeypatch.setattr(torch, "_cslt_sparse_mm_search", None)
-    monkeypatch.setattr(data, "MAX_SETS", 2)
     instant = lambda calls, **options: {name: Times.of([float(len(name))]) for name in calls}  # noqa: E731
     monkeypatch.setattr(peers, "time_rounds", instant)
     return told

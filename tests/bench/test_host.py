@@ -17,11 +17,12 @@ from sparsek.core.errors import InvalidInput
 from sparsek.engine.plan import host as host_times
 from sparsek.testing.budget import Gate
 from sparsek_bench.engine import records, report
-from sparsek_bench.engine.case import Bar, SuiteRow
-from sparsek_bench.engine.run import GateError, measure
+from sparsek_bench.engine.case import Bar
+from sparsek_bench.engine.run import GateError
 from sparsek_bench.suites import host
 from sparsek_bench.suites.host import HOST, HostCase
 from sparsek_bench.suites.host_calls import CALLS, CallPair
+from tests.bench.runs import measured
 
 CPU = torch.device("cpu")
 (HOST_FILE,) = host.BENCH.files
@@ -53,11 +54,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_every_call_is_checked_and_timed_beside_torchs(case: HostCase, few: None) -> None:
-    outcome = measure(SuiteRow(case), peers=(), rounds=2, device=CPU, report=lambda text: None)
-    (record,) = outcome.records
-    assert records.faults(record) == []
+    (record,) = measured(case).records
     assert record["kernel"] == case.module
-    assert records.is_fresh(record)
     ours, torchs = record["ms"]["median"], record["peers"]["torch"]["ms"]["median"]
     assert record["ratio"]["torch"] == pytest.approx(torchs / ours, rel=1e-2, abs=5e-5)  # four decimals
     assert records.case_of(json.loads(json.dumps(record))) == case

@@ -11,69 +11,32 @@ from sparsek.core import clock
 from sparsek.products.formats.bsr import BSR
 from sparsek.testing.budget import Gate
 from sparsek_bench.benches import BENCHES
-from sparsek_bench.engine import case as case_module
-from sparsek_bench.engine import data, records, run
-from sparsek_bench.engine.case import SuiteRow
+from sparsek_bench.engine import records, run
 from sparsek_bench.engine.peer import Peer, ReadyPeer, UnavailableError, peers_named
-from sparsek_bench.engine.run import Outcome, measure
 from sparsek_bench.suites import mlp, spgemm
-from sparsek_bench.suites.linear import LinearCase
-from sparsek_bench.suites.mlp import MlpDecodeCase, MlpTrainCase
+from sparsek_bench.suites.mlp import MlpDecodeCase
 from sparsek_bench.suites.sddmm import SddmmCase
 from sparsek_bench.suites.spgemm import SpgemmCase
+from tests.bench.runs import CPU, LINEAR, SDDMM, SPGEMM, TRAIN, measured
 
-CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-SDDMM = SddmmCase(64, 96, 80, (32, 16), 0.5, dtype="fp32")
-DENSE = SpgemmCase(64, 96, 80, (32, 48), (48, 16), 0.5, dtype="fp32")
-SPARSE = replace(DENSE, out="bsr")
-LINEAR = LinearCase(24, 64, 96, (32, 32), 0.5, "bias+gelu+residual", "fp32")
-TRAIN = MlpTrainCase(24, 64, 128, (32, 32), 0.5, dtype="fp32")
+DENSE, SPARSE = SPGEMM, replace(SPGEMM, out="bsr")
 DECODE = MlpDecodeCase(1, 64, 128, (32, 32), 0.5, dtype="fp32")
 MLP_KERNELS = {"mlp_train": "cpu.spmm + reference.sddmm", "mlp_decode": "cpu.spmm"}
 
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two operand sets are enough here, and fewer calls of the symbolic phase."""
-    monkeypatch.setattr(data, "MAX_SETS", 2)
+    """Fewer calls of the symbolic phase."""
     monkeypatch.setattr(clock, "WALL_CALLS", 2)
     monkeypatch.setattr(spgemm, "SYMBOLIC_ROUNDS", 2)
 
 
-def measured(case: Any, peers: Sequence[Peer], kernel: str = "auto") -> Outcome:
-    """The outcome of two rounds on the CPU, whose record is well-formed."""
-    outcome = measure(
-        SuiteRow(case, (kernel,)),
-        peers=peers_named(peers, None, CPU),
-        rounds=2,
-        device=CPU,
-        report=lambda text: None,
-    )
-    for record in outcome.records:
-        assert records.faults(record) == []
-        assert list(record) == list(records.fields_of(case.op))
-        assert record["case"] == case.as_record()
-        assert record["gate"]["passed"]
-    return outcome
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_sddmm_is_measured_with_its_peers(dtype: str) -> None:
-    outcome = measured(replace(SDDMM, dtype=dtype), BENCHES["sddmm"].peers, "reference.sddmm")
-    (record,) = outcome.records
-    assert record["kernel"] == "reference.sddmm"
-    assert set(record["peers"]) == {"torch_dense"}
-    assert record["tflops"]["useful"] / record["tflops"]["dense_equivalent"] == pytest.approx(0.5, rel=0.25)
-
-
 @pytest.mark.parametrize("case", [DENSE, SPARSE], ids=["dense", "bsr"])
 def test_bsr_times_bsr_is_measured_with_its_symbolic_phase(case: SpgemmCase) -> None:
-    outcome = measured(case, BENCHES["spgemm"].peers, "reference.spgemm")
-    (record,) = outcome.records
+    (record,) = measured(case, "reference.spgemm").records
     assert record["symbolic_ms"] > 0
     assert record["symbolic_share"] > 0
-    assert set(record["peers"]) == {"torch_dense"}
 
 
 def test_the_symbolic_phase_is_timed_on_patterns_that_keep_nothing() -> None:
@@ -92,7 +55,7 @@ def test_the_symbolic_phase_is_timed_on_patterns_that_keep_nothing() -> None:
     "epilogue", ["", "bias+gelu", "bias+gelu_tanh", "silu", "relu", "bias+gelu+residual"]
 )
 def test_linear_is_measured_beside_the_plain_product(epilogue: str) -> None:
-    outcome = measured(replace(LINEAR, epilogue=epilogue), BENCHES["linear"].peers, "cpu.spmm")
+    outcome = measured(replace(LINEAR, epilogue=epilogue), "cpu.spmm")
     (record,) = outcome.records
     assert set(record["peers"]) == {"torch_dense"} | ({"plain"} if epilogue else set())
     if epilogue:
@@ -117,8 +80,7 @@ def test_the_dense_twin_of_a_linear_layer_does_the_same_after_its_product() -> N
 
 
 def test_a_step_is_recorded_under_every_kernel_it_runs() -> None:
-    outcome = measured(TRAIN, BENCHES["mlp"].peers)
-    (record,) = outcome.records
+    (record,) = measured(TRAIN).records
     assert record["kernel"] == MLP_KERNELS["mlp_train"]
     assert set(record["config"]) == {
         "up",
@@ -128,8 +90,6 @@ def test_a_step_is_recorded_under_every_kernel_it_runs() -> None:
         "gradient of x",
         "gradient of W1",
     }
-    assert set(record["peers"]) == {"torch_dense"}
-    assert records.is_fresh(record)
 
 
 def test_a_step_gives_the_output_and_the_gradients_of_both_weights_and_of_x() -> None:
@@ -166,16 +126,14 @@ def test_a_compiled_step_calls_a_function_compiled_once_for_all_sets(monkeypatch
 
     monkeypatch.setattr(torch, "compile", compile_)
     mlp._compiled.cache_clear()
-    (record,) = measured(
-        replace(TRAIN, mode="compiled"), [peer for peer in BENCHES["mlp"].peers if not peer.device]
-    ).records
+    (record,) = measured(replace(TRAIN, mode="compiled")).records
     mlp._compiled.cache_clear()
     assert record["case"]["mode"] == "compiled"
     assert compiled == [{"fullgraph": True, "dynamic": False}]
 
 
 def test_decoding_without_a_gpu_says_that_a_graph_needs_one() -> None:
-    outcome = measured(DECODE, BENCHES["mlp"].peers)
+    outcome = measured(DECODE)
     assert outcome.records == ()
     assert outcome.unavailable == {
         "auto": ["its calls are replayed in a CUDA graph, which needs an NVIDIA GPU; the case is on cpu"]
@@ -230,29 +188,6 @@ def test_the_kernels_of_an_mlp_are_not_named(case: Any) -> None:
     assert plan.kernel == MLP_KERNELS[case.op]
     assert plan.bound_seconds == sum(each.bound_seconds for each in plan.plans.values())
     assert plan.problem.compulsory_bytes == sum(each.problem.compulsory_bytes for each in plan.plans.values())
-
-
-@pytest.mark.parametrize("case", [SDDMM, DENSE, SPARSE, LINEAR], ids=["sddmm", "dense", "bsr", "linear"])
-def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    (one, *_) = case.operands(CPU)
-    monkeypatch.setattr(type(one), "judge", lambda self, out, tf32=False: Gate(1.0, 0.5, False))
-    monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
-    with pytest.raises(run.GateError, match="exceeds the budget"):
-        measured(case, ())
-
-
-@pytest.mark.parametrize("case", [SDDMM, DENSE, SPARSE], ids=["sddmm", "dense", "bsr"])
-def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    """A run right before the judged one leaves NaN in memory of the output's size."""
-    (one, *_) = case.operands(CPU)
-    spoilt: list[Any] = []
-    real = case_module.spoil
-    monkeypatch.setattr(case_module, "spoil", lambda results: (real(results), spoilt.append(results)))
-    plan = one.plan(None)
-    assert one.gate(plan).passed
-    out, (before,) = one.planned(plan)(), spoilt
-    assert type(out) is type(before)
-    assert (before.values if isinstance(before, BSR) else before).isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import torch
 
 from sparsek.attn.ops.attention_paged import attention_paged
 from sparsek.core.errors import InvalidInput
-from sparsek_bench.engine import data, records, run
+from sparsek_bench.engine import run
 from sparsek_bench.engine.case import SuiteRow
 from sparsek_bench.peers.paged import PEERS
 from sparsek_bench.suites.serving import BARS, BENCH, ServingCase
+from tests.bench.runs import measured
 
 CPU = torch.device("cpu")
 FORMS = ["causal", "window:100", "window:100+sinks:5", "pages:3", "blocks:0.5"]
@@ -18,11 +19,6 @@ FORMS = ["causal", "window:100", "window:100+sinks:5", "pages:3", "blocks:0.5"]
 
 def small(sees: str = "causal", q_len: int = 150, kv: str = "fp32", requests: int = 2) -> ServingCase:
     return ServingCase(requests, q_len, 512, 4, 2, sees, 32, 32, kv, "fp32")
-
-
-@pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 @pytest.mark.parametrize("sees", FORMS)
@@ -51,10 +47,8 @@ def test_useful_flops_count_the_pairs_that_are_seen(sees: str) -> None:
     "case", [small(), small("window:100+sinks:5"), small("blocks:0.5"), small("pages:3", 20)]
 )
 def test_a_run_has_records_with_the_peers_that_can_run(case: ServingCase) -> None:
-    outcome = run.measure(SuiteRow(case), peers=BENCH.peers, rounds=1, device=CPU, report=lambda text: None)
+    outcome = measured(case, peers=BENCH.peers, rounds=1)
     (record,) = outcome.records
-    assert records.faults(record) == []
-    assert records.case_of(record) == case
     there = {"copy", "sdpa"} | ({"unpaged"} if not case.listed else set())
     assert set(record["peers"]) == there
     assert outcome.unavailable["fa4"][0] == "runs on cuda, the case is on cpu"

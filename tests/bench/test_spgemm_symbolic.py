@@ -30,7 +30,6 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
         calls.update(given)
         return {"symbolic": Times(2.0, 1.0, 3.0, 1), "whole": Times(8.0, 7.0, 9.0, 1)}
 
-    monkeypatch.setattr(data, "MAX_SETS", 2)
     monkeypatch.setattr(spgemm, "wall_rounds", wall_rounds)
     return calls
 

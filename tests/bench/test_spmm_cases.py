@@ -1,6 +1,5 @@
 """Cases and suites."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -22,29 +21,6 @@ def test_names_are_short_and_tell_cases_apart() -> None:
         SpmmCase(64, 32, 16, (32, 16), 1.0, "banded", "fp16").name == "64×32×16 block 32x16 100 % banded fp16"
     )
     assert SpmmCase(64, 32, 16, (16, 16), 0.5, form="B@A.T").name == "B @ A.T 64×32×16 block 16 50 % bf16"
-    cases = {entry.case for entries in SUITES.values() for entry in entries}
-    assert len({case.name for case in cases}) == len(cases)
-
-
-@pytest.mark.parametrize("name", SUITES)
-def test_every_suite_case_survives_a_record(name: str) -> None:
-    for entry in SUITES[name]:
-        assert SpmmCase.from_record(json.loads(json.dumps(entry.case.as_record()))) == entry.case
-
-
-def test_the_suite_holds_every_row_of_the_speed_table() -> None:
-    cases = {
-        (block_name(entry.case.block), round(entry.case.density, 4), entry.case.pattern)
-        for entry in SUITES["blocks"]
-    }
-    wanted = {("128", density, "uniform") for density in (0.5, 0.25, 0.125, 0.0625)}
-    wanted |= {(block, 0.125, "uniform") for block in ("64", "32", "16")}
-    wanted |= {("512x112", round(16 / 74, 4), "uniform"), ("128", 0.125, "powerlaw"), ("64", 0.25, "uniform")}
-    assert wanted <= cases
-    portable = {
-        block_name(entry.case.block) for entry in SUITES["blocks"] if "portable.spmm" in entry.kernels
-    }
-    assert portable == {"128", "64", "32"}
 
 
 def test_every_block_has_the_same_densities() -> None:

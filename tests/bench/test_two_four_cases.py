@@ -1,51 +1,31 @@
 """Cases of 2:4 and FP8 products, of packing and of equal stored values: names, records, suites, operands, a run."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.semi24 import Semi24
 from sparsek_bench.benches import BENCHES
-from sparsek_bench.engine import data, records
-from sparsek_bench.engine.bench import BY_OP, TABLES
-from sparsek_bench.engine.case import Bar, Case, SuiteRow
+from sparsek_bench.engine.bench import TABLES
+from sparsek_bench.engine.case import Bar
 from sparsek_bench.engine.pack_budget import block_norms
-from sparsek_bench.engine.peer import peers_named
-from sparsek_bench.engine.run import Outcome, measure
 from sparsek_bench.suites import fp8, pack, semi24, story
-from sparsek_bench.suites.fp8 import Fp8Case
 from sparsek_bench.suites.pack import PackCase
-from sparsek_bench.suites.semi24 import Semi24Case
-from sparsek_bench.suites.story import StoryCase
-
-CPU = torch.device("cpu")
-WHOLE = Semi24Case(96, 64, 40, dtype="fp32")
-BLOCKS = Semi24Case(128, 256, 40, "A@B", (64, 64), 0.5, "fp32")
-EQUAL = StoryCase(128, 256, 24, 0.5, (64, 64), "fp32")
-PACKED = PackCase(64, 96, "bsr", (32, 16), 0.25, "fp32")
-IN_FP8 = Fp8Case(96, 64, 32, "bsr", (32, 32), 0.5)
-TWO_FOUR_FP8 = Fp8Case(64, 96, 32, "semi24", None, form="A@B", scale="tensor", dtype="e5m2")
-HYBRID_FP8 = Fp8Case(128, 128, 32, "bsr24", (64, 64), 0.5, scale="block")
-FAST_FP8 = replace(IN_FP8, fast_accum=True)
-SMALL = (WHOLE, BLOCKS, EQUAL, PACKED, PackCase(16, 24, "semi24"), IN_FP8, TWO_FOUR_FP8, HYBRID_FP8, FAST_FP8)
-ENTRIES = (*semi24.BENCH.rows, *pack.BENCH.rows, *fp8.BENCH.rows)
-
-
-@pytest.fixture(autouse=True)
-def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MAX_SETS", 2)
-
-
-def tensors_of(one: Any) -> list[torch.Tensor]:
-    """The tensors of floats in an operand set, those inside matrices too."""
-    leaves = tree_leaves(list(vars(one).values()))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+from tests.bench.runs import (
+    BLOCKS,
+    CPU,
+    EQUAL,
+    HYBRID_FP8,
+    IN_FP8,
+    PACKED,
+    TWO_FOUR_FP8,
+    WHOLE,
+    measured,
+)
 
 
 def test_names_are_short_and_tell_cases_apart() -> None:
@@ -62,28 +42,6 @@ def test_names_are_short_and_tell_cases_apart() -> None:
     assert TWO_FOUR_FP8.name == "A @ B 64×96×32 2:4 e5m2 scale per tensor"
     assert HYBRID_FP8.name == "x @ W.T 128²×32 2:4 in block 64 50 % e4m3 scale per block"
     assert fp8.FAST_WHOLE[0].name == "x @ W.T 8192³ 2:4 e4m3 fast_accum"
-    names = [(entry.case.op, entry.case.name) for entry in ENTRIES]
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize("case", [*SMALL, *(entry.case for entry in ENTRIES)], ids=lambda case: case.name)
-def test_every_case_survives_a_record(case: Case) -> None:
-    assert type(case).from_record(json.loads(json.dumps(case.as_record()))) == case
-
-
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_operand_sets_share_patterns_and_no_memory(case: Any) -> None:
-    first, second = case.operands(CPU)
-    places = [{x.data_ptr() for x in tensors_of(one)} for one in (first, second)]
-    assert len(places[0]) == len(places[1]) >= 1
-    assert places[0].isdisjoint(places[1])
-    again = case.operands(CPU)[0]
-    for one, other, same in zip(tensors_of(first), tensors_of(second), tensors_of(again), strict=True):
-        poison = bool(one.isnan().all())
-        assert poison or torch.equal(one.float(), same.float())
-        assert poison or not torch.equal(one.float(), other.float())
-    if isinstance(case, Semi24Case) and case.block is not None:
-        assert first.a.pattern is second.a.pattern
 
 
 def test_flops_are_those_of_the_dense_blocks_or_of_the_stored_values() -> None:
@@ -111,8 +69,6 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
         assert set(module.BARS) == {entry.case for entry in module.BENCH.suites["published"]}
     for op, bars in (("semi24", semi24.BARS), ("pack", pack.BARS), ("fp8", fp8.BARS)):
         assert {bar.peer for row in bars.values() for bar in row} <= set(TABLES[op].peers)
-    assert [entry.case.stored for entry in story.STORY] == [0.5, 0.25, 0.125, 0.0625]
-    assert all(entry.case.m == 8192 for entry in ENTRIES)
 
 
 @pytest.mark.parametrize(
@@ -166,48 +122,6 @@ def test_products_of_lists_take_every_combination() -> None:
         ("semi24", "x@W.T"),
         ("semi24", "A@B"),
     ]
-
-
-def measured(case: Any, *kernels: str) -> Outcome:
-    """The outcome of two rounds on the CPU, whose records are well-formed."""
-    outcome = measure(
-        SuiteRow(case, kernels or ("auto",)),
-        peers=peers_named(BY_OP[case.op].peers, None, CPU),
-        rounds=2,
-        device=CPU,
-        report=lambda text: None,
-    )
-    for record in outcome.records:
-        assert records.faults(record) == []
-        assert record["gate"]["passed"]
-    return outcome
-
-
-@pytest.mark.parametrize(
-    ("case", "kernel", "peers"),
-    [
-        (WHOLE, "reference.semi24", {"torch_dense"}),
-        (replace(WHOLE, form="A@B"), "reference.semi24", {"torch_dense"}),
-        (BLOCKS, "cpu.bsr24", {"torch_dense", "bsr"}),
-        (replace(BLOCKS, form="x@W.T", m=100), "cpu.bsr24", {"torch_dense", "bsr"}),
-        (PACKED, "matrix.convert", {"copy"}),
-        (PackCase(16, 24, "semi24", dtype="bf16"), "matrix.two_four", {"copy"}),
-        (IN_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
-        (TWO_FOUR_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
-        (HYBRID_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
-        (FAST_FP8, "reference.spmm_fp8", {"torch_dense", "bf16"}),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_cases_are_measured_with_their_peers(case: Any, kernel: str, peers: set[str]) -> None:
-    outcome = measured(case)
-    (record,) = outcome.records
-    assert (record["op"], record["kernel"]) == (case.op, kernel)
-    assert set(record["peers"]) == peers
-    assert (record["tflops"] is None) == (case.op == "pack")
-    assert record["ms"]["median"] > 0
-    one = case.operands(CPU)[0]
-    assert one.judge(one.planned(one.plan(None))()).passed
 
 
 def test_every_format_is_measured_at_equal_stored_values() -> None:
