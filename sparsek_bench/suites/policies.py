@@ -35,7 +35,7 @@ from sparsek_bench.suites.attention import SMALL, AttentionCase, AttentionOperan
 from sparsek_bench.suites.attention_masks import MaskForm, parse_mask
 from sparsek_bench.suites.fresh import KeptMaskPeer
 from sparsek_bench.suites.host import parse_sides
-from sparsek_bench.suites.quality import SPARSITIES, Dial, at_sparsity, dials, recall_table
+from sparsek_bench.suites.quality import SPARSITIES, Dial, at_sparsity, dials, qualities
 
 ATTENTION = "attention"
 
@@ -264,11 +264,10 @@ class RecallCase(Case):
         """One record. Raises GateError for a policy that keeps more than the best mask."""
         report("masks of every sparsity")
         dial, sizes = recalled(self.shape)[self.policy], HeadSizes(1, self.heads, self.heads, 128)
-        drawn = {"device": str(device), "dtype": self.drawn}
-        found = recall_table(self.shape, sizes, named={self.policy: dial}, generators=[self.data], **drawn)
+        q, k = (x.to(self.drawn) for x in GENERATORS[self.data](self.shape, sizes, 0, str(device))[:2])
+        found = qualities(self.policy, dial, q, k, self.shape)
         more = [number for each in found for number in (each.kept, each.recall, each.oracle)]
         over = max(each.recall - each.oracle for each in found)
-        q, k = (x.to(self.drawn) for x in GENERATORS[self.data](self.shape, sizes, 0, str(device))[:2])
         policy = at_sparsity(dial, q, k, SPARSITIES[-1])[0]
         plan = Timed(_module(policy), partial(policy.mask, q, k))
         gate, seen = passed(self, plan.kernel, Gate(max(0.0, over), 1e-4, over <= 1e-4)), Sensors(device)

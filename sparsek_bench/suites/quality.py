@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,13 +16,14 @@ from sparsek.attn.policies.policy import Policy
 from sparsek.attn.policies.static import Streaming
 from sparsek.attn.policies.top import MeanTopK, SubBlock
 from sparsek.attn.policies.video import Radial, SlidingTile
-from sparsek.testing.attention_data import GENERATORS, SIZES, HeadSizes, frame_numbers
+from sparsek.testing.attention_data import frame_numbers
 
 SPARSITIES = (0.5, 0.75, 0.9)
 TILE = (4, 4, 4)
 IN_FRAMES = (
     "Radial",
 )  # policies for tokens in the order of frames; those of other policies are in that of tiles
+QUERIES = 16  # of each tile, whose softmax is computed
 STEPS = 9  # of the search for the option that gives a sparsity
 
 # A policy from a number over 0, up to 1: the more, the more blocks.
@@ -30,16 +31,13 @@ Dial = Callable[[float], Policy]
 
 
 class Quality(NamedTuple):
-    """One policy on one generator's q and k.
+    """What a policy keeps of q and k.
 
     kept: the share of the blocks, of those that any query may see. recall: the share of the softmax mass in them, a
     mean over heads and tiles; worst: of the worst head. oracle: the share in as many blocks of each tile, those with
     the most mass.
     """
 
-    data: str
-    policy: str
-    sparsity: float
     kept: float
     recall: float
     worst: float
@@ -71,47 +69,35 @@ def dials(shape: tuple[int, int, int], block: int = 64) -> dict[str, Dial]:
     }
 
 
-def recall_table(
-    shape: tuple[int, int, int] = (16, 16, 16),
-    sizes: HeadSizes = SIZES,
-    *,
-    named: Mapping[str, Dial] | None = None,
-    generators: Iterable[str] = tuple(GENERATORS),
+def qualities(
+    policy: str,
+    dial: Dial,
+    q: Tensor,
+    k: Tensor,
+    shape: tuple[int, int, int],
     sparsities: Iterable[float] = SPARSITIES,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    queries: int | None = 16,
 ) -> list[Quality]:
-    """Measure each policy on each generator at each sparsity. Syncs.
+    """Measure a policy on the q and k of a video of this shape, in the order of tiles, at each sparsity. Syncs.
 
     Args:
+        policy: Its name.
+        dial: The policy from one number that sets its sparsity.
+        q: [B, Hq, S, D].
+        k: [B, Hkv, S, D].
         shape: The video in tokens, multiples of 4.
-        sizes: Batch items, heads and head dim.
-        named: Policies by name, each from one number that sets its sparsity; those of `dials` by default.
-        generators: Names out of `testing.attention_data.GENERATORS`.
         sparsities: Shares of the blocks, of those that any query may see, that are left out.
-        device: Where q and k are made.
-        dtype: Theirs.
-        seed: Of the generators.
-        queries: Of each tile, whose softmax is computed; None for all.
     """
-    rows: list[Quality] = []
-    for data in generators:
-        q, k, _ = GENERATORS[data](shape, sizes, seed, device)
-        q, k, frames = q.to(dtype), k.to(dtype), frame_numbers(shape, TILE, device).argsort()
-        orders = {False: (q, k), True: (q[:, :, frames], k[:, :, frames])}
-        masses: dict[tuple[tuple[int, int], bool, bool], Tensor] = {}
-        for name, dial in (dials(shape) if named is None else named).items():
-            q, k = orders[name in IN_FRAMES]
-            for sparsity in sparsities:
-                policy, mask = at_sparsity(dial, q, k, sparsity)
-                key = policy.sides, policy.causal, name in IN_FRAMES
-                if key not in masses:
-                    masses[key] = true_mass(q, k, policy.sides, causal=policy.causal, queries=queries)
-                blocks = visible_blocks(mask, policy.causal)
-                rows.append(Quality(data, name, sparsity, *measured(mask, masses[key], blocks)))
-    return rows
+    if policy in IN_FRAMES:
+        order = frame_numbers(shape, TILE, str(q.device)).argsort()
+        q, k = q[:, :, order], k[:, :, order]
+    found, masses = [], {}
+    for sparsity in sparsities:
+        made, mask = at_sparsity(dial, q, k, sparsity)
+        key = made.sides, made.causal
+        if key not in masses:
+            masses[key] = true_mass(q, k, made.sides, causal=made.causal, queries=QUERIES)
+        found.append(measured(mask, masses[key], visible_blocks(mask, made.causal)))
+    return found
 
 
 def at_sparsity(dial: Dial, q: Tensor, k: Tensor, sparsity: float) -> tuple[Policy, BlockMask]:
@@ -142,8 +128,8 @@ def visible_blocks(mask: BlockMask, causal: bool) -> int:
     return sum(min(max(end // bk + 1, 0), columns) for end in ends)
 
 
-def measured(mask: BlockMask, mass: Tensor, visible: int) -> tuple[float, float, float, float]:
-    """kept, recall, worst and oracle of a mask, from the true mass of every block [B, Hq, Mb, Nb]. The queries of a
+def measured(mask: BlockMask, mass: Tensor, visible: int) -> Quality:
+    """The quality of a mask, from the true mass of every block [B, Hq, Mb, Nb]. The queries of a
     head may see `visible` blocks.
     """
     stored = block_map(mask)
@@ -152,19 +138,4 @@ def measured(mask: BlockMask, mass: Tensor, visible: int) -> tuple[float, float,
     ranked = torch.nn.functional.pad(mass.sort(-1, descending=True).values.cumsum(-1), (1, 0))
     most = ranked.gather(-1, stored.sum(-1, keepdim=True)).mean()
     kept = float(stored.sum()) / max(visible * mass.shape[0] * mass.shape[1], 1)
-    return kept, float(held.mean()), float(held.min()), float(most)
-
-
-def shown(rows: Iterable[Quality]) -> str:
-    """The table as text: recall of each policy beside the oracle's, a line for each policy and generator."""
-    found = list(rows)
-    levels = sorted({row.sparsity for row in found})
-    head = "".join(f"  {f'{level:.0%} sparse':>22}" for level in levels)
-    lines = [f"{'data':8} {'policy':20}{head}", f"{'':29}{'  kept recall worst best' * len(levels)}"]
-    for data, policy in dict.fromkeys((row.data, row.policy) for row in found):
-        cells = [row for row in found if (row.data, row.policy) == (data, policy)]
-        lines.append(
-            f"{data:8} {policy:20}"
-            + "".join(f"  {x.kept:4.0%} {x.recall:6.3f} {x.worst:5.3f} {x.oracle:.2f}" for x in cells)
-        )
-    return "\n".join(lines)
+    return Quality(kept, float(held.mean()), float(held.min()), float(most))

@@ -113,12 +113,12 @@ def test_recall_stands_beside_the_best_mask_of_as_many_blocks(policy: str, data:
 
 
 def test_more_mass_than_the_best_mask_is_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = policies.recall_table
+    found = policies.qualities
 
     def wrong(*args: Any, **named: Any) -> Any:
         return [each._replace(oracle=each.recall - 0.01) for each in found(*args, **named)]
 
-    monkeypatch.setattr(policies, "recall_table", wrong)
+    monkeypatch.setattr(policies, "qualities", wrong)
     with pytest.raises(run.GateError, match="SubBlock, white, 8x8x8, 1 heads, fp32: error"):
         outcome_of(RecallCase("SubBlock", "white", (8, 8, 8), 1, "fp32"))
 
