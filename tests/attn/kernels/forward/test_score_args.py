@@ -14,16 +14,12 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.attn.kernels.backward.sinks import launched
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.plan.attention import Attended
-from sparsek.attn.plan.attention_grad import Differentiated
-from sparsek.attn.plan.kernels import AttentionGradCall
-from sparsek.attn.reference.attention import attention
 from sparsek.attn.reference.scores import Scores, sink_gradients
-from sparsek.core.device import card_of
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
-from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import random_bits
+from tests.attn.kernels.backward.grad_cases import differentiate, inputs, judged
+from tests.attn.kernels.backward.grad_cases import problem as grad_problem
 from tests.attn.kernels.forward.changes import CHANGES
 from tests.attn.kernels.planned import attend, default_and
 from tests.attn.kernels.planned import attention_problem as problem
@@ -100,40 +96,18 @@ def test_scores_near_and_far_beyond_the_cap(family: str, cap: float) -> None:
         assert gate.passed, f"scores {size} times as large, seed {seed}: {gate}"
 
 
-def differentiated(
-    family: str, given: tuple[Tensor, Tensor, Tensor], mask: BlockMask, scores: Scores, ordered: bool
-) -> tuple[Any, ...]:
-    """grad, grad_lse and the gradients by every config of the Hopper kernel, or the default of the portable one."""
-    q, k, v = given
-    kernel = load(f"{family}.attention_bwd")
-    out, lse = attention(q, k, v, mask, scores=scores)
-    grad, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-    grad_lse.masked_fill_(lse == -torch.inf, 0)
-    p = Differentiated(Attended(q, k, v, mask, deterministic=ordered, scores=scores)).problem(
-        card_of(q.device)
-    )
-    assert kernel.why_not(p) == []
-    found = {}
-    for c in default_and(COUNT[family], kernel, p, of=(p, ordered)):
-        dq, dk, dv = (poisoned(tuple(x.shape), x.dtype, x.device) for x in given)
-        call = AttentionGradCall(
-            q, k, v, mask, q.shape[3] ** -0.5, out, lse, grad, grad_lse, dq, dk, dv, scores
-        )
-        kernel.launch(c, kernel.prepare(p, c, mask), call)
-        found[c] = dq, dk, dv
-    return grad, grad_lse, found
-
-
 @pytest.mark.parametrize(("family", "name", "shape", "block"), DRAWN, ids=str)
 def test_gradients(family: str, name: str, shape: str, block: tuple[int, int]) -> None:
     seed = fresh()
     q, k, v = drawn(shape, BF16 if shape == "wide" else HALF, seed)
     scores, mask = CHANGES[name](q), mask_of(shape, block, seed)
+    kernel, given = load(f"{family}.attention_bwd"), inputs(q, k, v, mask, with_lse=True, scores=scores)
     orders = (True, False) if family == "hopper" and name == "all" else (True,)
     for ordered in (False,) if family == "hopper" and block[1] == 64 else orders:
-        grad, grad_lse, found = differentiated(family, (q, k, v), mask, scores, ordered)
-        for c, grads in found.items():
-            gate = check_attention_backward(q, k, v, mask, grad, grads, grad_lse, scores=scores)
+        p = grad_problem(q, k, v, mask, deterministic=ordered, scores=scores)
+        assert kernel.why_not(p) == []
+        for c in default_and(COUNT[family], kernel, p, of=(p, ordered)):
+            gate = judged(given, differentiate(kernel, given, c, deterministic=ordered))
             assert gate.passed, f"{c}, seed {seed}: {gate}"
 
 
