@@ -17,18 +17,20 @@ from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
+from sparsek.products.formats.base import Multiplied
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.padding import zero_outside
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.ops import gradients, library_args
+from sparsek.products.ops import gradients, library_args, recorded_products
 from sparsek.products.ops.library_args import SampledArgs, SpgemmArgs
-from sparsek.products.ops.spmm import matmul
+from sparsek.products.ops.spmm import PLAIN_CALL, SpmmCall, route
 from sparsek.products.plan import operands
 from sparsek.products.plan.matches import match
 from sparsek.products.plan.spgemm import CachedMatches, MatchCache, Matcher, Pair, SpgemmPlan
 
 SPGEMM = Operation(SpgemmPlan, choose)
 Output: TypeAlias = Literal["dense", "bsr"] | BlockPattern
+_compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
 DENSE_SCHEMA = operations.schema_of(SpgemmArgs, without=("c_indptr", "c_indices"))
 
 
@@ -273,15 +275,22 @@ def _(*given: Any) -> Tensor:
     return args.values.new_empty((args.p_indices.shape[0], *args.p_sizes[2:]))
 
 
-def _multiply(a: Any, b: Any) -> Any:
-    """`a @ b` where one is a BSR: a BSR if both are, dense otherwise."""
-    return spgemm(a, b, "bsr") if isinstance(b, BSR) and isinstance(a, BSR) else matmul(a, b)
+def matmul(a: Any, b: Any) -> Any:
+    """`a @ b`: `spgemm(a, b, "bsr")` of two BSR, otherwise `spmm(a, b)`, whose recorded calls it finds itself."""
+    if a.__class__ is b.__class__ is BSR:
+        return spgemm(a, b, "bsr")
+    slot = recorded_calls.UNBOUND
+    if not _compiling():
+        slot = recorded_products.product(a, b, PLAIN_CALL)
+        if slot.__class__ is not Slot:
+            return slot
+    return route(SpmmCall(a, b), slot)
 
 
 transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm)
 transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm, gradients.save_spgemm)
 transforms.differentiable(_sampled_op, gradients.of_sampled, gradients.save_sampled)
-BSR.register_matmul(_multiply)
+Multiplied.register_matmul(matmul)
 
 
 def matcher(device: torch.device) -> Matcher:

@@ -24,7 +24,6 @@ from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
-from sparsek.products.formats import base
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Matrix, Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
@@ -37,7 +36,7 @@ from sparsek.products.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, to
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
 SPMM = Operation(SpmmPlan, choose)
-PLAIN_CALL = "spmm", 1.0, None, None  # the settings of a recorded call without options
+PLAIN_CALL = "spmm", 1.0, None, None  # the settings of a recorded call without options, as `A @ B` is
 
 _compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
 
@@ -118,16 +117,6 @@ def spmm(
             return slot
     call = SpmmCall(A, B, out, alpha, beta, plan, kernel, dtype)
     return route(call, slot)
-
-
-def matmul(a: Any, b: Any) -> Tensor:
-    """`a @ b`: `spmm` without options."""
-    slot = recorded_calls.UNBOUND
-    if not _compiling():
-        slot = recorded_products.product(a, b, PLAIN_CALL)
-        if slot.__class__ is not Slot:
-            return slot
-    return route(SpmmCall(a, b), slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -517,4 +506,3 @@ class ProductFunction(torch.autograd.Function):
 
 
 _multiplied = recorded_calls.applied(ProductFunction)
-base.Multiplied.register_matmul(matmul)  # and spgemm.py that of a BSR
