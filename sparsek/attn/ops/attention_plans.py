@@ -14,7 +14,7 @@ from sparsek.attn.mask.recorded import fresh_layout
 from sparsek.attn.plan.attention import Attended, AttentionPlan
 from sparsek.attn.plan.attention_fp8 import AttentionFp8Plan
 from sparsek.attn.plan.attention_grad import AttentionGradPlan, Differentiated
-from sparsek.attn.reference.scores import MARK, PLAIN, sink_gradients
+from sparsek.attn.reference.scores import PLAIN, sink_gradients
 from sparsek.engine.call import recorded_calls
 from sparsek.engine.call.recorded_calls import Calls
 from sparsek.engine.plan.op import Operation
@@ -40,8 +40,8 @@ def recorded(call: Attended, verb: Hashable, tensors: tuple[Tensor, ...], *, cou
     settings = verb, scale, call.return_lse, call.kernel, call.deterministic
     if scores is not PLAIN:
         marked, more = scores.parted()
-        if any(x is not None and x is not MARK and x.__class__ is not float for x in marked):
-            return recorded_calls.UNBOUND  # 1, 1.0 and True are one key
+        if marked is None:
+            return recorded_calls.UNBOUND
         settings, tensors = (*settings, marked), (*tensors, *more)
     calls = _UNMASKED
     if mask is not None:

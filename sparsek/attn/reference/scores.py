@@ -45,10 +45,21 @@ class Scores(NamedTuple):
         plain = not softcap and alibi_slopes is None and sink_logits is None
         return PLAIN if plain else Scores(softcap, alibi_slopes, sink_logits)
 
-    def parted(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-        """The fields, as keys of calls have them, with MARK in the place of each tensor; and the tensors."""
-        tensors = [x for x in self if isinstance(x, Tensor)]
-        return tuple([MARK if isinstance(x, Tensor) else x for x in self]), tuple(tensors)
+    def parted(self) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+        """The fields, as keys of calls have them, with MARK in the place of each tensor; and the tensors. None for
+        numbers that are no floats: 1, 1.0 and True are one key.
+        """
+        marked: list[Any] = []
+        tensors: list[Tensor] = []
+        for x in self:
+            if x is None or x.__class__ is float:
+                marked.append(x)
+            elif isinstance(x, Tensor):
+                marked.append(MARK)
+                tensors.append(x)
+            else:
+                return None, tensors
+        return tuple(marked), tensors
 
     @classmethod
     def joined(cls, marked: tuple[Any, ...], tensors: Sequence[Tensor]) -> Scores:
