@@ -125,7 +125,7 @@ def bench(
     kernels = tuple(listed("kernel", kernel, str))
     rows = named(one.suites, suite) if suite else [SuiteRow(case, kernels) for case in one.cases(cases)]
     for name in kernels:
-        if name != "auto" and kernel_named(name) is None:
+        if name != "auto" and kernel_named(name, (*kernels_of(one.name),)) is None:
             raise unknown("kernel", name, kernels_of(one.name))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
     chosen = peers_named(one.peers, names, where)

@@ -38,9 +38,9 @@ def kernels_of(bench: str) -> dict[str, KernelDefaults]:
     return {name: KernelDefaults(bench, DEFAULTS.get(kind, {})) for name, kind in _rows(bench)}
 
 
-def kernel_named(name: str) -> KernelDefaults | None:
-    """The kernel of that name; None for others. Raises Unsupported for a removed one."""
-    refuse_removed(name)
+def kernel_named(name: str, known: tuple[str, ...] = ()) -> KernelDefaults | None:
+    """The kernel of that name; None for others. Raises Unsupported for a removed one, with one of `known` instead."""
+    refuse_removed(name, known)
     return next((found[name] for bench in OF_BENCH if name in (found := kernels_of(bench))), None)
 
 

@@ -311,6 +311,10 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
             ["--seq", "128", "--kernel", "cpu.attention"],
             "no kernel of attention_backward is called 'cpu.attention'",
         ),
+        (
+            ["--seq", "128", "--kernel", "cpu.attention_paged"],
+            "cpu.attention_paged was removed: name one of hopper.attention_bwd, ",
+        ),
         (["--peers", "fa3"], "no peer is called 'fa3'; did you mean 'fa4'? Known: cudnn, fa4"),
         (["--suite", "sweep"], "no suite is called 'sweep'; known: published, train"),
         (["--suite", "published", "--any-order"], "leave out --deterministic, or leave out --suite"),
