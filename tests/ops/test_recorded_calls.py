@@ -148,6 +148,7 @@ def calls(n: int = 24) -> list[Callable[[], Any]]:
         lambda: sk.attention(q, k, v, mask),
         lambda: torch.stack(sk.attention(q, k, v, return_lse=True)[1:]),
         lambda: sk.attention(q, k, v, is_causal=True),
+        lambda: a @ x,
     ]
 
 
@@ -385,6 +386,9 @@ def test_a_write_to_what_a_step_was_made_of_ends_it(verb: str, recorded: list[An
                 call.version -= 1
         for _ in range(4):
             step.turn()
+            kept = [*step.a.pattern._memo.values(), *step.mask._memo.values()]
+            for calls in (each for each in kept if isinstance(each, recorded_calls.Calls)):
+                assert all(x.call in calls.known.values() for xs in calls.recent.values() for x in xs)
         assert len(recorded) >= count + 2
 
 
@@ -492,7 +496,9 @@ def test_a_bound_step_follows_what_changes(verb: str, change: Callable[[Step], N
     step.turn()
 
 
-@pytest.mark.parametrize(("index", "most"), [(0, 5), (5, 6), (10, 8), (13, 6), (14, 7), (17, 5), (19, 13)])
+@pytest.mark.parametrize(
+    ("index", "most"), [(0, 5), (5, 5), (10, 7), (13, 6), (14, 7), (17, 5), (19, 13), (20, 7)]
+)
 def test_a_bound_call_takes_few_calls_of_python(index: int, most: int, monkeypatch: pytest.MonkeyPatch):
     """The verb, what it asks of its matrices, and `repeat`: everything else of a call is C, or the recorded call."""
     call = calls()[index]
@@ -503,7 +509,7 @@ def test_a_bound_call_takes_few_calls_of_python(index: int, most: int, monkeypat
     assert len(ours) <= most, ours
 
 
-@pytest.mark.parametrize(("verb", "most"), [("linear", 26), ("layer", 27), ("attention", 17)])
+@pytest.mark.parametrize(("verb", "most"), [("linear", 20), ("layer", 21), ("attention", 16)])
 def test_a_bound_step_takes_few_calls_of_python(verb: str, most: int):
     """A forward pass and its backward pass, without what torch calls itself."""
     x, dy = torch.randn(24, 192, requires_grad=True), torch.randn(24, 128)

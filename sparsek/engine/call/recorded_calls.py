@@ -183,7 +183,7 @@ class Slot(NamedTuple):
         with torch.no_grad():
             made = self.inside(run)
         made = apply(owner, self.operands, made)
-        if isinstance(seen, Recorded):
+        if isinstance(seen, Recorded) and self.calls.known.get(self.key) is seen:  # not found stale meanwhile
             self.calls.find_again(self.settings, self.operands, seen, apply)
         return made
 
