@@ -1,11 +1,12 @@
-"""Peers of attention: their limits, what they are told, and that their results are judged."""
+"""Peers of attention and of its gradients: their limits, what they are told, and that their results are judged."""
 
 import importlib
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,32 +16,53 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention as reference
 from sparsek.core import dtypes
 from sparsek_bench.engine.peer import UnavailableError, peers_named, setting_up
-from sparsek_bench.peers.attention import even_lists, flex_tiles
-from sparsek_bench.suites.attention import PEERS, AttentionCase, AttentionOperands
+from sparsek_bench.peers.attention import (
+    LONGEST_DENSE_STEP,
+    even_lists,
+    flex_tiles,
+    kept_graphs,
+    transposed_lists,
+)
+from sparsek_bench.suites.attention import PEERS, AttentionCase
+from sparsek_bench.suites.attention_grad import GRAD_PEERS, AttentionGradCase, AttentionTrainCase
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-SMALL = AttentionCase(1, 2, 2, 256, 256, 32, 32, "causal", (128, 128), "fp32")
-LARGE = AttentionCase(1, 16, 16, 8192, 8192, 128, 128, "blocks:0.125")
-BY_NAME: dict[str, Any] = {peer.name: peer for peer in PEERS}
+FORWARD, BACKWARD, STEP = CASES = tuple(
+    kind(1, 2, 2, 256, 256, 32, 32, "causal", (128, 128), "fp32")
+    for kind in (AttentionCase, AttentionGradCase, AttentionTrainCase)
+)
+LARGE, LARGE_BACKWARD = (
+    kind(1, 16, 16, 8192, 8192, 128, 128, "blocks:0.125") for kind in (AttentionCase, AttentionGradCase)
+)
+LONG = AttentionTrainCase(1, 8, 8, 65536, 65536, 128, 128, "window:4096")
 GPU_PEERS = ["cudnn", "fa4", "flex", "cudnn_bsa"]
+EACH = pytest.mark.parametrize("case", CASES, ids=["forward", "backward", "step"])
 
 
-def ignore(text: str) -> None:
-    """Hears progress and says nothing."""
+def peer(name: str, case: AttentionCase) -> Any:
+    """The peer of that name for such a case."""
+    table = GRAD_PEERS if isinstance(case, AttentionGradCase) else PEERS
+    return {each.name: each for each in table}[name]
 
 
-def expected(one: AttentionOperands) -> Tensor:
-    return reference(one.q, one.k, one.v, one.mask)[0]
+def ready(name: str, case: AttentionCase, sets: Any) -> Any:
+    return peer(name, case).ready(case, sets, lambda text: None)
+
+
+def able(case: AttentionCase) -> list[str]:
+    table = GRAD_PEERS if isinstance(case, AttentionGradCase) else PEERS
+    return [each.name for each in peers_named(table, None, CUDA) if not each.why_not(case, CUDA)]
 
 
 def test_each_device_has_its_peers() -> None:
-    assert [peer.name for peer in peers_named(PEERS, None, CUDA)] == GPU_PEERS
-    assert [peer.name for peer in peers_named(PEERS, None, CPU)] == ["sdpa"]
+    for table, more in ((PEERS, []), (GRAD_PEERS, ["fa4_ordered"])):
+        assert [each.name for each in peers_named(table, None, CPU)] == ["sdpa"]
+        assert [each.name for each in peers_named(table, None, CUDA)] == [*GPU_PEERS, *more]
 
 
 @pytest.mark.parametrize(
-    ("mask", "able"),
+    ("mask", "names"),
     [
         ("blocks:0.125", GPU_PEERS),
         ("topk:8", GPU_PEERS),
@@ -51,171 +73,390 @@ def test_each_device_has_its_peers() -> None:
         ("bigbird:256:640:3", ["cudnn", "fa4", "flex"]),
     ],
 )
-def test_which_peers_take_which_masks(mask: str, able: list[str]) -> None:
-    case = replace(LARGE, mask=mask)
-    assert [peer.name for peer in PEERS if not peer.why_not(case, CUDA)] == able
+def test_which_peers_take_which_masks(mask: str, names: list[str]) -> None:
+    assert able(replace(LARGE, mask=mask)) == names
+    case = replace(LARGE_BACKWARD, mask=mask)
+    assert able(case) == [*names, *(["fa4_ordered"] if "fa4" in names else [])]
+    assert able(replace(case, deterministic=False)) == names
+
+
+def test_a_long_step_has_no_dense_peer() -> None:
+    assert able(LONG) == ["cudnn", "fa4", "flex", "fa4_ordered"]
+    longer = replace(LONG, q_len=2 * LONGEST_DENSE_STEP, kv_len=2 * LONGEST_DENSE_STEP)
+    assert able(longer) == ["fa4", "flex", "fa4_ordered"]
+    assert peer("cudnn", longer).why_not(longer, CUDA) == [
+        "takes time by the square of the length: not measured beyond 64K"
+    ]
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("block", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+def test_flex_attention_goes_back_where_it_has_a_tile(
+    monkeypatch: pytest.MonkeyPatch, block: tuple[int, int], dim: int
+) -> None:
+    """By torch's own table of tiles for Hopper, all of which must divide the blocks."""
+    heuristics = importlib.import_module("torch._inductor.template_heuristics.triton").CUDAConfigHeuristic()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    case = replace(LARGE_BACKWARD, block=block, dim=dim, v_dim=dim)
+    runs = [
+        block[0] % tile.block_m1 == block[0] % tile.block_m2 == 0
+        and block[1] % tile.block_n1 == block[1] % tile.block_n2 == 0
+        for tile in heuristics.get_flex_attn_bwd_configs(dim, torch.bfloat16)
+    ]
+    assert any(runs) == (not peer("flex", case).why_not(case, CUDA))
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "device", "said"),
+    ("case", "name", "changes", "device", "said"),
     [
-        ("cudnn", {}, CPU, "runs on cuda"),
-        ("sdpa", {}, CUDA, "runs on cpu"),
-        ("cudnn", {"mask": "causal", "q_len": 1024}, CUDA, "lines up the first query with the first key"),
-        ("fa4", {"block": (64, 64)}, CUDA, "blocks of 128, not 64"),
-        ("fa4", {"mask": "window:64+sinks:8"}, CUDA, "no sinks"),
-        ("fa4", {"dtype": "fp32"}, CUDA, "bf16 and fp16, not fp32"),
-        ("cudnn_bsa", {"block": (64, 128)}, CUDA, "square blocks, not 64x128"),
-        ("cudnn_bsa", {"mask": "causal"}, CUDA, "as many whole blocks in every row, which causal has not"),
-        ("cudnn_bsa", {"kv_len": 8200}, CUDA, "as many whole blocks in every row"),
-        ("cudnn_bsa", {"dim": 256}, CUDA, "not 256 and 128"),
-        ("cudnn_bsa", {"dtype": "fp32"}, CUDA, "bf16 and fp16, not fp32"),
+        (LARGE, "cudnn", {}, CPU, "runs on cuda"),
+        (LARGE, "sdpa", {}, CUDA, "runs on cpu"),
+        (
+            LARGE,
+            "cudnn",
+            {"mask": "causal", "q_len": 1024},
+            CUDA,
+            "lines up the first query with the first key",
+        ),
+        (LARGE, "fa4", {"block": (64, 64)}, CUDA, "blocks of 128, not 64"),
+        (LARGE, "fa4", {"mask": "window:64+sinks:8"}, CUDA, "no sinks"),
+        (LARGE, "fa4", {"dtype": "fp32"}, CUDA, "bf16 and fp16, not fp32"),
+        (LARGE, "cudnn_bsa", {"block": (64, 128)}, CUDA, "square blocks, not 64x128"),
+        (
+            LARGE,
+            "cudnn_bsa",
+            {"mask": "causal"},
+            CUDA,
+            "as many whole blocks in every row, which causal has not",
+        ),
+        (LARGE, "cudnn_bsa", {"kv_len": 8200}, CUDA, "as many whole blocks in every row"),
+        (LARGE, "cudnn_bsa", {"dim": 256}, CUDA, "not 256 and 128"),
+        (LARGE, "cudnn_bsa", {"dtype": "fp32"}, CUDA, "bf16 and fp16, not fp32"),
+        (LARGE_BACKWARD, "cudnn", {}, CPU, "runs on cuda"),
+        (LARGE_BACKWARD, "fa4", {"block": (64, 64)}, CUDA, "blocks of 128, not 64"),
+        (LARGE_BACKWARD, "flex", {"block": (64, 64)}, CUDA, "needs blocks of 128, not 64"),
+        (LARGE_BACKWARD, "flex", {"block": (128, 64), "dim": 64, "v_dim": 64}, CUDA, "of 128, not 128x64"),
+        (
+            LARGE_BACKWARD,
+            "cudnn_bsa",
+            {"mask": "causal"},
+            CUDA,
+            "as many whole blocks in every row, which causal",
+        ),
+        (
+            LARGE_BACKWARD,
+            "cudnn_bsa",
+            {"dim": 64, "v_dim": 64},
+            CUDA,
+            "heads of 128 on Hopper, not 64 and 64",
+        ),
+        (LARGE_BACKWARD, "cudnn_bsa", {"dtype": "fp16"}, CUDA, "its gradients are bf16, not fp16"),
+        (LARGE_BACKWARD, "cudnn_bsa", {"kv_heads": 4}, CUDA, "no shared heads, not 16 to 4"),
     ],
 )
-def test_a_peer_that_cannot_run_says_why(name: str, changes: Any, device: torch.device, said: str) -> None:
-    assert said in "; ".join(BY_NAME[name].why_not(replace(LARGE, **changes), device))
+def test_a_peer_that_cannot_run_says_why(
+    case: AttentionCase, name: str, changes: Any, device: torch.device, said: str
+) -> None:
+    assert said in "; ".join(peer(name, case).why_not(replace(case, **changes), device))
 
 
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_the_dense_peer_computes_dense_masks_as_they_are(mask: str) -> None:
-    case = replace(SMALL, mask=mask, kv_heads=1)
-    sets = case.operands(CPU)[:2]
-    ready = BY_NAME["sdpa"].ready(case, sets, ignore)
-    assert len(ready.calls) == len(sets)
-    assert ready.flops == sets[0].useful_flops
-    for call, one in zip(ready.calls, sets, strict=True):
-        torch.testing.assert_close(call(), expected(one))
+def exact(one: Any, mask: BlockMask | None = None) -> list[Tensor]:
+    """out of a set by the reference, under its mask or another, and dq, dk and dv by autograd where it has dO."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (one.q, one.k, one.v))
+    out = reference(q, k, v, mask or one.mask)[0]
+    gradients = torch.autograd.grad(out, (q, k, v), one.grad) if hasattr(one, "grad") else ()
+    return [out.detach(), *gradients]
 
 
-@pytest.mark.parametrize(("mask", "causal"), [("window:64", True), ("blocks:0.5", False)])
-def test_the_dense_peer_of_a_sparse_mask_counts_its_own_flops(mask: str, causal: bool) -> None:
-    case = replace(SMALL, mask=mask)
-    sets = case.operands(CPU)[:2]
-    ready = BY_NAME["sdpa"].ready(case, sets, ignore)
-    assert ready.flops == (case.causal_flops if causal else case.dense_flops)
-    assert ready.note == ("causal" if causal else "every pair")
+def agree(case: AttentionCase, call: Callable[[], Any], wanted: list[Tensor], swapped: bool) -> None:
+    """Every call gives what the case measures: the output, the gradients, or of a step both."""
+    wanted = wanted[1:] if case.op == BACKWARD.op else wanted
+    for _ in range(2):
+        got = call()
+        got = [got] if isinstance(got, Tensor) else got
+        assert len(got) == len(wanted)
+        assert not any(x.requires_grad for x in got)
+        for x, right in zip(got, wanted, strict=True):
+            torch.testing.assert_close(x.transpose(1, 2) if swapped else x, right, rtol=1e-3, atol=2e-4)
+
+
+@EACH
+@pytest.mark.parametrize("mask", ["full", "causal", "window:64", "blocks:0.5"])
+def test_the_dense_peer_computes_its_own_mask(case: AttentionCase, mask: str) -> None:
+    case = replace(case, mask=mask, kv_heads=1)
+    sets = case.operands(CPU)
+    made, causal = ready("sdpa", case, sets), mask in ("causal", "window:64")
+    assert made.flops == (case.causal_flops if causal else case.dense_flops)
+    assert made.note == ("causal" if causal else "every pair")
+    assert len(made.calls) == len(sets) == 2
     dense = BlockMask.causal(256) if causal else BlockMask.full(256)
-    one = replace(sets[0], mask=dense)
-    torch.testing.assert_close(ready.calls[0](), expected(one))
+    for call, one in zip(made.calls, sets, strict=True):
+        agree(case, call, exact(one, dense), swapped=False)
 
 
-def listed(count: Tensor, index: Tensor, one: AttentionOperands) -> BlockMask:
-    """The mask of a peer's lists [1, H, Mb] and [1, H, Mb, n], all blocks full."""
-    seen = torch.zeros(one.mask.heads, 256, 256, dtype=torch.bool)
-    block = one.mask.block[0]
-    for head in range(seen.shape[0]):
-        for tile in range(count.shape[2]):
-            for column in index[0, head, tile, : int(count[0, head, tile])].tolist():
-                rows, columns = (
-                    slice(tile * block, (tile + 1) * block),
-                    slice(column * block, (column + 1) * block),
-                )
-                seen[head, rows, columns] = True
-    return BlockMask.from_dense(seen, block)
+def seen(count: Tensor, index: Tensor, block: int) -> Tensor:
+    """bool [H, rows, columns]: the blocks that lists [1, H, rows] and [1, H, rows, n] of 256 x 256 hold."""
+    there = torch.zeros(count.shape[1], 256 // block, 256 // block, dtype=torch.bool)
+    for head in range(count.shape[1]):
+        for row in range(count.shape[2]):
+            for column in index[0, head, row, : int(count[0, head, row])].tolist():
+                there[head, row, column] = True
+    return there
+
+
+def of_blocks(there: Tensor, block: int) -> BlockMask:
+    return BlockMask.from_dense(there.repeat_interleave(block, 1).repeat_interleave(block, 2), block)
 
 
 class Flash:
     """FlashAttention-4's interface, computed by the reference. Keeps the options of its last call."""
 
-    def __init__(self, one: AttentionOperands, wrong: bool = False) -> None:
-        self.one, self.wrong, self.options = one, wrong, {}
+    def __init__(self, wrong: float = 1.0, scale: float = 1.0) -> None:
+        self.wrong, self.scale, self.options, self.calls = wrong, scale, {}, 0
 
-    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         self.options = options
+        self.calls += 1
+        assert q.is_leaf
+        assert all(x.is_contiguous() and x.shape == (1, 256, 2, 32) for x in (q, k, v))
         lists = options.get("block_sparse_tensors")
         if lists is not None:
-            mask = listed(lists.full_block_cnt, lists.full_block_idx, self.one)
+            mask = of_blocks(seen(lists.full_block_cnt, lists.full_block_idx, 128), 128)
         elif "window_size" in options:
             mask = BlockMask.sliding_window(256, options["window_size"][0] + 1)
         else:
             mask = BlockMask.causal(256) if options.get("causal") else BlockMask.full(256)
-        assert q.is_contiguous()
-        out = reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)[0].transpose(1, 2)
-        return (out * 2 if self.wrong else out), None
+        k = self.wrong * k + (1 - self.wrong) * k.detach()
+        out = reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)[0]
+        return self.scale * out.transpose(1, 2), None
+
+
+def turns(*lists: Tensor) -> tuple[Tensor, Tensor]:
+    """FlashAttention-4's function of its lists: stands for it by whether it got counts and lists of both directions."""
+    forward, backward = lists[:4], lists[4:]
+    rows, columns = (seen(one[2], one[3], 128) for one in (forward, backward))
+    assert torch.equal(rows, columns.mT)
+    return backward[1] + 1, backward[3] + 2
+
+
+class Lists(NamedTuple):
+    """FlashAttention-4's lists, as far as they are used here."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor
+    full_block_idx: Tensor
+    block_size: tuple[int, int]
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    spt: bool | None = None
+
+
+TOLD = {
+    "full": {},
+    "causal": {"causal": True},
+    "window:100": {"causal": True, "window_size": (99, 0)},
+    "blocks:0.5": {},
+}
 
 
 @pytest.mark.parametrize(
-    ("mask", "options"),
-    [
-        ("full", {}),
-        ("causal", {"causal": True}),
-        ("window:100", {"causal": True, "window_size": (99, 0)}),
-        ("blocks:0.5", {"block_sparse_tensors"}),
-    ],
+    ("case", "name"),
+    [(FORWARD, "fa4"), *((case, name) for case in CASES[1:] for name in ("fa4", "fa4_ordered"))],
 )
-def test_flash_attention_is_told_the_mask_in_its_own_words(installed: Any, mask: str, options: Any) -> None:
-    case = replace(SMALL, mask=mask, dtype="bf16")
-    sets = case.operands(CPU)[:2]
-    flash = Flash(sets[0])
-    installed("flash_attn.cute.interface", flash_attn_func=flash.flash_attn_func)
-    installed("flash_attn.cute.block_sparsity", BlockSparseTensorsTorch=SimpleNamespace)
-    ready = BY_NAME["fa4"].ready(case, sets, ignore)
-    assert len(ready.calls) == len(sets)
-    assert ready.flops is None
-    if isinstance(options, dict):
-        assert flash.options == options
-    else:
-        lists = flash.options["block_sparse_tensors"]
-        assert set(flash.options) == options
-        assert lists.block_size == (128, 128)
-        assert not lists.mask_block_cnt.any()
+@pytest.mark.parametrize("mask", TOLD)
+def test_flash_attention_gets_its_own_layout_and_words_and_lists(
+    installed: Any, case: AttentionCase, mask: str, name: str
+) -> None:
+    case = replace(case, mask=mask)
+    sets = case.operands(CPU)
+    flash = Flash()
+    installed("flash_attn.cute.interface", flash_attn_func=flash)
+    block_sparsity = {"BlockSparseTensorsTorch": Lists, "compute_dq_write_order": turns}
+    installed("flash_attn.cute.block_sparsity", **block_sparsity)
+    made, ordered = ready(name, case, sets), name == "fa4_ordered"
+    assert made.flops is None
+    for call, one in zip(made.calls, sets, strict=True):
+        agree(case, call, exact(one), swapped=True)
+    ends = () if mask != "blocks:0.5" else ("",) if case.op == FORWARD.op else ("", "_bwd")
+    lists = [flash.options.pop(f"block_sparse_tensors{end}") for end in ends]
+    assert flash.options.pop("deterministic", False) == ordered
+    assert flash.options == TOLD[mask]
+    assert all(each.block_size == (128, 128) and not each.mask_block_cnt.any() for each in lists)
+    if len(lists) == 2:
+        rows, columns = (seen(each.full_block_cnt, each.full_block_idx, 128) for each in lists)
+        assert torch.equal(rows, columns.mT)
+        backward = lists[1]
+        assert backward.full_block_idx.dtype == torch.int32
+        assert backward.spt is (False if ordered else None)
+        assert (backward.dq_write_order_full is not None) == ordered
+    # A backward pass alone has run each forward pass once, others one for every call.
+    assert flash.calls == len(sets) * (1 if case.op == BACKWARD.op else 1 + 2)
 
 
-def test_a_peer_that_is_wrong_gets_no_time(installed: Any) -> None:
-    case = replace(SMALL, mask="full", dtype="bf16")
-    sets = case.operands(CPU)[:2]
-    installed("flash_attn.cute.interface", flash_attn_func=Flash(sets[0], wrong=True).flash_attn_func)
-    with pytest.raises(UnavailableError, match="its result is wrong here: error 1"):
-        BY_NAME["fa4"].ready(case, sets, ignore)
+@EACH
+def test_a_peer_whose_result_is_wrong_gets_no_time(installed: Any, case: AttentionCase) -> None:
+    flash, error = (Flash(scale=2.0), "1") if case is FORWARD else (Flash(wrong=0.98), r"2\.\d+e-02")
+    installed("flash_attn.cute.interface", flash_attn_func=flash)
+    with pytest.raises(UnavailableError, match=rf"its result is wrong here: error {error}"):
+        ready("fa4", case, case.operands(CPU))
 
 
 def test_flash_attention_has_no_words_for_partial_blocks_of_its_lists(installed: Any) -> None:
-    case = replace(SMALL, mask="blocks:1", q_len=250, kv_len=250)
+    case = replace(FORWARD, mask="blocks:1", q_len=250, kv_len=250)
     installed("flash_attn.cute.interface", flash_attn_func=None)
     with pytest.raises(UnavailableError, match="partial blocks"):
-        BY_NAME["fa4"].ready(case, case.operands(CPU), ignore)
+        ready("fa4", case, case.operands(CPU))
 
 
-@pytest.mark.parametrize(("name", "module"), [("fa4", "flash_attn"), ("cudnn_bsa", "cudnn")])
-def test_a_peer_that_is_not_installed_says_so(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UnavailableError, match=rf"{module}\..* cannot be imported"):
-        BY_NAME[name].ready(SMALL, SMALL.operands(CPU), ignore)
+@pytest.mark.parametrize("columns", [3, 8])
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_lists_are_transposed(columns: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    kept = torch.rand(2, 3, 5, columns, generator=generator) < share
+    kept[0, 0, :, 1] = False
+    kept[0, 1, :, 1] = True
+    dense = kept.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    counts, rows = transposed_lists(BlockMask.from_dense(dense, 128))
+    assert counts.dtype == rows.dtype == torch.int32
+    assert rows.shape == (2, 3, columns, max(1, int(counts.max())))
+    assert ((rows >= 0) & (rows < 5)).all()
+    for item in range(2):
+        for head in range(3):
+            for column in range(columns):
+                listed = rows[item, head, column, : int(counts[item, head, column])].tolist()
+                assert listed == kept[item, head, :, column].nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize("block", [64, 128])
-def test_the_lists_of_cudnn_hold_every_block(installed: Any, block: int) -> None:
-    case = replace(SMALL, mask="blocks:0.5", block=(block, block))
-    sets = case.operands(CPU)[:2]
+class Cudnn:
+    """cuDNN frontend's two functions, computed by the reference."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, index: Tensor, sparse_block_size: int) -> dict[str, Tensor]:
-        assert sparse_block_size == block
-        assert index.shape == (1, 2, 256 // block, 128 // block)
+    def __init__(self, block: int, wrong: int | None = None) -> None:
+        self.block, self.wrong, self.forwards = block, wrong, 0
+
+    def mask(self, index: Tensor) -> BlockMask:
         assert index.dtype == torch.int32
-        counts = torch.full(index.shape[:3], index.shape[3])
-        return {"o_tensor": reference(q, k, v, listed(counts, index, sets[0]))[0]}
+        assert index.shape == (1, 2, 256 // self.block, 128 // self.block)
+        count = torch.full(index.shape[:3], index.shape[3])
+        return of_blocks(seen(count, index, self.block), self.block)
 
-    installed("cudnn.block_sparse_attention", block_sparse_attention_forward=forward)
-    ready = BY_NAME["cudnn_bsa"].ready(case, sets, ignore)
-    torch.testing.assert_close(ready.calls[1](), expected(sets[1]))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, sparse_block_size: int) -> Any:
+        assert sparse_block_size == self.block
+        assert not any(x.requires_grad for x in (q, k, v))
+        self.forwards += 1
+        out, lse = reference(q, k, v, self.mask(index))
+        return {"o_tensor": out, "lse_tensor": lse}
+
+    def backward(self, grad: Tensor, *rest: Any, sparse_block_size: int) -> Any:
+        q, k, v, out, lse, index = rest
+        assert sparse_block_size == self.block
+        right = exact(SimpleNamespace(q=q, k=k, v=v, grad=grad, mask=self.mask(index)))
+        assert torch.equal(out, right[0])
+        assert lse.shape == q.shape[:3]
+        made = [x * 1.1 if place == self.wrong else x for place, x in enumerate(right)]
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), made[1:], strict=True))
+
+
+def install(installed: Any, cudnn: Cudnn) -> None:
+    names = {f"block_sparse_attention_{way}": getattr(cudnn, way) for way in ("forward", "backward")}
+    installed("cudnn.block_sparse_attention", **names)
+
+
+@EACH
+@pytest.mark.parametrize("block", [64, 128])
+def test_cudnn_gets_every_block_and_runs_backward_from_its_own_forward_pass(
+    installed: Any, case: AttentionCase, block: int
+) -> None:
+    case = replace(case, mask="blocks:0.5", block=(block, block))
+    sets = case.operands(CPU)
+    cudnn = Cudnn(block)
+    install(installed, cudnn)
+    made = ready("cudnn_bsa", case, sets)
+    for call, one in zip(made.calls, sets, strict=True):
+        agree(case, call, exact(one), swapped=False)
+    assert cudnn.forwards == 2 * (1 if case.op == BACKWARD.op else 1 + 2)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_each_gradient_of_cudnn_is_judged(installed: Any, place: int) -> None:
+    case = replace(BACKWARD, mask="blocks:0.5")
+    install(installed, Cudnn(128, wrong=place))
+    with pytest.raises(UnavailableError, match="its result is wrong here"):
+        ready("cudnn_bsa", case, case.operands(CPU))
 
 
 def test_uneven_lists_are_not_for_cudnn() -> None:
-    (one, *_) = replace(SMALL, mask="causal").operands(CPU)[:2]
+    (one, *_) = FORWARD.operands(CPU)
     with pytest.raises(UnavailableError, match="as many whole blocks"):
         even_lists(one)
 
 
+@EACH
 @pytest.mark.parametrize("mask", ["window:100", "blocks:0.5"])
-def test_flex_attention_gets_the_same_mask(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+def test_flex_attention_is_compiled_and_gets_the_same_mask(
+    monkeypatch: pytest.MonkeyPatch, case: AttentionCase, mask: str
+) -> None:
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    case = replace(case, mask=mask, kv_heads=1)
+    sets = case.operands(CPU)
+    asked: list[Any] = []
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool, kernel_options: None
+    ) -> Tensor:
+        asked.append((tuple(block_mask.shape[-2:]), enable_gqa, donated()))
+        return reference(q, k, v, sets[0].mask)[0]
+
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    case = replace(SMALL, mask=mask, kv_heads=1)
-    sets = case.operands(CPU)[:2]
-    ready = BY_NAME["flex"].ready(case, sets, ignore)
-    assert (ready.flops, ready.note) == (None, "")
-    assert len(ready.calls) == len(sets)
+    monkeypatch.setattr(flex, "flex_attention", attend)
+    made = ready("flex", case, sets)
+    assert (made.flops, made.note) == (None, "")
+    for call, one in zip(made.calls, sets, strict=True):
+        agree(case, call, exact(one), swapped=False)
+    # A graph that is kept is compiled without donated buffers; others may have them.
+    assert set(asked) == {((256, 256), True, case.op != BACKWARD.op)}
+
+
+def donated() -> bool:
+    return importlib.import_module("torch._functorch.config").donated_buffer
+
+
+class Here(torch.autograd.Function):
+    """Passes on its gradient, and notes whether buffers may be donated where its backward pass runs."""
+
+    noted: list[bool]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Here.noted.append(donated())
+        return grad
+
+
+def test_a_kept_graph_runs_where_its_setting_holds() -> None:
+    Here.noted = []
+    x = torch.ones(2, requires_grad=True)
+    y = Here.apply(x)
+    before = donated()
+    with kept_graphs():
+        torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
+    assert donated() is before
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert Here.noted == [False, before]
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=["forward", "backward"])
+@pytest.mark.parametrize(("name", "module"), [("fa4", "flash_attn"), ("cudnn_bsa", "cudnn")])
+def test_a_peer_that_is_not_installed_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str, case: AttentionCase
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    case = replace(case, mask="blocks:0.5")
+    with pytest.raises(UnavailableError, match=rf"{module}\..* cannot be imported"):
+        ready(name, case, case.operands(CPU))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -233,14 +474,14 @@ def test_flex_attention_has_a_tile_that_divides_the_blocks(
         assert block[0] % (asked.get("fwd_BLOCK_M") or tile.block_m) == 0
         assert block[1] % (asked.get("fwd_BLOCK_N") or tile.block_n) == 0
     assert (not asked) == (block == (128, 128) or dim > 128)
-    assert BY_NAME["flex"].counted(case) == ("tiles of 64" if asked else "", None)
+    assert peer("flex", case).counted(case) == ("tiles of 64" if asked else "", None)
 
 
 def test_flex_attention_is_given_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(SMALL, block=(64, 64), dtype="bf16")
-    (one, *_) = case.operands(CPU)[:2]
+    case = replace(FORWARD, block=(64, 64), dtype="bf16")
+    (one, *_) = case.operands(CPU)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    assert BY_NAME["flex"].attend(case, one).keywords["kernel_options"] == flex_tiles(case) != {}
+    assert peer("flex", case).attend(case, one).keywords["kernel_options"] == flex_tiles(case) != {}
 
 
 def test_whatever_a_peer_raises_is_its_reason() -> None:
