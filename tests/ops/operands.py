@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek.engine.table import names_for
 from sparsek.products.formats.bsr import BSR
@@ -60,3 +61,27 @@ def check(a: BSR, b: Tensor, out: Tensor) -> None:
 def calls(graph: Any) -> list[str]:
     """Names of the operations in a graph that torch.compile made."""
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operations that run, and the largest tensor that one of them returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        made = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Tensor)]
+        if not func.is_view:
+            self.largest = max([self.largest, *(x.numel() for x in made)])
+        return out
+
+    @property
+    def of_sparsek(self) -> list[str]:
+        return [name for name in self.names if name.startswith("sparsek.")]
+
+    def count(self, op: str) -> int:
+        return sum(name == f"sparsek.{op}.default" for name in self.names)

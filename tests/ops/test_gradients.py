@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -21,7 +20,7 @@ from sparsek.products.ops.spmm import SPMM
 from sparsek.products.plan.spmm import Product
 from tests.engine.launch.covering import once
 from tests.ops.gradients import FORMS, FORMS_24, SIZES_24, hold, inputs_of
-from tests.ops.operands import pair
+from tests.ops.operands import Seen, pair
 from tests.ops.storages import BF16, F16, F32, F64, TWO_FOUR
 
 SIZES = {"m": 150, "k": 120, "n": 70}  # none a multiple of its block
@@ -257,26 +256,6 @@ def test_values_outside_the_matrix_have_no_gradient_and_give_none():
     values = torch.randn_like(s.values).requires_grad_()
     (of_values,) = torch.autograd.grad(sk.spmm(BSR.unchecked(pattern, values), y.mT).sum(), values)
     assert of_values.masked_select(~inside).count_nonzero() == 0
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operations that run, and the largest tensor that one of them returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.names.append(str(func))
-        made = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Tensor)]
-        if not func.is_view:
-            self.largest = max([self.largest, *(x.numel() for x in made)])
-        return out
-
-    def count(self, op: str) -> int:
-        return sum(name == f"sparsek.{op}.default" for name in self.names)
 
 
 @pytest.mark.parametrize("wanted", ["values", "x", "bias"])

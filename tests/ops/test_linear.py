@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -19,7 +18,7 @@ from sparsek.products.ops import recorded_products
 from sparsek.products.reference import linear as reference
 from sparsek.products.reference.epilogue import Activation, Epilogue
 from sparsek.testing.product_budget import check_linear, check_swiglu
-from tests.ops.operands import BF16, pair
+from tests.ops.operands import BF16, Seen, pair
 from tests.sums import alike
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
@@ -121,19 +120,6 @@ def test_a_layer_that_a_gpu_would_record_may_be_written_to_in_place(
         assert alike(one, other)
 
 
-class Seen(TorchDispatchMode):
-    """The names of the ops of SparseK that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "sparsek":
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("act", [None, "relu"])
 def test_whoever_looks_at_ops_sees_the_op_and_the_same_gradients(act: Activation | None):
     x, w, bias, _ = layer(torch.float32)
@@ -144,7 +130,7 @@ def test_whoever_looks_at_ops_sees_the_op_and_the_same_gradients(act: Activation
         again = sk.linear(x, w, bias, act)
         with torch.no_grad():
             assert torch.equal(sk.linear(x, w, bias, act), y)
-    assert seen.names == ["spmm.default"] * 2
+    assert (seen.count("spmm"), len(seen.of_sparsek)) == (2, 2)
     assert torch.equal(again, y)
     for each, expected in zip(torch.autograd.grad(again.square().sum(), wanted), found, strict=True):
         assert torch.equal(each, expected)

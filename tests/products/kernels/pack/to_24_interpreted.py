@@ -1,9 +1,7 @@
 """pack/to_24.py in Triton's interpreter."""
 
-import ctypes
 import itertools
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,18 +92,6 @@ def test_tiles_of_full_size_that_are_full_and_that_are_not(dtype: torch.dtype):
         wide = any_bits((rows, columns + 64), dtype)
         for w in (wide[:, :columns].contiguous(), wide[:, :columns], wide[:, :columns].T.contiguous().T):
             same(w)
-
-
-@pytest.fixture
-def last_page() -> Iterator[Tensor]:
-    """Bytes behind which there is no memory: who reads on dies."""
-    size = mmap.PAGESIZE
-    pages = mmap.mmap(-1, 2 * size)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    assert protect(ctypes.c_void_p(whole.data_ptr() + size), ctypes.c_size_t(size), 0) == 0
-    yield whole[:size]
-    protect(ctypes.c_void_p(whole.data_ptr() + size), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @pytest.mark.usefixtures("small")

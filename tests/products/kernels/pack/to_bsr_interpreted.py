@@ -1,7 +1,5 @@
 """pack/to_bsr.py in Triton's interpreter."""
 
-import ctypes
-import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,18 +146,6 @@ def test_thresholds_of_any_size_are_rounded_as_by_torch():
     for threshold in (1e-300, 1e-9, norm * (1 - 1e-6), norm * (1 + 1e-6), 1e30, 1e300):
         same(w, (16, 16), over(threshold))
         same(w.double(), (16, 16), over(threshold))
-
-
-@pytest.fixture
-def last_page() -> Iterator[Tensor]:
-    """Bytes behind which there is no memory: who reads on dies."""
-    size = mmap.PAGESIZE
-    pages = mmap.mmap(-1, 2 * size)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    assert protect(ctypes.c_void_p(whole.data_ptr() + size), ctypes.c_size_t(size), 0) == 0
-    yield whole[:size]
-    protect(ctypes.c_void_p(whole.data_ptr() + size), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def test_nothing_behind_a_matrix_is_read(last_page: Tensor):
