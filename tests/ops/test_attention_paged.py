@@ -71,6 +71,24 @@ def test_every_form_of_the_cache_gives_the_same_bits() -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("by_plan", [False, True])
+def test_autograd_sees_that_out_was_written(by_plan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels too, which write by an address, as to `.data`."""
+    x = MIXED.make()
+    given, out = arguments_of(x), attend(x).zero_()
+    run = sk.plan_attention_paged(**given) if by_plan else sk.attention_paged
+
+    def written(plan: PagedPlan, call: Any) -> tuple[Tensor, None]:
+        call.out.data.fill_(2)
+        return call.out, None
+
+    monkeypatch.setattr(PagedPlan, "_run", written)
+    y = torch.ones_like(out).requires_grad_() * out
+    run(**given, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_rows_of_no_request_and_other_memory_of_out_are_not_written() -> None:
     x = replace(MIXED, tail=3, loose=True).make()
     whole = poisoned((x.q.shape[0], 2 * 4, 16), x.q.dtype)

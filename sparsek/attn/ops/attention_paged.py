@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
@@ -181,6 +182,8 @@ def attention_paged(
         arguments.flag("causal", causal)
         choose_lists(call)
     both = route(call, check)
+    if out is not None and not _compiling():  # kernels write by its address, which autograd does not see
+        increment_version(out)
     return both if return_lse else both[0]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from sparsek.attn.plan import paged_operands as operands
 from sparsek.attn.plan.attention import megabytes
@@ -160,6 +161,8 @@ class PagedPlan(Plan):
         if call.q.device.type == "cpu":
             check_values(call, every=False)
         out, lse = self.run(call, captured(call.q))
+        if call.out is not None:
+            increment_version(out)  # kernels write by its address, which autograd does not see
         return out if lse is None else (out, lse)
 
     def _check_planned(self, call: Paged) -> None:
