@@ -1,5 +1,7 @@
 """q, k and v for a mask, and what is expected of their attention."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,17 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 
 Qkv = tuple[Tensor, Tensor, Tensor]
+# A tensor [B, H, S, D] with other strides or at another address.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bhsd": lambda x: x,
+    "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sbhd": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "slice of packed heads": lambda x: torch.cat((x, x, x), 1)[:, x.shape[1] : 2 * x.shape[1]],
+    "odd rows": lambda x: torch.cat((x, x[..., :1]), 3)[..., :-1],
+    "odd start": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+    "dims by rows": lambda x: x.mT.contiguous().mT,
+    "one head for all": lambda x: x[:, :1].expand(x.shape),
+}
 
 
 def qkv(

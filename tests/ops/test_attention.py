@@ -1,4 +1,4 @@
-"""attention: what it computes eagerly, how its result lies in memory, and which plans it makes."""
+"""attention: how its result lies in memory, and which plans it makes; test_attention_gradients.py has its values."""
 
 import gc
 import weakref
@@ -7,27 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import sparsek as sk
 from sparsek.attn.mask import cache as masks
 from sparsek.attn.plan.attention import AttentionPlan
 from sparsek.core.errors import Unsupported
 from sparsek.engine.plan import cache
-from tests.ops.tensors import check, qkv, window
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_it_attends_over_the_blocks_of_a_mask(dtype: torch.dtype, device: str):
-    tensors, mask = qkv(dtype=dtype, dims=(64, 64), device=device), window(device=device)
-    out, lse = sk.attention(*tensors, mask, return_lse=True)
-    check(tensors, mask, out, lse)
-    assert torch.equal(sk.attention(*tensors, mask), out)
-
-
-def test_without_a_mask_every_query_sees_every_key(device: str):
-    tensors = q, k, v = qkv(100, 150, dims=(64, 64), dtype=torch.float16, device=device)
-    check(tensors, sk.BlockMask.full(q_len=100, kv_len=150, device=device), sk.attention(q, k, v))
+from tests.ops.tensors import LAYOUTS, check, qkv, window
 
 
 @pytest.mark.parametrize("scale", [0.02, 1, 3.0])
@@ -35,13 +21,6 @@ def test_the_scale_multiplies_the_scores(scale: float):
     tensors, mask = qkv(), window()
     out, lse = sk.attention(*tensors, mask, scale=scale, return_lse=True)
     check(tensors, mask, out, lse, scale)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_a_mask_may_be_for_all_heads_for_each_of_k_or_for_each_of_q(heads: int):
-    tensors = qkv(heads=(4, 2))
-    mask = sk.BlockMask.per_head([window(width=30 * (head + 1)) for head in range(heads)])
-    check(tensors, mask, *sk.attention(*tensors, mask, return_lse=True))
 
 
 def test_queries_that_see_no_key_give_0_and_minus_infinity():
@@ -59,26 +38,6 @@ def test_without_queries_keys_or_batch_items_there_is_nothing_to_compute(batch: 
     assert out.shape == (batch, 4, q_len, 64)
     assert not out.any()
     assert (lse == -torch.inf).all()
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bhsd": lambda x: x,
-    "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "sbhd": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "slice of packed heads": lambda x: torch.cat((x, x, x), 1)[:, x.shape[1] : 2 * x.shape[1]],
-    "odd rows": lambda x: torch.cat((x, x[..., :1]), 3)[..., :-1],
-    "odd start": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
-    "dims by rows": lambda x: x.mT.contiguous().mT,
-    "one head for all": lambda x: x[:, :1].expand(x.shape),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_q_k_and_v_may_lie_in_memory_as_they_like(name: str, device: str):
-    q, k, v = qkv(dtype=torch.float16, dims=(64, 64), device=device)
-    tensors = LAYOUTS[name](q), LAYOUTS[name](k), LAYOUTS[name](v)
-    mask = window(device=device)
-    check(tensors, mask, *sk.attention(*tensors, mask, return_lse=True))
 
 
 @pytest.mark.parametrize(
@@ -118,13 +77,6 @@ def test_a_plan_without_a_mask_is_called_without_one_however_many_others_follow(
     for length in range(1, 40):
         sk.attention(*qkv(length, batch=1))
     assert torch.equal(plan(*tensors), sk.attention(*tensors))
-
-
-@pytest.mark.parametrize("kernel", ["cpu.attention", "reference.attention"])
-def test_a_named_kernel_runs(kernel: str):
-    tensors, mask = qkv(), window()
-    assert sk.plan_attention(*tensors, mask, kernel=kernel).kernel == kernel
-    check(tensors, mask, *sk.attention(*tensors, mask, kernel=kernel, return_lse=True))
 
 
 def test_a_named_kernel_that_cannot_run_says_why_and_which_can():

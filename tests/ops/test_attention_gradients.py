@@ -1,4 +1,4 @@
-"""Gradients of attention as a user gets them: for which inputs, by which kernels, and what is kept for them."""
+"""Values and gradients of attention as a user gets them: for which inputs, by which kernels, and what is kept."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from sparsek.attn.kernels.forward import cpu_fwd as cpu_attention
 from sparsek.core.errors import InvalidInput
 from sparsek.products.ops.gradients import same_family
 from sparsek.testing.attention_budget import check_attention_backward
-from tests.ops.tensors import Qkv, qkv, window
+from tests.ops.tensors import LAYOUTS, Qkv, check, qkv, window
 
 FAMILIES = ["cpu.attention", "reference.attention"]
 ON_GPU = ["hopper.attention_fwd", "portable.attention_fwd", "reference.attention"]
@@ -34,9 +34,14 @@ def hold(
     *,
     of_lse: bool = False,
     make_grad: Callable[[Tensor], Tensor] = torch.randn_like,
+    values: bool = True,
     **call: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients, after they were held to the error budget."""
+    """The gradients, after they were held to the error budget, and first the `values` of inputs that need none."""
+    (s, t), device = (tensors[0].shape[2], tensors[1].shape[2]), tensors[0].device
+    whole = sk.BlockMask.full(q_len=s, kv_len=t, device=device) if mask is None else mask
+    if values:
+        check(tensors, whole, *sk.attention(*tensors, mask, return_lse=True, **call), call.get("scale"))
     q, k, v = leaves(tensors)
     out, lse = sk.attention(q, k, v, mask, return_lse=True, **call)
     torch.manual_seed(3)
@@ -44,7 +49,6 @@ def hold(
     grad_lse = torch.randn_like(lse) if of_lse else None
     outputs, grads = ([out, lse], [grad, grad_lse]) if of_lse else ([out], [grad])
     found = torch.autograd.grad(outputs, (q, k, v), grads)
-    whole = sk.BlockMask.full(q_len=q.shape[2], kv_len=k.shape[2], device=q.device) if mask is None else mask
     gate = check_attention_backward(*tensors, whole, grad, found, grad_lse, scale=call.get("scale"))
     assert gate.passed, gate
     for x, of_x in zip(tensors, found, strict=True):
@@ -55,8 +59,12 @@ def hold(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("of_lse", [False, True], ids=["out", "out and lse"])
-def test_attention_has_gradients(dtype: torch.dtype, of_lse: bool, device: str):
-    hold(qkv(dtype=dtype, dims=(64, 64), device=device), window(device=device), of_lse=of_lse)
+def test_attention_has_values_and_gradients(dtype: torch.dtype, of_lse: bool, device: str):
+    tensors, mask = qkv(dtype=dtype, dims=(64, 64), device=device), window(device=device)
+    hold(tensors, mask, of_lse=of_lse)
+    assert of_lse or torch.equal(
+        sk.attention(*tensors, mask), sk.attention(*tensors, mask, return_lse=True)[0]
+    )
 
 
 @pytest.mark.parametrize("kernel", FAMILIES)
@@ -71,7 +79,7 @@ def test_every_family_has_gradients(kernel: str, plans_made: list[str]):
 def test_every_family_on_a_gpu_has_gradients(kernel: str, of_lse: bool, plans_made: list[str]):
     tensors = qkv(300, dims=(64, 128), dtype=torch.bfloat16, device="cuda")
     mask = sk.BlockMask.sliding_window(300, 70, block=128, device="cuda")
-    hold(tensors, mask, of_lse=of_lse, kernel=kernel)
+    hold(tensors, mask, of_lse=of_lse, values=False, kernel=kernel)
     assert plans_made == [kernel, same_family(kernel, "attention_backward")]
 
 
@@ -147,18 +155,6 @@ def test_gradients_are_those_of_finite_differences(kernel: str):
         return sk.attention(q, k, v, mask, kernel=kernel, return_lse=True)
 
     assert gradcheck(run, tensors, fast_mode=True)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bhsd": lambda x: x,
-    "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "sbhd": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "slice of packed heads": lambda x: torch.cat((x, x, x), 1)[:, x.shape[1] : 2 * x.shape[1]],
-    "odd rows": lambda x: torch.cat((x, x[..., :1]), 3)[..., :-1],
-    "odd start": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
-    "dims by rows": lambda x: x.mT.contiguous().mT,
-    "one head for all": lambda x: x[:, :1].expand(x.shape),
-}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
