@@ -247,16 +247,8 @@ def plan_spmm(
 def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
     """plan(A, B), by a recorded call where there is one."""
     slot = recorded_products.product(a, b, "plan", plan=plan)
-    if slot.__class__ is not Slot:
-        return slot
-
-    def run() -> (
-        Tensor
-    ):  # includes the checks: they may copy x, and a copy is no operand of the recorded call
-        checked = plan.checked(a, b)
-        return checked()
-
-    return slot.run(run)
+    # The checks may copy x, and a copy is no operand of the recorded call.
+    return slot.run(lambda: plan.checked(a, b)) if slot.__class__ is Slot else slot
 
 
 SpmmPlan.quick = _by_plan

@@ -289,12 +289,10 @@ class SpmmPlan(Plan):
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
         if self.quick is not None and out is None and epilogue is PLAIN:
             return self.quick(a, b)
-        return self.checked(a, b, out, epilogue)()
+        return self.checked(a, b, out, epilogue)
 
-    def checked(
-        self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN
-    ) -> Callable[[], Tensor]:
-        """The call, ready to run, after its checks."""
+    def checked(self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN) -> Tensor:
+        """The result of a call, after its checks."""
         self.refuse_unless_ready()
         operands.check_given(epilogue)
         dtype = dtypes.parse(self.problem.c.dtype)
@@ -315,15 +313,11 @@ class SpmmPlan(Plan):
         elif tracing.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
         self._check_planned(call)
-
-        def run() -> Tensor:
-            c = self.run(call, captured(call.a.values))
-            if out is None:
-                return call.seen(c, a)
-            increment_version(out)  # kernels write by its address, which autograd does not see
-            return out
-
-        return run
+        c = self.run(call, captured(call.a.values))
+        if out is None:
+            return call.seen(c, a)
+        increment_version(out)  # kernels write by its address, which autograd does not see
+        return out
 
     def _run(self, call: Product) -> Tensor:
         """C row-major: in the kernels' form [..., M, N], or [..., N, M] if c.layout is "col"."""
