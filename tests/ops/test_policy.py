@@ -70,6 +70,18 @@ def test_a_mask_made_in_inference_mode_serves_training():
         assert q.grad is not None
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": sk.MaskPolicy(window=32)}], ids=str)
+def test_a_fake_call_takes_no_mask_of_a_real_one(options: dict[str, Any]):
+    q = torch.randn(1, 2, 72, 16)
+    out = sk.attention(q, q, q, **options)
+    with FakeTensorMode():
+        fake = torch.randn(1, 2, 72, 16)
+        found = sk.attention(fake, fake, fake, **options)
+    assert isinstance(found, FakeTensor)
+    assert found.shape == out.shape
+    assert torch.equal(sk.attention(q, q, q, **options), out)
+
+
 def test_a_mask_made_where_torch_func_transforms_serves_everyone():
     q, k, v = qkv(130)
 

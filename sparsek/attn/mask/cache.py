@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.attn.mask.lists import read_edges
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.core.arguments import faking
 from sparsek.core.errors import InvalidInput
 from sparsek.core.plan_owner import drop_oldest
 from sparsek.core.streams import Ready, wait_for
@@ -53,9 +54,9 @@ _MASKS: dict[Hashable, CachedMask] = {}
 
 def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
     """The mask that `build()` made for this key, for the current stream. The LIMIT masks used last are kept, and
-    their plans with them.
+    their plans with them. A FakeTensorMode, which takes no real ones, gets a new one.
     """
-    found = _MASKS.pop(key, None)
+    found = None if faking() and not torch.compiler.is_compiling() else _MASKS.pop(key, None)
     if found is None:
         mask = untransformed(build)
         if type(mask.full.starts) is not Tensor:  # a fake tensor
