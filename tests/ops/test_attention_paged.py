@@ -328,9 +328,6 @@ POLICIES = [
     sk.policies.Streaming(window=64, sinks=64, block=64),
     sk.policies.SubBlock(density=0.5, block=64, causal=False),
     sk.MaskPolicy(topk=2, block=64),
-    sk.policies.XAttention(
-        threshold=0.5, block=64, causal=False
-    ),  # a share of the mass depends on the scale of the keys
 ]
 
 
