@@ -137,7 +137,7 @@ REASONS: dict[Any, list[tuple[dict[str, Any], str]]] = {
 @pytest.mark.parametrize(
     ("of", "change", "reason"),
     [
-        pytest.param(of, *each, id=f"{of.KERNEL.name}-{each[0]}")
+        pytest.param(of, *each, id=f"{of.KERNEL.name}-{' '.join(each[0])}-{each[1]}")
         for of, reasons in REASONS.items()
         for each in OTHER_CARDS + reasons
     ],
@@ -171,7 +171,9 @@ PREDICTED: list[tuple[Any, Callable[..., Any], tuple[int, ...], tuple[tuple[int,
 ]
 
 
-@pytest.mark.parametrize(("of", "problem", "dims", "blocks"), PREDICTED)
+@pytest.mark.parametrize(
+    ("of", "problem", "dims", "blocks"), PREDICTED, ids=["fwd", "fp8", "wide", "wide, v of 128"]
+)
 def test_predictions_grow_with_work_and_never_beat_the_bandwidth(
     of: Any, problem: Any, dims: tuple[int, ...], blocks: tuple[tuple[int, int], ...]
 ) -> None:
