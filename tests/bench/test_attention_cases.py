@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sparsek.core.errors import InvalidInput
+from sparsek.testing.attention_budget import ExpectedAttention
 from sparsek_bench.benches import BENCHES
 from sparsek_bench.suites import attention
 from sparsek_bench.suites.attention import BENCH, AttentionCase, length_name, parse_lengths, parse_pair
@@ -113,6 +114,26 @@ def test_useful_flops_count_the_pairs_that_the_mask_admits(mask: str, pairs: int
 def test_causal_flops_are_those_of_the_causal_mask(q_len: int, kv_len: int) -> None:
     case = with_mask("causal", q_len=q_len, kv_len=kv_len)
     assert case.causal_flops == case.operands(CPU)[0].useful_flops
+
+
+def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    real = attention.expected_attention
+
+    def check(*args: Any, rows: Any) -> ExpectedAttention:
+        seen.append(rows)
+        return real(*args, rows=rows)
+
+    monkeypatch.setattr(attention, "expected_attention", check)
+    monkeypatch.setattr(attention, "GATED_WHOLE", 2**20)
+    for length in (256, 2048):
+        (one, *_) = replace(SMALL, q_len=length, kv_len=length).operands(CPU)
+        assert one.gate(one.plan("cpu.attention")).passed
+        assert one.gate(one.plan("reference.attention")).passed
+    assert len(seen) == 2  # the reference is computed once, whoever is judged by it
+    assert seen[0] is None
+    assert len(seen[1]) == len(set(seen[1])) == attention.GATED_TILES
+    assert (seen[1][0], seen[1][-1]) == (0, 31)
 
 
 @pytest.mark.parametrize(

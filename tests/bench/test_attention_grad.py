@@ -23,7 +23,11 @@ CPU = torch.device("cpu")
 SMALL = AttentionGradCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
 STEP = AttentionTrainCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
 BOTH = pytest.mark.parametrize("case", [SMALL, STEP], ids=["backward", "step"])
-KERNELS = {"attention_backward": "reference.attention_bwd", "attention_train": "reference.attention"}
+KERNELS = {
+    "attention": "reference.attention",
+    "attention_backward": "reference.attention_bwd",
+    "attention_train": "reference.attention",
+}
 
 
 def test_gradients_take_two_and_a_half_times_the_flops_of_the_forward_pass() -> None:
@@ -102,8 +106,12 @@ def test_one_wrong_gradient_fails_the_gate(case: AttentionGradCase) -> None:
         assert gate.error > gate.budget
 
 
-@BOTH
-def test_a_call_from_scratch_builds_its_mask(case: AttentionGradCase) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [AttentionCase(1, 2, 1, 256, 256, 32, 32, "causal", (64, 64), "fp32"), SMALL, STEP],
+    ids=lambda case: case.op,
+)
+def test_a_call_from_scratch_builds_its_mask(case: AttentionCase) -> None:
     (one, *_) = case.operands(CPU)
     made: list[BlockMask] = []
 

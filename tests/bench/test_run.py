@@ -7,7 +7,7 @@ import torch
 
 from sparsek.core.device import H200
 from sparsek_bench.engine import data, records, run
-from sparsek_bench.engine.peer import peers_named
+from sparsek_bench.engine.peer import ReadyPeer, peers_named
 from sparsek_bench.suites import product
 from sparsek_bench.suites.spmm import PEERS, SpmmCase
 
@@ -104,3 +104,14 @@ def test_operand_sets_exceed_the_cache_several_times_or_are_two(monkeypatch: pyt
     assert data.set_count(H200, 1) == data.MAX_SETS
     assert data.set_count(H200, 10 * H200.l2_bytes) == 2
     assert len(SpmmCase(2048, 2048, 2048, (128, 128), 1.0, dtype="fp32").operands(CPU)) == 2
+
+
+def test_the_densest_peer_that_is_not_too_long_heats_the_card() -> None:
+    ready = {
+        "sparse": ReadyPeer(()),
+        "dense": ReadyPeer((), flops=1e12),
+        "denser": ReadyPeer((), flops=2e12),
+        "long": ReadyPeer((), flops=1e15),
+    }
+    assert run._heater(ready) == "peer denser"
+    assert run._heater({"sparse": ready["sparse"], "long": ready["long"]}) is None
