@@ -112,18 +112,6 @@ def test_a_random_mask_has_no_rule_to_be_checked_by(few: None) -> None:
         outcome_of(planned("topk:2"))
 
 
-def test_the_suites_have_the_rows_of_the_issue() -> None:
-    found = {(c.mask, c.q_len // 1024, c.trains) for c in fresh.BARS}
-    wanted = {
-        (mask, kilo, trains) for mask, kilo in (("topk:8", 8), ("topk:32", 32)) for trains in (False, True)
-    }
-    assert found == wanted | {("documents:1000", 8, False), ("documents:1000", 32, False)}
-    assert {
-        case.mask for case in fresh.BARS if case.q_len // 128 // 8 != float(case.mask[-2:].strip(":"))
-    } == {"documents:1000"}
-    assert [row.case.q_len for row in BENCH.suites["window"]] == [2**19]
-
-
 def test_the_table_shows_limits_and_what_a_mask_costs(make_record: Callable[..., records.Record]) -> None:
     case, documents = (row.case for row in (BENCH.suites["topk"][0], BENCH.suites["documents"][0]))
     nulls = {"tflops": None, "gbps": None, "roofline": None}

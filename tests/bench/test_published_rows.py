@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsek.engine import table
 from sparsek_bench.benches import BENCHES
 from sparsek_bench.engine import published_rows, records
 from sparsek_bench.engine.bench import TABLES
@@ -48,8 +49,14 @@ def test_every_table_and_every_record_belongs_to_a_row() -> None:
     known = {row.case for row in ROWS}
     published = {entry.case for table in TABLES.values() for entry in table.suite}
     assert published <= known
-    measured = {records.case_of(record) for record in records.read(RESULTS)}
-    assert measured <= known
+    measured = records.read(RESULTS)
+    assert {records.case_of(record) for record in measured} <= known
+    kernels = {row.case: row.kernels for row in ROWS}
+    portable = {name for _, name, *_ in table.rows() if name.startswith("portable")}
+    asked = {
+        (each["kernel"], kernels[records.case_of(each)]) for each in measured if each["kernel"] in portable
+    }
+    assert [name for name, each in asked if name not in each and "auto" not in each] == []
 
 
 def test_no_two_benchmarks_share_a_row_or_a_file() -> None:

@@ -1,7 +1,5 @@
 """Cases and suites."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import named, parse_block
 from sparsek_bench.benches import BENCHES
 from sparsek_bench.engine.case import block_name
-from sparsek_bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
+from sparsek_bench.suites.spmm import FORMS, SUITES, SpmmCase
 
 CPU = torch.device("cpu")
 
@@ -21,20 +19,6 @@ def test_names_are_short_and_tell_cases_apart() -> None:
         SpmmCase(64, 32, 16, (32, 16), 1.0, "banded", "fp16").name == "64×32×16 block 32x16 100 % banded fp16"
     )
     assert SpmmCase(64, 32, 16, (16, 16), 0.5, form="B@A.T").name == "B @ A.T 64×32×16 block 16 50 % bf16"
-
-
-def test_every_block_has_the_same_densities() -> None:
-    cases = [entry.case for entry in SUITES["density"]]
-    assert all((case.m, case.k, case.n) == (8192,) * 3 for case in cases)
-    for block in (128, 64, 32, 16):
-        shares = [case.density for case in cases if case.block == (block, block)]
-        assert shares == [0.5, 0.25, 0.125, 0.0625, 0.03125]
-
-
-def test_the_suite_of_issue_4_holds_the_four_products_of_one_size() -> None:
-    cases = [entry.case for entry in SUITES["forms"]]
-    assert [case.form for case in cases] == list(FORMS)
-    assert {replace(case, form=A_AT_B) for case in cases} == {SpmmCase(8192, 8192, 8192, (128, 128), 0.125)}
 
 
 @pytest.mark.parametrize("form", FORMS)
