@@ -15,6 +15,7 @@ edits elsewhere leave it as it is. Lines keep their numbers.
 from __future__ import annotations
 
 import ast
+import bisect
 import hashlib
 import re
 from collections import defaultdict
@@ -94,6 +95,7 @@ class Fault:
     start: int
     stop: int
     text: str
+    code: str  # the line where it begins
     device: bool
 
     @property
@@ -122,6 +124,17 @@ def faults(root: Path) -> dict[str, Fault]:
     return found
 
 
+def standing(entry: dict[str, Any], every: dict[str, Fault]) -> Fault | None:
+    """The fault of a list in this state of the code: by its name, or where its function and line stand now."""
+    named = every.get(entry["id"])
+    if named is not None and named.code == entry["code"]:
+        return named
+    place = entry["id"].rpartition(":")[0].partition(":")[2]  # function and operator
+    others = [each for each in every.values() if each.id.rpartition(":")[0].partition(":")[2] == place]
+    same = [each for each in others if (each.code, each.text) == (entry["code"], entry["text"])]
+    return same[0] if same else None
+
+
 def cuda_faults(path: str, source: bytes) -> Iterator[Fault]:
     """The faults of CUDA C++, line by line."""
     counts: defaultdict[str, int] = defaultdict(int)
@@ -139,7 +152,8 @@ def cuda_faults(path: str, source: bytes) -> Iterator[Fault]:
                     start = at + len(line[: hit.start(1)].encode())
                     text = ";" if replaced is None else replaced[hit[1]]
                     stop = start + len(hit[1].encode())
-                    yield Fault(f"{name}:{counts[name]}", path, number, number, start, stop, text, True)
+                    place = path, number, number, start, stop, text, line.strip(), True
+                    yield Fault(f"{name}:{counts[name]}", *place)
         at += len(line.encode()) + 1
 
 
@@ -356,7 +370,9 @@ class Places:
         name = f"{self.function}:{operator}"
         self.counts[name] += 1
         id = f"{name}:{self.counts[name]}"
-        self.found.append(Fault(id, self.path, *self.lines, start, stop, text, self.device))
+        row = bisect.bisect(self.rows, start)
+        code = self.source[self.rows[row - 1] : self.rows[row]].decode().strip()
+        self.found.append(Fault(id, self.path, *self.lines, start, stop, text, code, self.device))
 
 
 def _is(node: ast.AST, kind: type) -> bool:

@@ -16,7 +16,7 @@ each fault, so that it can be cut and continued. Outcomes:
   survived   every test passed
   unfinished the tests passed that fit into the seconds of one fault
   not run    no test here executes it
-  gone       this state of the code has no such place
+  gone       this state of the code has no such line in the function
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.faults import COUNT, SEED, Fault, drawn, faults  # noqa: E402
+from scripts.faults import COUNT, SEED, Fault, drawn, faults, standing  # noqa: E402
 
 TESTS = ("tests/products", "tests/attn", "tests/ops", "tests/plan", "tests/reference", "tests/nn")
 EVIDENCE = "benchmarks/evidence/hopper"
@@ -231,9 +231,9 @@ class Slot:
         self.servers: dict[bool, subprocess.Popen[str]] = {}
         self.edits = number * 100_000
 
-    def of(self, fault: Fault) -> dict[str, Any]:
+    def of(self, name: str, fault: Fault) -> dict[str, Any]:
         """The outcome of one fault."""
-        began, files = time.monotonic(), self.run.tests.of(fault, self.run.known.get(fault.id, ""))
+        began, files = time.monotonic(), self.run.tests.of(fault, self.run.known.get(name, ""))
         ran, size, ended, found = 0, 3, "survived" if files else "not run", {"test": ""}
         while ran < len(files) and ended == "survived":
             file = files[ran][0]
@@ -261,7 +261,7 @@ class Slot:
         test = found["test"] or f"exit {found['code']}" if ended in FOUND else ""
         seconds = round(time.monotonic() - began, 1)
         return {
-            "id": fault.id,
+            "id": name,
             "outcome": ended,
             "seconds": seconds,
             "test": test,
@@ -341,13 +341,16 @@ class Run:
         self.known = {name: each["test"] for name, each in before.items() if each["outcome"] in FOUND}
         here, done = faults(given.root), results(self.out)
         number, count = map(int, given.shard.split("/"))
-        self.todo: queue.SimpleQueue[Fault] = queue.SimpleQueue()
-        for name in [each["id"] for each in lines(given.list)][number - 1 :: count]:
-            wanted = name not in done and (not before or name in self.known)
-            if wanted and name not in here:
+        self.todo: queue.SimpleQueue[tuple[str, Fault]] = queue.SimpleQueue()
+        for entry in lines(given.list)[number - 1 :: count]:
+            name = entry["id"]
+            fault = standing(entry, here)
+            if name in done or (before and name not in self.known):
+                continue
+            if fault is None:
                 self.write({"id": name, "outcome": "gone", "seconds": 0, "test": ""})
-            elif wanted and (here[name].device or not given.device):
-                self.todo.put(here[name])
+            elif fault.device or not given.device:
+                self.todo.put((name, fault))
         self.workers = given.workers
 
     def all(self) -> None:
@@ -362,10 +365,10 @@ class Run:
         slot = Slot(self, number)
         while time.monotonic() < self.end - 5:
             try:
-                fault = self.todo.get_nowait()
+                name, fault = self.todo.get_nowait()
             except queue.Empty:
                 break
-            found = slot.of(fault)
+            found = slot.of(name, fault)
             if (
                 found["outcome"] != "unfinished" or time.monotonic() < self.end
             ):  # else it was cut: another time
@@ -509,7 +512,9 @@ def main() -> int:
     if given.command == "draw":
         chosen = drawn(given.root, given.seed, given.count)
         texts = [
-            json.dumps({"id": each.id, "line": each.line, "text": each.text, "of": each.share})
+            json.dumps(
+                {"id": each.id, "line": each.line, "code": each.code, "text": each.text, "of": each.share}
+            )
             for each in chosen
         ]
         given.out.write_text("\n".join(texts) + "\n", encoding="utf-8")

@@ -62,6 +62,20 @@ def test_edits_elsewhere_leave_names_as_they_are() -> None:
     assert [each.id for each in before] == [each.id for each in after if ":new:" not in each.id]
 
 
+def test_a_fault_is_found_where_its_function_stands_now() -> None:
+    before = {each.id: each for each in faults.python_faults("a.py", SOURCE)}
+    moved = {
+        each.id: each
+        for each in faults.python_faults("b/c.py", SOURCE.replace(b"first = (", b"a = 1 + 1\n    first = ("))
+    }
+    entries = [{"id": each.id, "code": each.code, "text": each.text} for each in before.values()]
+    found = [faults.standing(each, moved) for each in entries]
+    assert [each and (each.code, each.text) for each in found] == [
+        (each["code"], each["text"]) for each in entries
+    ]
+    assert faults.standing(entries[0] | {"code": "if rows > cols:"}, before) is None
+
+
 def test_the_operators_of_cuda() -> None:
     source = b"""PTX int last(int n) {
   for (int i = 0; i < n + 1; i++) {}  // i < n
@@ -106,11 +120,17 @@ def test_faults_are_found_or_survive_and_a_lost_one_is_reported(
     rest = "def test_rest():\n    assert following(1) > 0\n    assert waiting(1) == 0\n"
     tests.write_text(imported + good + rest)
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu"]\n')
-    names = ["inside:bound:1", "following:offset:1", "waiting:skipped:1", "gone:bound:1"]
-    planned, known = tmp_path / "list.jsonl", tmp_path / "map.json"
-    planned.write_text(
-        "".join(json.dumps({"id": f"sparsek.products.formats.sides:{each}"}) + "\n" for each in names)
-    )
+    places = {
+        "inside:bound:1": ("return n < end", "<="),
+        "following:offset:1": ("return n + 1", "0"),
+        "waiting:skipped:1": ("n -= 1", "(0)"),
+        "gone:bound:1": ("return n < end", "<="),
+    }
+    names, planned, known = list(places), tmp_path / "list.jsonl", tmp_path / "map.json"
+    for name, (line, text) in places.items():
+        with planned.open("a") as file:
+            entry = {"id": f"sparsek.products.formats.sides:{name}", "code": line, "text": text}
+            file.write(json.dumps(entry) + "\n")
     lines = {"sparsek/products/formats/sides.py": {"2": [0], "6": [1], "10": [1], "11": [1]}}
     seconds = [
         ["tests/products/test_sides.py::test_inside", 0.01],
