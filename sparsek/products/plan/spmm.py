@@ -312,6 +312,8 @@ class SpmmPlan(Plan):
             call.refuse_gradients()
         elif tracing.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
+        elif tracing.wants_gradient(out):
+            raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
         self._check_planned(call)
         c = self.run(call, captured(call.a.values))
         if out is None:
