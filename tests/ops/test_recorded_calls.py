@@ -291,6 +291,20 @@ def test_a_residual_is_checked_where_a_gradient_is_wanted(activation: Activation
                 sk.linear(x, a, None, activation, residual)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_second_derivative_reads_a_bias_with_gaps(activation: Activation, step: int):
+    a, x, whole = matrices()[0], torch.randn(24, 192), torch.randn(255, requires_grad=True)
+    w = sk.BSR.unchecked(a.pattern, a.values.clone().requires_grad_())
+    bias, found = whole.as_strided((128,), (step,)), []
+    for each in (bias, bias.contiguous()):
+        dw, db = torch.autograd.grad(
+            sk.linear(x, w, each, activation).square().sum(), (w.values, whole), create_graph=True
+        )
+        found.append((dw, db, *torch.autograd.grad(dw.square().sum() + db.sum(), (w.values, whole))))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("what", ["x", "residual", "plan", "fp8"])
 def test_what_is_copied_for_a_call_is_copied_inside_of_it(
     what: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -455,7 +455,7 @@ class ProductFunction(torch.autograd.Function):
         if slope is not None and not again:
             dz = tokens(grad) * slope
         elif slope is not None:
-            bias = None if later is None else later.read("bias")
+            bias = None if later is None else later.read("bias").contiguous()  # as the product before had it
             w = kind.of_fields({**fields, "values": values})
             z = multiply(Product.layer(dense, w, Epilogue(bias=bias)), kernel)
             (dz,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, tokens(grad), create_graph=True)
