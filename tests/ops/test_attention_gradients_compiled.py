@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsek as sk
 from sparsek.attn.ops import attention_args as library_args
@@ -328,3 +329,33 @@ def test_forward_mode_is_refused_not_ignored():
         sk.attention(q, k, v, window())
         with pytest.raises(InvalidInput, match="no forward-mode derivative"):
             sk.attention(forward_ad.make_dual(q, q), k, v, window())
+
+
+def dual_in_a_mode(run: Any, q: Tensor) -> Any:
+    with forward_ad.dual_level(), FlopCounterMode(display=False):
+        return run(forward_ad.make_dual(q, q))
+
+
+@pytest.mark.parametrize(
+    ("how", "packed"),
+    [
+        *((how, packed) for how in ("linearize", "a dispatch mode") for packed in (False, True)),
+        ("compiled jvp", False),  # masks of cu_seqlens are made outside of what torch.compile traces
+    ],
+)
+def test_a_traced_call_does_not_take_a_tangent_for_0(how: str, packed: bool):
+    q, k, v = qkv()
+    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32)
+
+    def run(q: Tensor) -> Tensor:
+        if packed:
+            return sk.attention_varlen(*(x[0].transpose(0, 1) for x in (q, k[:1], v[:1])), ends)
+        return sk.attention(q, k, v)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "linearize": lambda: torch.func.linearize(run, q[:1] if packed else q),
+        "a dispatch mode": lambda: dual_in_a_mode(run, q[:1] if packed else q),
+        "compiled jvp": lambda: torch.compile(lambda q: torch.func.jvp(run, (q,), (q,)), backend="eager")(q),
+    }
+    with pytest.raises(Exception, match="no forward-mode derivative"):
+        calls[how]()

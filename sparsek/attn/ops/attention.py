@@ -211,6 +211,7 @@ def route(call: Attended) -> Any:
             if slot.__class__ is not Slot:
                 return slot
         if _traced() and call.__class__ is Attended and not transforms.active():
+            check_no_tangent(operands.NO_TANGENT, *call.tensors, call.scores.sink_logits)  # the op drops them
             return through_op(call)
     call.check()
     if call.mask is None:
