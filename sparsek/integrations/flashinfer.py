@@ -384,7 +384,8 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             )
         check_shape("block_row_sz", block_row_sz, (heads, rows), "as block_mask_map")
         check_shape("block_col_sz", block_col_sz, (heads, columns), "as block_mask_map")
-        self._planned = setting, block_mask_map, block_row_sz, block_col_sz, arguments.flag("causal", causal)
+        lists = (x.clone() for x in (block_mask_map, block_row_sz, block_col_sz))  # the caller may write to its own
+        self._planned = (setting, *lists, arguments.flag("causal", causal))
         self._made = {}
 
     begin_forward = plan

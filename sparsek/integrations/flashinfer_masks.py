@@ -72,6 +72,7 @@ class WrapperSetting(NamedTuple):
         found = found.to(self.dtypes[2])
         if out is not None:
             check_shape("out", arguments.tensor("out", out, (found.dtype,)), tuple(found.shape), "as q")
+            _own_places("out", out)
             found = out.copy_(found)
         if not arguments.flag("return_lse", return_lse):
             return found
@@ -80,8 +81,15 @@ class WrapperSetting(NamedTuple):
             check_shape(
                 "lse", arguments.tensor("lse", lse, (torch.float32,)), tuple(sums.shape), "[tokens, heads]"
             )
+            _own_places("lse", lse)
             sums = lse.copy_(sums)
         return found, sums
+
+
+def _own_places(name: str, x: Tensor) -> None:
+    """InvalidInput for a tensor of the caller that copy_ cannot write to, as an expanded one."""
+    if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise InvalidInput(f"{name} has strides {list(x.stride())}, so rows share memory; give it its own")
 
 
 def scores_of(call: str, pos: Any, softcap: Any, scale: Any) -> dict[str, Any]:

@@ -107,6 +107,10 @@ def test_results_go_where_the_caller_wants_them() -> None:
     wanted, right = by_tokens(q, k, v, torch.ones(64, 64, dtype=torch.bool))
     torch.testing.assert_close(out, wanted.half())
     same(lse, right)
+    for name, shared in (("out", out[:1].expand_as(out)), ("lse", lse[:, :1].expand_as(lse))):
+        more: dict[str, Any] = {name: shared}
+        with pytest.raises(InvalidInput, match=f"{name} has strides .* rows share memory"):
+            wrapper.run(q.detach(), k.detach(), v.detach(), return_lse=True, **more)
 
 
 def variable(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -263,6 +267,24 @@ def test_lengths_that_were_not_planned(lengths: tuple[int, ...], message: str, c
     q, k, v = (torch.randn(2, length, 16) for length in lengths)
     with pytest.raises(InvalidInput, match=message):
         wrapper.run(q, k, v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("at", range(3))
+def test_a_plan_is_of_its_own_lists(at: int, causal: bool) -> None:
+    """As in FlashInfer, whose plan reads them: the caller may use its tensors for the next map."""
+    q, k, v = torch.randn(2, 50, 16), torch.randn(2, 54, 16), torch.randn(2, 54, 16)
+    lists = torch.eye(2, dtype=torch.bool).repeat(2, 1, 1), *SEVERAL[1:3]
+    given, found = [*lists], []
+    for written in (False, True):
+        given[at] = lists[at].clone()
+        wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
+        wrapper.plan(*given, *SEVERAL[3:], q_data_type="float32", causal=causal)
+        if written:
+            given[at].copy_(given[at].flip(-1))
+        found.append(wrapper.run(q, k, v))
+    assert not torch.equal(given[at], lists[at])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("causal", [False, True])
