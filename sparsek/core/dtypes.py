@@ -45,7 +45,7 @@ def itemsize(dtype_name: str) -> int:
 
 def as_given(device: torch.device) -> AbstractContextManager[object]:
     """A context in which torch.autocast does not change the operands' dtypes."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # autocast does not know "meta"
         return torch.autocast(device.type, enabled=False)
     return _AS_IS
 

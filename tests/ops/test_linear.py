@@ -214,3 +214,11 @@ def test_autocast_casts_the_operands_and_nothing_behind_them(wanted: bool, compi
         for mine, right in zip(call(*given), alone, strict=True):
             assert mine.dtype == BF16
             assert torch.equal(mine, right)
+
+
+def test_dense_weights_on_the_meta_device():
+    x, w, bias, residual = (torch.empty(n, device="meta") for n in ((5, 9), (7, 9), (7,), (5, 7)))
+    down = torch.empty(3, 7, device="meta")
+    with torch.autocast("cpu", torch.bfloat16):  # which has no key for meta
+        made = sk.linear(x, w), sk.linear(x, w, bias, "gelu", residual), sk.mlp(x, w, down, bias)
+    assert [(each.device.type, *each.shape) for each in made] == [("meta", 5, 7), ("meta", 5, 7), ("meta", 5, 3)]
