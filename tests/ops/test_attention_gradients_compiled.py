@@ -359,3 +359,15 @@ def test_a_traced_call_does_not_take_a_tangent_for_0(how: str, packed: bool):
     }
     with pytest.raises(Exception, match="no forward-mode derivative"):
         calls[how]()
+
+
+def test_sinks_are_looked_at_where_make_fx_records():
+    q, k, v = qkv()
+    sinks = torch.tensor([0.5, -torch.inf]).repeat(q.shape[1])[: q.shape[1]]
+
+    def run(q: Tensor, sinks: Tensor) -> Tensor:
+        return sk.attention(q, k, v, sink_logits=sinks)
+
+    assert same([make_fx(run)(q, sinks)(q, sinks)], [run(q, sinks)])
+    with pytest.raises(InvalidInput, match=r"sink_logits\[0\] is nan"):
+        make_fx(run)(q, sinks * torch.nan)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsek.core import arguments
 from sparsek.core.arguments import faking, is_fake
@@ -192,7 +193,8 @@ def check_sinks(sink_logits: Tensor) -> None:
         bad = (plain < torch.inf).logical_not()
         return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
-    head = untransformed(find)
+    with _disable_current_modes():  # make_fx records what is read
+        head = untransformed(find)
+        value = None if head is None else untransformed(lambda: float(plain[head]))
     if head is not None:
-        value = untransformed(lambda: float(plain[head]))
         raise InvalidInput(f"sink_logits[{head}] is {value}; a sink is a finite number, or -inf for none")
