@@ -431,7 +431,8 @@ CALLS: dict[str, Call] = {
         _topk, {**KEPT, "most": "none", "always": "none sequence tensor", "k": "int tensor"}
     ),
     "BlockMask.cumulative": Call(
-        _cumulative, {**KEPT, "most": "none", "always": "none sequence tensor", "threshold": "int float tensor"}
+        _cumulative,
+        {**KEPT, "most": "none", "always": "none sequence tensor", "threshold": "int float tensor"},
     ),
     "BlockMask.from_block_map": Call(_map, KEPT),
     "BlockMask.from_indices": Call(_indices, {**KEPT, "counts": "none tensor"}),

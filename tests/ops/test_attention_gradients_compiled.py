@@ -371,3 +371,15 @@ def test_sinks_are_looked_at_where_make_fx_records():
     assert same([make_fx(run)(q, sinks)(q, sinks)], [run(q, sinks)])
     with pytest.raises(InvalidInput, match=r"sink_logits\[0\] is nan"):
         make_fx(run)(q, sinks * torch.nan)
+
+
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
+def test_make_fx_records_no_mask_without_values(tracing_mode: Any):
+    def run(q: Tensor, blocks: Tensor) -> Tensor:
+        mask = sk.BlockMask.from_block_map(blocks, q_len=128, kv_len=128, block=64)
+        return sk.attention(q, q, q, mask)
+
+    given = torch.randn(1, 1, 128, 16), torch.eye(2, dtype=torch.bool)[None, None]
+    with pytest.raises(InvalidInput, match="does not record how a mask is made of values"):
+        make_fx(run, tracing_mode=tracing_mode)(*given)
+    assert torch.equal(make_fx(run)(*given)(*given), run(*given))

@@ -221,4 +221,8 @@ def test_dense_weights_on_the_meta_device():
     down = torch.empty(3, 7, device="meta")
     with torch.autocast("cpu", torch.bfloat16):  # which has no key for meta
         made = sk.linear(x, w), sk.linear(x, w, bias, "gelu", residual), sk.mlp(x, w, down, bias)
-    assert [(each.device.type, *each.shape) for each in made] == [("meta", 5, 7), ("meta", 5, 7), ("meta", 5, 3)]
+    assert [(each.device.type, *each.shape) for each in made] == [
+        ("meta", 5, 7),
+        ("meta", 5, 7),
+        ("meta", 5, 3),
+    ]

@@ -214,6 +214,11 @@ def layout_of(c: Selection) -> MaskLayout:
 def by_a_kernel(cls: type[Mask], c: Selection) -> Mask | None:
     """The mask made on a GPU by one launch; None where no kernel makes it. Of fake tensors, one without values."""
     if is_fake(c.given):
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+            raise InvalidInput(
+                "make_fx of fake tensors does not record how a mask is made of values; use "
+                'tracing_mode="real", or make the mask outside'
+            )
         layout = layout_of(c)
         return cls.of_layout(layout, layout.base(c.place.device))
     return written(cls, c, partial(by_kernel, "choose_blocks")) if c.place.device.type == "cuda" else None
