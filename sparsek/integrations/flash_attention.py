@@ -124,7 +124,8 @@ def flash_attn_func(
 
     Without `mask_mod` the lists of partial blocks count as full ones, and neither the mask nor its plan waits for a
     GPU. With it, `mask_mod` is evaluated at the elements of partial blocks, or of all blocks without lists. That waits
-    for the device, and the mask is kept as long as mask_block_idx lives and nothing that was read has changed.
+    for the device, and the mask is kept as long as mask_block_idx lives and nothing that was read has changed;
+    a write through `.data` is not seen.
 
     Args:
         q: [B, S, Hq, D].

@@ -1,10 +1,12 @@
 """Every form of a mask that attention takes, against dense attention in float64; and that conversions are kept."""
 
+import dataclasses
 import functools
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,6 +348,57 @@ def reading(offset: Tensor) -> dict[str, Any]:
         "default": lambda b, h, q, k, offset=offset: q + offset >= k,
         "partial": functools.partial(lambda offset, b, h, q, k: q + offset >= k, offset),
     }
+
+
+class Limits:
+    keys = 0
+
+
+LIMITS, TABLE = [0], {"keys": 0}
+NAMESPACE = SimpleNamespace(keys=0)
+
+
+@dataclasses.dataclass
+class Config:
+    keys: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q + self.keys[0] >= k
+
+
+CONFIG = Config()
+NUMBERS: dict[str, tuple[Any, Callable[[int], None]]] = {
+    "list": (lambda b, h, q, k: q + LIMITS[0] >= k, lambda to: LIMITS.__setitem__(0, to)),
+    "dict": (lambda b, h, q, k: q + TABLE["keys"] >= k, lambda to: TABLE.update(keys=to)),
+    "namespace": (lambda b, h, q, k: q + NAMESPACE.keys >= k, lambda to: setattr(NAMESPACE, "keys", to)),
+    "class": (lambda b, h, q, k: q + Limits.keys >= k, lambda to: setattr(Limits, "keys", to)),
+    "dataclass": (lambda b, h, q, k: q + CONFIG.keys[0] >= k, lambda to: CONFIG.keys.__setitem__(0, to)),
+    "called object": (CONFIG, lambda to: CONFIG.keys.__setitem__(0, to)),
+    "inner function": (
+        lambda b, h, q, k: (lambda: q + TABLE["keys"] >= k)(),
+        lambda to: TABLE.update(keys=to),
+    ),
+    "dict of a partial": (
+        functools.partial(lambda b, h, q, k, table: q + table["keys"] >= k, table=TABLE),
+        lambda to: TABLE.update(keys=to),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_rule_that_reads_a_changed_number_is_converted_anew(name: str, conversions: list[str]):
+    tensors, (rule, change) = drawn(130, 130, 0), NUMBERS[name]
+    lists = torch.full((1, 1, 3), 3, dtype=torch.int32), torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
+    mask = flex.BlockMask.from_kv_blocks(
+        lists[0], lists[1].contiguous(), BLOCK_SIZE=64, mask_mod=rule, seq_lengths=(130, 130)
+    )
+    q, k = positions(130, 130)
+    for keys in (0, 40, -30):
+        change(keys)
+        want = dense_attention(*tensors, q + keys >= k)[0]
+        for _ in range(2):
+            torch.testing.assert_close(sk.attention(*tensors, mask), want, rtol=0, atol=1e-12)
+    assert conversions == ["from_flex"] * 3
 
 
 @pytest.mark.parametrize("name", reading(OFFSET))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsek.attn.mask.data import MaskData, leaves_of
 from sparsek.attn.mask.layout import MaskLayout
@@ -209,7 +210,8 @@ def _layout_of(recipe: Recipe, metas: tuple[Any, ...]) -> MaskLayout:
 
     unreadable = DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        # torch.export has a fake mode of its own around the call.
+        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             mask = recipe.run(
                 [torch.empty_strided(shape, step, dtype=kind, device=at) for shape, step, kind, at in metas]
             )

@@ -135,6 +135,30 @@ def test_a_mask_of_tensors_is_one_node_and_new_values_do_not_compile_again(name:
     assert (counting.graphs, counting.ops) == (1, ["sparsek.mask", "sparsek.attention"])
 
 
+POLICIES: dict[str, Any] = {
+    "mean": sk.policies.MeanTopK(topk=2, block=64),
+    "topk": sk.MaskPolicy(topk=2, block=64),
+    "xattention": sk.policies.XAttention(threshold=0.7, block=64),
+    "window": sk.MaskPolicy(window=90),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", [*sampled(list(OF_TENSORS), 3), *POLICIES])
+def test_an_exported_program_chooses_by_the_values_of_its_call(name: str, strict: bool):
+    make, draw = OF_TENSORS.get(name, (lambda x: POLICIES[name], scores))
+
+    class Program(torch.nn.Module):
+        def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sk.attention(q, k, v, make(x))
+
+    given = [draw(), *(x.detach() for x in qkv())]
+    exported = torch.export.export(Program(), tuple(given), strict=strict).module()
+    for _ in range(2):
+        other = [draw(), *(x.detach() for x in qkv())]
+        assert alike(exported(*other), Program()(*other))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_other_backends(backend: str):
     def run(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ def by_a_kernel(cls: type[Mask], c: Selection) -> Mask | None:
     if is_fake(c.given):
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
             raise InvalidInput(
-                "make_fx of fake tensors does not record how a mask is made of values; use "
+                "make_fx of fake tensors does not record how values choose the blocks of a mask; use "
                 'tracing_mode="real", or make the mask outside'
             )
         layout = layout_of(c)

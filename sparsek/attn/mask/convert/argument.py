@@ -7,8 +7,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from itertools import chain
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
@@ -34,6 +36,9 @@ BlockMask.
 """
 
 NUMBERS = (int, float)
+CONTAINERS = (tuple, list, dict, set, frozenset)
+DATA = (Tensor, SimpleNamespace, *NUMBERS, *CONTAINERS)
+OF_MODULES = frozenset(vars(torch.nn.Module()))  # parameters, hooks and children of every torch.nn.Module
 FLEX = "torch.nn.attention.flex_attention"
 
 _compiling = torch.compiler.is_compiling
@@ -243,23 +248,24 @@ def _same(references: Sequence[Any], read: Sequence[Any]) -> bool:
 
 
 def read_by(function: Any) -> Iterator[Any]:
-    """A function and the objects that it reads: closure, globals, defaults, parts of a partial or a method, and those
-    of functions among them; of other objects their tensors and numbers.
+    """A function and the objects that it reads: closure, globals, defaults, attributes of modules and classes that it
+    names, parts of a partial or a method, and those of functions among them; of other objects the tensors, numbers and
+    dataclasses; all of these in tuples, lists, dicts and sets too. Not followed: globals of torch.
     """
     waiting, seen = [function], set()
     while waiting:
         each = waiting.pop()
-        if type(each) in (tuple, list):
-            waiting += each
-            continue
-        yield each
-        if each is None or isinstance(each, (Tensor, type, ModuleType, *NUMBERS)) or id(each) in seen:
+        if not isinstance(each, CONTAINERS):
+            yield each
+        if each is None or isinstance(each, (Tensor, type, ModuleType, str, *NUMBERS)) or id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, FunctionType):
-            named = (each.__globals__.get(name) for name in each.__code__.co_names)
-            waiting += [x for x in named if isinstance(x, (FunctionType, Tensor, *NUMBERS))]
-            waiting += each.__defaults__ or ()
+        if isinstance(each, dict):
+            waiting += chain.from_iterable(each.items())
+        elif isinstance(each, CONTAINERS):
+            waiting += each
+        elif isinstance(each, FunctionType):
+            waiting += [*_named(each), *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
             for cell in each.__closure__ or ():
                 with suppress(ValueError):  # an empty cell
                     waiting.append(cell.cell_contents)
@@ -268,5 +274,40 @@ def read_by(function: Any) -> Iterator[Any]:
         elif isinstance(each, functools.partial):
             waiting += [each.func, *each.args, *each.keywords.values()]
         else:
-            held = {**getattr(each, "__dict__", {}), **getattr(each, "_buffers", {})}
-            waiting += [x for x in held.values() if isinstance(x, (Tensor, *NUMBERS))]
+            waiting += _held(each)
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """The globals that a function names, and attributes that it names of modules and classes among them."""
+    if str(function.__module__).partition(".")[0] == "torch":
+        return
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    for name in sorted(names & function.__globals__.keys()):
+        found = function.__globals__[name]
+        if isinstance(found, (ModuleType, type)):
+            yield from (x for at, x in vars(found).items() if at in names and isinstance(x, DATA))
+        elif isinstance(found, (FunctionType, MethodType, functools.partial, *DATA)) or hasattr(
+            found, "__dict__"
+        ):
+            yield found
+
+
+def _held(owner: Any) -> Iterator[Any]:
+    """What an object that is called reads: its code, and its own and its class's data."""
+    parts = {name: x for kind in reversed(type(owner).__mro__) for name, x in vars(kind).items()}
+    code = parts.get("forward" if isinstance(owner, torch.nn.Module) else "__call__")
+    if isinstance(code, FunctionType):
+        yield code
+    parts.update((name, x) for name, x in getattr(owner, "__dict__", {}).items() if name not in OF_MODULES)
+    if isinstance(owner, torch.nn.Module):
+        parts.update(owner.named_parameters(recurse=False))
+        parts.update(owner.named_buffers(recurse=False))
+    for name, x in parts.items():
+        if not name.startswith("__") and (
+            isinstance(x, DATA) or (is_dataclass(x) and not isinstance(x, type))
+        ):
+            yield x
