@@ -387,7 +387,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         lists = (
             x.clone() for x in (block_mask_map, block_row_sz, block_col_sz)
         )  # the caller may write to its own
-        self._planned = (setting, *lists, arguments.flag("causal", causal))
+        self._planned = (setting, *lists, arguments.flag("causal", causal))  # type: ignore[assignment]
         self._made = {}
 
     begin_forward = plan

@@ -275,11 +275,13 @@ def test_a_plan_is_of_its_own_lists(at: int, causal: bool) -> None:
     """As in FlashInfer, whose plan reads them: the caller may use its tensors for the next map."""
     q, k, v = torch.randn(2, 50, 16), torch.randn(2, 54, 16), torch.randn(2, 54, 16)
     lists = torch.eye(2, dtype=torch.bool).repeat(2, 1, 1), *SEVERAL[1:3]
-    given, found = [*lists], []
+    given: list[Any] = [*lists]
+    found: list[Any] = []
     for written in (False, True):
         given[at] = lists[at].clone()
         wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
-        wrapper.plan(*given, *SEVERAL[3:], q_data_type="float32", causal=causal)
+        plan: Any = wrapper.plan
+        plan(*given, *SEVERAL[3:], q_data_type="float32", causal=causal)
         if written:
             given[at].copy_(given[at].flip(-1))
         found.append(wrapper.run(q, k, v))
