@@ -1,4 +1,4 @@
-"""Peers of attention and of its gradients: their limits, what they are told, and that their results are judged."""
+"""Peers of attention and of its gradients: their limits, their arguments, and that their results are judged."""
 
 import importlib
 import itertools

@@ -24,7 +24,7 @@ ROWS = ("bsr_fp8",)
 
 @dataclass(frozen=True)
 class Refused:
-    """A call with A [128, 192] of one of these storages and B [192, 40], both of float32, and what it is told."""
+    """A call with A [128, 192] of one of these storages and B [192, 40], both of float32, and the error it gets."""
 
     name: str
     storages: tuple[str, ...]
