@@ -67,15 +67,6 @@ def test_the_pattern_of_a_view_serves_as_any_other(device: str):
     assert check_sddmm(x, y, sk.sddmm(x, y, flipped)).passed
 
 
-@pytest.mark.parametrize("sizes", [(0, 8, 96), (128, 0, 96), (128, 8, 0), (0, 0, 0)], ids=str)
-def test_zero_sized_sides_give_empty_or_zero_blocks(sizes: tuple[int, int, int], device: str):
-    m, k, n = sizes
-    pattern = sk.BSR.from_dense(torch.ones(m, n, device=device), 32, threshold=0).pattern
-    s = sk.sddmm(torch.ones(m, k, device=device), torch.ones(k, n, device=device), pattern)
-    assert s.values.shape == (pattern.nnzb, 32, 32)
-    assert not s.values.any()
-
-
 def test_a_plan_gives_what_sddmm_gives_for_new_operands(device: str):
     x, y, pattern = given(device=device)
     plan = sk.plan_sddmm(x, y, pattern)

@@ -86,19 +86,6 @@ def test_rectangular_blocks_of_a_mixture_of_experts_multiply(device: str):
     assert gate.passed, gate
 
 
-@pytest.mark.parametrize("sizes", [(0, 32, 32), (32, 0, 32), (32, 32, 0), (0, 0, 0)], ids=str)
-def test_zero_sized_sides_and_unmet_blocks_give_zeros(sizes: tuple[int, int, int], device: str):
-    m, k, n = sizes
-    a = BSR.from_dense(torch.ones(m, k, device=device), 32, threshold=0)
-    b = BSR.from_dense(torch.ones(k, n, device=device), 32, threshold=0)
-    c = sk.spgemm(a, b)
-    assert c.shape == (m, n)
-    assert not c.any()
-    assert (a @ b).nnzb == 0
-    full = BSR.from_dense(torch.ones(m, n, device=device), 32, threshold=0).pattern
-    assert not sk.spgemm(a, b, full).values.any()
-
-
 def test_a_plan_serves_new_values(device: str):
     a, b = two(device=device)
     for out in ("dense", "bsr", wanted(a, b)):

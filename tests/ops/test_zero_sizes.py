@@ -66,7 +66,11 @@ def test_products(m: int, k: int, n: int, density: float) -> None:
         normal(m, n),
         normal(n, k),
     )
+    out = torch.full((m, n), torch.nan)
+    assert torch.equal(sk.spmm(a, torch.ones(k, n), out=out), dense @ torch.ones(k, n))
     b = sk.random_bsr(k, n, 16, density)
+    at = sk.random_bsr(m, n, 16, 1.0)
+    torch.testing.assert_close(sk.spgemm(a, b, at.pattern).to_dense(), dense @ b.to_dense())
     same(lambda v: sk.spgemm(of(v), b), lambda v: wide(v) @ b.to_dense(), a.values)
     same(lambda v: sk.spgemm(of(v), b, "bsr").to_dense(), lambda v: wide(v) @ b.to_dense(), a.values)
     for plan in (

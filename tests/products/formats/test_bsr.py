@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR
@@ -12,51 +11,6 @@ from sparsek.products.formats.random import random_bsr
 
 def make(m: int = 100, k: int = 70, **more) -> BSR:
     return random_bsr(m, k, (32, 16), 0.4, seed=3, **more)
-
-
-def test_members_come_from_pattern_and_values():
-    a = make(dtype=torch.bfloat16)
-    assert (a.shape, a.block, a.grid, a.dtype) == ((100, 70), (32, 16), (4, 5), torch.bfloat16)
-    assert (a.nnzb, a.density, a.device.type) == (8, 0.4, "cpu")
-    assert a.logical_values() is a.values
-
-
-def test_transposing_moves_no_value(device: str):
-    a = make(device=device)
-    view = a.T
-    assert view.values is a.values
-    assert view.shape == (70, 100)
-    assert torch.equal(view.to_dense(), a.to_dense().T)
-    assert view.logical_values().shape == (a.nnzb, 16, 32)
-    assert view.logical_values().is_contiguous()
-
-
-def test_transposing_twice_gives_the_same_parts():
-    a = make()
-    twice = a.T.T
-    assert twice.pattern is a.pattern
-    assert twice.values is a.values
-    assert twice.order is None
-
-
-def test_to_and_to_dense_are_differentiable():
-    a = make()
-    values = a.values.requires_grad_()
-    BSR.unchecked(a.pattern, values).T.to(dtype=torch.float64).to_dense().square().sum().backward()
-    assert values.grad is not None
-    assert torch.allclose(values.grad, 2 * values.detach())
-
-
-def test_pytree_leaves_are_tensors_and_views_survive():
-    for a, count in ((make(), 3), (make().T, 4)):
-        leaves, spec = _pytree.tree_flatten(a)
-        assert len(leaves) == count
-        assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        again = _pytree.tree_unflatten(leaves, spec)
-        assert torch.equal(again.to_dense(), a.to_dense())
-        assert torch.equal(again.T.to_dense(), a.T.to_dense())
-    doubled = _pytree.tree_map_only(torch.Tensor, lambda t: t * 2 if t.is_floating_point() else t, make())
-    assert torch.equal(doubled.to_dense(), make().to_dense() * 2)
 
 
 def test_values_in_the_padding_are_refused_and_counted():

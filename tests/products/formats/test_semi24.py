@@ -311,15 +311,6 @@ def test_parts_that_do_not_fit_are_refused(values: Any, meta: Any, message: str)
         Semi24(values(a.values) if values else a.values, meta(a.meta) if meta else a.meta)
 
 
-def test_to_dense_in_another_dtype_is_the_matrix_in_that_dtype(device: str):
-    a = make(device=device)
-    assert same_bits(a.to_dense(torch.bfloat16), a.to_dense().bfloat16())
-    b = make(dtype=torch.float16, device=device)
-    assert same_bits(b.to_dense(torch.float64), b.to_dense().double())
-    with pytest.raises(InvalidInput, match=r"is torch.int32; use one of"):
-        a.to_dense(torch.int32)
-
-
 def test_gradients_reach_the_values_through_other_dtypes():
     values = make(dtype=torch.float64).values.requires_grad_()
     Semi24.unchecked(values, make().meta).to(dtype=torch.float32).to_dense().square().sum().backward()

@@ -289,19 +289,6 @@ def test_bench_attention_backward_measures_gradients_and_steps(
     assert [list(record["peers"]) for record in found] == [["sdpa"]] * 3
 
 
-def test_bench_attention_backward_says_what_it_takes(run) -> None:
-    result = run("bench", "attention-backward", "--help")
-    assert result.exit_code == 0
-    said = re.sub(r"[\s│]+", " ", result.output)
-    for words in (
-        "--measure",
-        "--any-order",
-        "cudnn, fa4, flex, cudnn_bsa, sdpa",
-        "published, train",
-    ):
-        assert words in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

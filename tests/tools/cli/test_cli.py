@@ -43,12 +43,6 @@ def masked(text: str) -> list[str]:
     return [re.sub(r" +", " ", line).strip() for line in text.splitlines() if line.strip()]
 
 
-def test_the_commands_are_those_that_work(run) -> None:
-    shown = run("--help").output
-    listed = re.findall(r"^[ │|]*(\w+)  +\w", shown, re.MULTILINE)
-    assert listed == ["doctor", "demo", "advise", "tune", "bench", "profile"]
-
-
 def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     result = run("advise", model, "--block", "32", "--keep", "0.25", "--tokens", "64", "--device", "h200")
     assert result.exit_code == 0, result.output
@@ -185,12 +179,6 @@ def test_a_picture_that_cannot_be_written_fails_before_the_work(run, tmp_path: P
     result = run("advise", tmp_path / "w.npy", "--picture", tmp_path / picture)
     assert result.exit_code == 2
     assert "--picture" in result.stderr
-
-
-def test_the_version_is_shown(run) -> None:
-    result = run("--version")
-    assert result.exit_code == 0
-    assert re.fullmatch(r"sparsek \d+\.\d+\.\d+\n", result.stdout)
 
 
 def test_advise_on_the_cpu_measures(run, model: Path) -> None:
@@ -384,12 +372,6 @@ def test_advise_names_a_corrupt_file(run, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "bad.safetensors" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_advise_names_a_file_that_is_not_there(run, tmp_path: Path) -> None:
-    result = run("advise", tmp_path / "none.npz")
-    assert result.exit_code == 2
-    assert "none.npz: there is no such file or folder" in result.stderr
 
 
 def test_doctor_shows_one_screen_and_with_verbose_every_kernel(run) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.core.device import H200
 from sparsek.engine.table import load
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
@@ -176,13 +175,6 @@ def test_memory_stays_within_some_steps_and_the_columns_at_work(monkeypatch: pyt
     config = CpuConfig()
     multiply(KERNEL, a, b, config=config)
     assert 0 < largest <= 8 * config.step_bytes
-
-
-def test_it_says_that_it_is_for_cpu_tensors() -> None:
-    a, b, *_ = SPMM_CASES[0].make()
-    p = problem(a, b)
-    assert KERNEL.why_not(p) == []
-    assert KERNEL.why_not(replace(p, card=H200)) == ["runs on CPU tensors only"]
 
 
 def test_configs_read_well() -> None:

@@ -5,14 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek.core.device import CPU, H200
 from sparsek.engine.launch.kinds import CpuConfig
 from sparsek.engine.table import load
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.kernels.spmm import cpu_bsr24
 from tests.attn.kernels.planned import hold, multiply, problem
-from tests.problems import spmm_problem
 from tests.products.cases import BSR24_CASES, Case
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -60,18 +58,3 @@ def test_nan_in_rows_of_b_without_a_block_never_reaches_c(family: str, bad: floa
         clean = multiply(load(f"{family}.bsr24"), a, b, turned=turned)
         b[~met.repeat_interleave(64)] = bad
         assert torch.equal(multiply(load(f"{family}.bsr24"), a, b, turned=turned), clean)
-
-
-@pytest.mark.parametrize("n", [1, 16, 256, 1024])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-def test_it_is_predicted_faster_than_the_reference(n: int, dtype: str):
-    blocks = {"block": (64, 64), "nnzb": 256, "row_max": 8}
-    p = spmm_problem(two_four=True, m=2048, k=2048, n=n, dtype=dtype, card=CPU, **blocks)
-    fast, slow = cpu_bsr24.KERNEL, load("reference.bsr24")
-    assert slow.seconds(p, slow.default(p)) > fast.seconds(p, fast.default(p)) > 0
-
-
-def test_it_refuses_cuda_tensors():
-    p = spmm_problem(two_four=True, m=64, k=64, n=8, dtype="bf16", card=H200, block=(64, 64), nnzb=1)
-    assert cpu_bsr24.KERNEL.why_not(p) == ["runs on CPU tensors only"]
-    assert load("reference.bsr24").why_not(p) == []

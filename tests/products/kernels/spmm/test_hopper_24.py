@@ -1,4 +1,4 @@
-"""hopper.semi24 and hopper.bsr24 without a GPU: machine code, the kernel's roles on the CPU, its limits and reasons.
+"""hopper.semi24 and hopper.bsr24 without a GPU: machine code, the kernel's roles on the CPU, its limits.
 
 The machine code needs NVRTC, which nvidia-cuda-nvrtc brings, and the roles g++.
 """
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.core.device import CPU, H200
+from sparsek.core.device import H200
 from sparsek.products.reference.epilogue import Epilogue
 from sparsek.testing.budget import check_spmm
-from tests.problems import A100, changed, spmm_problem
+from tests.problems import changed, spmm_problem
 from tests.products.cases import Case
 from tests.sampling import sampled
 
@@ -272,38 +272,6 @@ def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
     assert len(made) == before + 2
 
 
-REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "old": ({"card": A100}, "Hopper card"),
-    "cpu": ({"card": CPU}, "Hopper card"),
-    "fp32": ({"dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
-    "transposed": ({"transposed": True}, "which sparse tensor cores do not support"),
-    "unaligned": ({"aligned": False}, "multiples of 16 bytes"),
-    "residual": ({"combine": "add", "aligned": False}, "another matrix with C's layout"),
-    "columns": ({"n": 100}, "a multiple of 8, not 100"),
-    "rows": ({"m": 100, "out_layout": "col"}, "a multiple of 8, not 100"),
-    "gaps": ({"b_layout": "strided"}, "gaps between its elements"),
-    "long": ({"n": 2**31}, "32 bits"),
-}
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
-    change, text = REASONS[name]
-    for kernel, p in ((semi24.KERNEL, SEMI), (bsr24.KERNEL, BSR)):
-        (why,) = kernel.why_not(changed(p, **change))
-        assert text in why
-
-
-def test_each_kind_has_reasons_of_its_own() -> None:
-    assert semi24.KERNEL.why_not(SEMI) == bsr24.KERNEL.why_not(BSR) == []
-    assert semi24.KERNEL.why_not(changed(SEMI, combine="mul")) == []
-    assert "K a multiple of 16, not 8200" in semi24.KERNEL.why_not(changed(SEMI, k=8200))[0]
-    assert "not 0" in semi24.KERNEL.why_not(changed(SEMI, k=0))[0]
-    assert "no stored blocks" in bsr24.KERNEL.why_not(changed(BSR, nnzb=0))[0]
-    assert "rows of all stored blocks" in bsr24.KERNEL.why_not(changed(BSR, nnzb=2**24))[0]
-    assert bsr24.KERNEL.why_not(changed(BSR, k=8200)) == []
-
-
 def test_plans_for_an_h200_name_the_kernel_and_its_tile() -> None:
     w = sk.Semi24.from_dense(torch.randn(1024, 512).bfloat16())
     plan = sk.plan_spmm(w, torch.randn(512, 256).bfloat16(), device="h200")
@@ -326,21 +294,6 @@ def test_tiles_follow_the_problem() -> None:
             assert block % c.tm == 0
             assert c.cluster == 1
     assert bsr24.KERNEL.default(BSR).tm == 128
-
-
-def test_predictions_grow_with_work_and_never_beat_memory() -> None:
-    for kernel, p in ((semi24.KERNEL, SEMI), (bsr24.KERNEL, BSR)):
-        for c in kernel.configs(p):
-            seconds = kernel.seconds(p, c)
-            assert kernel.seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
-            assert kernel.seconds(changed(p, batch=3), c) == pytest.approx(
-                3 * seconds, rel=0.01
-            )  # A comes once
-            assert kernel.seconds(changed(p, n=8), c) > p.stored * 2 / H200.bandwidth
-            joined, more = replace(c, combine="add"), changed(p, combine="add")
-            assert kernel.seconds(more, joined) > seconds + 2 * p.m * p.n / (H200.fabric * 2)
-    (c, *_) = bsr24.KERNEL.configs(BSR)
-    assert bsr24.KERNEL.seconds(changed(BSR, row_max=4096), c) > 2 * bsr24.KERNEL.seconds(BSR, c)
 
 
 def test_one_row_gets_a_stride_that_tma_takes() -> None:

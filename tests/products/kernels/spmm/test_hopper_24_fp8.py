@@ -1,4 +1,4 @@
-"""hopper.semi24_fp8 and hopper.bsr24_fp8: machine code and roles without a GPU, reasons; products on one."""
+"""hopper.semi24_fp8 and hopper.bsr24_fp8: machine code and roles without a GPU; products on one."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from sparsek.core.device import H200
 from sparsek.testing.budget import check_spmm
 from tests.attn.kernels.planned import default_and, hold, problem
 from tests.engine.launch.drawn import fresh
-from tests.problems import RTX_4090, changed, fp8_problem
+from tests.problems import changed, fp8_problem
 from tests.products.cases import COL, E4M3, E5M2, ROW, Case, ScaleScopes
 from tests.sampling import sampled
 
@@ -21,7 +21,7 @@ pytest.importorskip("triton")  # its nvdisasm reads the code
 from sparsek.products.kernels.spmm import hopper_24 as semi24
 from sparsek.products.kernels.spmm import hopper_24_fp8 as semi24_fp8
 from sparsek.products.kernels.spmm import hopper_bsr24_fp8 as bsr24_fp8
-from sparsek.products.kernels.spmm.hopper_24 import Config, in_wgmma_order
+from sparsek.products.kernels.spmm.hopper_24 import in_wgmma_order
 from tests.products.kernels.spmm import hopper_24_emulated as emulated
 from tests.products.kernels.spmm.test_hopper_24 import check_code, needs_compiler, needs_nvrtc
 
@@ -87,40 +87,6 @@ def test_nibbles_come_as_wgmma_reads_them() -> None:
         wanted = int.from_bytes(meta[row, first : first + 4].numpy().tobytes(), "little")
         assert int(words[slab, chunk, thread]) == wanted
     assert (words[:, 3] == 0x44444444).all()
-
-
-REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "ampere": ({"card": RTX_4090}, "Hopper card"),
-    "fp32": ({"out_dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
-    "blocks": ({"a_scale": "block"}, "belongs inside the sums"),
-    "residual": ({"combine": "mul", "aligned": False}, "another matrix with C's layout"),
-    "columns": ({"n": 12}, "a multiple of 8, not 12"),
-}
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
-    change, text = REASONS[name]
-    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
-        assert kernel.why_not(p) == []
-        (why,) = kernel.why_not(changed(p, **change))
-        assert text in why
-
-
-def test_each_kind_has_reasons_of_its_own() -> None:
-    assert "K a multiple of 32, not 8208" in semi24_fp8.KERNEL.why_not(changed(SEMI, k=8208))[0]
-    assert "not 64" in bsr24_fp8.KERNEL.why_not(changed(BSR, block=(128, 64)))[0]
-    assert "no stored blocks" in bsr24_fp8.KERNEL.why_not(changed(BSR, nnzb=0))[0]
-
-
-def test_predictions_grow_with_work_and_count_rounding() -> None:
-    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
-        for c in kernel.configs(p):
-            seconds = kernel.seconds(p, c)
-            assert kernel.seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
-            assert kernel.seconds(changed(p, rounds="bf16"), c) > seconds + 1e-5
-            assert isinstance(c, Config)
-            assert c.promote % 2 == 0
 
 
 def test_fast_accum_gives_tiles_as_wide_as_in_16_bits() -> None:

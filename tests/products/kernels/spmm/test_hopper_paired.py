@@ -1,4 +1,4 @@
-"""hopper.spmm_paired without a GPU: its lists read as the kernel reads them, machine code, reasons, predictions."""
+"""hopper.spmm_paired without a GPU: its lists read as the kernel reads them, machine code, predictions."""
 
 from dataclasses import replace
 from typing import Any
@@ -173,26 +173,6 @@ def test_a_launch_holds_its_lists_and_not_the_values_of_a(monkeypatch: pytest.Mo
 def test_the_tile_counts_where_measurements_name_their_source() -> None:
     names = {name for name, _ in counted("hopper.spmm_paired")}
     assert {"COLS", "CLUSTER", "THREADS", "Config", "hopper_paired.cu"} <= names
-
-
-def test_what_it_leaves_to_others() -> None:
-    def why_not(block: tuple[int, int] = (32, 32), **facts: Any) -> str:
-        p = spmm_problem(1024, 1024, 1024, block, 200, "bf16", H200)
-        return "; ".join(KERNEL.why_not(changed(p, **facts)))
-
-    assert why_not() == ""
-    assert "16, 32 or 64, not" in why_not((128, 128))
-    assert "16, 32 or 64, not" in why_not((32, 48))
-    assert "transposed" in why_not(transposed=True)
-    assert "joins" in why_not(combine="add")
-    assert "multiple of 8" in why_not(n=1028)
-    assert "panels of 64" in why_not(n=1032)
-    assert why_not(n=1032, b_layout="col") == ""
-    assert "no stored blocks" in why_not(nnzb=0)
-    assert "gaps" in why_not(b_layout="strided")
-    assert why_not(nnzb=2**27) == "", "A does not come by TMA: 2^32 stored rows have no coordinates"
-    assert "2^31" in why_not(nnzb=2**31)
-    assert "2^31" in why_not(m=2**31)
 
 
 def test_a_retargeted_plan_goes_on_with_hopper_spmm() -> None:

@@ -1,4 +1,4 @@
-"""Products of unpacked 2:4 matrices: which kernel multiplies, reasons, predictions, `explain()`; cases on a GPU."""
+"""Products of unpacked 2:4 matrices: which kernel multiplies, predictions, `explain()`; cases on a GPU."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.core.device import CPU, H200
+from sparsek.core.device import H200
 from tests.ops.storages import TWO_FOUR, matrix
-from tests.problems import A100, T4, changed, fp8_problem, spmm_problem
+from tests.problems import A100, changed, fp8_problem, spmm_problem
 
 pytest.importorskip("triton")
 
@@ -61,18 +61,6 @@ def test_a_problem_with_slopes_has_configs_though_the_planner_chooses_no_such_ke
     assert of(p).default(q) in list(of(p).configs(q))
     with pytest.raises(sk.Unsupported, match="the slope of the activation is a second one"):
         choose(q, of(p).name)
-
-
-def test_reasons_name_what_is_wrong():
-    for p in ALL:
-        assert of(p).why_not(p) == []
-        assert "TRITON_INTERPRET=1" in of(p).why_not(changed(p, card=CPU))[0]
-        assert "at most" in of(p).why_not(changed(p, k=2**31 - 8))[0]
-    for p in ALL[:2]:
-        assert "8.0 or newer" in of(p).why_not(changed(p, card=T4))[0]
-        assert "fp64" in of(p).why_not(changed(p, dtype="fp64"))[0]
-    for p in ALL[2:]:
-        assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(changed(p, card=A100))[0]
 
 
 def test_predictions_grow_with_work_and_have_the_time_to_unpack():
