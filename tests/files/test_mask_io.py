@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -204,41 +202,3 @@ def test_forged_intervals_are_refused(tmp_path: Path, change: dict[str, int | No
             tensors[name] = put(tensors[name], -1, value)
     with pytest.raises(InvalidFile, match=r"m\.safetensors: "):
         io.load(forge(tmp_path / "m.safetensors", mask, tensors))
-
-
-SAVED = {"bits": small(), "causal": BlockMask.causal(300, block=64), "w": random_bsr(70, 50, (16, 32), 0.4)}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    path = tmp_path_factory.mktemp("fuzz") / "saved.safetensors"
-    io.save(SAVED, path)
-    return path.with_name("damaged.safetensors"), path.read_bytes()
-
-
-def assert_refused_or_equal(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    try:
-        loaded = io.load(path)
-    except InvalidFile as error:
-        assert str(path) in str(error)
-    else:
-        assert all(same(SAVED[name], loaded[name]) for name in SAVED)
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(at=st.integers(0, 2**32), bits=st.binary(min_size=1, max_size=8), in_header=st.booleans())
-def test_a_damaged_file_is_refused_or_equal(saved: tuple[Path, bytes], at: int, bits: bytes, in_header: bool):
-    path, content = saved
-    start = at % (3000 if in_header else len(content))
-    hit = content[start : start + len(bits)]
-    flipped = bytes(x ^ y for x, y in zip(hit, bits, strict=False))
-    assert_refused_or_equal(path, content[:start] + flipped + content[start + len(hit) :])
-
-
-def test_every_cut_is_found(saved: tuple[Path, bytes]):
-    path, content = saved
-    for end in range(0, len(content), 997):
-        path.write_bytes(content[:end])
-        with pytest.raises(InvalidFile):
-            io.load(path)
