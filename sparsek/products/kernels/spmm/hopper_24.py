@@ -1,6 +1,7 @@
-"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A on Hopper's sparse tensor cores: host side.
+"""C = act(alpha * (A @ B) + bias[:, None]) for a 2:4 A on Hopper's sparse tensor cores: host side.
 
-The epilogue may also add or multiply another matrix (`reference.epilogue`), in the layout of C.
+A is a Semi24 or a BSR24 (hopper_bsr24.py), in 16 bits or, with scales on the sums, in FP8. The epilogue may also add or
+multiply another matrix (`reference.epilogue`), in the layout of C.
 
 The kernel, hopper_24.cu, is CUDA C++, because Gluon has no wgmma.sp. NVRTC compiles it on first use (lang/nvrtc.py),
 and the driver launches it (lang/launch.py). It reads A as:
@@ -14,6 +15,14 @@ Sums are float32 in the order of k for every config, so the bits repeat.
 
 8192^3 in bf16 on an H200 (2026-11-22): 1068 dense-equivalent TFLOPS for x @ W.T, 1.00 of the best algorithm and
 layout of cuSPARSELt and 1.62 of cuBLAS; 1086 for A @ B, 1.01 and 1.62 of them. The bottleneck is L2 bandwidth.
+
+FP8. A step is 128 columns of bytes instead of 64 of 16-bit numbers, so blocks must be as wide, and B is contiguous
+along K, as FP8 wgmma requires. Tensor cores keep some 14 bits of a running FP8 sum, so their sums are promoted to
+float32 registers every 512 columns; tiles are narrower for it. With `fast_accum` there is no promotion, and the tiles
+are those of 16 bits. C is bf16 or fp16. 8192^3 on an H200 (docs/notes/fp8-products.md; variants in one run, without
+peers): 0.596 ms, 1845 TFLOPS in dense-equivalent, after 0.698 ms while every promotion wrote zeros that the next wgmma
+waited for. With `fast_accum` 0.546 ms, 2010 TFLOPS; that kernel is unchanged since it was 0.95 to 0.97 of cuSPARSELt
+FP8 (2026-11-23), which accumulates the same way and was timed without scales. FP8 in blocks is not timed yet.
 """
 
 from __future__ import annotations
@@ -50,8 +59,9 @@ from sparsek.engine.plan.ring import (
     share_of_h200,
 )
 from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.quantized import Quantized
 from sparsek.products.formats.semi24 import Semi24
-from sparsek.products.plan.kernels import SpmmKernel, unless_dense_sides
+from sparsek.products.plan.kernels import SpmmKernel, rounding_seconds, unless_dense_sides, unless_stored
 from sparsek.products.plan.problems import SpmmProblem
 from sparsek.products.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 
@@ -360,11 +370,6 @@ def unable(p: SpmmProblem, dtype: str) -> list[str]:
     return reasons
 
 
-def why_not(p: SpmmProblem, dtype: str) -> list[str]:
-    """Reasons shared by Semi24 and BSR24: of the machine, then of the problem. `dtype` is C's."""
-    return unable(p, dtype) + unless_dense_sides(p) + unless_near("M, K and N", p.m, p.k, p.n)
-
-
 # (wgs, ms, tn, boxes) of tiles, largest first.
 SHAPES = (
     (2, 1, 256, 2), (2, 2, 128, 2), (2, 1, 128, 2), (1, 1, 256, 2), (2, 1, 64, 1), (1, 1, 128, 2), (1, 1, 64, 1),
@@ -434,14 +439,6 @@ def seconds_of(p: SpmmProblem, ring: Ring) -> float:
     return batch * (ring_seconds(p.card, ring, p.compulsory_bytes / batch) + launch)
 
 
-def whole_seconds(p: SpmmProblem, c: Config) -> float:
-    """A product of all of A."""
-    if not (p.m and p.n and p.k):
-        return p.card.launch_seconds
-    steps = -(-p.k // c.bk)
-    return seconds_of(p, ring_of(p, c, -(-p.m // (c.tm * c.cluster)), steps, steps))
-
-
 def rank(p: SpmmProblem, c: Config) -> float:
     """Seconds by which tiles of a whole A are compared with each other: rounds of tiles whose steps take the longest of
     L2 reads, multiplication and shared memory traffic (2026-11-22), whose choices are measured. A wgmma of 64 rows
@@ -465,35 +462,65 @@ def rank(p: SpmmProblem, c: Config) -> float:
     )
 
 
-class HopperSemi24:
-    """Implements the Kernel protocol for hopper_24.cu."""
+class Hopper24:
+    """The products of one kind of 2:4 storage, by hopper_24.cu. `listed` makes the lists of one with blocks."""
 
-    name = "hopper.semi24"
+    def __init__(
+        self, storage: str, listed: Callable[[SpmmProblem, Config, BSR24], Lists] | None = None
+    ) -> None:
+        self.storage, self.name, self.listed = storage, f"hopper.{storage}", listed
 
     def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("semi24"):
+        if foreign := p.a.unless(self.storage):
             return foreign
-        reasons = why_not(p, p.dtype)
-        if p.k % 16 or not p.k:
-            reasons.append(f"a row of A's values must be whole 16 bytes: K a multiple of 16, not {p.k}")
+        reasons = unable(p, p.c.dtype) + unless_dense_sides(p) + unless_near("M, K and N", p.m, p.k, p.n)
+        if p.a.scale == "block":
+            reasons.append("a scale per block belongs inside the sums, which the tensor core keeps to itself")
+        if p.a.blocks is None:
+            unit = 32 if p.a.quantized else 16
+            if p.k % unit or not p.k:
+                reasons.append(
+                    f"a row of A's values must be whole 16 bytes: K a multiple of {unit}, not {p.k}"
+                )
+            return reasons
+        reasons += unless_stored(p) + unless_near("the rows of all stored blocks", p.nnzb * p.block[0])
+        if p.a.quantized and p.block[1] % 128:
+            reasons.append(f"a step is 128 columns: blocks must be a multiple of that wide, not {p.block[1]}")
         return reasons
 
     def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: rank(p, c))
+        least = rank if self.storage == "semi24" else self.seconds
+        return min(self.configs(p), key=lambda c: least(p, c))
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        return tiles_of(p, (2, 1))
+        """Every tile, alone and in clusters; of blocks, tiles that divide their rows, alone."""
+        if p.a.blocks is None:
+            return tiles_of(p, (2, 1))
+        return (c for c in tiles_of(p, (1,), lists=True) if p.block[0] % c.tm == 0)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        return whole_seconds(p, c)
+        """The product of what is stored, and the rounding of B."""
+        if not (p.m and p.n and p.k and p.stored):
+            return p.card.launch_seconds + rounding_seconds(p)
+        if p.a.blocks is None:
+            units, steps = -(-p.m // (c.tm * c.cluster)), -(-p.k // c.bk)
+            ring = ring_of(p, c, units, steps, steps)
+        else:
+            of_block = p.block[1] // c.bk
+            mean, longest = p.nnzb / p.grid[0] * of_block, p.row_max * of_block
+            ring = ring_of(p, c, p.grid[0] * (p.block[0] // c.tm), mean, max(mean, longest))
+        return seconds_of(p, ring) + rounding_seconds(p)
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Semi24) -> Work:
-        return prepared(p, c, a)
+    def prepare(self, p: SpmmProblem, c: Config, a: Any) -> Work:
+        matrix = a.matrix if isinstance(a, Quantized) else a
+        return prepared(p, c, matrix, self.listed and self.listed(p, c, matrix))
 
-    def launch(
-        self, c: Config, work: Work, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
-    ) -> None:
-        launch(c, work, a, b, out, epilogue)
+    def launch(self, c: Config, work: Work, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
+        if not isinstance(a, Quantized):
+            return launch(c, work, a, b, out, epilogue)
+        scale = a.scale if a.kind == "row" else a.scale.view(())
+        matrix: Any = a.matrix
+        launch(c, work, matrix, b.values.mT, out, epilogue, Scales(scale, b.scale))
 
 
-KERNEL: SpmmKernel = HopperSemi24()
+KERNELS: dict[str, SpmmKernel] = {each.name: each for each in map(Hopper24, ("semi24", "semi24_fp8"))}

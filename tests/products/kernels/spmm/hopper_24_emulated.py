@@ -47,7 +47,8 @@ def multiply(
     """Writes the product into `out` as `ctas` CTAs do, events in one `order`. What went wrong, or ""."""
     p = replace(problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
     module = semi24 if isinstance(a, Semi24) else bsr24
-    return run(c, module.KERNEL.prepare(p, c, a), a, b, out, epilogue, order=order, source=source)
+    kernel = module.KERNELS[f"hopper.{p.storage}"]
+    return run(c, kernel.prepare(p, c, a), a, b, out, epilogue, order=order, source=source)
 
 
 def run(

@@ -36,6 +36,7 @@ from tests.products.kernels.spmm import hopper_24_emulated as emulated
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
+SEMI24, BSR24 = semi24.KERNELS["hopper.semi24"], bsr24.KERNELS["hopper.bsr24"]
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "bf16", "card": H200}
 LAYER: dict[str, Any] = {"b_layout": "col", "out_layout": "col"}
 BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
@@ -56,14 +57,14 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 def every_config() -> Iterator[Config]:
     for form in FORMS:
-        yield from semi24.KERNEL.configs(changed(SEMI, **form))
-        yield from bsr24.KERNEL.configs(changed(BSR, **form))
+        yield from SEMI24.configs(changed(SEMI, **form))
+        yield from BSR24.configs(changed(BSR, **form))
 
 
 # The tile that large problems get in every form, and some of the others.
 COMPILED = list(
     dict.fromkeys(
-        [*(semi24.KERNEL.default(changed(SEMI, **form)) for form in FORMS[1::2]), *list(every_config())[::17]]
+        [*(SEMI24.default(changed(SEMI, **form)) for form in FORMS[1::2]), *list(every_config())[::17]]
     )
 )
 
@@ -284,16 +285,16 @@ def test_plans_for_an_h200_name_the_kernel_and_its_tile() -> None:
 
 
 def test_tiles_follow_the_problem() -> None:
-    c = semi24.KERNEL.default(SEMI)
+    c = SEMI24.default(SEMI)
     assert (c.tm, c.tn, c.cluster) == (128, 256, 2)
-    small = semi24.KERNEL.default(changed(SEMI, m=1024, n=1024))
+    small = SEMI24.default(changed(SEMI, m=1024, n=1024))
     assert small.tm * small.tn < 128 * 128
-    assert semi24.KERNEL.default(changed(SEMI, n=16)).tn == 64
+    assert SEMI24.default(changed(SEMI, n=16)).tn == 64
     for block in (64, 128, 192, 256):
-        for c in bsr24.KERNEL.configs(changed(BSR, block=(block, 64))):
+        for c in BSR24.configs(changed(BSR, block=(block, 64))):
             assert block % c.tm == 0
             assert c.cluster == 1
-    assert bsr24.KERNEL.default(BSR).tm == 128
+    assert BSR24.default(BSR).tm == 128
 
 
 def test_one_row_gets_a_stride_that_tma_takes() -> None:

@@ -19,8 +19,7 @@ from tests.sampling import sampled
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
 from sparsek.products.kernels.spmm import hopper_24 as semi24
-from sparsek.products.kernels.spmm import hopper_24_fp8 as semi24_fp8
-from sparsek.products.kernels.spmm import hopper_bsr24_fp8 as bsr24_fp8
+from sparsek.products.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.products.kernels.spmm.hopper_24 import in_wgmma_order
 from tests.products.kernels.spmm import hopper_24_emulated as emulated
 from tests.products.kernels.spmm.test_hopper_24 import check_code, needs_compiler, needs_nvrtc
@@ -29,13 +28,16 @@ BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card":
 LAYER: dict[str, Any] = {"out_layout": "col", "bias": True, "activation": "gelu"}
 SEMI = fp8_problem(two_four=True, **BIG)
 BSR = fp8_problem(two_four=True, **BIG, block=(128, 128), nnzb=512, row_max=8)
-KERNELS = {"semi24_fp8": semi24_fp8.KERNEL, "bsr24_fp8": bsr24_fp8.KERNEL}
+KERNELS = {
+    "semi24_fp8": semi24.KERNELS["hopper.semi24_fp8"],
+    "bsr24_fp8": bsr24.KERNELS["hopper.bsr24_fp8"],
+}
 COMPILED = [
-    semi24_fp8.KERNEL.default(changed(SEMI, **LAYER, out_dtype="fp16")),
-    semi24_fp8.KERNEL.default(changed(SEMI, m=512, n=512, dtype="e5m2")),
-    bsr24_fp8.KERNEL.default(changed(BSR, **LAYER, b_dtype="e5m2", combine="mul")),
-    semi24_fp8.KERNEL.default(changed(SEMI, **LAYER, fast_accum=True)),
-    bsr24_fp8.KERNEL.default(changed(BSR, fast_accum=True)),
+    KERNELS["semi24_fp8"].default(changed(SEMI, **LAYER, out_dtype="fp16")),
+    KERNELS["semi24_fp8"].default(changed(SEMI, m=512, n=512, dtype="e5m2")),
+    KERNELS["bsr24_fp8"].default(changed(BSR, **LAYER, b_dtype="e5m2", combine="mul")),
+    KERNELS["semi24_fp8"].default(changed(SEMI, **LAYER, fast_accum=True)),
+    KERNELS["bsr24_fp8"].default(changed(BSR, fast_accum=True)),
 ]
 
 
@@ -90,7 +92,7 @@ def test_nibbles_come_as_wgmma_reads_them() -> None:
 
 
 def test_fast_accum_gives_tiles_as_wide_as_in_16_bits() -> None:
-    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
+    for kernel, p in ((KERNELS["semi24_fp8"], SEMI), (KERNELS["bsr24_fp8"], BSR)):
         kept, fast = kernel.configs(p), kernel.configs(changed(p, fast_accum=True))
         assert {(c.promote, c.tn == 256) for c in kept} == {(4, False)}
         assert {(c.promote, c.tn == 256) for c in fast} == {(0, False), (0, True)}

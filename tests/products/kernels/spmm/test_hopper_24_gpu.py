@@ -33,6 +33,7 @@ from sparsek.products.kernels.spmm import hopper_24 as semi24
 from sparsek.products.kernels.spmm import hopper_bsr24 as bsr24
 
 pytestmark = pytest.mark.gpu
+WHOLE, BLOCKS = semi24.KERNELS["hopper.semi24"], bsr24.KERNELS["hopper.bsr24"]
 BF16, F16 = torch.bfloat16, torch.float16
 COL, ROW_OF_COL, COL_OF_ROW = ("col", "col", "col"), ("row", "col", "row"), ("col", "row", "row")
 LAYOUTS = [("row", "row", "row"), COL, ROW_OF_COL, COL_OF_ROW]
@@ -82,8 +83,8 @@ def test_every_config_of_a_whole_matrix_is_within_budget(
     size: tuple[int, int, int], layouts: tuple[str, str, str], dtype: torch.dtype
 ) -> None:
     case = Case(*size, None, "whole", layouts=layouts)
-    for c in configs(semi24.KERNEL, case, dtype):
-        hold(semi24.KERNEL, case, dtype, "cuda", fresh(), c)
+    for c in configs(WHOLE, case, dtype):
+        hold(WHOLE, case, dtype, "cuda", fresh(), c)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,8 @@ def test_every_config_of_blocks_is_within_budget(
 ) -> None:
     block, rows, columns, n, density = size
     case = Case(rows, columns, n, block, "blocks", density, two_four=True, layouts=layouts)
-    for c in configs(bsr24.KERNEL, case, dtype):
-        hold(bsr24.KERNEL, case, dtype, "cuda", fresh(), c)
+    for c in configs(BLOCKS, case, dtype):
+        hold(BLOCKS, case, dtype, "cuda", fresh(), c)
 
 
 def in_one_dtype(cases: tuple[dict[str, Any], ...]) -> list[tuple[dict[str, Any], torch.dtype]]:
@@ -108,7 +109,7 @@ def test_epilogues_are_within_budget(epilogue: dict[str, Any], dtype: torch.dtyp
     for layouts in (("row", "row", "row"), COL):
         whole = Case(520, 528, 264, None, "whole", layouts=layouts, **epilogue)
         blocks = Case(520, 512, 264, (128, 64), "blocks", 0.4, two_four=True, layouts=layouts, **epilogue)
-        for kernel, case in ((semi24.KERNEL, whole), (bsr24.KERNEL, blocks)):
+        for kernel, case in ((WHOLE, whole), (BLOCKS, blocks)):
             for c in configs(kernel, case, dtype):
                 hold(kernel, case, dtype, "cuda", fresh(), c)
 
@@ -119,7 +120,7 @@ def test_another_matrix_is_joined_within_budget(joined: dict[str, Any], dtype: t
     for layouts in (("row", "row", "row"), COL):
         whole = Case(520, 528, 264, None, "whole", layouts=layouts, **joined)
         blocks = Case(520, 512, 264, (128, 64), "blocks", 0.2, two_four=True, layouts=layouts, **joined)
-        for kernel, case in ((semi24.KERNEL, whole), (bsr24.KERNEL, blocks)):
+        for kernel, case in ((WHOLE, whole), (BLOCKS, blocks)):
             for c in configs(kernel, case, dtype):
                 a, b, epilogue, out = case.make("cuda", dtype, seed := fresh())
                 multiply(kernel, a, b, epilogue, out, config=c)
@@ -165,15 +166,15 @@ def test_layers_of_any_size_are_within_budget(name: str) -> None:
 def test_batches_are_within_budget(batch: tuple[int, ...]) -> None:
     for layouts, combine in ((("row", "row", "row"), "add"), (COL, "mul")):
         more: dict[str, Any] = {"layouts": layouts, "batch": batch, "combine": combine}
-        hold(semi24.KERNEL, Case(136, 80, 72, None, "batch", **more), BF16, "cuda", fresh())
+        hold(WHOLE, Case(136, 80, 72, None, "batch", **more), BF16, "cuda", fresh())
         hold(
-            bsr24.KERNEL,
+            BLOCKS,
             Case(192, 128, 72, (64, 64), "batch", 0.6, two_four=True, **more),
             BF16,
             "cuda",
             fresh(),
         )
-    hold(semi24.KERNEL, Case(136, 80, 72, None, "batch", batch=batch), BF16, "cuda", fresh())
+    hold(WHOLE, Case(136, 80, 72, None, "batch", batch=batch), BF16, "cuda", fresh())
 
 
 def test_large_products_are_within_budget() -> None:
@@ -236,13 +237,13 @@ def test_a_new_thread_and_another_stream_multiply_as_well() -> None:
 def test_a_launch_neither_syncs_nor_allocates(no_sync: Any) -> None:
     a, b = Semi24.from_dense(randn(512, 512)), randn(512, 512)
     p, out = problem(a, b), poisoned((512, 512), BF16, "cuda")
-    c = semi24.KERNEL.default(p)
-    work = semi24.KERNEL.prepare(p, c, a)
-    semi24.KERNEL.launch(c, work, a, b, out)
+    c = WHOLE.default(p)
+    work = WHOLE.prepare(p, c, a)
+    WHOLE.launch(c, work, a, b, out)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with no_sync():
-        semi24.KERNEL.launch(c, work, a, b, out)
+        WHOLE.launch(c, work, a, b, out)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert check_spmm(a, b, out).passed
 
