@@ -402,7 +402,7 @@ def test_a_write_to_what_a_step_was_made_of_ends_it(verb: str, recorded: list[An
             step.turn()
             kept = [*step.a.pattern._memo.values(), *step.mask._memo.values()]
             for calls in (each for each in kept if isinstance(each, recorded_calls.Calls)):
-                assert all(x.call in calls.known.values() for xs in calls.recent.values() for x in xs)
+                assert all(x[-1] in calls.known.values() for xs in calls.recent.values() for x in xs)
         assert len(recorded) >= count + 2
 
 

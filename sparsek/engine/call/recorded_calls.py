@@ -60,19 +60,10 @@ _device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
-class Recent(NamedTuple):
-    """A recorded call that `repeat` finds: torch's guards of its operands, and the rest of its key.
-
-    `precision`: that of float32 products, "" if no operand is float32. `apply`: of a call that learns, as in
-    `Slot.differentiate`.
-    """
-
-    like: Callable[..., bool]
-    precision: str
-    thread: int
-    grad: bool
-    apply: Apply | None
-    call: Recorded
+# A recorded call that `repeat` finds: torch's guards of its operands; the precision of float32 products, "" if no
+# operand is float32; the thread; the grad mode, None if no operand requires a gradient; `apply` of a call that learns,
+# as in `Slot.differentiate`; the call. A plain tuple, which unpacks fastest.
+Recent = tuple[Callable[..., bool], str, int, "bool | None", "Apply | None", Recorded]
 
 
 class Calls:
@@ -102,7 +93,7 @@ class Calls:
         self.known[key] = state
         if any(isinstance(each, Recorded) for each in gone):
             left = {
-                settings: tuple(x for x in xs if x.call not in gone)
+                settings: tuple(x for x in xs if x[-1] not in gone)
                 for settings, xs in list(self.recent.items())
             }
             self.recent = {settings: xs for settings, xs in left.items() if xs}
@@ -116,8 +107,9 @@ class Calls:
         precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
         sizes, strides = [list(x.shape) for x in operands], [list(x.stride()) for x in operands]
         like = GUARDS(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        made = Recent(like, precision, _thread(), _grad(), apply, call)
-        others = [x for x in self.recent.get(settings, ()) if x.call is not call]
+        grad = _grad() if any(x.requires_grad for x in operands) else None
+        made = like, precision, _thread(), grad, apply, call
+        others = [x for x in self.recent.get(settings, ()) if x[-1] is not call]
         self.recent[settings] = (made, *others)[:SHAPES]
 
 
@@ -220,10 +212,10 @@ def repeat(calls: Calls, settings: Hashable, operands: Sequence[Tensor], owner: 
     """
     recent = calls.recent.get(settings)
     if recent is not None and forward_ad._current_level < 0:
-        thread, grad = _thread(), _grad()
+        thread = _thread()
         for each in recent:
-            like, precision, of_thread, of_grad, apply, call = each
-            if of_grad is not grad or of_thread != thread or not like(*operands):
+            like, precision, of_thread, grad, apply, call = each
+            if of_thread != thread or not like(*operands) or (grad is not None and grad is not _grad()):
                 continue
             stream = call.stream
             if _stream(call.device) != stream or _device() != call.device or (stream and _capturing()):

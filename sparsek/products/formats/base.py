@@ -62,15 +62,11 @@ class Multiplied:
 
     def __matmul__(self, other: Tensor | Multiplied) -> Tensor:
         """Return self @ other, dense; see `sparsek.spmm`."""
-        multiply = self._matmul or self._loaded()
-        return multiply(self, other.unsqueeze(1)).squeeze(1) if _is_vector(other) else multiply(self, other)
+        return (self._matmul or self._loaded())(self, other)
 
     def __rmatmul__(self, other: Tensor | Multiplied) -> Tensor:
         """Return other @ self, dense; see `sparsek.spmm`."""
-        multiply = self._matmul or self._loaded()
-        return (
-            multiply(other.unsqueeze(1).mT, self).squeeze(0) if _is_vector(other) else multiply(other, self)
-        )
+        return (self._matmul or self._loaded())(other, self)
 
     def _loaded(self) -> Callable[[Any, Any], Any]:
         operations.load()
@@ -128,7 +124,8 @@ def check_finite(name: str, values: Tensor, *, wait: bool = True) -> None:
         )
 
 
-def _is_vector(x: Any) -> TypeGuard[Tensor]:
+def is_vector(x: Any) -> TypeGuard[Tensor]:
+    """Whether this is a tensor with one dim."""
     if x.__class__ is not Tensor and (not isinstance(x, Tensor) or isinstance(x, arguments.UNINITIALIZED)):
         return False
     return x.dim() == 1

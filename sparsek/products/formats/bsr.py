@@ -122,7 +122,7 @@ class BSR(Conversions, Arithmetic, Drawable):
 
     def signature(self) -> Signature:
         """Return the part of this matrix in the key of a recorded call. Internal."""
-        return self.pattern, (BSR, self.order is None), (self.values,)
+        return self.pattern, "BSR" if self.order is None else "BSR.T", (self.values,)
 
     def logical_values(self) -> Tensor:
         """Return the blocks in the order of the pattern, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""

@@ -17,7 +17,7 @@ from sparsek.engine.call.recorded_calls import Slot
 from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
-from sparsek.products.formats.base import Multiplied
+from sparsek.products.formats.base import Multiplied, is_vector
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.padding import zero_outside
 from sparsek.products.formats.pattern import BlockPattern
@@ -276,7 +276,10 @@ def _(*given: Any) -> Tensor:
 
 
 def matmul(a: Any, b: Any) -> Any:
-    """`a @ b`: `spgemm(a, b, "bsr")` of two BSR, otherwise `spmm(a, b)`, whose recorded calls it finds itself."""
+    """`a @ b`: `spgemm(a, b, "bsr")` of two BSR, otherwise `spmm(a, b)`, whose recorded calls it finds itself.
+
+    A vector is a matrix of one column, or of one row.
+    """
     if a.__class__ is b.__class__ is BSR:
         return spgemm(a, b, "bsr")
     slot = recorded_calls.UNBOUND
@@ -284,6 +287,10 @@ def matmul(a: Any, b: Any) -> Any:
         slot = recorded_products.product(a, b, PLAIN_CALL)
         if slot.__class__ is not Slot:
             return slot
+    if is_vector(b):
+        return matmul(a, b.unsqueeze(1)).squeeze(1)
+    if is_vector(a):
+        return matmul(a.unsqueeze(1).mT, b).squeeze(0)
     return route(SpmmCall(a, b), slot)
 
 

@@ -21,10 +21,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Grid and arguments of each launch, as CUDA would read them."""
     found: list[tuple[Any, ...]] = []
 
-    def noted(config: Any, function: Any, pointers: Any, extra: Any) -> int:
+    def noted(config: Any, function: Any, pointers: Any, extra: Any) -> int:  # by reference
         of = config._obj
         kinds = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
-        arguments = [kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=False)]
+        arguments = [kind.from_address(at).value for kind, at in zip(kinds, pointers._obj, strict=False)]
         found.append(((of.gx, of.gy, of.gz), *arguments))
         return 0
 

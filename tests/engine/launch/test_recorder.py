@@ -136,3 +136,26 @@ def test_a_call_runs_what_it_can_before_it_allocates_the_rest(monkeypatch: pytes
         ]
     assert allocated == ["0", "2"] * 3
     assert recorded(torch.zeros(5)[1:]) is MISS
+
+
+def test_one_launch_reads_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aligned operands that move and come back, misaligned ones between them, and an error of the driver."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    cells, seen, status = [ctypes.c_uint64() for _ in range(3)], [], [0]
+    x, y, odd = torch.zeros(4), torch.zeros(4), torch.zeros(5)[1:]
+    recorder = Recorder([x, y])
+    (part,) = recorder.parts
+    part.cells += [(cell, role, 0) for role, cell in enumerate(cells)]
+    recorder._makes(torch.zeros, (3,), torch.zeros(3))
+    recorder._runs(lambda: seen.append([cell.value for cell in cells]) or status[0], ())
+    call = Recorded(recorder, [Result(2)], True)
+    assert call.one is not None
+    for pair in ((x, y), (y, x), (y, x), (x, y)):
+        out = call(*pair)
+        assert seen.pop() == [each.data_ptr() for each in (*pair, out)]
+        assert call(x, odd) is call(odd, x) is MISS
+    assert not seen
+    status[0] = 1
+    monkeypatch.setattr(driver, "check", seen.append)
+    call(x, y)
+    assert seen[1:] == [1]
