@@ -115,8 +115,13 @@ class Aliases:  # no importlib.abc, whose import takes longer than that of spars
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The spec of an old path; None for other modules."""
-        old = fullname.startswith("sparsek.") and homes(fullname)
-        return ModuleSpec(fullname, self, is_package=True) if old else None  # type: ignore[arg-type]
+        found = homes(fullname) if fullname.startswith("sparsek.") else ()
+        if found and fullname.endswith(".__main__"):  # `python -m` with an old path runs the file of today
+            text = f"{fullname} is {found[0]} now; the old path works until a later release"
+            warnings.warn(text, MovedWarning, stacklevel=2)
+            today = util.find_spec(found[0])
+            return util.spec_from_file_location(fullname, today and today.origin)
+        return ModuleSpec(fullname, self, is_package=True) if found else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leave it to Python."""

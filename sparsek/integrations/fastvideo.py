@@ -145,6 +145,8 @@ def video_sparse_attn(
     keys, queries = (
         _sizes(name, _whole(x, side) if sizes is None else sizes, x, side) for name, sizes, x in given
     )
+    if not q.shape[0]:
+        return attention(q, k, v)
     lengths = None if q_variable_block_sizes is None else queries[None]
     if side in BLOCK_SIZES:
         return VSA(best, side).attention(q, k, v, gate, kv_lengths=keys, q_lengths=lengths)
@@ -189,14 +191,16 @@ def block_sparse_attn(
     """
     check_operands(q, k, v, DIMS)
     arguments.tensor("block_map", block_map, (torch.bool,))
-    if block_map.ndim not in (3, 4) or not block_map.numel():
+    if block_map.ndim not in (3, 4) or 0 in block_map.shape[-3:]:
         raise InvalidInput(
             f"block_map is {list(block_map.shape)}; it must be [B, H, query blocks, key blocks]"
         )
     block_map = block_map[None] if block_map.ndim == 3 else block_map
     side = _side_of(q.shape[2], block_map.shape[2], "query blocks of block_map")
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
-    check_shape("block_map", block_map[0, 0], (block_map.shape[2], keys.numel()), "in its last two dims")
+    check_shape("block_map", block_map, (*block_map.shape[:3], keys.numel()), "by the sizes of key blocks")
+    if not q.shape[0]:
+        return attention(q, k, v, return_lse=True)
     mask = BlockMask.from_block_map(
         block_map, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys
     )
@@ -229,6 +233,8 @@ def block_sparse_attn_from_indices(
     check_shape("q2k_num", q2k_num, tuple(q2k_idx.shape[:3]), "as q2k_idx")
     side = _side_of(q.shape[2], q2k_idx.shape[2], "query blocks of q2k_idx")
     keys = _sizes("variable_block_sizes", variable_block_sizes, k, side)
+    if not q.shape[0]:
+        return attention(q, k, v, return_lse=True)
     mask = BlockMask.from_indices(
         q2k_idx, q2k_num, q_len=q.shape[2], kv_len=k.shape[2], block=side, kv_lengths=keys
     )

@@ -385,8 +385,8 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         check_shape("block_row_sz", block_row_sz, (heads, rows), "as block_mask_map")
         check_shape("block_col_sz", block_col_sz, (heads, columns), "as block_mask_map")
         # The caller may write to its own.
-        lists = (x.clone() for x in (block_mask_map, block_row_sz, block_col_sz))
-        self._planned = (setting, *lists, arguments.flag("causal", causal))  # type: ignore[assignment]
+        lists = block_mask_map.clone(), block_row_sz.clone(), block_col_sz.clone()
+        self._planned = (setting, *lists, arguments.flag("causal", causal))
         self._made = {}
 
     begin_forward = plan

@@ -4,6 +4,7 @@ import gzip
 import io
 import pickle
 import re
+import runpy
 import sys
 import warnings
 from collections.abc import Iterator
@@ -115,6 +116,15 @@ def test_every_old_path_leads_somewhere() -> None:
         assert found, old
         for home in found:
             import_module(home)
+
+
+def test_python_m_runs_the_command_line_by_its_old_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparsek", "--version"])
+    with pytest.warns(MovedWarning, match=r"is sparsek\.tools\.cli\.__main__ now"), pytest.raises(SystemExit):
+        runpy.run_module("sparsek.cli", run_name="__main__", alter_sys=True)
+    assert capsys.readouterr().out == f"sparsek {sk.__version__}\n"
 
 
 @pytest.mark.parametrize("name", sorted(STORED.keys() - STATES))

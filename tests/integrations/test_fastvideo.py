@@ -221,6 +221,21 @@ def test_what_is_refused() -> None:
         sliding_tile_attention(q, k, v, [(1, 1, 1)], 0, False, "6x8x8")
 
 
+def test_an_empty_batch_has_an_empty_result() -> None:
+    q, k, v = operands((0, 4, 256, 16), (0, 2, 192, 16), (0, 2, 192, 16))
+    ones, sizes, queries = torch.ones(0, 4, 4, 3), torch.tensor([64, 10, 0]), torch.full((4,), 64)
+    found = video_sparse_attn(q, k, v, sizes, queries, 2, compress_attn_weight=q)
+    calls = (
+        block_sparse_attn(q, k, v, ones.bool(), sizes),
+        block_sparse_attn_from_indices(q, k, v, ones.int(), ones.int()[..., 0], sizes),
+    )
+    assert all((out.shape, lse.shape) == (q.shape, q.shape[:3]) for out, lse in calls)
+    for out in (found, *(out for out, _ in calls)):
+        assert torch.autograd.grad(out.sum(), q)[0].shape == out.shape == q.shape
+    with pytest.raises(InvalidInput, match="block_map is"):
+        block_sparse_attn(q, k, v, ones.bool()[..., :2], sizes)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "video_sparse_attn": lambda q, k, v, sizes, chosen: video_sparse_attn(q, k, v, sizes, sizes, 3, 64),
     "block_sparse_attn": lambda q, k, v, sizes, chosen: block_sparse_attn(q, k, v, chosen, sizes)[0],

@@ -384,3 +384,11 @@ def test_make_fx_records_no_mask_without_values(tracing_mode: Any):
     with pytest.raises(InvalidInput, match="does not record how values choose"):
         make_fx(run, tracing_mode=tracing_mode)(*given)
     assert torch.equal(make_fx(run)(*given)(*given), run(*given))
+
+
+def test_compiled_transforms_of_torch_func_run_uncompiled():
+    (q, k, v), mask, vmap = qkv(), window(), torch.func.vmap
+    grad = torch.func.grad(lambda q: loss(q, k, v, mask))
+    calls = (grad, q), (vmap(grad), q[None]), (vmap(lambda q: sk.attention(q, k, v, mask)), q[None])
+    for call, x in calls:
+        assert alike(torch.compile(call, backend="aot_eager")(x), call(x))

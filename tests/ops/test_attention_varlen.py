@@ -250,3 +250,14 @@ def test_nan_of_a_document_stays_out_of_blocks_that_it_does_not_share() -> None:
     assert found[110:128].isnan().all()
     assert torch.equal(found[128:], want[128:])
     assert "finite" in (sk.attention_varlen.__doc__ or "")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore")  # torch's, of what it does not trace
+def test_torch_compile_takes_no_tangent_for_0(packed: bool, backend: str) -> None:
+    q, ends = torch.randn(64, 2, 16), torch.tensor([0, 20, 64])
+    mask = sk.MaskPolicy().packed(ends) if packed else None
+    call = torch.compile(lambda q: sk.attention_varlen(q, q, q, ends, mask=mask), backend=backend)
+    with pytest.raises(InvalidInput, match="no forward-mode derivative"):
+        torch.func.jvp(call, (q,), (q,))

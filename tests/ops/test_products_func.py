@@ -316,6 +316,36 @@ def test_torch_compile_does_not_take_a_tangent_for_0(how: str, a: BSR):
         call(b)
 
 
+@pytest.mark.parametrize("case", ["A @ B", "linear relu", "sddmm"])
+@pytest.mark.parametrize("how", ["grad", "vmap", "vmap of grad", "vmap of vmap"])
+@pytest.mark.filterwarnings("ignore")  # torch's, of what it does not trace
+def test_torch_compile_runs_a_transform_that_it_cannot_trace(how: str, case: str, a: BSR):
+    product, _, (values, dense) = of(case, a)
+    grad = torch.func.grad(lambda v: product(v, dense).sin().sum())
+    vmap = torch.func.vmap
+    each = vmap(lambda v: product(v, dense))
+    call, x = {
+        "grad": (grad, values),
+        "vmap": (each, values[None]),
+        "vmap of grad": (vmap(grad), values[None]),
+        "vmap of vmap": (vmap(each), values[None, None]),
+    }[how]
+    assert alike(torch.compile(call, backend="aot_eager")(x), call(x))
+
+
+def test_functionalize_is_refused(a: BSR):
+    b = draw(a.shape[1], 4)
+    calls: list[Callable[..., Any]] = [
+        torch.func.functionalize(lambda b: a @ b),
+        torch.func.functionalize(torch.func.grad(lambda b: (a @ b).sum())),
+        torch.func.grad(torch.func.functionalize(lambda b: sk.linear(b.mT, a).sum())),
+        torch.func.functionalize(lambda b: sk.attention(*b.expand(3, 1, 1, *b.shape))),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInput, match="functionalize does not transform"):
+            call(b)
+
+
 def test_what_torch_func_cannot_transform_is_told(a: BSR):
     b = draw(a.shape[1], 4)
     plan, out = sk.plan_spmm(a, b), torch.empty(a.shape[0], 4, dtype=F64)

@@ -157,6 +157,7 @@ def differentiate(call: Attended, mask: BlockMask | None, slot: Slot) -> Any:
 def transform(call: Attended) -> Any:
     """(out, lse) of a checked call inside torch.func."""
     check_untransformed(call)
+    transforms.check_rules()
     call.once = False
     return TransformedAttention.apply(*call.tensors, call.scores.sink_logits, call.without(), call.learns)
 

@@ -100,6 +100,7 @@ def through_op(call: Attended) -> tuple[Tensor, Tensor]:
     elif call.scores is not PLAIN:  # the op checks the rest
         call.check_operands()
         call.check_scores()
+    transforms.check_rules()
     lse = call.return_lse or call.learns
     given = *call.tensors, *flat_mask(call.mask), call.scale, lse, call.kernel, call.deterministic
     return torch.ops.sparsek.attention(*given, *call.scores)

@@ -13,8 +13,10 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule, packed_layout
 from sparsek.attn.ops.attention import attention
 from sparsek.attn.ops.foreign_options import REFUSED_PACKED, refuse
+from sparsek.attn.plan.attention_operands import NO_TANGENT
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_no_tangent
 from sparsek.engine.call.autocast import autocasts, follow_autocast
 
 DIMS = {"q": "[total_q, Hq, D]", "k": "[total_k, Hkv, D]", "v": "[total_k, Hkv, Dv]"}
@@ -132,6 +134,7 @@ def attention_varlen(
                 f"{name} must be {DIMS[name]} of packed documents, got {x.dim()}-D {list(x.shape)}"
             )
     q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
+    check_no_tangent(NO_TANGENT, q, k, v)
     if isinstance(mask, MaskPolicy | None):
         found = _packed(q, k, cu_seqlens_q, cu_seqlens_k, mask or EVERY_KEY)
     elif isinstance(mask, MaskRule):

@@ -13,7 +13,15 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._C._functorch import (
+    TransformType,
+    get_dynamic_layer_stack_depth,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+)
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from sparsek.core import dtypes
@@ -40,6 +48,32 @@ _DIRECT: dict[str, Callable[..., Tensor]] = {}
 def active() -> bool:
     """Whether torch.func transforms this call, and torch.compile does not trace it."""
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
+def check_rules() -> None:
+    """InvalidInput for transforms of torch.func that have no rule for ops with gradients.
+
+    They are functionalize, and under torch.compile all. Without fullgraph=True torch then runs the function uncompiled.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return
+    if torch.compiler.is_compiling():
+        raise InvalidInput(
+            "torch.compile(fullgraph=True) cannot trace this call inside a function that torch.func transforms; leave "
+            "fullgraph away, or compute gradients by .backward()"
+        )
+    if any(each.key() == TransformType.Functionalize for each in get_interpreter_stack() or ()):
+        raise InvalidInput(
+            "torch.func.functionalize does not transform calls of sparsek; make them outside of it, or use "
+            "torch.compile, which needs no functionalize"
+        )
+
+
+def _maps_alone() -> bool:
+    """Whether torch.compile traces one vmap, which calls an op with one output for each item."""
+    return get_dynamic_layer_stack_depth() == 1 and (
+        retrieve_current_functorch_interpreter().key() == TransformType.Vmap
+    )
 
 
 def traced() -> bool:
@@ -100,7 +134,10 @@ def call(name: str, *args: Any) -> Tensor:
     host time than the product, and its first call imports torch._dynamo.
     """
     if active():
+        check_rules()
         return _FUNCTIONS[name].apply(*args)
+    if torch._C._are_functorch_transforms_active() and not _maps_alone():
+        check_rules()
     if (
         not torch.is_grad_enabled()
         and not traced()
