@@ -71,38 +71,6 @@ def test_bench_with_no_kernel_that_runs_exits_1_and_says_why(run) -> None:
     assert "hopper.spmm not measured: " in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--m", "64,a"], "--m '64,a'"),
-        (["--kernel", "fast"], "is called 'fast'; known: hopper.spmm"),
-        (["--peers", "mkl"], "no peer is called 'mkl'"),
-        (["--pattern", "stripes"], "got 'stripes'"),
-        (["--device", "cuda:99"], "device cuda:99 is not on this machine"),
-    ],
-)
-def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, said) -> None:
-    result = run("bench", "spmm", *QUICK, *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--suite", "issue9"], "no suite is called 'issue9'"),
-        (["--suite", "blocks", *SMALL], "leave out --m, --k, --n, --block, --density, --dtype, or"),
-        (["--suite", "blocks", "--pattern", "uniform"], "leave out --pattern, or"),
-        (["--suite", "blocks", "--kernel", "auto"], "leave out --kernel, or"),
-    ],
-)
-def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> None:
-    result = run("bench", "spmm", "--device", "cpu", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-
-
 def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(entry: SuiteRow, **options: Any) -> Any:
         raise MemoryError(f"Unable to allocate {entry.case.m}")
@@ -215,43 +183,6 @@ def test_bench_mlp_says_that_decoding_needs_a_gpu(run, quick) -> None:
     assert run("bench", "mlp", *MLP, *FEW, "--measure", "decode").exit_code == 1
 
 
-@pytest.mark.parametrize(
-    ("op", "arguments", "said"),
-    [
-        ("spmm", ["--form", "A@A"], "form is one of A@B"),
-        ("sddmm", ["--kernel", "cpu.spmm", "--m", "64"], "no kernel of sddmm is called 'cpu.spmm'"),
-        ("sddmm", ["--pattern", "stripes"], "pattern is one of uniform, banded, powerlaw, got 'stripes'"),
-        ("spgemm", ["--block", "32:16"], "blocks of 32 meet blocks with 32 rows, not 16"),
-        ("spgemm", ["--block", "16:16:16"], "for A and B, got '16:16:16'"),
-        ("spgemm", ["--result", "coo"], "out is one of dense, bsr, got 'coo'"),
-        ("linear", ["--epilogue", "tanh"], "an epilogue is bias, one of relu, gelu, gelu_tanh, silu"),
-        ("semi24", ["--form", "A.T@B"], "form is one of x@W.T, A@B, got 'A.T@B'"),
-        ("semi24", ["--suite", "forms"], "no suite is called 'forms'; known: published, story"),
-        ("fp8", ["--dtype", "bf16"], "dtype is one of e4m3, e5m2, got 'bf16'"),
-        ("pack", ["--to", "coo"], "to is one of semi24, bsr, got 'coo'"),
-        ("mlp", ["--measure", "serve"], "measure is one of train, compiled, decode, got 'serve'"),
-        (
-            "mlp",
-            ["--peers", "cublas"],
-            "no peer is called 'cublas'; known: torch_dense, torch_dense_compiled",
-        ),
-        (
-            "linear",
-            ["--suite", "published", "--epilogue", "bias"],
-            "leave out --epilogue, or leave out --suite",
-        ),
-        ("mlp", ["--suite", "published", "--measure", "train"], "leave out --measure, or leave out --suite"),
-        ("spmm", ["--suite", "forms", "--form", "B@A"], "leave out --form, or leave out --suite"),
-        ("spgemm", ["--suite", "blocks"], "no suite is called 'blocks'; known: published"),
-    ],
-)
-def test_bench_of_a_product_answers_bad_input_with_one_line(run, op: str, arguments: Any, said: str) -> None:
-    result = run("bench", op, *FEW, *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr.replace("\n", " ")
-    assert "Traceback" not in result.stderr
-
-
 def test_bench_attention_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
     out = tmp_path / "cpu" / "attention.jsonl"
     masks = ["--mask", "window:64+sinks:16,causal"]
@@ -289,57 +220,6 @@ def test_bench_attention_backward_measures_gradients_and_steps(
     assert [list(record["peers"]) for record in found] == [["sdpa"]] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--measure", "forward"], "measure is one of backward, train, got 'forward'"),
-        (["--mask", "diagonal"], "no mask is written 'diagonal'"),
-        (
-            ["--seq", "128", "--kernel", "cpu.attention"],
-            "no kernel of attention_backward is called 'cpu.attention'",
-        ),
-        (
-            ["--seq", "128", "--kernel", "cpu.attention_paged"],
-            "cpu.attention_paged was removed: name one of hopper.attention_bwd, ",
-        ),
-        (["--peers", "fa3"], "no peer is called 'fa3'; did you mean 'fa4'? Known: cudnn, fa4"),
-        (["--suite", "sweep"], "no suite is called 'sweep'; known: published, train"),
-        (["--suite", "published", "--any-order"], "leave out --deterministic, or leave out --suite"),
-        (
-            ["--suite", "published"],
-            "suite published needs a GPU; a CPU would take hours. Give sizes by hand: --seq",
-        ),
-        (["--suite", "train"], "suite train needs a GPU"),
-    ],
-)
-def test_bench_attention_backward_answers_bad_input_with_one_line(run, arguments, said) -> None:
-    result = run("bench", "attention-backward", "--device", "cpu", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr.replace("\n", " ")
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("command", "sizes"),
-    [
-        *((command, "--m 512 --k 512 --n 64") for command in ("spmm", "sddmm", "spgemm", "semi24")),
-        ("linear", "--tokens 64 --k 512 --n 512"),
-        ("mlp", "--tokens 64 --width 512 --hidden 512"),
-        ("fp8", "--m 512 --k 512 --n 64"),
-        ("planner", "--layers few --dtype fp32"),
-        ("attention", "--seq 1K --heads 2 --dim 64 --dtype fp32"),
-        ("attention-backward", "--seq 1K --heads 2 --dim 64 --dtype fp32"),
-    ],
-)
-def test_a_cpu_is_not_given_the_sizes_of_a_gpu_unless_they_are_asked_for(run, command, sizes) -> None:
-    for options in ((), ("--dtype", "e4m3" if command == "fp8" else "fp32"), ("--rounds", "1")):
-        result = run("bench", command, "--device", "cpu", *options)
-        assert result.exit_code == 2
-        assert f"are a GPU's; a CPU would take hours. Give sizes by hand: {sizes}" in " ".join(
-            result.stderr.split()
-        )
-
-
 def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     lists = ["--seq", "128,100x192", "--heads", "1,2:1", "--mask", "full", "--peers", "none", "--out", out]
@@ -354,36 +234,6 @@ def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_p
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--mask", "diagonal"], "no mask is written 'diagonal'; known"),
-        (["--mask", "window"], "window:W+sinks:S"),
-        (["--seq", "8M"], "a length is written as 8192"),
-        (["--heads", "2:3"], "2 query heads do not divide among 3"),
-        (["--heads", "1:2:3"], "heads and head sizes are written"),
-        (["--block", "32"], "a mask's block sides are 64 or 128, got 32"),
-        (["--peers", "cublas"], "no peer is called 'cublas'; known: cudnn, fa4, flex"),
-        (["--suite", "published"], "leave out --heads, --seq, --dim, --mask, --block, --dtype, --kernel, or"),
-    ],
-)
-def test_bench_attention_answers_bad_input_with_one_line(run, arguments, said) -> None:
-    result = run("bench", "attention", *ATTENTION, "--mask", "full", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_bench_attention_has_its_own_suites(run) -> None:
-    result = run("bench", "attention", "--suite", "blocks", "--device", "cpu")
-    assert result.exit_code == 2
-    assert "no suite is called 'blocks'; known: published, length, density" in result.stderr
-    for suite in ("published", "length"):
-        refused = run("bench", "attention", "--suite", suite, "--device", "cpu")
-        assert refused.exit_code == 2
-        assert f"suite {suite} needs a GPU" in refused.stderr
-
-
 def test_bench_host_times_calls_by_hand(run, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("sparsek_bench.suites.host.CALLS_EACH", 2)
@@ -396,19 +246,3 @@ def test_bench_host_times_calls_by_hand(run, monkeypatch, tmp_path: Path) -> Non
         r"^linear \+ bias \+ gelu, 8 tokens, 64 to 128, block 32 25 % fp32", result.stdout, re.MULTILINE
     )
     assert [record["case"]["storage"] for record in records.read(out)] == ["bsr", "semi24"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "suite host needs a GPU"),
-        (["--rounds", "1"], "suite host needs a GPU"),
-        (["--call", "A - B"], "call is one of A @ B"),
-        (["--sides", "64-64"], "sides are written as 64x1024x1024"),
-        (["--suite", "host", "--call", "linear"], "leave out --call, or leave out --suite"),
-    ],
-)
-def test_bench_host_answers_bad_input_with_one_line(run, arguments: Any, said: str) -> None:
-    result = run("bench", "host", *FEW, *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr.replace("\n", " ")

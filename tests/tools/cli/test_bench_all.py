@@ -114,16 +114,3 @@ def test_bench_all_writes_a_page_of_what_was_measured_now_or_before(run, small: 
     assert run(*given, "--html", tmp_path / "all.html").exit_code == 0
     text = (tmp_path / "all.html").read_text(encoding="utf-8")
     assert [f"64×96×{n} block 32 50 % fp32" in text for n in (16, 32, 48)] == [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "suites need a GPU; a CPU would take hours"),
-        (["--only", "gemm"], "no benchmark is called 'gemm'; did you mean 'spgemm'"),
-    ],
-)
-def test_bench_all_answers_bad_input_with_one_line(run, arguments: list[str], said: str) -> None:
-    result = run("bench", "all", "--device", "cpu", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr.replace("\n", " ")

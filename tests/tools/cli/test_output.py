@@ -150,13 +150,6 @@ def test_help_lists_the_dtypes_and_the_cards_that_errors_list(call) -> None:
     assert "use one of bf16, fp16, fp32, fp64" in refused
 
 
-def test_a_fraction_that_is_no_number_is_told_what_one_is(call) -> None:
-    for command in (["advise", "x.npy"], ["demo"]):
-        result = call([*command, "--keep", "25%"], 200)
-        assert result.exit_code == 2
-        assert "Invalid value for '--keep': 25% is no number; write a fraction such as 0.25" in result.stderr
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_wrong_usage_is_told_at_any_width(call, width: int) -> None:
     for arguments in (["bench", "spmm", "--nope"], ["advise"]):

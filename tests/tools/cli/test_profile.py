@@ -211,29 +211,6 @@ def test_profile_prints_the_plan_and_its_roofline(run) -> None:
     assert "There is no measurement" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["hopper.spm"], "no kernel is called 'hopper.spm'; did you mean 'hopper.spmm'"),
-        (["spmm", "--block", "64,128"], "profile takes one case, and these options give 2"),
-        (["spmm", "--device", "h2000"], "h2000"),
-        (
-            ["attention-backward", "--measure", "train", "--seq", "128", "--heads", "1", "--dim", "64"],
-            "several kernels",
-        ),
-        (
-            ["hopper.semi24_skinny", "--m", "512", "--k", "512", "--n", "512", "--device", "h200"],
-            "semi24_skinny cannot",
-        ),
-    ],
-)
-def test_profile_answers_bad_input_with_exit_code_2(run, arguments: list[str], said: str) -> None:
-    result = run("profile", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert result.stdout == ""
-
-
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """`profile` measures on the CPU, and finds only the programs that a test writes."""

@@ -243,30 +243,6 @@ def test_what_cannot_run_is_named_and_the_rest_goes_on() -> None:
     assert "hopper.semi24 cannot run this" in failed["why"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--kernel", "hopper.nothing"],
-            "no kernel of these formats is called 'hopper.nothing'; known: hopper.spmm,",
-        ),
-        (["--kernel", "hopper.spmm,hopper.sddmm"], "no kernel of these formats is called 'hopper.sddmm'"),
-        (["--format", "dense"], "--format dense: the vendor's library multiplies it"),
-        (["--format", "bsr,dense_fp8", "--device", "cpu"], "--format dense_fp8: the vendor's library"),
-        (
-            ["--format", "csr"],
-            "no format is called 'csr'; did you mean 'bsr'? Known: semi24, bsr, bsr24, semi24_fp8, bsr_fp8, bsr24_fp8",
-        ),
-        (["--keep", "0", "--device", "cpu"], "a fraction of blocks"),
-        (["none.npz", "--device", "cpu"], "neither a file nor a shape"),
-    ],
-)
-def test_what_makes_no_sense_is_one_red_line(arguments: list[str], said: str) -> None:
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert said in done.output
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     assert "there is no GPU to tune for; --device cpu" in run("64x64").output
