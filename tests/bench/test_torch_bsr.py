@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,6 @@ from benchmarks.torch_bsr.attempts import (
 )
 from benchmarks.torch_bsr.cases import TORCH_BSR, Add, GradInput
 from sparsek.core.errors import InvalidInput
-from sparsek.core.terminal import NARROWEST, PIPE_WIDTH
 from tests.sampling import half
 
 CPU = torch.device("cpu")
@@ -231,24 +229,6 @@ def test_the_command_shows_both_answers(run) -> None:
     assert "SparseK itself fails" not in text
 
 
-@pytest.mark.parametrize("charset", ["utf-8", "ascii"])
-def test_the_table_keeps_its_figures_at_any_width(run, charset: str) -> None:
-    shown = {}
-    for width in (0, 1, 20, 40, 80, 200):
-        environment = {"COLUMNS": str(width), "TERM": "dumb"}
-        result = CliRunner(charset=charset).invoke(
-            app, ["--only", "right,op-add", "--device", "cpu"], env=environment
-        )
-        assert result.exit_code == 0, result.output
-        assert result.stdout.isascii() or charset == "utf-8"
-        assert max(map(len, result.stdout.splitlines())) <= (max(width, NARROWEST) if width else PIPE_WIDTH)
-        shown[width] = result.stdout
-    wide = set(re.findall(r"\d+\.\d+", shown[200])) - set(re.findall(r"\d+\.\d+", torch.__version__))
-    joined = "".join(shown[40].split())
-    assert wide
-    assert [each for each in wide if each not in joined] == []
-
-
 def test_verbose_shows_the_code_and_the_operands(run) -> None:
     result = run("--only", "op-slice,right", "--verbose", "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -279,9 +259,3 @@ def test_a_failure_of_sparsek_is_not_hidden(run, monkeypatch: pytest.MonkeyPatch
     result = run("--only", "op-add", "--device", "cpu")
     assert result.exit_code == 0
     assert "SparseK itself fails: op-add." in result.stdout
-
-
-def test_an_unknown_entry_is_an_error(run) -> None:
-    result = run("--only", "nothing")
-    assert result.exit_code == 2
-    assert "no entry is called 'nothing'" in result.stderr

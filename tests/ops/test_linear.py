@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidInput
 from sparsek.engine.call.recorded_calls import Calls, Slot
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
@@ -35,16 +35,6 @@ def layer(
     return x, w, bias, residual
 
 
-@pytest.mark.parametrize("kernel", ["cpu.spmm", "reference.spmm", "vendor.dense"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_a_named_kernel_runs_a_layer(dtype: torch.dtype, kernel: str):
-    x, w, bias, residual = layer(dtype)
-    gate = check_linear(x, w, sk.linear(x, w, bias, "gelu", residual, kernel=kernel), bias, "gelu", residual)
-    assert gate.passed, gate
-    with pytest.raises(Unsupported, match=r"hopper\.spmm cannot run this"):
-        sk.linear(x, w, kernel="hopper.spmm")
-
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "by columns": lambda x: x[0].mT.contiguous().mT,
     "swapped": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -53,15 +43,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one token for all": lambda x: x[:1, :1].expand(2, 20, -1),
     "every second feature": lambda x: x.repeat_interleave(2, -1)[..., ::2],
 }
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_x_may_lie_in_memory_as_it_likes(name: str, device: str):
-    x, w, bias, _ = layer(device=device)
-    x = LAYOUTS[name](x)
-    y = sk.linear(x, w, bias)
-    assert y.is_contiguous()
-    assert check_linear(x, w, y, bias).passed
 
 
 def test_a_transposed_weight_reads_the_values_where_they_are(device: str):

@@ -52,14 +52,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("of_x", LAYOUTS)
-@pytest.mark.parametrize("of_y", ["row", "col", "odd start"])
-def test_operands_may_lie_in_memory_as_they_like(of_x: str, of_y: str, device: str):
-    x, y, pattern = given(device=device)
-    x, y = LAYOUTS[of_x](x), LAYOUTS[of_y](y)
-    assert check_sddmm(x, y, sk.sddmm(x, y, pattern)).passed
-
-
 def test_the_pattern_of_a_view_serves_as_any_other(device: str):
     x, y, pattern = given(96, 40, 128, device=device)
     flipped = given(128, 40, 96, device=device)[2].T

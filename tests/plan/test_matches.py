@@ -7,18 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsek as sk
-from sparsek.products.formats.pattern import BlockPattern, HostPattern
+from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.plan.matches import Matches, match
+from tests.products.pattern_cases import pattern_of
 
 SIDES = (16, 32, 48)  # of blocks: bm, bk, bn
-
-
-def pattern_of(mask: np.ndarray, block: tuple[int, int]) -> BlockPattern:
-    """The pattern that stores the true cells of `mask`."""
-    indptr = np.concatenate(([0], np.cumsum(mask.sum(1)))).astype(np.int32)
-    host = HostPattern(indptr, np.nonzero(mask)[1].astype(np.int32))
-    sides = (mask.shape[0] * block[0], mask.shape[1] * block[1])
-    return BlockPattern.from_host(sides, block, host, torch.device("cpu"))
 
 
 @st.composite

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.products.formats.pattern import BlockPattern, HostPattern
 from sparsek.products.formats.random import Spread, random_bsr
 from sparsek.products.formats.storage import merged_steps
 from sparsek.products.plan.schedule import (
@@ -20,19 +19,9 @@ from sparsek.products.plan.schedule import (
     part_limit,
     walk,
 )
+from tests.products.pattern_cases import pattern_of
 
 WORKERS = 132
-
-
-def pattern_of(
-    mask: np.ndarray, block: tuple[int, int], shape: tuple[int, int] | None = None
-) -> BlockPattern:
-    """The pattern that stores the true cells of `mask` [Mb, Kb]."""
-    rows, columns = mask.shape
-    indptr = np.concatenate(([0], np.cumsum(mask.sum(1)))).astype(np.int32)
-    host = HostPattern(indptr, np.nonzero(mask)[1].astype(np.int32))
-    sides = shape or (rows * block[0], columns * block[1])
-    return BlockPattern.from_host(sides, block, host, torch.device("cpu"))
 
 
 @st.composite
@@ -116,23 +105,6 @@ def test_units_that_begin_past_a_ragged_m_are_dropped(m: int):
     rows = -(-m // 16)
     merged = walk(pattern_of(np.ones((rows, 2), bool), (16, 16), (m, 32)), 128, 8)
     assert merged.row.tolist() == list(range(0, m, 128))
-
-
-def test_patterns_without_rows_or_blocks_walk_to_nothing():
-    for merge in (1, 2):
-        assert len(walk(pattern_of(np.zeros((0, 4), bool), (64, 64)), 128, merge).row) == 0
-        units = walk(pattern_of(np.zeros((4, 0), bool), (64, 64), (256, 0)), 128, merge)
-        assert len(units.row) == 4 // merge
-        assert (units.begin == units.end).all()
-
-
-def test_a_merged_group_with_an_empty_row_points_past_the_blocks():
-    mask = np.array([[1, 0], [0, 0], [1, 1], [0, 1]], bool)
-    units = walk(pattern_of(mask, (64, 64)), 128, 2)
-    assert units.cols.tolist() == [0, 0, 1]
-    assert units.blocks.tolist() == [[0, 4], [1, 4], [2, 3]]
-    assert units.begin.tolist() == [0, 1]
-    assert units.end.tolist() == [1, 3]
 
 
 @given(
@@ -292,12 +264,6 @@ def test_long_units_are_cut_into_even_parts_that_hold_every_step_once(lengths: l
     assert slots.tolist() == list(range(len(slots))), "slots are numbered in order"
 
 
-def test_units_of_one_part_have_no_slot_and_no_units_have_no_parts():
-    assert cut(units_of([3, 0, 4]), 4).slot.tolist() == [-1, -1, -1]
-    assert cut(units_of([3, 9, 4]), 4).slot.tolist() == [-1, 0, 1, 2, -1]
-    assert len(cut(units_of([]), 4).unit) == 0
-
-
 @pytest.mark.parametrize("steps", [0, 7, 528, 100_000])
 @pytest.mark.parametrize("workers", [1, 132, 264])
 def test_parts_are_half_of_what_a_cta_has_but_not_too_short(steps: int, workers: int):
@@ -305,18 +271,6 @@ def test_parts_are_half_of_what_a_cta_has_but_not_too_short(steps: int, workers:
     assert isinstance(limit, int)
     assert limit >= 4
     assert limit == 4 or limit <= steps / workers / 2 < limit + 1
-
-
-def test_tiles_of_parts_are_dealt_like_those_of_units():
-    """Every tile of every part once, whose slot the unit of a tile leads to."""
-    a = random_bsr(4096, 8192, 128, 0.2, pattern="powerlaw", seed=3)
-    made = cut(walk(a.pattern, 128), 6)
-    assert (made.slot >= 0).any()
-    deal = balance(made.parts, 300, 128, WORKERS)
-    found = [(int(unit), int(column)) for unit, column in zip(deal.unit, deal.tiles[:-1, 3], strict=True)]
-    assert sorted(found) == [(unit, column) for unit in range(len(made.unit)) for column in (0, 128, 256)]
-    assert deal.tiles[:-1, 0].tolist() == made.parts.begin[deal.unit].tolist()
-    assert deal.tiles[:-1, 1].tolist() == made.parts.end[deal.unit].tolist()
 
 
 @given(

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.products.formats.pattern import BlockPattern, HostPattern
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.plan.sddmm_schedule import FIELDS, OUTSIDE, SddmmTiles, sddmm_tiles
+from tests.products.pattern_cases import pattern_of
 
 # (block, rows of a tile, columns of a piece): as hopper.sddmm chooses them
 SHAPES = [
@@ -26,14 +26,6 @@ SHAPES = [
     ((128, 320), 128, 256),
     ((16, 64), 64, 64),
 ]
-
-
-def pattern_of(mask: np.ndarray, block: tuple[int, int]) -> BlockPattern:
-    """The pattern that stores the true cells of `mask` [Mb, Nb]."""
-    indptr = np.concatenate(([0], np.cumsum(mask.sum(1)))).astype(np.int32)
-    host = HostPattern(indptr, np.nonzero(mask)[1].astype(np.int32))
-    sides = (mask.shape[0] * block[0], mask.shape[1] * block[1])
-    return BlockPattern.from_host(sides, block, host, torch.device("cpu"))
 
 
 @st.composite

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.formats.pattern import BlockPattern, HostPattern
 from sparsek.products.formats.random import Spread, random_bsr
 from sparsek.testing.product_budget import met_rows, unmet_filled
 from tests.products.cases import Case, laid_out
@@ -191,3 +192,14 @@ SPGEMM_CASES: tuple[SpgemmCase, ...] = (
     SpgemmCase(128, 128, 128, _SQUARE64, (0.5, 0.5), "nothing wanted", wanted=0.0),
     SpgemmCase(128, 128, 128, _SQUARE64, (0.0, 0.5), "wanted without pairs", wanted=0.5),
 )
+
+
+def pattern_of(
+    mask: np.ndarray, block: tuple[int, int], shape: tuple[int, int] | None = None
+) -> BlockPattern:
+    """The pattern that stores the true cells of `mask`."""
+    rows, columns = mask.shape
+    indptr = np.concatenate(([0], np.cumsum(mask.sum(1)))).astype(np.int32)
+    host = HostPattern(indptr, np.nonzero(mask)[1].astype(np.int32))
+    sides = shape or (rows * block[0], columns * block[1])
+    return BlockPattern.from_host(sides, block, host, torch.device("cpu"))

@@ -1,6 +1,5 @@
 """Arithmetic on stored blocks, against the same on dense matrices."""
 
-import copy
 import io
 import operator
 import pickle
@@ -466,19 +465,6 @@ def test_torch_save_of_a_matrix_is_refused_with_both_ways_out():
             InvalidInput, match=r"sparsek\.save.*torch\.save\(A\.state_dict\(\), .*from_state_dict"
         ):
             write(make())
-
-
-def test_results_are_pytrees_and_copies():
-    for a in (make() * 2 + make(), (make() - make() / 3).T, make().block_row_slice(1, 3), like(make())):
-        doubled = _pytree.tree_map_only(Tensor, lambda t: t * 2 if t.is_floating_point() else t, a)
-        assert torch.equal(doubled.to_dense(), (2 * a).to_dense())
-        assert torch.equal(doubled.sum(0), (2 * a).sum(0))
-        assert torch.equal((doubled - a).to_dense(), a.to_dense())
-        assert torch.equal(copy.deepcopy(a).to_dense(), a.to_dense())
-    grads = make().requires_grad_()
-    grads.norm().backward()
-    leaves = _pytree.tree_leaves(grads.grad)
-    assert len(leaves) == 3
 
 
 @VIEWS

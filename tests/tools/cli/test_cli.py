@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from rich.console import ColorSystem
@@ -158,21 +157,6 @@ def test_advise_on_the_cpu_measures(run, model: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Times measured on cpu (cpu.spmm)." in result.output
     assert "Predictions" not in result.output
-
-
-def test_advise_writes_a_picture(run, model: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "pruned.svg"
-    result = run("advise", model, "--block", "16", "--tokens", "8", "--device", "h200", "--picture", picture)
-    assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"<svg")
-    assert "picture of layer.0.weight" in result.output
-
-
-def test_advise_reads_npy(run, tmp_path: Path) -> None:
-    np.save(tmp_path / "w.npy", np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32))
-    result = run("advise", tmp_path / "w.npy", "--block", "16", "--tokens", "8", "--device", "h200")
-    assert result.exit_code == 0, result.output
-    assert "64x64" in result.output
 
 
 HOSTILE = ("w[/b]", "w[bold red]", ":smile:", "e\x1b[31ms\x07\x9b1m", "a$b$", "c\\")

@@ -135,10 +135,6 @@ def test_h_is_short_for_help_everywhere(call) -> None:
         assert call([*page, "-h"], 80).stdout == call([*page, "--help"], 80).stdout
 
 
-def test_the_help_of_the_program_names_version(call) -> None:
-    assert "--version" in call(["--help"], 40).stdout
-
-
 def test_help_lists_the_dtypes_and_the_cards_that_errors_list(call) -> None:
     for command in ("advise", "demo"):
         shown = " ".join(call([command, "--help"], 200).stdout.split())

@@ -273,17 +273,6 @@ def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
     assert len(made) == before + 2
 
 
-def test_plans_for_an_h200_name_the_kernel_and_its_tile() -> None:
-    w = sk.Semi24.from_dense(torch.randn(1024, 512).bfloat16())
-    plan = sk.plan_spmm(w, torch.randn(512, 256).bfloat16(), device="h200")
-    assert plan.kernel == "hopper.semi24"
-    assert "hopper.semi24: tile " in plan.explain()
-    assert "cluster" in plan.explain()
-    assert plan.seconds > plan.bound_seconds
-    back = sk.plan_spmm(torch.randn(256, 1024).bfloat16(), w, device="h200")
-    assert "hopper.semi24: A is transposed" in back.explain()
-
-
 def test_tiles_follow_the_problem() -> None:
     c = SEMI24.default(SEMI)
     assert (c.tm, c.tn, c.cluster) == (128, 256, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.engine.table import load, names_for
+from sparsek.engine.table import load
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Quantized, quantize
 from sparsek.products.formats.quantized_tensor import DenseScale, QuantizedTensor
@@ -87,15 +87,6 @@ def test_the_library_refuses_in_words():
     assert "E5M2 with E5M2" in why_not(changed(p, dtype="e5m2", b_dtype="e5m2"))[0]
     assert "GiB" in why_not(changed(p, m=1 << 20, k=1 << 20))[0]
     assert cublas_fp8.VendorCublasFp8.only_by_name
-
-
-def test_every_operation_has_its_kernels():
-    for storage in STORAGES:
-        name = {"bsr_fp8": "spmm_fp8"}.get(storage, storage)
-        family = "unpacked" if "24" in storage else "portable"
-        assert {f"{family}.{name}", "vendor.cublas_fp8", "reference.spmm_fp8"} <= set(
-            names_for("spmm", storage)
-        )
 
 
 def test_a_scaled_needs_no_copy_of_its_values():
