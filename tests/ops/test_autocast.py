@@ -13,6 +13,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call.autocast import follow_autocast
 from sparsek.products.formats.bsr import BSR
+from tests.ops.storages import KERNELS, WIDE, matrix
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, F16], ids=["bf16", "fp16"])
@@ -101,6 +102,44 @@ def test_every_product_is_that_of_operands_cast_by_hand(low: torch.dtype):
         assert each.dtype == low, name
         assert torch.equal(each, right[name]), name
         assert wide[name].dtype == F64, name
+
+
+def multiplied(op: str, a: Any, x: Tensor, y: Tensor, *, plan: bool = False, **how: Any) -> Any:
+    """A product of A [128, 192], X [128, 40] and Y [192, 40] by one verb, or its plan with the operands."""
+    if op == "linear":
+        return sk.linear(y.mT, a, None, "gelu", **how)
+    operands = (a, y) if op == "spmm" else (a, a.T) if op == "spgemm" else (x, y.mT, a.pattern)
+    if plan:
+        return getattr(sk, f"plan_{op}")(*operands), operands
+    return getattr(sk, op)(*operands, **how)
+
+
+@pytest.mark.parametrize(
+    ("op", "storage", "kernel"),
+    [
+        *(("spmm", storage, kernel) for storage in WIDE for kernel in (None, *KERNELS[storage])),
+        *(
+            (op, "bsr", kernel)
+            for op in ("sddmm", "spgemm")
+            for kernel in (None, f"reference.{op}", f"vendor.{op}")
+        ),
+    ],
+)
+def test_nothing_is_cast_inside_a_kernel_and_a_plan_keeps_its_dtype(
+    op: str, storage: str, kernel: str | None
+):
+    a, x, y = matrix(storage, F32), torch.randn(128, 40), torch.randn(192, 40)
+    plan, operands = multiplied(op, a, x, y, plan=True)
+    right = multiplied(op, a.to(dtype=BF16), x.to(BF16), y.to(BF16), kernel=kernel)
+    with torch.autocast("cpu", BF16):
+        found, planned = multiplied(op, a, x, y, kernel=kernel), plan(*operands)
+        assert multiplied(op, a.to(dtype=F64), x.double(), y.double()).dtype == F64
+        assert getattr(sk, op)(*operands, plan=plan).dtype == F32
+        layer = multiplied("linear", a, x, y) if kernel is None else None
+    if layer is not None:
+        assert torch.equal(layer, multiplied("linear", a.to(dtype=BF16), x, y.to(BF16)))
+    assert (found.dtype, planned.dtype) == (BF16, F32)
+    assert torch.equal(*(each if isinstance(each, Tensor) else each.values for each in (found, right)))
 
 
 def test_gradients_of_every_product_come_in_the_operands_dtypes():

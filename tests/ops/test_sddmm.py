@@ -102,20 +102,6 @@ def test_a_named_kernel_that_cannot_run_says_why_and_which_can():
         sk.sddmm(*given(), kernel="hopper.sddmm")
 
 
-def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():
-    x, y, pattern = given(dtype=torch.float32)
-    plan = sk.plan_sddmm(x, y, pattern)
-    for kernel in (None, "reference.sddmm", "vendor.sddmm"):
-        alone = sk.sddmm(x.to(BF16), y.to(BF16), pattern, kernel=kernel).values
-        with torch.autocast("cpu", BF16):
-            found = sk.sddmm(x, y, pattern, kernel=kernel).values
-        assert found.dtype == BF16
-        assert torch.equal(found, alone)
-    with torch.autocast("cpu", BF16):
-        assert plan(x, y, pattern).dtype == sk.sddmm(x, y, pattern, plan=plan).dtype == torch.float32
-        assert sk.sddmm(x.double(), y.double(), pattern).dtype == torch.float64
-
-
 @pytest.mark.parametrize("lies", ["row", "col"])
 @pytest.mark.parametrize("sizes", [(128, 40, 96), (100, 7, 90), (64, 0, 64)], ids=str)
 def test_the_op_passes_torchs_own_checks(sizes: tuple[int, int, int], lies: str):

@@ -64,18 +64,6 @@ def test_a_plan_of_a_bsr24_belongs_to_its_pattern():
         plan(x, other)
 
 
-@pytest.mark.parametrize("kind", TWO_FOUR)
-def test_autocast_casts_the_operands_and_nothing_inside_a_kernel(kind: str):
-    a, x = matrix(kind, torch.float32), torch.randn(5, 192)
-    low, plan = a.to(dtype=BF16), sk.plan_spmm(a, x.mT)
-    right, product = sk.linear(x.to(BF16), low, None, "gelu"), low @ x.mT.to(BF16)
-    with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(sk.linear(x, a, None, "gelu"), right)
-        assert torch.equal(a @ x.mT, product)
-        assert torch.equal(sk.spmm(a, x.mT), product)
-        assert sk.spmm(a, x.mT, plan=plan).dtype == torch.float32
-
-
 def test_an_aligned_plan_refuses_what_is_not():
     a = matrix("semi24")
     wide = torch.randn(192, 48).to(BF16)

@@ -166,19 +166,6 @@ def test_a_named_kernel_that_cannot_run_says_why_and_which_can():
         sk.spgemm(*two(), kernel="hopper.spgemm")
 
 
-def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():
-    a, b = two()
-    plan, low = sk.plan_spgemm(a, b), (a.to(dtype=BF16), b.to(dtype=BF16))
-    for kernel in (None, "reference.spgemm", "vendor.spgemm"):
-        alone = sk.spgemm(*low, kernel=kernel)
-        with torch.autocast("cpu", BF16):
-            assert torch.equal(sk.spgemm(a, b, kernel=kernel), alone)
-            assert torch.equal(sk.spgemm(a, low[1], kernel=kernel), alone)
-    with torch.autocast("cpu", BF16):
-        assert (a @ b).dtype == BF16
-        assert sk.spgemm(a, b, plan=plan).dtype == F32
-
-
 @pytest.mark.parametrize("views", [(False, False), (True, True)], ids=str)
 def test_the_ops_pass_torchs_own_checks(views: tuple[bool, bool]):
     a, b = two((90, 100, 70))

@@ -49,28 +49,6 @@ def test_bench_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
     assert len(records.read(out)) == 2
 
 
-def test_bench_takes_comma_lists_as_combinations(run, tmp_path: Path) -> None:
-    out = tmp_path / "r.jsonl"
-    result = run(
-        "bench", "spmm", *QUICK, "--m", "64,128", "--block", "32,16x32", "--peers", "none", "--out", out
-    )
-    assert result.exit_code == 0, result.output
-    cases = [(record["case"]["m"], record["case"]["block"]) for record in records.read(out)]
-    assert cases == [(64, [32, 32]), (64, [16, 32]), (128, [32, 32]), (128, [16, 32])]
-
-
-def test_bench_says_which_peers_it_left_out_and_why(run) -> None:
-    result = run("bench", "spmm", *QUICK, "--peers", "cublas,cusparse")
-    assert "cublas not measured: runs on cuda" in result.output
-    assert "cusparse not measured: runs on cuda, the case is on cpu" in result.output
-
-
-def test_bench_with_no_kernel_that_runs_exits_1_and_says_why(run) -> None:
-    result = run("bench", "spmm", *SMALL, "--kernel", "hopper.spmm", "--peers", "none", "--device", "cpu")
-    assert result.exit_code == 1
-    assert "hopper.spmm not measured: " in result.output
-
-
 def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(entry: SuiteRow, **options: Any) -> Any:
         raise MemoryError(f"Unable to allocate {entry.case.m}")
@@ -146,15 +124,6 @@ def test_bench_of_every_product_prints_a_table_and_appends_records(
     assert [list(record["peers"]) for record in records.read(out)] == [["torch_dense"]] * len(rows)
 
 
-def test_bench_spmm_takes_every_form_of_the_product(run, tmp_path: Path, quick) -> None:
-    out = tmp_path / "r.jsonl"
-    forms = ["--form", "A@B,A.T@B,B@A,B@A.T"]
-    result = run("bench", "spmm", *QUICK, *forms, "--peers", "torch_dense", "--out", out)
-    assert result.exit_code == 0, result.output
-    assert [record["case"]["form"] for record in records.read(out)] == ["A@B", "A.T@B", "B@A", "B@A.T"]
-    assert [list(record["peers"]) for record in records.read(out)] == [["torch_dense"]] * 4
-
-
 def test_bench_pack_shows_bytes_and_no_flops(run, monkeypatch, tmp_path: Path, quick) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     out = tmp_path / "r.jsonl"
@@ -218,20 +187,6 @@ def test_bench_attention_backward_measures_gradients_and_steps(
         ("attention_train", "full", False),
     ]
     assert [list(record["peers"]) for record in found] == [["sdpa"]] * 3
-
-
-def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_path: Path) -> None:
-    out = tmp_path / "r.jsonl"
-    lists = ["--seq", "128,100x192", "--heads", "1,2:1", "--mask", "full", "--peers", "none", "--out", out]
-    result = run("bench", "attention", *ATTENTION, *lists)
-    assert result.exit_code == 0, result.output
-    cases = [record["case"] for record in records.read(out)]
-    assert [(case["heads"], case["kv_heads"], case["q_len"], case["kv_len"]) for case in cases] == [
-        (1, 1, 128, 128),
-        (1, 1, 100, 192),
-        (2, 1, 128, 128),
-        (2, 1, 100, 192),
-    ]
 
 
 def test_bench_host_times_calls_by_hand(run, monkeypatch, tmp_path: Path) -> None:
