@@ -30,11 +30,10 @@ from sparsek.integrations.foreign_options import (
     ints_on,
     readable,
     refusing,
-    require_neutral,
 )
 
 BLOCK = 128
-NO_DROPOUT = "attention drops no weights"
+NO_DROPOUT = (0.0, "attention drops no weights")
 OTHER_BLOCKS = (
     "for other blocks call sparsek.attention with BlockMask.from_block_map(map, seq_len, block=...)"
 )
@@ -52,7 +51,7 @@ __getattr__ = absent(
 )
 
 
-@refusing("block_sparse_attn_func", **FORKS)
+@refusing("block_sparse_attn_func", p_dropout=NO_DROPOUT, **FORKS)
 def block_sparse_attn_func(
     q: Tensor,
     k: Tensor,
@@ -121,8 +120,6 @@ def block_sparse_attn_func(
         >>> block_sparse_attn_func(q, k, v, ends, ends, types, None, blocks, 300, 300, 0.0).shape
         torch.Size([300, 2, 64])
     """
-    call = "block_sparse_attn_func"
-    require_neutral(call, "p_dropout", p_dropout, 0.0, NO_DROPOUT)
     longest = (
         arguments.integer("max_seqlen_q_", max_seqlen_q_, 0, INT32_MAX),
         arguments.integer("max_seqlen_k_", max_seqlen_k_, 0, INT32_MAX),

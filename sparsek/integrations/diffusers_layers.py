@@ -141,6 +141,7 @@ class Processor:
 
     def _attend(
         self,
+        dim: int,
         tokens: int,
         joint: int,
         query: Tensor,
@@ -150,47 +151,22 @@ class Processor:
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,
-        attention_kwargs: Any = None,
-        *,
-        backend: Any = None,
-        parallel_config: Any = None,
+        **options: Any,
     ) -> Tensor:
-        """In place of diffusers' dispatch_attention_fn: query [B, S, H, D], key and value [B, T, H, D].
+        """In place of diffusers' dispatch_attention_fn, whose operands [B, S, H, D] have their tokens in `dim` 1, or of
+        torch's scaled_dot_product_attention, [B, H, S, D].
 
         In a processor that was called with `tokens` of the video and `joint` text tokens.
         """
-        if not self._applies(tokens, joint, query.shape[1], key.shape[1], attn_mask, dropout_p, is_causal):
-            return self._dense(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
-                backend=backend, parallel_config=parallel_config,
-            )  # fmt: skip
-        if parallel_config is not None:
+        rows, keys = query.shape[dim], key.shape[dim]
+        if not self._applies(tokens, joint, rows, keys, attn_mask, dropout_p, is_causal):
+            return self._dense(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+        if options.get("parallel_config") is not None:
             raise InvalidInput(
                 "context parallelism splits the tokens of a layer, and a policy needs all of them"
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self._sparsely(q, k, v, joint, attn_mask, scale).transpose(1, 2)
-
-    def _attend_by_heads(
-        self,
-        tokens: int,
-        joint: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """In place of torch's scaled_dot_product_attention: [B, H, S, D]."""
-        if self._applies(tokens, joint, query.shape[2], key.shape[2], attn_mask, dropout_p, is_causal):
-            return self._sparsely(query, key, value, joint, attn_mask, scale)
-        return self._dense(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        q, k, v = (x.transpose(dim, 2) for x in (query, key, value))
+        return self._sparsely(q, k, v, joint, attn_mask, scale).transpose(dim, 2)
 
     def _applies(
         self, tokens: int, joint: int, rows: int, keys: int, mask: Any, dropout: float, causal: bool
@@ -294,7 +270,7 @@ def _class_of(old: type) -> type:
     """A class of processors with the signature of `old`, which models read."""
     own: Any = old.__call__
     redirected = _redirected(own)
-    by_heads = DISPATCH not in own.__code__.co_names
+    dim = 1 if DISPATCH in own.__code__.co_names else 2
     takes_text = "encoder_hidden_states" in own.__code__.co_varnames[: own.__code__.co_argcount]
 
     @functools.wraps(own)
@@ -312,8 +288,7 @@ def _class_of(old: type) -> type:
             tokens = -1
         if "sparse_params" in kwargs and tokens > 0 and self._around.sparse.applies(tokens):
             kwargs["sparse_params"] = None  # the mask that the model would make itself
-        attend = self._attend_by_heads if by_heads else self._attend
-        kwargs[DISPATCH] = functools.partial(attend, tokens, joint)
+        kwargs[DISPATCH] = functools.partial(self._attend, dim, tokens, joint)
         return redirected(self, attn, hidden_states, *args, **kwargs)
 
     return type(f"Sparse{old.__name__}", (Processor, old), {"__call__": call})

@@ -30,6 +30,7 @@ from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
     check_shape,
+    check_values,
     cut_map,
     ints_on,
     readable,
@@ -396,9 +397,6 @@ def _sizes(name: str, sizes: Tensor, x: Tensor, side: int) -> Tensor:
         )
     sizes = values_of(sizes, name).flatten()
     if readable(sizes):
-        wrong = torch.nonzero((sizes < 0) | (sizes > side))
-        if wrong.numel():
-            at = int(wrong[0])
-            raise InvalidInput(f"{name}[{at}] is {int(sizes[at])}; a block has 0 to {side} tokens")
+        check_values(name, sizes, (sizes < 0) | (sizes > side), f"a block has 0 to {side} tokens")
     arguments.dtype("the dtype of q, k and v", x.dtype, dtypes.FLOATS)
     return sizes.to(torch.int32)

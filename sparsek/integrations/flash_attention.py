@@ -31,6 +31,7 @@ from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
     check_shape,
+    check_values,
     cut_side,
     ints_on,
     readable,
@@ -39,10 +40,9 @@ from sparsek.integrations.foreign_options import (
 )
 
 BLOCK = (128, 128)
-NO_SCORES = "attention changes scores by softcap and learnable_sink only"
-BY_CLOSURE = "mask_mod reads tensors and numbers by its closure"
+NO_SCORES = (None, "attention changes scores by softcap and learnable_sink only")
+BY_CLOSURE = (None, "mask_mod reads tensors and numbers by its closure")
 IN_PAGES = "call sparsek.attention_paged, which takes lengths and tables of pages on the device"
-ONE_SEQUENCE = "call flash_attn_func for each sequence"
 # Of FlashAttention-2 and 3.
 OLDER: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "attention drops no weights"),
@@ -52,9 +52,23 @@ OLDER: dict[str, tuple[Any, str]] = {
     "sm_margin": (0, "leave it out"),
     "fa_version": (4, "leave it out"),
 }
-PAGED: dict[str, tuple[Any, str]] = dict.fromkeys(
-    ("block_table", "leftpad_k", "k_new", "v_new"), (None, IN_PAGES)
-)
+REFUSED: dict[str, tuple[Any, str]] = {
+    **OLDER,
+    "qv": (None, ""),
+    "gather_kv_indices": (None, ""),
+    **dict.fromkeys(("score_mod", "score_mod_bwd"), NO_SCORES),
+    **dict.fromkeys(("aux_tensors", "aux_scalars"), BY_CLOSURE),
+}
+REFUSED_PACKED: dict[str, tuple[Any, str]] = {
+    **OLDER,
+    "score_mod": NO_SCORES,
+    "aux_tensors": BY_CLOSURE,
+    **dict.fromkeys(("mask_mod", "block_sparse_tensors"), (None, "call flash_attn_func for each sequence")),
+    **dict.fromkeys(
+        ("seqused_q", "seqused_k", "page_table", "block_table", "leftpad_k", "k_new", "v_new"),
+        (None, IN_PAGES),
+    ),
+}
 
 __getattr__ = absent(
     __name__,
@@ -96,7 +110,7 @@ class BlockSparseTensorsTorch(NamedTuple):
     spt: bool | None = None
 
 
-@refusing("flash_attn_func", **OLDER)
+@refusing("flash_attn_func", **REFUSED)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -166,14 +180,6 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, block_sparse_tensors=lists)[0].shape
         torch.Size([1, 256, 2, 64])
     """
-    call = "flash_attn_func"
-    refused = {"qv": qv, "gather_kv_indices": gather_kv_indices}
-    for name, value in refused.items():
-        require_neutral(call, name, value)
-    for name, value in (("score_mod", score_mod), ("score_mod_bwd", score_mod_bwd)):
-        require_neutral(call, name, value, None, NO_SCORES)
-    for name, value in (("aux_tensors", aux_tensors), ("aux_scalars", aux_scalars)):
-        require_neutral(call, name, _unless_empty(value), None, BY_CLOSURE)
     check_operands(q, k, v, "[B, S, H, D]")
     options = _options(q, causal, return_lse, learnable_sink, softcap, softmax_scale, deterministic)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -194,7 +200,7 @@ def flash_attn_func(
     return out.transpose(1, 2), lse if return_lse else None
 
 
-@refusing("flash_attn_varlen_func", **OLDER, **PAGED)
+@refusing("flash_attn_varlen_func", **REFUSED_PACKED)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -264,14 +270,6 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, ends, ends, 200, 200, causal=True)[0].shape
         torch.Size([300, 2, 64])
     """
-    call = "flash_attn_varlen_func"
-    require_neutral(call, "score_mod", score_mod, None, NO_SCORES)
-    for name, value in (("mask_mod", mask_mod), ("block_sparse_tensors", block_sparse_tensors)):
-        require_neutral(call, name, value, None, ONE_SEQUENCE)
-    paged = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
-    for name, value in paged.items():
-        require_neutral(call, name, value, None, IN_PAGES)
-    require_neutral(call, "aux_tensors", _unless_empty(aux_tensors), None, BY_CLOSURE)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise InvalidInput(
             "cu_seqlens_q or cu_seqlens_k is None; give both, or call flash_attn_func for [B, S, H, D]"
@@ -288,10 +286,6 @@ def flash_attn_varlen_func(
         mask = mask.visible_in(near, q.device).mask_for(*(x.transpose(0, 1)[None] for x in (q, k)))
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, mask, **options)
     return out, lse if return_lse else None
-
-
-def _unless_empty(x: Any) -> Any:
-    return None if isinstance(x, (list, tuple)) and not x else x
 
 
 def _options(
@@ -397,27 +391,23 @@ def _lists(lists: Any, q: Tensor, k: Tensor) -> tuple[BlockSparseTensorsTorch, t
 
 def _check_values(kind: str, counts: Tensor, indices: Tensor, columns: int) -> None:
     """InvalidInput for counts that are more than the entries, and for key blocks that do not exist."""
-    wrong = torch.nonzero((counts < 0) | (counts > indices.shape[3]))
-    if wrong.numel():
-        at = wrong[0].tolist()
-        raise InvalidInput(
-            f"{kind}_block_cnt{at} is {int(counts[tuple(at)])}; {kind}_block_idx has room for 0 to {indices.shape[3]} "
-            "blocks"
-        )
+    listed, crowded, absent = _read(counts, indices, columns)
+    room = f"{kind}_block_idx has room for 0 to {indices.shape[3]} blocks"
+    check_values(f"{kind}_block_cnt", counts, crowded, room)
+    check_values(f"{kind}_block_idx", indices, listed & absent, f"key blocks are 0 to {columns - 1}")
+
+
+def _read(counts: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which entries count, which counts are more than the entries, and which entries are no key blocks."""
     place = torch.arange(indices.shape[3], dtype=indices.dtype, device=indices.device)
-    wrong = torch.nonzero((place < counts[..., None]) & ((indices < 0) | (indices >= columns)))
-    if wrong.numel():
-        at = wrong[0].tolist()
-        raise InvalidInput(
-            f"{kind}_block_idx{at} is {int(indices[tuple(at)])}; key blocks are 0 to {columns - 1}"
-        )
+    crowded, absent = (counts < 0) | (counts > indices.shape[3]), (indices < 0) | (indices >= columns)
+    return place < counts[..., None], crowded, absent
 
 
 def _packed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """The entries that count, and -1: int [.., Mb, n]. What is wrong on a GPU becomes `columns`, which masks refuse."""
-    place = torch.arange(indices.shape[3], dtype=indices.dtype, device=indices.device)
-    listed, crowded = place < counts[..., None], (counts < 0) | (counts > indices.shape[3])
-    wrong = crowded[..., None] | listed & ((indices < 0) | (indices >= columns))
+    listed, crowded, absent = _read(counts, indices, columns)
+    wrong = crowded[..., None] | listed & absent
     return torch.where(wrong, columns, torch.where(listed, indices, -1))
 
 

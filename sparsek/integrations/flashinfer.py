@@ -32,10 +32,10 @@ from sparsek.integrations.foreign_options import (
     check_shape,
     ints_on,
     refusing,
-    require_neutral,
 )
 
-NO_FP8 = "attention has no FP8 operands"
+NO_FP8 = (None, "attention has no FP8 operands")
+NO_ROTATION = ("NONE", "apply rotary embeddings before the call")
 NHD: dict[str, tuple[Any, str]] = {"kv_layout": ("NHD", "k and v are [N, num_kv_heads, head_dim]")}
 HND: dict[str, tuple[Any, str]] = {"kv_layout": ("HND", "q, k and v are [heads, tokens, head_dim]")}
 IN_PAGES = "call sparsek.attention_paged, which takes lengths and tables of pages on the device"
@@ -96,7 +96,10 @@ class BlockSparseAttentionWrapper(_Wrapper):
         self._setting: WrapperSetting | None = None
         self._mask: BlockMask | None = None
 
-    @refusing("BlockSparseAttentionWrapper.plan")
+    @refusing(
+        "BlockSparseAttentionWrapper.plan", packed_mask=(None, "pass mask=, bool [nnz, R, C]"), q_scale=NO_FP8,
+        k_scale=NO_FP8, v_scale=NO_FP8, pos_encoding_mode=NO_ROTATION,
+    )  # fmt: skip
     def plan(
         self,
         indptr: Tensor | None,
@@ -172,14 +175,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
         Raises:
             InvalidInput: For options that SparseK does not have, and lists that do not fit.
         """
-        call = "BlockSparseAttentionWrapper.plan"
-        require_neutral(call, "packed_mask", packed_mask, None, "pass mask=, bool [nnz, R, C]")
-        for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-            require_neutral(call, name, scale, None, NO_FP8)
-        setting = WrapperSetting.of(
-            call, (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode, logits_soft_cap, sm_scale,
-            (q_data_type, kv_data_type, o_data_type),
-        )  # fmt: skip
+        heads, types = (num_qo_heads, num_kv_heads, head_dim), (q_data_type, kv_data_type, o_data_type)
+        setting = WrapperSetting.of(heads, logits_soft_cap, sm_scale, types)
         sizes = [
             arguments.integer(name, n, 1, INT32_MAX) for name, n in (("M", M), ("N", N), ("R", R), ("C", C))
         ]
@@ -212,7 +209,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
 
     begin_forward = plan
 
-    @refusing("BlockSparseAttentionWrapper.run")
+    @refusing("BlockSparseAttentionWrapper.run", scale_q=NO_FP8, scale_k=NO_FP8, scale_v=NO_FP8)
     def run(
         self,
         q: Tensor,
@@ -246,18 +243,15 @@ class BlockSparseAttentionWrapper(_Wrapper):
         Raises:
             InvalidInput: Before `plan`, and for tensors that it was not for.
         """
-        call = "BlockSparseAttentionWrapper.run"
-        for name, scale in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
-            require_neutral(call, name, scale, None, NO_FP8)
         if self._mask is None or self._setting is None:
-            raise InvalidInput(f"{call} before plan; call plan first")
+            raise InvalidInput("BlockSparseAttentionWrapper.run before plan; call plan first")
         check_operands(q, k, v, "[tokens, H, D]")
         self._setting.check(q, k, v, 1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         found, sums = attention(q, k, v, self._mask, return_lse=True, **self._setting.scores)
         return self._setting.results(found[0].transpose(0, 1), sums[0].T, out, lse, return_lse)
 
-    @refusing("BlockSparseAttentionWrapper.forward")
+    @refusing("BlockSparseAttentionWrapper.forward", pos_encoding_mode=NO_ROTATION)
     def forward(
         self,
         q: Tensor,
@@ -283,8 +277,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         Raises:
             InvalidInput: As `run`, and for options that SparseK does not have.
         """
-        call = "BlockSparseAttentionWrapper.forward"
-        scores = scores_of(call, pos_encoding_mode, logits_soft_cap, sm_scale)
+        scores = scores_of(logits_soft_cap, sm_scale)
         if self._setting is not None:
             self._setting = self._setting._replace(scores=scores)
         return self.run(q, k, v, scale_q, scale_k, scale_v)
@@ -323,7 +316,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         self._planned: tuple[WrapperSetting, Tensor, Tensor, Tensor, bool] | None = None
         self._made: dict[tuple[int, int], Any] = {}
 
-    @refusing("VariableBlockSparseAttentionWrapper.plan")
+    @refusing("VariableBlockSparseAttentionWrapper.plan", pos_encoding_mode=NO_ROTATION)
     def plan(
         self,
         block_mask_map: Tensor,
@@ -366,24 +359,20 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         Raises:
             InvalidInput: For options that SparseK does not have, and a map that does not fit.
         """
-        setting = WrapperSetting.of(
-            "VariableBlockSparseAttentionWrapper.plan", (num_qo_heads, num_kv_heads, head_dim), pos_encoding_mode,
-            logits_soft_cap, sm_scale, (q_data_type, kv_data_type, q_data_type),
-        )  # fmt: skip
+        heads, types = (num_qo_heads, num_kv_heads, head_dim), (q_data_type, kv_data_type, q_data_type)
+        setting = WrapperSetting.of(heads, logits_soft_cap, sm_scale, types)
         arguments.tensor("block_mask_map", block_mask_map, (torch.bool,), 3)
         arguments.one_device("block_mask_map is", block_mask_map.device, "the workspace is", self.device)
-        heads, rows, columns = block_mask_map.shape
-        check_shape(
-            "block_mask_map", block_mask_map, (setting.heads[1], rows, columns), "[num_kv_heads, MB, NB]"
-        )
+        kv_heads, (rows, columns) = setting.heads[1], block_mask_map.shape[1:]
+        check_shape("block_mask_map", block_mask_map, (kv_heads, rows, columns), "[num_kv_heads, MB, NB]")
         block_row_sz = ints_on("block_row_sz", block_row_sz, self.device, 2)
         block_col_sz = ints_on("block_col_sz", block_col_sz, self.device, 2)
         if not rows or not columns:
             raise InvalidInput(
                 f"block_mask_map is {list(block_mask_map.shape)}; it must have a row and a column of blocks"
             )
-        check_shape("block_row_sz", block_row_sz, (heads, rows), "as block_mask_map")
-        check_shape("block_col_sz", block_col_sz, (heads, columns), "as block_mask_map")
+        check_shape("block_row_sz", block_row_sz, (kv_heads, rows), "as block_mask_map")
+        check_shape("block_col_sz", block_col_sz, (kv_heads, columns), "as block_mask_map")
         # The caller may write to its own.
         lists = block_mask_map.clone(), block_row_sz.clone(), block_col_sz.clone()
         self._planned = (setting, *lists, arguments.flag("causal", causal))
@@ -437,7 +426,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             found, sums = made.attention(q, k, v, setting.scores)
         return setting.results(found, sums, out, lse, return_lse)
 
-    @refusing("VariableBlockSparseAttentionWrapper.forward")
+    @refusing("VariableBlockSparseAttentionWrapper.forward", pos_encoding_mode=NO_ROTATION)
     def forward(
         self,
         q: Tensor,
@@ -460,8 +449,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         Raises:
             InvalidInput: As `run`, and for options that SparseK does not have.
         """
-        call = "VariableBlockSparseAttentionWrapper.forward"
-        scores = scores_of(call, pos_encoding_mode, logits_soft_cap, sm_scale)
+        scores = scores_of(logits_soft_cap, sm_scale)
         if self._planned is not None:
             self._planned = (self._planned[0]._replace(scores=scores), *self._planned[1:])
         return self.run(q, k, v)

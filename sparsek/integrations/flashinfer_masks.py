@@ -17,12 +17,12 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.foreign_options import (
     check_shape,
+    check_values,
     cut_lengths,
     cut_map,
     cut_side,
     ints_on,
     readable,
-    require_neutral,
 )
 
 LOG2_E = math.log2(math.e)
@@ -36,11 +36,9 @@ class WrapperSetting(NamedTuple):
     scores: dict[str, Any]  # how `attention` makes them
 
     @classmethod
-    def of(
-        cls, call: str, heads: tuple[Any, Any, Any], pos: Any, softcap: Any, scale: Any, types: Any
-    ) -> WrapperSetting:
-        """From the arguments of `plan`; InvalidInput for those that SparseK does not have."""
-        scores = scores_of(call, pos, softcap, scale)
+    def of(cls, heads: tuple[Any, Any, Any], softcap: Any, scale: Any, types: Any) -> WrapperSetting:
+        """From the arguments of `plan`, checked."""
+        scores = scores_of(softcap, scale)
         names = "num_qo_heads", "num_kv_heads", "head_dim"
         q_heads, kv_heads, dim = (arguments.integer(*each, 1) for each in zip(names, heads, strict=True))
         if q_heads % kv_heads:
@@ -92,9 +90,8 @@ def _own_places(name: str, x: Tensor) -> None:
         raise InvalidInput(f"{name} has strides {list(x.stride())}, so rows share memory; give it its own")
 
 
-def scores_of(call: str, pos: Any, softcap: Any, scale: Any) -> dict[str, Any]:
-    """The options of `attention` that make its scores; InvalidInput for those that SparseK does not have."""
-    require_neutral(call, "pos_encoding_mode", pos, "NONE", "apply rotary embeddings before the call")
+def scores_of(softcap: Any, scale: Any) -> dict[str, Any]:
+    """The options of `attention` that make its scores."""
     cap = 0.0 if softcap is None else arguments.number("logits_soft_cap", softcap)
     return {
         "scale": None if scale is None else arguments.number("sm_scale", scale),
@@ -246,10 +243,7 @@ class BlockGrid:
 def check_range(name: str, x: Tensor, most: int, what: str) -> None:
     """InvalidInput for values on the CPU that are below 0 or above `most`; of others nothing is known here."""
     if readable(x):
-        wrong = torch.nonzero((x < 0) | (x > most))
-        if wrong.numel():
-            at = wrong[0].tolist()
-            raise InvalidInput(f"{name}{at} is {int(x[tuple(at)])}; {what} are 0 to {most}")
+        check_values(name, x, (x < 0) | (x > most), f"{what} are 0 to {most}")
 
 
 def check_sums(rows: Tensor, columns: Tensor, q_len: int, kv_len: int) -> None:

@@ -23,7 +23,10 @@ __getattr__ = absent(
 )
 
 
-@refusing("flex_attention", dropout_p=(0.0, "attention drops no weights"))
+@refusing(
+    "flex_attention", dropout_p=(0.0, "attention drops no weights"),
+    score_mod=(None, "attention does not change scores"),
+)  # fmt: skip
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -72,9 +75,7 @@ def flex_attention(
         >>> flex_attention(q, k, v, block_mask=causal).shape
         torch.Size([1, 2, 300, 64])
     """
-    call = "flex_attention"
-    require_neutral(call, "score_mod", score_mod, None, "attention does not change scores")
-    require_neutral(call, "max_scores", getattr(return_aux, "max_scores", None), False)
+    require_neutral("flex_attention", "max_scores", getattr(return_aux, "max_scores", None), False)
     check_operands(query, key, value, "[B, H, S, D]")
     if arguments.flag("return_lse", return_lse) and return_aux is not None:
         raise InvalidInput("return_lse and return_aux are both given; give one")

@@ -31,12 +31,14 @@ def refusing(
 
     Args:
         call: The name of the call in messages.
-        **others: Options of other versions of the call: the value that changes nothing, and what to do instead of
-            others. With that value, or None, they are accepted.
+        **others: Options that SparseK does not have, of this version of the call or of others: the value that changes
+            nothing, and what to do instead of others. With that value, None or an empty list they are accepted.
     """
 
     def wrap(made: Callable[Given, Made]) -> Callable[Given, Made]:
-        known = tuple(name for name in inspect.signature(made).parameters if name != "self")
+        names = tuple(inspect.signature(made).parameters)
+        known = tuple(name for name in names if name != "self")
+        refused = tuple((at, name, others[name]) for at, name in enumerate(names) if name in others)
 
         @functools.wraps(made)
         def called(*args: Given.args, **kwargs: Given.kwargs) -> Made:
@@ -44,6 +46,8 @@ def refusing(
                 if name not in others:
                     raise InvalidInput(f"{call} has no argument {name}; it has {', '.join(known)}")
                 require_neutral(call, name, kwargs.pop(name), *others[name])
+            for at, name, other in refused:
+                require_neutral(call, name, args[at] if at < len(args) else kwargs.get(name), *other)
             return made(*args, **kwargs)
 
         return called
@@ -76,8 +80,10 @@ def readable(x: Tensor) -> bool:
 
 
 def require_neutral(call: str, name: str, value: Any, neutral: Any = None, instead: str = "") -> None:
-    """InvalidInput unless an option that `call` does not have is None or has the value that changes nothing."""
+    """InvalidInput unless an option that `call` does not have is None, empty, or has the value that changes nothing."""
     if value is None or (isinstance(value, PLAIN) and value == neutral):
+        return
+    if isinstance(value, (list, tuple)) and not value:
         return
     right = "None" if neutral is None else f"{neutral!r} or None"
     raise InvalidInput(
@@ -96,6 +102,14 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...], of: str) -> None:
     """InvalidInput unless a tensor has this shape; `of` describes it."""
     if tuple(x.shape) != shape:
         raise InvalidInput(f"{name} is {list(x.shape)}; it must be {list(shape)}, {of}")
+
+
+def check_values(name: str, x: Tensor, wrong: Tensor, right: str) -> None:
+    """InvalidInput with the first of the wrong values, and what is right."""
+    found = torch.nonzero(wrong)
+    if found.numel():
+        at = found[0].tolist()
+        raise InvalidInput(f"{name}{at} is {int(x[tuple(at)])}; {right}")
 
 
 def check_operands(q: Any, k: Any, v: Any, dims: str) -> None:

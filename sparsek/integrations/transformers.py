@@ -108,38 +108,25 @@ def sparsek_mask(
     wanted = PairsRequest(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
     )
-    plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     options = getattr(config, "sparsek", None)
-    if (
-        mask_function is bidirectional_mask_function
-        and isinstance(q_offset, int)
-        and q_offset == kv_offset == 0
-        and q_length != kv_length
-    ):  # cross-attention, whose queries have no position among the keys
-        options = None
-    plain = plain and attention_mask is None
-    if torch.compiler.is_compiling() and plain and isinstance(q_offset, int) and not chooses(options):
-        given = None if options is None else tuple(options.items())
-        causal = mask_function is causal_mask_function
+    causal, every = mask_function is causal_mask_function, mask_function is bidirectional_mask_function
+    from_start = isinstance(q_offset, int) and q_offset == kv_offset == 0
+    if every and from_start and q_length != kv_length:
+        options = None  # cross-attention, whose queries have no position among the keys
+    if not torch.compiler.is_compiling():
+        return _made_mask(wanted, options)
+    known = not chooses(options)
+    given = tuple(options.items()) if known and options is not None else None
+    if known and (causal or every) and attention_mask is None and isinstance(q_offset, int):
         return _constant_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, causal, given, str(device)
         )
-    if (
-        torch.compiler.is_compiling()
-        and attention_mask is None
-        and not use_vmap
-        and isinstance(q_offset, int)
-        and q_offset == kv_offset == 0
-        and q_length == kv_length
-        and q_length > 1
-        and _is_packed(mask_function, config)
-    ):
+    whole = from_start and 1 < q_length == kv_length and attention_mask is None
+    if whole and not use_vmap and _is_packed(mask_function, config):
         mask = packed_mask(_documents_of(mask_function, batch_size, q_length, device))
         return ModelMask(ResolvedRule(mask), (batch_size, 1, q_length, kv_length), packed=True)
-    if torch.compiler.is_compiling() and q_length <= MOST and q_length < kv_length:
-        near = None
-        if not chooses(options):
-            near = _near(None if options is None else tuple(options.items()))
+    if known and q_length <= MOST and q_length < kv_length:
+        near = _near(given)
         if near is not None:
             return _step(wanted, WindowKeys(*[int(each) for each in near.split(",")]))
     return _made_mask(wanted, options)

@@ -37,6 +37,7 @@ from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.integrations.config import misfit
+from sparsek.integrations.transformers_steps import PairsRequest
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")
@@ -347,12 +348,10 @@ class MaskRequest:
 
     def seen(self, function: Callable[..., Any], use_vmap: bool) -> Tensor:
         """Every pair, bool [B, 1, q_len, kv_len]."""
-        seen = masking_utils.sdpa_mask(
-            self.batch, self.q_len, self.kv_len, self.q_offset, self.kv_offset, function, self.padding,
-            allow_is_causal_skip=False, use_vmap=use_vmap, device=self.device,
-        )  # fmt: skip
-        assert seen is not None  # only skips give None
-        return seen
+        return PairsRequest(
+            self.batch, self.q_len, self.kv_len, self.q_offset, self.kv_offset, function, self.padding, use_vmap,
+            self.device,
+        ).evaluated(self.batch)  # fmt: skip
 
 
 def _runs(ids: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.tracing import wants_gradient, watched
-from sparsek.integrations.foreign_options import absent, refusing, require_neutral
+from sparsek.integrations.foreign_options import absent, refusing
 from sparsek.integrations.xformers_pages import kept_with, padded_pages, paged, pages_of
 
 CALL = "memory_efficient_attention"
@@ -46,7 +46,7 @@ __getattr__ = absent(
 )
 
 
-@refusing(CALL)
+@refusing(CALL, p=(0.0, "attention drops no weights"))
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
@@ -98,7 +98,6 @@ def memory_efficient_attention(
         >>> memory_efficient_attention(q, k, v, attn_bias=LowerTriangularMask()).shape
         torch.Size([2, 300, 8, 64])
     """
-    require_neutral(CALL, "p", p, 0.0, "attention drops no weights")
     q, k, v = _operands(query, key, value)
     if output_dtype is not None:
         arguments.dtype("output_dtype", output_dtype, (query.dtype,))
