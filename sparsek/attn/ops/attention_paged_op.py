@@ -77,22 +77,10 @@ class PagedArgs(NamedTuple):
             mask = MaskPolicy(window=window, sinks=sinks, causal=causal)
         pages = cache[0] if len(cache) == 1 else tuple(cache)
         bounds = None if max_q < 0 else max_q, None if max_k < 0 else max_k
-        given = (
-            q,
-            pages,
-            table,
-            lengths,
-            edges,
-            mask,
-            *bounds,
-            causal,
-            scale,
-            softcap,
-            sink_logits,
-            k_scale,
-            v_scale,
-        )
-        return AttendedPages(*given, out, return_lse).checked()
+        return AttendedPages(
+            q, pages, table, lengths, edges, mask, *bounds, causal, scale, softcap, sink_logits, k_scale, v_scale, out,
+            return_lse,
+        ).checked()  # fmt: skip
 
     def empty_lse(self) -> Tensor:
         """An uninitialised lse; empty unless it is returned."""
@@ -165,14 +153,7 @@ def through_op(call: AttendedPages) -> tuple[Tensor, Tensor]:
     if mask is not None and not isinstance(mask, MaskPolicy | PageLists):
         raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be None, a MaskPolicy or PageLists")
     if isinstance(mask, MaskPolicy):
-        if mask.stride is not None:
-            raise InvalidInput(
-                "mask has the option stride, which no paged kernel has; pass sparsek.PageLists"
-            )
-        if mask.causal and not causal:
-            raise InvalidInput(
-                f"causal=False contradicts mask, {mask.label}; write MaskPolicy(causal=False, ...)"
-            )
+        operands.check_policy(mask, causal)
     operands.check_no_gradient({"q": q, "sink_logits": call.sink_logits, "out": out})
     causal = arguments.flag("causal", causal)
     causal = mask.causal if isinstance(mask, MaskPolicy) else causal

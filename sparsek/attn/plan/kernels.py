@@ -25,6 +25,19 @@ def unless_heads(
     return [f"TMA moves whole 16 bytes and {room}, so head dims must be {right}"]
 
 
+def padded_heads(p: AttentionProblem | PagedProblem, least: int = 32) -> tuple[int, int]:
+    """Powers of two, `least` or more, that hold the columns of q and k, and of v."""
+    dim, v_dim = (max(least, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
+    return dim, v_dim
+
+
+def padding_notes(p: AttentionProblem | PagedProblem, c: Any) -> list[str]:
+    """A note of `explain()` where heads are padded."""
+    if (c.dim, c.v_dim) == (p.dim, p.v_dim):
+        return []
+    return [f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}"]
+
+
 class AttentionCall(NamedTuple):
     """The tensors and settings of one launch of attention.
 

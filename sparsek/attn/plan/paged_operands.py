@@ -44,24 +44,32 @@ def split_cache(q: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         raise InvalidInput(f"q is {list(q.shape)}; it must be [tokens, Hq, D]")
     dtypes.name(q.dtype)
     dim = q.shape[2]
-    if isinstance(cache, Tensor):
-        arguments.dense("cache", cache)
-        if cache.dim() != 4 or cache.shape[3] != 2 * dim:
-            apart = f"; of one 5-D tensor, {APART}" if cache.dim() == 5 else ""
+    pages = _tensors_of(cache)
+    if len(pages) == 1:
+        (both,) = pages
+        if both.dim() != 4 or both.shape[3] != 2 * dim:
+            apart = f"; of one 5-D tensor, {APART}" if both.dim() == 5 else ""
             raise InvalidInput(
-                f"cache is {list(cache.shape)} and q has head dim {dim}; it must be {CACHE}{apart}"
+                f"cache is {list(both.shape)} and q has head dim {dim}; it must be {CACHE}{apart}"
             )
-        k, v = cache[..., :dim], cache[..., dim:]
-    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
-        k, v = (arguments.dense(f"cache[{i}]", each) for i, each in enumerate(cache))
+        k, v = both[..., :dim], both[..., dim:]
+    else:
+        k, v = pages
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[3] != dim or v.shape[3] == 0:
             raise InvalidInput(
                 f"cache is {list(k.shape)} and {list(v.shape)}, and q has head dim {dim}; it must be {CACHE}"
             )
-    else:
-        raise InvalidInput(f"cache is {shown(cache)}; it must be {CACHE}")
     _check_cache(q, k, v)
     return k, v
+
+
+def _tensors_of(cache: Any) -> list[Tensor]:
+    """The one tensor of a cache, or both."""
+    if isinstance(cache, Tensor):
+        return [arguments.dense("cache", cache)]
+    if isinstance(cache, (tuple, list)) and len(cache) == 2:
+        return [arguments.dense(f"cache[{i}]", each) for i, each in enumerate(cache)]
+    raise InvalidInput(f"cache is {shown(cache)}; it must be {CACHE}")
 
 
 def check_tensors(q: Any, cache: Any, tables: Any, others: dict[str, Any]) -> Tensor:
@@ -72,12 +80,7 @@ def check_tensors(q: Any, cache: Any, tables: Any, others: dict[str, Any]) -> Te
     for name, x in others.items():
         if x is not None:
             arguments.dense(name, x)
-    if isinstance(cache, Tensor):
-        pages = [arguments.dense("cache", cache)]
-    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
-        pages = [arguments.dense(f"cache[{i}]", each) for i, each in enumerate(cache)]
-    else:
-        raise InvalidInput(f"cache is {shown(cache)}; it must be {CACHE}")
+    pages = _tensors_of(cache)
     if pages[0].dim() != 4:
         raise InvalidInput(f"cache is {list(pages[0].shape)}; it must be {CACHE}")
     return pages[0]
@@ -134,16 +137,7 @@ def visible(q: Tensor, k: Tensor, mask: Any, causal: bool) -> VisibleKeys:
     if mask is None:
         return VisibleKeys(causal)
     if isinstance(mask, MaskPolicy):
-        if mask.topk is not None or mask.stride is not None:
-            option = "topk" if mask.stride is None else "stride"
-            raise InvalidInput(
-                f"mask has the option {option}, which no paged kernel has; pass sparsek.PageLists, or a policy of "
-                "sparsek.policies"
-            )
-        if mask.causal and not causal:
-            raise InvalidInput(
-                f"causal=False contradicts mask, {mask.label}; write MaskPolicy(causal=False, ...)"
-            )
+        check_policy(mask, causal)
         return VisibleKeys(mask.causal, min(mask.window or 0, 2**31 - 1), min(mask.sinks, 2**31 - 1))
     if isinstance(mask, PageLists):
         _check_lists(q, k, mask)
@@ -152,6 +146,20 @@ def visible(q: Tensor, k: Tensor, mask: Any, causal: bool) -> VisibleKeys:
         f"mask is {shown(mask)}; it must be None, a MaskPolicy, PageLists, or a policy of sparsek.policies. Masks of "
         "single requests join by PageLists.of_masks; Quest's pages go in as quest.lists(...)"
     )
+
+
+def check_policy(mask: MaskPolicy, causal: bool) -> None:
+    """InvalidInput unless a policy is one of a window, sinks and causality, which `causal` does not contradict."""
+    if mask.topk is not None or mask.stride is not None:
+        option = "topk" if mask.stride is None else "stride"
+        raise InvalidInput(
+            f"mask has the option {option}, which no paged kernel has; pass sparsek.PageLists, or a policy of "
+            "sparsek.policies"
+        )
+    if mask.causal and not causal:
+        raise InvalidInput(
+            f"causal=False contradicts mask, {mask.label}; write MaskPolicy(causal=False, ...)"
+        )
 
 
 def _check_lists(q: Tensor, k: Tensor, lists: PageLists) -> None:

@@ -57,7 +57,13 @@ from sparsek.attn.kernels.forward.rules import by_step
 from sparsek.attn.kernels.forward.softmax import capped, distances
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
-from sparsek.attn.plan.kernels import AttentionGradCall, AttentionGradKernel, unless_heads
+from sparsek.attn.plan.kernels import (
+    AttentionGradCall,
+    AttentionGradKernel,
+    padded_heads,
+    padding_notes,
+    unless_heads,
+)
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.engine.launch.gluon import (
     Described,
@@ -335,22 +341,13 @@ def differentiate(
         turn ^= 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "kv_len",
-        "rows",
-        "plane",
-        "heads",
-        "bound_item",
-        "bound_head",
-        "bound_group",
-        "bound_plane",
-        "slope_item",
-        "slope_head",
-        "ahead",
-    ],
-    do_not_specialize_on_alignment=["slopes"],
-)
+NUMBERS = [
+    "kv_len", "rows", "plane", "heads", "bound_item", "bound_head", "bound_group", "bound_plane", "slope_item",
+    "slope_head", "ahead",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["slopes"])
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, starts, visits, rules,
     bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
@@ -474,7 +471,7 @@ class HopperAttentionGrad:
         return next(iter(self.configs(p)))
 
     def configs(self, p: AttentionGradProblem) -> Iterable[Config]:
-        dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
+        dim, v_dim = padded_heads(p)
         halves = p.block[1] // 64
         if halves == 2:
             rings = [(4, 2), (3, 2), (2, 2)]
@@ -521,9 +518,7 @@ class HopperAttentionGrad:
             found.append(
                 f"dQ is added in a fixed order; by scripts, deterministic=False is {c.order_price} times as fast"
             )
-        if (c.dim, c.v_dim) != (p.dim, p.v_dim):
-            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
-        return found
+        return found + padding_notes(p, c)
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
         made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered), None

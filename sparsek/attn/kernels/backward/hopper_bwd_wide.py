@@ -31,7 +31,13 @@ from sparsek.attn.kernels.forward import rules, score_args
 from sparsek.attn.kernels.forward.parts import add_parts, longest_part
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import padded_rows
-from sparsek.attn.plan.kernels import AttentionGradCall, AttentionGradKernel, unless_heads
+from sparsek.attn.plan.kernels import (
+    AttentionGradCall,
+    AttentionGradKernel,
+    padded_heads,
+    padding_notes,
+    unless_heads,
+)
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on
 from sparsek.engine.launch.kinds import KernelConfig, source_of
@@ -102,7 +108,7 @@ class HopperWideAttentionGrad:
         return next(iter(self.configs(p)))
 
     def configs(self, p: AttentionGradProblem) -> Iterable[Config]:
-        dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
+        dim, v_dim = padded_heads(p)
         return [Config(dim, v_dim, p.block, 2, 1 if v_dim > 128 else 2, p.by_interval, p.by_bits)]
 
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
@@ -120,10 +126,7 @@ class HopperWideAttentionGrad:
         return busy + rows + 3 * p.card.launch_seconds
 
     def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
-        found = parts_of(p)
-        if (c.dim, c.v_dim) != (p.dim, p.v_dim):
-            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
-        return found
+        return parts_of(p) + padding_notes(p, c)
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Walks:
         return walks(p, mask)

@@ -32,27 +32,24 @@ after another. Registers have no room for a second S.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from sparsek.attn.kernels.forward import pipeline, rules, score_args
+from sparsek.attn.kernels.forward import pipeline, rules
 from sparsek.attn.kernels.forward.fwd_load import Where, bounds_at, load, masked_column, tile_at
 from sparsek.attn.kernels.forward.hopper_fwd import (
+    NUMBERS,
     HopperAttention,
-    Work,
     allowed,
     finished,
-    mask_args,
-    packs,
     query_rows,
     too_long,
 )
-from sparsek.attn.kernels.forward.pipeline import Pipeline, after, fitted, rings
+from sparsek.attn.kernels.forward.pipeline import Pipeline, after, rings
 from sparsek.attn.kernels.forward.softmax_fp8 import (
     PEAK,
     next_unit,
@@ -64,9 +61,8 @@ from sparsek.attn.kernels.forward.softmax_fp8 import (
     weighted,
     weights,
 )
-from sparsek.attn.plan import attention_schedule as tiling
 from sparsek.attn.plan.kernels import AttentionCall, AttentionKernel, unless_heads
-from sparsek.engine.launch.gluon import Described, describe_heads, launch_on, tma_store_wait
+from sparsek.engine.launch.gluon import Described, describe_heads, tma_store_wait
 from sparsek.engine.launch.kinds import source_of
 from sparsek.engine.plan.kernel import unless_aligned, unless_hopper
 
@@ -311,13 +307,10 @@ def attend(
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
-NUMBERS = [
-    "group", "q_len", "heads", "kv_len", "bound_item", "bound_head", "bound_group", "of_q", "of_k", "of_v", "q_rows",
-    "k_rows", "v_rows",
-]  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale"])
+@gluon.jit(
+    do_not_specialize=[*NUMBERS, "of_q", "of_k", "of_v", "q_rows", "k_rows", "v_rows"],
+    do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale"],
+)
 def attention_fp8_kernel(
     q_desc, k_desc, v_desc, o_desc, tiles, count, partial, full, rules, bits, lo, hi, lse, part, part_lse, q_scale,
     k_scale, v_scale, scale, group, q_len, heads, kv_len, bound_item, bound_head, bound_group, of_q, of_k, of_v, q_rows,
@@ -351,6 +344,8 @@ class HopperAttentionFp8(HopperAttention):
     """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.attention_fp8"
+    _config = Config
+    _device = attention_fp8_kernel, SOURCE
     _tile_seconds = 2.7e-6
 
     def why_not(self, p: Any) -> list[str]:
@@ -362,22 +357,12 @@ class HopperAttentionFp8(HopperAttention):
         reasons += unless_heads(p, "registers hold O twice", 256, 128, unit=16)
         return reasons + unless_aligned(p, "strides of the values") + too_long(p)
 
-    def configs(self, p: Any) -> Iterable[Config]:
-        dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
-        _, *rows = p.scale_rows
-        rules = {"interval": p.by_interval, "bits": p.by_bits, "lse": p.lse, "by_block": any(rows)}
-        found: dict[Config, None] = {}
-        for groups in (2, 1) if p.block[0] == 128 else (1,):
-            for keys in (128, 64):
-                # A step's keys lie in one block of the mask, and have one scale.
-                fits = keys <= p.block[1] and not any(each % keys for each in rows)
-                if not fits or (groups == 1 and keys == 128 and max(dim, v_dim) > 64):
-                    continue
-                for pack in packs(p):
-                    c = Config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
-                    c = fitted(c, p.card.smem_bytes)
-                    found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
-        return list(found)
+    def _own_rules(self, p: Any) -> dict[str, Any]:
+        return {"by_block": any(p.scale_rows[1:])}
+
+    def _fits(self, p: Any, keys: int) -> bool:
+        """A step's keys lie in one block of the mask, and have one scale."""
+        return keys <= p.block[1] and not any(each % keys for each in p.scale_rows[1:])
 
     def _step_seconds(self, p: Any, c: Any) -> float:
         """A step of a whole SM: 1.69 times the smooth maximum of tensor core and exp2 at 1.6 GHz. Fitted to nine
@@ -390,37 +375,15 @@ class HopperAttentionFp8(HopperAttention):
         busy = 1.69 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
         return max(busy, c.keys * (c.dim + c.v_dim) * card.sm_count / (0.9 * card.fabric))
 
-    def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
-        q, k, v, mask, scale, _, _, scores = call
-        heads, kv_heads = q.shape[1], k.shape[1]
-        outs = work.outputs(c, call)
-        lists, strides = mask_args(mask, q.shape[2], work.none)
-        args = (
-            query_rows(q.values, c.pack, c.dim),
-            describe_heads(k.values, c.keys, c.dim),
+    def _own_args(self, c: Any, call: AttentionCall) -> tuple[tuple[Any, ...], ...]:
+        q, k, v = operands = call[:3]
+        described = (
+            query_rows(q.values, c.pack, c.dim), describe_heads(k.values, c.keys, c.dim),
             describe_turned(v.values, c.keys, c.v_dim),
-            query_rows(outs.whole, c.pack, c.v_dim),
-            work.schedule.tiles,
-            work.schedule.count,
-            *lists,
-            *outs.sums,
-            q.scale,
-            k.scale,
-            v.scale,
-            score_args.factor(scale, scores),
-            heads // kv_heads,
-            q.shape[2],
-            heads,
-            k.shape[2],
-            *strides,
-            heads // mask.heads,
-            *(x.scale.shape[2] if x.rows else 1 for x in (q, k, v)),
-            *(x.rows or WHOLE_HEAD for x in (q, k, v)),
-            c,
-            SOURCE,
-        )
-        launch_on(q.device, attention_fp8_kernel, work.ctas, args, c.options)
-        work.finish(c, outs, call)
+        )  # fmt: skip
+        per_head = [x.scale.shape[2] if x.rows else 1 for x in operands]
+        rows = [x.rows or WHOLE_HEAD for x in operands]
+        return described, (q.scale, k.scale, v.scale), (*per_head, *rows)
 
 
 def describe_turned(values: Any, keys: int, v_dim: int) -> Described:

@@ -54,7 +54,13 @@ from sparsek.attn.kernels.forward.softmax import biased, capped, with_sink
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as tiling
 from sparsek.attn.plan.attention_schedule import AttentionSchedule, TileShape
-from sparsek.attn.plan.kernels import AttentionCall, AttentionKernel, unless_heads
+from sparsek.attn.plan.kernels import (
+    AttentionCall,
+    AttentionKernel,
+    padded_heads,
+    padding_notes,
+    unless_heads,
+)
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on, tma_store, tma_store_wait
 from sparsek.engine.launch.kinds import source_of
@@ -213,20 +219,11 @@ def attend(
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
+NUMBERS = ["group", "q_len", "heads", "kv_len", "bound_item", "bound_head", "bound_group"]
+
+
 @gluon.jit(
-    do_not_specialize=[
-        "group",
-        "q_len",
-        "heads",
-        "kv_len",
-        "bound_item",
-        "bound_head",
-        "bound_group",
-        "slope_item",
-        "slope_head",
-        "ahead",
-        "sink_step",
-    ],
+    do_not_specialize=[*NUMBERS, "slope_item", "slope_head", "ahead", "sink_step"],
     do_not_specialize_on_alignment=["slopes", "sinks"],
 )
 def attention_kernel(
@@ -310,9 +307,11 @@ class Work(NamedTuple):
 
 
 class HopperAttention:
-    """Implements the Kernel protocol for the device code above."""
+    """Implements the Kernel protocol for the device code above, and for that of hopper.attention_fp8."""
 
     name = "hopper.attention_fwd"
+    _config: type[Any] = Config
+    _device: tuple[Any, str] = attention_kernel, SOURCE
     _tile_seconds = 1.2e-6  # beside the steps of a tile of 128 rows
 
     def why_not(self, p: AttentionProblem) -> list[str]:
@@ -322,27 +321,27 @@ class HopperAttention:
     def default(self, p: AttentionProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
-    def configs(self, p: AttentionProblem) -> Iterable[Config]:
-        dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
-        widest = 64 if max(dim, v_dim) > 128 else 128
-        rules = {
-            "interval": p.by_interval,
-            "bits": p.by_bits,
-            "lse": p.lse,
-            "softcap": p.softcap,
-            "alibi": p.alibi,
-            "sinks": p.sink_logits,
-        }
-        found: dict[Config, None] = {}
+    def configs(self, p: AttentionProblem) -> Iterable[Any]:
+        dim, v_dim = padded_heads(p)
+        rules = {"interval": p.by_interval, "bits": p.by_bits, "lse": p.lse, **self._own_rules(p)}
+        found: dict[Any, None] = {}
         for groups in (2, 1) if p.block[0] == 128 else (1,):
             for keys in (128, 64):
-                if keys > min(widest, p.block[1]) or (groups == 1 and keys == 128 and max(dim, v_dim) > 64):
+                if not self._fits(p, keys) or (groups == 1 and keys == 128 and max(dim, v_dim) > 64):
                     continue
                 for pack in packs(p):
-                    c = Config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
+                    c = self._config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
                     c = fitted(c, p.card.smem_bytes)
                     found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
         return list(found)
+
+    def _own_rules(self, p: Any) -> dict[str, Any]:
+        """Fields of the config that the kernel of the other dtype lacks."""
+        return {"softcap": p.softcap, "alibi": p.alibi, "sinks": p.sink_logits}
+
+    def _fits(self, p: Any, keys: int) -> bool:
+        """Whether a step may have so many keys."""
+        return keys <= min(64 if max(p.dim, p.v_dim) > 128 else 128, p.block[1])
 
     def _shape(self, p: AttentionProblem, c: Config) -> TileShape:
         return TileShape(c.positions, c.pack, p.card.sm_count * c.ctas_per_sm)
@@ -375,43 +374,33 @@ class HopperAttention:
                 f"tiles of more than {tiling.part_blocks(p, shape)} blocks are cut and merged in a fixed order; "
                 f"workspace of at most {slots * tiling.SLOT_ROWS * (c.v_dim + 1) * 4 / 1e6:.4g} MB a call"
             )
-        if (c.dim, c.v_dim) != (p.dim, p.v_dim):
-            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
-        return found
+        return found + padding_notes(p, c)
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
         made = schedule(p, mask, self._shape(p, c))
         return Work(made, made.count)
 
-    def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
-        q, k, v, mask, scale, _, _, scores = call
-        heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
-        outs = work.outputs(c, call)
+    def launch(self, c: Any, work: Work, call: AttentionCall) -> None:
+        q, k, _, mask, scale, _, _, scores = call
+        heads, outs, (kernel, source) = q.shape[1], work.outputs(c, call), self._device
         lists, strides = mask_args(mask, q.shape[2], work.none)
+        described, scales, others = self._own_args(c, call)
         args = (
-            query_rows(q, c.pack, c.dim),
-            describe_heads(k, c.keys, c.dim),
-            describe_heads(v, c.keys, c.v_dim),
-            query_rows(outs.whole, c.pack, c.v_dim),
-            work.schedule.tiles,
-            work.schedule.count,
-            *lists,
-            *outs.sums,
-            score_args.factor(scale, scores),
-            per_key,
-            q.shape[2],
-            heads,
-            k.shape[2],
-            *strides,
-            heads // mask.heads,
-            score_args.cap(scale, scores),
-            *score_args.slopes(scores, q.shape[2], k.shape[2]),
-            *score_args.sinks(scores),
-            c,
-            SOURCE,
-        )
-        launch_on(q.device, attention_kernel, work.ctas, args, c.options)
+            *described, query_rows(outs.whole, c.pack, c.v_dim), work.schedule.tiles, work.schedule.count, *lists,
+            *outs.sums, *scales, score_args.factor(scale, scores), heads // k.shape[1], q.shape[2], heads, k.shape[2],
+            *strides, heads // mask.heads, *others, c, source,
+        )  # fmt: skip
+        launch_on(q.device, kernel, work.ctas, args, c.options)
         work.finish(c, outs, call)
+
+    def _own_args(self, c: Any, call: AttentionCall) -> tuple[tuple[Any, ...], ...]:
+        """The descriptions of q, k and v, their scales, and the last arguments."""
+        q, k, v, _, scale, _, _, scores = call
+        described = (
+            query_rows(q, c.pack, c.dim), describe_heads(k, c.keys, c.dim), describe_heads(v, c.keys, c.v_dim)
+        )  # fmt: skip
+        slopes = score_args.slopes(scores, q.shape[2], k.shape[2])
+        return described, (), (score_args.cap(scale, scores), *slopes, *score_args.sinks(scores))
 
 
 def too_long(p: AttentionProblem) -> list[str]:

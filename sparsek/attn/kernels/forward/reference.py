@@ -44,28 +44,23 @@ class ReferenceAttention(_Reference):
     def launch(self, c: Fixed, work: None, call: AttentionCall) -> None:
         q, k, v, mask, scale, out, lse, scores = call
         with torch.no_grad():
-            result, sums = attention(q, k, v, mask, scale=scale, scores=scores)
+            result, sums = self._attention(q, k, v, mask, out.dtype, scale=scale, scores=scores)
             out.copy_(result)
             if lse is not None:
                 lse.copy_(sums)
 
+    def _attention(self, q: Any, k: Any, v: Any, mask: Any, out: torch.dtype, **options: Any) -> Any:
+        return attention(q, k, v, mask, **options)
 
-class ReferenceAttentionFp8(_Reference):
+
+class ReferenceAttentionFp8(ReferenceAttention):
     """`sparsek.attn.reference.attention_fp8` as a kernel: any device, and the baseline for tests."""
 
     name = "reference.attention_fp8"
-    passes = 12
-    widths = 2
     calls = 28  # four more for scales
 
-    def launch(self, c: Fixed, work: None, call: AttentionCall) -> None:
-        q, k, v, mask, scale, out, lse, scores = call
-        with torch.no_grad():
-            dtype = torch.promote_types(out.dtype, torch.float32)
-            result, sums = attention_fp8(q, k, v, mask, scale=scale, scores=scores, dtype=dtype)
-            out.copy_(result)
-            if lse is not None:
-                lse.copy_(sums)
+    def _attention(self, q: Any, k: Any, v: Any, mask: Any, out: torch.dtype, **options: Any) -> Any:
+        return attention_fp8(q, k, v, mask, dtype=torch.promote_types(out, torch.float32), **options)
 
 
 class ReferenceAttentionBackward(_Reference):

@@ -54,7 +54,7 @@ from sparsek.attn.kernels.paged.producer import load
 from sparsek.attn.kernels.paged.schedule import FAR, Shape, capacity, schedule
 from sparsek.attn.kernels.paged.steps import RECORD, allowed, masked_key, tile_at, tile_number, within
 from sparsek.attn.mask.pages import PageLists
-from sparsek.attn.plan.kernels import PagedCall, PagedKernel, unless_heads
+from sparsek.attn.plan.kernels import PagedCall, PagedKernel, padded_heads, padding_notes, unless_heads
 from sparsek.attn.plan.problems import PagedProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on, tma_store, tma_store_wait
 from sparsek.engine.launch.kinds import source_of
@@ -285,14 +285,13 @@ class HopperPaged:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: PagedProblem) -> Iterable[Config]:
-        dim, v_dim = (max(64, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
         rules = {
             "causal": p.causal, "window": p.window > 0, "sinks": p.window > 0 and p.sinks > 0, "softcap": p.softcap,
             "list_block": p.list_block if p.list_heads else (0, 0), "sink_logits": p.sink_logits, "lse": p.lse,
         }  # fmt: skip
         found: dict[Config, None] = {}
         for groups, keys, pack in _tiles(p):
-            c = Config(dim, v_dim, p.page, groups, keys, 2, 2, pack, **rules)
+            c = Config(*padded_heads(p, 64), p.page, groups, keys, 2, 2, pack, **rules)
             found[fitted(c, p.card.smem_bytes)] = None
         return list(found)
 
@@ -317,12 +316,8 @@ class HopperPaged:
         return max(compute, moved) + 2 * p.card.launch_seconds
 
     def notes(self, p: PagedProblem, c: Config) -> list[str]:
-        found = []
-        if c.pack > 1:
-            found.append(f"{c.pack} query heads share a tile: its rows are {c.positions} queries of each")
-        if (c.dim, c.v_dim) != (p.dim, p.v_dim):
-            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
-        return found
+        shared = f"{c.pack} query heads share a tile: its rows are {c.positions} queries of each"
+        return [shared] * (c.pack > 1) + padding_notes(p, c)
 
     def prepare(self, p: PagedProblem, c: Config, device: torch.device) -> Work:
         bound = FAR
@@ -330,10 +325,8 @@ class HopperPaged:
             bound = p.listed * p.list_block[1]
         elif p.window:
             bound = p.window + p.sinks + c.positions
-        window, sinks = (
-            min(p.window, FAR),
-            min(p.sinks, FAR),
-        )  # no key is further, and sums with positions fit int32
+        # No key is further, and sums with positions fit int32.
+        window, sinks = min(p.window, FAR), min(p.sinks, FAR)
         shape = Shape(c.positions, c.keys, p.causal, window, sinks, c.list_block[0], min(bound, FAR))
         return Work(shape, p.card.sm_count * c.ctas_per_sm, p.listed)
 

@@ -10,6 +10,8 @@ from sparsek.attn.reference.attention_paged import attention_paged
 from sparsek.core import dtypes
 from sparsek.engine.launch.kinds import Fixed, FixedKernel, wide_seconds, wide_size
 
+OPTIONS = ("lists", "sink_logits", "k_scale", "v_scale", "scale", "softcap")
+
 
 class ReferencePaged(FixedKernel):
     """`sparsek.attn.reference.attention_paged` as a kernel: that of CPU tensors, and the baseline for tests."""
@@ -30,36 +32,20 @@ class ReferencePaged(FixedKernel):
         return wide_seconds(p, p.dense_flops, keys + scores, 40 * p.requests)
 
     def launch(self, c: Fixed, work: PagedProblem, call: PagedCall) -> None:
-        (
-            q,
-            k,
-            v,
-            table,
-            lengths,
-            edges,
-            lists,
-            sink_logits,
-            k_scale,
-            v_scale,
-            scale,
-            softcap,
-            out,
-            lse,
-            *ends,
-        ) = call
+        q, k, table = call.q, call.k, call.block_table
+        most = min(work.max_k, table.shape[1] * k.shape[2])
+        edges = call.cu_seqlens_q.clamp(0, q.shape[0])
+        options = {name: getattr(call, name) for name in OPTIONS}
         with torch.no_grad():
             result, sums = attention_paged(
-                q, k, v, table.clamp(0, k.shape[0] - 1), lengths.clamp(0, min(work.max_k, table.shape[1] * k.shape[2])),
-                edges.clamp(0, q.shape[0]).cummax(0).values, scale=scale, causal=work.causal, window=work.window,
-                sinks=work.sinks, lists=lists, softcap=softcap, sink_logits=sink_logits, k_scale=k_scale,
-                v_scale=v_scale,
+                q, k, call.v, table.clamp(0, k.shape[0] - 1), call.seq_lens.clamp(0, most), edges.cummax(0).values,
+                causal=work.causal, window=work.window, sinks=work.sinks, **options,
             )  # fmt: skip
-            end = int(edges[-1].clamp(0, q.shape[0]))
             # Rows after the last request are 0 and -inf there.
-            out_end, lse_end = (max(end, each) for each in ends)
-            out[:out_end].copy_(result[:out_end])
-            if lse is not None:
-                lse[:, :lse_end].copy_(sums[:, :lse_end])
+            out_end, lse_end = (max(int(edges[-1]), end) for end in (call.out_end, call.lse_end))
+            call.out[:out_end].copy_(result[:out_end])
+            if call.lse is not None:
+                call.lse[:, :lse_end].copy_(sums[:, :lse_end])
 
 
 KERNEL: PagedKernel = ReferencePaged()
