@@ -145,21 +145,6 @@ def test_other_masks_are_refused_with_the_forms(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"batch": 0}, "needs batch >= 1"),
-        ({"heads": 3, "kv_heads": 2}, "3 query heads do not divide among 2"),
-        ({"block": (32, 64)}, "64 or 128, got 32x64"),
-        ({"mask": "all"}, "no mask is written 'all'"),
-        ({"dtype": "fp8"}, "unknown dtype"),
-    ],
-)
-def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        replace(SMALL, **change)
-
-
-@pytest.mark.parametrize(
     ("text", "lengths"),
     [("8192", (8192, 8192)), ("8K", (8192, 8192)), ("1kx100", (1024, 100)), ("3x4K", (3, 4096))],
 )

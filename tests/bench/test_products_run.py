@@ -132,14 +132,6 @@ def test_a_compiled_step_calls_a_function_compiled_once_for_all_sets(monkeypatch
     assert compiled == [{"fullgraph": True, "dynamic": False}]
 
 
-def test_decoding_without_a_gpu_says_that_a_graph_needs_one() -> None:
-    outcome = measured(DECODE)
-    assert outcome.records == ()
-    assert outcome.unavailable == {
-        "auto": ["its calls are replayed in a CUDA graph, which needs an NVIDIA GPU; the case is on cpu"]
-    }
-
-
 def test_a_replay_that_holds_several_calls_is_timed_by_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph is pretended: a replay runs every call and fills its results."""
     replays: list[int] = []

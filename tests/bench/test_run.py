@@ -34,15 +34,6 @@ def test_a_run_gives_well_formed_records_with_peers_of_the_same_rounds() -> None
     assert heard[-1] == "round 3 of 3"
 
 
-def test_useful_and_dense_equivalent_rates_differ_by_the_density() -> None:
-    (record,) = run.run_case(SMALL, kernels=["cpu.spmm"], rounds=2, device=CPU).records
-    stored = SMALL.operands(CPU)[0].a.density
-    rates = record["tflops"]
-    flops = 2 * SMALL.operands(CPU)[0].a.nnzb * 32 * 32 * 32
-    assert rates["useful"] == pytest.approx(flops / record["ms"]["median"] / 1e9, rel=0.02)
-    assert rates["useful"] / rates["dense_equivalent"] == pytest.approx(stored, rel=0.02)
-
-
 def test_an_unsupported_kernel_is_listed_with_its_reasons() -> None:
     outcome = run.run_case(SMALL, kernels=["hopper.spmm", "cpu.spmm"], rounds=1, device=CPU)
     assert [record["kernel"] for record in outcome.records] == ["cpu.spmm"]

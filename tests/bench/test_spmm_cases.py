@@ -83,23 +83,6 @@ def test_other_blocks_are_refused(text: str) -> None:
         parse_block(text)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"m": 0}, "needs m >= 1"),
-        ({"block": (24, 16)}, "multiples of 16 from 16 to 512"),
-        ({"density": 0.0}, r"fraction in \(0, 1\]"),
-        ({"pattern": "stripes"}, "pattern is one of uniform"),
-        ({"dtype": "fp8"}, "unknown dtype"),
-        ({"form": "A@A"}, "form is one of A@B, A.T@B, B@A, B@A.T, got 'A@A'"),
-    ],
-)
-def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
-    fields = {"m": 64, "k": 64, "n": 8, "block": (16, 16), "density": 0.5}
-    with pytest.raises(InvalidInput, match=said):
-        SpmmCase(**(fields | change))
-
-
 def test_an_unknown_suite_names_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="known: density, blocks, forms, ragged"):
         named(SUITES, "issue2")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import Unsupported
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.semi24 import Semi24
 from sparsek_bench.benches import BENCHES
@@ -69,33 +69,6 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
         assert set(module.BARS) == {entry.case for entry in module.BENCH.suites["published"]}
     for op, bars in (("semi24", semi24.BARS), ("pack", pack.BARS), ("fp8", fp8.BARS)):
         assert {bar.peer for row in bars.values() for bar in row} <= set(TABLES[op].peers)
-
-
-@pytest.mark.parametrize(
-    ("case", "change", "said"),
-    [
-        (WHOLE, {"form": "A.T@B"}, "form is one of x@W.T, A@B"),
-        (WHOLE, {"k": 60}, "a multiple of 8, got 60"),
-        (BLOCKS, {"block": (96, 64)}, "multiples of 64, got 96x64"),
-        (EQUAL, {"stored": 0.6}, "a share of at most 0.5"),
-        (EQUAL, {"stored": 0.3}, "whole blocks of a block row, got 0.3 of 4 blocks"),
-        (EQUAL, {"m": 100}, "100 x 256 is not a multiple of 64"),
-        (PACKED, {"to": "coo"}, "to is one of semi24, bsr, got 'coo'"),
-        (PACKED, {"block": None}, "a BSR is packed in blocks"),
-        (PACKED, {"keep": 0.0}, r"keep is a fraction in \(0, 1\]"),
-        (PACKED, {"m": 60}, "60 x 96 is not a multiple of 32x16"),
-        (IN_FP8, {"dtype": "fp8"}, "dtype is one of e4m3, e5m2, got 'fp8'"),
-        (IN_FP8, {"stored": "coo"}, "stored is one of bsr, semi24, bsr24"),
-        (IN_FP8, {"block": None}, "bsr and bsr24 have blocks"),
-        (IN_FP8, {"k": 56}, "a multiple of 16 here, got 56"),
-        (IN_FP8, {"stored": "bsr24"}, "multiples of 64, got 32"),
-        (TWO_FOUR_FP8, {"scale": "block"}, "neither a density nor a scale of blocks"),
-        (HYBRID_FP8, {"fast_accum": True}, "which fast_accum does without"),
-    ],
-)
-def test_a_case_that_cannot_be_is_refused(case: Any, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        replace(case, **change)
 
 
 def test_products_of_lists_take_every_combination() -> None:

@@ -13,20 +13,7 @@ SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
 PRODUCT = ["--m", "64", "--k", "96", "--n", "80", "--block", "16", "--density", "0.5", "--dtype", "fp32"]
 LINEAR = ["--tokens", "24", "--k", "64", "--n", "96", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
-MLP = [
-    "--tokens",
-    "24",
-    "--width",
-    "64",
-    "--hidden",
-    "96",
-    "--block",
-    "32",
-    "--density",
-    "0.5",
-    "--dtype",
-    "fp32",
-]
+MLP = "--tokens 24 --width 64 --hidden 96 --block 32 --density 0.5 --dtype fp32".split()
 FEW = ["--rounds", "2", "--device", "cpu"]
 ATTENTION = ["--seq", "128", "--block", "64", "--heads", "2:1", "--dim", "32", "--dtype", "fp32"]
 ATTENTION += ["--kernel", "cpu.attention", "--rounds", "2", "--device", "cpu"]

@@ -210,15 +210,7 @@ def walked(c: Config, work: Work, x: np.ndarray, y: np.ndarray, pattern: BlockPa
     data=st.data(),
 )
 def test_walking_the_schedule_as_the_kernel_does_gives_the_blocks(
-    block: tuple[int, int],
-    rows: int,
-    columns: int,
-    cut: tuple[int, int],
-    k: int,
-    density: float,
-    sms: int,
-    layouts: tuple[str, str],
-    data: st.DataObject,
+    block, rows, columns, cut, k, density, sms, layouts, data
 ) -> None:
     m, n = rows * block[0] - cut[0], columns * block[1] - cut[1]
     pattern = random_bsr(m, n, block, density, pattern="powerlaw", seed=k).pattern

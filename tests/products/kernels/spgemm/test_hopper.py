@@ -221,16 +221,7 @@ def walked(c: Config, work: Work, a: BSR, b: BSR, matches: Matches, out: np.ndar
     data=st.data(),
 )
 def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
-    blocks: tuple[int, int, int],
-    grid: tuple[int, int, int],
-    cut: tuple[int, int, int],
-    density: float,
-    views: tuple[bool, bool],
-    kind: str,
-    sms: int,
-    direct: bool,
-    cache: int,
-    data: st.DataObject,
+    blocks, grid, cut, density, views, kind, sms, direct, cache, data
 ) -> None:
     bm, bk, bn = blocks
     m, k, n = (side * count - off for side, count, off in zip(blocks, grid, cut, strict=True))

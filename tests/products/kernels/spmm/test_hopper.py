@@ -231,14 +231,7 @@ SIZES = st.integers(1, 512 // 16).map(lambda i: 16 * i)
     longest=st.sampled_from((0, 500)),
 )
 def test_every_config_fits_the_card(
-    block: tuple[int, int],
-    n: int,
-    layout: str,
-    merge: bool,
-    transposed: bool,
-    out_layout: str,
-    epilogue: dict[str, Any],
-    longest: int,
+    block, n, layout, merge, transposed, out_layout, epilogue, longest
 ) -> None:
     form = {"transposed": transposed, "out_layout": out_layout, "row_max": longest}
     p = problem(block, n, layout, nnzb=500, **form, **epilogue)
@@ -349,16 +342,7 @@ def walked(c: Config, a: BSR, b: np.ndarray, m: int, n: int, work: Work) -> np.n
     data=st.data(),
 )
 def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
-    block: tuple[int, int],
-    rows: int,
-    columns: int,
-    cut: tuple[int, int],
-    n: int,
-    density: float,
-    sms: int,
-    form: tuple[bool, str, str],
-    kind: str,
-    data: st.DataObject,
+    block, rows, columns, cut, n, density, sms, form, kind, data
 ) -> None:
     """`a` is stored as it is or as its transpose. `kind`: rows are whole, in parts, or dealt on the device."""
     view, b_layout, out_layout = form

@@ -172,14 +172,7 @@ def test_two_configs_never_share_a_text(data: st.DataObject) -> None:
     longest=st.sampled_from((0, 500)),
 )
 def test_every_config_fits_the_card(
-    block: tuple[int, int],
-    n: int,
-    out_layout: str,
-    a_scale: str,
-    fast: bool,
-    epilogue: dict[str, Any],
-    out_dtype: str,
-    longest: int,
+    block, n, out_layout, a_scale, fast, epilogue, out_dtype, longest
 ) -> None:
     fast = fast and a_scale != "block"
     given = {"out_layout": out_layout, "a_scale": a_scale, "out_dtype": out_dtype, "row_max": longest}
@@ -265,14 +258,7 @@ def walked(
     data=st.data(),
 )
 def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
-    block: tuple[int, int],
-    sides: tuple[int, int],
-    cut: tuple[int, int],
-    n: int,
-    a_scale: str,
-    out_layout: str,
-    split: bool,
-    data: st.DataObject,
+    block, sides, cut, n, a_scale, out_layout, split, data
 ) -> None:
     """Some block rows are empty, the last ones reach over M and K."""
     m, k = sides[0] * block[0] - cut[0], (5 if split else 1) * sides[1] * block[1] - cut[1]
