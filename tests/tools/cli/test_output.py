@@ -70,7 +70,7 @@ COMMANDS = {
     "doctor": ["doctor", "--verbose"],
     "advise": ["advise", "{folder}/m.safetensors", "--block", "16", "--tokens", "8", "--device", "h200"],
     "bench": SMALL_BENCH,
-    "tune": "tune 64x64 --tokens 8 --block 32 --format bsr --rounds 1 --device cpu".split(),
+    "tune": ["tune", "64x64", "--tokens", "8", "--block", "32", "--format", "bsr", *SMALL_BENCH[-4:]],
     "profile": ["profile", "hopper.spmm", "--m", "512", "--k", "512", "--n", "64", "--device", "h200"],
     "version": ["--version"],
 }
