@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.engine.launch.kinds import Fixed, FixedKernel
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.kernels.spmm.vendor_dense import limit_bytes, product_of_blocks
+from sparsek.products.kernels.spmm.vendor_dense import product_of_blocks, unless_fits
 from sparsek.products.plan.kernels import SddmmKernel
 from sparsek.products.plan.problems import SddmmProblem
 
@@ -25,10 +25,7 @@ class VendorSddmm(FixedKernel):
     config = Fixed("torch.matmul, then the stored blocks")
 
     def why_not(self, p: SddmmProblem) -> list[str]:
-        need, limit = _dense_bytes(p), limit_bytes(p.card)
-        if need > limit:
-            return [f"X @ Y takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"]
-        return []
+        return unless_fits("X @ Y takes", _dense_bytes(p), p.card)
 
     def seconds(self, p: SddmmProblem, c: Fixed) -> float:
         size = dtypes.itemsize(p.dtype)

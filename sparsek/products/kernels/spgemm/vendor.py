@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.engine.launch.kinds import Fixed, FixedKernel
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.kernels.spmm.vendor_dense import COPYING, dense_copy, limit_bytes, product_of_blocks
+from sparsek.products.kernels.spmm.vendor_dense import COPYING, dense_copy, product_of_blocks, unless_fits
 from sparsek.products.plan.kernels import SpgemmKernel
 from sparsek.products.plan.matches import Matches
 from sparsek.products.plan.problems import SpgemmProblem
@@ -30,11 +30,8 @@ class VendorSpgemm(FixedKernel):
     config = Fixed("dense copies of A and B, torch.matmul")
 
     def why_not(self, p: SpgemmProblem) -> list[str]:
-        need, limit = _dense_bytes(p), limit_bytes(p.card)
-        if need > limit:
-            what = "dense copies of A and B" if p.dense_out else "dense copies of A, B and C"
-            return [f"{what} take {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to them"]
-        return []
+        what = "dense copies of A and B take" if p.dense_out else "dense copies of A, B and C take"
+        return unless_fits(what, _dense_bytes(p), p.card, "them")
 
     def seconds(self, p: SpgemmProblem, c: Fixed) -> float:
         size = dtypes.itemsize(p.dtype)

@@ -48,7 +48,6 @@ def ring_of(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
     slices = max(1, -(-p.block[0] // c.rows)) if joined == 1 else 1
     units = -(-p.grid[0] // joined) * slices
     steps = slices * (dict(p.stats.merged).get(joined, p.nnzb) if joined > 1 else p.nnzb)
-    longest, added = tall(p, c, steps, units)
     cols = min(c.block_cols, -(-p.n // 8) * 8)
     wide = 1.5 if c.width >= 64 else 1.0
     of_b = 1.5 if not c.b_col else 0.65 if c.width < 32 else wide
@@ -56,13 +55,8 @@ def ring_of(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
         of_b /= 2
     lines = c.a_rows / (1.5 if c.a_col else wide) + cols / of_b
     slower = NARROW if c.block_cols <= 128 * c.wg_n else 1.0
-    ring = Ring(
-        units=units,
-        columns=-(-p.n // c.block_cols),
-        launches=max(1, p.batch),
-        workers=p.card.sm_count,
-        steps=steps / units,
-        longest=longest,
+    return _ring(
+        p, c, units, steps,
         multiply=2 * c.rows * c.block_cols * depth * slower / flops_per_second(p.card),
         copied=2 * depth * (c.a_rows + c.block_cols),
         crossing=2 * depth * lines,
@@ -70,23 +64,16 @@ def ring_of(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
         boxes=c.per_block * ((c.rows // 64 if c.a_col else joined) + c.wg_n),
         stored=2 * c.rows * cols,
         more=max(0.25, c.rows * c.block_cols / 32768) * epilogue_seconds(c),
-    )
-    return ring, added
+    )  # fmt: skip
 
 
 def ring_of_fp8(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
     """As `ring_of`."""
     depth, slices = p.block[1], max(1, -(-p.block[0] // c.rows))
     units, steps = p.grid[0] * slices, p.nnzb * slices
-    longest, added = tall(p, c, steps, units)
     cols, rate = min(c.block_cols, -(-p.n // 8) * 8), RATE_FP8 if c.promote else RATE_FAST
-    ring = Ring(
-        units=units,
-        columns=-(-p.n // c.block_cols),
-        launches=max(1, p.batch),
-        workers=p.card.sm_count,
-        steps=steps / units,
-        longest=longest,
+    return _ring(
+        p, c, units, steps,
         multiply=2 * c.rows * c.block_cols * depth / (rate * flops_per_second(p.card)),
         copied=depth * (c.rows + c.block_cols),
         crossing=depth * (c.rows + cols),
@@ -94,7 +81,14 @@ def ring_of_fp8(p: SpmmProblem, c: Any) -> tuple[Ring, float]:
         boxes=-(-depth // c.width) * (1 + c.wg_n),
         stored=c.c_bytes * c.rows * cols,
         more=max(0.25, c.rows * c.block_cols / 32768) * (0.5e-6 if c.held else 0.7e-6) * c.finishes,
-    )
+    )  # fmt: skip
+
+
+def _ring(p: SpmmProblem, c: Any, units: int, steps: float, **tile: float) -> tuple[Ring, float]:
+    """The ring of `units` rows of tiles, `steps` in all, and the seconds of adding the parts of split rows."""
+    longest, added = tall(p, c, steps, units)
+    columns, launches = -(-p.n // c.block_cols), max(1, p.batch)
+    ring = Ring(units, columns, p.card.sm_count, steps / units, longest, launches=launches, **tile)
     return ring, added
 
 

@@ -38,7 +38,6 @@ from sparsek.engine.launch.launch import launch
 from sparsek.engine.launch.tensors import SIZE_LIMIT, times
 from sparsek.engine.plan.kernel import beside
 from sparsek.engine.plan.ring import TRITON_LAUNCHES
-from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.kernels.common.blocks import blocks_times_dense, constants
@@ -312,12 +311,18 @@ class PortableSpmm:
     """Plain Triton twin of hopper.spmm."""
 
     name = "portable.spmm"
+    storage = "bsr"
+    lowest = 32  # rows of tiles that become lower to be more
+
+    def unable(self, p: SpmmProblem) -> list[str]:
+        """Reasons from the device and the dtypes."""
+        return tensors.why_not(p)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
-        if foreign := p.a.unless("bsr"):
+        if foreign := p.a.unless(self.storage):
             return foreign
-        why = tensors.why_not(p)
+        why = self.unable(p)
         if max(p.m, p.k, p.n) > SIZE_LIMIT:
             why.append(f"M, K and N must be at most {SIZE_LIMIT}; got {p.m}, {p.k}, {p.n}")
         if not why and math.prod(tiles(p, self.default(p))) > SIZE_LIMIT:
@@ -329,7 +334,7 @@ class PortableSpmm:
         c = next(iter(self.configs(p)))
         while c.tile_n > 64 and math.prod(tiles(p, c)) < p.card.sm_count:
             c = replace(c, tile_n=c.tile_n // 2, num_warps=4)
-        while c.tile_m > 32 and math.prod(tiles(p, c)) < p.card.sm_count:
+        while c.tile_m > self.lowest and math.prod(tiles(p, c)) < p.card.sm_count:
             c = replace(c, tile_m=c.tile_m // 2, num_warps=4)
         return c
 
@@ -362,13 +367,12 @@ class PortableSpmm:
         moved = first + p.compulsory_bytes / (share * p.card.bandwidth)
         return TRITON_LAUNCHES * p.card.launch_seconds + beside(max(arithmetic, longest), moved)
 
-    def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Any) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
-        return Work(a.pattern.longest_first, p.tf32)
+        matrix = a.matrix if isinstance(a, Quantized) else a
+        return Work(matrix.pattern.longest_first, p.tf32)
 
-    def launch(
-        self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
-    ) -> None:
+    def launch(self, c: Config, work: Work, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
         start(c, work, a, b, out, epilogue)
 
 

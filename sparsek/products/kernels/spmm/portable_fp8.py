@@ -14,21 +14,13 @@ dense matrix. hopper.spmm_fp8 is the kernel for Hopper.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from math import prod
-
-from torch import Tensor
 
 from sparsek.core import env
 from sparsek.engine.launch import tensors
-from sparsek.engine.launch.tensors import SIZE_LIMIT
 from sparsek.engine.plan.ring import TRITON_LAUNCHES
-from sparsek.products.formats.quantized import Quantized
-from sparsek.products.formats.quantized_tensor import QuantizedTensor
-from sparsek.products.kernels.spmm.portable import Config, Work, fitted, start, tiles
+from sparsek.products.kernels.spmm.portable import Config, PortableSpmm, fitted, tiles
 from sparsek.products.plan.kernels import SpmmKernel, rounding_seconds
 from sparsek.products.plan.problems import SpmmProblem
-from sparsek.products.reference.epilogue import PLAIN, Epilogue
 
 LEAST_K = 32  # minimum K of an FP8 product on tensor cores
 
@@ -42,15 +34,14 @@ TABLE = (Config(128, 128, 128, 8, 4, 4), Config(128, 128, 128, 8, 3, 4), Config(
 # fmt: on
 
 
-class PortableSpmmFp8:
+class PortableSpmmFp8(PortableSpmm):
     """Plain Triton twin of hopper.spmm_fp8."""
 
     name = "portable.spmm_fp8"
+    storage = "bsr_fp8"
+    lowest = 128
 
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        if foreign := p.a.unless("bsr_fp8"):
-            return foreign
+    def unable(self, p: SpmmProblem) -> list[str]:
         why = []
         if p.on_cpu and not env.interpreting():
             why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
@@ -62,18 +53,7 @@ class PortableSpmmFp8:
                 f"FP8 tensor cores came with compute capability 8.9; {p.card.name} has {has}. A BSR in bf16 runs "
                 "there: .dequantize(torch.bfloat16)"
             )
-        if max(p.m, p.k, p.n) > SIZE_LIMIT:
-            why.append(f"M, K and N must be at most {SIZE_LIMIT}; got {p.m}, {p.k}, {p.n}")
-        if not why and prod(tiles(p, self.default(p))) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT} tiles of C")
         return why
-
-    def default(self, p: SpmmProblem) -> Config:
-        """The first of `configs`, with narrower tiles while there are fewer of them than SMs."""
-        c = next(iter(self.configs(p)))
-        while c.tile_n > 64 and prod(tiles(p, c)) < p.card.sm_count:
-            c = replace(c, tile_n=c.tile_n // 2, num_warps=4)
-        return c
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Alternatives worth timing, best guess first: tiles as tall as a block, up to a limit."""
@@ -100,21 +80,6 @@ class PortableSpmmFp8:
         alone = 1.5e-6 + of_block * p.row_max * p.card.sm_count / rate
         moved = 1.5e-6 + p.compulsory_bytes / (0.8 * p.card.bandwidth)
         return TRITON_LAUNCHES * p.card.launch_seconds + max(arithmetic, alone, moved) + rounding_seconds(p)
-
-    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
-        """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
-        return Work(a.matrix.pattern.longest_first)
-
-    def launch(
-        self,
-        c: Config,
-        work: Work,
-        a: Quantized,
-        b: QuantizedTensor,
-        out: Tensor,
-        epilogue: Epilogue = PLAIN,
-    ) -> None:
-        start(c, work, a, b, out, epilogue)
 
 
 KERNEL: SpmmKernel = PortableSpmmFp8()

@@ -30,10 +30,9 @@ from sparsek.engine.launch.tensors import SIZE_LIMIT
 from sparsek.engine.plan.kernel import beside
 from sparsek.engine.plan.ring import DRIVER_LAUNCHES
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.kernels.spmm.portable import Config, Work, start
+from sparsek.products.kernels.spmm.portable import Config, PortableSpmm, Work
 from sparsek.products.plan.kernels import SpmmKernel
 from sparsek.products.plan.problems import SpmmProblem
-from sparsek.products.reference.epilogue import PLAIN, Epilogue
 
 WIDEST = 64
 SPARE = 16  # see `Work.room`
@@ -123,7 +122,7 @@ def _parts(a: BSR, most: int, part: int) -> Tensor:
     return table[torch.argsort(size, descending=True, stable=True)].int()
 
 
-class PortableSpmmSkinny:
+class PortableSpmmSkinny(PortableSpmm):
     """Up to 64 columns of B."""
 
     name = "portable.spmm_skinny"
@@ -212,11 +211,6 @@ class PortableSpmmSkinny:
         rows = _parts(a, most, c.part if slots else 0)
         sizes = slots * tiles * c.tile_m * c.tile_n, counters * tiles
         return Work(rows, p.tf32, slots, counters, sizes, spare=list(spare))
-
-    def launch(
-        self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
-    ) -> None:
-        start(c, work, a, b, out, epilogue)
 
 
 KERNEL: SpmmKernel = PortableSpmmSkinny()

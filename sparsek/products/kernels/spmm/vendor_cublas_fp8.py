@@ -31,7 +31,7 @@ from sparsek.products.formats.quantized import Matrix, Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.storage import FP8
-from sparsek.products.kernels.spmm.vendor_dense import limit_bytes
+from sparsek.products.kernels.spmm.vendor_dense import unless_fits
 from sparsek.products.plan.kernels import SpmmKernel, rounding_seconds
 from sparsek.products.plan.operands import is_readable, readable
 from sparsek.products.plan.problems import SpmmProblem
@@ -112,12 +112,7 @@ class VendorCublasFp8:
         if p.k % UNIT or p.c_row % UNIT or not p.k:
             side = "M" if p.c.layout == "col" else "N"
             why.append(f"K and {side} must be multiples of {UNIT}, not {p.k} and {p.c_row}")
-        need, limit = p.m * p.k, limit_bytes(p.card)
-        if need > limit:
-            why.append(
-                f"the dense copy of A takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"
-            )
-        return why
+        return why + unless_fits("the dense copy of A takes", p.m * p.k, p.card)
 
     def default(self, p: SpmmProblem) -> CublasConfig:
         return CublasConfig(p.a.fast_accum)

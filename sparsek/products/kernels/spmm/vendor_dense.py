@@ -99,12 +99,7 @@ class VendorDense(FixedKernel):
             reasons.append(
                 "a block column of A is empty: NaN or Inf in rows of B that no stored block touches would reach C"
             )
-        need, limit = _dense_bytes(p), limit_bytes(p.card)
-        if need > limit:
-            reasons.append(
-                f"the dense copy of A takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"
-            )
-        return reasons
+        return reasons + unless_fits("the dense copy of A takes", _dense_bytes(p), p.card)
 
     def seconds(self, p: SpmmProblem, c: Fixed) -> float:
         rate = p.card.tflops[p.rate_name] * 1e12
@@ -193,6 +188,14 @@ def limit_bytes(card: Card) -> int:
             else 4 << 30
         )
     return card.memory_bytes // 2
+
+
+def unless_fits(what: str, need: int, card: Card, them: str = "it") -> list[str]:
+    """Dense copies get no more than `limit_bytes`. `what` ends with the verb: "the dense copy of A takes"."""
+    limit = limit_bytes(card)
+    if need <= limit:
+        return []
+    return [f"{what} {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to {them}"]
 
 
 KERNEL: SpmmKernel = VendorDense()
