@@ -267,15 +267,9 @@ def _summary(found: Sequence[Checked], device: torch.device, verbose: bool) -> s
 
 def _checked(device: torch.device) -> list[Checked]:
     """Every kernel on small operands."""
-    checks = [
-        *_products(device),
-        *_checks("sddmm", _sampled(device)),
-        *_checks("spgemm", _sparse(device)),
-        *_checks("attention", _attention(device)),
-        *_checks("attention_fp8", _in_fp8(device)),
-        *_checks("attention_backward", _gradients(device)),
-        *_checks("attention_paged", _paged(device)),
-    ]
+    checks = _products(device)
+    for op, check in _others(device).items():
+        checks += _checks(op, check)
     several = Counter(name for _, name, _ in checks)
     found: list[Checked] = []
     with progress(len(checks), "kernels") as (say, advance):
@@ -322,31 +316,6 @@ def _in_format(name: str, a: sk.BSR) -> Any:
     return sk.BSR24.from_bsr(a) if name == "bsr24" else a
 
 
-def _sampled(device: torch.device) -> Check:
-    a, b = _factors(device)
-    return lambda name: check_sddmm(b, b.T, plan_sddmm(b, b.T, a.pattern, kernel=name)(b, b.T, a.pattern))
-
-
-def _sparse(device: torch.device) -> Check:
-    a, _ = _factors(device)
-    return lambda name: check_spgemm(a, a.T, plan_spgemm(a, a.T, kernel=name)(a, a.T))
-
-
-def _attention(device: torch.device) -> Check:
-    q, k, v, mask = _heads(device)
-    return lambda name: check_attention(
-        q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
-    )
-
-
-def _in_fp8(device: torch.device) -> Check:
-    q, k, v, mask = _heads(device)
-    heads = quantize_heads(q, k, v)
-    return lambda name: check_attention_fp8(
-        *heads, mask, plan_attention(*heads, mask, kernel=name)(*heads, mask)
-    )
-
-
 def _paged(device: torch.device) -> Check:
     """Two requests: a decoding step over 300 keys, and the last 70 queries of 200 keys, in pages of 64."""
     heads, kv_heads, dim, page = 4, 2, 64, 64
@@ -369,13 +338,30 @@ def _paged(device: torch.device) -> Check:
     return check
 
 
-def _gradients(device: torch.device) -> Check:
-    q, k, v, mask = _heads(device)
-    out, lse = attention(q, k, v, mask, return_lse=True)
+def _others(device: torch.device) -> dict[str, Check]:
+    """One call of each other operation."""
+    (a, b), (q, k, v, mask) = _factors(device), _heads(device)
+    heads, (out, lse) = quantize_heads(q, k, v), attention(q, k, v, mask, return_lse=True)
     grad = torch.randn_like(out)
 
-    def check(name: str) -> Gate:
+    def sampled(name: str) -> Gate:
+        return check_sddmm(b, b.T, plan_sddmm(b, b.T, a.pattern, kernel=name)(b, b.T, a.pattern))
+
+    def attended(name: str) -> Gate:
+        return check_attention(q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask))
+
+    def in_fp8(name: str) -> Gate:
+        return check_attention_fp8(*heads, mask, plan_attention(*heads, mask, kernel=name)(*heads, mask))
+
+    def gradients(name: str) -> Gate:
         plan = plan_attention_backward(q, k, v, mask, kernel=name)
         return check_attention_backward(q, k, v, mask, grad, plan(q, k, v, mask, out, lse, grad))
 
-    return check
+    return {
+        "sddmm": sampled,
+        "spgemm": lambda name: check_spgemm(a, a.T, plan_spgemm(a, a.T, kernel=name)(a, a.T)),
+        "attention": attended,
+        "attention_fp8": in_fp8,
+        "attention_backward": gradients,
+        "attention_paged": _paged(device),
+    }

@@ -191,7 +191,6 @@ class PortableSpgemm:
     name = "portable.spgemm"
 
     def why_not(self, p: SpgemmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
         why = tensors.why_not(p)
         if max(p.m, p.k, p.n) > SIZE_LIMIT:
             why.append(f"M, K and N must be at most {SIZE_LIMIT}; got {p.m}, {p.k}, {p.n}")

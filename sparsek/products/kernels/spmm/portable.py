@@ -319,7 +319,6 @@ class PortableSpmm:
         return tensors.why_not(p)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
         if foreign := p.a.unless(self.storage):
             return foreign
         why = self.unable(p)

@@ -128,7 +128,6 @@ class PortableSpmmSkinny(PortableSpmm):
     name = "portable.spmm_skinny"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
         if foreign := p.a.unless("bsr"):
             return foreign
         why = tensors.why_not(p)

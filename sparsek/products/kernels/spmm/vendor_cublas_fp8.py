@@ -99,7 +99,6 @@ class VendorCublasFp8:
     only_by_name = "it keeps a dense copy of A"
 
     def why_not(self, p: Any) -> list[str]:
-        """Reasons why `p` cannot run here."""
         if foreign := p.a.unless(*FP8):
             return foreign
         why = []
