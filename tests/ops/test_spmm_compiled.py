@@ -24,19 +24,6 @@ COMPILED: dict[str, tuple[Callable[[BSR, Tensor], Tensor], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_it_is_one_node_of_one_graph(name: str, recorder: Any):
-    run, k = COMPILED[name]
-    a, _ = pair(dtype=torch.float32)
-    b = torch.randn(k, 40)
-    expected = run(a, b)
-    compiled = torch.compile(run, fullgraph=True, backend=recorder)
-    assert torch.equal(compiled(a, b), expected)
-    assert torch.equal(compiled(a, 2 * b), run(a, 2 * b))
-    assert [len(calls(graph)) for graph in recorder.fw_graphs] == [1]
-    assert "sparsek.spmm" in calls(recorder.fw_graphs[0])[0]
-
-
 @pytest.mark.parametrize("kept", [False, True], ids=["never transposed", "transposed before"])
 def test_compiled_a_transposed_view_costs_no_node_and_no_second_graph(kept: bool, recorder: Any):
     a, _ = pair(dtype=torch.float32)
@@ -79,14 +66,6 @@ def test_compiled_a_bsr_on_the_right_is_one_node_and_views(shape: tuple[int, ...
         "aten.transpose",
         "aten.view",
     }
-
-
-@pytest.mark.parametrize("shape", [(96, 40), (2, 96, 40)], ids=str)
-def test_compiled_by_aot_eager_it_gives_the_same(shape: tuple[int, ...]):
-    torch._dynamo.reset()
-    a, _ = pair(dtype=torch.float32)
-    b = torch.randn(shape)
-    assert torch.equal(torch.compile(lambda b: a @ b, fullgraph=True, backend="aot_eager")(b), a @ b)
 
 
 def test_the_op_plans_once_and_forgets_a_pattern_with_its_matrix(plans_made: list[str]):
