@@ -125,70 +125,11 @@ def test_a_label_that_cannot_be_printed_is_not_saved(tmp_path: Path):
         io.save(mask, tmp_path / "m.safetensors")
 
 
-def test_the_forgery_without_changes_is_a_right_file(tmp_path: Path):
-    mask = small()
-    assert same(io.load(forge(tmp_path / "m.safetensors", mask, tensors_of(mask))), mask)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kind": "bsr"}, {"kind": "mask"}, {"kind": ["block_mask"]}, {"extra": 1}, {"crc32": 1}, {"crc32": None},
-        {"lengths": [130]}, {"lengths": "130"}, {"lengths": [130.0, 200]}, {"lengths": [-130, 200]},
-        {"lengths": [300, 200]}, {"lengths": [130, 60]}, {"lengths": [2**40, 200]}, {"lengths": [130, 2**40]},
-        {"lengths": [130, 10**30]},
-        {"block": [64, 128]}, {"block": [32, 32]}, {"block": [128, 128]}, {"block": [0, 64]}, {"block": None},
-        {"batch": 2}, {"batch": 0}, {"batch": -1}, {"batch": True}, {"batch": "1"}, {"heads": 1}, {"heads": 10**18},
-        {"heads": 2.0}, {"pure": True}, {"pure": 0}, {"pure": None}, {"label": 3}, {"label": "a\nb"},
-        {"rule": []}, {"rule": ["bits"]}, {"rule": ["bits", "rules"]}, {"rule": "rules"}, {"rule": [["rules"]]},
-        {"rule": ["rules", "rules", "bits"]}, {"rule": ["lo", "rules", "bits"]}, {"rule": {"rules": 1}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_forged_record_is_refused(tmp_path: Path, changes: dict[str, Any]):
-    mask = small()
-    with pytest.raises(InvalidFile, match=r"m\.safetensors: "):
-        io.load(forge(tmp_path / "m.safetensors", mask, tensors_of(mask), **changes))
-
-
 def put(tensor: Tensor, at: int, value: int) -> Tensor:
     """The tensor with one element changed."""
     changed = tensor.clone()
     changed.view(-1)[at] = value
     return changed
-
-
-@pytest.mark.parametrize(
-    ("part", "damage"),
-    [
-        ("full_starts", lambda x: x - 1000),
-        ("full_starts", lambda x: x + 2**30),
-        ("partial_counts", lambda x: put(x, 1, -1)),
-        ("partial_counts", lambda x: put(x, -1, 1000)),
-        ("partial_indices", lambda x: put(x, 0, 4)),
-        ("partial_indices", lambda x: put(x, 0, -1)),
-        ("partial_indices", lambda x: x.flip(0)),
-        ("full_indices", lambda x: x[:0]),
-        ("rules", lambda x: put(x, 0, 1000)),
-        ("rules", lambda x: put(x, 0, -2)),
-        ("rules", lambda x: x[1:]),
-        ("bits", lambda x: x[:-1]),
-        ("bits", lambda x: x[:, :32]),
-        ("bits", lambda x: x.to(torch.float32)),
-        ("bits", lambda x: x.flatten()),
-        ("bits", lambda x: torch.full_like(x, -1)),
-        ("full_counts", lambda x: x.long()),
-        ("full_counts", lambda x: x[None]),
-        ("full_counts", lambda x: x[1:]),
-    ],
-    ids=range(19),
-)
-def test_forged_tensors_are_refused_even_with_the_right_checksum(tmp_path: Path, part: str, damage: Any):
-    mask = small()
-    tensors = tensors_of(mask)
-    tensors[part] = damage(tensors[part])
-    with pytest.raises(InvalidFile, match=r"m\.safetensors: "):
-        io.load(forge(tmp_path / "m.safetensors", mask, tensors))
 
 
 @pytest.mark.parametrize("change", [{"lo": None}, {"hi": None}, {"lo": 5}, {"hi": -1}, {"hi": 301}], ids=str)

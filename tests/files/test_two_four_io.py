@@ -1,6 +1,6 @@
 """Saving and loading Semi24 and BSR24: what was saved comes back, and forged metadata is refused.
 
-Damaged bytes are tried on them in test_io.py, together with the other kinds.
+Damaged bytes and forged files are tried on all kinds in test_damage.py and test_forgery.py.
 """
 
 import json
@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.core.errors import InvalidInput
 from sparsek.files import io
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.random import random_bsr
 from sparsek.products.formats.semi24 import Semi24
 from tests.files.test_io import crc_of, forge, same, small
 from tests.products.formats.two_four import DTYPES, bsr24, semi24
@@ -95,67 +94,3 @@ def forge24(path: Path, a: Semi24 | BSR24, tensors: dict[str, torch.Tensor], **c
         "matrices": {"matrix": record24(a, crc32=crc_of(tensors)) | changes},
     }
     return forge(path, about, tensors)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kind": "bsr"}, {"kind": "bsr24"}, {"kind": "block_mask"}, {"extra": 1}, {"block": [64, 64]},
-        {"dtype": "bf16"}, {"dtype": 16}, {"crc32": 1}, {"shape": [6]}, {"shape": [6, 20]}, {"shape": [7, 40]},
-        {"shape": [6.0, 40]}, {"shape": [6, 10**30]}, {"shape": None},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_forged_record_of_a_semi24_is_refused(tmp_path, changes):
-    a = semi24()
-    with pytest.raises(InvalidFile, match=r"forged\.safetensors: "):
-        io.load(forge24(tmp_path / "forged.safetensors", a, parts24("matrix", a), **changes))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kind": "bsr"}, {"kind": "semi24"}, {"extra": 1}, {"transposed": False}, {"dtype": "bf16"}, {"dtype": None},
-        {"crc32": 1}, {"shape": [150]}, {"shape": [150, 100]}, {"shape": [15, 190]}, {"shape": [10**30, 190]},
-        {"shape": [150, 129]}, {"block": [64, 32]}, {"block": [32, 64]}, {"block": [128, 128]}, {"block": [64, True]},
-        {"block": 64},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_forged_record_of_a_bsr24_is_refused(tmp_path, changes):
-    a = BSR24.from_bsr(random_bsr(150, 190, 64, 1.0, dtype=torch.float16))
-    with pytest.raises(InvalidFile, match=r"forged\.safetensors: "):
-        io.load(forge24(tmp_path / "forged.safetensors", a, parts24("matrix", a), **changes))
-
-
-@pytest.mark.parametrize("make", [semi24, bsr24])
-def test_the_2_4_forgery_without_changes_is_a_right_file(tmp_path, make):
-    a = make()
-    assert same(io.load(forge24(tmp_path / "forged.safetensors", a, parts24("matrix", a))), a)
-
-
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        ("meta", torch.zeros_like),
-        ("meta", lambda m: m | 0x0F),
-        ("meta", lambda m: m.view(-1)),
-        ("meta", lambda m: m[:1]),
-        ("meta", lambda m: m[..., :1]),
-        ("meta", lambda m: m.int()),
-        ("meta", lambda m: m.view(torch.int8)),
-        ("values", lambda v: v.view(-1)),
-        ("values", lambda v: v[:1]),
-        ("values", lambda v: v[..., :4]),
-        ("values", lambda v: v.bfloat16()),
-        ("values", lambda v: v.to(torch.float8_e4m3fn)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("make", [semi24, bsr24])
-def test_forged_2_4_tensors_are_refused_even_with_the_right_checksum(tmp_path, make, part, change):
-    a = make()
-    tensors = parts24("matrix", a)
-    tensors[f"matrix.{part}"] = change(tensors[f"matrix.{part}"]).contiguous()
-    with pytest.raises(InvalidFile, match=r"forged\.safetensors: "):
-        io.load(forge24(tmp_path / "forged.safetensors", a, tensors))
