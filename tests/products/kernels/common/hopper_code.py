@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from sparsek.core.device import H200
 from sparsek.products.kernels.sddmm import hopper as sddmm
 from sparsek.products.kernels.spmm import hopper as spmm
 from sparsek.products.kernels.spmm import hopper_fp8 as spmm_fp8
@@ -17,6 +18,8 @@ from tests.engine.launch import newest
 from tests.engine.launch.hopper_code import Code, compiled
 from tests.problems import changed
 
+# Sides of a large product, and where it runs.
+LARGE: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "bf16", "card": H200}
 Config = spmm.Config | spmm_fp8.Config | sddmm.Config
 SMEM_PER_BLOCK = 227 << 10  # what one CTA may have on sm_90
 SMEM_PER_SM = 228 << 10  # what all CTAs of an SM share, 1 KB of each for the system

@@ -7,6 +7,7 @@ every choice, and the newest release, which takes twice as long, a few.
 from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from sparsek.products.kernels.sddmm.hopper import Config, Work
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
+    LARGE,
     Memory,
     boxes_of,
     check_code,
@@ -51,23 +53,11 @@ BLOCKS = (
 LAYOUTS = (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col"))
 
 
-def problem(
-    block: tuple[int, int], layouts: tuple[str, str] = ("row", "row"), **more: object
-) -> SddmmProblem:
+def problem(block: tuple[int, int], layouts: tuple[str, str] = ("row", "row"), **more: Any) -> SddmmProblem:
     """8192 x 8192 with K = 8192, one block of eight stored."""
-    fields = {
-        "m": 8192,
-        "k": 8192,
-        "n": 8192,
-        "block": block,
-        "nnzb": 8192 * 8192 // 8 // block[0] // block[1],
-        "dtype": "bf16",
-        "card": H200,
-        "x_layout": layouts[0],
-        "y_layout": layouts[1],
-        "row_max": 8192 // 8 // block[1],
-    }
-    return SddmmProblem(**fields | more)  # pyright: ignore[reportArgumentType]
+    stored = 8192 * 8192 // 8 // block[0] // block[1]
+    blocks: dict[str, Any] = {"block": block, "nnzb": stored, "row_max": 8192 // 8 // block[1]}
+    return SddmmProblem(**LARGE | blocks | more, x_layout=layouts[0], y_layout=layouts[1])
 
 
 PROBLEMS = [problem(block, layouts) for block, layouts in product(BLOCKS, LAYOUTS)]

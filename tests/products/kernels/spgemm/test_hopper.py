@@ -7,6 +7,7 @@ every choice, and the newest release, which takes twice as long, a few.
 from collections.abc import Hashable
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from sparsek.products.kernels.spmm.hopper import Config
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
+    LARGE,
     Memory,
     boxes_of,
     check_code,
@@ -63,28 +65,19 @@ def problem(
     views: tuple[bool, bool] = (False, False),
     dense: bool = True,
     pairs: int = 2600,
-    **more: object,
+    **more: Any,
 ) -> SpgemmProblem:
     """8192^3, with so many pairs of blocks."""
-    bm, bk, bn = blocks
-    fields = {
-        "m": 8192,
-        "k": 8192,
-        "n": 8192,
-        "a_block": (bm, bk),
-        "b_block": (bk, bn),
+    given: dict[str, Any] = {
+        "a_block": blocks[:2],
+        "b_block": blocks[1:],
         "nnzb_a": 512,
         "nnzb_b": 512,
-        "nnzb_out": min(pairs, 4096),
-        "pairs": pairs,
-        "pairs_max": 8,
-        "dtype": "bf16",
-        "card": H200,
         "dense_out": dense,
-        "a_transposed": views[0],
-        "b_transposed": views[1],
     }
-    return SpgemmProblem(**fields | more)  # pyright: ignore[reportArgumentType]
+    given |= {"nnzb_out": min(pairs, 4096), "pairs": pairs, "pairs_max": 8}
+    given |= {"a_transposed": views[0], "b_transposed": views[1]}
+    return SpgemmProblem(**LARGE | given | more)
 
 
 PROBLEMS = [

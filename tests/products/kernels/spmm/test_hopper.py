@@ -35,6 +35,7 @@ from sparsek.products.kernels.spmm.hopper import Config, Work
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
+    LARGE,
     Memory,
     boxes_of,
     check_batches,
@@ -64,23 +65,18 @@ BLOCKS = (
 SIDES = (16, 64, 200, 8192)
 
 
-def problem(block: tuple[int, int], n: int, layout: str = "row", **more: object) -> SpmmProblem:
+def problem(block: tuple[int, int], n: int, layout: str = "row", **more: Any) -> SpmmProblem:
     """8192 x 8192, one block of eight stored, and every factor for merging that ops would offer."""
     stored = 8192 * 8192 // 8 // block[0] // block[1]
     factors = [r for r in (2, 4, 8) if block[0] in (16, 32, 64) and r * block[0] <= 128]
-    fields = {
-        "m": 8192,
-        "k": 8192,
-        "n": n,
+    merged = tuple((r, int(stored * 0.94)) for r in factors)
+    blocks: dict[str, Any] = {
         "block": block,
         "nnzb": stored,
-        "dtype": "bf16",
-        "card": H200,
         "row_max": 8192 // 8 // block[1],
-        "b_layout": layout,
-        "merged": tuple((r, int(stored * 0.94)) for r in factors),
+        "merged": merged,
     }
-    return spmm_problem(**fields | more)  # pyright: ignore[reportArgumentType]
+    return spmm_problem(**LARGE | blocks | {"n": n, "b_layout": layout} | more)
 
 
 PROBLEMS = [problem(block, n, layout) for block, n, layout in product(BLOCKS, SIDES, ("row", "col"))]
