@@ -16,30 +16,6 @@ from sparsek.engine.plan import cache
 from tests.ops.tensors import LAYOUTS, check, qkv, window
 
 
-@pytest.mark.parametrize("scale", [0.02, 1, 3.0])
-def test_the_scale_multiplies_the_scores(scale: float):
-    tensors, mask = qkv(), window()
-    out, lse = sk.attention(*tensors, mask, scale=scale, return_lse=True)
-    check(tensors, mask, out, lse, scale)
-
-
-def test_queries_that_see_no_key_give_0_and_minus_infinity():
-    q, k, v = qkv(192, 64)
-    out, lse = sk.attention(q, k, v, sk.BlockMask.causal(q_len=192, kv_len=64, block=64), return_lse=True)
-    assert not out[:, :, :128].any()
-    assert (lse[:, :, :128] == -torch.inf).all()
-    assert lse[:, :, 128:].isfinite().all()
-
-
-@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 64, 64), (2, 0, 64), (2, 64, 0), (2, 0, 0)])
-def test_without_queries_keys_or_batch_items_there_is_nothing_to_compute(batch: int, q_len: int, kv_len: int):
-    q, k, v = qkv(q_len, kv_len, batch=batch)
-    out, lse = sk.attention(q, k, v, return_lse=True)
-    assert out.shape == (batch, 4, q_len, 64)
-    assert not out.any()
-    assert (lse == -torch.inf).all()
-
-
 @pytest.mark.parametrize(
     ("name", "order"), [("bhsd", (0, 1, 2, 3)), ("bshd", (0, 2, 1, 3)), ("sbhd", (0, 2, 1, 3))]
 )
@@ -87,13 +63,6 @@ def test_a_named_kernel_that_cannot_run_says_why_and_which_can():
     assert caught.value.reasons["portable.attention_fwd"]
 
 
-def test_a_second_call_makes_no_new_plan(plans_made: list[str]):
-    (q, k, v), mask = qkv(), window()
-    sk.attention(q, k, v, mask)
-    sk.attention(q + 1, k.clone(), v.clone(), mask, scale=0.5)
-    assert len(plans_made) == 1
-
-
 def test_without_a_mask_plans_are_kept_too(plans_made: list[str]):
     masks._MASKS.clear()
     for _ in range(3):
@@ -124,10 +93,11 @@ def test_another_shape_alignment_lse_mask_or_kernel_makes_another_plan(plans_mad
             assert len(plans_made) == (count if round_ == 0 else len(calls))
 
 
-def test_layouts_that_are_aligned_alike_share_a_plan(plans_made: list[str]):
+def test_layouts_that_are_aligned_alike_share_a_plan_for_any_scale(plans_made: list[str]):
     (q, k, v), mask = qkv(), window()
     for name in ("bhsd", "bshd", "sbhd", "slice of packed heads"):
-        sk.attention(LAYOUTS[name](q), LAYOUTS[name](k), LAYOUTS[name](v), mask)
+        sk.attention(LAYOUTS[name](q), LAYOUTS[name](k), LAYOUTS[name](v), mask, scale=0.5)
+    sk.attention(q, k, v, mask)
     assert len(plans_made) == 1
 
 
@@ -182,32 +152,3 @@ def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():
         assert torch.equal(sk.attention(q, low[1], low[2], mask), alone)
         assert torch.equal(sk.attention(*tensors, mask, plan=plan), full)
         assert sk.attention(q.double(), k.double(), v.double(), mask).dtype == torch.float64
-
-
-def test_work_made_in_inference_mode_serves_outside_of_it():
-    tensors, mask = qkv(), window()
-    with torch.inference_mode():
-        inside = sk.attention(*tensors, mask)
-    assert torch.equal(sk.attention(*tensors, mask), inside)
-
-
-def test_the_same_plan_gives_the_same_bits():
-    tensors, mask = qkv(), window()
-    outs = [sk.attention(*tensors, mask, return_lse=True) for _ in range(3)]
-    assert all(torch.equal(a, b) for again in outs for a, b in zip(again, outs[0], strict=True))
-
-
-def test_merged_parts_are_attention_over_all_keys():
-    """Queries 0 to 129 stand at keys 62 to 191. The last 128 keys are behind some of them."""
-    q, k, v = qkv(130, 192)
-    whole = sk.BlockMask.causal(q_len=130, kv_len=192, block=64)
-    early = sk.BlockMask.causal(q_len=130, kv_len=64, block=64, q_offset=62)
-    late = sk.BlockMask.causal(q_len=130, kv_len=128, block=64, q_offset=-2)
-    out, lse = sk.attention(q, k, v, whole, return_lse=True)
-    first = sk.attention(q, k[:, :, :64], v[:, :, :64], early, return_lse=True)
-    second = sk.attention(q, k[:, :, 64:], v[:, :, 64:], late, return_lse=True)
-    assert (second[1] == -torch.inf).any()
-    for parts in ((*first, *second), (*second, *first)):
-        merged, total = sk.merge_attention(*parts)
-        torch.testing.assert_close(merged, out)
-        torch.testing.assert_close(total, lse)
