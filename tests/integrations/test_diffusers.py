@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounter
 
 import sparsek as sk
 from tests.house.tools import need
+from tests.refusals import refused
 
 need("diffusers")
 with warnings.catch_warnings():
@@ -353,8 +354,7 @@ def test_what_is_refused() -> None:
         (model, sk.policies.VerticalSlash(), {}, r"no other form: .* XAttention\(causal=False\)"),
     ]
     for each, policy, options, message in wrong:
-        with pytest.raises(sk.InvalidInput, match=message):
-            diffusers.use(each, policy, **options)
+        refused(message, diffusers.use, each, policy, **options)
     with diffusers.use(model, POLICY), pytest.raises(sk.InvalidInput, match="already has a policy"):
         diffusers.use(model, POLICY)
 

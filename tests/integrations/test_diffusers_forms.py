@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import sparsek as sk
 from tests.house.tools import need
+from tests.refusals import refused
 
 need("diffusers")
 with warnings.catch_warnings():
@@ -519,13 +520,9 @@ def test_processors_are_known_by_their_class() -> None:
         assert "in 2 layers; 1 dense: FluxAttnProcessorOfMine" in repr(sparse)
         torch.testing.assert_close(run(case._replace(model=model)), run(case), rtol=1e-4, atol=1e-4)
     model.set_attn_processor(FluxAttnProcessorOfMine())
-    with pytest.raises(
-        sk.InvalidInput, match=r"processors are FluxAttnProcessorOfMine; those known are .*Wan"
-    ):
-        diffusers.use(model, full)
+    refused(r"processors are FluxAttnProcessorOfMine; those known are .*Wan", diffusers.use, model, full)
     model.set_attn_processor(FluxAttnProcessor())
-    with pytest.raises(sk.InvalidInput, match="FluxAttnProcessor has its text tokens first"):
-        diffusers.use(model, full, text="last")
+    refused("FluxAttnProcessor has its text tokens first", diffusers.use, model, full, text="last")
     with diffusers.use(model, full, skip_layers=1) as sparse:
         assert sparse.dense == {layers[1]: "in skip_layers"}
 
@@ -533,8 +530,7 @@ def test_processors_are_known_by_their_class() -> None:
 def test_another_form_of_a_known_class_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     case = flux("FluxTransformer2DModel", Given(1))
     monkeypatch.setattr(FluxAttnProcessor, "__call__", lambda self, attn, hidden_states, text: None)
-    with pytest.raises(sk.InvalidInput, match="no attention layer that can take a policy"):
-        diffusers.use(case.model, POLICY)
+    refused("no attention layer that can take a policy", diffusers.use, case.model, POLICY)
 
 
 def test_a_processor_of_ones_own_by_the_word_of_the_user() -> None:

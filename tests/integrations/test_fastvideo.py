@@ -18,6 +18,7 @@ from sparsek.integrations.fastvideo import (
     video_sparse_attn,
 )
 from tests.integrations.dense import coin, dense, expanded, operands, randn, same, same_gradients
+from tests.refusals import refused
 
 
 def valid(sizes: Tensor, side: int) -> Tensor:
@@ -140,8 +141,7 @@ def test_calls_of_other_versions() -> None:
         ),
     ]
     for args, options, message in wrong:
-        with pytest.raises(InvalidInput, match=message):
-            any_call(q, k, v, *args, **options)
+        refused(message, any_call, q, k, v, *args, **options)
     with pytest.raises(InvalidInput, match="q has 64 tokens and k 256; give q_variable_block_sizes"):
         any_call(q[:, :, :64], k, v, sizes, topk=2)
     with pytest.raises(ImportError, match=r"moba_attn_varlen.*: call sparsek\.attention"):
@@ -192,10 +192,8 @@ def test_sliding_tiles(
 def test_what_is_refused() -> None:
     q, k, v = operands((1, 2, 256, 16))
     sizes, four = torch.full((4,), 64), coin(1, 2, 4, 4)
-    with pytest.raises(InvalidInput, match="block_size is 5"):
-        video_sparse_attn(q, k, v, sizes, sizes, 1, 5)
-    with pytest.raises(InvalidInput, match="variable_block_sizes has 3 sizes"):
-        video_sparse_attn(q, k, v, sizes[:3], sizes, 1)
+    refused("block_size is 5", video_sparse_attn, q, k, v, sizes, sizes, 1, 5)
+    refused("variable_block_sizes has 3 sizes", video_sparse_attn, q, k, v, sizes[:3], sizes, 1)
     for side, wrong in ((64, torch.tensor([64, 65, 64, 64])), (256, torch.tensor([-1]))):
         good = wrong.clamp(0, side)
         at = int((wrong != good).nonzero()[0])
@@ -204,21 +202,16 @@ def test_what_is_refused() -> None:
                 video_sparse_attn(q, k, v, *given, 1, side)
     with pytest.raises(InvalidInput, match="250 tokens are not whole blocks of 64; pad them to 256"):
         video_sparse_attn(q, k[:, :, :250], v[:, :, :250], sizes, sizes, 1)
-    with pytest.raises(InvalidInput, match="256 tokens for 3 query blocks"):
-        block_sparse_attn(q, k, v, four[:, :, :3], sizes)
-    with pytest.raises(InvalidInput, match="block_map is"):
-        block_sparse_attn(q, k, v, four[..., :3], sizes)
+    refused("256 tokens for 3 query blocks", block_sparse_attn, q, k, v, four[:, :, :3], sizes)
+    refused("block_map is", block_sparse_attn, q, k, v, four[..., :3], sizes)
     with pytest.raises(InvalidInput, match="q2k_num has shape"):
         block_sparse_attn_from_indices(q, k, v, four.int(), four.int()[..., 0, 0], sizes)
-    with pytest.raises(InvalidInput, match="seq_shape"):
-        sliding_tile_attention(q, k, v, [(1, 1, 1)] * 2, 0, False, "5x8x8")
-    with pytest.raises(InvalidInput, match="has 256 tokens"):
-        sliding_tile_attention(q, k, v, [(1, 1, 1)] * 2, 0, False, "6x8x8")
+    refused("seq_shape", sliding_tile_attention, q, k, v, [(1, 1, 1)] * 2, 0, False, "5x8x8")
+    refused("has 256 tokens", sliding_tile_attention, q, k, v, [(1, 1, 1)] * 2, 0, False, "6x8x8")
     long = operands((1, 1, 390, 16))
     with pytest.raises(InvalidInput, match="390 keys and v 388 values"):
         sliding_tile_attention(long[0], long[1], long[2][:, :, :388], [(1, 1, 1)], 4, True, "6x8x8")
-    with pytest.raises(InvalidInput, match="for each head"):
-        sliding_tile_attention(q, k, v, [(1, 1, 1)], 0, False, "6x8x8")
+    refused("for each head", sliding_tile_attention, q, k, v, [(1, 1, 1)], 0, False, "6x8x8")
 
 
 def test_an_empty_batch_has_an_empty_result() -> None:

@@ -13,6 +13,7 @@ from sparsek import InvalidInput
 from sparsek.integrations import flashinfer_masks
 from sparsek.integrations.flashinfer import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from tests.integrations.dense import coin, dense, expanded, operands, same, same_gradients
+from tests.refusals import refused
 
 F64: dict[str, Any] = {"q_data_type": "float64", "o_data_type": "float64"}
 LOG2_E = math.log2(math.e)
@@ -163,8 +164,7 @@ def test_blocks_of_several_sizes(sides: tuple[tuple[int, int], ...], seed: int, 
 def test_broken_row_starts(starts: list[int], message: str, kind: torch.dtype) -> None:
     wrapper = BlockSparseAttentionWrapper(torch.empty(0))
     lists = torch.tensor(starts, dtype=kind), torch.tensor([0, 0, 1], dtype=kind)
-    with pytest.raises(InvalidInput, match=message):
-        wrapper.plan(*lists, 128, 128, 64, 64, 2, 2, 8)
+    refused(message, wrapper.plan, *lists, 128, 128, 64, 64, 2, 2, 8)
 
 
 def test_a_block_mask_comes_before_lists() -> None:
@@ -199,18 +199,13 @@ def test_what_is_refused() -> None:
     indptr, indices = torch.tensor([0, 1]), torch.tensor([0])
     wrapper, good = BlockSparseAttentionWrapper(torch.empty(0)), (indptr, indices, 64, 64, 64, 64, 2, 2, 8)
     q = operands((64, 2, 8))[0]
-    with pytest.raises(InvalidInput, match="before plan"):
-        wrapper.run(q, q, q)
+    refused("before plan", wrapper.run, q, q, q)
     wrapper.plan(*good)
-    with pytest.raises(InvalidInput, match=r"q is torch\.float64; .*: pass q_data_type"):
-        wrapper.run(q, q, q)
+    refused(r"q is torch\.float64; .*: pass q_data_type", wrapper.run, q, q, q)
     narrow = operands((64, 2, 4))[0].half()
-    with pytest.raises(InvalidInput, match=r"q is \[64, 2, 4\]; plan was for 2 heads of dim 8$"):
-        wrapper.run(narrow, narrow, narrow)
-    with pytest.raises(InvalidInput, match=r"forward has no pos_encoding_mode"):
-        wrapper.forward(q, q, q, pos_encoding_mode="ALIBI")
-    with pytest.raises(InvalidInput, match=r"k has 64 keys and v 63 values"):
-        wrapper.run(q.half(), q.half(), q[:63].half())
+    refused(r"q is \[64, 2, 4\]; plan was for 2 heads of dim 8$", wrapper.run, narrow, narrow, narrow)
+    refused(r"forward has no pos_encoding_mode", wrapper.forward, q, q, q, pos_encoding_mode="ALIBI")
+    refused(r"k has 64 keys and v 63 values", wrapper.run, q.half(), q.half(), q[:63].half())
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"logits_soft_cap": -3.0}, "logits_soft_cap is -3"),
         ({"logits_soft_cap": 1e9}, "logits_soft_cap is 1000000000"),
@@ -226,16 +221,13 @@ def test_what_is_refused() -> None:
         ({"kv_block_lens": torch.tensor([65])}, r"kv_block_lens\[0\] is 65; the keys of a block are 0 to 64"),
     ]
     for change, message in wrong:
-        with pytest.raises(InvalidInput, match=message):
-            wrapper.plan(*good, **change)
+        refused(message, wrapper.plan, *good, **change)
     lists = torch.zeros(2, 1, 1, dtype=torch.int32)
     counts = torch.tensor([[1], [2]], dtype=torch.int32)
     with pytest.raises(InvalidInput, match=r"q2k_num\[1, 0\] is 2; the entries of a row are 0 to 1"):
         wrapper.plan(None, None, *good[2:], q2k_indices=lists, q2k_num=counts)
-    with pytest.raises(InvalidInput, match="outside of the 1 x 1 blocks"):
-        wrapper.plan(indptr, torch.tensor([1]), *good[2:])
-    with pytest.raises(InvalidInput, match="multiple of C"):
-        wrapper.plan(indptr, indices, 64, 65, *good[4:])
+    refused("outside of the 1 x 1 blocks", wrapper.plan, indptr, torch.tensor([1]), *good[2:])
+    refused("multiple of C", wrapper.plan, indptr, indices, 64, 65, *good[4:])
 
 
 SEVERAL = (
@@ -265,8 +257,7 @@ def test_lengths_that_were_not_planned(lengths: tuple[int, ...], message: str, c
     wrapper = VariableBlockSparseAttentionWrapper(torch.empty(0))
     wrapper.plan(*SEVERAL, q_data_type="float32", causal=causal)
     q, k, v = (torch.randn(2, length, 16) for length in lengths)
-    with pytest.raises(InvalidInput, match=message):
-        wrapper.run(q, k, v)
+    refused(message, wrapper.run, q, k, v)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -311,8 +302,7 @@ def test_wrong_sizes(rows: list[list[int]]) -> None:
         given: list[Any] = list(SEVERAL)
         given[at] = torch.tensor(rows)
         wrapper.plan(*given, q_data_type="float32", causal=causal)
-        with pytest.raises(InvalidInput, match=f"^{('', 'block_row_sz', 'block_col_sz')[at]}"):
-            wrapper.run(q, k, k)
+        refused(f"^{('', 'block_row_sz', 'block_col_sz')[at]}", wrapper.run, q, k, k)
     with pytest.raises(InvalidInput, match=r"block_mask_map is \[2, 0, 2\]"):
         wrapper.plan(SEVERAL[0][:, :0], SEVERAL[1][:, :0], *SEVERAL[2:])
 
@@ -354,20 +344,12 @@ def test_capped_scores(cap: float | None, fp16_sums: Any) -> None:
 
 
 def test_names_of_other_versions() -> None:
-    make: Any = BlockSparseAttentionWrapper
-    make_several: Any = VariableBlockSparseAttentionWrapper
-    with pytest.raises(
-        InvalidInput, match=r"BlockSparseAttentionWrapper has no kv_layout, got 'HND'; .* are \[N"
-    ):
-        make(torch.empty(0), kv_layout="HND")
-    with pytest.raises(
-        InvalidInput, match=r"VariableBlockSparseAttentionWrapper has no kv_layout, got 'NHD'"
-    ):
-        make_several(torch.empty(0), kv_layout="NHD")
-    with pytest.raises(
-        InvalidInput, match="has no argument use_cuda_graph; it has float_workspace_buffer, backend"
-    ):
-        make(torch.empty(0), use_cuda_graph=True)
+    none: Any = torch.empty(0)
+    one, several = BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
+    refused(r"^BlockSparse\w+ has no kv_layout, got 'HND'; .* are \[N", one, none, kv_layout="HND")
+    refused(r"^VariableBlockSparse\w+ has no kv_layout, got 'NHD'", several, none, kv_layout="NHD")
+    words = "has no argument use_cuda_graph; it has float_workspace_buffer, backend"
+    refused(words, one, none, use_cuda_graph=True)
     with pytest.raises(
         ImportError, match=r"BatchPrefillWithPagedKVCacheWrapper.*: call sparsek\.attention_paged"
     ):

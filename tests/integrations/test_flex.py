@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from sparsek import InvalidInput
 from sparsek.integrations.flex import flex_attention
 from tests.integrations.dense import dense, of_mask_mod, operands, same, same_gradients
+from tests.refusals import refused
 
 
 def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -44,17 +45,14 @@ def test_as_torch_itself() -> None:
 
 def test_what_is_refused() -> None:
     q, k, v = operands((1, 4, 64, 16), (1, 2, 64, 16), (1, 2, 64, 16))
-    with pytest.raises(InvalidInput, match="score_mod"):
-        flex_attention(q, k, v, lambda score, *at: score, enable_gqa=True)
-    with pytest.raises(InvalidInput, match="enable_gqa=True"):
-        flex_attention(q, k, v)
+    refused("score_mod", flex_attention, q, k, v, lambda score, *at: score, enable_gqa=True)
+    refused("enable_gqa=True", flex_attention, q, k, v)
     with pytest.raises(InvalidInput, match="max_scores"):
         flex_attention(q, k, v, enable_gqa=True, return_aux=torch_flex.AuxRequest(max_scores=True))
     mask = torch_flex.create_block_mask(
         lambda b, h, q, k: q >= k, None, None, 64, 64, device="cpu", BLOCK_SIZE=32
     )
-    with pytest.raises(InvalidInput, match="BLOCK_SIZE"):
-        flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    refused("BLOCK_SIZE", flex_attention, q, k, v, block_mask=mask, enable_gqa=True)
     options: Any = {"dropout_p": 0.0, "enable_gqa": True}
     flex_attention(q, k, v, **options)
     for name in ("dropout_p", "is_causal"):

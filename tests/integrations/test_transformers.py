@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.house.tools import need
+from tests.refusals import refused
 
 need("transformers")
 
@@ -224,8 +225,7 @@ def test_attention_can_be_changed_on_a_model():
 def test_dropout_is_refused_in_training_only(name: str, option: str):
     own = pair(name, **{option: 0.1})[1]
     states(own, tokens())
-    with pytest.raises(InvalidInput, match=r"attention dropout is 0\.1.*set config.attention_dropout"):
-        states(own.train(), tokens())
+    refused(r"attention dropout is 0\.1.*set config.attention_dropout", states, own.train(), tokens())
 
 
 WRONG: dict[str, Any] = {
@@ -244,8 +244,7 @@ WRONG: dict[str, Any] = {
 def test_what_it_does_not_have_is_refused(message: str):
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     options = {"attention_mask": None, **WRONG[message]}
-    with pytest.raises(InvalidInput, match=message):
-        sparsek_attention(torch.nn.Identity(), q, k, k, **options)
+    refused(message, sparsek_attention, torch.nn.Identity(), q, k, k, **options)
 
 
 @pytest.mark.parametrize("shape", [(2, 60, 60), (3, 60), (60,)], ids=str)
@@ -253,8 +252,7 @@ def test_padding_of_another_shape_is_told_what_is_expected(shape: tuple[int, ...
     own = pair("llama")[1]
     ids = torch.ones(2, 60, dtype=torch.int64)
     found = rf"attention_mask is {len(shape)}-D \[.*; a model takes padding, 2-D \[2, tokens\], or a 4-D mask \[2, "
-    with pytest.raises(InvalidInput, match=found):
-        own(ids, attention_mask=torch.ones(shape, dtype=torch.int64))
+    refused(found, own, ids, attention_mask=torch.ones(shape, dtype=torch.int64))
 
 
 def test_without_a_mask_the_module_says_whether_it_is_causal():
@@ -268,8 +266,7 @@ def test_without_a_mask_the_module_says_whether_it_is_causal():
         torch.testing.assert_close(
             sparsek_attention(torch.nn.Identity(), q, k, k, None, is_causal=causal)[0], want
         )
-    with pytest.raises(InvalidInput, match="for 3 queries and 5 keys"):
-        sparsek_attention(module, q[:, :, :3], k, k, None, is_causal=True)
+    refused("for 3 queries and 5 keys", sparsek_attention, module, q[:, :, :3], k, k, None, is_causal=True)
     one = sparsek_attention(torch.nn.Identity(), q[:, :, :1], k, k, None)[0]
     torch.testing.assert_close(one, dense(q[:, :, :1], k, k, enable_gqa=True).transpose(1, 2))
 
@@ -278,8 +275,7 @@ def test_without_a_mask_the_module_says_whether_it_is_causal():
     "options", [{"width": 3}, {"window": 3, "causal": True}, "window", {"window": 0}], ids=str
 )
 def test_policies_that_are_none_are_refused(options: Any):
-    with pytest.raises(InvalidInput, match=r"config\.sparsek is|window is 0"):
-        states(pair("llama", sparsek=options)[1], tokens())
+    refused(r"config\.sparsek is|window is 0", lambda: states(pair("llama", sparsek=options)[1], tokens()))
 
 
 def test_cross_attention_has_other_keys_than_queries():

@@ -16,6 +16,7 @@ from sparsek.attn.policies.policy import PolicyInputs
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_config import form_of, policy_of
 from tests.integrations.models import pair, states, tokens, transformers
+from tests.refusals import refused
 
 TOP, NEAR = policies.MeanTopK(topk=2, block=64), policies.Streaming(window=64, sinks=64, block=64)
 SAVED: list[tuple[Any, dict[str, Any]]] = [
@@ -124,8 +125,7 @@ def test_a_policy_of_ones_own_serves_its_process_and_is_described_in_the_file(tm
     own.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["sparsek"] == {"policy": "Everything()"}
     loaded = type(own).from_pretrained(tmp_path, attn_implementation="sparsek").eval()
-    with pytest.raises(InvalidInput, match=r"config.sparsek\['policy'\] is 'Everything\(\)'; use one of"):
-        states(loaded, tokens())
+    refused(r"config.sparsek\['policy'\] is 'Everything\(\)'; use one of", states, loaded, tokens())
     joined = Everything() | policies.MeanTopK(topk=2)
     own.config.sparsek = joined
     assert policy_of(own.config) == joined
@@ -164,8 +164,7 @@ def test_a_config_that_no_layer_reads_refuses_it():
         model.config.sparsek = None
         model.config.text_config.sparsek = {"window": 4}
         assert not torch.allclose(states(model, ids), dense, atol=1e-3)
-    with pytest.raises(InvalidInput, match="on a CLIPConfig"):
-        transformers.CLIPConfig(sparsek=TOP)
+    refused("on a CLIPConfig", transformers.CLIPConfig, sparsek=TOP)
 
 
 @pytest.mark.parametrize(

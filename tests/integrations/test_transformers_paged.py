@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.house.tools import need
+from tests.refusals import refused
 
 need("transformers")
 
@@ -87,8 +88,7 @@ def test_a_policy_that_the_engine_cannot_follow_is_refused_where_it_is_chosen(na
     """The engine reports errors of layers in a log, and gives empty results."""
     plain, own = pair(name, sparsek=policy)
     message = r"with a paged cache it takes a window and sinks only|paged cache drops the sinks"
-    with pytest.raises(InvalidInput, match=message):
-        own.set_attn_implementation("paged|eager")
+    refused(message, own.set_attn_implementation, "paged|eager")
     with pytest.raises(InvalidInput, match=message):  # of "eager" the engine makes "paged|eager"
         plain.generate_batch([[1, 2, 3]], transformers.GenerationConfig(max_new_tokens=2), progress_bar=False)
     own = pair(name)[1]
@@ -286,8 +286,7 @@ def test_what_a_paged_cache_cannot_follow_is_refused_before_it_is_written(messag
     config, options = WRONG[message]
     requests = Requests([0], [4], **config)
     before = requests.cache.cache_tensor.clone()
-    with pytest.raises(InvalidInput, match=message):
-        sparsek_attention(requests.module, *drawn(4, 1), None, **options, **requests.options())
+    refused(message, sparsek_attention, requests.module, *drawn(4, 1), None, **options, **requests.options())
     assert torch.equal(requests.cache.cache_tensor, before)
 
 

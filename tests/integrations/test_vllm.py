@@ -24,6 +24,7 @@ from sparsek.integrations.vllm import Options, configured, platform, register
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of, rounded, store, summary
 from tests.house.tools import ROOT, run
 from tests.integrations.vllm_batches import LAYOUTS, drawn, engine, layer, right, served
+from tests.refusals import refused
 
 VARIABLE = "SPARSEK_VLLM"
 SCALE = 0.3
@@ -170,21 +171,16 @@ def test_without_metadata_the_output_is_zero() -> None:
     ],
 )
 def test_layers_that_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(sk.InvalidInput, match=f"{message}.*another attention backend"):
-        attended(**options)
+    refused(f"{message}.*another attention backend", attended, **options)
 
 
 def test_head_sizes_and_outputs_that_are_refused() -> None:
     for size in (4, 20, 264):
-        with pytest.raises(sk.InvalidInput, match="head size"):
-            LayerAttention(4, size, SCALE, 2)
-    with pytest.raises(sk.InvalidInput, match="4 heads over 3"):
-        LayerAttention(4, 16, SCALE, 3)
+        refused("head size", LayerAttention, 4, size, SCALE, 2)
+    refused("4 heads over 3", LayerAttention, 4, 16, SCALE, 3)
     batch, one = drawn([2], [3]), torch.ones(1)
-    with pytest.raises(sk.InvalidInput, match="quantize"):
-        attended().forward(layer(), batch.q, None, None, batch.cache, None, batch.q, one)
-    with pytest.raises(sk.InvalidInput, match="another size than keys"):
-        attended().pages(batch.cache[..., :24])
+    refused("quantize", attended().forward, layer(), batch.q, None, None, batch.cache, None, batch.q, one)
+    refused("another size than keys", attended().pages, batch.cache[..., :24])
 
 
 @pytest.mark.parametrize(
@@ -197,8 +193,7 @@ def test_head_sizes_and_outputs_that_are_refused() -> None:
     ],
 )
 def test_batches_that_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(sk.InvalidInput, match="another attention backend"):
-        batch_of(drawn(NEW, OLD).common(**fields), Options())
+    refused("another attention backend", batch_of, drawn(NEW, OLD).common(**fields), Options())
 
 
 def test_bounds_are_few_and_close() -> None:
@@ -261,8 +256,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, given: str, message: str) -> None:
     monkeypatch.setenv(VARIABLE, given)
-    with pytest.raises(sk.InvalidInput, match=message):
-        configured()
+    refused(message, configured)
 
 
 def test_options_of_a_dict_that_is_nested_too_deep() -> None:
@@ -297,8 +291,7 @@ def test_options_of_a_dict_that_is_nested_too_deep() -> None:
     ],
 )
 def test_an_additional_config_that_is_refused(additional: Any, message: str) -> None:
-    with pytest.raises(sk.InvalidInput, match=message):
-        configured(additional)
+    refused(message, configured, additional)
 
 
 def test_keys_beside_ours_are_not_read_and_said(warned: Any) -> None:
@@ -529,8 +522,7 @@ def test_one_line_for_an_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_engines_that_are_refused(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(sk.InvalidInput, match=message):
-        engine(monkeypatch, LAYERS, (4, 2), 16, SCALE, **fields)
+    refused(message, engine, monkeypatch, LAYERS, (4, 2), 16, SCALE, **fields)
 
 
 ALIGNED, APART = (0, 256, 640, 1024), (0, 100, 612, 1024)

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.attention import attention, merge_attention
-from sparsek.core.errors import InvalidInput
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
+from tests.refusals import refused
 
 SMALL = (64, 64)
 
@@ -150,21 +150,16 @@ def test_keys_and_values_that_no_query_sees_reach_no_gradient(bad: float) -> Non
 def test_shapes_that_do_not_fit_are_refused(change: dict[str, tuple[int, ...]], message: str) -> None:
     shapes = {"q": (1, 4, 100, 8), "k": (1, 2, 90, 8), "v": (1, 2, 90, 8), **change}
     mask = random_bits("cpu", (100, 90), SMALL, heads=4)
-    with pytest.raises(InvalidInput, match=message):
-        attention(normal(*shapes["q"]), normal(*shapes["k"]), normal(*shapes["v"]), mask)
+    refused(message, attention, normal(*shapes["q"]), normal(*shapes["k"]), normal(*shapes["v"]), mask)
 
 
 def test_kinds_that_do_not_fit_are_refused() -> None:
     q, mask = normal(1, 1, 64, 8), BlockMask.full(64, device="cpu")
     for other in (q.float(), q.to("meta")):
-        with pytest.raises(InvalidInput, match="they must agree"):
-            attention(q, other, q, mask)
-    with pytest.raises(InvalidInput, match="not supported"):
-        attention(q.long(), q.long(), q.long(), mask)
-    with pytest.raises(InvalidInput, match="mask must be a BlockMask, got Tensor"):
-        attention(q, q, q, mask.to_dense())  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match=r"k must be a tensor .* got list"):
-        attention(q, [1.0], q, mask)  # type: ignore[arg-type]
+        refused("they must agree", attention, q, other, q, mask)
+    refused("not supported", attention, q.long(), q.long(), q.long(), mask)
+    refused("mask must be a BlockMask, got Tensor", attention, q, q, q, mask.to_dense())
+    refused(r"k must be a tensor .* got list", attention, q, [1.0], q, mask)
 
 
 def halves(dtype: torch.dtype, seed: int = 0) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -247,12 +242,9 @@ def test_merge_refuses_what_does_not_fit() -> None:
         (o, lse, o, lse.double()),
         (o, lse.to("meta"), o, lse.to("meta")),
     ):
-        with pytest.raises(InvalidInput, match="merge_attention needs"):
-            merge_attention(*wrong)
-    with pytest.raises(InvalidInput, match="lse must be float32 or float64"):
-        merge_attention(o, lse.half(), o, lse.half())
-    with pytest.raises(InvalidInput, match=r"lse2 must be a dense torch\.Tensor, got float"):
-        merge_attention(o, lse, o, 1.0)  # type: ignore[arg-type]
+        refused("merge_attention needs", merge_attention, *wrong)
+    refused("lse must be float32 or float64", merge_attention, o, lse.half(), o, lse.half())
+    refused(r"lse2 must be a dense torch\.Tensor, got float", merge_attention, o, lse, o, 1.0)
 
 
 def test_the_names_of_cases_are_unique() -> None:

@@ -14,6 +14,7 @@ from sparsek.products.reference.quantized import product
 from sparsek.testing.budget import check_spmm, tensor_core_error
 from sparsek.testing.product_budget import check_linear
 from tests.products.cases import FP8_CASES, ROW, Case
+from tests.refusals import refused
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -40,10 +41,8 @@ def test_operands_that_do_not_fit_are_refused():
         InvalidInput, match="needs a Quantized and a QuantizedTensor, got Quantized and Tensor"
     ):
         product(a, torch.randn(64, 3))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InvalidInput, match=r"A is \[32, 64\] and b \[3, 64\]"):
-        product(a, b.mT)
-    with pytest.raises(InvalidInput, match=r"bias is torch.float32 \[32\]"):
-        product(a, b, Epilogue(bias=torch.randn(32)))
+    refused(r"A is \[32, 64\] and b \[3, 64\]", product, a, b.mT)
+    refused(r"bias is torch.float32 \[32\]", product, a, b, Epilogue(bias=torch.randn(32)))
 
 
 def core(a: Tensor, b: Tensor, promoted: int, bits: int = 13) -> Tensor:

@@ -14,6 +14,7 @@ from sparsek.products.reference.semi24 import semi24
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.product_budget import check_linear
 from tests.products.cases import BSR24_CASES, SEMI24_CASES, Case
+from tests.refusals import refused
 
 F64 = torch.float64
 
@@ -51,12 +52,10 @@ def test_a_low_precision_sum_is_rounded_once():
 
 def test_what_does_not_fit_is_refused():
     a = Semi24.from_dense(torch.randn(8, 16))
-    with pytest.raises(InvalidInput, match=r"A is 8x16 and b \[8, 3\]; it needs \[..., 16, N\]"):
-        semi24(a, torch.randn(8, 3))
+    refused(r"A is 8x16 and b \[8, 3\]; it needs \[..., 16, N\]", semi24, a, torch.randn(8, 3))
     with pytest.raises(InvalidInput, match=r"A is 16x8 and b \[16, 3\]; it needs \[..., 8, N\]"):
         semi24(a, torch.randn(16, 3), transposed=True)
-    with pytest.raises(InvalidInput, match=r"A is torch.float32 on cpu and b torch.float64"):
-        semi24(a, torch.randn(16, 3, dtype=F64))
+    refused(r"A is torch.float32 on cpu and b torch.float64", semi24, a, torch.randn(16, 3, dtype=F64))
     with pytest.raises(InvalidInput, match=r"this product needs torch.float32"):
         semi24(a, torch.randn(16, 3), Epilogue(bias=torch.randn(16)))
 

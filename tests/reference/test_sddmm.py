@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.dtypes import FLOATS
-from sparsek.core.errors import InvalidInput
 from sparsek.products.formats.bsr import BSR, padding_nonzeros
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import PATTERNS, Spread, random_bsr
 from sparsek.products.reference import sddmm as module
 from sparsek.products.reference.sddmm import sddmm
 from sparsek.products.reference.spmm import spmm
+from tests.refusals import refused
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 7) -> Tensor:
@@ -179,5 +179,4 @@ def test_many_steps_give_what_one_gives(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_what_does_not_fit_is_refused(x, y, message: str):
-    with pytest.raises(InvalidInput, match=message):
-        sddmm(x, y, blocks(32, 48, 16))
+    refused(message, sddmm, x, y, blocks(32, 48, 16))

@@ -14,6 +14,7 @@ from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
 from tests.attn.mask.masks import ABSENT, check_mask, kinds
+from tests.refusals import refused
 
 FRAME: dict[str, Any] = {"q_len": 300, "kv_len": 420, "block": 64}
 WITHINS = {
@@ -89,8 +90,7 @@ def test_near_blocks_are_those_of_a_window(
 
 def test_scores_that_do_not_fit_are_refused():
     within = WITHINS["causal"]
-    with pytest.raises(InvalidInput, match=r"scores are torch.float32 \[2, 5, 7\]"):
-        best_blocks(within, torch.rand(2, 5, 7), 2)
+    refused(r"scores are torch.float32 \[2, 5, 7\]", best_blocks, within, torch.rand(2, 5, 7), 2)
     with pytest.raises(InvalidInput, match="within has 1 heads and 2 batch items"):
         best_blocks(WITHINS["per batch"], torch.rand(3, 1, *within.grid), 2)
     with pytest.raises(InvalidInput, match="always must have the blocks"):

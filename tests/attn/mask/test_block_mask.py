@@ -20,6 +20,7 @@ from sparsek.attn.mask.lists import BY_INTERVAL, BlockLists
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
 from tests.attn.mask.masks import check_mask
+from tests.refusals import refused
 
 
 def ints(*values: Any) -> Tensor:
@@ -110,8 +111,7 @@ def replace_unchecked(mask: BlockMask, **changes: Any) -> BlockMask:
 
 
 def test_replacing_a_field_checks_again():
-    with pytest.raises(InvalidInput, match=r"hi\[0, 0\] is 150; keys are 0 to kv_len = 140"):
-        replace(BlockMask(**parts()), kv_len=140)
+    refused(r"hi\[0, 0\] is 150; keys are 0 to kv_len = 140", replace, BlockMask(**parts()), kv_len=140)
 
 
 def test_unchecked_wants_every_part_and_no_other():
@@ -186,8 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_faulty_mask_is_refused_with_where_and_what_would_be_right(name: str):
     changes, message = REFUSED[name]
-    with pytest.raises(InvalidInput, match=message):
-        BlockMask(**parts(**changes))
+    refused(message, BlockMask, **parts(**changes))
 
 
 def test_a_fault_in_some_head_is_found_there():
@@ -253,13 +252,11 @@ def test_rows_of_the_dense_form(q_len: int, kv_len: int, window: int, data: st.D
 
 @pytest.mark.parametrize("rows", [(-1, 5), (5, 4), (0, 101)])
 def test_rows_that_are_not_there_are_refused(rows: tuple[int, int]):
-    with pytest.raises(InvalidInput, match=r"(first|last) is .*; it must be an int from . to 100"):
-        BlockMask(**parts()).dense_rows(*rows)
+    refused(r"(first|last) is .*; it must be an int from . to 100", BlockMask(**parts()).dense_rows, *rows)
 
 
 def test_a_dense_form_that_is_too_large_is_refused():
-    with pytest.raises(InvalidInput, match=r"at most 2147483648 are made at once\. Use dense_rows"):
-        BlockMask.causal(65536).to_dense()
+    refused(r"at most 2147483648 are made at once\. Use dense_rows", BlockMask.causal(65536).to_dense)
     assert BlockMask.causal(65536).dense_rows(65535, 65536).all()
 
 
@@ -312,8 +309,7 @@ def test_what_is_derived_in_inference_mode_can_be_saved_for_backward():
 def test_to_the_same_device_is_the_same_object():
     mask = BlockMask.full(64)
     assert mask.to("cpu") is mask
-    with pytest.raises(InvalidInput, match="use a CUDA device or the CPU"):
-        mask.to("meta")
+    refused("use a CUDA device or the CPU", mask.to, "meta")
 
 
 def test_pickle_keeps_the_mask_and_checks_it_again():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.core.errors import InvalidInput
+from tests.refusals import refused
 from tests.sampling import sampled
 from tests.sums import alike
 
@@ -199,8 +199,7 @@ def test_faults_in_values_are_raised_by_the_run():
         lambda x: BlockMask.topk(x, 2, seq_len=LENGTH).lo, fullgraph=True, backend="aot_eager"
     )
     compiled(scores())
-    with pytest.raises(InvalidInput, match=r"scores\[0, 0, 0, 0\] is NaN"):
-        compiled(scores() * torch.nan)
+    refused(r"scores\[0, 0, 0, 0\] is NaN", compiled, scores() * torch.nan)
 
 
 @pytest.mark.parametrize(
@@ -237,5 +236,4 @@ def test_they_are_made_between_two_graphs(name: str):
 
 
 def test_a_recipe_of_another_process_is_refused():
-    with pytest.raises(InvalidInput, match="mask recipe topk-0 is of another process"):
-        torch.ops.sparsek.mask([scores()], "topk-0")
+    refused("mask recipe topk-0 is of another process", torch.ops.sparsek.mask, [scores()], "topk-0")

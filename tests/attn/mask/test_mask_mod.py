@@ -16,6 +16,7 @@ from sparsek.attn.mask.convert import evaluate
 from sparsek.attn.mask.convert import flex as masks
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.errors import InvalidInput
+from tests.refusals import refused
 from tests.sampling import sampled
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -153,8 +154,7 @@ def test_what_is_wrong_is_refused(name: str):
         "KV_LEN": 70,
         "device": "cpu",
     }
-    with pytest.raises(InvalidInput, match=text):
-        BlockMask.from_mask_mod(**{**given, **change})
+    refused(text, BlockMask.from_mask_mod, **{**given, **change})
 
 
 NEEDS_A_VALUE: dict[str, MaskMod] = {

@@ -17,6 +17,7 @@ from sparsek.attn.reference import line_blocks, lines
 from sparsek.attn.reference.line_blocks import Grid
 from sparsek.core.errors import InvalidInput
 from tests.attn.policies.drawn import chosen, lengths_of, normal, slow_scores, visible
+from tests.refusals import refused
 
 FlexPrefill, VerticalSlash = sk.policies.FlexPrefill, sk.policies.VerticalSlash
 
@@ -215,8 +216,7 @@ def test_patterns_of_heads_come_from_minferences_file(tmp_path: Path):
     ],
 )
 def test_wrong_options_of_vertical_slash_are_named(options: dict[str, Any], message: str):
-    with pytest.raises(InvalidInput, match=message):
-        VerticalSlash(**options)
+    refused(message, VerticalSlash, **options)
 
 
 @pytest.mark.parametrize(
@@ -224,38 +224,28 @@ def test_wrong_options_of_vertical_slash_are_named(options: dict[str, Any], mess
     [({"gamma": 0}, "gamma is 0"), ({"tau": 2}, "tau is 2"), ({"min_budget": -1}, "min_budget is -1")],
 )
 def test_wrong_options_of_flexprefill_are_named(options: dict[str, Any], message: str):
-    with pytest.raises(InvalidInput, match=message):
-        FlexPrefill(**options)
+    refused(message, FlexPrefill, **options)
 
 
 def test_what_prompts_do_not_have_is_refused(tmp_path: Path):
     q = normal(1, 2, 128, 8)
     for policy in (VerticalSlash(block=64), FlexPrefill(block=64)):
-        with pytest.raises(InvalidInput, match="kv_lengths is given"):
-            policy.mask(q, q, kv_lengths=lengths_of(2, 64, 1, 0))
-    with pytest.raises(InvalidInput, match="heads has 1 patterns, and q has 2 heads"):
-        VerticalSlash(heads=[("stream_llm", 1, 2)]).mask(q, q)
-    with pytest.raises(InvalidInput, match="no readable JSON file"):
-        VerticalSlash.from_json(tmp_path / "none.json", 0)
+        refused("kv_lengths is given", policy.mask, q, q, kv_lengths=lengths_of(2, 64, 1, 0))
+    refused("heads has 1 patterns, and q has 2 heads", VerticalSlash(heads=[("stream_llm", 1, 2)]).mask, q, q)
+    refused("no readable JSON file", VerticalSlash.from_json, tmp_path / "none.json", 0)
     for text in ("[" * 100_000, "{", "\ud800"):
         (tmp_path / "odd.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-        with pytest.raises(InvalidInput, match="no readable JSON file: not JSON"):
-            VerticalSlash.from_json(tmp_path / "odd.json", 0)
+        refused("no readable JSON file: not JSON", VerticalSlash.from_json, tmp_path / "odd.json", 0)
     os.mkfifo(tmp_path / "fifo.json")
-    with pytest.raises(InvalidInput, match="is a FIFO"):
-        VerticalSlash.from_json(tmp_path / "fifo.json", 0)
+    refused("is a FIFO", VerticalSlash.from_json, tmp_path / "fifo.json", 0)
     os.truncate(tmp_path / "odd.json", 2**40)  # no byte of it on disk
-    with pytest.raises(InvalidInput, match="over the limit of 100000000"):
-        VerticalSlash.from_json(str(tmp_path / "odd.json"), 0)
+    refused("over the limit of 100000000", VerticalSlash.from_json, str(tmp_path / "odd.json"), 0)
     for heads in ([{"0": 5}], [{"0": "stream_llm"}], [{"0": {}}]):
-        with pytest.raises(InvalidInput, match=r"heads\[0\] is"):
-            VerticalSlash.from_json(heads, 0)
+        refused(r"heads\[0\] is", VerticalSlash.from_json, heads, 0)
     with pytest.raises(InvalidInput, match="must have heads"):
         VerticalSlash.from_json([{0: [], "1": []}], 0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InvalidInput, match="layer is 1; it must be an int from 0 to 0"):
-        VerticalSlash.from_json([{}], 1)
-    with pytest.raises(InvalidInput, match="must have heads '0' to 'H - 1'"):
-        VerticalSlash.from_json([{"1": ["stream_llm", 1, 2]}], 0)
+    refused("layer is 1; it must be an int from 0 to 0", VerticalSlash.from_json, [{}], 1)
+    refused("must have heads '0' to 'H - 1'", VerticalSlash.from_json, [{"1": ["stream_llm", 1, 2]}], 0)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from sparsek.attn.reference import quest as reference
 from sparsek.core.errors import InvalidInput
 from tests.attn.kernels.paged import quest_cases as cases
 from tests.attn.kernels.paged.quest_batches import batch
+from tests.refusals import refused
 
 Quest = sk.policies.Quest
 
@@ -76,18 +77,13 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> 
 
 
 def test_other_options_and_caches_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="topk is 1; it must be an int of at least 2"):
-        Quest(1)
-    with pytest.raises(InvalidInput, match="page is 48; use one of 16, 32"):
-        Quest(page=48)
+    refused("topk is 1; it must be an int of at least 2", Quest, 1)
+    refused("page is 48; use one of 16, 32", Quest, page=48)
     keys = torch.zeros(3, 2, 16, 8)
-    with pytest.raises(InvalidInput, match="with 16 rows in a page; this Quest has pages of 32"):
-        Quest(page=32).summaries(keys)
+    refused("with 16 rows in a page; this Quest has pages of 32", Quest(page=32).summaries, keys)
     quest, slots = Quest(page=16), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(InvalidInput, match=re.escape("need [3, 2, 2, 8]")):
-        quest.update(keys, slots, torch.zeros(3, 2, 8, 2))
-    with pytest.raises(InvalidInput, match=r"torch\.int64"):
-        quest.update(keys, slots.int(), quest.summaries(keys))
+    refused(re.escape("need [3, 2, 2, 8]"), quest.update, keys, slots, torch.zeros(3, 2, 8, 2))
+    refused(r"torch\.int64", quest.update, keys, slots.int(), quest.summaries(keys))
 
 
 def test_summaries_of_inference_mode_and_torch_func_are_refused() -> None:
@@ -95,7 +91,6 @@ def test_summaries_of_inference_mode_and_torch_func_are_refused() -> None:
     with torch.inference_mode():
         made = quest.summaries(keys).clone()
         quest.update(keys, slots, made)
-    with pytest.raises(InvalidInput, match="written to outside inference mode"):
-        quest.update(keys, slots, made)
+    refused("written to outside inference mode", quest.update, keys, slots, made)
     with pytest.raises(InvalidInput, match=r"no batching rule for torch\.func"):
         torch.vmap(lambda keys: quest.update(keys, slots, torch.zeros(3, 2, 2, 8)) or keys)(keys[None])

@@ -14,6 +14,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.pictures.mass import levels
 from tests.attn.attention_cases import ATTENTION_CASES
 from tests.attn.policies.drawn import chosen, lengths_of, normal
+from tests.refusals import refused
 
 policies, recall, plot = sk.policies, sk.policies.recall, sk.policies.plot
 
@@ -136,8 +137,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_operands_that_do_not_fit_are_refused(message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        WRONG[message](normal(1, 2, 256, 8))
+    refused(message, WRONG[message], normal(1, 2, 256, 8))
 
 
 @pytest.mark.parametrize("offset", [0, 64, 100, 192])
@@ -164,10 +164,7 @@ def test_a_mask_that_may_be_of_causal_attention_or_not_is_asked_about() -> None:
     kept = softmax(q, k, 8**-0.5, False)[..., :128].sum(-1).mean(-1)
     torch.testing.assert_close(recall(either, q, k), kept)
     near = sk.BlockMask.sliding_window(q_len=64, kv_len=256, window=32, block=64, q_offset=64, causal=False)
-    with pytest.raises(
-        InvalidInput, match="causal attention or not; pass causal=True or causal=False, and q_offset="
-    ):
-        recall(near, q, k)
+    refused("causal attention or not; pass causal=True or causal=False, and q_offset=", recall, near, q, k)
     rows = torch.arange(64)[:, None] + 64
     seen = (torch.arange(256) - rows).abs() < 32
     torch.testing.assert_close(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import sparsek as sk
 from tests.attn.policies.drawn import chosen, normal
+from tests.refusals import refused
 
 P = sk.policies
 TILES = P.SlidingTile((2, 16, 16), (1, 3, 3), (1, 8, 8), clamped=False)
@@ -75,5 +76,4 @@ def test_a_compiled_call_keeps_its_scale() -> None:
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), "1", True])
 def test_a_scale_that_attention_refuses_is_refused(scale: Any) -> None:
     q, k, _ = given()
-    with pytest.raises(sk.InvalidInput, match="scale is"):
-        P.XAttention().mask(q, k, scale=scale)
+    refused("scale is", P.XAttention().mask, q, k, scale=scale)

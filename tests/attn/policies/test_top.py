@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.attn.reference import estimates
-from sparsek.core.errors import InvalidInput
 from tests.attn.policies.drawn import chosen, keys_of, lengths_of, normal, slow_scores, visible
+from tests.refusals import refused
 
 policies = sk.policies
 
@@ -144,8 +144,7 @@ def test_heads_of_q_choose_for_themselves() -> None:
 def test_a_nan_is_refused() -> None:
     q = normal(1, 1, 256, 8)
     q[0, 0, 70] = math.nan
-    with pytest.raises(InvalidInput, match="NaN"):
-        policies.SubBlock(block=64).mask(q, q)
+    refused("NaN", policies.SubBlock(block=64).mask, q, q)
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -164,8 +163,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("message", WRONG)
 def test_options_that_do_not_fit_are_refused(message: str) -> None:
     policy, options = WRONG[message]
-    with pytest.raises(InvalidInput, match=message):
-        policy(**options)
+    refused(message, policy, **options)
 
 
 LENGTHS: dict[str, Any] = {
@@ -178,5 +176,4 @@ LENGTHS: dict[str, Any] = {
 @pytest.mark.parametrize("message", LENGTHS)
 def test_lengths_that_do_not_fit_are_refused(message: str) -> None:
     q = normal(1, 1, 256, 8)
-    with pytest.raises(InvalidInput, match=message):
-        policies.VSA().mask(q, q, kv_lengths=LENGTHS[message])
+    refused(message, policies.VSA().mask, q, q, kv_lengths=LENGTHS[message])

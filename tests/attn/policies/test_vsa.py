@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.core.errors import InvalidInput
 from tests.attn.policies.drawn import keys_of, lengths_of, normal
+from tests.refusals import refused
 
 policies = sk.policies
 
@@ -130,5 +130,4 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("message", WRONG)
 def test_operands_that_do_not_fit_are_refused(message: str) -> None:
     q = normal(1, 2, 128, 16)
-    with pytest.raises(InvalidInput, match=message):
-        policies.VSA().attention(q, q, q, **WRONG[message](q))
+    refused(message, policies.VSA().attention, q, q, q, **WRONG[message](q))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.attn.reference import antidiagonals
-from sparsek.core.errors import InvalidInput
 from tests.attn.policies.drawn import chosen, lengths_of, normal
+from tests.refusals import refused
 
 XAttention = sk.policies.XAttention
 
@@ -109,5 +109,4 @@ def test_a_threshold_of_numpy_is_kept_as_a_number():
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str):
-    with pytest.raises(InvalidInput, match=message):
-        XAttention(**options)
+    refused(message, XAttention, **options)
