@@ -136,23 +136,9 @@ H100 = _by_data_sheet("NVIDIA H100 80GB HBM3", 132, 79, 50, 3.35, 700)
 H100_PCIE = _by_data_sheet(
     "NVIDIA H100 PCIe", 114, 79, 50, 2.0, 350, fp8=1513, bf16=756, fp16=756, tf32=378, fp32=51, fp64=51
 )
-H100_NVL = _by_data_sheet(
-    "NVIDIA H100 NVL", 132, 93, 50, 3.9, 400, fp8=1670.5, bf16=835.5, fp16=835.5, tf32=417.5, fp32=60, fp64=60
-)
-H200_NVL = _by_data_sheet(
-    "NVIDIA H200 NVL",
-    132,
-    139,
-    60,
-    4.8,
-    600,
-    fp8=1670.5,
-    bf16=835.5,
-    fp16=835.5,
-    tf32=417.5,
-    fp32=60,
-    fp64=60,
-)
+NVL_PEAKS = {"fp8": 1670.5, "bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0, "fp64": 60.0}
+H100_NVL = _by_data_sheet("NVIDIA H100 NVL", 132, 93, 50, 3.9, 400, **NVL_PEAKS)
+H200_NVL = _by_data_sheet("NVIDIA H200 NVL", 132, 139, 60, 4.8, 600, **NVL_PEAKS)
 GH200 = _by_data_sheet("NVIDIA GH200 480GB", 132, 95, 60, 4.0, 1000)
 GH200_144GB = _by_data_sheet("NVIDIA GH200 144G HBM3e", 132, 139, 60, 4.9, 1000)
 H800 = _by_data_sheet("NVIDIA H800", 132, 79, 50, 3.35, 700, fp64=1)
@@ -238,12 +224,9 @@ def _cuda_card(index: int) -> Card:
     facts = torch.cuda.get_device_properties(index)
     if facts.name == GH200.name and facts.total_memory > GH200_144GB.memory_bytes * 0.9:
         return GH200_144GB
-    known = (card for card in CARDS.values() if (card.name, card.sm_count) == _identity(facts))
+    identity = facts.name, facts.multi_processor_count
+    known = (card for card in CARDS.values() if (card.name, card.sm_count) == identity)
     return next(known, None) or _reported(facts)
-
-
-def _identity(facts: Any) -> tuple[str, int]:
-    return facts.name, facts.multi_processor_count
 
 
 def _reported(facts: Any) -> Card:

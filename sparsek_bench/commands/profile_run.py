@@ -221,14 +221,12 @@ def _measured(plan: Plan, times: Times) -> str:
 def _launches(calls: Breakdown, counted: ncu.CallCounters | None) -> Any:
     """The kernels of a call: by the counters where there are some, by the trace elsewhere."""
     shown = new_table("Kernels of a call")
+    for title in ("kernel", "time", *(("tensor pipe", "L2 to SM", "L2", "DRAM") if counted else ())):
+        shown.add_column(title, justify="left" if title == "kernel" else "right")
     if counted is None:
-        for title in ("kernel", "time"):
-            shown.add_column(title, justify="left" if title == "kernel" else "right")
         for name, seconds in calls.launches.items():
             shown.add_row(name, duration(seconds))
         return shown
-    for title in ("kernel", "time", "tensor pipe", "L2 to SM", "L2", "DRAM"):
-        shown.add_column(title, justify="left" if title == "kernel" else "right")
     for each in counted.launches:
         moved = (each.counters.get(name) for name in (ncu.L2_TO_SM, ncu.L2, ncu.DRAM))
         active = "" if each.tensor is None else f"{each.tensor * 100:.0f} %"

@@ -25,6 +25,7 @@ from sparsek.tools.cli.advise_formats import print_break_even, print_formats
 from sparsek.tools.cli.options import Dtype, Keep, ToPredict
 
 VERDICT, LEFT = 7, ("matrix", "shape", "verdict")
+OPTION = ("name", "kernel", "seconds", "stored", "kept_norm", "error")  # what --json has of a format
 
 
 def advise(
@@ -158,22 +159,11 @@ def _document(
         row: dict[str, Any] = {**asdict(each.group), "verdict": each.verdict}
         row["failures"] = [asdict(failure) for failure in each.failures]
         if isinstance(each, Advice):
-            row |= {
-                "stored_blocks": each.first.matrix.nnzb,
-                "blocks": each.cells,
-                "kept_norm": each.kept_norm,
-            }
+            row |= {"stored_blocks": each.first.matrix.nnzb, "blocks": each.cells}
+            row["kept_norm"] = each.kept_norm
             row |= {"wrong": each.wrong, "times": [asdict(times) for times in each.times]}
             row["formats"] = [
-                {
-                    "name": option.name,
-                    "format": option.form.format,
-                    "kernel": option.kernel,
-                    "seconds": option.seconds,
-                    "stored": option.stored,
-                    "kept_norm": option.kept_norm,
-                    "error": option.error,
-                }
+                {"format": option.form.format, **{name: getattr(option, name) for name in OPTION}}
                 for option in each.formats
             ]
         matrices.append(row)
@@ -187,16 +177,8 @@ def _table(title: str, answers: Sequence[Advice | NoAdvice], question: AdviceSet
     star = "" if question.predicted_for is None else "*"
     table = new_table(f"{title}, {question.tokens} tokens, {question.dtype}")
     rows = [_cells(answer) for answer in answers]
-    titles = (
-        "matrix",
-        "shape",
-        "stored blocks",
-        f"dense{star}",
-        f"sparse{star}",
-        "break even",
-        f"speedup{star}",
-    )
-    for at, title in enumerate((*titles, "verdict", "kept norm")):
+    speeds = (f"dense{star}", f"sparse{star}", "break even", f"speedup{star}")
+    for at, title in enumerate(("matrix", "shape", "stored blocks", *speeds, "verdict", "kept norm")):
         no_wrap = title != "verdict" and not any(" to " in row[at] or " of " in row[at] for row in rows)
         table.add_column(
             "\n".join(title.split()), justify="left" if title in LEFT else "right", no_wrap=no_wrap

@@ -136,12 +136,9 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
 def _card(index: int) -> dict[str, Any]:
     card = card_of(torch.device("cuda", index))
+    plain = ("name", "capability", "sm_count", "memory_bytes", "bandwidth")
     return {
-        "name": card.name,
-        "capability": card.capability,
-        "sm_count": card.sm_count,
-        "memory_bytes": card.memory_bytes,
-        "bandwidth": card.bandwidth,
+        **{name: getattr(card, name) for name in plain},
         "tflops": dict(card.tflops),
         "caveat": card.caveat("bf16"),
         "rates": rates_of(card),
@@ -218,14 +215,8 @@ def _operations(plans: Mapping[str, Plan], device: torch.device) -> Table:
         f"{TOKENS} tokens, window {WINDOW}"
     )
     on_gpu = device.type == "cuda"
-    for title in (
-        "operation",
-        "here",
-        "predicted" if on_gpu else "on an H200",
-        "" if on_gpu else "predicted there",
-    ):
-        if title:
-            table.add_column(title, no_wrap=True)
+    for title in ("operation", "here", *(("predicted",) if on_gpu else ("on an H200", "predicted there"))):
+        table.add_column(title, no_wrap=True)
     for name, plan in plans.items():
         if on_gpu:
             table.add_row(name, plan.kernel, time_text(plan.seconds))
@@ -254,14 +245,10 @@ def _summary(found: Sequence[Checked], device: torch.device, verbose: bool) -> s
     ran = [each for each in found if each.gate is not None]
     right = sum(not each.is_wrong for each in ran)
     passed = f"all {right} gave" if right == len(ran) else f"{right} of them gave"
-    lines = (
-        f"Self check: {len(ran)} of {len(found)} kernels run on this {device.type}; {passed} results within the error "
-        "budget."
-    )
+    more = "" if verbose else " `sparsek doctor --verbose` shows each kernel, and why it does not run."
     return (
-        lines
-        if verbose
-        else f"{lines} `sparsek doctor --verbose` shows each kernel, and why it does not run."
+        f"Self check: {len(ran)} of {len(found)} kernels run on this {device.type}; {passed} results within the error "
+        f"budget.{more}"
     )
 
 

@@ -107,11 +107,8 @@ def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Skin
     (p.sb_k, p.sb_n), (p.sc_m, p.sc_n) = b.stride(), out.stride()
     p.wide = p.sb_k == 1 and p.b % 16 == 0 and (n == 1 or p.sb_n % 8 == 0)
     p.by_columns = p.sc_m == 1
-    p.alpha, p.beta, p.activation = (
-        float(epilogue.alpha),
-        float(epilogue.beta),
-        ACTS.index(epilogue.activation),
-    )
+    p.alpha, p.beta = float(epilogue.alpha), float(epilogue.beta)
+    p.activation = ACTS.index(epilogue.activation)
     if other is not None:
         p.combine = JOINS.index(epilogue.combine)
         p.so_m, p.so_n = other.stride()
