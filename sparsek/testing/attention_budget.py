@@ -75,11 +75,8 @@ class ExpectedAttention:
             found = f"out {list(out.shape)}" + ("" if lse is None else f", lse {list(lse.shape)}")
             raise InvalidInput(f"out must be {list(self.shape)} and lse {list(self.shape[:3])}, got {found}")
         with torch.no_grad(), dtypes.as_given(out.device):
-            rounding = rounding_of_terms(self.exact, self.sums, self.squares, out.dtype)
-            at, blank = self.at, (self.exact == 0).all(-1)
-            slack = LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
-            bound, lse = Bound(self.exact, rounding, [self.dense]), None if lse is None else lse[:, :, at]
-            return judge_attention(out[:, :, at], lse, bound, self.lse, blank, slack)
+            found = out[:, :, self.at], None if lse is None else lse[:, :, self.at]
+            return judge_attention(*found, self, (self.exact == 0).all(-1), LSE_LOW)
 
 
 def expected_attention(
@@ -438,18 +435,20 @@ def out_variance(
 
 
 def judge_attention(
-    out: Tensor, lse: Tensor | None, bound: Bound, exact_lse: Tensor, blank: Tensor, slack: float
+    out: Tensor, lse: Tensor | None, expected: Any, blank: Tensor, low: float
 ) -> AttentionGate:
-    """The gate of out [..., Dv] and lse [...]; `blank`: rows that must be 0. lse may be off by `slack`, absolute and
-    relative.
+    """The gate of out [..., Dv] and lse [...], whose `exact`, `dense`, `sums`, `squares` and `lse` are expected.
+    `blank`: rows that must be 0. lse may be off by `low` in 16 bits, absolute and relative.
     """
-    gate, off = bound.judge(out), (out.double() - bound.exact).abs()
+    rounding = rounding_of_terms(expected.exact, expected.sums, expected.squares, out.dtype)
+    gate = Bound(expected.exact, rounding, [expected.dense]).judge(out)
+    off, slack = (out.double() - expected.exact).abs(), low if out.dtype in dtypes.LOW else LSE_HIGH
     holds, lse_largest, lse_holds = bool((out[blank] == 0).all()), 0.0, True
     if lse is not None:
-        empty = exact_lse == -torch.inf
+        empty = expected.lse == -torch.inf
         holds &= bool((lse[empty] == -torch.inf).all())
-        wrong = (lse.double() - exact_lse)[~empty].abs()
-        lse_holds = bool((wrong <= slack * (1 + exact_lse[~empty].abs())).all())
+        wrong = (lse.double() - expected.lse)[~empty].abs()
+        lse_holds = bool((wrong <= slack * (1 + expected.lse[~empty].abs())).all())
         lse_largest = float(wrong.max()) if wrong.numel() else 0.0
     largest = float(off.max()) if off.numel() else 0.0
     return AttentionGate(

@@ -14,14 +14,8 @@ from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.reference.attention_paged import Request, attention_paged, requests
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.testing.attention_budget import (
-    LSE_HIGH,
-    AttentionGate,
-    judge_attention,
-    out_variance,
-    rounding_of_terms,
-)
-from sparsek.testing.budget import ROUNDED, Bound, sum_variance, summing_unit
+from sparsek.testing.attention_budget import AttentionGate, judge_attention, out_variance
+from sparsek.testing.budget import ROUNDED, sum_variance, summing_unit
 
 # Allowed error of lse for 16-bit inputs, absolute and relative.
 LSE_LOW = 1e-4
@@ -55,15 +49,8 @@ class PagedInputs(NamedTuple):
 
     def operands(self) -> dict[str, Any]:
         """All fields of a `PagedCall` but out and lse."""
-        names = (
-            "q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "lists", "sink_logits", "k_scale", "v_scale",
-            "scale", "softcap",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
-
-    def of_reference(self) -> dict[str, Any]:
-        """All arguments of `reference.attention_paged`."""
-        return {**self.operands(), "causal": self.causal, "window": self.window, "sinks": self.sinks}
+        last = self._fields.index("softcap") + 1
+        return {name: getattr(self, name) for name in self._fields[:last] if name != "cache"}
 
 
 def check_attention_paged(inputs: PagedInputs, out: Tensor, lse: Tensor | None = None) -> AttentionGate:
@@ -98,28 +85,23 @@ class ExpectedPaged:
             found = f"out {list(out.shape)}" + ("" if lse is None else f", lse {list(lse.shape)}")
             raise InvalidInput(f"out must be {list(self.shape)} and lse {[heads, tokens]}, got {found}")
         with torch.no_grad(), dtypes.as_given(out.device):
-            end, slack = self.exact.shape[1], LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
-            rounding = rounding_of_terms(self.exact, self.sums, self.squares, out.dtype)
-            bound, lse = Bound(self.exact, rounding, [self.dense]), None if lse is None else lse[:, :end]
-            return judge_attention(out[:end].transpose(0, 1), lse, bound, self.lse, self.blank, slack)
+            end = self.exact.shape[1]
+            found = out[:end].transpose(0, 1), None if lse is None else lse[:, :end]
+            return judge_attention(*found, self, self.blank, LSE_LOW)
 
 
 def expected_attention_paged(inputs: PagedInputs) -> ExpectedPaged:
     """The expected result of `check_attention_paged`."""
-    given, end = inputs.of_reference(), inputs.end
+    seen, end = {name: getattr(inputs, name) for name in ("causal", "window", "sinks")}, inputs.end
+    given = inputs.operands() | seen
     with torch.no_grad(), dtypes.as_given(inputs.q.device):
         dense = attention_paged(**given)[0][:end].transpose(0, 1)
         exact, lse = attention_paged(**{**given, "q": inputs.q.double()})
         exact, lse = exact[:end].transpose(0, 1), lse[:, :end]
         sums, squares = torch.zeros_like(exact), torch.zeros_like(exact)
         blank = torch.ones_like(lse, dtype=torch.bool)
-        some = {
-            name: given[name]
-            for name in (
-                "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "causal", "window", "sinks", "lists", "k_scale",
-                "v_scale",
-            )
-        }  # fmt: skip
+        of_queries = ("q", "sink_logits", "scale", "softcap")
+        some: Any = {name: part for name, part in given.items() if name not in of_queries}
         for each in requests(**some, dtype=torch.float64):
             at = each.at
             sums[:, at], squares[:, at], blank[:, at] = _terms(inputs, each, exact[:, at], lse[:, at])
