@@ -1,4 +1,4 @@
-"""spgemm: what it computes, dense and at patterns, what it keeps of two patterns, and what it refuses."""
+"""spgemm: what it computes, dense and at patterns, what it keeps of two patterns."""
 
 import gc
 import weakref
@@ -211,68 +211,6 @@ def test_compiled_a_pattern_that_is_data_is_refused_with_a_hint():
 
 
 SPGEMM: Any = sk.spgemm
-REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "A dense": (
-        lambda a, b: sk.spgemm(a.to_dense(), b),
-        r"A must be a BSR, got Tensor; sparsek.spmm\(A, B\)",
-    ),
-    "B dense": (
-        lambda a, b: sk.spgemm(a, b.to_dense()),
-        r"B must be a BSR, got Tensor; sparsek.spmm\(A, B\)",
-    ),
-    "no BSR": (lambda a, b: SPGEMM(3, 4), "A must be a BSR, got int; use BSR.from_dense"),
-    "K": (lambda a, b: a @ b.T, r"A is \[96, 112\] and B \[80, 112\]: B needs 112 rows"),
-    "blocks": (
-        lambda a, b: a @ random_bsr(112, 80, 32, 0.5),
-        "blocks of A are 32x16 and of B 32x32: those of B need 16 rows",
-    ),
-    "dtype": (lambda a, b: a @ b.to(dtype=BF16), "A is torch.float32 and B torch.bfloat16; cast one of them"),
-    "out": (lambda a, b: SPGEMM(a, b, "csr"), r'out must be "dense", "bsr" or a BlockPattern, got \'csr\''),
-    "out a BSR": (lambda a, b: sk.spgemm(a, b, a @ b), "got BSR; pass its .pattern"),
-    "out's shape": (
-        lambda a, b: sk.spgemm(a, b, a.pattern),
-        "A @ B is 96x80 in blocks of 32x48; the pattern is 96x112 in blocks of 32x16",
-    ),
-    "kernel": (lambda a, b: sk.spgemm(a, b, kernel="cpu.spmm"), "no kernel of spgemm is called 'cpu.spmm'"),
-    "plan": (lambda a, b: SPGEMM(a, b, plan="fast"), "plan must come from plan_spgemm, got str"),
-    "kernel and plan": (
-        lambda a, b: sk.spgemm(
-            a, b, plan=sk.plan_spgemm(a, b, kernel="vendor.spgemm"), kernel="reference.spgemm"
-        ),
-        "kernel='reference.spgemm' contradicts plan, which uses vendor.spgemm",
-    ),
-    "out and plan": (
-        lambda a, b: sk.spgemm(a, b, wanted(a, b), plan=sk.plan_spgemm(a, b)),
-        r"out contradicts plan, .*; plan_spgemm\(A, B, out\) for this one",
-    ),
-    "config": (
-        lambda a, b: sk.plan_spgemm(a, b, config=3),
-        "config= belongs to one kernel; name it with kernel=",
-    ),
-    "plan's A": (
-        lambda a, b: sk.plan_spgemm(a, b)(two()[0], b),
-        "another pattern of blocks of A; call plan_spgemm",
-    ),
-    "plan's B": (
-        lambda a, b: sk.plan_spgemm(a, b)(a, two()[1]),
-        "another pattern of blocks of B; call plan_spgemm",
-    ),
-    "plan's dtype": (
-        lambda a, b: sk.plan_spgemm(a, b)(a.to(dtype=BF16), b.to(dtype=BF16)),
-        "this plan multiplies fp32 stored A and stored B; got torch.bfloat16",
-    ),
-    "plan's gradient": (
-        lambda a, b: sk.plan_spgemm(a, b)(a.requires_grad_(), b),
-        "a plan has no gradient; .* call sparsek.spgemm without plan=",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
-    call, text = REFUSED[name]
-    with pytest.raises(InvalidInput, match=text):
-        call(*two())
 
 
 def test_compiled_a_plan_is_refused():

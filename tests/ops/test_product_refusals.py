@@ -1,4 +1,4 @@
-"""spmm, linear and swiglu of a matrix in every storage: what they refuse, and in which words."""
+"""Products, layers and their plans, with a matrix in every storage: what they refuse, and in which words."""
 
 import re
 from collections.abc import Callable
@@ -17,6 +17,8 @@ from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.reference.epilogue import Epilogue
 from tests.ops.operands import pair
 from tests.ops.storages import BF16, F32, IN_FP8, STORAGES, TWO_FOUR, WIDE, learning, matrix
+from tests.ops.test_sddmm import LAYOUTS, given
+from tests.ops.test_spgemm import two, wanted
 
 BSR_ = ("bsr",)
 ROWS = ("bsr_fp8",)
@@ -295,3 +297,76 @@ def test_bad_matrices_are_told_what_where_and_what_would_be_right(name: str):
     make, text = BAD_MATRICES[name]
     with pytest.raises(InvalidInput, match=text):
         make()
+
+
+SDDMM, SPGEMM = cast(Any, sk.sddmm), cast(Any, sk.spgemm)
+OF_SDDMM: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+    ("pattern", lambda g: SDDMM(g[0], g[1], pair(dtype=g[0].dtype)[0]),
+     "pattern must be a BlockPattern, got BSR; pass its .pattern"),
+    ("no pattern", lambda g: SDDMM(g[0], g[1], None), "pattern must be a BlockPattern, got NoneType"),
+    ("X numpy", lambda g: SDDMM(np.ones(9), g[1], g[2]), "X must be a dense torch.Tensor, got ndarray"),
+    ("X sparse", lambda g: SDDMM(g[0].to_sparse(), g[1], g[2]), r"X must be .* call .to_dense\(\)"),
+    ("X 3-D", lambda g: SDDMM(g[0][None], g[1], g[2]), r"X must be \[M, K\], got 3-D; .* join them with K"),
+    ("Y 1-D", lambda g: SDDMM(g[0], g[1][0], g[2]), r"Y must be \[K, N\], got 1-D"),
+    ("X int", lambda g: SDDMM(g[0].int(), g[1].int(), g[2]), "dtype torch.int32 is not supported; use one of"),
+    ("Y dtype", lambda g: SDDMM(g[0], g[1].double(), g[2]), "X is torch.float32 and Y torch.float64; cast"),
+    ("Y device", lambda g: SDDMM(g[0], g[1].to("meta"), g[2]), "X is on cpu and Y on meta; move one"),
+    ("pattern's device", lambda g: SDDMM(g[0].to("meta"), g[1].to("meta"), g[2]),
+     r"X is on meta and the pattern on cpu; call pattern.to\('meta'\)"),
+    ("Y negated", lambda g: SDDMM(g[0], torch._neg_view(g[1]), g[2]), "Y is a lazily negated view"),
+    ("K", lambda g: SDDMM(g[0], g[1][:8], g[2]), r"X is \[128, 40\] and Y \[8, 96\]: Y needs 40 rows"),
+    ("shape", lambda g: SDDMM(g[0], g[1], g[2].T),
+     r"X @ Y is \[128, 96\] and the pattern \[96, 128\]; they must agree"),
+    ("kernel", lambda g: SDDMM(*g, kernel="cpu.spmm"), "no kernel of sddmm is called 'cpu.spmm'; known: "),
+    ("plan", lambda g: SDDMM(*g, plan="fast"), "plan must come from plan_sddmm, got str"),
+    ("kernel and plan", lambda g: SDDMM(*g, plan=sk.plan_sddmm(*g, kernel="vendor.sddmm"), kernel="reference.sddmm"),
+     "kernel='reference.sddmm' contradicts plan, which uses vendor.sddmm"),
+    ("config", lambda g: sk.plan_sddmm(*g, config=3), "config= belongs to one kernel; name it with kernel="),
+    ("plan's gradient", lambda g: sk.plan_sddmm(*g)(g[0].clone().requires_grad_(), *g[1:]),
+     "a plan has no gradient; .* call sparsek.sddmm without plan="),
+    ("plan's pattern", lambda g: sk.plan_sddmm(*g)(g[0], g[1], given(dtype=g[0].dtype)[2]),
+     "made for another pattern of blocks; call plan_sddmm"),
+    ("plan's K", lambda g: sk.plan_sddmm(*g)(g[0][:, :8], g[1][:8], g[2]),
+     r"this plan takes fp32 X \[128, 40\] row-major .* got torch.float32 \[128, 8\] row-major"),
+    ("plan's alignment", lambda g: sk.plan_sddmm(*g)(LAYOUTS["odd start"](g[0]), g[1], g[2]),
+     "needs pointers and leading strides of X and Y that are multiples of 16 bytes"),
+)  # fmt: skip
+OF_SPGEMM: tuple[tuple[str, Callable[[Any, Any], Any], str], ...] = (
+    ("A dense", lambda a, b: SPGEMM(a.to_dense(), b), r"A must be a BSR, got Tensor; sparsek.spmm\(A, B\)"),
+    ("B dense", lambda a, b: SPGEMM(a, b.to_dense()), r"B must be a BSR, got Tensor; sparsek.spmm\(A, B\)"),
+    ("no BSR", lambda a, b: SPGEMM(3, 4), "A must be a BSR, got int; use BSR.from_dense"),
+    ("K", lambda a, b: a @ b.T, r"A is \[96, 112\] and B \[80, 112\]: B needs 112 rows"),
+    ("blocks", lambda a, b: a @ sk.random_bsr(112, 80, 32, 0.5),
+     "blocks of A are 32x16 and of B 32x32: those of B need 16 rows"),
+    ("dtype", lambda a, b: a @ b.to(dtype=BF16), "A is torch.float32 and B torch.bfloat16; cast one of them"),
+    ("out", lambda a, b: SPGEMM(a, b, "csr"), r'out must be "dense", "bsr" or a BlockPattern, got \'csr\''),
+    ("out a BSR", lambda a, b: SPGEMM(a, b, a @ b), "got BSR; pass its .pattern"),
+    ("out's shape", lambda a, b: SPGEMM(a, b, a.pattern),
+     "A @ B is 96x80 in blocks of 32x48; the pattern is 96x112 in blocks of 32x16"),
+    ("kernel", lambda a, b: SPGEMM(a, b, kernel="cpu.spmm"), "no kernel of spgemm is called 'cpu.spmm'"),
+    ("plan", lambda a, b: SPGEMM(a, b, plan="fast"), "plan must come from plan_spgemm, got str"),
+    ("kernel and plan",
+     lambda a, b: SPGEMM(a, b, plan=sk.plan_spgemm(a, b, kernel="vendor.spgemm"), kernel="reference.spgemm"),
+     "kernel='reference.spgemm' contradicts plan, which uses vendor.spgemm"),
+    ("out and plan", lambda a, b: SPGEMM(a, b, wanted(a, b), plan=sk.plan_spgemm(a, b)),
+     r"out contradicts plan, .*; plan_spgemm\(A, B, out\) for this one"),
+    ("config", lambda a, b: sk.plan_spgemm(a, b, config=3), "config= belongs to one kernel; name it with kernel="),
+    ("plan's A", lambda a, b: sk.plan_spgemm(a, b)(two()[0], b), "another pattern of blocks of A; call plan_spgemm"),
+    ("plan's B", lambda a, b: sk.plan_spgemm(a, b)(a, two()[1]), "another pattern of blocks of B; call plan_spgemm"),
+    ("plan's dtype", lambda a, b: sk.plan_spgemm(a, b)(a.to(dtype=BF16), b.to(dtype=BF16)),
+     "this plan multiplies fp32 stored A and stored B; got torch.bfloat16"),
+    ("plan's gradient", lambda a, b: sk.plan_spgemm(a, b)(a.requires_grad_(), b),
+     "a plan has no gradient; .* call sparsek.spgemm without plan="),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "text"), [pytest.param(*row, id=name) for name, *row in OF_SDDMM])
+def test_sddmm_refuses_bad_operands(call: Callable[[Any], Any], text: str):
+    with pytest.raises(InvalidInput, match=text):
+        call(given(dtype=F32))
+
+
+@pytest.mark.parametrize(("call", "text"), [pytest.param(*row, id=name) for name, *row in OF_SPGEMM])
+def test_spgemm_refuses_bad_operands(call: Callable[[Any, Any], Any], text: str):
+    with pytest.raises(InvalidInput, match=text):
+        call(*two())
