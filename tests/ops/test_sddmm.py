@@ -1,4 +1,4 @@
-"""sddmm: what it computes, from which layouts, which plans it makes."""
+"""sddmm: what it computes, from which layouts, and which plans it makes."""
 
 from collections.abc import Callable
 from typing import Any

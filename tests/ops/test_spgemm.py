@@ -1,4 +1,4 @@
-"""spgemm: what it computes, dense and at patterns, what it keeps of two patterns."""
+"""spgemm: what it computes, dense and at patterns, and what it keeps of two patterns."""
 
 import gc
 import weakref
