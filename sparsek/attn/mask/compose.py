@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -75,15 +75,7 @@ def both(a: Mask, other: MaskData) -> Mask:
     )
     cells = fewer.cells
     full, partial, _ = more.find(cells)
-    return _filled(
-        type(a),
-        made,
-        cells[full | partial],
-        a_placed,
-        b_placed,
-        torch.logical_and,
-        f"{_named(a)} & {_named(other)}",
-    )
+    return _filled(type(a), made, cells[full | partial], a_placed, b_placed, "&")
 
 
 @not_traced("a block mask")
@@ -106,9 +98,7 @@ def either(a: Mask, other: MaskData) -> Mask:
         return _not_a_mask(other, "|")
     a_placed, b_placed, made = _placed(a, other, "|")
     cells = torch.cat((a_placed.cells, b_placed.cells)).unique()
-    return _filled(
-        type(a), made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(other)}"
-    )
+    return _filled(type(a), made, cells, a_placed, b_placed, "|")
 
 
 def inverted(a: MaskData) -> NoReturn:
@@ -146,21 +136,14 @@ def _placed(a: MaskData, b: MaskData, sign: str) -> tuple[Placed, Placed, TileMa
     return Placed(a, batch, heads), Placed(b, batch, heads), made
 
 
-def _filled(
-    cls: type[Mask],
-    made: TileMask,
-    cells: Tensor,
-    a: Placed,
-    b: Placed,
-    joined: Callable[[Tensor, Tensor], Tensor],
-    label: str,
-) -> Mask:
+def _filled(cls: type[Mask], made: TileMask, cells: Tensor, a: Placed, b: Placed, sign: str) -> Mask:
     """The mask of these cells: full where the full lists alone decide, else by elements, a chunk at a time."""
+    joined = torch.logical_and if sign == "&" else torch.logical_or
     whole = joined(a.find(cells)[0], b.find(cells)[0])
     made.add_full(cells[whole])
     for some in cells[~whole].split(CHUNK // (made.block[0] * made.block[1])):
         made.add(some, joined(a.seen(some), b.seen(some)))
-    return made.mask(cls, label)
+    return made.mask(cls, f"{_named(a.mask)} {sign} {_named(b.mask)}")
 
 
 @not_traced("a block mask")
@@ -287,11 +270,8 @@ class _Stack:
             times = self.across // (mask.batch if self.axis else mask.heads)
             stored, partial = stored + times * mask.sizes.stored, partial + times * mask.sizes.partial
         check_stored(stored)
-        longest, exact = (
-            max(mask.sizes.longest for mask in self.masks),
-            all(mask.sizes.exact for mask in self.masks),
-        )
-        return Sizes(stored, partial, longest, exact)
+        longest = max(mask.sizes.longest for mask in self.masks)
+        return Sizes(stored, partial, longest, all(mask.sizes.exact for mask in self.masks))
 
 
 def _check_alike(cls: type[MaskData], masks: Sequence[Any], name: str) -> None:

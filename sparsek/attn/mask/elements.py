@@ -45,27 +45,31 @@ def checked_element_mask(mask: MaskData, rows: Tensor, entries: Tensor) -> Tenso
 
 def element_mask(mask: MaskData, rows: Tensor, entries: Tensor) -> Tensor:
     """As `checked_element_mask`, without its checks."""
-    (bq, bk), device = mask.block, mask.device
-    queries = (rows % max(mask.grid[0], 1) * bq)[:, None] + torch.arange(bq, device=device)
-    seen = (queries < mask.q_len)[:, :, None]
-    if mask.rules is None:
-        return seen & _by_interval(mask, rows, entries, queries)
-    rules = mask.rules[entries]
-    if mask.bits is None or not mask.bits.shape[0]:
-        return seen & _by_interval(mask, rows, entries, queries)
-    column = torch.arange(bk, device=device)
-    words = mask.bits[rules.clamp(min=0)][:, :, column // WORD]
+    bq = mask.block[0]
+    queries = (rows % max(mask.grid[0], 1) * bq)[:, None] + torch.arange(bq, device=mask.device)
+    return (queries < mask.q_len)[:, :, None] & elements_of(mask, rows, entries, queries)
+
+
+def elements_of(mask: MaskData, rows: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
+    """The elements of partial blocks, bool [n, m, bk], of these queries [n, m] of the rows; those beyond q_len may
+    have any.
+    """
+    if mask.rules is None or mask.bits is None or not mask.bits.shape[0]:
+        return _by_interval(mask, rows, entries, queries)
+    (bq, bk), rules = mask.block, mask.rules[entries]
+    column = torch.arange(bk, device=mask.device)
+    words = mask.bits[rules.clamp(min=0)[:, None], queries % bq][:, :, column // WORD]
     by_bits = ((words >> (column % WORD).to(torch.int32)) & 1).bool()
     if mask.lo is None:
-        return seen & by_bits
-    return seen & torch.where((rules < 0)[:, None, None], _by_interval(mask, rows, entries, queries), by_bits)
+        return by_bits
+    return torch.where((rules < 0)[:, None, None], _by_interval(mask, rows, entries, queries), by_bits)
 
 
 def _by_interval(mask: MaskData, rows: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
     bk = mask.block[1]
     keys = (mask.partial.indices[entries].long() * bk)[:, None] + torch.arange(bk, device=mask.device)
     if mask.lo is None or mask.hi is None:
-        return (keys < mask.kv_len)[:, None, :].expand(-1, mask.block[0], -1)
+        return (keys < mask.kv_len)[:, None, :].expand(-1, queries.shape[1], -1)
     group = rows // max(mask.grid[0], 1) if mask.lo.shape[0] > 1 else torch.zeros_like(rows)
     at = (group[:, None], queries.clamp(max=mask.q_len - 1))
     keys = keys[:, None, :]

@@ -251,5 +251,10 @@ def page_block(block: Any) -> tuple[int, int]:
 def check_list(name: str, x: Any, ndim: int) -> None:
     """InvalidInput unless x is a contiguous int32 tensor with `ndim` dims."""
     arguments.tensor(name, x, (torch.int32,), ndim)
+    check_contiguous(name, x)
+
+
+def check_contiguous(name: str, x: Tensor) -> None:
+    """InvalidInput unless a tensor is."""
     if not x.is_contiguous():
         raise InvalidInput(f"{name} has strides {list(x.stride())}; call {name}.contiguous()")

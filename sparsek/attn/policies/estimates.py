@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.policies.maps import kernels
-from sparsek.attn.policies.policy import PolicyInputs
+from sparsek.attn.policies.policy import Policy, PolicyInputs
 from sparsek.attn.reference import estimates as reference
+from sparsek.attn.reference import line_blocks
+from sparsek.attn.reference.line_blocks import Grid
+from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import watched
 
@@ -31,6 +36,22 @@ def block_scores(
         return reference.block_scores(q, k, place.block, parts, scale, lengths, q_lengths)
     start = place.q_offset if causal else None
     return found.block_scores(q, k, place.block, parts, scale, lengths, start, q_lengths)
+
+
+def blocks_of_lines(policy: Policy, given: PolicyInputs, choose: Callable[[Any, Grid], Tensor]) -> BlockMask:
+    """The mask of a policy for prompts, of the map that `choose` makes with kernels/estimate/line_blocks.py, or with
+    attn/reference/line_blocks.py.
+    """
+    q, k, place, lengths, _ = given
+    if lengths is not None:
+        raise InvalidInput(
+            f"kv_lengths is given; {type(policy).__name__} is for prompts, whose blocks have no padding"
+        )
+    if is_fake(q):
+        return given.from_map(given.blank_map(), True)
+    grid = Grid(place.q_len, place.kv_len, place.block, place.q_offset)
+    found = kernels("line_blocks", q, k) if q.dtype in KERNEL_DTYPES else None
+    return given.from_map(choose(found or line_blocks, grid), True)
 
 
 def check_parts(parts: tuple[int, int], block: tuple[int, int]) -> None:

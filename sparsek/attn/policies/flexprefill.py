@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.policies.estimates import KERNEL_DTYPES
-from sparsek.attn.policies.maps import kernels
+from sparsek.attn.policies.estimates import blocks_of_lines
 from sparsek.attn.policies.policy import Policy, PolicyInputs
-from sparsek.attn.reference import line_blocks as reference
-from sparsek.attn.reference.line_blocks import Grid
 from sparsek.core import arguments
-from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 
 LAST = 128
@@ -62,16 +58,7 @@ class FlexPrefill(Policy):
 
     def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
-        q, k, place, lengths, scale = given
-        if lengths is not None:
-            raise InvalidInput(
-                "kv_lengths is given; FlexPrefill is for prompts, whose blocks have no padding"
-            )
-        if is_fake(q):
-            return given.from_map(given.blank_map(), True)
-        grid = Grid(place.q_len, place.kv_len, place.block, place.q_offset)
+        q, k, place, _, scale = given
         least = min(-(-self.min_budget // place.block[1]), place.grid[1])
-        found = kernels("line_blocks", q, k) if q.dtype in KERNEL_DTYPES else None
         options = {"last": LAST, "gamma": self.gamma, "tau": self.tau, "least": least, "scale": scale}
-        chosen, _ = (found or reference).flex_blocks(q, k, grid, **options)
-        return given.from_map(chosen, True)
+        return blocks_of_lines(self, given, lambda module, grid: module.flex_blocks(q, k, grid, **options)[0])

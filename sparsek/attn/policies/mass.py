@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.elements import stored_entries
-from sparsek.attn.mask.lists import WORD
+from sparsek.attn.mask.elements import elements_of, stored_entries
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
@@ -39,10 +38,8 @@ class FullAttention(NamedTuple):
 
     def weights(self, batch: int, head: int, rows: Tensor) -> Tensor:
         """float32 [n, T]: the softmax of these queries of one head; 0 for a query without a key."""
-        q, k = (
-            self.q[batch, head, rows].float(),
-            self.k[batch, head * self.k.shape[1] // self.q.shape[1]].float(),
-        )
+        q = self.q[batch, head, rows].float()
+        k = self.k[batch, head * self.k.shape[1] // self.q.shape[1]].float()
         with dtypes.as_given(q.device):
             scores = self.scale * (q @ k.mT)
         key = torch.arange(k.shape[0], device=k.device)
@@ -209,25 +206,14 @@ def dense_of(
 
 def seen_by(mask: BlockMask, group: int, queries: Tensor) -> Tensor:
     """bool [n, kv_len]: the keys that each query of one batch item and head of the mask sees. Syncs."""
-    (bq, bk), (tiles, columns), device = mask.block, mask.grid, mask.device
+    (bq, bk), (tiles, columns) = mask.block, mask.grid
     rows = group * tiles + queries // bq
-    seen = torch.zeros((queries.numel(), columns, bk), dtype=torch.bool, device=device)
+    seen = torch.zeros((queries.numel(), columns, bk), dtype=torch.bool, device=mask.device)
     at, entries = stored_entries(mask.full, rows)
     seen[at, mask.full.indices[entries].long()] = True
     at, entries = stored_entries(mask.partial, rows)
-    block, inner = mask.partial.indices[entries].long(), torch.arange(bk, device=device)
-    keys, query = block[:, None] * bk + inner, queries[at]
-    if mask.lo is None or mask.hi is None:
-        admitted = keys < mask.kv_len
-    else:
-        lo, hi = (each[group if each.shape[0] > 1 else 0, query][:, None] for each in (mask.lo, mask.hi))
-        admitted = (lo <= keys) & (keys < hi)
-    if mask.rules is not None and mask.bits is not None and mask.bits.shape[0]:
-        rules = mask.rules[entries].long()
-        words = mask.bits[rules.clamp(min=0), query % bq][:, inner // WORD]
-        by_bits = ((words >> (inner % WORD).to(torch.int32)) & 1).bool()
-        admitted = torch.where((rules < 0)[:, None], admitted, by_bits)
-    seen[at, block] = admitted
+    admitted = elements_of(mask, rows[at], entries, queries[at, None])
+    seen[at, mask.partial.indices[entries].long()] = admitted[:, 0]
     return seen.flatten(1)[:, : mask.kv_len]
 
 

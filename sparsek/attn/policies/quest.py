@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.lists import BlockLists
-from sparsek.attn.mask.pages import PageLists
+from sparsek.attn.mask.pages import PageLists, check_contiguous, check_list
 from sparsek.attn.reference import quest as reference
 from sparsek.core import arguments, env
 from sparsek.core.arguments import INT32_MAX, faking
@@ -98,7 +98,7 @@ class Quest:
         """
         pages, heads, _, dim = self._checked_keys(cache_keys)
         arguments.tensor("slot_mapping", slot_mapping, (torch.int64,), 1)
-        _contiguous("slot_mapping", slot_mapping)
+        check_contiguous("slot_mapping", slot_mapping)
         arguments.one_device("cache_keys are", cache_keys.device, "slot_mapping", slot_mapping.device)
         arguments.tensor("summaries", summaries, (cache_keys.dtype,), 4)
         arguments.one_device("cache_keys are", cache_keys.device, "summaries", summaries.device)
@@ -106,7 +106,7 @@ class Quest:
             raise InvalidInput(
                 f"summaries is {list(summaries.shape)}; keys {list(cache_keys.shape)} need {[pages, heads, 2, dim]}"
             )
-        _contiguous("summaries", summaries)
+        check_contiguous("summaries", summaries)
         if summaries.is_inference() and not torch.is_inference_mode_enabled():
             raise InvalidInput(
                 "summaries is an inference tensor, which cannot be written to outside inference mode; clone it"
@@ -143,14 +143,13 @@ class Quest:
                 f"summaries is {list(summaries.shape)}; q {list(q.shape)} needs [pages, Hkv, 2, {dim}], of one page or "
                 f"more, where Hkv divides {q_heads}"
             )
-        _contiguous("summaries", summaries)
+        check_contiguous("summaries", summaries)
         if q.stride(2) != 1 and dim > 1:
             raise InvalidInput(f"q has strides {list(q.stride())}; the last must be 1: call q.contiguous()")
         arguments.tensor("block_table", block_table, (torch.int32,), 2)
         requests, width = block_table.shape
         for name, x, many in (("seq_lens", seq_lens, requests), ("cu_seqlens_q", cu_seqlens_q, requests + 1)):
-            arguments.tensor(name, x, (torch.int32,), 1)
-            _contiguous(name, x)
+            check_list(name, x, 1)
             if len(x) != many:
                 raise InvalidInput(
                     f"{name} is {list(x.shape)}; block_table {[requests, width]} needs [{many}]"
@@ -159,12 +158,8 @@ class Quest:
             raise InvalidInput(
                 f"block_table has strides {list(block_table.stride())}; call block_table.contiguous()"
             )
-        named = zip(
-            ("summaries", "block_table", "seq_lens", "cu_seqlens_q"),
-            (summaries, block_table, seq_lens, cu_seqlens_q),
-            strict=True,
-        )
-        for name, x in named:
+        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        for name, x in {"summaries": summaries, **tables}.items():
             arguments.one_device("q is", q.device, name, x.device)
         module = _module(q, summaries)
         if width > 16384:
@@ -195,11 +190,6 @@ class Quest:
         if cache_keys.stride(3) != 1 and dim > 1:
             raise InvalidInput(f"cache_keys has strides {list(cache_keys.stride())}; the last must be 1")
         return pages, heads, rows, dim
-
-
-def _contiguous(name: str, x: Tensor) -> None:
-    if not x.is_contiguous():
-        raise InvalidInput(f"{name} has strides {list(x.stride())}; call {name}.contiguous()")
 
 
 def _module(*tensors: Tensor) -> Any:

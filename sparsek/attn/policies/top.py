@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.policies.estimates import block_scores, check_parts
@@ -32,14 +34,21 @@ def _always_held(place: Place, always: tuple[int, int], causal: bool) -> int:
     return sinks + own + (local - 1) * (1 if causal else 2)
 
 
+def chosen(policy: Any, given: PolicyInputs, scores: Tensor) -> BlockMask:
+    """The mask of the highest scores."""
+    always = policy.always if any(policy.always) else None
+    return given.topk(scores, budget(policy, given.place), policy.causal, always)
+
+
 def check_share(policy: Any) -> None:
-    """InvalidInput unless a policy has a valid `topk`, or a valid `density`."""
+    """InvalidInput unless a policy has a valid `topk`, or a valid `density`, and `always`."""
     if policy.topk is not None:
         object.__setattr__(policy, "topk", arguments.integer("topk", policy.topk, 1))
     density = arguments.number("density", policy.density, 0.0, 1.0)
     if not density:
         raise InvalidInput("density is 0; it must be a share of the key blocks over 0, up to 1")
     object.__setattr__(policy, "density", density)
+    object.__setattr__(policy, "always", arguments.pair("always", policy.always))
 
 
 @dataclass(frozen=True)
@@ -80,14 +89,10 @@ class MeanTopK(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self)
-        object.__setattr__(self, "always", arguments.pair("always", self.always))
 
     def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
-        scores = block_scores(given, causal=self.causal)
-        return given.topk(
-            scores, budget(self, given.place), self.causal, self.always if any(self.always) else None
-        )
+        return chosen(self, given, block_scores(given, causal=self.causal))
 
 
 @dataclass(frozen=True)
@@ -129,12 +134,8 @@ class SubBlock(Policy):
         super().__post_init__()
         check_share(self)
         object.__setattr__(self, "parts", arguments.pair("parts", self.parts, 1))
-        object.__setattr__(self, "always", arguments.pair("always", self.always))
         check_parts(self.parts, self.sides)
 
     def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
-        scores = block_scores(given, self.parts, self.causal)
-        return given.topk(
-            scores, budget(self, given.place), self.causal, self.always if any(self.always) else None
-        )
+        return chosen(self, given, block_scores(given, self.parts, self.causal))

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.attn.policies.estimates import KERNEL_DTYPES
-from sparsek.attn.policies.maps import kernels
+from sparsek.attn.policies.estimates import blocks_of_lines
 from sparsek.attn.policies.policy import Policy, PolicyInputs
-from sparsek.attn.reference import line_blocks as reference
-from sparsek.attn.reference.line_blocks import BLOCKS, LINES, NEAR, Grid, Head
+from sparsek.attn.reference.line_blocks import BLOCKS, LINES, NEAR, Head
 from sparsek.core import arguments, files
-from sparsek.core.arguments import INT32_MAX, is_fake
+from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.parsing import json_value
 
@@ -116,20 +114,13 @@ class VerticalSlash(Policy):
 
     def choose(self, given: PolicyInputs) -> BlockMask:
         """The mask, of checked arguments."""
-        q, k, place, lengths, scale = given
-        if lengths is not None:
-            raise InvalidInput(
-                "kv_lengths is given; VerticalSlash is for prompts, whose blocks have no padding"
-            )
+        q, k, _, _, scale = given
         if self.heads is not None and len(self.heads) != q.shape[1]:
             raise InvalidInput(f"heads has {len(self.heads)} patterns, and q has {q.shape[1]} heads")
-        if is_fake(q):
-            return given.from_map(given.blank_map(), True)
-        grid = Grid(place.q_len, place.kv_len, place.block, place.q_offset)
-        found = kernels("line_blocks", q, k) if q.dtype in KERNEL_DTYPES else None
         heads = self._patterns(q.shape[1])
-        chosen = (found or reference).vertical_slash_blocks(q, k, grid, heads, LAST, scale)
-        return given.from_map(chosen, True)
+        return blocks_of_lines(
+            self, given, lambda module, grid: module.vertical_slash_blocks(q, k, grid, heads, LAST, scale)
+        )
 
     def _patterns(self, heads: int) -> tuple[Head, ...]:
         """The pattern of each head, as the kernels take them."""

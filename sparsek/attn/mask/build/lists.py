@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import INTS, Selection, as_kv_lengths, joined_batch
+from sparsek.attn.mask.build.selection import INTS, Selection, as_kv_lengths, joined_batch, place_of
 from sparsek.attn.mask.build.selection_reference import chosen_mask
 from sparsek.attn.mask.build.structured import every_key
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.lists import (
-    CHOSEN_SIZES,
     BlockLists,
     Frame,
     Place,
@@ -74,7 +73,7 @@ def from_block_map(
         '3 of 4 blocks, 75 %, 2 partial'
     """
     arguments.tensor("block_map", block_map, (torch.bool,))
-    place = _place_of("block_map", block_map, seq_len, dict(frame))
+    place = place_of("block_map is", block_map, seq_len, dict(frame))
     kept = _four_dims("block_map", block_map.detach(), place.grid, ("Mb", "Nb"))
     return _listed(cls, "map", place, causal, kept, kv_lengths, place.grid[1])
 
@@ -118,7 +117,7 @@ def from_indices(
                 [1, 1]], dtype=torch.int32)
     """
     arguments.tensor("indices", indices, INTS)
-    place = _place_of("indices", indices, seq_len, dict(frame))
+    place = place_of("indices is", indices, seq_len, dict(frame))
     given = _four_dims("indices", indices.detach(), place.grid[:1], ("Mb", "K"))
     held, names = None, {"indices": tuple(indices.shape)}
     if counts is not None:
@@ -147,16 +146,6 @@ def _listed(
     return chosen_mask(
         cls, Selection(kind, place, causal, given, lengths, capacity, label, counts=counts, names=names)
     )
-
-
-def _place_of(name: str, given: Tensor, seq_len: int | None, frame: dict[str, Any]) -> Place:
-    """The place of a mask that is made where the tensor `given` is."""
-    device = frame.get("device")
-    if device is not None and arguments.device("device", device) != given.device:
-        raise InvalidInput(
-            f"{name} is on {given.device} and device is {device}; masks are made where the choice is"
-        )
-    return Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": given.device})
 
 
 def _four_dims(name: str, given: Tensor, right: Sequence[int], names: Sequence[str]) -> Tensor:

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.build.selection import INTS, LocalBlocks, Selection, as_kv_lengths, held, joined_batch
+from sparsek.attn.mask.build.selection import (
+    INTS,
+    LocalBlocks,
+    Selection,
+    as_kv_lengths,
+    held,
+    joined_batch,
+    place_of,
+)
 from sparsek.attn.mask.build.selection_reference import chosen_mask, highest, rows_of
 from sparsek.attn.mask.data import Mask, MaskData
 from sparsek.attn.mask.elements import NOT_STORED, WHOLE, table_of
-from sparsek.attn.mask.lists import BY_INTERVAL, CHOSEN_SIZES, Frame, Place
+from sparsek.attn.mask.lists import BY_INTERVAL, Frame, Place
 from sparsek.attn.mask.recorded import repeated
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
@@ -215,12 +223,7 @@ def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple
         raise InvalidInput(
             f"scores are {list(scores.shape)}; they must be [batch, heads, Mb, Nb] or [Mb, Nb]"
         )
-    device = frame.get("device")
-    if device is not None and arguments.device("device", device) != scores.device:
-        raise InvalidInput(
-            f"scores are on {scores.device} and device is {device}; masks are made where the scores are"
-        )
-    place = Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": scores.device})
+    place = place_of("scores are", scores, seq_len, frame)
     scores = scores.detach().view(1, 1, *scores.shape) if scores.ndim == 2 else scores.detach()
     if tuple(scores.shape[2:]) != place.grid or 0 in scores.shape[:2]:
         raise InvalidInput(

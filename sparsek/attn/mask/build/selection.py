@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsek.attn.mask.build.banded import visible
 from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.layout import ABSENT, Counted, MaskLayout, Room
-from sparsek.attn.mask.lists import Place, Sizes, check_stored
+from sparsek.attn.mask.lists import CHOSEN_SIZES, Place, Sizes, check_stored
 from sparsek.attn.mask.readback import index, made_in
 from sparsek.core import arguments
 from sparsek.core.arguments import is_fake
@@ -237,6 +237,16 @@ def written(cls: type[Mask], c: Selection, write: Callable[[list[Any], Selection
     shapes_only = c._replace(given=shaped, lengths=None, limit=0, always=None, counts=None)
     late = c.kind != "topk" or isinstance(c.limit, Tensor)
     return made_in(cls, layout, base, words, (shapes_only.explain,) * len(words), late)
+
+
+def place_of(what: str, given: Tensor, seq_len: int | None, frame: dict[str, Any]) -> Place:
+    """The place of a mask that is made where the tensor `given` is; `what`: "scores are"."""
+    device = frame.get("device")
+    if device is not None and arguments.device("device", device) != given.device:
+        raise InvalidInput(
+            f"{what} on {given.device} and device is {device}; masks are made where the choice is"
+        )
+    return Place.of(seq_len, **{"sides_of": CHOSEN_SIZES, **frame, "device": given.device})
 
 
 def as_kv_lengths(kv_lengths: Any, place: Place) -> Tensor:

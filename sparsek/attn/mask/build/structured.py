@@ -69,7 +69,7 @@ def up_to_itself(place: Place) -> tuple[Tensor, Tensor]:
 @not_traced("a block mask")
 def full(cls: type[Mask], seq_len: int | None = None, **frame: Unpack[Frame]) -> Mask:
     """The mask in which every query sees every key: see `BlockMask.full`."""
-    return _all_blocks(cls, Place.of(seq_len, **frame), False, "full")
+    return _of_steps(cls, Place.of(seq_len, **frame), None, False, "full")
 
 
 @of_options
@@ -99,7 +99,7 @@ def causal(cls: type[Mask], seq_len: int | None = None, **frame: Unpack[Frame]) 
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    return _all_blocks(cls, Place.of(seq_len, **frame), True, "causal")
+    return _of_steps(cls, Place.of(seq_len, **frame), None, True, "causal")
 
 
 @of_options
@@ -204,7 +204,7 @@ def strided(
         raise InvalidInput(f"stride is {stride}; it must be a multiple of the block's {bk} keys")
     step, near = min(stride // bk, place.reach), place.blocks(window)
     label = f"strided({stride}, {window}{_both_ways(causal)})"
-    return _stepped(cls, place, Steps.strided(place, step, near, not causal), causal, label)
+    return _of_steps(cls, place, Steps.strided(place, step, near, not causal), causal, label)
 
 
 @of_options
@@ -248,28 +248,24 @@ def dilated(
     causal = arguments.flag("causal", causal)
     step, near = min(dilation, place.reach), place.blocks(window)
     label = f"dilated({window}, {dilation}{_both_ways(causal)})"
-    return _stepped(cls, place, Steps.dilated(place, step, near, not causal), causal, label)
+    return _of_steps(cls, place, Steps.dilated(place, step, near, not causal), causal, label)
 
 
 def _both_ways(causal: bool) -> str:
     return "" if causal else ", causal=False"
 
 
-def _all_blocks(cls: type[Mask], place: Place, causal: bool, label: str) -> Mask:
-    band = Band.of(place, None, 1 if causal else None)
-    count, room = partial(counted_band, place, band), partial(room_of_blocks, place, None, causal)
-    made = on_gpu(cls, place, "mask_of_blocks", (band, None, causal), count, room, label)
+def _of_steps(cls: type[Mask], place: Place, steps: Steps | None, causal: bool, label: str) -> Mask:
+    """The mask of the blocks that `steps` names, of all for None."""
+    band, room = Band.of(place, None, 1 if causal else None), partial(room_of_blocks, place, steps, causal)
+    every = partial(counted_band, place, band)
+    count = every if steps is None else partial(counted_steps, place, steps, causal)
+    made = on_gpu(cls, place, "mask_of_blocks", (band, steps, causal), count, room, label)
     if made is not None:
         return made
-    runs = Runs.between(np.zeros(place.grid[0], np.int64), np.full(place.grid[0], place.grid[1]))
-    return of_blocks(cls, place, runs, causal, label)
-
-
-def _stepped(cls: type[Mask], place: Place, steps: Steps, causal: bool, label: str) -> Mask:
-    band = Band.of(place, None, 1 if causal else None)
-    count, room = partial(counted_steps, place, steps, causal), partial(room_of_blocks, place, steps, causal)
-    made = on_gpu(cls, place, "mask_of_blocks", (band, steps, causal), count, room, label)
-    return of_blocks(cls, place, steps.runs(place), causal, label) if made is None else made
+    tiles, columns = place.grid
+    all_blocks = Runs.between(np.zeros(tiles, np.int64), np.full(tiles, columns))
+    return of_blocks(cls, place, all_blocks if steps is None else steps.runs(place), causal, label)
 
 
 def of_blocks(cls: type[Mask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1) -> Mask:
@@ -338,10 +334,8 @@ def block_diagonal(
     ends, of_all = np.concatenate([np.cumsum(row) for row in rows]), np.concatenate(rows)
     starts, none = ends - of_all, np.zeros_like(ends)
     layout = PackedLayout(Documents(item, starts, ends, starts, ends, none, starts), total, total, len(rows))
-    near, label = (
-        Window(None, 1 if causal else None),
-        f"block_diagonal({of_all.size} documents{_both_ways(causal)})",
-    )
+    near = Window(None, 1 if causal else None)
+    label = f"block_diagonal({of_all.size} documents{_both_ways(causal)})"
     return documents_mask(cls, layout, near, place.block, place.device, label)
 
 
