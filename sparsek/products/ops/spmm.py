@@ -434,11 +434,9 @@ class ProductFunction(torch.autograd.Function):
         later, shape, by_columns = None, dense.shape, how.rows or gradients.lies_by_columns(dense)
         if slope is not None:  # a second derivative computes the product again
             of_values, of_b, later = True, True, SecondOrderInput.of(bias)
-        kept = values if of_b else None, dense if of_values else None
-        for x in kept:
-            if x is not None and x.is_inference():
-                arguments.kept("an operand, a pattern or a mask", x)
-        ctx.save_for_backward(*kept, cut, slope)
+        if (of_b and values.is_inference()) or (of_values and dense.is_inference()):
+            arguments.kept("an operand, a pattern or a mask", values if of_b and values.is_inference() else dense)
+        ctx.save_for_backward(values if of_b else None, dense if of_values else None, cut, slope)
         owner, form, own = a.signature()
         fields = {**a.__dict__, "values": None}  # which autograd keeps
         ctx.product = a.__class__, fields, (owner, form, own[1:]), how, shape, by_columns, later
