@@ -24,7 +24,7 @@ from torch._C._functorch import (
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-from sparsek.core import dtypes
+from sparsek.core import dtypes, operations
 from sparsek.core.arguments import TENSORS
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import alive, check_no_tangent
@@ -187,20 +187,39 @@ def _is_of_many(x: Any) -> bool:
     return is_legacy_batchedtensor(x)
 
 
-def differentiable(op: Any, gradient: Any, save: Any, at_once: Vmap | None = None) -> None:
-    """Register the gradient of a torch.library op, for autograd and for torch.func.
+def register(
+    name: str,
+    kind: Any,
+    run: Any,
+    fake: Any,
+    gradient: Any,
+    save: Any,
+    at_once: Vmap | None = None,
+    **schema: Any,
+) -> None:
+    """Register the torch.library op `sparsek::name`, for autograd, torch.compile and torch.func.
 
-    at_once(size, in_dims, args): the result for all items of a vmap, and its dim, if one call can compute it; otherwise
-    None, and each item is a call.
+    `kind` makes the named arguments that `run`, outside autograd, and `fake`, of fake tensors, take. `schema`: further
+    arguments of `operations.schema_of`. at_once(size, in_dims, args): the result for all items of a vmap, and its dim,
+    if one call can compute it; otherwise None, and each item is a call.
     """
+
+    @torch.no_grad()
+    def direct(*given: Any) -> Any:
+        return run(kind(*given))
+
+    text = operations.schema_of(**{"args": kind, **schema})
+    op = torch.library.custom_op(
+        f"sparsek::{name}", direct, mutates_args=(), schema=text, tags=operations.TAGS
+    )
+    op.register_fake(lambda *given: fake(kind(*given)))
     gradient = one_by_one(gradient)
     op.register_autograd(gradient, setup_context=save)
-    name = op._opoverload._schema.name.split("::")[1]
-    _DIRECT[name] = op._init_fn
-    _FUNCTIONS[name] = _function(op._opoverload, gradient, save, at_once)
+    _DIRECT[name] = direct
+    _FUNCTIONS[name] = _function(name, op._opoverload, gradient, save, at_once)
 
 
-def _function(op: Any, gradient: Any, save: Any, at_once: Vmap | None) -> type[torch.autograd.Function]:
+def _function(name: str, op: Any, gradient: Any, save: Any, at_once: Vmap | None) -> Any:
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         made = at_once(info.batch_size, in_dims, args) if at_once else None
         return made or _one_by_one(made_function.apply, info.batch_size, in_dims, args)
@@ -210,7 +229,7 @@ def _function(op: Any, gradient: Any, save: Any, at_once: Vmap | None) -> type[t
 
     of_class = {"forward": op, "setup_context": save, "backward": gradient, "jvp": jvp, "vmap": vmap}
     statics = {key: staticmethod(each) for key, each in of_class.items()}
-    made_function = type(f"Transformed_{op._schema.name.split('::')[1]}", (torch.autograd.Function,), statics)
+    made_function: Any = type(f"Transformed_{name}", (torch.autograd.Function,), statics)
     return made_function
 
 

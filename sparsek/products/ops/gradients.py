@@ -167,7 +167,7 @@ def of_sddmm(ctx: Any, grad: Tensor) -> Gradients:
 def save_spgemm(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Save the values of A for the gradient of those of B, and vice versa, and the three patterns."""
     dense = len(inputs) < len(SpgemmArgs._fields)
-    args, none = SpgemmArgs.dense(inputs) if dense else SpgemmArgs(*inputs), cast(Any, None)
+    args, none = (SpgemmArgs.dense if dense else SpgemmArgs)(*inputs), cast(Any, None)
     of_a, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
     a_values, b_values = args.a_values if of_b else none, args.b_values if of_a else none
     _save(ctx, args._replace(a_values=a_values, b_values=b_values))
@@ -176,9 +176,9 @@ def save_spgemm(ctx: Any, inputs: Any, output: Tensor) -> None:
 def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
     """The gradients of the values of A and of B, for a C in BSR or a dense C."""
     (args,) = _saved(ctx, SpgemmArgs)
-    a, b, kernel, dense = args.a, args.b, args.kernel, args.c_indptr is None
+    a, b, kernel = args.a, args.b, args.kernel
     of_a = of_b = None
-    if dense:
+    if args.form == "dense":
         of_a = None if b.values is None else _dense_at(grad, b.flip(), a, kernel)
         of_b = None if a.values is None else _dense_at(grad.mT, a, b.flip(), kernel)
         return of_a, *[None] * 4, of_b, *[None] * 5

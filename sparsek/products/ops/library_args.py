@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class SpgemmArgs(NamedTuple):
     kernel: str | None
 
     @classmethod
-    def dense(cls, given: Sequence[Any]) -> SpgemmArgs:
+    def dense(cls, *given: Any) -> SpgemmArgs:
         """Make them of the arguments of `spgemm_dense`."""
         return cls._make((*given[:10], None, None, *given[10:]))
 
@@ -120,6 +120,11 @@ class SpgemmArgs(NamedTuple):
     @property
     def b(self) -> FlatMatrix:
         return FlatMatrix(*self[5:10])
+
+    @property
+    def form(self) -> Literal["dense", "bsr"]:
+        """That of C."""
+        return "dense" if self.c_indptr is None else "bsr"
 
     @property
     def c_sizes(self) -> list[int]:

@@ -20,10 +20,9 @@ from sparsek.core import arguments, dtypes, tracing
 from sparsek.core.arguments import shown
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.core.operations import TAGS, schema_of
 from sparsek.core.tracing import SecondOrderInput, constant, save_for_backward, saved_tensors
 from sparsek.engine.call.autocast import autocasts, follow_autocast
-from sparsek.engine.call.transforms import one_by_one
+from sparsek.engine.call.transforms import one_by_one, register
 from sparsek.engine.planning import same_family
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.ops import gradients
@@ -130,29 +129,22 @@ def _check(x: Tensor, up: BSR, down: BSR, bias_up: Any, bias_down: Any, act: str
     operands.check_linear(hidden, down, bias_down, None, None)
 
 
-@torch.library.custom_op(
-    "sparsek::mlp", mutates_args=(), schema=schema_of(MlpArgs, "(Tensor, Tensor, Tensor)"), tags=TAGS
-)
-def _mlp_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run_op(args: MlpArgs) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., M], h = act(z) [..., N] and act'(z) [T, N]."""
-    args = MlpArgs(*given)
     x, act, kernel = args.x, args.activation, args.kernel
     up, down = (matrix(*each) for each in (args.up, args.down))
     _check(x, up, down, args.up_bias, args.down_bias, act)
-    with torch.no_grad():
-        first = LinearCall(x, up, args.up_bias, act, kernel=kernel)
-        if x.is_cuda and first.slope_pays():
-            hidden, slope = first.with_slope()
-        else:
-            z = first.run()
-            with dtypes.as_given(x.device):
-                hidden, slope = ACTIVATIONS[act](z), slope_of(act, tokens(z))
-        return LinearCall(hidden, down, args.down_bias, kernel=kernel).run(), hidden, slope
+    first = LinearCall(x, up, args.up_bias, act, kernel=kernel)
+    if x.is_cuda and first.slope_pays():
+        hidden, slope = first.with_slope()
+    else:
+        z = first.run()
+        with dtypes.as_given(x.device):
+            hidden, slope = ACTIVATIONS[act](z), slope_of(act, tokens(z))
+    return LinearCall(hidden, down, args.down_bias, kernel=kernel).run(), hidden, slope
 
 
-@_mlp_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    args = MlpArgs(*given)
+def _fake(args: MlpArgs) -> tuple[Tensor, Tensor, Tensor]:
     up, down = fake(*args.up), fake(*args.down)
     _check(args.x, up, down, args.up_bias, args.down_bias, args.activation)
     x, lead = args.x, args.x.shape[:-1]
@@ -160,7 +152,9 @@ def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty((*lead, down.shape[0])), hidden, x.new_empty((math.prod(lead), up.shape[0]))
 
 
-_mlp_op.register_autograd(one_by_one(gradients.of_mlp), setup_context=gradients.save_mlp)
+register(
+    "mlp", MlpArgs, _run_op, _fake, gradients.of_mlp, gradients.save_mlp, returns="(Tensor, Tensor, Tensor)"
+)
 
 
 class Layers(NamedTuple):

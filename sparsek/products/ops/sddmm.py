@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, operations, tracing
+from sparsek.core import arguments, tracing
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.call.autocast import autocasts, follow_autocast
 from sparsek.engine.call.recorded_calls import Slot
@@ -136,26 +136,21 @@ def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Ten
     return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel)) if slot.__class__ is Slot else slot
 
 
-@torch.library.custom_op(
-    "sparsek::sddmm", mutates_args=(), schema=operations.schema_of(SddmmArgs), tags=operations.TAGS
-)
-def _sddmm_op(*given: Any) -> Tensor:
-    x, y, indptr, indices, sizes, kernel = SddmmArgs(*given)
+def _run_op(args: SddmmArgs) -> Tensor:
+    x, y, indptr, indices, sizes, kernel = args
     pattern = library_args.pattern_of(indptr, indices, sizes)
     operands.check_sddmm(x, y, pattern)
-    with torch.no_grad():
-        return _run(x, y, pattern, kernel)
+    return _run(x, y, pattern, kernel)
 
 
-@_sddmm_op.register_fake
-def _(*given: Any) -> Tensor:
-    x, y, indptr, indices, sizes, _ = SddmmArgs(*given)
-    rows, columns, bm, bn = sizes
-    operands.check_sddmm(x, y, BlockPattern.unchecked((rows, columns), (bm, bn), indptr, indices))
-    return x.new_empty((indices.shape[0], bm, bn))
+def _fake(args: SddmmArgs) -> Tensor:
+    rows, columns, bm, bn = args.sizes
+    pattern = BlockPattern.unchecked((rows, columns), (bm, bn), args.indptr, args.indices)
+    operands.check_sddmm(args.x, args.y, pattern)
+    return args.x.new_empty((args.indices.shape[0], bm, bn))
 
 
-transforms.differentiable(_sddmm_op, gradients.of_sddmm, gradients.save_sddmm)
+transforms.register("sddmm", SddmmArgs, _run_op, _fake, gradients.of_sddmm, gradients.save_sddmm)
 
 
 class Sddmm(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, operations, tracing
+from sparsek.core import arguments, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import untransformed
@@ -31,7 +31,6 @@ from sparsek.products.plan.spgemm import CachedMatches, MatchCache, Matcher, Pai
 SPGEMM = Operation(SpgemmPlan, choose)
 Output: TypeAlias = Literal["dense", "bsr"] | BlockPattern
 _compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
-DENSE_SCHEMA = operations.schema_of(SpgemmArgs, without=("c_indptr", "c_indices"))
 
 
 @overload
@@ -208,70 +207,39 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
     return BSR.unchecked(pattern, zero_outside(pattern, values))
 
 
-@torch.library.custom_op(
-    "sparsek::spgemm", mutates_args=(), schema=operations.schema_of(SpgemmArgs), tags=operations.TAGS
-)
-def _spgemm_op(*given: Any) -> Tensor:
-    """The values of A @ B at the blocks of C."""
-    args = SpgemmArgs(*given)
+def _run_op(args: SpgemmArgs) -> Tensor:
+    """A @ B, dense, or its values at the blocks of C."""
     a, b = library_args.matrix(*args.a), library_args.matrix(*args.b)
-    operands.check_spgemm(a, b, "bsr")
-    with torch.no_grad():
-        c = library_args.pattern_of(args.c_indptr, args.c_indices, args.c_sizes)
-        return _run(_pair(a, b, c), args.kernel)
+    operands.check_spgemm(a, b, args.form)
+    out: Any = "dense"
+    if args.form != out:
+        out = library_args.pattern_of(args.c_indptr, args.c_indices, args.c_sizes)
+    return _run(_pair(a, b, out), args.kernel)
 
 
-@_spgemm_op.register_fake
-def _(*given: Any) -> Tensor:
-    args = SpgemmArgs(*given)
-    operands.check_spgemm(library_args.fake(*args.a), library_args.fake(*args.b), "bsr")
-    return args.a_values.new_empty((args.c_indices.shape[0], *args.c_sizes[2:]))
+def _fake(args: SpgemmArgs) -> Tensor:
+    operands.check_spgemm(library_args.fake(*args.a), library_args.fake(*args.b), args.form)
+    rows, columns, *block = args.c_sizes
+    return args.a_values.new_empty(
+        (rows, columns) if args.form == "dense" else (args.c_indices.shape[0], *block)
+    )
 
 
-@torch.library.custom_op(
-    "sparsek::spgemm_dense",
-    mutates_args=(),
-    schema=DENSE_SCHEMA,
-    tags=operations.TAGS,
-)
-def _spgemm_dense_op(*given: Any) -> Tensor:
-    """A @ B, dense."""
-    args = SpgemmArgs.dense(given)
-    a, b = library_args.matrix(*args.a), library_args.matrix(*args.b)
-    operands.check_spgemm(a, b, "dense")
-    with torch.no_grad():
-        return _run(_pair(a, b, "dense"), args.kernel)
-
-
-@_spgemm_dense_op.register_fake
-def _(*given: Any) -> Tensor:
-    args = SpgemmArgs.dense(given)
-    operands.check_spgemm(library_args.fake(*args.a), library_args.fake(*args.b), "dense")
-    return args.a_values.new_empty(args.c_sizes[:2])
-
-
-@torch.library.custom_op(
-    "sparsek::sampled", mutates_args=(), schema=operations.schema_of(SampledArgs), tags=operations.TAGS
-)
-def _sampled_op(*given: Any) -> Tensor:
+def _run_sampled(args: SampledArgs) -> Tensor:
     """The values of X @ A at the blocks of P, for X dense and A in BSR. The adjoint of `spgemm_dense` uses it.
 
     X is read at the blocks that contribute to a block of P. With `p_transposed`, P is the transpose of the given
     pattern, and the values are in the order and blocks of that one.
     """
-    args = SampledArgs(*given)
     a, p = library_args.matrix(*args.a), library_args.pattern_of(args.p_indptr, args.p_indices, args.p_sizes)
-    with torch.no_grad():
-        met = _matched(p.T if args.p_transposed else p, a.T.pattern, None).matches.pattern
-        left, right = _gathered(args.x, met), a
-        if args.p_transposed:
-            left, right = right.T, left.T
-        return _run(_pair(left, right, p), args.kernel)
+    met = _matched(p.T if args.p_transposed else p, a.T.pattern, None).matches.pattern
+    left, right = _gathered(args.x, met), a
+    if args.p_transposed:
+        left, right = right.T, left.T
+    return _run(_pair(left, right, p), args.kernel)
 
 
-@_sampled_op.register_fake
-def _(*given: Any) -> Tensor:
-    args = SampledArgs(*given)
+def _fake_sampled(args: SampledArgs) -> Tensor:
     return args.values.new_empty((args.p_indices.shape[0], *args.p_sizes[2:]))
 
 
@@ -294,9 +262,20 @@ def matmul(a: Any, b: Any) -> Any:
     return route(SpmmCall(a, b), slot)
 
 
-transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm)
-transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm, gradients.save_spgemm)
-transforms.differentiable(_sampled_op, gradients.of_sampled, gradients.save_sampled)
+_GRADIENTS = gradients.of_spgemm, gradients.save_spgemm
+transforms.register("spgemm", SpgemmArgs, _run_op, _fake, *_GRADIENTS)
+transforms.register(
+    "spgemm_dense",
+    SpgemmArgs.dense,
+    _run_op,
+    _fake,
+    *_GRADIENTS,
+    args=SpgemmArgs,
+    without=("c_indptr", "c_indices"),
+)
+transforms.register(
+    "sampled", SampledArgs, _run_sampled, _fake_sampled, gradients.of_sampled, gradients.save_sampled
+)
 Multiplied.register_matmul(matmul)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparsek.core import arguments, dtypes, memory, operations, tracing
+from sparsek.core import arguments, dtypes, memory, tracing
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import SecondOrderInput, saved_tensors
 from sparsek.engine.call import recorded_calls, transforms
@@ -300,23 +300,16 @@ def run(call: Product, kernel: str | None) -> Tensor:
     return c
 
 
-@torch.library.custom_op(
-    "sparsek::spmm", mutates_args=(), schema=operations.schema_of(SpmmArgs), tags=operations.TAGS
-)
-def _spmm_op(*given: Any) -> Tensor:
-    args = SpmmArgs(*given)
+def _run_op(args: SpmmArgs) -> Tensor:
     a, transposed = library_args.whole(args.parts)
     b: Any = args.b
     if args.b_scale is not None:
         b = QuantizedTensor.unchecked(operands.readable(b), args.b_scale.contiguous(), True)
     epilogue, layout = _op_epilogue(args), "col" if args.by_columns else "row"
-    with torch.no_grad():
-        return run(Product(a, transposed, b, None, epilogue, layout, args.dtype), args.kernel)
+    return run(Product(a, transposed, b, None, epilogue, layout, args.dtype), args.kernel)
 
 
-@_spmm_op.register_fake
-def _(*given: Any) -> Tensor:
-    args = SpmmArgs(*given)
+def _fake(args: SpmmArgs) -> Tensor:
     _op_epilogue(args)
     b = args.b if args.b_scale is None else args.b.mT
     return new_rows(b, library_args.shape_of(args.parts)[0], args.by_columns, args.dtype)
@@ -358,7 +351,7 @@ def _beside(x: Tensor) -> Tensor:
     return x.mT.reshape(x.shape[0] * x.shape[2], x.shape[1]).mT
 
 
-transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_once)
+transforms.register("spmm", SpmmArgs, _run_op, _fake, gradients.of_spmm, gradients.save_spmm, _at_once)
 
 
 class How(NamedTuple):
@@ -435,7 +428,9 @@ class ProductFunction(torch.autograd.Function):
         if slope is not None:  # a second derivative computes the product again
             of_values, of_b, later = True, True, SecondOrderInput.of(bias)
         if (of_b and values.is_inference()) or (of_values and dense.is_inference()):
-            arguments.kept("an operand, a pattern or a mask", values if of_b and values.is_inference() else dense)
+            arguments.kept(
+                "an operand, a pattern or a mask", values if of_b and values.is_inference() else dense
+            )
         ctx.save_for_backward(values if of_b else None, dense if of_values else None, cut, slope)
         owner, form, own = a.signature()
         fields = {**a.__dict__, "values": None}  # which autograd keeps
