@@ -28,6 +28,7 @@ from sparsek.core import dtypes, operations
 from sparsek.core.arguments import TENSORS
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import alive, check_no_tangent
+from sparsek.engine.call.recorded_calls import applied
 from sparsek.engine.launch.recorder import recorder
 
 NO_TANGENT = (
@@ -128,23 +129,19 @@ def refuse(what: str) -> None:
 
 
 def call(name: str, *args: Any) -> Tensor:
-    """Call the op `sparsek::name`, in the form that torch.func transforms if it is active.
+    """Call the op `sparsek::name`: its function, in a torch.autograd.Function where gradients are recorded.
 
-    If nothing records the call, as in most backward passes, call its function directly: torch's dispatcher takes more
-    host time than the product, and its first call imports torch._dynamo.
+    Only where something traces the call is it the op of torch.library: torch's dispatcher takes more host time than the
+    product, and its first call imports torch._dynamo.
     """
     if active():
         check_rules()
         return _FUNCTIONS[name].apply(*args)
     if torch._C._are_functorch_transforms_active() and not _maps_alone():
         check_rules()
-    if (
-        not torch.is_grad_enabled()
-        and not traced()
-        and are_plain(*(x for x in args if isinstance(x, Tensor)))
-    ):
-        return _DIRECT[name](*args)
-    return getattr(torch.ops.sparsek, name)(*args)
+    if traced() or not are_plain(*(x for x in args if isinstance(x, Tensor))):
+        return getattr(torch.ops.sparsek, name)(*args)
+    return (applied(_FUNCTIONS[name]) if torch.is_grad_enabled() else _DIRECT[name])(*args)
 
 
 def one_by_one(backward: Backward) -> Backward:
@@ -203,23 +200,24 @@ def register(
     arguments of `operations.schema_of`. at_once(size, in_dims, args): the result for all items of a vmap, and its dim,
     if one call can compute it; otherwise None, and each item is a call.
     """
+    described = {"schema": operations.schema_of(**{"args": kind, **schema}), "tags": operations.TAGS}
 
+    @torch.library.custom_op(f"sparsek::{name}", mutates_args=(), **described)
     @torch.no_grad()
-    def direct(*given: Any) -> Any:
+    def op(*given: Any) -> Any:
         return run(kind(*given))
 
-    text = operations.schema_of(**{"args": kind, **schema})
-    op = torch.library.custom_op(
-        f"sparsek::{name}", direct, mutates_args=(), schema=text, tags=operations.TAGS
-    )
     op.register_fake(lambda *given: fake(kind(*given)))
     gradient = one_by_one(gradient)
     op.register_autograd(gradient, setup_context=save)
-    _DIRECT[name] = direct
-    _FUNCTIONS[name] = _function(name, op._opoverload, gradient, save, at_once)
+    _DIRECT[name] = lambda *given: run(kind(*given))
+    _FUNCTIONS[name] = _function(name, gradient, save, at_once)
 
 
-def _function(name: str, op: Any, gradient: Any, save: Any, at_once: Vmap | None) -> Any:
+def _function(name: str, gradient: Any, save: Any, at_once: Vmap | None) -> Any:
+    def forward(*args: Any) -> Any:
+        return call(name, *args)  # without gradients
+
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         made = at_once(info.batch_size, in_dims, args) if at_once else None
         return made or _one_by_one(made_function.apply, info.batch_size, in_dims, args)
@@ -227,7 +225,7 @@ def _function(name: str, op: Any, gradient: Any, save: Any, at_once: Vmap | None
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise InvalidInput(NO_TANGENT)
 
-    of_class = {"forward": op, "setup_context": save, "backward": gradient, "jvp": jvp, "vmap": vmap}
+    of_class = {"forward": forward, "setup_context": save, "backward": gradient, "jvp": jvp, "vmap": vmap}
     statics = {key: staticmethod(each) for key, each in of_class.items()}
     made_function: Any = type(f"Transformed_{name}", (torch.autograd.Function,), statics)
     return made_function

@@ -117,12 +117,9 @@ def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
     if not slot.learns:
         operands.check_sddmm(x, y, pattern)
         transforms.check(x, y)
-    learns = tracing.wants_gradient(x, y)
-    if transforms.traced() or (learns and not transforms.are_plain(x, y)):
+    if transforms.traced() or tracing.wants_gradient(x, y):
         transforms.check_untransformed(pattern.indptr)
         return transforms.call("sddmm", x, y, *library_args.flat_pattern(pattern), kernel)
-    if learns:
-        return Sddmm.apply(x, y, *library_args.flat_pattern(pattern), kernel, pattern)
     return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel))
 
 
@@ -151,20 +148,3 @@ def _fake(args: SddmmArgs) -> Tensor:
 
 
 transforms.register("sddmm", SddmmArgs, _run_op, _fake, gradients.of_sddmm, gradients.save_sddmm)
-
-
-class Sddmm(torch.autograd.Function):
-    """The values with gradients, for the arguments of the op and their pattern; the op takes more host time."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        *args, pattern = given
-        x, y, *_, kernel = args
-        values = sampled(x, y, pattern, kernel)
-        gradients.save_sddmm(ctx, args, values)
-        return values
-
-    @staticmethod
-    @transforms.one_by_one
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients.of_sddmm(ctx, grad), None
