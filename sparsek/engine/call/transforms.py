@@ -44,6 +44,7 @@ Vmap = Callable[[Any, Any, Any], tuple[Tensor, int] | None]
 
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 _DIRECT: dict[str, Callable[..., Tensor]] = {}
+_LEARNED: dict[str, Callable[..., Tensor]] = {}
 
 
 def active() -> bool:
@@ -141,7 +142,7 @@ def call(name: str, *args: Any) -> Tensor:
         check_rules()
     if traced() or not are_plain(*(x for x in args if isinstance(x, Tensor))):
         return getattr(torch.ops.sparsek, name)(*args)
-    return (applied(_FUNCTIONS[name]) if torch.is_grad_enabled() else _DIRECT[name])(*args)
+    return (_LEARNED if torch.is_grad_enabled() else _DIRECT)[name](*args)
 
 
 def one_by_one(backward: Backward) -> Backward:
@@ -211,13 +212,12 @@ def register(
     gradient = one_by_one(gradient)
     op.register_autograd(gradient, setup_context=save)
     _DIRECT[name] = lambda *given: run(kind(*given))
-    _FUNCTIONS[name] = _function(name, gradient, save, at_once)
+    rest = gradient, save, at_once
+    _FUNCTIONS[name] = _function(name, op._opoverload, *rest)
+    _LEARNED[name] = applied(_function(name, _DIRECT[name], *rest))
 
 
-def _function(name: str, gradient: Any, save: Any, at_once: Vmap | None) -> Any:
-    def forward(*args: Any) -> Any:
-        return call(name, *args)  # without gradients
-
+def _function(name: str, forward: Any, gradient: Any, save: Any, at_once: Vmap | None) -> Any:
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         made = at_once(info.batch_size, in_dims, args) if at_once else None
         return made or _one_by_one(made_function.apply, info.batch_size, in_dims, args)
