@@ -426,7 +426,6 @@ class Deferred(TyperCommand):
         return self.help or ""
 
     def load(self) -> Any:
-        """The command itself."""
         name, found = str(self.name), self._loaded()
         holder = typer.Typer(callback=lambda: None, add_completion=False)
         if isinstance(found, typer.Typer):

@@ -189,8 +189,6 @@ def _of_shape(matrix: Any, record: Record) -> Any:
 
 
 class BlockMaskKind:
-    """A BlockMask."""
-
     name = "block_mask"
     of = BlockMask
     fields = frozenset({"lengths", "block", "batch", "heads", "pure", "label", "rule"})

@@ -192,7 +192,6 @@ class Writer:
         self.file.write(as_bytes(tensor))
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Writes the header."""
         self.file.seek(0)
         self.file.write(self.length.to_bytes(8, "little") + self._text(metadata).ljust(self.length))
 

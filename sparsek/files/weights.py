@@ -405,7 +405,6 @@ class NpyHeader(NamedTuple):
         return math.prod(self.shape) * (self.numpy.itemsize if self.numpy is not None else 0)
 
     def entry(self, name: str) -> Entry:
-        """Return the Entry of this array."""
         return Entry(name, self.shape, self.dtype)
 
     def check(self, size: int, where: StrPath) -> None:

@@ -80,7 +80,8 @@ class AttentionOperands(Operands):
 
     def anew(self, kernel: str) -> Callable[[], object]:
         """A call that builds its mask, plans and runs."""
-        return lambda: attention(self.q, self.k, self.v, self.make(), kernel=kernel)
+        q, k, v, *_ = self.given
+        return lambda: attention(q, k, v, self.make(), kernel=kernel)
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the attention of this set, by all queries or by a sample of the query tiles."""

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from sparsek.attn.mask.quantized_heads import SCALES, AttentionHeads, HeadScale, quantize_heads
-from sparsek.attn.ops.attention import attention, plan_attention
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
 from sparsek.testing.budget import Gate
 from sparsek_bench.engine import options
@@ -31,15 +30,6 @@ class AttentionFp8Operands(AttentionOperands):
     @property
     def given(self) -> tuple[Any, ...]:
         return *self.heads, self.mask
-
-    def plan(self, kernel: str | None) -> Any:
-        """An AttentionFp8Plan."""
-        return plan_attention(self.heads[0], self.heads[1], self.heads[2], self.mask, kernel=kernel)
-
-    def anew(self, kernel: str) -> Any:
-        """A call that builds its mask, plans and runs."""
-        q, k, v = self.heads
-        return lambda: attention(q, k, v, self.make(), kernel=kernel)
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the attention of this set, by all queries or by a sample of the query tiles."""

@@ -180,8 +180,6 @@ class Work(NamedTuple):
 
 
 class HopperSddmm:
-    """Implements the Kernel protocol for the device code above."""
-
     name = "hopper.sddmm"
 
     def why_not(self, p: SddmmProblem) -> list[str]:

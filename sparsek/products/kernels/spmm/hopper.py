@@ -224,8 +224,6 @@ class Work(NamedTuple):
 
 
 class HopperSpmm:
-    """Implements the Kernel protocol for the device code above."""
-
     name = "hopper.spmm"
     writes_slope = True
 

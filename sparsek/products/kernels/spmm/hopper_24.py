@@ -306,7 +306,6 @@ def launch(
 
 
 def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
-    """One item of a batch."""
     return Scales(scales.a, scales.b[at]) if scales is not None and scales.b.ndim else scales
 
 

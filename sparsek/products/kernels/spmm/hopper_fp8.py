@@ -241,8 +241,6 @@ def spmm_fp8_kernel(
 
 
 class HopperSpmmFp8:
-    """Implements the Kernel protocol for the device code above."""
-
     name = "hopper.spmm_fp8"
 
     def why_not(self, p: SpmmProblem) -> list[str]:

@@ -165,8 +165,6 @@ def columns_needed(p: SpmmProblem, rows: int) -> float:
 
 
 class HopperPaired:
-    """Implements the Kernel protocol for hopper_paired.cu."""
-
     name = "hopper.spmm_paired"
     # The kernel of a retargeted plan, whose lists are made on the device.
     successor: SpmmKernel = hopper.KERNEL

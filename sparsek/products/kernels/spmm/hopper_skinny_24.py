@@ -128,8 +128,6 @@ GATHER_SECONDS = 3.4e-6  # for 8 columns of B in a step, loaded element by eleme
 
 
 class HopperSemi24Skinny:
-    """Implements the Kernel protocol for hopper_skinny_24.cu."""
-
     name = "hopper.semi24_skinny"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
