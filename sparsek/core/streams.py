@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -44,20 +45,51 @@ def wait_for(made: Ready, tensors: Iterable[Tensor | None]) -> None:
                 tensor.record_stream(current)
 
 
+COMPARED = 1 << 26  # bytes of a CPU tensor that are compared at every use; beyond, only torch's counter is
+
+
 class Contents(NamedTuple):
     """What shows that a tensor was written to: torch's counter of writes, and where and what it is.
 
-    `x.data = other` counts no write. Those to `x.data`, and to memory that NumPy shares, show nowhere.
+    `x.data = other` counts no write, nor do writes to `x.data` and to memory that NumPy shares: of a CPU tensor that
+    spans up to COMPARED bytes these are in `memory`. Elsewhere they show nowhere.
     """
 
     version: int
     pointer: int
     dtype: torch.dtype
+    memory: bytes | None
 
     @classmethod
     def of(cls, x: Tensor) -> Contents | None:
         """None for a tensor of inference mode, which counts no writes."""
-        return None if x.is_inference() else cls(x._version, x.data_ptr(), x.dtype)
+        return None if x.is_inference() else cls(x._version, x.data_ptr(), x.dtype, _memory(x))
+
+    def are_of(self, x: Tensor) -> bool:
+        """Whether a tensor of the same shape and strides still has them: `of(x) == self` without a copy of memory."""
+        version, pointer, dtype, memory = self
+        return (
+            x._version == version
+            and x.data_ptr() == pointer
+            and x.dtype == dtype
+            and (memory is None or _memcmp(pointer, memory, len(memory)) == 0)
+        )
+
+
+_memcmp = ctypes.CDLL(None).memcmp  # torch.equal takes longer, and finds no NaN equal
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+
+
+def _memory(x: Tensor) -> bytes | None:
+    """From the first to the last element of a CPU tensor, gaps included."""
+    if not x.is_cpu or type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        return None
+    pointer = x.data_ptr()
+    if not pointer or not x.numel():
+        return None
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    size = span * x.element_size()
+    return ctypes.string_at(pointer, size) if size <= COMPARED else None
 
 
 def captured(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsek.attn.mask.build.documents import Window
 from sparsek.attn.mask.build.structured import of_window
 from sparsek.attn.mask.cache import kept_mask
-from sparsek.attn.mask.convert.argument import kept_conversion, read_by
+from sparsek.attn.mask.convert.argument import kept_conversion
 from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.recorded import of_options
@@ -460,7 +460,7 @@ def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
         def everywhere() -> BlockMask:
             return BlockMask.from_mask_mod(mask_mod, q.shape[0], q.shape[1], *lengths, device=q.device)
 
-        read = (*q.shape[:2], *lengths, *read_by(mask_mod))
+        read = (mask_mod, *q.shape[:2], *lengths)
         return kept_conversion(mask_mod, read, q.device, "a mask_mod", everywhere)
     lists, block, columns = _lists(given, q, k)
     cut, nothing = _Cut.of(block), (None, None)
@@ -482,5 +482,5 @@ def _evaluated(q: Tensor, k: Tensor, mask_mod: Any, given: Any) -> BlockMask:
             make(lengths, *found, *nothing, *nothing, BLOCK_SIZE=cut.block, mask_mod=mask_mod)
         )
 
-    read = (*lists[:4], *block, *q.shape[:2], *lengths, *read_by(mask_mod))
+    read = (mask_mod, *lists[:4], *block, *q.shape[:2], *lengths)
     return kept_conversion(lists.mask_block_idx, read, q.device, "lists with a mask_mod", build)

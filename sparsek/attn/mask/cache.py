@@ -15,7 +15,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.arguments import faking
 from sparsek.core.errors import InvalidInput
 from sparsek.core.plan_owner import drop_oldest
-from sparsek.core.streams import Ready, wait_for
+from sparsek.core.streams import Contents, Ready, wait_for
 from sparsek.core.tracing import concrete, untransformed
 
 Result = TypeVar("Result")
@@ -72,11 +72,12 @@ class ByTensor(Generic[Result]):
     """Results computed from the values of a tensor, kept until the tensor is freed or written to in place.
 
     Views of one tensor share its entry, so a view made anew for each call is found again. A tensor made in inference
-    mode has no version counter: its results are computed at every call. Writes that torch does not count go unnoticed:
-    replays of a CUDA graph, and memory shared with numpy. Results must not hold the tensor.
+    mode has no version counter: its results are computed at every call. Of writes that torch does not count, those to
+    CPU tensors are found by their `Contents`; replays of a CUDA graph go unnoticed. Results must not hold the tensor.
     """
 
     def __init__(self) -> None:
+        # The version of each tensor, and of each of its views the result and, on a CPU, the contents.
         self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __len__(self) -> int:
@@ -85,7 +86,8 @@ class ByTensor(Generic[Result]):
     def find(self, x: Tensor, key: Hashable) -> Result | None:
         """The result for this view and key, if nothing has written to the tensor since."""
         known = self._kept.get(x if x._base is None else x._base)
-        return known[1].get(_view(x, key)) if known is not None and known[0] == x._version else None
+        made = known[1].get(_view(x, key)) if known is not None and known[0] == x._version else None
+        return made[0] if made is not None and (made[1] is None or made[1].are_of(x)) else None
 
     def get(self, x: Tensor, key: Hashable, build: Callable[[], Result]) -> Result:
         """The result for this view and key: that of an earlier call, or of `build()`."""
@@ -94,14 +96,17 @@ class ByTensor(Generic[Result]):
         found = self.find(x, key)
         if found is not None:
             return found
-        version, found = x._version, build()
+        version, held = x._version, Contents.of(x) if x.is_cpu else None
+        found = build()
         base = x if x._base is None else x._base
         known = self._kept.get(base)
         if known is None or known[0] != version:
             known = self._kept[base] = version, {}
+        view = _view(x, key)
+        known[1].pop(view, None)
         if len(known[1]) >= VIEWS:
             drop_oldest(known[1])
-        known[1][_view(x, key)] = found
+        known[1][view] = found, held
         return found
 
 

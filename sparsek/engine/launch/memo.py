@@ -44,6 +44,5 @@ class Memo:
 
     def _fresh(self, sources: tuple[Tensor, ...]) -> bool:
         return len(self.shown) == len(sources) and all(
-            ref() is x and held is not None and held == Contents.of(x)
-            for (ref, held), x in zip(self.shown, sources)
+            ref() is x and held is not None and held.are_of(x) for (ref, held), x in zip(self.shown, sources)
         )

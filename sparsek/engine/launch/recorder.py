@@ -219,7 +219,7 @@ class Recorded:
         """False once a tensor was written that the call's constants were derived from."""
         for ref, held in self.fresh:
             source = ref()
-            if source is None or Contents.of(source) != held:
+            if source is None or (held is not None and not held.are_of(source)):
                 return False
         return True
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
@@ -18,13 +12,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsek.attn.mask.cache import ByTensor, CachedMask, kept_mask, values_of
+from sparsek.attn.mask.convert.rule_state import RuleState, read_by
 from sparsek.attn.mask.lists import Frame
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors, swapped
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Contents
 from sparsek.core.tracing import constant, not_traced
 
 if TYPE_CHECKING:
@@ -35,16 +29,12 @@ MaskLike: TypeAlias = Union[BlockMask, MaskRule, Tensor, "FlexMask"]
 BlockMask.
 """
 
-NUMBERS = (int, float)
-CONTAINERS = (tuple, list, dict, set, frozenset)
-DATA = (Tensor, SimpleNamespace, *NUMBERS, *CONTAINERS)
-OF_MODULES = frozenset(vars(torch.nn.Module()))  # parameters, hooks and children of every torch.nn.Module
 FLEX = "torch.nn.attention.flex_attention"
 
 _compiling = torch.compiler.is_compiling
 
 _OF_TENSORS: ByTensor[CachedMask] = ByTensor()
-# Of each FlexAttention mask or other owner: the objects that its rule reads, their versions, and the mask.
+# Of each FlexAttention mask or other owner: what its rule reads, and the mask.
 _OF_FLEX: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -198,116 +188,34 @@ def _of_tensor(dense: Tensor, lengths: tuple[int, int]) -> CachedMask:
 
 
 def _of_flex(mask: FlexMask) -> BlockMask:
-    """As BlockMask.from_flex; made anew where its lists, its `mask_mod` or a tensor that this reads has changed."""
+    """As BlockMask.from_flex; made anew where its lists, its `mask_mod` or something that this reads has changed."""
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    read = (*lists, *mask.seq_lengths, *read_by(mask.mask_mod))
+    read = (mask.mask_mod, *lists, *mask.seq_lengths, mask.BLOCK_SIZE)
     build = partial(BlockMask.from_flex, mask)
     return kept_conversion(mask, read, mask.kv_num_blocks.device, "a FlexAttention mask", build)
 
 
+@torch._disable_dynamo  # Dynamo would trace what it reads
 def kept_conversion(
     owner: Any, read: Sequence[Any], device: torch.device, what: str, build: Callable[[], BlockMask]
 ) -> BlockMask:
-    """The mask that `build()` makes of `owner`; made anew where another object was read, or a tensor has changed."""
-    tensors = [each for each in read if isinstance(each, Tensor)]
-    if any(each.is_inference() for each in tensors):
-        return build()
-    held = [Contents.of(each) for each in tensors]
-    known = _OF_FLEX.get(owner)
-    if known is None or known[1] != held or not _same(known[0], read):
-        _refuse_capture(device, what)
-        known = [*map(_reference, read)], held, CachedMask.of(build())
-        _OF_FLEX[owner] = known
-    return known[2].here()
+    """The mask that `build()` makes of `owner`: made anew where what is read, or what functions in it read, is not
+    the same as before, or not known.
+    """
+    parts, known = read_by(*read), _OF_FLEX.get(owner)
+    if known is None or parts is None or not known[0].is_same(parts):
+        state = RuleState.of(parts)
+        _refuse_capture(device, what, kept=state is not None)
+        made = CachedMask.of(build())
+        if state is None:
+            return made.mask
+        known = _OF_FLEX[owner] = state, made
+    return known[1].here()
 
 
-def _refuse_capture(device: torch.device, what: str) -> None:
+def _refuse_capture(device: torch.device, what: str, kept: bool = True) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise InvalidInput(
-            f"mask is {what}, which is read while a CUDA graph is captured; call once with it before the capture, or "
-            "pass a BlockMask"
+            f"mask is {what}, which is read while a CUDA graph is captured; "
+            f"{'call once with it before the capture, or ' if kept else ''}pass a BlockMask"
         )
-
-
-def _reference(x: Any) -> Any:
-    """A number as it is; else a weak reference, because an object that a rule reads may hold the mask."""
-    if x is None or isinstance(x, NUMBERS):
-        return x
-    try:
-        return weakref.ref(x)
-    except TypeError:
-        return id(x)
-
-
-def _same(references: Sequence[Any], read: Sequence[Any]) -> bool:
-    """Whether these are references to the same objects, and equal numbers."""
-    return len(references) == len(read) and all(
-        known() is x if isinstance(known, weakref.ref) else known == _reference(x)
-        for known, x in zip(references, read, strict=True)
-    )
-
-
-def read_by(function: Any) -> Iterator[Any]:
-    """A function and the objects that it reads: closure, globals, defaults, attributes of modules and classes that it
-    names, parts of a partial or a method, and those of functions among them; of other objects the tensors, numbers and
-    dataclasses; all of these in tuples, lists, dicts and sets too. Not followed: globals of torch.
-    """
-    waiting, seen = [function], set()
-    while waiting:
-        each = waiting.pop()
-        if not isinstance(each, CONTAINERS):
-            yield each
-        if each is None or isinstance(each, (Tensor, type, ModuleType, str, *NUMBERS)) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, dict):
-            waiting += chain.from_iterable(each.items())
-        elif isinstance(each, CONTAINERS):
-            waiting += each
-        elif isinstance(each, FunctionType):
-            waiting += [*_named(each), *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
-            for cell in each.__closure__ or ():
-                with suppress(ValueError):  # an empty cell
-                    waiting.append(cell.cell_contents)
-        elif isinstance(each, MethodType):
-            waiting += [each.__func__, each.__self__]
-        elif isinstance(each, functools.partial):
-            waiting += [each.func, *each.args, *each.keywords.values()]
-        else:
-            waiting += _held(each)
-
-
-def _named(function: FunctionType) -> Iterator[Any]:
-    """The globals that a function names, and attributes that it names of modules and classes among them."""
-    if str(function.__module__).partition(".")[0] == "torch":
-        return
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    for name in sorted(names & function.__globals__.keys()):
-        found = function.__globals__[name]
-        if isinstance(found, (ModuleType, type)):
-            yield from (x for at, x in vars(found).items() if at in names and isinstance(x, DATA))
-        elif isinstance(found, (FunctionType, MethodType, functools.partial, *DATA)) or hasattr(
-            found, "__dict__"
-        ):
-            yield found
-
-
-def _held(owner: Any) -> Iterator[Any]:
-    """What an object that is called reads: its code, and its own and its class's data."""
-    parts = {name: x for kind in reversed(type(owner).__mro__) for name, x in vars(kind).items()}
-    code = parts.get("forward" if isinstance(owner, torch.nn.Module) else "__call__")
-    if isinstance(code, FunctionType):
-        yield code
-    parts.update((name, x) for name, x in getattr(owner, "__dict__", {}).items() if name not in OF_MODULES)
-    if isinstance(owner, torch.nn.Module):
-        parts.update(owner.named_parameters(recurse=False))
-        parts.update(owner.named_buffers(recurse=False))
-    for name, x in parts.items():
-        if not name.startswith("__") and (
-            isinstance(x, DATA) or (is_dataclass(x) and not isinstance(x, type))
-        ):
-            yield x

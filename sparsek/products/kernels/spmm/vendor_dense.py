@@ -9,7 +9,7 @@ It is in the table so that a plan can show when the dense product is predicted t
 
 The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one per tensor of values, CUDA stream and side (a
 matrix and its transposed view have one each). It lives as long as the values. After a write to the values, or
-`values.data = other`, it is renewed (`core.streams.Contents`). Writes to the memory of `values.data` are not counted.
+`values.data = other`, it is renewed (`core.streams.Contents`); writes to `values.data` are seen on a CPU only.
 Values made in inference mode count no writes and are copied on every call. In a CUDA graph they are copied too, so that
 replays use the current values.
 
@@ -58,9 +58,9 @@ class DenseCopy:
 
     def follow(self, a: BSR) -> None:
         """Copies the values unless they are known to be unchanged since the last copy."""
-        held = Contents.of(a.values)
-        if held is not None and held == self.held:
+        if self.held is not None and self.held.are_of(a.values):
             return
+        held = Contents.of(a.values)
         self.cells.permute(0, 2, 1, 3)[self.rows, self.columns] = a.logical_values().detach()
         self.held = held
 
