@@ -274,24 +274,6 @@ def operands(n: int = 40) -> tuple[BSR, torch.Tensor]:
     return random_bsr(128, 96, 32, 0.5, seed=0), torch.randn(96, n)
 
 
-def test_a_prediction_refuses_to_be_called_and_says_what_would_be_right():
-    a, b = operands()
-    plan = sk.plan_spmm(a.to(dtype=BF16), b.to(BF16), device="h200")
-    assert not plan.ready
-    with pytest.raises(InvalidInput, match=r"prediction for NVIDIA H200; plan with operands on that card"):
-        plan(a.to(dtype=BF16), b.to(BF16))
-    with pytest.raises(InvalidInput, match="prediction for NVIDIA H200"):
-        sk.spmm(a.to(dtype=BF16), b.to(BF16), plan=plan)
-
-
-def test_a_plan_multiplies_new_values_of_its_pattern():
-    a, b = operands()
-    plan = sk.plan_spmm(a, b)
-    other = BSR(a.pattern, torch.randn_like(a.values))
-    b2 = torch.randn_like(b)
-    torch.testing.assert_close(plan(other, b2), other.to_dense() @ b2)
-
-
 def test_a_plan_is_frozen():
     plan = sk.plan_spmm(*operands())
     with pytest.raises(FrozenInstanceError):
