@@ -30,30 +30,6 @@ def unaligned(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like.numel() + 1)[1:].view(like.shape)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda v: v.tolist(), "values must be a dense torch.Tensor, got list"),
-        (lambda v: v.int(), "is torch.int32; use one of"),
-        (lambda v: v[:-1], r"values have shape \(7, 32, 16\); the pattern needs \(8, 32, 16\)"),
-        (lambda v: v.mT, r"values have shape \(8, 16, 32\)"),
-        (lambda v: v.view(8, 512), r"values have shape \(8, 512\)"),
-        (lambda v: v.to("meta"), "values is on meta, which is not supported"),
-        (lambda v: v.mT.contiguous().mT, "contiguous"),
-        (unaligned, r"values start \d+ bytes past a multiple of 16"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(change, message: str):
-    a = make()
-    with pytest.raises(InvalidInput, match=message):
-        BSR(a.pattern, change(a.values))
-
-
-def test_a_pattern_of_another_kind_is_refused():
-    with pytest.raises(InvalidInput, match=r"pattern must be a BlockPattern, got \("):
-        BSR((1, 2), torch.ones(1))  # type: ignore[arg-type]
-
-
 def test_an_order_made_by_hand_is_held_to_the_pattern():
     a = make()
     view = BSR(a.pattern.T, a.values, a.pattern.transposed[1].clone())

@@ -276,41 +276,6 @@ def unaligned(like: torch.Tensor) -> torch.Tensor:
     return torch.cat((like.new_zeros(1), like.reshape(-1)))[1:].view(like.shape)
 
 
-@pytest.mark.parametrize(
-    ("values", "meta", "message"),
-    [
-        (lambda v: v.tolist(), None, "values must be a dense torch.Tensor, got list"),
-        (None, lambda m: m.tolist(), "meta must be a dense torch.Tensor, got list"),
-        (lambda v: v.int(), None, "is torch.int32; use one of"),
-        (lambda v: v.to(torch.float8_e4m3fn), None, "is torch.float8_e4m3fn; use one of"),
-        (lambda v: v.view(-1), None, r"values must be 2-D \[M, K/2\], got shape \(96,\)"),
-        (lambda v: v.sum(), None, r"values must be 2-D \[M, K/2\], got shape \(\)"),
-        (
-            lambda v: v[:, :14].contiguous(),
-            None,
-            r"shape \(6, 14\), of 28 columns; K must be a multiple of 8",
-        ),
-        (None, lambda m: m.int(), "dtype of meta is torch.int32"),
-        (None, lambda m: m.to(torch.int8), "dtype of meta is torch.int8"),
-        (None, lambda m: m[:, :3], r"meta has shape \(6, 3\); values \(6, 16\) need \(6, 4\)"),
-        (None, lambda m: m[:5], r"meta has shape \(5, 4\)"),
-        (None, lambda m: m.view(-1), r"meta has shape \(24,\)"),
-        (None, lambda m: m.to("meta"), "meta is on meta, which is not supported"),
-        (lambda v: v.to("meta"), lambda m: m.to("meta"), "is on meta, which is not supported"),
-        (lambda v: v.T.contiguous().T, None, "values must be contiguous"),
-        (None, lambda m: m.T.contiguous().T, "meta must be contiguous"),
-        (lambda v: v.to_sparse_csr(), None, "values must be a dense torch.Tensor, got layout"),
-        (unaligned, None, r"values start \d+ bytes past a multiple of 16"),
-        (None, unaligned, r"meta start \d+ bytes past a multiple of 16"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_parts_that_do_not_fit_are_refused(values: Any, meta: Any, message: str):
-    a = make(6, 32)
-    with pytest.raises(InvalidInput, match=message):
-        Semi24(values(a.values) if values else a.values, meta(a.meta) if meta else a.meta)
-
-
 def test_gradients_reach_the_values_through_other_dtypes():
     values = make(dtype=torch.float64).values.requires_grad_()
     Semi24.unchecked(values, make().meta).to(dtype=torch.float32).to_dense().square().sum().backward()
