@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,12 @@ from sparsek.core.arguments import INT32_MAX, check_real
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference
 from sparsek.engine.call.autocast import CAST
+
+NOT_TORCHSCRIPT = "torch.jit.{} cannot take a SparseAttention; use torch.compile or torch.export"
+NOT_ONNX = (
+    "ONNX has no block-sparse attention; for torch.onnx.export put a layer with "
+    "torch.nn.functional.scaled_dot_product_attention in its place, with the same qkv and out"
+)
 
 
 class SparseAttention(nn.Module):
@@ -117,6 +125,8 @@ class SparseAttention(nn.Module):
         Raises:
             InvalidInput: For an x of another shape, dtype or device, and for a mask that does not fit it.
         """
+        if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+            raise InvalidInput(NOT_ONNX)
         arguments.dense("x", x)
         if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.dim:
             wanted = f"[B, S, {self.dim}], or with cu_seqlens [total, {self.dim}]"
@@ -132,6 +142,13 @@ class SparseAttention(nn.Module):
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
             found = attention(q, k, v, mask, softcap=self.softcap, sink_logits=sinks).transpose(1, 2)
         return self.out(found.flatten(-2))
+
+    # torch calls this in place of forward under torch.jit.trace, and so in torch.onnx.export(dynamo=False).
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidInput(NOT_ONNX if torch.onnx.is_in_onnx_export() else NOT_TORCHSCRIPT.format("trace"))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise InvalidInput(NOT_TORCHSCRIPT.format("script"))
 
     def _check_alike(self, x: Tensor) -> None:
         """InvalidInput unless x has the device and dtype of the parameters, or torch.autocast casts both."""

@@ -18,12 +18,12 @@ from sparsek.core.tracing import outside_inference, saveable, unmapped, untransf
 from sparsek.nn.parameter import (
     PLAIN,
     BufferPattern,
+    History,
     begin_anew,
     bounds,
     draw,
-    drop_old_gradient,
     empty,
-    follow_optimizers,
+    follow,
     meta_device,
     note_pattern,
 )
@@ -251,8 +251,9 @@ class BlockSparseLinear(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias)))
         for name, part in _copies(pattern):
             self.register_buffer(name, part.to("meta") if self.values.is_meta else part)
+        self._history = History()
         self._see(self.indptr, self.indices, pattern, new=True)
-        follow_optimizers()
+        follow(self)
 
     @property
     def pattern(self) -> BlockPattern:
@@ -292,6 +293,7 @@ class BlockSparseLinear(nn.Module):
             if torch.onnx.is_in_onnx_export():
                 raise InvalidInput(NOT_ONNX)
             return BSR.unchecked(pattern, self.values)
+        self._history.count()
         values = self._parameters.get("values")  # without the detour of __getattr__
         if values is None:
             values = self.values
@@ -356,10 +358,18 @@ class BlockSparseLinear(nn.Module):
         known = (x.pattern for x in self._seen)
         return next((x for x in known if x.device == found.device and x.same_as(found)), found)
 
-    def _see(self, indptr: Tensor, indices: Tensor, pattern: BlockPattern, new: bool = False) -> BlockPattern:
+    def _see(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        pattern: BlockPattern,
+        new: bool = False,
+        loads: bool = False,
+    ) -> BlockPattern:
         """Note that the buffers have this pattern, and that `values` are of it.
 
         `new`: the next call compares contents, if a GPU has them: a broadcast into new buffers leaves no trace.
+        `loads`: load_state_dict gave the pattern.
         """
         values = self.values
         state = contents = None
@@ -373,11 +383,10 @@ class BlockSparseLinear(nn.Module):
             contents = views[0], rows.tobytes(), views[1], columns.tobytes()
         made = BufferPattern(indptr, indices, state, pattern, id(values), contents)
         made = made.again() if new else made
-        last = self._seen[0] if self._seen else made
         others = [x for x in self._seen if not (x.indptr is indptr and x.indices is indices)]
         self._seen = (made, *others)[:SEEN]
-        if isinstance(values, nn.Parameter) and last.values == made.values:
-            note_pattern(self, values, last.pattern, pattern)
+        if isinstance(values, nn.Parameter):
+            note_pattern(self, values, pattern, loads)
         if plain and not indptr.is_meta and not made.new:
             remember(indptr, indices, pattern, replace=True)  # compiled graphs then share its plans
         return pattern
@@ -445,7 +454,7 @@ class BlockSparseLinear(nn.Module):
         On "meta" the layer keeps its pattern for the next real device.
         """
         before, pattern = (self.indptr, self.indices), self._valid_pattern()
-        drop_old_gradient(self)  # the next lines change what it is known by
+        self._history.drop_gradient()  # the next lines change what it is known by
         super()._apply(fn, recurse)
         if pattern is not None and (self.indptr is not before[0] or self.indices is not before[1]):
             if not self.indptr.is_meta:
@@ -456,7 +465,7 @@ class BlockSparseLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or a pickle, with the pattern, which deepcopy shares."""
-        return {**self.__dict__, "_seen": self._valid_pattern()}
+        return {**self.__dict__, "_seen": self._valid_pattern(), "_history": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle."""
@@ -464,8 +473,8 @@ class BlockSparseLinear(nn.Module):
             "_pattern"
         )  # the pattern in a state of before 0.1.0, whose buffers were its own tensors
         pattern = state.get("_seen", old)
-        super().__setstate__({**state, "_seen": ()})
-        follow_optimizers()
+        super().__setstate__({**state, "_seen": (), "_history": History()})
+        follow(self)
         if old is not None:
             self._block = self.__dict__.pop("_pattern").block
             if not self.indptr.is_meta:
@@ -496,7 +505,7 @@ class BlockSparseLinear(nn.Module):
         new one, as in torch. Another pattern resets `values.grad`, and `.backward()` of a loss that was computed before
         raises InvalidInput: both belong to the old blocks. So does a `weight` that was taken before: take it again. The
         state that an optimizer keeps for `values`, for example the moments of Adam, belongs to them too. Its next step
-        raises InvalidInput, unless the optimizer's own state dict was loaded meanwhile;
+        raises InvalidInput, unless the optimizer's own state dict is loaded afterwards, or was directly before;
         `optimizer.state.pop(layer.values)` begins anew. Wrap a model in DistributedDataParallel after loading. With
         assign=True, values that are not aligned to 16 bytes, as in a safetensors file, are copied. Values outside the
         weight, where the blocks of a ragged side reach beyond it, become 0.
@@ -538,7 +547,7 @@ class BlockSparseLinear(nn.Module):
             here = self.values.device if self.values.is_meta else pattern.device
             if self.indptr.device != here or self.indices.device != here:
                 self.indptr, self.indices = (part.to(here) for _, part in _copies(pattern))
-            self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True)
+            self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True, loads=True)
 
     def _pattern_in(
         self, state: Mapping[str, Any], prefix: str, assign: bool, current: BlockPattern | None

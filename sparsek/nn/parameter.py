@@ -1,26 +1,28 @@
 """A Parameter of blocks: how it is made and drawn, and what a change of its pattern does to losses and optimizers.
 
-Torch has no list of optimizers, so each is noted at its first step. If the pattern of a Parameter changes between two
-steps, the state that an optimizer has for it, for example Adam's moments, is of other blocks, and so is a gradient. The
-next step then raises InvalidInput, unless the optimizer was loaded meanwhile, or the state was removed or written to,
-and the gradient computed anew. If the old pattern returns, nothing has happened.
+When the pattern of a Parameter changes, its gradient and the state of optimizers for it, for example Adam's moments,
+are noted as those of the old blocks. A change is noted when the layer is called, loaded or copied, and before each step
+of its optimizer. That step raises InvalidInput until a backward pass or zero_grad has removed the gradient, and the
+state was loaded, removed or written to. If the old pattern returns, nothing has happened.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import untransformed
 from sparsek.products.formats.pattern import BlockPattern
 
 PLAIN = (Tensor, nn.Parameter)
@@ -67,119 +69,278 @@ class BufferPattern(NamedTuple):
         return not bool(differs[0] | differs[1])
 
 
-class Old(NamedTuple):
-    """A Parameter with another pattern than at the last step, that pattern, and the state when it changed."""
-
-    layer: weakref.ref[Any]
-    values: nn.Parameter
-    pattern: BlockPattern
-    state: list[tuple[weakref.ref[Tensor], int]]
-
-
-class Watch:
-    """What happened to an optimizer since its last step: whether it was loaded, and its state of other blocks."""
-
-    def __init__(self) -> None:
-        self.loaded = False
-        self.old: dict[int, Old] = {}  # by the id of the Parameter
-
-    def load(self, optimizer: Optimizer) -> None:
-        """Note that a state dict was loaded."""
-        self.loaded = True
-        self.old.clear()
-
-
-_WATCHES: weakref.WeakKeyDictionary[Optimizer, Watch] = weakref.WeakKeyDictionary()
-_HOOKED: list[Any] = []
-
-
-def follow_optimizers() -> None:
-    """Note every optimizer that steps from now on."""
-    if not _HOOKED:
-        _HOOKED.append(register_optimizer_step_pre_hook(_before_step))
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    return type(gradient) in PLAIN and gradient.layout == torch.strided and not gradient.is_inference()
-
-
 class Gradient:
-    """A gradient that a Parameter had when its pattern changed, and that pattern.
+    """The gradient that `values` had when their pattern changed, and the pattern that it is of; None if unknown.
 
-    The next backward pass drops it, rather than add to it.
+    The next backward pass looks at the pattern again, and drops a gradient of old blocks rather than add to it.
     """
 
-    def __init__(self, values: nn.Parameter, gradient: Tensor, pattern: BlockPattern) -> None:
-        self.values, self.pattern = values, pattern
-        self.memory = StorageWeakRef(gradient.untyped_storage())  # holds no memory
-        self.hook = values.register_hook(self._drop) if values.requires_grad else None
+    def __init__(self, layer: Any, values: nn.Parameter, pattern: BlockPattern | None) -> None:
+        self.layer, self.values, self.pattern = weakref.ref(layer), values, pattern
+        self.memory = None if pattern is None or values.grad is None else _memory(values.grad)
+        self.hook = values.register_hook(self._before_backward) if values.requires_grad else None
 
     def is_there(self) -> bool:
         """Whether the Parameter still has this gradient, which may have been clipped."""
-        now = self.values.grad
-        return now is not None and _is_plain(now) and now.untyped_storage()._cdata == self.memory.cdata
+        gradient = self.values.grad
+        memory = None if gradient is None else _memory(gradient)
+        return memory is not None and self.memory is not None and memory.cdata == self.memory.cdata
+
+    def is_old(self) -> bool:
+        """Whether the Parameter still has this gradient, and now has another pattern."""
+        layer, pattern = self.layer(), self.pattern
+        now = None if layer is None else layer._history.patterns.get(id(self.values))
+        if now is None or pattern is None or now is pattern:
+            return False
+        return self.is_there() and not now.same_as(pattern)
 
     @torch._disable_dynamo
-    def _drop(self, gradient: Tensor) -> None:
-        for layer, noted in list(_GRADIENTS.items()):
-            if noted is self:
-                _look(layer)
-                drop_old_gradient(layer, self)
+    def _before_backward(self, gradient: Tensor) -> None:
+        layer = self.layer()
+        if layer is not None:
+            _look(layer)
+            if layer._history.gradient is self and (self.is_old() or not self.is_there()):
+                layer._history.drop_gradient()
 
-    def forget(self, layer: Any) -> None:
-        """Forget it, because it is gone, or of the pattern of the layer again."""
-        _GRADIENTS.pop(layer, None)
+    def forget(self) -> None:
+        """Let the next backward pass be."""
         if self.hook is not None:
             self.hook.remove()
 
 
-_GRADIENTS: weakref.WeakKeyDictionary[Any, Gradient] = weakref.WeakKeyDictionary()
+def _memory(gradient: Tensor) -> StorageWeakRef | None:
+    """What identifies a gradient, or the local part of a sharded one. Holds no memory."""
+    local = getattr(gradient, "_local_tensor", gradient)
+    plain = type(local) in PLAIN and local.layout == torch.strided and not local.is_inference()
+    return StorageWeakRef(local.untyped_storage()) if plain else None
 
 
-def drop_old_gradient(layer: Any, which: Gradient | None = None) -> None:
-    """Drop the gradient of a layer if it is of other blocks than `values` now are, and is the given one, if any."""
-    noted = _GRADIENTS.get(layer)
-    if noted is not None and (which is None or noted is which):
-        if noted.is_there():
-            noted.values.grad = None
-        noted.forget(layer)
+class History:
+    """What was done with a layer since its pattern changed.
+
+    `calls`: how often its weight was used, outside compiled graphs. `learns`: whether a loss may refer to it.
+    `patterns`: those of the blocks of its last Parameters, by id. `shard`: the one of two that FSDP2 leaves
+    in the layer between calls. `gradient`: that of before.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.learns = 0, False
+        self.patterns: dict[int, BlockPattern] = {}
+        self.gradient: Gradient | None = None
+        self.shard: nn.Parameter | None = None
+
+    def count(self) -> None:
+        """Count a use of the weight."""
+        self.calls += 1
+        if not self.learns and torch.is_grad_enabled():
+            self.learns = True
+
+    def note_gradient(self, gradient: Gradient | None) -> None:
+        """Note another gradient, or none."""
+        if self.gradient is not None:
+            self.gradient.forget()
+        self.gradient = gradient
+
+    def drop_gradient(self) -> None:
+        """Drop a gradient of old blocks, if it is there."""
+        if self.gradient is not None and self.gradient.is_old():
+            self.gradient.values.grad = None
+        self.note_gradient(None)
 
 
-def note_pattern(layer: Any, values: nn.Parameter, old: BlockPattern, pattern: BlockPattern) -> None:
-    """Note another pattern than before of the blocks of `values`."""
-    if old is pattern or old.same_as(pattern):
-        return
-    noted = _GRADIENTS.get(layer)
-    before = old
-    if noted is not None:
-        before = noted.pattern if noted.values is values else old  # no backward pass has dropped it
-        noted.forget(layer)
-    gradient = values.grad
-    if gradient is not None and not _is_plain(gradient):  # for example a shard
-        values.grad = None
-    elif gradient is not None and not before.same_as(pattern):
-        _GRADIENTS[layer] = Gradient(values, gradient, before)
-    for optimizer, watch in list(_WATCHES.items()):
-        state = optimizer.state.get(values)
-        if state and not watch.loaded:
-            known = watch.old.pop(id(values), None)
-            before = old if known is None else known.pattern
-            if not before.same_as(pattern):
-                kept = [(weakref.ref(x), x._version) for x in _moments(state)]
-                watch.old[id(values)] = Old(weakref.ref(layer), values, before, kept)
+class Old(NamedTuple):
+    """The state that an optimizer has for blocks of this pattern, which `values` no longer have."""
+
+    values: nn.Parameter
+    pattern: BlockPattern
+    state: list[tuple[weakref.ref[Tensor], int]]
+
+    @classmethod
+    def of(cls, values: nn.Parameter, pattern: BlockPattern, state: Any) -> Old:
+        """All of the state at this time."""
+        return cls(values, pattern, [(weakref.ref(x), x._version) for x in _moments(state)])
+
+    def is_there(self, state: Any) -> bool:
+        """Whether any of it was neither removed nor written to."""
+        now = {id(x): x._version for x in _moments(state)}
+        return any(now.get(id(tensor())) == version for tensor, version in self.state)
+
+
+class Watch:
+    """What is known of the state of an optimizer, by the id of a Parameter.
+
+    `old`: state of old blocks. `loaded`: for state that load_state_dict gave since the last step, the calls of the
+    layer by then: if the layer is loaded before another call, the state is of the pattern that it then has.
+    `checked`: state that has as many blocks as the Parameter.
+    """
+
+    def __init__(self) -> None:
+        self.old: dict[int, Old] = {}
+        self.loaded: dict[int, int] = {}
+        self.checked: set[int] = set()
+
+
+_LAYERS: set[weakref.ref[Any]] = set()
+_WATCHES: weakref.WeakKeyDictionary[Optimizer, Watch] = weakref.WeakKeyDictionary()
+_HOOKED: list[Any] = []
+_OLD = "_sparsek_old"  # in the state of a copied or pickled optimizer
+
+
+def follow(layer: Any) -> None:
+    """Look at a layer before each step of its optimizers. Every optimizer that steps or is given a state is noted."""
+    _LAYERS.add(weakref.ref(layer, _LAYERS.discard))
+    if not _HOOKED:
+        _HOOKED.append(register_optimizer_step_pre_hook(_before_step))
+        _follow_states()
+
+
+def _follow_states() -> None:
+    """Note optimizers that are loaded, copied and unpickled, for which torch has no hook, by their state."""
+    give, take = Optimizer.__getstate__, Optimizer.__setstate__
+
+    @functools.wraps(give)
+    def given(self: Optimizer) -> dict[str, Any]:
+        _owned(self)
+        watch = _WATCHES.get(self)
+        found = () if watch is None else watch.old.values()
+        old = [(x.values, x.pattern) for x in found if x.is_there(_state_of(self, x.values))]
+        return {**give(self), _OLD: old} if old else give(self)
+
+    @functools.wraps(take)
+    def taken(self: Optimizer, state: dict[str, Any]) -> None:
+        is_loaded = "param_groups" in self.__dict__  # and so is not a copy
+        take(self, {name: part for name, part in state.items() if name != _OLD})
+        owned = _owned(self)  # and looked at: this state is newer than what was written before
+        watch = _WATCHES[self] = Watch()
+        if is_loaded:
+            watch.loaded = {id(values): layer._history.calls for layer, values in owned}
+        for values, pattern in state.get(_OLD, ()):
+            watch.old[id(values)] = Old.of(values, pattern, _state_of(self, values))
+
+    Optimizer.__getstate__, Optimizer.__setstate__ = given, taken
+
+
+def _owned(optimizer: Optimizer) -> list[tuple[Any, nn.Parameter]]:
+    """The layers whose `values` an optimizer has, which are looked at, and these."""
+    own = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
+    owned = []
+    for ref in list(_LAYERS):
+        layer = ref()
+        if layer is not None:
+            values = layer._parameters.get("values")
+            if id(values) not in own:
+                values = layer._history.shard
+            if values is not None and id(values) in own:
+                _look(layer)
+                owned.append((layer, values))
+    return owned
+
+
+def _state_of(optimizer: Optimizer, values: nn.Parameter) -> Any:
+    """The state that an optimizer has for `values`, if any. That of LBFGS is of all its Parameters."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        own = optimizer.param_groups[0]["params"]
+        return optimizer.state.get(own[0]) if any(x is values for x in own) else None
+    return optimizer.state.get(values)
 
 
 def _moments(state: Any) -> Iterator[Tensor]:
     """The tensors of a state but its counters of steps."""
-    for part in state.values():
+    for part in (state or {}).values():
         if isinstance(part, Tensor) and part.ndim and not part.is_inference():
             yield part
 
 
+def note_pattern(layer: Any, values: nn.Parameter, pattern: BlockPattern, loads: bool) -> None:
+    """Note the pattern of the blocks of `values`, and what is of other blocks. `loads`: load_state_dict gave it."""
+    history: History = layer._history
+    last = None
+    if history.shard is not None and history.shard is not values:
+        note_pattern(layer, history.shard, pattern, loads)
+    if type(values) not in PLAIN:
+        history.shard, last = values, next(reversed(history.patterns.values()), None)
+    old = history.patterns.pop(id(values), last)
+    history.patterns = {**dict(list(history.patterns.items())[-3:]), id(values): pattern}
+    changes = old is not None and not (old is pattern or old.same_as(pattern))
+    if changes:
+        assert old is not None
+        # A shard that was not in the layer at the change has a newer gradient.
+        _note_gradient(layer, values, old, stale=last is None or not last.same_as(pattern))
+    for optimizer, watch in list(_WATCHES.items()) if changes or loads else ():
+        calls = watch.loaded.pop(id(values), None)
+        watch.checked.discard(id(values))
+        state = _state_of(optimizer, values)
+        if not changes or not state or (loads and calls == history.calls):
+            continue
+        known = watch.old.pop(id(values), None)
+        before = old if known is None else known.pattern
+        if before is not None and not before.same_as(pattern):
+            watch.old[id(values)] = Old.of(values, before, state)
+    if changes:
+        history.calls, history.learns = 0, False
+
+
+def _note_gradient(layer: Any, values: nn.Parameter, old: BlockPattern, stale: bool) -> None:
+    """Note a gradient of before a change of the pattern, and those that losses of before will give.
+
+    `stale`: it is not newer than the change.
+    """
+    history: History = layer._history
+    noted, gradient, before = history.gradient, values.grad, None
+    if (
+        noted is not None
+        and noted.values is not values
+        and noted.values is history.shard
+        and noted.is_there()
+    ):
+        return
+    if noted is not None and noted.values is values and noted.memory is not None:
+        before = noted.pattern
+    elif history.learns and stale:  # else the gradient is from a compiled graph, or given by hand
+        before = old
+    if before is not None and gradient is not None and _memory(gradient) is None:
+        values.grad = None
+    history.note_gradient(Gradient(layer, values, before))
+    # DistributedDataParallel waits for the nodes that existed when it was made.
+    if values.requires_grad and history.learns and not (dist.is_available() and dist.is_initialized()):
+        begin, end = (
+            functools.partial(f, weakref.ref(layer), old) for f in (_before_old_backward, _after_old_backward)
+        )
+        untransformed(
+            lambda: _part(values, lambda node: (node.register_prehook(begin), node.register_hook(end)))
+        )
+
+
+@torch._disable_dynamo
+def _before_old_backward(layer_ref: Any, pattern: BlockPattern, *_: Any) -> None:
+    """Let a loss of this pattern not add to a gradient of another one."""
+    layer = layer_ref()
+    values = None if layer is None else layer._parameters.get("values")
+    if layer is None or values is None:
+        return
+    _look(layer)
+    noted, present = layer._history.gradient, layer._history.patterns.get(id(values))
+    if noted is not None and noted.values is values and noted.is_there():
+        present = noted.pattern
+    if present is not None and not present.same_as(pattern):
+        values.grad = None
+
+
+@torch._disable_dynamo
+def _after_old_backward(layer_ref: Any, pattern: BlockPattern, *_: Any) -> None:
+    """Note that a loss of this pattern has just given the gradient."""
+    layer = layer_ref()
+    values = None if layer is None else layer._parameters.get("values")
+    if layer is not None and values is not None and values.grad is not None:
+        layer._history.note_gradient(Gradient(layer, values, pattern))
+
+
 def _look(layer: Any) -> None:
-    """Let a layer note its pattern: buffers that a call has replaced, as functional_call does, may be back."""
-    with suppress(InvalidInput):
-        _ = layer.pattern if layer is not None else None
+    """Let a layer note its pattern: its buffers may have been written to, or be back after functional_call."""
+    try:  # noqa: SIM105 (contextlib.suppress takes longer than the look)
+        _ = layer.pattern
+    except InvalidInput:
+        pass
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import all of torch.compile here
@@ -187,56 +348,74 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watch = _WATCHES.get(optimizer)
     if watch is None:
         watch = _WATCHES[optimizer] = Watch()
-        optimizer.register_load_state_dict_post_hook(watch.load)
-    if _GRADIENTS and kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
-        _check_gradients(optimizer)
-    for old in list(watch.old.values()):
-        _look(old.layer())
-    for old in watch.old.values():
-        now = {id(x): x._version for x in _moments(optimizer.state.get(old.values) or {})}
-        if any(now.get(id(tensor())) == version for tensor, version in old.state):
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    for layer, values in _owned(optimizer):
+        history: History = layer._history
+        if history.gradient is not None and closure is None and history.gradient.is_old():
             raise InvalidInput(
-                f"{type(optimizer).__name__} has state for the old blocks of a BlockSparseLinear, whose pattern has "
-                "changed since the last step; call optimizer.state.pop(layer.values), which begins anew, or load the "
-                "optimizer's own state dict of the new pattern"
+                "the gradient of a BlockSparseLinear is of its old blocks: its pattern has changed since the backward "
+                "pass; call optimizer.zero_grad() and compute the loss again"
             )
+        if id(values) not in watch.checked:
+            _check_state(optimizer, values, watch)
     watch.old.clear()
-    watch.loaded = False
+    watch.loaded.clear()
 
 
-def _check_gradients(optimizer: Optimizer) -> None:
-    own = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    for layer, noted in list(_GRADIENTS.items()):
-        if id(noted.values) not in own:
-            continue
-        _look(layer)
-        if _GRADIENTS.get(layer) is noted:
-            if noted.is_there():
-                raise InvalidInput(
-                    "the gradient of a BlockSparseLinear is of its old blocks: its pattern has changed since the "
-                    "backward pass; call optimizer.zero_grad() and compute the loss again"
-                )
-            noted.forget(layer)
+def _check_state(optimizer: Optimizer, values: nn.Parameter, watch: Watch) -> None:
+    """InvalidInput if state for `values` is of other blocks: of an old pattern, or of another number."""
+    state, old = _state_of(optimizer, values), watch.old.get(id(values))
+    if not state:
+        return
+    if _is_of_other_shape(optimizer, values, state) or (old is not None and old.is_there(state)):
+        cure = "call optimizer.state.pop(layer.values), which begins anew"
+        if isinstance(
+            optimizer, (torch.optim.Adagrad, torch.optim.LBFGS)
+        ):  # which go on only with what they made
+            cure = "make a new optimizer"
+        raise InvalidInput(
+            f"{type(optimizer).__name__} has state for the old blocks of a BlockSparseLinear, whose pattern has "
+            f"changed since, or for those of another layer; {cure}, or load the optimizer's own state dict of the new "
+            "pattern"
+        )
+    watch.checked.add(id(values))
+
+
+def _is_of_other_shape(optimizer: Optimizer, values: nn.Parameter, state: Any) -> bool:
+    """Whether a part of a state has another number of blocks. Factored moments have a side of 1 in each block."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        count = sum(x.numel() for x in optimizer.param_groups[0]["params"])
+        return any(x.ndim == 1 and len(x) not in (1, count) for x in _moments(state))
+    count, *sides = values.shape
+    parts = (x.shape for x in _moments(state) if x.ndim == values.ndim)
+    return any(x[0] != count and all(a in (1, b) for a, b in zip(x[1:], sides, strict=True)) for x in parts)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
+def _part(values: nn.Parameter, add: Callable[[Any], Any]) -> None:
+    """Add a hook to the node that accumulates the gradient of `values` from all present losses.
+
+    The node lives as long as a loss. Setting data of another dtype makes autograd drop it: the next forward pass
+    creates a new one.
+    """
+    if values.is_inference():  # no loss refers to a tensor of inference mode
+        return
+    learns = values.requires_grad
+    add(torch.autograd.graph.get_gradient_edge(values.requires_grad_()).node)
+    values.requires_grad_(learns)
+    kept = values.data
+    values.data = kept.new_empty(0, dtype=torch.float32 if kept.dtype == torch.float64 else torch.float64)
+    values.data = kept
+
+
 def begin_anew(values: nn.Parameter, pattern: BlockPattern) -> None:
     """Reset the Parameter `values` for a new pattern: without a gradient, and detached from losses computed before."""
     values.grad = None
-    if not values.is_inference():  # no loss refers to a tensor of inference mode
-        learns = values.requires_grad
-        edge = torch.autograd.graph.get_gradient_edge(values.requires_grad_())
-        edge.node.register_prehook(_refuse_old_gradient)
-        values.requires_grad_(learns)
-    # That node accumulates the gradient of `values`. It lives as long as a loss, and holds the old shape. Setting data
-    # of another dtype makes autograd drop it: the next forward pass creates a new one.
-    kept = values.data
-    if kept.shape[0] != pattern.nnzb:
-        kept = kept.new_empty((pattern.nnzb, *pattern.block))
-    other = torch.float32 if kept.dtype == torch.float64 else torch.float64
-    values.data = kept.new_empty(0, dtype=other)
-    values.data = kept
+    _part(values, lambda node: node.register_prehook(_refuse_old_gradient))
+    if values.shape[0] != pattern.nnzb:
+        with torch.inference_mode(False):
+            values.data = values.data.new_empty((pattern.nnzb, *pattern.block))
 
 
 def _refuse_old_gradient(gradients: Any) -> NoReturn:

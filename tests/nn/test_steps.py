@@ -1,13 +1,17 @@
 """Optimizers of a BlockSparseLinear whose pattern changes: gradients and moments of old blocks are not used."""
 
 import copy
-from collections.abc import Callable
+import io
+import pickle
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear
@@ -154,6 +158,305 @@ def test_a_resumed_run_goes_on_in_whatever_order_it_loads(first: str, stepped: b
         step(made, optimizer)
         step(saved, trained)
     assert torch.equal(made.values, saved.values)
+
+
+def saved(pair: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),  # noqa: S301
+    "file": saved,
+}
+
+
+@pytest.mark.parametrize("first", ["layer", "optimizer"])
+@pytest.mark.parametrize("change", ["loaded", "more loaded", "written to", "written to before"])
+@pytest.mark.parametrize("carrier", COPIES)
+def test_a_copied_optimizer_knows_of_which_blocks_its_moments_are(
+    carrier: str, change: str, first: str
+) -> None:
+    made = layer()
+    optimizer = OPTIMIZERS["AdamW"](made.parameters())
+    step(made, optimizer)
+    if change == "written to before":
+        write(made, other())
+    if first == "layer":
+        made, optimizer = COPIES[carrier]((made, optimizer))
+    else:
+        optimizer, made = COPIES[carrier]((optimizer, made))
+    if "loaded" in change:
+        made.load_state_dict(other(density=0.8 if "more" in change else 0.4).state_dict())
+    elif change == "written to":
+        write(made, other())
+    with pytest.raises(InvalidInput, match=r"optimizer\.state\.pop\(layer\.values\)"):
+        step(made, optimizer)
+    optimizer.state.pop(made.values)
+    step(made, optimizer)
+
+
+BETWEEN: dict[str, Callable[[BlockSparseLinear], Any]] = {
+    "called": lambda made: made(torch.ones(2, 96)),
+    "written to": lambda made: write(made, even(4)),
+    "loaded": lambda made: made.load_state_dict(even(4).state_dict()),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_moments_that_were_loaded_before_another_use_are_of_that_pattern(between: str) -> None:
+    made = even(1)
+    optimizer = OPTIMIZERS["AdamW"](made.parameters())
+    learn(made)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    BETWEEN[between](made)
+    made.load_state_dict(even(2).state_dict())
+    learn(made)
+    with pytest.raises(InvalidInput, match="has state for the old blocks"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "momentum", "Adafactor"])
+def test_moments_of_a_layer_with_another_number_of_blocks_are_refused(kind: str) -> None:
+    makers = {**OPTIMIZERS, "Adafactor": torch.optim.Adafactor}
+    first, second = layer(), other(density=0.8)
+    optimizer, wrong = (makers[kind](each.parameters()) for each in (first, second))
+    step(first, optimizer)
+    wrong.load_state_dict(optimizer.state_dict())
+    with pytest.raises(InvalidInput, match=r"those of another layer; .*state\.pop"):
+        step(second, wrong)
+    wrong.state.pop(second.values)
+    step(second, wrong)
+
+
+@pytest.mark.parametrize("density", [0.4, 0.8], ids=["as many", "more"])
+@pytest.mark.parametrize("kind", ["Adagrad", "LBFGS"])
+def test_optimizers_that_go_on_only_with_their_own_state_are_made_anew(kind: str, density: float) -> None:
+    made, make = nn.Sequential(nn.Linear(70, 70), layer()), getattr(torch.optim, kind)
+    optimizer = make(made.parameters(), lr=0.01)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = made(inputs()).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    made[1].load_state_dict(other(density=density).state_dict())
+    with pytest.raises(InvalidInput, match="make a new optimizer"):
+        optimizer.step(loss)
+    optimizer = make(made.parameters(), lr=0.01)
+    optimizer.step(loss)
+
+
+class Course:
+    """A layer and its optimizer, which go through a random course, and of which patterns their parts must be."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.make = GRADIENTS[self.draw.choice(list(GRADIENTS))]
+        self.patterns = [
+            BlockSparseLinear.random(96, 64, 16, density, seed=number)
+            for number, density in enumerate((0.5, 0.5, 0.5, 0.8, 0.8))
+        ]
+        self.made = copy.deepcopy(self.patterns[0])
+        self.optimizer = self.make(self.made.parameters())
+        self.loss: Tensor | None = None
+        self.now, self.of_loss = 0, 0
+        self.gradient: int | None = None
+        self.moments: int | None = None
+        self.resumes = self.was_loaded = False
+
+    def learn(self) -> None:
+        self.compute()
+        self.go_back()
+
+    def begin(self) -> None:
+        self.optimizer.zero_grad()
+        self.gradient = None
+        self.learn()
+
+    def compute(self) -> None:
+        self.loss, self.of_loss, self.resumes = self.made(torch.ones(2, 96)).square().sum(), self.now, False
+        self.was_loaded = False
+
+    def compute_with_other_buffers(self) -> None:
+        found = self.pick()
+        buffers = dict(self.patterns[found].named_buffers())
+        y = torch.func.functional_call(self.made, buffers, (torch.ones(2, 96),))
+        self.loss, self.of_loss, self.resumes = y.square().sum(), found, False
+        self.was_loaded = False
+
+    def go_back(self) -> None:
+        if self.loss is None:
+            return
+        loss, self.loss = self.loss, None
+        try:
+            loss.backward()
+        except (InvalidInput, RuntimeError) as error:  # torch's own of another shape
+            assert self.of_loss != self.now or self.was_loaded, error
+            return
+        self.gradient = self.of_loss
+
+    def pick(self) -> int:
+        """A pattern of as many blocks."""
+        return self.draw.choice([0, 1, 2] if self.now < 3 else [3, 4])
+
+    def write(self) -> None:
+        self.now, self.resumes = self.pick(), False
+        parts = dict(self.patterns[self.now].named_buffers())
+        how = self.draw.randrange(3)
+        for name, part in parts.items():
+            if how == 0:
+                setattr(self.made, name, part.clone())
+            elif how == 1:
+                self.made.get_buffer(name).copy_(part)
+            else:
+                self.made.get_buffer(name).data.copy_(part)
+
+    def load(self) -> None:
+        found = self.draw.randrange(len(self.patterns))
+        self.made.load_state_dict(self.patterns[found].state_dict())
+        if found != self.now:
+            self.gradient, self.was_loaded = None, True
+        if self.resumes and self.moments == self.now and (found < 3) == (self.now < 3):
+            self.moments = found
+        self.now, self.resumes = found, False
+
+    def load_optimizer(self) -> None:
+        fits = self.moments is not None and (self.moments < 3) == (self.now < 3)
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self.resumes, self.moments = fits, self.now if fits else self.moments
+
+    def copy(self) -> None:
+        take = COPIES[self.draw.choice(list(COPIES))]
+        if self.draw.random() < 0.5:
+            self.made, self.optimizer = take((self.made, self.optimizer))
+        else:
+            self.optimizer, self.made = take((self.optimizer, self.made))
+        self.gradient = self.loss = None
+        self.resumes = False
+
+    def clip(self) -> None:
+        if self.gradient is not None:
+            nn.utils.clip_grad_norm_(self.made.parameters(), 0.5)
+
+    def begin_moments(self) -> None:
+        self.optimizer.state.pop(self.made.values, None)
+        self.moments = None
+
+    def step(self) -> None:
+        if {self.gradient, self.moments} <= {self.now, None}:
+            right = copy.deepcopy(self.patterns[self.now])
+            right.load_state_dict(self.made.state_dict())
+            optimizer = self.make(right.parameters())
+            optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+            for name, parameter in right.named_parameters():
+                parameter.grad = copy.copy(self.made.get_parameter(name).grad)
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            optimizer.step()
+            self.optimizer.step()
+            assert alike(self.made.values, right.values)
+            self.moments = self.now if self.optimizer.state.get(self.made.values) else None
+            self.resumes = False
+            return
+        before = self.made.values.detach().clone()
+        with pytest.raises(InvalidInput, match="old blocks"):
+            self.optimizer.step()
+        assert torch.equal(self.made.values, before)
+
+
+MOVES = {
+    Course.begin: 6,
+    Course.learn: 2,
+    Course.compute: 2,
+    Course.compute_with_other_buffers: 1,
+    Course.go_back: 3,
+    Course.write: 4,
+    Course.load: 3,
+    Course.load_optimizer: 2,
+    Course.copy: 1,
+    Course.clip: 1,
+    Course.begin_moments: 1,
+    Course.step: 6,
+}
+
+
+@pytest.mark.parametrize("start", [0, 20, 40, 60])
+def test_whatever_happens_a_step_is_that_of_a_layer_made_anew_or_refused(start: int) -> None:
+    for seed in range(start, start + 20):
+        course = Course(seed)
+        for move in course.draw.choices(list(MOVES), list(MOVES.values()), k=14):
+            move(course)
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+def test_a_compiled_layer_learns_in_pattern_after_pattern() -> None:
+    torch._dynamo.reset()
+    made = even(1)
+    optimizer = GRADIENTS["SGD"](made.parameters())
+    compiled: Any = torch.compile(made, backend="aot_eager")
+    for seed in (1, 2, 3, 4):
+        optimizer.zero_grad()
+        write(made, even(seed))
+        learn(compiled)
+        optimizer.step()
+        with torch.no_grad():
+            made(torch.ones(2, 96))
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(made: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(made, mesh=init_device_mesh("cpu", (1,)))
+    return made
+
+
+def write_buffers(made: nn.Module, source: nn.Module) -> None:
+    for name, part in made.named_buffers():
+        part.copy_(source.get_buffer(name))
+
+
+@pytest.mark.parametrize("wrap", [sharded, nn.parallel.DistributedDataParallel])
+def test_gradients_and_moments_of_wrapped_layers(wrap: Any, alone: None) -> None:
+    made = even(1)
+    wrapped = wrap(nn.Sequential(made))
+    plain, adam = (GRADIENTS[kind](wrapped.parameters()) for kind in ("SGD", "AdamW"))
+    for _ in range(2):
+        learn(wrapped)
+        write_buffers(made, even(2))
+        for called in (False, True):
+            with pytest.raises(InvalidInput, match=r"optimizer\.zero_grad\(\)"):
+                plain.step()
+            if not called:
+                with torch.no_grad():
+                    wrapped(torch.ones(2, 96))
+        plain.zero_grad()
+        learn(wrapped)
+        plain.step()
+        adam.step()
+        write_buffers(made, even(1))
+        plain.zero_grad()
+        learn(wrapped)
+        plain.step()
+        with pytest.raises(InvalidInput, match="AdamW has state"):
+            adam.step()
+        adam.state.clear()
+        plain.zero_grad()
 
 
 def test_moments_that_are_carried_over_and_patterns_that_come_back_are_taken() -> None:
