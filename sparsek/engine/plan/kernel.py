@@ -77,7 +77,7 @@ class Kernel(Protocol[P]):
 
     def default(self, p: P) -> Any:
         """The config this kernel would use: deterministic, no timing. A frozen dataclass."""
-        ...
+        return min(self.configs(p), key=lambda c: self.rank(p, c))
 
     def configs(self, p: P) -> Iterable[Any]:
         """Every legal config, for `sparsek tune` and `config=`."""
@@ -86,6 +86,10 @@ class Kernel(Protocol[P]):
     def seconds(self, p: P, c: Any) -> float:
         """Predicted time of one call on `p.card`."""
         ...
+
+    def rank(self, p: P, c: Any) -> float:
+        """What `default` compares configs by: seconds, of another model where one ranks them better."""
+        return self.seconds(p, c)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class Work(NamedTuple):
     ctas: int
 
 
-class HopperSddmm:
+class HopperSddmm(SddmmKernel):
     name = "hopper.sddmm"
 
     def why_not(self, p: SddmmProblem) -> list[str]:
@@ -192,9 +192,6 @@ class HopperSddmm:
         if p.k == 0:
             reasons.append("K is 0")
         return reasons
-
-    def default(self, p: SddmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SddmmProblem) -> list[Config]:
         bm, bn = p.block

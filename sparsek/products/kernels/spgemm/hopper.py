@@ -51,7 +51,7 @@ class Work:
         return matrix.order[listed.long()]
 
 
-class HopperSpgemm:
+class HopperSpgemm(SpgemmKernel):
     """The kernel of hopper.spmm with lists of pairs, as a Kernel."""
 
     name = "hopper.spgemm"
@@ -62,9 +62,6 @@ class HopperSpgemm:
             reasons += unless_whole("C", p.n, p.dtype)
         sides = (p.nnzb_a * max(p.a_block), p.nnzb_b * max(p.b_block), p.nnzb_out * p.block[0], p.m, p.n)
         return reasons + unless_near("M, N and the rows of all stored blocks", *sides)
-
-    def default(self, p: SpgemmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SpgemmProblem) -> list[Config]:
         (bm, bn), bk = p.block, p.a_block[1]

@@ -223,7 +223,7 @@ class Work(NamedTuple):
     parts: SplitTiles | None = None
 
 
-class HopperSpmm:
+class HopperSpmm(SpmmKernel):
     name = "hopper.spmm"
     writes_slope = True
 
@@ -232,9 +232,6 @@ class HopperSpmm:
             return foreign
         reasons = unless_hopper(p) + unless_dense_sides(p)
         return limits(p, self.configs, reasons)
-
-    def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.rank(p, c))
 
     def configs(self, p: SpmmProblem) -> list[Config]:
         bm, bk = p.block

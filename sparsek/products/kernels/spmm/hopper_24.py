@@ -461,7 +461,7 @@ def rank(p: SpmmProblem, c: Config) -> float:
     )
 
 
-class Hopper24:
+class Hopper24(SpmmKernel):
     """The products of one kind of 2:4 storage, by hopper_24.cu. `listed` makes the lists of one with blocks."""
 
     def __init__(
@@ -487,9 +487,8 @@ class Hopper24:
             reasons.append(f"a step is 128 columns: blocks must be a multiple of that wide, not {p.block[1]}")
         return reasons
 
-    def default(self, p: SpmmProblem) -> Config:
-        least = rank if self.storage == "semi24" else self.seconds
-        return min(self.configs(p), key=lambda c: least(p, c))
+    def rank(self, p: SpmmProblem, c: Config) -> float:
+        return rank(p, c) if self.storage == "semi24" else self.seconds(p, c)
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Every tile, alone and in clusters; of blocks, tiles that divide their rows, alone."""

@@ -240,7 +240,7 @@ def spmm_fp8_kernel(
         )
 
 
-class HopperSpmmFp8:
+class HopperSpmmFp8(SpmmKernel):
     name = "hopper.spmm_fp8"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
@@ -258,9 +258,6 @@ class HopperSpmmFp8:
         if p.c.dtype == "fp32" and (p.combine or p.activation not in ("", "relu")):
             reasons.append("a C in fp32 takes a bias and relu; other activations and matrices bf16 and fp16")
         return limits(p, self.configs, reasons)
-
-    def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.rank(p, c))
 
     def configs(self, p: SpmmProblem) -> list[Config]:
         bm = p.block[0]

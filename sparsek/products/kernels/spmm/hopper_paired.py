@@ -164,7 +164,7 @@ def columns_needed(p: SpmmProblem, rows: int) -> float:
     return max(known * LESS, p.nnzb / rows)
 
 
-class HopperPaired:
+class HopperPaired(SpmmKernel):
     name = "hopper.spmm_paired"
     # The kernel of a retargeted plan, whose lists are made on the device.
     successor: SpmmKernel = hopper.KERNEL
@@ -186,9 +186,6 @@ class HopperPaired:
         if p.b.layout == "row" and p.n % 64:
             reasons.append(f"a row of a row-major B must hold whole panels of 64, not {p.n}")
         return reasons + unless_near("M, K, N and the number of stored blocks", p.nnzb, p.m, p.k, p.n)
-
-    def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         c = Config(

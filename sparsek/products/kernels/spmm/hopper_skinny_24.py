@@ -127,7 +127,7 @@ LATENCY_SECONDS = 1.3e-6  # of bytes in flight
 GATHER_SECONDS = 3.4e-6  # for 8 columns of B in a step, loaded element by element
 
 
-class HopperSemi24Skinny:
+class HopperSemi24Skinny(SpmmKernel):
     name = "hopper.semi24_skinny"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
@@ -139,9 +139,6 @@ class HopperSemi24Skinny:
         if p.k % STEP or not p.k:
             reasons.append(f"metadata comes in 16 bytes of a row: K a multiple of {STEP}, not {p.k}")
         return reasons + unless_near("M and K", p.m, p.k)
-
-    def default(self, p: SpmmProblem) -> Config:
-        return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Every shape that fits, at its largest depth, with the two largest numbers of parts that fill one wave of
