@@ -139,6 +139,11 @@ def parse_pair(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
+def lengths(help: str, default: str) -> Any:
+    """The option --seq, of q_len and kv_len."""
+    return options.size(help, default, parse_lengths, name="seq", fields=("q_len", "kv_len"))
+
+
 def _mask_block(name: str, block: tuple[int, int]) -> None:
     if not set(block) <= set(BLOCK_SIZES):
         known = " or ".join(map(str, BLOCK_SIZES))
@@ -164,13 +169,7 @@ class AttentionCase(Case):
         "Heads of queries, or of queries and keys: 16,32:4.", "16", parse_pair, fields=("heads", "kv_heads")
     )
     kv_heads: int = options.checked(options.positive)
-    q_len: int = options.size(
-        "Lengths, or queries and keys: 8K,32768,1Kx8K.",
-        "8K",
-        parse_lengths,
-        name="seq",
-        fields=("q_len", "kv_len"),
-    )
+    q_len: int = lengths("Lengths, or queries and keys: 8K,32768,1Kx8K.", "8K")
     kv_len: int = options.checked(options.positive)
     dim: int = options.size(
         "Head sizes, or those of keys and values: 64,192:128.", "128", parse_pair, fields=("dim", "v_dim")

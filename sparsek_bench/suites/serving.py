@@ -28,7 +28,7 @@ from sparsek_bench.engine.case import Case as EngineCase
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.tables import CASE, GBPS, MS, SPEEDUP, USEFUL, target
 from sparsek_bench.peers.paged import BF16, COPY, FA4, PEERS, UNPAGED
-from sparsek_bench.suites.attention import parse_lengths, parse_pair
+from sparsek_bench.suites.attention import lengths, parse_pair
 
 GATED = 8  # queries that a gate looks at
 DECODE = (
@@ -166,13 +166,7 @@ class ServingCase(EngineCase):
     op: ClassVar[str] = "serving"
 
     requests: int = options.size("Requests.", "1")
-    q_len: int = options.size(
-        "Queries and keys of a request: 1x8K,2Kx32K.",
-        "1x8K",
-        parse_lengths,
-        name="seq",
-        fields=("q_len", "kv_len"),
-    )
+    q_len: int = lengths("Queries and keys of a request: 1x8K,2Kx32K.", "1x8K")
     kv_len: int = options.checked(options.positive)
     heads: int = options.size(
         "Heads of queries and of keys: 32:8.", "32:8", parse_pair, fields=("heads", "kv_heads")
