@@ -84,13 +84,23 @@ def _chooses_causality(made: Any) -> bool:
 
 
 def built(name: str, made: Any, given: Mapping[str, Any]) -> Any:
-    """An object of a class by its arguments as JSON has them: lists are tuples."""
+    """An object of a class by its arguments as JSON has them."""
     try:
-        return made(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-        )
+        return made(**tuples(given))
     except TypeError as error:
         raise InvalidInput(f"options of {name}: {error}") from error
+
+
+def tuples(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as JSON has them, with tuples for lists."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+
+def ints(name: str, value: Any, least: int = 0) -> tuple[int, ...]:
+    """The ints of a list."""
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise InvalidInput(f"{name} is {arguments.shown(value)}; it must be a list of ints")
+    return tuple(arguments.integer(name, each, least) for each in value)
 
 
 def as_json(name: str, options: Mapping[str, Any]) -> str:

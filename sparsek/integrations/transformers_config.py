@@ -16,7 +16,7 @@ from sparsek.attn.mask.rule import MaskPolicy
 from sparsek.attn.policies.policy import Composed, Policy
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.config import CLASSES, as_json
+from sparsek.integrations.config import CLASSES, as_json, tuples
 
 ATTRIBUTE = "sparsek"
 OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]
@@ -203,7 +203,7 @@ def policy_of_options(options: Any) -> MaskPolicy | Policy | None:
         return _chooser(options)
     if not isinstance(options, Mapping) or not set(options) <= set(OPTIONS):
         raise InvalidInput(f"config.{ATTRIBUTE} is {arguments.shown(options)}; {FORMS}")
-    return MaskPolicy(**{name: _tuples(value) for name, value in options.items()}, causal=False)
+    return MaskPolicy(**tuples(options), causal=False)
 
 
 def _chooser(options: Mapping[str, Any]) -> Policy:
@@ -219,10 +219,6 @@ def _chooser(options: Mapping[str, Any]) -> Policy:
         return Composed(first, second, name == EITHER)
     made = CLASSES[arguments.one_of(f"config.{ATTRIBUTE}['policy']", name, sorted(CLASSES))]
     try:
-        return made(**{key: _tuples(value) for key, value in given.items()})
+        return made(**tuples(given))
     except TypeError as error:
         raise InvalidInput(f"config.{ATTRIBUTE} is {arguments.shown(options)}: {error}") from error
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

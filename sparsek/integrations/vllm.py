@@ -70,18 +70,15 @@ def configured(additional: Mapping[str, Any] | None = None) -> Options:
         >>> configured({"sparsek": {"policy": "Streaming", "min_tokens": 1024}}).min_tokens
         1024
     """
-    from sparsek.integrations.config import read
+    from sparsek.integrations.config import ints, read
 
     found = {**read(env.vllm_options(), VARIABLE), **_given(additional)}
     for key in found:
         arguments.one_of(f"a key of {VARIABLE} or additional_config['{OWN}']", key, KEYS)
-    skipped = found.get("skip_layers", ())
-    if not isinstance(skipped, (list, tuple)):
-        raise InvalidInput(f"skip_layers is {arguments.shown(skipped)}; it must be a list of ints")
     return Options(
         _policy(found.get("policy"), found.get("options", {})),
         arguments.integer("min_tokens", found.get("min_tokens", Options().min_tokens)),
-        frozenset(arguments.integer("skip_layers", layer) for layer in skipped),
+        frozenset(ints("skip_layers", found.get("skip_layers", ()))),
     )
 
 

@@ -32,7 +32,7 @@ from sparsek.core import arguments, env
 from sparsek.core.aliases import earlier_names
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import check_no_tangent
-from sparsek.integrations.config import number_in, policy_named, read, require_fit
+from sparsek.integrations.config import ints, number_in, policy_named, read, require_fit
 from sparsek.integrations.cubes import cubes_of
 
 try:
@@ -126,7 +126,7 @@ class _Options(NamedTuple):
             require_fit(policy, False, "a diffusion model")
         skipped = params.get("skip_layers")
         if tile is not None:
-            tile = _ints("tile", tile, 1)
+            tile = ints("tile", tile, 1)
             if len(tile) != 3 or policy.sides != (math.prod(tile),) * 2:
                 raise InvalidInput(
                     f"tile is {tile}; it must have three sides, and the tokens of a block of {policy.sides}"
@@ -134,7 +134,7 @@ class _Options(NamedTuple):
         return cls(
             policy,
             arguments.integer("skip_first_steps", params.get("skip_first_steps", 0)),
-            frozenset(() if skipped is None else _ints("skip_layers", skipped, 0)),
+            frozenset(() if skipped is None else ints("skip_layers", skipped)),
             arguments.integer("min_tokens", params.get("min_tokens", 0)),
             tile,
         )
@@ -158,15 +158,9 @@ class _State(NamedTuple):
         return cls(
             0 if step is None else arguments.integer("the denoising step", step),
             None if layer is None else arguments.integer("layer_idx", layer),
-            None if grid is None or params.get("tile") is None else _ints("latent_grid", grid, 1),
+            None if grid is None or params.get("tile") is None else ints("latent_grid", grid, 1),
             None if gate is None else arguments.tensor("gate_compress", gate, None, 4),
         )
-
-
-def _ints(name: str, value: Any, least: int) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple, set, frozenset)):
-        raise InvalidInput(f"{name} is {arguments.shown(value)}; it must be a list of ints")
-    return tuple(arguments.integer(name, each, least) for each in value)
 
 
 def _checked(q: Any, k: Any, v: Any, scale: Any) -> tuple[Tensor, Tensor, Tensor, float]:

@@ -33,15 +33,8 @@ def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Grad
         raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
     grad = torch.zeros_like(out) if grad is None else grad
     learned = sinks if ctx.needs_input_grad[-1] else None
-    settings = (
-        mask,
-        numbers,
-        scale,
-        deterministic,
-        same_family(kernel, "attention_backward"),
-        *scores,
-        learned,
-    )
+    kernel = same_family(kernel, "attention_backward")
+    settings = mask, numbers, scale, deterministic, kernel, *scores, learned
     *found, of_sinks = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *settings)
     wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
     of_sinks = None if learned is None else of_sinks.sum(0).to(learned.dtype)

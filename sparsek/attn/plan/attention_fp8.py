@@ -146,12 +146,8 @@ class AttentionFp8Plan(AttendedPlan):
 
     def _check_sizes(self, call: Any) -> None:
         p = self.problem
-        planned = (
-            (p.batch, p.q_heads, p.q_len, p.dim),
-            (p.batch, p.kv_heads, p.kv_len, p.v_dim),
-            p.out,
-            p.scale_rows,
-        )
+        shapes = (p.batch, p.q_heads, p.q_len, p.dim), (p.batch, p.kv_heads, p.kv_len, p.v_dim)
+        planned = *shapes, p.out, p.scale_rows
         found = tuple(call.q.shape), tuple(call.v.shape), dtypes.name(call.dtype), call.rows
         if found != planned:
             raise InvalidInput(f"this plan takes {_facts(*planned)}; got {_facts(*found)}")

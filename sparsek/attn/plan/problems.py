@@ -9,8 +9,30 @@ from sparsek.core import dtypes
 from sparsek.core.device import Card
 
 
+class Heads:
+    """What problems of attention have in common."""
+
+    card: Card
+    dtype: str
+    q_heads: int
+    kv_heads: int
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.card.is_cpu
+
+    @property
+    def rate_name(self) -> str:
+        return self.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads per head of keys."""
+        return self.q_heads // self.kv_heads
+
+
 @dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(Heads):
     """out [batch, q_heads, q_len, v_dim] of q [batch, q_heads, q_len, dim] over kv_heads heads of kv_len keys.
 
     `block` is (bq, bk) of the mask. `mask_batch` is 1 or batch; `mask_heads` is 1, kv_heads or q_heads. `stored` and
@@ -47,19 +69,6 @@ class AttentionProblem:
     softcap: bool = False
     alibi: bool = False
     sink_logits: str = ""
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.card.is_cpu
-
-    @property
-    def rate_name(self) -> str:
-        return self.dtype
-
-    @property
-    def group(self) -> int:
-        """Query heads per head of keys."""
-        return self.q_heads // self.kv_heads
 
     @property
     def changes(self) -> list[str]:
@@ -158,7 +167,7 @@ TYPICAL = 16
 
 
 @dataclass(frozen=True)
-class PagedProblem:
+class PagedProblem(Heads):
     """out [tokens, q_heads, v_dim] of a ragged batch of `requests`, whose keys and values lie in pages of `page` rows.
 
     A request has at most `max_q` queries and `max_k` keys. `kv_dtype` is that of the pages: `dtype`, or "e4m3", with
@@ -196,19 +205,6 @@ class PagedProblem:
     aligned: bool = True
     unit_stride: bool = True
     lse: bool = False
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.card.is_cpu
-
-    @property
-    def rate_name(self) -> str:
-        return self.dtype
-
-    @property
-    def group(self) -> int:
-        """Query heads per head of keys."""
-        return self.q_heads // self.kv_heads
 
     @property
     def rows(self) -> int:

@@ -15,27 +15,14 @@ incoming gradient of a row that sees no key has no effect.
 import torch
 from torch import Tensor
 
-from sparsek.attn.kernels.forward.cpu_steps import (
-    Blocks,
-    CpuAttentionConfig,
-    CpuAttentionKernel,
-    CpuAttentionStep,
-    CpuAttentionWork,
-    Footprint,
-    blocks,
-    changed,
-    columns_of,
-    gather,
-    hide,
-    tiles,
-)
+from sparsek.attn.kernels.forward import cpu_steps as cpu
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionGradCall, AttentionGradKernel
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.attn.reference.scores import Scores
 
 
-class CpuAttentionBackward(CpuAttentionKernel):
+class CpuAttentionBackward(cpu.CpuAttentionKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.attention_bwd"
@@ -43,33 +30,33 @@ class CpuAttentionBackward(CpuAttentionKernel):
     passes = 16
     products = 2
 
-    def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
-        return Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
+    def footprint(self, p: AttentionProblem, rows: int, bk: int) -> cpu.Footprint:
+        return cpu.Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
 
-    def launch(self, c: CpuAttentionConfig, work: CpuAttentionWork, call: AttentionGradCall) -> None:
+    def launch(self, c: cpu.CpuAttentionConfig, work: cpu.CpuAttentionWork, call: AttentionGradCall) -> None:
         q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv, scores = call
         with torch.no_grad():
             (bq, bk), count = mask.block, mask.grid[1]
-            keys, values = blocks(k, bk), blocks(v, bk)
+            keys, values = cpu.blocks(k, bk), cpu.blocks(v, bk)
             sum_dtype = torch.promote_types(q.dtype, torch.float32)
             sums = [x.new_zeros((*x.shape[:2], count, bk, x.shape[3]), dtype=sum_dtype) for x in (k, v)]
             for step in work.steps:
                 at = (step.batch, step.head, slice(None), step.tile if step.height == bq else 0)
                 as_tiles = work.pack, bq, step.height
-                of_lse = None if grad_lse is None else tiles(grad_lse.unsqueeze(-1), *as_tiles)[at]
+                of_lse = None if grad_lse is None else cpu.tiles(grad_lse.unsqueeze(-1), *as_tiles)[at]
                 rows = (q, out, lse.unsqueeze(-1), grad)
-                given = [tiles(x, *as_tiles)[at].to(sum_dtype) for x in rows]
+                given = [cpu.tiles(x, *as_tiles)[at].to(sum_dtype) for x in rows]
                 found = _differentiate(step, given, of_lse, (keys, values), mask, scale, scores, sums)
-                tiles(dq, *as_tiles)[at] = found.to(dq.dtype)
+                cpu.tiles(dq, *as_tiles)[at] = found.to(dq.dtype)
             for whole, each in zip(sums, (dk, dv), strict=True):
                 each.copy_(whole.flatten(2, 3)[:, :, : each.shape[2]])
 
 
 def _differentiate(
-    step: CpuAttentionStep,
+    step: cpu.CpuAttentionStep,
     given: list[Tensor],
     grad_lse: Tensor | None,
-    blocks_of: tuple[Blocks, Blocks],
+    blocks_of: tuple[cpu.Blocks, cpu.Blocks],
     mask: BlockMask,
     scale: float,
     changes: Scores,
@@ -87,13 +74,13 @@ def _differentiate(
     base = lse.masked_fill(empty, torch.inf)  # weights exp(-inf) = 0
     dq = torch.zeros_like(q)
     keys, values = blocks_of
-    partial, columns = columns_of(step, mask)
+    partial, columns = cpu.columns_of(step, mask)
     for first in range(0, columns.shape[1], step.span):
         met = columns[:, first : first + step.span]
-        k, v = gather(keys, step, met, q.dtype), gather(values, step, met, q.dtype)
+        k, v = cpu.gather(keys, step, met, q.dtype), cpu.gather(values, step, met, q.dtype)
         scores = torch.bmm(left, k.mT)
-        scores, slope = changed(scores, step, met, pack, mask, changes)
-        hide(scores, step, partial[:, first : first + step.span], mask)
+        scores, slope = cpu.changed(scores, step, met, pack, mask, changes)
+        cpu.hide(scores, step, partial[:, first : first + step.span], mask)
         weights = scores.sub_(base).exp_()
         of_scores = torch.bmm(grad, v.mT).sub_(delta).mul_(weights)
         if slope is not None:
@@ -106,7 +93,7 @@ def _differentiate(
     return dq.mul_(scale).view(given[0].shape)
 
 
-def _add(sums: Tensor, step: CpuAttentionStep, columns: Tensor, parts: Tensor) -> None:
+def _add(sums: Tensor, step: cpu.CpuAttentionStep, columns: Tensor, parts: Tensor) -> None:
     """Adds parts [units, n * bk, E] to the blocks `columns` [units, n] of each unit's head, one after the other."""
     batch, heads, count, bk, dim = sums.shape
     at = (step.batch * heads + step.kv_head)[:, None] * count + columns

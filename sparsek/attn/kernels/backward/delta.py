@@ -8,8 +8,6 @@ last query, have rows[0] = +inf: weight and ds are 0 there, without a test in th
 log2(e)), a weight is exp2(scale log2(e) (s + rows[0])): products of s start from rows[0].
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -84,13 +82,12 @@ def prepare_rows(
     if made.numel() == 0:
         return made
     tile = ELEMENTS // triton.next_power_of_2(v_dim)
-    options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(out):
         launch(
             _prepare_rows, (batch * heads * triton.cdiv(rows, tile),),
             out, grad, lse, grad_lse, made, unit, q_len, rows, heads, batch * heads * rows,
             *out.stride(), *grad.stride(), *lse.stride(), *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-            DV=v_dim, ROWS=tile, **options,
+            DV=v_dim, ROWS=tile, num_warps=WARPS,
         )  # fmt: skip
     return made
 
@@ -136,10 +133,9 @@ def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None =
         return
     sums, rows, width = acc.shape[2:]
     tile = ELEMENTS // width
-    options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(dq):
         launch(
             _cast_quantized, (batch * heads * triton.cdiv(q_len, tile),),
             acc, turns, dq, scale, rows, q_len, heads, *dq.stride(),
-            D=dim, WIDTH=width, ROWS=tile, SUMS=sums, **options,
+            D=dim, WIDTH=width, ROWS=tile, SUMS=sums, num_warps=WARPS,
         )  # fmt: skip

@@ -6,8 +6,6 @@ A program adds the rows of one chunk, and a second kernel the chunks of a head i
 grad are read once. Only calls with a gradient of the sinks launch this; the other gradients see the sinks in lse.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -72,14 +70,13 @@ def launched(out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None, si
     sums = (
         found if chunks == 1 else torch.empty((batch * heads, chunks), dtype=torch.float32, device=out.device)
     )
-    options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(out):
         launch(
             _add_rows, (batch * heads * chunks,),
             out, grad, lse, grad_lse, sinks, sums, q_len, heads, chunks, sinks.stride(0),
             *out.stride(), *grad.stride(), *lse.stride(), *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-            DV=v_dim, ROWS=rows, STEPS=STEPS, **options,
+            DV=v_dim, ROWS=rows, STEPS=STEPS, num_warps=WARPS,
         )  # fmt: skip
         if chunks > 1:
-            launch(_add_chunks, (batch * heads,), sums, found, chunks, CHUNKS=CHUNKS, **options)
+            launch(_add_chunks, (batch * heads,), sums, found, chunks, CHUNKS=CHUNKS, num_warps=WARPS)
     return found

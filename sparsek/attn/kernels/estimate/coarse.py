@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -50,10 +48,9 @@ def add_means(out: Tensor, means: Tensor, gate: Tensor | None, side: int) -> Non
     batch, heads, q_len, dim = out.shape
     means = means.contiguous()
     wide = None if gate is None else gate.expand(out.shape)
-    options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(out):
         launch(
             _add, (batch * heads * triton.cdiv(q_len, ROWS),), out, means, wide, q_len, heads, means.shape[2],
             *out.stride(), *((0, 0, 0, 0) if wide is None else wide.stride()),
-            SIDE=side, DV=dim, ROWS=ROWS, **options,
+            SIDE=side, DV=dim, ROWS=ROWS, num_warps=WARPS,
         )  # fmt: skip

@@ -10,8 +10,6 @@ product. In the interpreter, which has no right bf16, the halves are fp16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -151,13 +149,12 @@ def split_means(
         own = [programs[at]] if i == 0 else []
         numbers += [each.shape[2], each.shape[1], grids[at], *own, step, made[at].numel() // 2]
     dim = x.shape[3]
-    options: dict[str, Any] = {"num_warps": max(1, max(sides) // ROWS)}
     with torch.cuda.device_of(x):
         launch(
             _means, (sum(programs),), x, y, made[0], made[-1], lengths[0], lengths[1], *numbers,
             *x.stride(), *tensors[-1].stride(),
             X_SIDE=sides[0], X_PARTS=parts[0], Y_SIDE=sides[1], Y_PARTS=parts[1], D=dim,
             WIDE=min(triton.next_power_of_2(dim), WIDE), X_ORDER=AS_ROWS if quads else PLAIN,
-            Y_ORDER=AS_COLUMNS if quads else PLAIN, **options,
+            Y_ORDER=AS_COLUMNS if quads else PLAIN, num_warps=max(1, max(sides) // ROWS),
         )  # fmt: skip
     return made[0], made[-1]

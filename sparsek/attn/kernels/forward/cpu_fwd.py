@@ -20,27 +20,14 @@ Time over dense scaled_dot_product_attention, S = 4096, D = 64 and 128, one EPYC
 import torch
 from torch import Tensor
 
-from sparsek.attn.kernels.forward.cpu_steps import (
-    Blocks,
-    CpuAttentionConfig,
-    CpuAttentionKernel,
-    CpuAttentionStep,
-    CpuAttentionWork,
-    Footprint,
-    blocks,
-    changed,
-    columns_of,
-    gather,
-    hide,
-    tiles,
-)
+from sparsek.attn.kernels.forward import cpu_steps as cpu
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall, AttentionKernel
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.attn.reference.scores import Scores
 
 
-class CpuAttention(CpuAttentionKernel):
+class CpuAttention(cpu.CpuAttentionKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.attention"
@@ -48,28 +35,28 @@ class CpuAttention(CpuAttentionKernel):
     passes = 9  # written, then read and written four more times
     products = 1
 
-    def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
-        return Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
+    def footprint(self, p: AttentionProblem, rows: int, bk: int) -> cpu.Footprint:
+        return cpu.Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
 
-    def launch(self, c: CpuAttentionConfig, work: CpuAttentionWork, call: AttentionCall) -> None:
+    def launch(self, c: cpu.CpuAttentionConfig, work: cpu.CpuAttentionWork, call: AttentionCall) -> None:
         q, k, v, mask, scale, out, lse, scores = call
         with torch.no_grad():
             (bq, bk), pack = mask.block, work.pack
-            keys, values = blocks(k, bk), blocks(v, bk)
+            keys, values = cpu.blocks(k, bk), cpu.blocks(v, bk)
             for step in work.steps:
                 at = (step.batch, step.head, slice(None), step.tile if step.height == bq else 0)
-                queries = tiles(q, pack, bq, step.height)[at]
+                queries = cpu.tiles(q, pack, bq, step.height)[at]
                 found, sums = _attend(step, queries, keys, values, mask, scale, scores)
-                tiles(out, pack, bq, step.height)[at] = found.to(out.dtype)
+                cpu.tiles(out, pack, bq, step.height)[at] = found.to(out.dtype)
                 if lse is not None:
-                    tiles(lse.unsqueeze(-1), pack, bq, step.height)[at] = sums.to(lse.dtype)
+                    cpu.tiles(lse.unsqueeze(-1), pack, bq, step.height)[at] = sums.to(lse.dtype)
 
 
 def _attend(
-    step: CpuAttentionStep,
+    step: cpu.CpuAttentionStep,
     queries: Tensor,
-    keys: Blocks,
-    values: Blocks,
+    keys: cpu.Blocks,
+    values: cpu.Blocks,
     mask: BlockMask,
     scale: float,
     changes: Scores,
@@ -78,7 +65,7 @@ def _attend(
     units, pack, height, dim = queries.shape
     sum_dtype = torch.promote_types(queries.dtype, torch.float32)
     left = (queries.to(sum_dtype) * scale).reshape(units, pack * height, dim)
-    partial, columns = columns_of(step, mask)
+    partial, columns = cpu.columns_of(step, mask)
     out = left.new_zeros(units, pack * height, values.whole.shape[-1])
     total = left.new_zeros(units, pack * height, 1)
     if changes.sink_logits is None:
@@ -89,16 +76,16 @@ def _attend(
         total.masked_fill_(top > -torch.inf, 1)
     for first in range(0, columns.shape[1], step.span):
         met = columns[:, first : first + step.span]
-        scores = torch.bmm(left, gather(keys, step, met, sum_dtype).mT)
-        scores, _ = changed(scores, step, met, pack, mask, changes)
-        hide(scores, step, partial[:, first : first + step.span], mask)
+        scores = torch.bmm(left, cpu.gather(keys, step, met, sum_dtype).mT)
+        scores, _ = cpu.changed(scores, step, met, pack, mask, changes)
+        cpu.hide(scores, step, partial[:, first : first + step.span], mask)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         # A row without a key so far keeps -inf; 0 in its place makes its weights exp(-inf) = 0.
         base = higher.masked_fill(higher == -torch.inf, 0)
         weights = scores.sub_(base).exp_()
         kept = (top - base).exp_()
         total.mul_(kept).add_(weights.sum(-1, keepdim=True))
-        out.mul_(kept).baddbmm_(weights, gather(values, step, met, sum_dtype))
+        out.mul_(kept).baddbmm_(weights, cpu.gather(values, step, met, sum_dtype))
         top = higher
     out.div_(total.masked_fill(total == 0, 1))
     shape = (units, pack, height, -1)

@@ -49,7 +49,7 @@ from sparsek.attn.kernels.forward.hopper_fwd import (
     query_rows,
     too_long,
 )
-from sparsek.attn.kernels.forward.pipeline import Pipeline, after, rings
+from sparsek.attn.kernels.forward.pipeline import BlockPipeline, after, rings
 from sparsek.attn.kernels.forward.softmax_fp8 import (
     PEAK,
     next_unit,
@@ -71,27 +71,11 @@ LEAST = gl.constexpr(1e-37)  # of a row's factor: 0 times a score of -inf would 
 
 
 @dataclass(frozen=True, repr=False)
-class Config(Pipeline):
-    """A pipeline for blocks of a mask, in e4m3.
+class Config(BlockPipeline):
+    """In e4m3. `by_block`: scales of K and V change between steps."""
 
-    `interval`, `bits`, `split`, `lse`: as in hopper.attention_fwd. `by_block`: scales of K and V change between steps.
-    """
-
-    dim: int
-    v_dim: int
-    block: tuple[int, int]
-    groups: int
-    keys: int
-    stages: int
-    q_slots: int
-    pack: int = 1
-    interval: bool = False
-    bits: bool = False
-    split: bool = False
-    lse: bool = False
     by_block: bool = False
 
-    lead: ClassVar[tuple[int, ...]] = (1, 1)
     itemsize: ClassVar[int] = 1
     v_turned: ClassVar[bool] = True
     alibi: ClassVar[bool] = False

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from sparsek.attn.kernels.forward.merge import merge_parts
 from sparsek.attn.kernels.forward.pipeline import (
     LN2,
     LOG2E,
-    Pipeline,
+    BlockPipeline,
     attended,
     fitted,
     rings,
@@ -68,31 +68,12 @@ from sparsek.engine.plan.kernel import unless_aligned, unless_hopper
 
 
 @dataclass(frozen=True, repr=False)
-class Config(Pipeline):
-    """A pipeline for blocks of a mask.
+class Config(BlockPipeline):
+    """`softcap`, `alibi`: what changes scores. `sinks`: the dtype of the learned sinks, "" without."""
 
-    `interval` and `bits`: the rules that partial blocks may have; without either only the end of the keys. `split`:
-    tiles may be parts. `lse`: write the logarithms of the sums. `softcap`, `alibi`: what changes scores. `sinks`: the
-    dtype of the learned sinks, "" without.
-    """
-
-    dim: int
-    v_dim: int
-    block: tuple[int, int]
-    groups: int
-    keys: int
-    stages: int
-    q_slots: int
-    pack: int = 1
-    interval: bool = False
-    bits: bool = False
-    split: bool = False
-    lse: bool = False
     softcap: bool = False
     alibi: bool = False
     sinks: str = ""
-
-    lead: ClassVar[tuple[int, ...]] = (1, 1)
 
     @property
     def texts(self) -> list[str]:

@@ -6,8 +6,6 @@ A slot is 128 rows of `o_part` and `lse_part`; the slots of a tile, one per part
 adds the slots of ROWS rows of one tile in order, so the bits repeat. Every byte is read once.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -95,10 +93,9 @@ def merge_parts(
     """
     if len(table) == 0 or rows == 0:
         return
-    options: dict[str, Any] = {"num_warps": 4}
     with torch.cuda.device_of(out):
         launch(
             _merge, (len(table), -(-rows // ROWS)),
             o_part, lse_part, table, out, lse, *sinks, out.shape[2], out.shape[1], rows, *out.stride(),
-            SLOT=o_part.shape[1], DV=out.shape[3], GROUP=group, ROWS=ROWS, FIELDS=FIELDS, **options,
+            SLOT=o_part.shape[1], DV=out.shape[3], GROUP=group, ROWS=ROWS, FIELDS=FIELDS, num_warps=4,
         )  # fmt: skip

@@ -11,7 +11,6 @@ depends on the mask's lists stays on its device; the host allocates by upper bou
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -175,11 +174,10 @@ def add_parts(parts: Tensor, first: int, walk: Walk, mask_batch: int, scale: flo
         return
     group_heads = walk.order.shape[0] // mask_batch
     rows, width = parts.shape[1:]
-    options: dict[str, Any] = {"num_warps": 4}
     with torch.cuda.device_of(out):
         launch(
             _add_parts, (walk.replicas * len(merges), rows // ROWS),
             parts, merges, out, scale, out.shape[2], walk.slots,
             out.shape[1] // group_heads, group_heads, len(merges), *out.stride(),
-            WIDTH=width, FIRST=first, COLS=out.shape[3], BLOCK=rows, ROWS=ROWS, FIELDS=FIELDS, **options,
+            WIDTH=width, FIRST=first, COLS=out.shape[3], BLOCK=rows, ROWS=ROWS, FIELDS=FIELDS, num_warps=4,
         )  # fmt: skip

@@ -15,7 +15,7 @@ query does not see come first. What differs between kernels are two functions of
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from triton.experimental import gluon
@@ -104,6 +104,30 @@ class Pipeline(KernelConfig):
     def options(self) -> dict[str, int]:
         """Compiler options: registers for two CTAs on an SM."""
         return {"maxnreg": 128} if self.ctas_per_sm == 2 else {}
+
+
+@dataclass(frozen=True, repr=False)
+class BlockPipeline(Pipeline):
+    """A pipeline for the blocks of a mask.
+
+    `interval` and `bits`: the rules that partial blocks may have; without either only the end of the keys. `split`:
+    tiles may be parts. `lse`: write the logarithms of the sums.
+    """
+
+    dim: int
+    v_dim: int
+    block: tuple[int, int]
+    groups: int
+    keys: int
+    stages: int
+    q_slots: int
+    pack: int = 1
+    interval: bool = False
+    bits: bool = False
+    split: bool = False
+    lse: bool = False
+
+    lead: ClassVar[tuple[int, ...]] = (1, 1)
 
 
 def fitted(c: Shape, smem: int) -> Shape:

@@ -317,7 +317,6 @@ class PortableAttention(common.PortableKernel):
         q, k, v, mask, scale, out, lse, scores = call
         batch, heads, q_len, _ = q.shape
         tiles = mask.grid[0]
-        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         with torch.cuda.device_of(q):
             launch(
                 _attention, (tiles * (mask.block[0] // c.tile_m) * batch * heads,),
@@ -328,7 +327,7 @@ class PortableAttention(common.PortableKernel):
                 q_len if mask.lo is not None and len(mask.lo) > 1 else 0,
                 score_args.cap(scale, scores), *score_args.slopes(scores, q_len, k.shape[2]), *score_args.sinks(scores),
                 *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3), *out.stride(),
-                **_constants(c, mask, q, k, v, out), **options,
+                **_constants(c, mask, q, k, v, out), num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
 
 

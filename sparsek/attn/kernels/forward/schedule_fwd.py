@@ -373,15 +373,7 @@ def launched(p: AttentionProblem, mask: BlockMask, shape: TileShape) -> Attentio
         groups, *sizes, chunks, units, item_units, units if mask.batch > 1 else item_units, shape.pack,
         shape.positions, sections, shape.ctas, len(made), extra,
     )  # fmt: skip
-    constants = (
-        cut,
-        sections > 1,
-        together,
-        PARTS if cut else 1,
-        UNUSED,
-        GROUPS if groups > 1 else 1,
-        FIELDS,
-        MERGE_FIELDS,
-    )
+    parts, lists = PARTS if cut else 1, GROUPS if groups > 1 else 1
+    constants = (cut, sections > 1, together, parts, UNUSED, lists, FIELDS, MERGE_FIELDS)
     launch_unspecialized(_place, device, units * chunks, args, constants, PLACE_WARPS)
     return AttentionSchedule(made, count, shape.ctas, merges, 2 * extra)

@@ -537,7 +537,6 @@ class PortablePaged:
         scale, cap = call.scale * LOG2E, call.softcap * LOG2E
         if call.softcap:
             scale = 2.0 * scale / call.softcap
-        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         with torch.cuda.device_of(q):
             launch(
                 _attention, (work.programs,),
@@ -546,7 +545,7 @@ class PortablePaged:
                 scale, cap, tokens, requests, k.shape[0], call.block_table.stride(0), work.max_q,
                 min(work.max_k, call.block_table.shape[1] * k.shape[2]), work.window, work.sinks, *numbers,
                 call.out_end, call.lse_end, *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3),
-                *out.stride(), **_constants(c, work, call, k, v), **options,
+                *out.stride(), **_constants(c, work, call, k, v), num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
             if work.parts > 1:
                 columns = -(-out.shape[2] // portable_parts.COLUMNS)

@@ -240,16 +240,8 @@ def from_pattern(cls: type[Mask], pattern: BlockPattern) -> Mask:
         raise InvalidInput(
             f"from_pattern takes a BlockPattern, got {arguments.shown(pattern)}; of a BSR, its .pattern"
         )
-    q_len, kv_len = pattern.shape
-    return from_blocks(
-        cls,
-        pattern.indptr,
-        pattern.indices,
-        q_len=q_len,
-        kv_len=kv_len,
-        block=pattern.block,
-        device=pattern.device,
-    )
+    lists = pattern.indptr, pattern.indices
+    return from_blocks(cls, *lists, *pattern.shape, block=pattern.block, device=pattern.device)
 
 
 def to_pattern(mask: MaskData, head: int = 0, batch: int = 0) -> BlockPattern:
