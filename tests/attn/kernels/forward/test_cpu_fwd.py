@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.attn.kernels.forward.cpu_fwd import CpuAttentionConfig
+from sparsek.attn.kernels.forward.cpu_steps import CpuAttentionConfig
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.core.device import H200, has_bf16_units
