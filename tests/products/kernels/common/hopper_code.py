@@ -4,12 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from sparsek.core.device import H200
+from sparsek.products.formats.bsr import BSR
 from sparsek.products.kernels.sddmm import hopper as sddmm
 from sparsek.products.kernels.spmm import hopper as spmm
 from sparsek.products.kernels.spmm import hopper_fp8 as spmm_fp8
@@ -149,6 +151,61 @@ def merged(c: Any, parts: Any, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
             Memory(product).write((row, col), own.sum(0)[: c.height])
         assert not np.isnan(sums[:, : c.height]).any(), "a slot has no part"
     return product
+
+
+def walked(
+    c: Any, a: BSR, b: np.ndarray, m: int, n: int, work: Any, stretch: np.ndarray | None = None
+) -> np.ndarray:
+    """A kernel's index arithmetic, tile by tile, in numpy, and after it that of `merge_parts`. Returns C.
+
+    `stretch`, of FP8, has a scale for each stored block.
+    """
+    tiles, starts, cols = (x.numpy() for x in (work.tiles, work.starts, work.cols))
+    blocks = np.arange(len(cols)) if stretch is not None else work.blocks.numpy().ravel()
+    nnzb, (bm, bk) = a.nnzb, c.block
+    values = Memory(a.values.numpy().reshape(-1, a.values.shape[2]))
+    dense, out = Memory(b.T if c.b_col else b), np.full((n, m) if c.c_col else (m, n), np.nan)
+    c_mem, at_once = Memory(out), c.pieces if stretch is None else c.promote or c.pieces
+    sums = np.full((work.parts.slots if work.parts else 0, c.rows, c.block_cols), np.nan)
+    assert len(tiles) == starts[-1] + 2, "two records to spare for the read ahead"
+    for t, back in (
+        (t, stretch is None and (t - first) % 2 == 1)
+        for first, last in pairwise(starts)
+        for t in range(first, last)
+    ):
+        begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
+        total = np.zeros((c.rows, c.block_cols))
+        count = (end - begin) * c.per_block
+        for first in range(0, -(-count // c.pieces) * c.pieces, at_once):
+            acc = np.zeros_like(total)
+            for q in range(first, first + at_once):
+                inside = q < count
+                step, k = begin + q // c.per_block, q % c.per_block * c.width
+                step = begin + end - 1 - step if back else step
+                j = int(cols[step]) if inside else a.grid[1]
+                a_part = np.full((c.rows, c.width), np.nan)
+                if c.a_col:
+                    for w in range(c.wg_m):
+                        s = int(blocks[step]) if inside else nnzb
+                        box = values.read((s * bk + k, a_row + w * 64), (c.width, 64))
+                        a_part[64 * w : 64 * w + 64] = box.T
+                else:
+                    for r in range(c.joined_rows):
+                        s = int(blocks[step * c.joined_rows + r]) if inside else nnzb
+                        box = values.read((s * bm + a_row, k), (c.a_box, c.width))
+                        a_part[r * c.a_box : (r + 1) * c.a_box] = box
+                at, sides = (j * bk + k, b_col), (c.width, c.block_cols)
+                acc += a_part @ (dense.read(at[::-1], sides[::-1]).T if c.b_col else dense.read(at, sides))
+            step = begin + first // c.per_block
+            if stretch is not None and c.a_scale == "block":
+                acc *= stretch[step] if step < end else 0.0
+            total += acc
+        if slot >= 0:
+            assert np.isnan(sums[slot]).all(), "a slot has two parts"
+            sums[slot] = total
+            continue
+        leave(c, total, row, col, c_mem)
+    return merged(c, work.parts, sums, out)
 
 
 class Memory:

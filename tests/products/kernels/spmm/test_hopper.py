@@ -9,7 +9,7 @@ three times as long, and compiles some of cases that hold every value of a field
 
 from collections.abc import Hashable
 from dataclasses import asdict, replace
-from itertools import chain, pairwise, product
+from itertools import chain, product
 from random import Random
 from typing import Any
 
@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from sparsek.core.device import H200
 from sparsek.engine.table import load
-from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.formats.storage import merged_steps
 from sparsek.products.plan import schedule
@@ -31,12 +30,11 @@ from tests.sampling import sampled
 
 pytest.importorskip("triton")
 
-from sparsek.products.kernels.spmm.hopper import Config, Work
+from sparsek.products.kernels.spmm.hopper import Config
 from tests.engine.launch.covering import covering, once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
     LARGE,
-    Memory,
     boxes_of,
     check_batches,
     check_code,
@@ -44,8 +42,7 @@ from tests.products.kernels.common.hopper_code import (
     check_limits,
     check_texts,
     fields_of,
-    leave,
-    merged,
+    walked,
 )
 
 KERNEL = load("hopper.spmm")
@@ -281,47 +278,6 @@ def test_wide_tiles_of_low_blocks_are_held_for_an_activation_only() -> None:
     plain, gelu = KERNEL.default(p), KERNEL.default(changed(p, activation="gelu"))
     assert (plain.rows, plain.block_cols, plain.held) == (64, 512, 0)
     assert gelu.held == 32
-
-
-def walked(c: Config, a: BSR, b: np.ndarray, m: int, n: int, work: Work) -> np.ndarray:
-    """The kernel's index arithmetic, tile by tile, in numpy, and after it that of `merge_parts`. Returns C."""
-    tiles, starts, cols, blocks = (x.numpy() for x in (work.tiles, work.starts, work.cols, work.blocks))
-    blocks, nnzb, (bm, bk) = blocks.ravel(), a.nnzb, c.block
-    values = Memory(a.values.numpy().reshape(-1, a.values.shape[2]))
-    dense, out = Memory(b.T if c.b_col else b), np.full((n, m) if c.c_col else (m, n), np.nan)
-    c_mem = Memory(out)
-    sums = np.full((work.parts.slots if work.parts else 0, c.rows, c.block_cols), np.nan)
-    assert len(tiles) == starts[-1] + 2, "two records to spare for the read ahead"
-    for t, back in (
-        (t, (t - first) % 2 == 1) for first, last in pairwise(starts) for t in range(first, last)
-    ):
-        begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
-        acc = np.zeros((c.rows, c.block_cols))
-        count = (end - begin) * c.per_block
-        for q in range(-(-count // c.pieces) * c.pieces):
-            inside = q < count
-            step, k = begin + q // c.per_block, q % c.per_block * c.width
-            step = begin + end - 1 - step if back else step
-            j = int(cols[step]) if inside else a.grid[1]
-            a_part = np.full((c.rows, c.width), np.nan)
-            if c.a_col:
-                for w in range(c.wg_m):
-                    s = int(blocks[step]) if inside else nnzb
-                    box = values.read((s * bk + k, a_row + w * 64), (c.width, 64))
-                    a_part[64 * w : 64 * w + 64] = box.T
-            else:
-                for r in range(c.joined_rows):
-                    s = int(blocks[step * c.joined_rows + r]) if inside else nnzb
-                    box = values.read((s * bm + a_row, k), (c.a_box, c.width))
-                    a_part[r * c.a_box : (r + 1) * c.a_box] = box
-            at, sides = (j * bk + k, b_col), (c.width, c.block_cols)
-            acc += a_part @ (dense.read(at[::-1], sides[::-1]).T if c.b_col else dense.read(at, sides))
-        if slot >= 0:
-            assert np.isnan(sums[slot]).all(), "a slot has two parts"
-            sums[slot] = acc
-            continue
-        leave(c, acc, row, col, c_mem)
-    return merged(c, work.parts, sums, out)
 
 
 @settings(max_examples=40)

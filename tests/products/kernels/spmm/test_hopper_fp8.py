@@ -6,7 +6,7 @@ another.
 """
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,19 +29,16 @@ pytest.importorskip("triton")
 
 from sparsek.products.kernels.spmm import hopper_fp8 as spmm_fp8
 from sparsek.products.kernels.spmm.hopper_fp8 import PROMOTED, Config
-from sparsek.products.kernels.spmm.parts import SplitSchedule
 from tests.engine.launch.covering import once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
-    Memory,
     check_batches,
     check_code,
     check_code_of_next,
     check_limits,
     check_texts,
     fields_of,
-    leave,
-    merged,
+    walked,
 )
 
 KERNEL = load("hopper.spmm_fp8")
@@ -212,40 +209,6 @@ def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
     assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"
 
 
-def walked(
-    c: Config, a: BSR, stretch: np.ndarray, b: np.ndarray, m: int, n: int, work: SplitSchedule
-) -> np.ndarray:
-    """The kernel's index arithmetic, tile by tile, in numpy. `stretch` has a scale for each stored block. Returns C."""
-    tiles, starts, cols = (x.numpy() for x in (work.tiles, work.starts, work.cols))
-    bm, bk = c.block
-    values, dense = Memory(a.values.numpy().reshape(-1, bk)), Memory(b.T)
-    out = np.full((n, m) if c.c_col else (m, n), np.nan)
-    c_mem = Memory(out)
-    sums = np.full((work.parts.slots if work.parts else 0, c.rows, c.block_cols), np.nan)
-    assert len(tiles) == starts[-1] + 2, "two records to spare for the read ahead"
-    for t in (t for first, last in pairwise(starts) for t in range(first, last)):
-        begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
-        total = np.zeros((c.rows, c.block_cols))
-        count = max(1, (end - begin) * c.per_block)
-        at_once = c.promote or c.pieces
-        for q in range(0, -(-count // c.pieces) * c.pieces, at_once):
-            acc = np.zeros_like(total)
-            for i in range(q, q + at_once):
-                step = begin + i // c.per_block
-                j, s = (int(cols[step]), step) if step < end else (a.grid[1], a.nnzb)
-                k = i % c.per_block * c.width
-                a_part = values.read((s * bm + a_row, k), (c.rows, c.width))
-                acc += a_part @ dense.read((b_col, j * bk + k), (c.block_cols, c.width)).T
-            step = begin + q // c.per_block
-            total += acc * (1.0 if c.a_scale != "block" else stretch[step] if step < end else 0.0)
-        if slot >= 0:
-            assert np.isnan(sums[slot]).all(), "a slot has two parts"
-            sums[slot] = total
-            continue
-        leave(c, total, row, col, c_mem)
-    return merged(c, work.parts, sums, out)
-
-
 @settings(max_examples=30)
 @given(
     block=st.sampled_from([*BLOCKS, (144, 32)]),
@@ -271,7 +234,7 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     c = replace(c, split=split and not c.held)
     work = KERNEL.prepare(p, c, q)
     b = torch.randn(k, n, dtype=torch.float64).numpy()
-    found = walked(c, a, stretch.numpy(), b, m, n, work)
+    found = walked(c, a, b, m, n, work, stretch.numpy())
     expected = BSR(a.pattern, a.values * stretch[:, None, None]) if a_scale == "block" else a
     np.testing.assert_allclose(found, expected.to_dense().numpy() @ b, rtol=1e-9, atol=1e-9)
     assert work.ctas == len(work.starts) - 1 <= p.card.sm_count * c.ctas_per_sm
