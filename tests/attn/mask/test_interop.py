@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
@@ -381,6 +382,15 @@ def test_a_flex_mask_that_cannot_be_right_is_refused(changes: dict[str, Any], me
     block, mod = changes.get("block", (64, 64)), changes.get("mod", MODS["causal"])
     bm = flex.BlockMask((128, 300), *kv, *full, *no_transposed, block, mod)  # pyright: ignore[reportCallIssue]
     refused(message, BlockMask.from_flex, bm)
+
+
+def test_lists_without_values_are_refused():
+    with FakeTensorMode():
+        lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+        bm = flex.BlockMask.from_kv_blocks(
+            *lists, BLOCK_SIZE=128, seq_lengths=(128, 128), compute_q_blocks=False
+        )
+    refused("a block mask follows values, and a FakeTensor does not show them", BlockMask.from_flex, bm)
 
 
 def test_only_flex_masks_are_taken():

@@ -26,7 +26,7 @@ from sparsek.attn.mask.data import Mask
 from sparsek.attn.mask.lists import BLOCK_SIZES, Place, check_stored, mask_block
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import not_traced
+from sparsek.core.tracing import check_has_values, not_traced
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -258,6 +258,7 @@ def from_flex(cls: type[Mask], bm: FlexMask) -> Mask:
 
     if not isinstance(bm, flex_attention.BlockMask):
         raise InvalidInput(f"from_flex takes a FlexAttention BlockMask, got {arguments.shown(bm)}")
+    check_has_values("a block mask follows values", "pass plain tensors", bm.kv_num_blocks, bm.kv_indices)
     if any(side not in BLOCK_SIZES for side in bm.BLOCK_SIZE):
         raise InvalidInput(
             f"BLOCK_SIZE is {tuple(bm.BLOCK_SIZE)}; blocks have sides of 64 or 128: "
