@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,26 +17,16 @@ from torch._dynamo.testing import CompileCounter
 
 import sparsek as sk
 from tests.house.tools import need
+from tests.integrations.test_diffusers_forms import Given, hunyuan_video
 from tests.refusals import refused
 
 need("diffusers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from diffusers import (
-        FlowMatchEulerDiscreteScheduler,
-        HunyuanVideoTransformer3DModel,
-        Kandinsky5Transformer3DModel,
-        WanTransformer3DModel,
-    )
-    from diffusers.models.transformers import (
-        transformer_hunyuan_video,
-        transformer_kandinsky,
-        transformer_wan,
-    )
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 
 from sparsek.integrations import diffusers
 from sparsek.integrations.diffusers_layers import joint_attention
-from tests.sampling import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 POLICY = sk.policies.MeanTopK(topk=2, block=64, causal=False)
@@ -58,94 +47,9 @@ def wan(layers: int = 3) -> tuple[Any, dict[str, Any]]:
     return model.eval(), given
 
 
-def hunyuan(layers: int = 2) -> tuple[Any, dict[str, Any]]:
-    torch.manual_seed(0)
-    model = HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24, num_layers=1,
-        num_single_layers=layers, num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=False,
-        text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(8, 8, 8),
-    )  # fmt: skip
-    there = torch.ones(2, TEXT, dtype=torch.long)
-    there[1, 4:] = 0
-    given = {
-        "hidden_states": torch.randn(2, 4, 3, 16, 18),
-        "timestep": torch.tensor([500, 500]),
-        "encoder_hidden_states": torch.randn(2, TEXT, 16),
-        "encoder_attention_mask": there,
-        "pooled_projections": torch.randn(2, 8),
-    }
-    return model.eval(), given
-
-
-def kandinsky(layers: int = 2) -> tuple[Any, dict[str, Any]]:
-    torch.manual_seed(0)
-    model = Kandinsky5Transformer3DModel(
-        in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=16, out_visual_dim=4, patch_size=(1, 2, 2),
-        model_dim=48, ff_dim=64, num_text_blocks=1, num_visual_blocks=layers, axes_dims=(8, 8, 8), visual_cond=False,
-    )  # fmt: skip
-    for each in model.parameters():  # gates start at 0
-        if not each.any():
-            torch.nn.init.normal_(each, std=0.5)
-    given = {
-        "hidden_states": torch.randn(1, 3, 16, 16, 4),
-        "encoder_hidden_states": torch.randn(1, TEXT, 16),
-        "timestep": torch.tensor([500.0]),
-        "pooled_projections": torch.randn(1, 8),
-        "visual_rope_pos": [torch.arange(3), torch.arange(8), torch.arange(8)],
-        "text_rope_pos": torch.arange(TEXT),
-    }
-    return model.eval(), given
-
-
-MODELS = {
-    "wan": (wan, transformer_wan, 0),
-    "hunyuan": (hunyuan, transformer_hunyuan_video, TEXT),
-    "kandinsky": (kandinsky, transformer_kandinsky, 0),
-}
-
-
 def run(model: Any, given: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         return model(**given).sample
-
-
-def with_dense_mask(policy: Any, joint: int, log: list[tuple[int, ...]], sparse: Callable[[], bool]) -> Any:
-    """diffusers' dispatch_attention_fn that applies the mask of a policy to all pairs of video tokens."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        is_video = q.shape[2] == k.shape[2] and q.shape[2] > 64
-        if is_video and sparse():
-            log.append(tuple(q.shape))
-            video = q.shape[2] - joint
-            chosen = policy.mask_for(q[:, :, :video], k[:, :, :video]).to_dense()
-            seen = torch.ones(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dtype=torch.bool)
-            seen[:, :, :video, :video] = chosen
-            attn_mask = seen if attn_mask is None else seen & attn_mask
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask).transpose(1, 2)
-
-    return attend
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("skipped", [(), (0,), (0, 1)])
-def test_as_dense_attention_with_the_same_mask(
-    name: str, skipped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, module, joint = MODELS[name]
-    model, given = make()
-    layers, calls = (3, 3, 2)[list(MODELS).index(name)], iter(range(99))
-    before = run(model, given)
-    sparse = diffusers.use(model, POLICY, skip_layers=skipped)
-    found = run(model, given)
-    assert not torch.allclose(found, before, atol=1e-4) or len(skipped) == layers
-    sparse.undo()
-    assert torch.equal(run(model, given), before)
-    log: list[tuple[int, ...]] = []
-    attend = with_dense_mask(POLICY, joint, log, lambda: next(calls) not in skipped)
-    monkeypatch.setattr(module, "dispatch_attention_fn", attend)
-    torch.testing.assert_close(found, run(model, given), rtol=1e-3, atol=1e-4)
-    assert len(log) == layers - len(skipped)
 
 
 def test_first_steps_are_dense_by_calls_and_by_the_scheduler() -> None:
@@ -192,16 +96,24 @@ def run_without(model: Any, given: dict[str, Any]) -> Tensor:
     return run(fresh.eval(), given)
 
 
+@pytest.mark.parametrize("skipped", [(), (0,), (0, 1), (0, 1, 2)])
+def test_layers_that_are_skipped_stay_dense(skipped: tuple[int, ...]) -> None:
+    model, given = wan()
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, given, out: seen.append(out))
+    run(model, given)
+    with diffusers.use(model, POLICY, skip_layers=skipped):
+        run(model, given)
+    like_dense = [torch.allclose(seen[at], seen[3 + at], rtol=0, atol=1e-4) for at in range(3)]
+    assert like_dense == [at < len(skipped) for at in range(3)]
+
+
 def test_which_layers_are_sparse() -> None:
-    names = {
-        "wan": [f"blocks.{at}.attn1" for at in range(3)],
-        "hunyuan": [
-            "transformer_blocks.0.attn",
-            *(f"single_transformer_blocks.{at}.attn" for at in range(2)),
-        ],
-    }
-    for name, right in names.items():
-        model = MODELS[name][0]()[0]
+    for model, right in (
+        (wan()[0], [f"blocks.{at}.attn1" for at in range(3)]),
+        (hunyuan_video(Given()).model, ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]),
+    ):
         with diffusers.use(model, POLICY) as sparse:
             assert sparse.layers == right
         with diffusers.use(model, POLICY, skip_layers=0) as sparse:
@@ -212,16 +124,6 @@ def compiled(model: Any) -> tuple[Any, CompileCounter]:
     torch._dynamo.reset()
     counter = CompileCounter()
     return torch.compile(model, backend=counter, fullgraph=True), counter
-
-
-@pytest.mark.parametrize("name", sampled(list(MODELS), 1))
-def test_a_compiled_model_is_one_graph(name: str) -> None:
-    """Of one layer of each kind, as in the tests below: the compiler takes a second for a layer."""
-    model, given = MODELS[name][0](1)
-    fast, counter = compiled(model)
-    with diffusers.use(model, POLICY):
-        torch.testing.assert_close(run(fast, given), run(model, given))
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(

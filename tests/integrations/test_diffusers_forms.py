@@ -19,6 +19,7 @@ from torch.nn import functional
 import sparsek as sk
 from tests.house.tools import need
 from tests.refusals import refused
+from tests.sampling import sampled
 
 need("diffusers")
 with warnings.catch_warnings():
@@ -569,8 +570,8 @@ def test_text_of_any_gaps_and_none() -> None:
             torch.testing.assert_close(run(case), right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3"])
-def test_single_streams_and_torchs_own_attention_compile(name: str) -> None:
+@pytest.mark.parametrize("name", ["flux", "sd3", *sampled(["wan", "hunyuan_video", "kandinsky"], 1)])
+def test_models_of_each_kind_compile(name: str) -> None:
     make, forms = CASES[name]
     case = make(forms[0])
     torch._dynamo.reset()

@@ -132,9 +132,14 @@ def best(scores: list[float], there: list[bool], first: list[bool], k: int) -> s
 
 
 @settings(max_examples=25, deadline=None)
-@given(settings_of, st.booleans(), st.sampled_from(("int", "heads", "items")), st.booleans())
+@given(
+    settings_of,
+    st.sampled_from((None, "blocks", "places")),
+    st.sampled_from(("int", "heads", "items")),
+    st.booleans(),
+)
 def test_topk_keeps_the_highest_and_of_equal_ones_the_first(
-    at: Setting, ahead: bool, kind: str, bounded: bool
+    at: Setting, ahead: str | None, kind: str, bounded: bool
 ):
     scores = torch.randint(-3, 4, (2, 3, at.tiles, at.columns), generator=at.draw).float()
     scores[torch.rand(scores.shape, generator=at.draw) < 0.1] = -torch.inf
@@ -142,12 +147,19 @@ def test_topk_keeps_the_highest_and_of_equal_ones_the_first(
     k: Any = (
         2 if kind == "int" else torch.randint(2, 6, (3,) if kind == "heads" else (2, 3), generator=at.draw)
     )
-    always = None
-    if ahead:
-        column = torch.arange(at.columns)
+    always: Any = None
+    column, most = torch.arange(at.columns), 4 if bounded else None
+    if ahead == "blocks":
         always = (column == torch.randint(at.columns, (at.tiles, 1), generator=at.draw)) | (column == 1)
-    mask = BlockMask.topk(scores, k, always=always, most=4 if bounded else None, **at.options)
-    budgets = torch.as_tensor(k).expand(2, 3).clamp(max=4 if bounded else 99)
+    elif ahead == "places":  # the first block, those that a tile stands in, and one beside them
+        k, most = 8, None
+        start = torch.arange(at.tiles)[:, None] * at.block[0]
+        end = (start + at.block[0]).clamp(max=at.q_len) - 1
+        near = [(edge + at.offset).div(at.block[1], rounding_mode="floor") for edge in (start, end)]
+        always = (column == 0) | (column > near[0] - 2) & (column < near[1] + (1 if at.causal else 2))
+    given_always = (1, 2) if ahead == "places" else always
+    mask = BlockMask.topk(scores, k, always=given_always, most=most, **at.options)
+    budgets = torch.as_tensor(k).expand(2, 3).clamp(max=most or 99)
     there, kept = at.there(), torch.zeros_like(scores, dtype=torch.bool)
     for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(at.tiles)).tolist():
         first = [False] * at.columns if always is None else always[i].tolist()

@@ -101,35 +101,6 @@ def test_any_scene_is_masked_as_defined(scene: PackedLayout, near: Window, block
     assert mask.stored_blocks <= BlockMask.from_dense(defined(scene, near), block).stored_blocks
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_causal_documents_are_those_of_block_diagonal(causal: bool):
-    lengths = [250, 0, 320, 198, 64]
-    at = np.cumsum([0, *lengths])
-    mask = documents_mask(
-        BlockMask,
-        PackedLayout(Documents.packed(at, at), 832, 832),
-        Window(None, 1 if causal else None),
-        64,
-        "cpu",
-        "",
-    )
-    other = BlockMask.block_diagonal(lengths, causal=causal, block=64)
-    assert mask.pure
-    assert (mask.stored_blocks, mask.partial_blocks) == (other.stored_blocks, other.partial_blocks)
-    assert torch.equal(mask.to_dense(), other.to_dense())
-
-
-def test_one_document_is_the_sliding_window():
-    at = np.array([0, 1000])
-    mask = documents_mask(
-        BlockMask, PackedLayout(Documents.packed(at, at), 1000, 1000), Window(300, 1, 70), 128, "cpu", ""
-    )
-    other = BlockMask.sliding_window(1000, 300, 70)
-    assert (mask.stored_blocks, mask.partial_blocks) == (other.stored_blocks, other.partial_blocks)
-    assert torch.equal(mask.to_dense(), other.to_dense())
-    assert mask.nbytes < 2 * other.nbytes
-
-
 def test_tiles_of_one_document_share_the_bits_of_its_sinks():
     at = np.array([0, 5000, 20000])
     mask = documents_mask(

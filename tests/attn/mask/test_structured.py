@@ -185,54 +185,6 @@ def test_documents_see_themselves(rows: list[list[int]], bq: int, bk: int, causa
     assert (mask.batch, mask.pure) == (len(rows), True)
 
 
-def best_of(scores: Tensor, k: int, kept: Tensor, there: Tensor) -> Tensor:
-    """The plain definition of top-k, block by block; no two scores are equal."""
-    chosen = torch.zeros_like(there)
-    for i, row in enumerate(scores.tolist()):
-        order = sorted(range(len(row)), key=lambda j: (not kept[i, j], -row[j]))
-        can = [j for j in order if there[i, j] and (kept[i, j] or row[j] > -torch.inf)]
-        chosen[i, can[:k]] = True
-    return chosen
-
-
-@given(
-    grids(), st.integers(1, 6), st.integers(0, 2**32), st.booleans(), st.sampled_from(("", "ints", "tensor"))
-)
-def test_topk_keeps_the_best_blocks(grid: Grid, k: int, seed: int, causal: bool, kind: str):
-    draw = torch.Generator().manual_seed(seed)
-    shape = (2, 3, grid.tiles, grid.columns)
-    scores = (
-        torch.randperm(max(1, int(np.prod(shape))), generator=draw)[: int(np.prod(shape))].view(shape).float()
-    )
-    scores[torch.rand(shape, generator=draw) < 0.1] = -torch.inf
-    kept, always = torch.zeros(shape[2:], dtype=torch.bool), None
-    (bq, bk), position = grid.block, grid.position[:, 0].tolist()
-    if kind == "ints":
-        k += 4
-        always = (1, 2)
-        for i in range(grid.tiles):
-            here = position[i * bq : (i + 1) * bq]
-            for j in range(grid.columns):
-                ahead = here[-1] // bk + (1 if causal else 2)
-                kept[i, j] = j < 1 or here[0] // bk - 2 < j < ahead
-        if bq > bk or (position and position[0] % bk):
-            k += 2
-    if kind == "tensor":
-        always = kept = torch.rand(shape[2:], generator=draw) < 0.2
-        k += int(kept.sum(-1).max()) if kept.numel() else 0
-    mask = BlockMask.topk(scores, k, causal, always, **grid.keywords)
-    visible = grid.causal if causal else torch.ones_like(grid.causal)
-    there = torch.zeros(shape[2:], dtype=torch.bool)
-    for i, j in np.ndindex(*there.shape):
-        there[i, j] = visible[i * bq : (i + 1) * bq, j * bk : (j + 1) * bk].any()
-    seen = check_mask(mask)
-    for b in range(2):
-        for h in range(3):
-            chosen = best_of(scores[b, h], k, kept, there)
-            wide = chosen.repeat_interleave(bq, 0).repeat_interleave(bk, 1)
-            assert torch.equal(seen[b, h], wide[: seen.shape[2], : seen.shape[3]] & visible)
-
-
 def test_topk_of_equal_scores_keeps_k_of_them_and_of_two_dimensions_one_head():
     mask = BlockMask.topk(torch.zeros(4, 8), 3, q_len=256, kv_len=512, block=64)
     assert (mask.batch, mask.heads, mask.stored_blocks) == (1, 1, 12)

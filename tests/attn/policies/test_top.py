@@ -1,6 +1,5 @@
 """MeanTopK, SubBlock and VSA against loops."""
 
-import math
 from typing import Any
 
 import pytest
@@ -139,12 +138,6 @@ def test_heads_of_q_choose_for_themselves() -> None:
     assert mask.heads == 4
     assert torch.equal(chosen(mask), chosen(repeated))
     assert not torch.equal(chosen(mask)[:, 0], chosen(mask)[:, 1])
-
-
-def test_a_nan_is_refused() -> None:
-    q = normal(1, 1, 256, 8)
-    q[0, 0, 70] = math.nan
-    refused("NaN", policies.SubBlock(block=64).mask, q, q)
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
