@@ -1,9 +1,11 @@
 """What every kernel of attention and of its gradients does that runs on CPU tensors, Triton's interpreter included.
 
-A test file has a class for each kernel: `class TestCpu(Forward): kernel = load("cpu.attention")`.
+A test file has a class for each kernel: `class TestCpu(Forward): kernel = load("cpu.attention")`. What both passes of
+a family do is a test of each `Pass`.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
+from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import AttentionCase, random_bits
@@ -31,6 +34,36 @@ def unstored(device: str) -> BlockMask:
     dense[:, 64:128] = True
     dense[50:, 256:] = True
     return BlockMask.from_dense(dense.to(device), SMALL)
+
+
+class Pass(NamedTuple):
+    """A kernel, what it is given for q, k, v and a mask, how it is run over NaN, its gate and its problem."""
+
+    name: str
+    given: Callable[..., Any]
+    run: Callable[..., tuple[Tensor, ...]]
+    judge: Callable[..., Any]
+    problem: Callable[..., Any]
+
+    def check(self, given: Any, note: object, config: Any = None) -> tuple[Tensor, ...]:
+        """The results, after the gate."""
+        found = self.run(load(self.name), given, config)
+        gate = self.judge(given, found)
+        assert gate.passed, f"{given[3]} {config}, {note}: {gate}"
+        return found
+
+
+def passes(forward: str, backward: str) -> dict[str, Pass]:
+    return {
+        "fwd": Pass(
+            forward,
+            lambda q, k, v, mask, **_: (q, k, v, mask),
+            lambda kernel, given, config=None: attend(kernel, *given, config=config),
+            lambda given, found: check_attention(*given, *found),
+            attention_problem,
+        ),
+        "bwd": Pass(backward, inputs, differentiate, judged, grad_cases.problem),
+    }
 
 
 class Small:

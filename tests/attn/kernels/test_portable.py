@@ -4,13 +4,11 @@ Inputs are fresh in every run; a failure prints the seed.
 """
 
 import random
-from collections.abc import Callable
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
@@ -20,7 +18,8 @@ from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import AttentionCase, random_bits
 from tests.attn.kernels.backward import grad_cases
-from tests.attn.kernels.backward.grad_cases import cases, differentiate, hold, inputs, judged
+from tests.attn.kernels.backward.grad_cases import cases, hold, inputs, judged
+from tests.attn.kernels.conformance import Pass, passes
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.engine.launch.covering import once
@@ -35,31 +34,7 @@ LOW = ("bf16", "fp16")
 SMALL, LARGE = (64, 64), (128, 128)
 
 
-class Pass(NamedTuple):
-    """A kernel, what it is given for q, k, v and a mask, how it is run over NaN, and its gate."""
-
-    name: str
-    given: Callable[..., Any]
-    run: Callable[..., tuple[Tensor, ...]]
-    judge: Callable[..., Any]
-
-    def check(self, given: Any, note: object, config: Any = None) -> tuple[Tensor, ...]:
-        """The results, after the gate."""
-        found = self.run(load(self.name), given, config)
-        gate = self.judge(given, found)
-        assert gate.passed, f"{given[3]} {config}, {note}: {gate}"
-        return found
-
-
-PASSES = {
-    "fwd": Pass(
-        "portable.attention_fwd",
-        lambda q, k, v, mask, **_: (q, k, v, mask),
-        lambda kernel, given, config=None: attend(kernel, *given, config=config),
-        lambda given, found: check_attention(*given, *found),
-    ),
-    "bwd": Pass("portable.attention_bwd", inputs, differentiate, judged),
-}
+PASSES = passes("portable.attention_fwd", "portable.attention_bwd")
 FORWARD, BACKWARD = PASSES.values()
 every_pass = pytest.mark.parametrize("of", PASSES.values(), ids=PASSES)
 
