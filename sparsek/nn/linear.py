@@ -19,6 +19,7 @@ from sparsek.nn.parameter import (
     PLAIN,
     BufferPattern,
     History,
+    before_conversion,
     begin_anew,
     bounds,
     draw,
@@ -454,7 +455,7 @@ class BlockSparseLinear(nn.Module):
         On "meta" the layer keeps its pattern for the next real device.
         """
         before, pattern = (self.indptr, self.indices), self._valid_pattern()
-        self._history.drop_gradient()  # the next lines change what it is known by
+        before_conversion(self, pattern)
         super()._apply(fn, recurse)
         if pattern is not None and (self.indptr is not before[0] or self.indices is not before[1]):
             if not self.indptr.is_meta:

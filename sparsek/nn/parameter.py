@@ -301,8 +301,21 @@ def _note_gradient(layer: Any, values: nn.Parameter, old: BlockPattern, stale: b
     if before is not None and gradient is not None and _memory(gradient) is None:
         values.grad = None
     history.note_gradient(Gradient(layer, values, before))
+    _mark_losses(layer, values, old)
+
+
+def before_conversion(layer: Any, pattern: BlockPattern | None) -> None:
+    """Note what a conversion of a layer of this pattern would hide: an old gradient, and losses computed before."""
+    layer._history.drop_gradient()
+    values = layer._parameters.get("values")
+    if values is not None and pattern is not None:
+        _mark_losses(layer, values, pattern)
+
+
+def _mark_losses(layer: Any, values: nn.Parameter, old: BlockPattern) -> None:
+    """Let losses that were computed by now note that their gradients are of this pattern."""
     # DistributedDataParallel waits for the nodes that existed when it was made.
-    if values.requires_grad and history.learns and not (dist.is_available() and dist.is_initialized()):
+    if values.requires_grad and layer._history.learns and not (dist.is_available() and dist.is_initialized()):
         begin, end = (
             functools.partial(f, weakref.ref(layer), old) for f in (_before_old_backward, _after_old_backward)
         )

@@ -345,6 +345,11 @@ class Course:
         if self.gradient is not None:
             nn.utils.clip_grad_norm_(self.made.parameters(), 0.5)
 
+    def convert(self) -> None:
+        self.made.double().float()
+        if self.gradient != self.now and self.made.values.grad is None:
+            self.gradient = None
+
     def begin_moments(self) -> None:
         self.optimizer.state.pop(self.made.values, None)
         self.moments = None
@@ -381,6 +386,7 @@ MOVES = {
     Course.load_optimizer: 2,
     Course.copy: 1,
     Course.clip: 1,
+    Course.convert: 1,
     Course.begin_moments: 1,
     Course.step: 6,
 }
@@ -392,6 +398,18 @@ def test_whatever_happens_a_step_is_that_of_a_layer_made_anew_or_refused(start: 
         course = Course(seed)
         for move in course.draw.choices(list(MOVES), list(MOVES.values()), k=14):
             move(course)
+
+
+def test_a_loss_of_before_a_conversion_gives_a_gradient_of_its_pattern() -> None:
+    made = even(1)
+    optimizer = GRADIENTS["SGD"](made.parameters())
+    loss = made(torch.ones(2, 96)).square().sum()
+    made.double().float()
+    write(made, even(2))
+    made(torch.ones(2, 96))
+    loss.backward()
+    with pytest.raises(InvalidInput, match="is of its old blocks"):
+        optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore:Profiler record function")
