@@ -46,16 +46,8 @@ COOPERATIVE = 2
 TESTED = ("3.6.",)
 # Triton's numeric types.
 CELLS = {
-    "i1": ctypes.c_int8,
-    "i8": ctypes.c_int8,
-    "i16": ctypes.c_int16,
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "u1": ctypes.c_uint8,
-    "u8": ctypes.c_uint8,
-    "u16": ctypes.c_uint16,
-    "u32": ctypes.c_uint32,
-    "u64": ctypes.c_uint64,
+    **{f"i{bits}": getattr(ctypes, f"c_int{max(8, bits)}") for bits in (1, 8, 16, 32, 64)},
+    **{f"u{bits}": getattr(ctypes, f"c_uint{max(8, bits)}") for bits in (1, 8, 16, 32, 64)},
     "fp32": ctypes.c_float,
     "f32": ctypes.c_float,
     "fp64": ctypes.c_double,

@@ -10,36 +10,23 @@ from sparsek.core.device import Card
 class Problem(Protocol):
     """The fields that the planner reads of any operation's problem. Problems are frozen and hashable.
 
-    `storage`, optional: the kind of storage by which kernels of the table are chosen.
+    `op`: the operation's name in the kernels' table. `dtype`: the short name of what is multiplied. `rate_name`: the
+    card's name for the rate of this arithmetic. `useful_flops`: of the stored elements; `dense_flops`: if everything
+    were stored. `compulsory_bytes`: what any kernel has to read and write. `storage`, optional: the kind of storage by
+    which kernels of the table are chosen.
     """
 
     op: ClassVar[str]
-    """The operation's name in the kernels' table."""
 
     @property
     def card(self) -> Card: ...
-
     @property
-    def dtype(self) -> str:
-        """The short name of the dtype that is multiplied."""
-        ...
-
+    def dtype(self) -> str: ...
     @property
-    def rate_name(self) -> str:
-        """The card's name for the rate of this arithmetic."""
-        ...
-
+    def rate_name(self) -> str: ...
     @property
-    def useful_flops(self) -> float:
-        """FLOP of the stored elements."""
-        ...
-
+    def useful_flops(self) -> float: ...
     @property
-    def dense_flops(self) -> float:
-        """FLOP if everything were stored."""
-        ...
-
+    def dense_flops(self) -> float: ...
     @property
-    def compulsory_bytes(self) -> float:
-        """Bytes that any kernel has to read and write."""
-        ...
+    def compulsory_bytes(self) -> float: ...

@@ -255,10 +255,8 @@ def matrix(
 def parts(a: SparseMatrix, transposed: bool = False) -> Parts:
     """The tensors and numbers of a sparse matrix, or of its transpose. The op finds its pattern again."""
     plain = a.matrix if isinstance(a, Quantized) else a
-    if not isinstance(plain, Semi24) and not torch.compiler.is_compiling():
-        view = isinstance(plain, BSR) and plain.order is not None
-        pattern = plain.pattern.T if view else plain.pattern
-        remember(pattern.indptr, pattern.indices, pattern)
+    if not isinstance(plain, Semi24):
+        flat_pattern(plain.pattern.T if isinstance(plain, BSR) and plain.order is not None else plain.pattern)
     return a.parts(transposed)
 
 
