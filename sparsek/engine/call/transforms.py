@@ -103,6 +103,17 @@ def function_of(module: str, name: str, *tensors: Tensor | None) -> Callable[...
         return None
 
 
+def kernel_of(module: str, name: str) -> Callable[..., Any]:
+    """`function_of` as a function of its arguments, the tensors among them looked at; the module loads on the first
+    call."""
+
+    def run(*given: Any) -> Any:
+        kernel = function_of(module, name, *(x for x in given if isinstance(x, Tensor)))
+        return None if kernel is None else kernel(*given)
+
+    return run
+
+
 def untraced(*tensors: Any) -> bool:
     """Whether autograd alone differentiates this call, by reverse mode, and nothing traces it."""
     return forward_ad._current_level < 0 and not traced() and are_plain(*tensors)

@@ -7,14 +7,13 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsek.core.arguments import TENSORS
 from sparsek.core.operations import KERNELS
 from sparsek.engine.call import recorded_calls
 from sparsek.engine.call.recorded_calls import Calls, Slot
-from sparsek.engine.call.transforms import function_of
+from sparsek.engine.call.transforms import function_of, kernel_of
 from sparsek.products.formats import convert
 from sparsek.products.formats.bsr import BSR
 
@@ -54,25 +53,10 @@ def _loaded(name: str) -> Callable[..., Any]:
     return getattr(import_module("sparsek.products.kernels.pack.to_bsr"), name)
 
 
-def _pack24(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    kernel = function_of("sparsek.products.kernels.pack.to_24", "pack24", w, mask)
-    return None if kernel is None else kernel(w, mask)
-
-
-def _unpack24(values: Tensor, meta: Tensor) -> Tensor | None:
-    kernel = function_of("sparsek.products.kernels.pack.to_24", "unpack24", values, meta)
-    return None if kernel is None else kernel(values, meta)
-
-
-def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    kernel = function_of("sparsek.products.kernels.pack.to_fp8", "round_rows", x)
-    return None if kernel is None else kernel(x, dtype)
-
-
 KERNELS.update(
     pack_bsr=_pack_bsr,
     pack_bsr_again=_pack_bsr_again,
-    pack24=_pack24,
-    unpack24=_unpack24,
-    round_rows=_round_rows,
+    pack24=kernel_of("sparsek.products.kernels.pack.to_24", "pack24"),
+    unpack24=kernel_of("sparsek.products.kernels.pack.to_24", "unpack24"),
+    round_rows=kernel_of("sparsek.products.kernels.pack.to_fp8", "round_rows"),
 )

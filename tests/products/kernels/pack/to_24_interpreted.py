@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsek.core.operations import KERNELS
+from sparsek.core import operations
 from sparsek.products.formats import two_four
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.kernels.pack import to_24 as portable
-from sparsek.products.ops import packing as ops
 from tests.products.formats.two_four import PAIRS, VALUES, masks, matrices, packed, random_pairs, same_bits
 from tests.products.kernels.pack.to_24_cases import LAYOUTS, any_bits, flags, same
 from tests.sampling import sampled
@@ -220,17 +219,15 @@ def test_stored_blocks_keep_their_order():
 
 
 def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_by_op():
-    registered = KERNELS["pack24"]
+    operations.load()
+    registered, unpacks = (operations.KERNELS[name] for name in ("pack24", "unpack24"))
     w = any_bits((6, 40), torch.float16)
     made = registered(w, None)
     assert made is not None
     assert all(same_bits(*parts) for parts in zip(made, two_four.pack(w), strict=True))
-    assert registered is ops._pack24
-    unpacks = KERNELS["unpack24"]
     dense = unpacks(*made)
     assert dense is not None
     assert same_bits(dense, two_four.unpack(*made))
-    assert unpacks is ops._unpack24
 
     class Other(Tensor):
         pass
