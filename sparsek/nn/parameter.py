@@ -315,6 +315,9 @@ def before_conversion(layer: Any, pattern: BlockPattern | None) -> None:
 def _mark_losses(layer: Any, values: nn.Parameter, old: BlockPattern) -> None:
     """Let losses that were computed by now note that their gradients are of this pattern."""
     # DistributedDataParallel waits for the nodes that existed when it was made.
+    # torch.utils.swap_tensors refuses a Parameter with another node than its own, and lets no loss reach it.
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return
     if values.requires_grad and layer._history.learns and not (dist.is_available() and dist.is_initialized()):
         begin, end = (
             functools.partial(f, weakref.ref(layer), old) for f in (_before_old_backward, _after_old_backward)
