@@ -18,7 +18,7 @@ from sparsek.files.tensor_file import as_bytes
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.formats.semi24 import Semi24
-from tests.products.formats.two_four import semi24
+from tests.products.formats.two_four import bsr24, semi24
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -88,12 +88,14 @@ def about(a: BSR, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_matrix_comes_back_to_the_last_bit(tmp_path, dtype):
-    a = small(dtype=dtype)
-    a.values[0, 0, :3] = torch.tensor([float("nan"), float("-inf"), -0.0], dtype=dtype)
+@pytest.mark.parametrize("make", [small, semi24, bsr24])
+def test_a_matrix_comes_back_to_the_last_bit(tmp_path, make, dtype):
+    a = make(dtype=dtype)
+    a.values.view(-1)[:3] = torch.tensor([float("nan"), float("-inf"), -0.0], dtype=dtype)
     io.save(a, tmp_path / "a.safetensors")
-    loaded = io.load(tmp_path / "a.safetensors")
-    assert same(a, loaded)
+    assert same(io.load(tmp_path / "a.safetensors"), a)
+    io.save({"s": a}, tmp_path / "d.safetensors")
+    assert same(io.load(tmp_path / "d.safetensors", "s"), a)
 
 
 def test_a_dict_comes_back_in_its_order_and_one_name_can_be_chosen(tmp_path):
@@ -105,10 +107,11 @@ def test_a_dict_comes_back_in_its_order_and_one_name_can_be_chosen(tmp_path):
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (64, 64), (1, 1)], ids=str)
 def test_a_matrix_without_blocks_comes_back(tmp_path, shape):
-    a = random_bsr(shape[0], shape[1], 16, 0.0)
-    io.save(a, tmp_path / "a.safetensors")
-    loaded = io.load(tmp_path / "a.safetensors")
-    assert same(a, loaded)
+    saved: dict[str, Any] = {"a": random_bsr(shape[0], shape[1], 16, 0.0)}
+    if 0 in shape:
+        saved |= {"s": semi24(*shape), "b": bsr24(*shape)}
+    io.save(saved, tmp_path / "a.safetensors")
+    assert same(io.load(tmp_path / "a.safetensors"), saved)
 
 
 def test_an_empty_dict_comes_back(tmp_path):
