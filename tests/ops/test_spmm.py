@@ -107,17 +107,6 @@ def test_out_of_one_column_may_have_any_strides(device: str):
     check(a, b, sk.spmm(a, b, out=out))
 
 
-def test_a_plan_gives_what_spmm_gives(device: str):
-    a, b = pair(device=device)
-    plan = sk.plan_spmm(a, b)
-    out = poisoned((128, 40), BF16, device)
-    expected = a @ b
-    assert torch.equal(plan(a, b), expected)
-    assert torch.equal(sk.spmm(a, b, plan=plan), expected)
-    assert sk.spmm(a, b, plan=plan, kernel=plan.kernel, out=out) is out
-    assert torch.equal(out, expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["odd start", "seven columns", "every second column"])
 def test_what_tma_cannot_read_goes_through_another_kernel(name: str):

@@ -229,6 +229,40 @@ def test_a_plan_of_a_layer_is_that_of_linear(storage: str):
         plan(x, w.to_dense())
 
 
+STORED = {
+    "bsr": "{a.nnzb} blocks of 64x64 ({share:.3g} % stored)",
+    "semi24": "2:4",
+    "bsr24": "2:4 in {a.nnzb} blocks of 64x64 ({share:.3g} % stored)",
+}
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["A @ B", "X @ A"])
+@pytest.mark.parametrize("storage", WIDE)
+def test_a_plan_explains_itself_and_serves_new_values_in_the_same_places(storage: str, right: bool):
+    a, dense = matrix(storage), torch.randn((2, 40, 128) if right else (192, 40)).to(BF16)
+
+    def given(a: Any) -> tuple[Any, Any]:
+        return (dense, a) if right else (a, dense)
+
+    plan, expected = sk.plan_spmm(*given(a)), sk.spmm(*given(a))
+    stored = STORED[storage].format(a=a, share=100 * getattr(a, "density", 1.0))
+    of_a = f"A [128, 192] bf16, {stored}, B [{'80, 128' if right else '192, 40'}] row-major, on cpu"
+    assert plan.explain().startswith(
+        f"C = {'B @ A' if right else 'A @ B'}   {of_a}\n  kernel     {plan.kernel}"
+    )
+    assert (plan.on_right, plan.kernel) == (right, KERNELS[storage][0])
+    assert torch.equal(plan(*given(a)), expected)
+    assert torch.equal(plan(*given(twin(a))), -expected)
+    out = poisoned(tuple(expected.shape), BF16)
+    assert sk.spmm(*given(a), plan=plan, kernel=plan.kernel, out=out) is out
+    assert torch.equal(out, expected)
+    if storage == "semi24":
+        assert torch.equal(plan(*given(other := matrix(storage))), sk.spmm(*given(other)))
+    else:
+        with pytest.raises(InvalidInput, match=r"made for another pattern of blocks; call plan_spmm.*got BS"):
+            plan(*given(matrix(storage)))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_plans_for_a_card_that_is_not_there_predict(storage: str):
     a, b = matrix(storage), torch.randn(192, 64).to(BF16)
