@@ -18,16 +18,13 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import Matrix, Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
-from sparsek.products.reference.bsr24 import bsr24
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue, in_float64
 from sparsek.products.reference.quantized import product as quantized_product
-from sparsek.products.reference.semi24 import semi24
-from sparsek.products.reference.spmm import spmm
+from sparsek.products.reference.quantized import product_of
 
 FACTOR = 2.0
 FLOOR = 1e-12
@@ -272,13 +269,8 @@ def check_spmm(
             return fp8_bound(a, b, out.dtype, epilogue, core=core).judge(out)
         assert isinstance(b, Tensor)
         wide, b64, then = a.to(dtype=torch.float64), b.double(), in_float64(epilogue)
-        if isinstance(wide, Semi24):
-            exact = semi24(wide, b64, then, transposed=transposed)
-        else:
-            if isinstance(wide, BSR24):
-                exact = bsr24(wide, b64, then, transposed=transposed)
-            else:
-                exact = spmm(wide.T if transposed else wide, b64, then)
+        exact = product_of(wide, b64, then, transposed=transposed)
+        if not isinstance(wide, Semi24):
             b = met(wide.pattern.T if transposed else wide.pattern, b)
         dense = a.to_dense().mT if transposed else a.to_dense()
         return product_bound(dense, b, exact, epilogue, tf32=tf32).judge(out)

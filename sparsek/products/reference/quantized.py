@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.bsr24 import BSR24
+from sparsek.products.formats.quantized import Matrix, Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.reference.bsr24 import bsr24
@@ -33,10 +33,13 @@ def product(
         raise InvalidInput(f"A is {list(a.shape)} and b {list(b.shape)}; it needs [..., {a.shape[1]}, N]")
     check_epilogue(epilogue, (*b.shape[:-2], a.shape[0], b.shape[-1]), dtype, b.device)
     wide, dense, then = a.dequantize(torch.float64), b.dequantize(torch.float64), in_float64(epilogue)
-    if isinstance(wide, BSR):
-        c = spmm(wide, dense, then)
-    elif isinstance(wide, Semi24):
-        c = semi24(wide, dense, then)
-    else:
-        c = bsr24(wide, dense, then)
-    return c.to(dtype)
+    return product_of(wide, dense, then).to(dtype)
+
+
+def product_of(a: Matrix, b: Tensor, epilogue: Epilogue = PLAIN, *, transposed: bool = False) -> Tensor:
+    """C = A @ B, or A.T @ B if `transposed`, by the specification for A's format."""
+    if isinstance(a, Semi24):
+        return semi24(a, b, epilogue, transposed=transposed)
+    if isinstance(a, BSR24):
+        return bsr24(a, b, epilogue, transposed=transposed)
+    return spmm(a.T if transposed else a, b, epilogue)

@@ -26,7 +26,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core.streams import Contents, Ready, captured, wait_for
 from sparsek.engine.plan.dense import dense_seconds
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.quantized import Matrix, Quantized
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
@@ -82,13 +81,7 @@ _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> {is a 
 
 def written_out(a: Matrix) -> Tensor:
     """The FP8 values of `a` as a dense [M, K], contiguous, without scales; by way of bf16, which is exact."""
-    values = a.values.to(torch.bfloat16)
-    if isinstance(a, BSR):
-        wide = BSR.unchecked(a.pattern, values, a.order)
-    elif isinstance(a, BSR24):
-        wide = BSR24.unchecked(a.pattern, values, a.meta)
-    else:
-        wide = Semi24.unchecked(values, a.meta)
+    wide = a._each(lambda values: values.to(torch.bfloat16))
     return wide.to_dense().to(a.values.dtype).contiguous()
 
 
