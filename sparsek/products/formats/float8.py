@@ -48,6 +48,22 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (_cut_to_odd(x) if x.dtype == torch.float64 else x).to(dtype)
 
 
+def relative_error(original: Tensor, rounded: Tensor) -> float:
+    """||rounded - original|| / ||original||, in Frobenius norms; of an original of zeros ||rounded||. One sync.
+
+    `rounded` is float64, and overwritten.
+    """
+    if not original.numel():
+        return 0.0
+    original = original.detach().double()
+    # Divided by the largest magnitude first, so that no square that matters overflows or underflows.
+    largest = torch.linalg.vector_norm(original, ord=torch.inf)
+    largest = torch.where(largest == 0, 1.0, largest)
+    parts = rounded.detach().sub_(original), original
+    wrong, whole = torch.stack([torch.linalg.vector_norm(x / largest) for x in parts]).tolist()
+    return wrong / whole if whole else wrong
+
+
 def _cut_to_odd(x: Tensor) -> Tensor:
     """Round float64 to float32 "to odd": truncate, and set the last bit if that was inexact.
 

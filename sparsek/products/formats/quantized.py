@@ -23,7 +23,7 @@ from sparsek.products.formats import two_four
 from sparsek.products.formats.base import Matrix as AnyMatrix
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.float8 import NAMES, largest_of, rounded, scales_of
+from sparsek.products.formats.float8 import NAMES, largest_of, relative_error, rounded, scales_of
 from sparsek.products.formats.quantized_tensor import SCALES as DENSE_SCALES
 from sparsek.products.formats.quantized_tensor import (
     DenseScale,
@@ -276,22 +276,8 @@ class Quantized(AnyMatrix, Record):
             InvalidInput: If `a` is of another class or shape, or stores other elements.
         """
         _check_original(self.matrix, a)
-        if not a.values.numel():
-            return 0.0
-
-        def look(values: Tensor, rounded: Tensor) -> float:
-            # Divided by the largest magnitude first, so that no square that matters overflows or underflows.
-            original = values.detach().double()
-            largest = torch.linalg.vector_norm(original, ord=torch.inf)
-            largest = torch.where(largest == 0, 1.0, largest)
-            off = rounded.detach().sub_(original)
-            wrong, whole = torch.stack(
-                [torch.linalg.vector_norm(x / largest) for x in (off, original)]
-            ).tolist()
-            return wrong / whole if whole else 0.0
-
         both = a.values, self.dequantize(torch.float64).values
-        return of_values(look, *both, reads="error reads values", instead="call it outside")
+        return of_values(relative_error, *both, reads="error reads values", instead="call it outside")
 
     def __repr__(self) -> str:
         if not isinstance(self.scale, Tensor):

@@ -15,7 +15,7 @@ from sparsek.core.operations import by_kernel
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import of_values
 from sparsek.products.formats.base import Multiplied, check_readable
-from sparsek.products.formats.float8 import MOST, NAMES, largest_of, rounded, scales_of
+from sparsek.products.formats.float8 import MOST, NAMES, largest_of, relative_error, rounded, scales_of
 
 DenseScale: TypeAlias = Literal["tensor", "row"]
 SCALES = get_args(DenseScale)
@@ -58,14 +58,8 @@ class ScaledTensor(Record):
                 f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
                 f"got {list(x.shape)} on {x.device}"
             )
-
-        def look(x: Tensor, rounded: Tensor) -> float:
-            exact = x.detach().double()
-            size, off = torch.linalg.vector_norm(exact), torch.linalg.vector_norm(rounded.detach() - exact)
-            return float(torch.where(size == 0, off, off / size))
-
         both = x, self.dequantize(torch.float64)
-        return of_values(look, *both, reads="error reads values", instead="call it outside")
+        return of_values(relative_error, *both, reads="error reads values", instead="call it outside")
 
 
 @record(leaves=("values", "scale"), own=("values", "scale"))
