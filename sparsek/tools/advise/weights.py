@@ -19,7 +19,6 @@ from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsuppo
 from sparsek.core.memory import available_memory, gigabytes, out_of_memory
 from sparsek.engine.plan.dense import dense_seconds
 from sparsek.engine.plan.host import eager_seconds
-from sparsek.engine.table import names_for
 from sparsek.files.weights import WeightFile
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.convert import Scope
@@ -282,12 +281,10 @@ def prune(name: str, weight: torch.Tensor, question: AdviceSettings) -> Pruned:
     if broken:
         raise _not_finite(weight, broken, question.dtype)
     matrix = BSR.from_dense(dense, question.block, keep=question.keep, scope=cast(Scope, question.scope))
-    whole = _norm(dense)
-    kept = _norm(matrix.values) / whole if whole else 1.0
     cheap = max(8, int(CHECK_FLOPS[device.type] / (2.0 * max(1, weight.numel()))))
     tokens = min(question.tokens, cheap, CHECK_TOKENS)
     x = random_dense(tokens, weight.shape[1], dtype=dtype, device=device, seed=0)
-    return Pruned(name, matrix, kept, check_spmm(matrix, x.T, spmm(matrix, x.T)), tokens)
+    return Pruned(name, matrix, matrix.kept_norm(dense), check_spmm(matrix, x.T, spmm(matrix, x.T)), tokens)
 
 
 def compared(weight: torch.Tensor, question: AdviceSettings) -> tuple[Option, ...]:
@@ -316,10 +313,6 @@ def _not_finite(weight: torch.Tensor, broken: int, dtype: str) -> SparseKError:
     largest = torch.finfo(dtypes.parse(dtype)).max
     cast = f"the cast from {dtypes.name(weight.dtype)} to {dtype}"
     return InvalidInput(f"{broken} of its elements overflow in {cast}, which ends at {largest:.5g}")
-
-
-def _norm(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def advise(
@@ -420,17 +413,13 @@ def _refuse_beyond_memory(a: BSR, tokens: int) -> None:
 
 def best_sparse(a: BSR, b: torch.Tensor, card: str | None) -> Any:
     """The plan of the sparse kernel that the planner thinks fastest. Raises Unsupported when none runs."""
-    plans, reasons = [], {}
-    for name in names_for("spmm", "bsr"):
-        if name in NOT_SPARSE:
-            continue
-        try:
-            plans.append(plan_spmm(a, b, kernel=name, device=card))
-        except Unsupported as error:
-            reasons |= {name: error.reasons.get(name, [str(error)])}
-    if not plans:
+    plan = plan_spmm(a, b, device=card)
+    sparse = [each for each in plan.candidates if each.name not in NOT_SPARSE]
+    best = min((each for each in sparse if not each.why_not), key=lambda each: each.seconds, default=None)
+    if best is None:
+        reasons = {each.name: each.why_not for each in sparse}
         raise Unsupported(f"no sparse kernel runs {a!r} on {card or a.device}", reasons)
-    return min(plans, key=lambda plan: plan.seconds)
+    return plan if best.name == plan.kernel else plan_spmm(a, b, kernel=best.name, device=card)
 
 
 def predicted_dense(question: AdviceSettings, shape: tuple[int, int], card: str) -> float:
