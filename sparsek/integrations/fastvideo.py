@@ -21,6 +21,7 @@ from sparsek.attn.mask.lists import BLOCK_SIZES, CHOSEN_SIZES
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.ops.attention import attention
+from sparsek.attn.policies.video import near_tiles
 from sparsek.attn.policies.vsa import VSA, coarse, only
 from sparsek.attn.reference.estimates import block_means
 from sparsek.core import arguments, dtypes
@@ -317,16 +318,8 @@ def _tile_mask(
 
 def _tile_map(tiles: Sequence[int], windows: Sequence[Sequence[int]], tokens: int, text: int) -> Tensor:
     """The key blocks of 128 that each query block of 128 sees, bool [1, H, Mb, Nb], on the CPU."""
-    of_heads = []
-    for window in windows:
-        near = torch.ones(1, 1, dtype=torch.bool, device="cpu")
-        for count, size in zip(tiles, window, strict=True):
-            tile, half = torch.arange(count, device="cpu"), size // 2
-            centre = tile.clamp(max=count - 1 - half).clamp(min=half)
-            axis = (tile - centre[:, None]).abs() <= half
-            near = (near[:, None, :, None] & axis[None, :, None, :]).flatten(2).flatten(0, 1)
-        of_heads.append(cut_map(near, (3, 3)))
-    seen = torch.stack(of_heads)
+    near = [torch.from_numpy(near_tiles(tiles, window, clamped=True)) for window in windows]
+    seen = torch.stack([cut_map(each, (3, 3)) for each in near])
     rows, columns = -(-tokens // 128) - seen.shape[1], -(-text // 128)
     return torch.nn.functional.pad(seen, (0, columns, 0, rows), value=True)[None]
 

@@ -11,9 +11,8 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from sparsek.attn.mask.lists import mask_block
 from sparsek.attn.mask.rule import MaskPolicy
-from sparsek.attn.policies.policy import Composed, Policy
+from sparsek.attn.policies.policy import Composed, Policy, changed_fields
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.config import CLASSES, as_json, tuples
@@ -165,16 +164,8 @@ def _form(policy: Policy) -> dict[str, Any] | None:
     made = type(policy)
     if CLASSES.get(made.__name__) is not made:
         return None
-    found = {"policy": made.__name__}
-    for each in fields(policy):  # type: ignore[arg-type]
-        value, default = getattr(policy, each.name), each.default
-        if each.name == "block":
-            value, default = (
-                side if side[0] != side[1] else side[0] for side in map(mask_block, (value, default))
-            )
-        if value != default:
-            found[each.name] = _plain(value)
-    return found
+    changed = {name: _plain(value) for name, value in changed_fields(policy).items()}
+    return {"policy": made.__name__, **changed}
 
 
 def _plain(value: Any) -> Any:

@@ -290,8 +290,7 @@ def _binding(call: AttendedPages) -> tuple[Any, tuple[Any, ...]]:
         return None, ()
     form: Any = None
     if mask.__class__ is PageLists:
-        full, partial = mask.full, mask.partial
-        operands += (full.starts, full.counts, full.indices, partial.starts, partial.counts, partial.indices)
+        operands += mask.tensors
         form = mask.heads, mask.tiles, mask.block, mask.longest
     elif mask.__class__ is MaskPolicy:
         if mask.stride is not None:

@@ -151,16 +151,25 @@ class Policy(MaskRule):
     @property
     def label(self) -> str:
         """The class and the options that are not default: "MeanTopK(topk=16)"."""
-        changed = []
-        for each in fields(self) if is_dataclass(self) else ():
-            value, default = getattr(self, each.name), each.default
-            if each.name == "block":
-                value, default = (
-                    side if side[0] != side[1] else side[0] for side in map(mask_block, (value, default))
-                )
-            if value != default:
-                changed.append(f"{each.name}={value.label if isinstance(value, Policy) else repr(value)}")
-        return f"{type(self).__name__}({', '.join(changed)})"
+        shown = {
+            name: value.label if isinstance(value, Policy) else repr(value)
+            for name, value in changed_fields(self).items()
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
+
+
+def changed_fields(policy: Policy) -> dict[str, Any]:
+    """The fields that are not default, with one int for a square block."""
+    found: dict[str, Any] = {}
+    for each in fields(policy) if is_dataclass(policy) else ():
+        value, default = getattr(policy, each.name), each.default
+        if each.name == "block":
+            value, default = (
+                side if side[0] != side[1] else side[0] for side in map(mask_block, (value, default))
+            )
+        if value != default:
+            found[each.name] = value
+    return found
 
 
 @dataclass(frozen=True)

@@ -87,21 +87,8 @@ class SlidingTile(Static):
 
     def near(self) -> np.ndarray:
         """bool [tiles, tiles]: which tiles each tile sees."""
-        axes = []
-        for size, side, wide in zip(self.shape, self.tile, self.window, strict=True):
-            count, reach = size // side, wide // 2
-            centre = at = np.arange(count)
-            if self.clamped and wide < count:
-                centre = at.clip(reach, count - 1 - reach)
-            axes.append((abs(centre[:, None] - at) <= reach) | (self.clamped and wide >= count))
-        t, h, w = axes
-        tiles = math.prod(each.shape[0] for each in axes)
-        seen = (
-            t[:, None, None, :, None, None]
-            & h[None, :, None, None, :, None]
-            & w[None, None, :, None, None, :]
-        )
-        return seen.reshape(tiles, tiles)
+        counts = [size // side for size, side in zip(self.shape, self.tile, strict=True)]
+        return near_tiles(counts, self.window, self.clamped)
 
     def pairs(self, place: Place) -> np.ndarray:
         """bool [Mb, Nb]: which key blocks each tile of queries visits."""
@@ -112,6 +99,23 @@ class SlidingTile(Static):
         video = self.near().repeat(down, 0).repeat(across, 1)
         seen[: video.shape[0], : video.shape[1]] = video
         return seen
+
+
+def near_tiles(counts: Sequence[int], window: Sequence[int], clamped: bool) -> np.ndarray:
+    """bool [tiles, tiles]: which tiles of a video with `counts` tiles each sees, window // 2 of them to each side. A
+    window that is `clamped` is moved inside the video.
+    """
+    seen = np.ones((1, 1), bool)
+    for count, wide in zip(counts, window, strict=True):
+        reach = wide // 2
+        centre = at = np.arange(count)
+        everything = clamped and 2 * reach >= count - 1
+        if clamped and not everything:
+            centre = at.clip(reach, count - 1 - reach)
+        axis = (abs(centre[:, None] - at) <= reach) | everything
+        tiles = seen.shape[0] * count
+        seen = (seen[:, None, :, None] & axis[None, :, None, :]).reshape(tiles, tiles)
+    return seen
 
 
 @dataclass(frozen=True)

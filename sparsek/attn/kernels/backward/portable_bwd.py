@@ -346,18 +346,13 @@ def _queries(
         _put(dq_tile, scale, dq, sums, slot, first, q_len, sdq_m, sdq_d, TM, D, D, WIDE)
 
 
-def _wide(c: Config, *tensors: Tensor) -> bool:
-    """Whether offsets inside one tile may pass 2^31."""
-    rows = max(c.keys.rows, c.keys.step, c.queries.rows, c.queries.step)
-    return any(rows * x.stride(2) + x.shape[3] * x.stride(3) > SIZE_LIMIT for x in tensors)
-
-
 def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Any]:
     """Constexprs that both kernels share; no length changes them, in [B, H, S, D] and in [B, S, H, D]."""
+    rows = max(c.keys.rows, c.keys.step, c.queries.rows, c.queries.step)
     return {
         "KV_GROUP": q.shape[1] // k.shape[1], "MASK_GROUP": q.shape[1] // mask.heads,
         "BM": mask.block[0], "BK": mask.block[1], "D": q.shape[3], "DV": v.shape[3],
-        "WIDE": _wide(c, q, k, v, grad), "FIELDS": FIELDS,
+        "WIDE": common.is_wide(rows, q, k, v, grad), "FIELDS": FIELDS,
     }  # fmt: skip
 
 

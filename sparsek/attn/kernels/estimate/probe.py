@@ -233,16 +233,8 @@ def token_lines(
             *call.strides, **call.constants, SPLITS=SPLITS, BLOCK=1,
             ROW_BLOCKS=ROW_BLOCKS,
         )  # fmt: skip
-        launch(
-            _distances,
-            (batch * heads, -(-distances // 1024)),
-            askew,
-            slash,
-            tiles,
-            distances,
-            TN=TILE,
-            CHUNK=1024,
-        )
+        grid = batch * heads, -(-distances // 1024)
+        launch(_distances, grid, askew, slash, tiles, distances, TN=TILE, CHUNK=1024)
     return vertical, slash
 
 

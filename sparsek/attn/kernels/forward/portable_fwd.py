@@ -211,12 +211,6 @@ def _attention(
         tl.store(lse, (top + tl.log2(total)) * 0.6931471805599453, mask=query < q_len)
 
 
-def _wide(c: Config, *tensors: Tensor) -> bool:
-    """Whether offsets inside one tile may pass 2^31."""
-    rows = max(c.tile_m, c.tile_n)
-    return any(rows * x.stride(2) + x.shape[3] * x.stride(3) > SIZE_LIMIT for x in tensors)
-
-
 def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> dict[str, Any]:
     """Every constexpr of `_attention` for one launch.
 
@@ -228,7 +222,7 @@ def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, out:
         "SK_N": k.stride(2), "SV_N": v.stride(2),
         "HEADS": heads, "KV_GROUP": heads // k.shape[1], "MASK_GROUP": heads // mask.heads,
         "BM": bq, "BK": bk, "TM": c.tile_m, "TN": c.tile_n, "D": q.shape[3], "DV": v.shape[3],
-        "WIDE": _wide(c, q, k, v, out),
+        "WIDE": common.is_wide(max(c.tile_m, c.tile_n), q, k, v, out),
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sparsek.engine.launch import tensors
 from sparsek.engine.launch.tensors import SIZE_LIMIT, at
@@ -72,6 +73,11 @@ def why_not(p: Any) -> list[str]:
 def table_of(p: Any) -> int:
     """The key of `p` in the tables of configs: the wider head dim, padded."""
     return max(64, padded(p.dim), padded(p.v_dim))
+
+
+def is_wide(rows: int, *tensors: Tensor) -> bool:
+    """Whether offsets inside one tile of these tensors may pass 2^31."""
+    return any(rows * x.stride(2) + x.shape[3] * x.stride(3) > SIZE_LIMIT for x in tensors)
 
 
 class PortableKernel:
