@@ -3,27 +3,23 @@
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 PATIENCE = 2.0
 _launched: set[Any] = set()  # kernels and their constants: a second launch compiles nothing
 
 
-@contextmanager
-def patient_with(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
+def patient_with(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> AbstractContextManager[None]:
     """`patient` for a launch through Triton's JIT, which compiles a kernel on its first launch."""
     if not _on_terminal():
-        yield
-        return
+        return nullcontext()
     constants = [arg for arg, param in zip(args, kernel.params, strict=False) if param.is_constexpr]
     key = id(kernel), str(constants), str(named)
     if key in _launched:
-        yield
-        return
+        return nullcontext()
     _launched.add(key)
-    with patient(kernel.fn.__name__):
-        yield
+    return patient(kernel.fn.__name__)
 
 
 @contextmanager

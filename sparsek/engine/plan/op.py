@@ -19,32 +19,20 @@ from sparsek.engine.plan.select import Choice
 
 
 class Call(Protocol):
-    """One call of an operation: a NamedTuple of operands that fit each other, in the form that kernels take."""
+    """One call of an operation: a NamedTuple of operands that fit each other, in the form that kernels take.
+
+    `like`: a tensor of the call, on its device. `problem`: the call without its tensors. `key`: everything that the
+    problem and the plan depend on, except the contents of the owner, which keeps the plans. `prepare`: the prepared
+    work of the chosen kernel. `about`: further plan fields, by name.
+    """
 
     @property
-    def like(self) -> Tensor:
-        """A tensor of the call, on its device."""
-        ...
-
-    def problem(self, card: Card) -> Problem:
-        """The call without its tensors."""
-        ...
-
-    def key(self) -> Hashable:
-        """Everything that the problem and the plan depend on, except the contents of the owner."""
-        ...
-
-    def plan_owner(self) -> PlanOwner:
-        """The object that keeps the plans of these calls."""
-        ...
-
-    def prepare(self, p: Any, choice: Choice) -> Any:
-        """The prepared work of the chosen kernel."""
-        ...
-
-    def about(self) -> dict[str, Any]:
-        """Further plan fields, by name."""
-        ...
+    def like(self) -> Tensor: ...
+    def problem(self, card: Card) -> Problem: ...
+    def key(self) -> Hashable: ...
+    def plan_owner(self) -> PlanOwner: ...
+    def prepare(self, p: Any, choice: Choice) -> Any: ...
+    def about(self) -> dict[str, Any]: ...
 
 
 C = TypeVar("C", bound=Call)
