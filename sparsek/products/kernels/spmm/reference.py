@@ -13,14 +13,12 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.engine.launch.kinds import Fixed, FixedKernel, wide_seconds, wide_size
+from sparsek.products.formats.quantized import Quantized
 from sparsek.products.formats.storage import FP8
 from sparsek.products.plan.kernels import SpmmKernel, rounding_seconds
 from sparsek.products.plan.problems import SpmmProblem
-from sparsek.products.reference.bsr24 import bsr24
 from sparsek.products.reference.epilogue import PLAIN, Epilogue
-from sparsek.products.reference.quantized import product
-from sparsek.products.reference.semi24 import semi24
-from sparsek.products.reference.spmm import spmm
+from sparsek.products.reference.quantized import product, product_of
 
 CALLS_PER_STEP = 6
 UNPACK_PASSES, UNPACK_CALLS = 36, 20  # of torch, with strided access to the dense matrix
@@ -68,12 +66,11 @@ SECONDS = {"bsr": _bsr_seconds, "semi24": _semi24_seconds, "bsr24": _bsr24_secon
 
 @dataclass(frozen=True)
 class ReferenceSpmm(FixedKernel):
-    """A function of products/reference as a kernel: made(a, b, epilogue, whether A is transposed, dtype of C)."""
+    """The specification of products as a kernel for some storages."""
 
     name: str
     config: Fixed
     predicted: Callable[[SpmmProblem], float]
-    made: Callable[..., Tensor]
     storages: tuple[str, ...]
     writes_slope = True
 
@@ -81,40 +78,27 @@ class ReferenceSpmm(FixedKernel):
         return self.predicted(p)
 
     def prepare(self, p: SpmmProblem, c: Fixed, source: Any) -> bool:
-        """Whether A is transposed."""
-        return p.a.transposed
+        """Whether A is the transpose of a 2:4 matrix."""
+        return p.a.two_four and p.a.transposed
 
     def launch(self, c: Fixed, work: bool, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
         with torch.no_grad():
-            out.copy_(self.made(a, b, epilogue, work, out.dtype))
+            if isinstance(a, Quantized):
+                out.copy_(product(a, b, epilogue, out.dtype))
+            else:
+                out.copy_(product_of(a, b, epilogue, transposed=work))
 
 
-_SPMM = ReferenceSpmm(
-    "reference.spmm",
-    Fixed("one bmm for each place in a block row, summed in float32 or float64"),
-    _bsr_seconds,
-    lambda a, b, epilogue, transposed, dtype: spmm(a, b, epilogue),
-    ("bsr",),
-)
-_SEMI24 = ReferenceSpmm(
-    "reference.semi24",
-    Fixed("A written out dense, one matmul in float32 or float64"),
-    _semi24_seconds,
-    lambda a, b, epilogue, transposed, dtype: semi24(a, b, epilogue, transposed=transposed),
-    ("semi24",),
-)
-_BSR24 = ReferenceSpmm(
-    "reference.bsr24",
-    Fixed("blocks written out, then one bmm for each place in a block row, in float32 or float64"),
-    _bsr24_seconds,
-    lambda a, b, epilogue, transposed, dtype: bsr24(a, b, epilogue, transposed=transposed),
-    ("bsr24",),
-)
-_FP8 = ReferenceSpmm(
-    "reference.spmm_fp8",
-    Fixed("both operands times their scales in float64, the reference of their product"),
-    _fp8_seconds,
-    lambda a, b, epilogue, transposed, dtype: product(a, b, epilogue, dtype),
-    FP8,
-)
-KERNELS: dict[str, SpmmKernel] = {each.name: each for each in (_SPMM, _SEMI24, _BSR24, _FP8)}
+_BMM = "one bmm for each place in a block row"
+_OF = {
+    "reference.spmm": (f"{_BMM}, summed in float32 or float64", _bsr_seconds, ("bsr",)),
+    "reference.semi24": ("A written out dense, one matmul in float32 or float64", _semi24_seconds, ("semi24",)),
+    "reference.bsr24": (f"blocks written out, then {_BMM}, in float32 or float64", _bsr24_seconds, ("bsr24",)),
+    "reference.spmm_fp8": (
+        "both operands times their scales in float64, the reference of their product", _fp8_seconds, FP8
+    ),
+}  # fmt: skip
+KERNELS: dict[str, SpmmKernel] = {
+    name: ReferenceSpmm(name, Fixed(text), predicted, storages)
+    for name, (text, predicted, storages) in _OF.items()
+}
