@@ -287,20 +287,18 @@ def _products(device: torch.device) -> list[tuple[str, str, Check]]:
     a, b = _factors(device)
     wide, _ = _factors(device, block=(128, 128))  # blocks that every kernel of FP8 takes
     few = b[:, :32].contiguous()  # as many columns as every kernel of 2:4 takes
-    right = {"bsr": b, "semi24": few, "bsr24": few}
+    formats: dict[str, tuple[Callable[[sk.BSR], Any], Tensor]] = {
+        "bsr": (lambda a: a, b),
+        "semi24": (lambda a: sk.Semi24.from_dense(a.to_dense()), few),
+        "bsr24": (sk.BSR24.from_bsr, few),
+    }
     checks = []
-    for name, x in right.items():
-        checks += _checks("spmm", product(_in_format(name, a), x), name)
-    for name in right:
-        check = product(sk.quantize(_in_format(name, wide)), sk.quantize(b.T).mT, b.dtype)
+    for name, (stored, x) in formats.items():
+        checks += _checks("spmm", product(stored(a), x), name)
+    for name, (stored, _) in formats.items():
+        check = product(sk.quantize(stored(wide)), sk.quantize(b.T).mT, b.dtype)
         checks += _checks("spmm", check, f"{name}_fp8")
     return checks
-
-
-def _in_format(name: str, a: sk.BSR) -> Any:
-    if name == "semi24":
-        return sk.Semi24.from_dense(a.to_dense())
-    return sk.BSR24.from_bsr(a) if name == "bsr24" else a
 
 
 def _paged(device: torch.device) -> Check:

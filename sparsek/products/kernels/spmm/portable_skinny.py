@@ -60,17 +60,12 @@ FULL = ((64, 32, 4, 6), (32, 64, 4, 4), (32, 32, 4, 6), (64, 64, 4, 3),
 # fmt: on
 
 
-def _stage_bytes(p: SpmmProblem, c: Config) -> int:
-    return c.tile_k * (c.tile_m + _tile_n(p.n)) * dtypes.itemsize(p.dtype)
-
-
 def _resident(p: SpmmProblem, c: Config) -> int:
     """Programs that an SM holds at once."""
     if p.on_cpu:
         return 1
-    return max(
-        1, min(2048 // (32 * c.num_warps), 8, p.card.smem_bytes // (c.num_stages * _stage_bytes(p, c) + 1024))
-    )
+    stage = c.tile_k * (c.tile_m + _tile_n(p.n)) * dtypes.itemsize(p.dtype)
+    return max(1, min(2048 // (32 * c.num_warps), 8, p.card.smem_bytes // (c.num_stages * stage + 1024)))
 
 
 def _subs(p: SpmmProblem, c: Config) -> int:
