@@ -180,8 +180,8 @@ def test_offsets_of_64_bits_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     mask = BlockMask.sliding_window(150, 40, block=SMALL, device="cpu")
     given = inputs(*operands(mask, (2, 1)), mask)
     narrow = differentiate(KERNEL, given)
-    assert not portable._wide(FEW, *given[:3])
-    monkeypatch.setattr(portable, "_wide", lambda *given: True)
+    assert not portable.common.is_wide(FEW.keys.rows, *given[:3])
+    monkeypatch.setattr(portable.common, "is_wide", lambda *given: True)
     assert all(torch.equal(a, b) for a, b in zip(narrow, differentiate(KERNEL, given), strict=True))
 
 

@@ -153,9 +153,8 @@ def test_offsets_of_64_bits_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     mask = BlockMask.sliding_window(150, 40, block=SMALL, device="cpu")
     q, k, v = inputs(mask)
     narrow = attend(KERNEL, q, k, v, mask)
-    c = portable.Config(64, 64, 4, 2)
-    assert not portable._wide(c, q, k, v)
-    monkeypatch.setattr(portable, "_wide", lambda *given: True)
+    assert not portable.common.is_wide(64, q, k, v)
+    monkeypatch.setattr(portable.common, "is_wide", lambda *given: True)
     assert all(torch.equal(a, b) for a, b in zip(narrow, attend(KERNEL, q, k, v, mask), strict=True))
 
 
