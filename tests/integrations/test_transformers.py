@@ -35,11 +35,6 @@ POLICY = {"window": 20, "sinks": 3, "block": 64}
 ALL = pytest.mark.parametrize("name", MODELS)
 
 
-def test_it_is_registered_with_its_masks():
-    assert "sparsek" in transformers.AttentionInterface()
-    assert "sparsek" in transformers.AttentionMaskInterface()
-
-
 @ALL
 @pytest.mark.parametrize("at", ["none", "left", "right", "both"])
 @pytest.mark.usefixtures("no_pairs")

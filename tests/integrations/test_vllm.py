@@ -23,7 +23,7 @@ from sparsek.integrations import vllm_backend
 from sparsek.integrations.vllm import Options, configured, platform, register
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of, rounded, store, summary
 from tests.house.tools import ROOT, run
-from tests.integrations.vllm_batches import LAYOUTS, drawn, engine, layer, right, served
+from tests.integrations.vllm_batches import LAYOUTS, drawn, engine, everything, layer, right, served
 from tests.refusals import refused
 
 VARIABLE = "SPARSEK_VLLM"
@@ -38,10 +38,6 @@ def attended(**options: Any) -> LayerAttention:
 
 def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
-
-
-def everything(r: int, p: Tensor, j: Tensor) -> Tensor:
-    return (p >= 0) & (j >= 0)
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))

@@ -15,7 +15,7 @@ import sparsek as sk
 from sparsek.integrations.vllm import Options
 from sparsek.integrations.vllm_layer import LayerAttention, batch_of
 from tests.engine.launch.covering import once
-from tests.integrations.vllm_batches import Drawn, drawn, engine, layer, right, served
+from tests.integrations.vllm_batches import Drawn, drawn, engine, everything, layer, right, served
 
 pytestmark = pytest.mark.gpu
 SCALE = 0.1
@@ -40,10 +40,6 @@ def on_gpu() -> Any:
 def close(found: Tensor, wanted: Tensor) -> None:
     assert found.isfinite().all()
     torch.testing.assert_close(found.double().cpu(), wanted, rtol=2e-2, atol=2e-2)
-
-
-def everything(r: int, p: Tensor, j: Tensor) -> Tensor:
-    return (p >= 0) & (j >= 0)
 
 
 @pytest.mark.parametrize(

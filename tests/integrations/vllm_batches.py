@@ -122,6 +122,10 @@ def served(impl: LayerAttention, batch: Drawn, spans: Any, of: Any = None) -> Te
     return impl.forward(of, batch.q, batch.fresh(batch.k), batch.fresh(batch.v), batch.cache, spans, out)
 
 
+def everything(r: int, p: Tensor, j: Tensor) -> Tensor:
+    return (p >= 0) & (j >= 0)
+
+
 def right(batch: Drawn, seen: Any, scale: float, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
     """The attention of a batch in float64; `seen(r, p, j)` is a mask over positions of queries and keys."""
     rows = []

@@ -11,27 +11,11 @@ from sparsek.attn.plan.attention_grad import AttentionGradPlan
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.core.device import H200
 from sparsek.core.streams import tensors_in
+from tests.attn.kernels.forward.problems import attention_problem
+from tests.plan.test_attention_plan import SIZES
 from tests.refusals import refused
 
-# A causal mask of 8 x 8 blocks for all heads, over 4 heads of q to one of k.
-CAUSAL = AttentionGradProblem(
-    batch=2,
-    q_heads=8,
-    kv_heads=2,
-    q_len=1024,
-    kv_len=1024,
-    dim=128,
-    v_dim=64,
-    dtype="bf16",
-    card=H200,
-    block=(128, 128),
-    mask_batch=1,
-    mask_heads=1,
-    stored=36,
-    partial=8,
-    longest=8,
-    by_interval=True,
-)
+CAUSAL = attention_problem(AttentionGradProblem, 128, 64, **SIZES)
 
 
 def test_it_wants_lse_and_a_fixed_order_unless_told_otherwise():

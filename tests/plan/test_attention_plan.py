@@ -15,26 +15,14 @@ from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.core.device import CPU, H200
 from sparsek.engine.plan.plan import bound_seconds
 from sparsek.engine.plan.select import select
+from tests.attn.kernels.forward.problems import attention_problem
 
 # A causal mask of 8 x 8 blocks for all heads, over 4 heads of q to one of k.
-CAUSAL = AttentionProblem(
-    batch=2,
-    q_heads=8,
-    kv_heads=2,
-    q_len=1024,
-    kv_len=1024,
-    dim=128,
-    v_dim=64,
-    dtype="bf16",
-    card=H200,
-    block=(128, 128),
-    mask_batch=1,
-    mask_heads=1,
-    stored=36,
-    partial=8,
-    longest=8,
-    by_interval=True,
-)
+SIZES: Any = {
+    "batch": 2, "q_heads": 8, "kv_heads": 2, "q_len": 1024, "kv_len": 1024, "mask_heads": 1, "stored": 36,
+    "partial": 8, "longest": 8, "by_interval": True,
+}  # fmt: skip
+CAUSAL = attention_problem(AttentionProblem, 128, 64, **SIZES)
 
 
 def test_a_mask_that_is_shared_is_visited_by_every_batch_item_and_head_of_q():

@@ -29,27 +29,18 @@ from sparsek.attn.plan.attention_schedule import (
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.attn.reference.attention import attention
 from sparsek.core.device import H200
+from tests.attn.kernels.forward.problems import attention_problem
 from tests.ops.test_attention_fuzz import simple_masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def problem(mask: BlockMask, batch: int = 1, heads: tuple[int, int] = (1, 1)) -> AttentionProblem:
-    return AttentionProblem(
-        batch=batch,
-        q_heads=heads[0],
-        kv_heads=heads[1],
-        q_len=mask.q_len,
-        kv_len=mask.kv_len,
-        dim=64,
-        v_dim=64,
-        dtype="bf16",
-        card=H200,
-        block=mask.block,
-        mask_batch=mask.batch,
-        mask_heads=mask.heads,
-        **mask.sizes._asdict(),
-    )
+    """Heads of 64 columns."""
+    return attention_problem(
+        AttentionProblem, 64, batch=batch, q_heads=heads[0], kv_heads=heads[1], q_len=mask.q_len, kv_len=mask.kv_len,
+        block=mask.block, mask_batch=mask.batch, mask_heads=mask.heads, **mask.sizes._asdict(),
+    )  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -269,18 +260,6 @@ def test_heads_that_do_not_fit_in_l2_together_go_in_sections(kv_heads: int):
         assert heads == {i}
     rest = [record.blocks for record in found[sections(small) * filled :]]
     assert max(rest) <= 1 + min(record.blocks for record in found[: sections(small) * filled])
-
-
-@settings(max_examples=50)
-@given(cases())
-def test_the_same_mask_is_scheduled_in_the_same_way(case: Case):
-    first, second = (schedule(case.p, case.mask, case.shape) for _ in range(2))
-    count = int(first.count)
-    assert count == int(second.count)
-    assert torch.equal(first.tiles[:count], second.tiles[:count])
-    assert (first.merges is None) == (second.merges is None)
-    if first.merges is not None and second.merges is not None:
-        assert torch.equal(first.merges, second.merges)
 
 
 def of_part(

@@ -33,14 +33,6 @@ def test_a_plan_that_was_used_just_now_is_kept_by_the_graph_that_uses_it_next():
     assert cache.get("graph", pytest.fail, captured=False) is kept
 
 
-def test_a_plan_in_a_captured_graph_stays_however_many_follow():
-    cache: Any = PlanCache()
-    kept = cache.get("graph", object, captured=False)
-    assert cache.get("graph", pytest.fail, captured=True) is kept
-    filled(cache, 2 * LIMIT)
-    assert cache.get("graph", pytest.fail, captured=False) is kept
-
-
 def test_a_plan_that_is_made_while_a_graph_is_captured_is_not_kept():
     cache: Any = PlanCache()
     inside, outside = object(), object()
