@@ -271,14 +271,10 @@ def test_a_soft_cap_and_learned_sinks() -> None:
 @pytest.mark.parametrize(
     ("window", "causal"),
     [
-        ((None, None), False),
-        ((-1, -1), True),
-        ((40, 0), False),
-        ((30, 30), False),
-        ((10, 70), False),
+        ((None, None), False), ((-1, -1), True), ((40, 0), False), ((30, 30), False), ((10, 70), False),
         ((None, 9), False),
     ],
-)
+)  # fmt: skip
 def test_packed_sequences(window: tuple[Any, Any], causal: bool) -> None:
     q_ends, k_ends = [0, 100, 100, 260], [0, 150, 170, 330]
     leaves = operands((260, 4, 16), (330, 2, 16), (330, 2, 8))

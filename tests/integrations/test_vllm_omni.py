@@ -44,26 +44,20 @@ def test_the_callable() -> None:
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("params", "policy"),
     [
-        {"skip_first_steps": 3, "denoising_step": 2},
-        {"skip_first_steps": 1},
-        {"skip_layers": [0, 5], "layer_idx": 5},
-        {"min_tokens": LENGTH + 1},
+        ({"skip_first_steps": 3, "denoising_step": 2}, None),
+        ({"skip_first_steps": 3, "step_idx": 3}, POLICY),
+        ({"skip_first_steps": 1}, None),
+        ({"skip_layers": [0, 5], "layer_idx": 5}, None),
+        ({"skip_layers": [0], "layer_idx": 5}, POLICY),
+        ({"min_tokens": LENGTH + 1}, None),
+        ({"min_tokens": LENGTH}, POLICY),
     ],
 )
-def test_calls_that_stay_dense(params: dict[str, Any]) -> None:
+def test_calls_that_stay_dense_and_those_that_do_not(params: dict[str, Any], policy: Any) -> None:
     given = operands()
-    same(sparse_attention(*given, {**MEANS, **params}, False, 0.3), right(*given, None))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"skip_first_steps": 3, "step_idx": 3}, {"skip_layers": [0], "layer_idx": 5}, {"min_tokens": LENGTH}],
-)
-def test_calls_that_do_not(params: dict[str, Any]) -> None:
-    given = operands()
-    same(sparse_attention(*given, {**MEANS, **params}, False, 0.3), right(*given, POLICY))
+    same(sparse_attention(*given, {**MEANS, **params}, False, 0.3), right(*given, policy))
 
 
 SAID_WRONG: list[tuple[dict[str, Any], str]] = [

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.attn.ops.attention_paged_op import PagedArgs, flat
 from tests.attn.paged_cases import ListForm
+from tests.ops.operands import Seen
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 from tests.refusals import refused
 
@@ -112,13 +112,6 @@ def test_policies_are_refused_under_compile() -> None:
         run()
 
 
-class Plain(TorchDispatchMode):
-    """Runs every operator as it is."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
@@ -140,7 +133,7 @@ class Plain(TorchDispatchMode):
 )
 def test_a_dispatch_mode_refuses_what_eager_calls_refuse(name: str, value: Any, what: str) -> None:
     x = MIXED.make()
-    with Plain():
+    with Seen():
         assert torch.equal(attend(x, max_seqlen_k=1 << 70), attend(x))
         refused(what, attend, x, **{name: value})
 
@@ -148,7 +141,7 @@ def test_a_dispatch_mode_refuses_what_eager_calls_refuse(name: str, value: Any, 
 def test_a_scale_of_1_and_scales_of_two_forms_go_through_the_op() -> None:
     x, fp8 = MIXED.make(), CASES["fp8 per head"].make()
     scales = {"k_scale": torch.tensor([0.5, 2.0]), "v_scale": 0.25}
-    with Plain():
+    with Seen():
         assert torch.equal(attend(x, k_scale=1.0, v_scale=1), attend(x))
         found = attend(fp8, **scales)
     assert torch.equal(found, attend(fp8, **scales))

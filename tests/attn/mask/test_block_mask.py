@@ -93,21 +93,8 @@ def test_sizes_that_are_bounds_are_called_so():
 
 def replace_unchecked(mask: BlockMask, **changes: Any) -> BlockMask:
     sizes = type(mask.sizes)(*changes.pop("sizes", mask.sizes))
-    names = (
-        "q_len",
-        "kv_len",
-        "block",
-        "batch",
-        "heads",
-        "full",
-        "partial",
-        "lo",
-        "hi",
-        "rules",
-        "bits",
-        "pure",
-    )
-    return BlockMask.unchecked(**{name: getattr(mask, name) for name in names} | changes, sizes=sizes)
+    held = {name: getattr(mask, name) for name in BlockMask._fields}
+    return BlockMask.unchecked(**held | changes | {"sizes": sizes})
 
 
 def test_replacing_a_field_checks_again():
@@ -367,10 +354,6 @@ def test_heavy_blocks_are_those_of_rows_over_twice_the_mean():
     heavy = int(lengths[lengths > 2 * lengths.float().mean()].sum())
     assert 0 < heavy < built.stored_blocks
     assert built.heavy_blocks == heavy
-    parts = built.full, built.partial
-    loose = BlockMask.unchecked(
-        q_len=4096, kv_len=4096, block=built.block, batch=1, heads=1, full=parts[0], partial=parts[1], lo=None, hi=None,
-        rules=None, bits=None, sizes=built.sizes, pure=True,
-    )  # fmt: skip
+    loose = replace_unchecked(built)
     assert loose.heavy_blocks == built.stored_blocks  # nothing is known on the host
-    assert BlockMask(4096, 4096, built.block, 1, 1, *parts).heavy_blocks == heavy
+    assert BlockMask(4096, 4096, built.block, 1, 1, built.full, built.partial).heavy_blocks == heavy

@@ -332,21 +332,8 @@ def lists(*rows: list[int], width: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def test_compact_lists_in_any_order_are_taken():
-    counts, indices = lists([], [3, 0], width=2)
-    full_counts, full_indices = lists([4, 1], [2], width=2)
-    bm = flex.BlockMask(
-        (128, 300),
-        counts,
-        indices,
-        full_counts,
-        full_indices,
-        None,
-        None,
-        None,
-        None,
-        (64, 64),
-        MODS["causal"],
-    )
+    partial, full, turned = lists([], [3, 0], width=2), lists([4, 1], [2], width=2), [None] * 4
+    bm: Any = flex.BlockMask((128, 300), *partial, *full, *turned, (64, 64), MODS["causal"])  # type: ignore[call-arg]
     mask = BlockMask.from_flex(bm)
     seen = torch.zeros(128, 300, dtype=torch.bool)
     seen[:64, 64:128] = seen[:64, 256:] = seen[64:, 128:192] = seen[64:, :64] = True
