@@ -68,11 +68,11 @@ class Operands:
         raise InvalidInput("these operands have no dense counterpart")
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
-        """Fields of a kernel's record that only this operation has."""
+        """Fields of a kernel's record that only this operation has. Called only where the case has `extra`."""
         return {}
 
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
-        """Fields of a peer's entry that only this operation has."""
+        """Fields of a peer's entry that only this operation has. Called only where the case has `peer_extra`."""
         return {}
 
 

@@ -158,11 +158,13 @@ def run_case(
         # A peer's rate counts its own FLOPs: useful ones for sparse peers, all of them for dense ones.
         flops = sets[0].useful_flops if peer.flops is None else peer.flops
         took = times[f"peer {name}"]
-        results[name] = PeerResult(took, flops / took.median / 1e9, sets[0].peer_extra(peer.calls[0]))
+        extra = sets[0].peer_extra(peer.calls[0]) if case.peer_extra else {}
+        results[name] = PeerResult(took, flops / took.median / 1e9, extra)
 
     def record(name: str) -> records.Record:
         plan, took = plans[name][0], times[f"kernel {name}"]
-        more = rates(case, sets[0], plan, took, results) | sets[0].kernel_extra(name)
+        more = rates(case, sets[0], plan, took, results)
+        more |= sets[0].kernel_extra(name) if case.extra else {}
         more |= {"ran": executed_by(sets[0].planned(plan))} if case.hosted else {}
         return record_of(case, plan, took, gates[name], device, seen, **more)
 

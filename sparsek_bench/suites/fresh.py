@@ -76,12 +76,6 @@ class FreshOperands(StepOperands):
     def judge(self, out: Any) -> Gate:
         return super().judge(out) if self.trains else self.expected.judge(out)
 
-    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
-        return {}
-
-    def kernel_extra(self, kernel: str) -> dict[str, Any]:
-        return {}
-
 
 @dataclass(frozen=True)
 class FreshCase(AttentionCase):

@@ -147,9 +147,6 @@ class PolicyOperands(AttentionOperands):
         tiles = sampled(self.mask.grid[0])
         return tiles and (tiles[::4] if self.mask.kv_len > LONGEST_GATE else tiles)
 
-    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
-        return {}
-
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """The share of the visible blocks that is kept, and the recall."""
         mask, visible = self.mask, BlockMask.causal if self.case.mask_text.causal else BlockMask.full
