@@ -177,6 +177,8 @@ MASKS: dict[str, Callable[[], sk.BlockMask]] = {
     "window": lambda: sk.BlockMask.sliding_window(192, 70),
     "from_dense": of_elements,
     "composed": lambda: sk.BlockMask.causal(192, block=64) & of_elements(),
+    "blocks": lambda: sk.BlockMask.from_blocks([0, 1, 3, 4], [0, 0, 1, 2], 192, 192, 64),
+    "per head": lambda: sk.BlockMask.per_head([sk.BlockMask.causal(192), sk.BlockMask.full(192)]),
     "policy": lambda: sk.MaskPolicy(window=71, sinks=3).mask(192),
     "best": lambda: sk.MaskPolicy(topk=1, block=64).mask_for(*qkv()[:2]),
     "again": lambda: pickled(sk.BlockMask.causal(192)),
@@ -191,7 +193,12 @@ def pickled(mask: sk.BlockMask) -> sk.BlockMask:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "through"), sampled(list(itertools.product(MASKS, MODES, ("eager", "op"))), 14)
+    ("name", "mode", "through"),
+    [
+        (name, *how)
+        for name in MASKS
+        for how in sampled(list(itertools.product(MODES, ("eager", "op"))), 2, of=name)
+    ],
 )
 def test_a_mask_that_was_made_in_it_gives_gradients(name: str, mode: str, through: str) -> None:
     with MODES[mode]():

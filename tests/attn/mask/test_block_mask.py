@@ -287,12 +287,6 @@ def test_derived_builds_once():
     assert built == [1]
 
 
-def test_what_is_derived_in_inference_mode_can_be_saved_for_backward():
-    mask = BlockMask.causal(300)
-    with torch.inference_mode():
-        assert not mask.transposed.full.indices.is_inference()
-
-
 def test_to_the_same_device_is_the_same_object():
     mask = BlockMask.full(64)
     assert mask.to("cpu") is mask

@@ -137,12 +137,6 @@ def test_lengths_may_be_zero_and_heads_not(shape: tuple[int, ...]):
         refused("no length of 0", interop.to_flex, mask)
 
 
-def test_masks_made_in_inference_mode_can_be_used_outside():
-    with torch.inference_mode():
-        mask = BlockMask.from_dense(torch.rand(100, 100) < 0.5)
-    assert not any(part.is_inference() for part in (*mask.partial, mask.bits) if part is not None)
-
-
 @pytest.mark.parametrize("ndim", [2, 3, 4])
 def test_leading_sizes_may_be_left_out_and_strides_are_any(ndim: int):
     whole = torch.rand(2, 3, 100, 90) < 0.5

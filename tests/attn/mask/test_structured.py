@@ -298,19 +298,6 @@ def test_topk_reads_nothing_and_launches_little(monkeypatch: pytest.MonkeyPatch)
     assert mode.launches <= 100
 
 
-def test_masks_made_in_inference_mode_can_be_saved_for_backward():
-    with torch.inference_mode():
-        made = [
-            BlockMask.causal(300),
-            BlockMask.sliding_window(300, 100, sinks=10),
-            BlockMask.topk(torch.randn(3, 3), 2, seq_len=300),
-            BlockMask.from_blocks([0, 1], [0], 64, 64),
-            BlockMask.causal(300) & BlockMask.sliding_window(300, 10, causal=False),
-            BlockMask.per_head([BlockMask.causal(300), BlockMask.full(300)]),
-        ]
-    assert not any(part.is_inference() for mask in made for part in (*mask.full, *mask.partial))
-
-
 # What is refused.
 
 NAN = torch.full((2, 2), torch.nan)
