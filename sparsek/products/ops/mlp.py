@@ -37,6 +37,7 @@ from sparsek.products.ops.linear import (
 from sparsek.products.ops.sddmm import sampled
 from sparsek.products.ops.spmm import multiply, spmm
 from sparsek.products.plan import operands
+from sparsek.products.plan.sddmm import Sampled
 from sparsek.products.plan.spmm import Product, tokens
 from sparsek.products.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.products.reference.epilogue import slope as slope_of
@@ -227,6 +228,6 @@ def _adjoint(w: BSR, turn: Any, kernel: str | None) -> gradients.Adjoint:
     view = w.order is not None
 
     def sample(left: Tensor, right: Tensor) -> Tensor:
-        return sampled(left, right, w.pattern.T if view else w.pattern, same_family(kernel, "sddmm"))
+        return sampled(Sampled(left, right, w.pattern.T if view else w.pattern), same_family(kernel, "sddmm"))
 
     return gradients.Adjoint(view, sample, turn)

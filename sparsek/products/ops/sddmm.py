@@ -72,7 +72,7 @@ def sddmm(
         return plan(X, Y, pattern)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    values = sampled(X, Y, pattern, kernel)
+    values = sampled(Sampled(X, Y, pattern), kernel)
     return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
 
 
@@ -107,37 +107,34 @@ def plan_sddmm(
     return SDDMM.plan(Sampled(X, Y, pattern), kernel, config, device)
 
 
-def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
-    """The values of X @ Y at the blocks of a pattern, with gradients."""
-    slot = recorded_calls.UNBOUND
+def sampled(call: Sampled, kernel: str | None) -> Tensor:
+    """The values of a call, with gradients."""
+    slot, (x, y, pattern) = recorded_calls.UNBOUND, call
     if not torch.compiler.is_compiling() and pattern.__class__ is BlockPattern:
-        slot = _repeat(x, y, pattern, kernel)
+        slot = _repeat(call, kernel)
         if slot.__class__ is not Slot:
             return slot
     if not slot.learns:
-        operands.check_sddmm(x, y, pattern)
+        operands.check_sddmm(*call)
         transforms.check(x, y)
     if transforms.traced() or tracing.wants_gradient(x, y):
         transforms.check_untransformed(pattern.indptr)
         return transforms.call("sddmm", x, y, *library_args.flat_pattern(pattern), kernel)
-    return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel))
+    return slot.run(lambda: SDDMM.run(call, kernel))
 
 
-def _repeat(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Any:
-    return recorded_calls.repeat(pattern.derived("calls", recorded_calls.Calls), ("sddmm", kernel), (x, y))
-
-
-def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
-    """The values, without autograd, for checked operands; by a recorded call where there is one."""
-    slot = _repeat(x, y, pattern, kernel)
-    return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel)) if slot.__class__ is Slot else slot
+def _repeat(call: Sampled, kernel: str | None) -> Any:
+    calls = call.pattern.derived("calls", recorded_calls.Calls)
+    return recorded_calls.repeat(calls, ("sddmm", kernel), call[:2])
 
 
 def _run_op(args: SddmmArgs) -> Tensor:
+    """The values, without autograd; by a recorded call where there is one."""
     x, y, indptr, indices, sizes, kernel = args
-    pattern = library_args.pattern_of(indptr, indices, sizes)
-    operands.check_sddmm(x, y, pattern)
-    return _run(x, y, pattern, kernel)
+    call = Sampled(x, y, library_args.pattern_of(indptr, indices, sizes))
+    operands.check_sddmm(*call)
+    slot = _repeat(call, kernel)
+    return slot.run(lambda: SDDMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
 def _fake(args: SddmmArgs) -> Tensor:

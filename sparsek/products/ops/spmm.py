@@ -32,6 +32,7 @@ from sparsek.products.ops import gradients, library_args, recorded_products
 from sparsek.products.ops.library_args import SpmmArgs
 from sparsek.products.ops.sddmm import sampled
 from sparsek.products.plan import operands
+from sparsek.products.plan.sddmm import Sampled
 from sparsek.products.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, tokens
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
@@ -462,7 +463,7 @@ class ProductFunction(torch.autograd.Function):
 
             def sample(x: Tensor, y: Tensor) -> Tensor:
                 at = whole.pattern.T if view else whole.pattern
-                return sampled(x, y, at, gradients.same_family(kernel, "sddmm"))
+                return sampled(Sampled(x, y, at), gradients.same_family(kernel, "sddmm"))
 
             def turn(dz: Tensor) -> Tensor:
                 if two_four or (by_columns and not rows):
