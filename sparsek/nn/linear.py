@@ -294,7 +294,10 @@ class BlockSparseLinear(nn.Module):
             if torch.onnx.is_in_onnx_export():
                 raise InvalidInput(NOT_ONNX)
             return BSR.unchecked(pattern, self.values)
-        self._history.count()
+        history = self._history
+        history.calls += 1
+        if not history.learns and torch.is_grad_enabled():
+            history.learns = True
         values = self._parameters.get("values")  # without the detour of __getattr__
         if values is None:
             values = self.values

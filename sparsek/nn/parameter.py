@@ -129,12 +129,6 @@ class History:
         self.gradient: Gradient | None = None
         self.shard: nn.Parameter | None = None
 
-    def count(self) -> None:
-        """Count a use of the weight."""
-        self.calls += 1
-        if not self.learns and torch.is_grad_enabled():
-            self.learns = True
-
     def note_gradient(self, gradient: Gradient | None) -> None:
         """Note another gradient, or none."""
         if self.gradient is not None:
