@@ -165,11 +165,12 @@ class Watch:
 
     `old`: state of old blocks. `loaded`: for state that load_state_dict gave since the last step, the calls of the
     layer by then: if the layer is loaded before another call, the state is of the pattern that it then has.
-    `checked`: state that has as many blocks as the Parameter.
+    `checked`: state that has as many blocks as the Parameter. `patterns`: those at the last step.
     """
 
     def __init__(self) -> None:
         self.old: dict[int, Old] = {}
+        self.patterns: dict[int, BlockPattern] = {}
         self.loaded: dict[int, int] = {}
         self.checked: set[int] = set()
 
@@ -254,6 +255,8 @@ def note_pattern(layer: Any, values: nn.Parameter, pattern: BlockPattern, loads:
     if type(values) not in PLAIN:
         history.shard, last = values, next(reversed(history.patterns.values()), None)
     old = history.patterns.pop(id(values), last)
+    if old is None and (old := _at_a_step(values)) is not None:  # another layer had it
+        history.learns = True
     history.patterns = {**dict(list(history.patterns.items())[-3:]), id(values): pattern}
     changes = old is not None and not (old is pattern or old.same_as(pattern))
     if changes:
@@ -272,6 +275,17 @@ def note_pattern(layer: Any, values: nn.Parameter, pattern: BlockPattern, loads:
             watch.old[id(values)] = Old.of(values, before, state)
     if changes:
         history.calls, history.learns = 0, False
+
+
+def _at_a_step(values: nn.Parameter) -> BlockPattern | None:
+    """The pattern that `values` had when an optimizer last made a step with it."""
+    for optimizer, watch in list(_WATCHES.items()):
+        found = watch.patterns.get(id(values))
+        if found is not None and any(
+            x is values for group in optimizer.param_groups for x in group["params"]
+        ):
+            return found
+    return None
 
 
 def _note_gradient(layer: Any, values: nn.Parameter, old: BlockPattern, stale: bool) -> None:
@@ -368,6 +382,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
         if id(values) not in watch.checked:
             _check_state(optimizer, values, watch)
+        if id(values) in history.patterns:
+            watch.patterns[id(values)] = history.patterns[id(values)]
     watch.old.clear()
     watch.loaded.clear()
 

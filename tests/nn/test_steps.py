@@ -53,6 +53,32 @@ def test_moments_of_other_blocks_are_refused(kind: str, density: float, loader: 
     step(made, optimizer)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["alone", "beside its layer"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_a_parameter_that_moves_to_another_layer_leaves_gradient_and_moments(kind: str, kept: bool) -> None:
+    made, moved, right = even(1), even(2), even(1)
+    optimizer = GRADIENTS[kind](made.parameters())
+    learn(made)
+    optimizer.step()
+    layers = [made] if kept else []
+    right.values, right.bias = made.values, made.bias
+    del made
+    right(torch.ones(2, 96))
+    optimizer.step()  # the same pattern
+    moved.values = right.values
+    if not kept:
+        del right
+    moved(torch.ones(2, 96))
+    with pytest.raises(InvalidInput, match="old blocks"):
+        optimizer.step()
+    if kind == "AdamW":
+        optimizer.zero_grad()
+        learn(moved)
+        with pytest.raises(InvalidInput, match=r"optimizer\.state\.pop"):
+            optimizer.step()
+    assert len(layers) == kept
+
+
 def even(seed: int) -> BlockSparseLinear:
     """A layer whose values fit any pattern of as many blocks."""
     return BlockSparseLinear.random(96, 64, 32, 0.5, seed=seed)

@@ -417,3 +417,13 @@ def test_writes_that_torch_does_not_count_are_found_on_a_cpu(way: str):
         found = block_mask(mask, x, x)
         assert found is not None
         assert not found.to_dense().any()
+
+
+def test_numbers_of_another_default_dtype_give_a_new_mask():
+    mask = of_rule(lambda b, h, q, k: (q * 0.1 + k * 0.7).floor() % 3 == 0)
+    before = block_mask(mask, Q, Q)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert block_mask(mask, Q, Q) is not before
+    finally:
+        torch.set_default_dtype(torch.float32)

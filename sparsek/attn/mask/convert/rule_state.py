@@ -154,7 +154,7 @@ def read_by(*given: Any) -> list[Any] | None:
             reader.whole(each)
     except Exception:  # Unknown, RecursionError, and what odd classes raise
         return None
-    return reader.parts
+    return [*reader.parts, torch.get_default_dtype()]  # by which integers times a float are rounded
 
 
 def _is_torch(module: str) -> bool:
