@@ -14,7 +14,6 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.reference.epilogue import ACTIVATION_NAMES, ACTIVATIONS, Activation
-from sparsek.testing.product_budget import stored
 from tests.ops.chain_budget import chain_bounds
 from tests.ops.storages import matrix
 
@@ -117,7 +116,7 @@ FORMS: dict[str, Form] = {
         "km kn", lambda a, b, kernel: sk.spgemm(a.T, b, kernel=kernel), lambda a, b: a.mT @ b
     ),
 }
-# Of 2:4 matrices, which have no transposed views and whose values have no gradient.
+# Of 2:4 matrices, which have no transposed views.
 FORMS_24: dict[str, Form] = {
     **{
         name: form
@@ -188,10 +187,9 @@ def inputs_of(
 def hold(form: Form, matrices: list[Any], tensors: list[Tensor], kernel: str | None) -> None:
     """Every gradient is as near to that in float64 as `testing/chain_budget.py` wants it."""
     wide = [a.to(dtype=torch.float64) for a in matrices], [x.double() for x in tensors]
-    values = [a.values.detach().clone().requires_grad_() for a in matrices if isinstance(a, BSR)]
+    values = [a.values.detach().clone().requires_grad_() for a in matrices]
     inputs = [x.detach().clone().requires_grad_() for x in tensors]
-    left = iter(values)
-    mine = [BSR.unchecked(a.pattern, next(left)) if isinstance(a, BSR) else a for a in matrices]
+    mine = [with_values(a, x) for a, x in zip(matrices, values, strict=True)]
     found = _back(form.mine(*mine, *inputs, kernel=kernel), [*values, *inputs])
 
     def in_float64() -> list[Tensor]:
@@ -208,13 +206,24 @@ def hold(form: Form, matrices: list[Any], tensors: list[Tensor], kernel: str | N
 
 def _densely(form: Form, matrices: list[Any], tensors: list[Tensor]) -> list[Tensor]:
     """The gradients of the dense operation, those of matrices at their stored blocks."""
-    sparse = [a for a in matrices if isinstance(a, BSR)]
-    dense = [a.to_dense().detach().clone().requires_grad_(isinstance(a, BSR)) for a in matrices]
+    dense = [a.to_dense().detach().clone().requires_grad_() for a in matrices]
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    made = _back(form.plain(*dense, *leaves), [*(x for x in dense if x.requires_grad), *leaves])
-    for place, a in enumerate(sparse):
-        made[place] = stored(made[place], a.pattern)
-    return made
+    made = _back(form.plain(*dense, *leaves), [*dense, *leaves])
+    return [*map(at_values, made[: len(matrices)], matrices), *made[len(matrices) :]]
+
+
+def with_values(a: Any, values: Tensor) -> Any:
+    """The matrix with other values."""
+    return a._each(lambda _: values)
+
+
+def at_values(dense: Tensor, a: Any) -> Tensor:
+    """The elements of a dense matrix where `a` stores its values; 0 outside the matrix."""
+    numbers = torch.arange(1, a.values.numel() + 1, device=dense.device)
+    places = with_values(a, numbers.view(a.values.shape)).to_dense()
+    found = dense.new_zeros(a.values.numel() + 1)
+    found[places.flatten()] = dense.flatten()
+    return found[1:].view(a.values.shape)
 
 
 def _back(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:

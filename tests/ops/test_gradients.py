@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.functional import silu
+from torch.testing import assert_close
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -18,10 +20,11 @@ from sparsek.products.ops import gradients, library_args
 from sparsek.products.ops.linear import LinearCall
 from sparsek.products.ops.spmm import SPMM
 from sparsek.products.plan.spmm import Product
+from sparsek.products.reference.epilogue import ACTIVATIONS
 from tests.engine.launch.covering import once
-from tests.ops.gradients import FORMS, FORMS_24, SIZES_24, hold, inputs_of
+from tests.ops.gradients import FORMS, FORMS_24, SIZES_24, hold, inputs_of, with_values
 from tests.ops.operands import Seen, pair
-from tests.ops.storages import BF16, F16, F32, F64, TWO_FOUR
+from tests.ops.storages import BF16, F16, F32, F64, IN_FP8, TWO_FOUR, matrix
 
 SIZES = {"m": 150, "k": 120, "n": 70}  # none a multiple of its block
 FAMILIES: dict[str, dict[str, str | None]] = {
@@ -227,14 +230,12 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(storage: s
     form = FORMS.get(name) or FORMS_24[name]
     sizes = {"m": 35, "k": 20, "n": 50} if storage == "bsr" else SIZES_24
     matrices, tensors = inputs_of(form, sizes, F64, storage=storage)
-    patterns = [a.pattern for a in matrices] if storage == "bsr" else []
 
     def run(*inputs: Tensor) -> Tensor:
-        made = [BSR.unchecked(each, v) for each, v in zip(patterns, inputs, strict=False)] or matrices
-        return form.mine(*made, *inputs[len(patterns) :], kernel=None)
+        made = map(with_values, matrices, inputs)
+        return form.mine(*made, *inputs[len(matrices) :], kernel=None)
 
-    values = [a.values for a in matrices] if storage == "bsr" else []
-    leaves = [x.clone().requires_grad_() for x in (*values, *tensors)]
+    leaves = [x.clone().requires_grad_() for x in (*(a.values for a in matrices), *tensors)]
     assert gradcheck(run, leaves, fast_mode=True)
     assert gradgradcheck(run, leaves, fast_mode=True)
 
@@ -409,3 +410,80 @@ def test_the_gradients_of_an_alpha_of_0_are_zeros_beside_nan(right: bool, by_op:
     found = torch.autograd.grad(c, (values, x), torch.ones_like(c), create_graph=True)
     for grad, like in zip(found, (values, x), strict=True):
         assert torch.equal(grad, torch.zeros_like(like))
+
+
+FP8_SCALES = [
+    (kind, scale)
+    for kind, scale in product(IN_FP8, ("row", "tensor", "block"))
+    if (kind, scale) != ("semi24_fp8", "block")
+]
+
+
+@pytest.mark.parametrize(("x_dtype", "dtype"), [(F32, None), (BF16, None), (F16, None), (F32, BF16)], ids=str)
+@pytest.mark.parametrize(("kind", "scale"), FP8_SCALES, ids=str)
+def test_through_weights_in_fp8_x_has_the_gradient_of_float64(
+    kind: str, scale: str, x_dtype: Any, dtype: Any
+):
+    """x is rounded to E4M3 by the product, straight-through: dx = dz @ W."""
+    w = matrix(f"{kind} {scale}")
+    tensors = [
+        torch.randn(3, 7, 192).to(x_dtype),
+        *(torch.randn(sides).to(dtype or x_dtype) for sides in (128, (3, 7, 128))),
+    ]
+    x, bias, residual = (each.requires_grad_() for each in tensors)
+    for act in (None, "relu", "silu"):
+        y = sk.linear(x, w, bias, act, residual, dtype=dtype)
+        dy = torch.randn(y.shape).to(y.dtype)
+        z = sk.linear(x.detach(), w, bias.detach(), dtype=dtype).requires_grad_()
+        (dz,) = torch.autograd.grad(ACTIVATIONS[act or ""](z), z, dy)
+        found = torch.autograd.grad(y, tensors, dy)
+        assert [each.dtype for each in found] == [each.dtype for each in tensors]
+        exact = dz.double() @ w.to_dense(F64)
+        dense = dz @ w.to_dense(dz.dtype)
+        assert (found[0] - exact).norm() <= 2 * (dense.to(x_dtype) - exact).norm()
+        assert (found[1] - dz.double().sum((0, 1))).norm() <= 2**-7 * dz.double().sum((0, 1)).norm()
+        assert torch.equal(found[2], dy)
+
+
+@pytest.mark.parametrize(("kind", "scale"), FP8_SCALES, ids=str)
+def test_all_products_in_fp8_learn(kind: str, scale: str):
+    w = matrix(f"{kind} {scale}")
+    dense, b = w.to_dense(), torch.randn(192, 5, requires_grad=True)
+    runs = [(lambda b: sk.spmm(w, b, alpha=2.0), 2 * dense), (lambda b: w @ b[None], dense)]
+    runs += [
+        (lambda b: sk.linear(b.mT, w).mT, dense),
+        (torch.compile(lambda b: w @ b, backend="aot_eager"), dense),
+    ]
+    if kind == "bsr_fp8" and scale != "row":
+        runs += [(lambda b: (b.mT @ w.T).mT, dense), (lambda b: sk.spmm(w.T.T, b), dense)]
+    for run, d in runs:
+        assert_close(torch.autograd.grad(run(b).sum(), b)[0], d.sum(0)[:, None].expand(192, 5))
+    assert_close(
+        torch.func.grad(lambda b: sk.spmm(w, b).sum())(b.detach()), dense.sum(0)[:, None].expand(192, 5)
+    )
+    (first,) = torch.autograd.grad(sk.spmm(w, b).square().sum(), b, create_graph=True)
+    second = 2 * (dense.mT @ dense).sum(0)[:, None].expand(192, 5)
+    assert_close(torch.autograd.grad(first.sum(), b)[0], second, atol=0.5, rtol=0.1)  # of rounded gradients
+    both = torch.func.vmap(lambda b: sk.spmm(w, b))(torch.stack((b, -b)).detach())
+    assert torch.equal(both[0], -both[1])
+    x = b.mT.detach().requires_grad_()
+    y = sk.swiglu(x, w, w)
+    gate = sk.linear(x, w)
+    assert_close(
+        torch.autograd.grad(y.sum(), x),
+        torch.autograd.grad((silu(gate) * gate).sum(), x),
+        atol=1e-4,
+        rtol=1e-3,
+    )
+    bias = torch.zeros(128, dtype=BF16, requires_grad=True)
+    sk.linear(sk.quantize(x.detach()), w, bias, "relu").sum().backward()
+    assert bias.grad is not None
+
+
+def test_codes_that_change_after_the_forward_pass_are_refused_by_autograd():
+    w, x = matrix("bsr_fp8"), torch.randn(4, 192, requires_grad=True)
+    for part in (w.values, w.scale):
+        y = sk.linear(x, w)
+        part.copy_(part.clone())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

@@ -56,9 +56,8 @@ class Multiplied:
         cls._linear = staticmethod(linear)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Raise InvalidInput: products have gradients for the values of a BSR, but not for those of this format."""
-        name = type(self).__name__
-        raise InvalidInput(f"products have no gradient for the values of a {name}, as they have for a BSR's")
+        """Raise InvalidInput: FP8 values get no gradient."""
+        raise InvalidInput(f"a {type(self).__name__} has FP8 values, for which products have no gradient")
 
     def __matmul__(self, other: Tensor | Multiplied) -> Tensor:
         """Return self @ other, dense; see `sparsek.spmm`."""
@@ -308,6 +307,25 @@ class Stored(Matrix):
     def requires_grad(self) -> bool:
         """Whether autograd computes a gradient for the values."""
         return self.values.requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set whether autograd computes a gradient for the values, as of a leaf tensor. Return this object.
+
+        `values.grad` is that of the stored elements. Transposed views of a BSR share the values, and so the gradient,
+        which `A.grad` of a BSR returns as one.
+
+        Raises:
+            InvalidInput: For values made in inference mode, and to switch off the gradient of computed values.
+        """
+        asked = arguments.flag("requires_grad", requires_grad)
+        if self.values.is_inference() and asked:
+            raise InvalidInput(
+                "values that were made in inference mode can have no gradient; clone them outside of it"
+            )
+        if self.values.grad_fn is not None and not asked:
+            raise InvalidInput("the values were computed from others that require a gradient; use .detach()")
+        self.values.requires_grad_(asked)
+        return self
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Return this matrix with values fn(values), on the same pattern or metadata. Differentiable.

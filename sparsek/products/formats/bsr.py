@@ -160,24 +160,6 @@ class BSR(Conversions, Arithmetic, Drawable):
             zero_padding(base.pattern, base.values)
         return self
 
-    def requires_grad_(self, requires_grad: bool = True) -> BSR:
-        """Set whether autograd computes a gradient for the values, as of a leaf tensor. Return this object.
-
-        Transposed views share the values, and so the gradient, which `A.grad` returns as a BSR.
-
-        Raises:
-            InvalidInput: For values made in inference mode, and to switch off the gradient of computed values.
-        """
-        asked = arguments.flag("requires_grad", requires_grad)
-        if self.values.is_inference() and asked:
-            raise InvalidInput(
-                "values that were made in inference mode can have no gradient; clone them outside of it"
-            )
-        if self.values.grad_fn is not None and not asked:
-            raise InvalidInput("the values were computed from others that require a gradient; use .detach()")
-        self.values.requires_grad_(asked)
-        return self
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Dispatch torch.matmul, and Dynamo's form of an arithmetic operator between a tensor and a BSR."""

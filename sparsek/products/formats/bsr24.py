@@ -30,11 +30,11 @@ class BSR24(OfBlocks, Record):
     """A block-sparse matrix [M, K] whose stored blocks are 2:4: two values in every four neighbours of a row.
 
     Sparse tensor cores multiply this format. `A @ B`, `B @ A` and `sparsek.linear(x, A)` multiply it with a dense
-    tensor; products have no gradient for its values. It is frozen, and a pytree node. Construction checks the parts,
-    with one sync to read the metadata, and one more if a side is ragged.
+    tensor. It is frozen, and a pytree node. Construction checks the parts, with one sync to read the metadata, and one
+    more if a side is ragged.
 
     As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
-    the module leaves it as it is. Save it by `sparsek.save` and move it by its own `.to()`.
+    the module leaves it as it is. `sparsek.nn.SparseLinear` is the module for it.
 
     Attributes:
         pattern: The BlockPattern: which blocks are stored. Block sides are multiples of 64.

@@ -131,12 +131,12 @@ def quantize(
 class Quantized(AnyMatrix, Record):
     """A BSR, Semi24 or BSR24 with FP8 values and float32 scales. `sparsek.quantize` makes one.
 
-    `A @ B`, `B @ A` and `sparsek.linear(x, A)` multiply it with a dense tensor; products have no gradient. It is
+    `A @ B`, `B @ A` and `sparsek.linear(x, A)` multiply it with a dense tensor, which gets a gradient. It is
     frozen, and a pytree node. Construction checks the parts: those of the inner matrix on a copy in fp16, and that
     every scale is positive and finite, with one sync more than the class of the inner matrix.
 
     As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
-    the module leaves it as it is. Save it by `sparsek.save` and move it by its own `.to()`.
+    the module leaves it as it is. `sparsek.nn.SparseLinear` is the module for it.
 
     Attributes:
         matrix: A BSR, Semi24 or BSR24 with values in torch.float8_e4m3fn or torch.float8_e5m2.
@@ -252,9 +252,9 @@ class Quantized(AnyMatrix, Record):
             dtype: bf16, fp16, fp32 or fp64. The product is computed in float32 (float64 for fp64), then rounded.
         """
         arguments.dtype("dtype", dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        values = self.matrix.values.to(wide) * _stretched(self.matrix, self.scale, self.kind)
-        return self.matrix._each(lambda _: values.to(dtype))
+        values = self.matrix.values.to(dtype)  # exact
+        values.mul_(_stretched(self.matrix, self.scale, self.kind))
+        return self.matrix._each(lambda _: values)
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the dense matrix scale * matrix [M, K], contiguous, in `dtype`. No sync."""

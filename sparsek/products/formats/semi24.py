@@ -27,11 +27,11 @@ class Semi24(Stored, Record):
     """A 2:4 semi-structured matrix [M, K]: two stored values in every four neighbours of a row, zero elsewhere.
 
     Sparse tensor cores multiply this format. K is a multiple of 8. `A @ B`, `B @ A` and `sparsek.linear(x, A)` multiply
-    it with a dense tensor; products have no gradient for its values. It is frozen, and a pytree node. Construction
-    checks the parts, with one sync to read the metadata.
+    it with a dense tensor. It is frozen, and a pytree node. Construction checks the parts, with one sync to read the
+    metadata.
 
     As an attribute of a torch.nn.Module it is neither parameter nor buffer: it is not in `state_dict()`, and `.to()` of
-    the module leaves it as it is. Save it by `sparsek.save` and move it by its own `.to()`.
+    the module leaves it as it is. `sparsek.nn.SparseLinear` is the module for it.
 
     Attributes:
         values: The stored values [M, K/2] in bf16, fp16, fp32 or fp64, contiguous and aligned to 16 bytes.

@@ -85,6 +85,16 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
     return _interleaved(*parts)
 
 
+def stored(dense: Tensor, meta: Tensor) -> Tensor:
+    """The elements [..., K/2] of a dense [..., K] that `meta` [..., K/8] stores. No sync. Differentiable in `dense`."""
+    if _goes_to_kernels(dense):
+        every = torch.ones(*meta.shape[:-1], GROUP * meta.shape[-1], dtype=torch.uint8, device=meta.device)
+        made = by_kernel("pack24", dense, unpack(every, meta).view(torch.bool))
+        if made is not None:
+            return made[0]
+    return dense.gather(-1, columns(meta).long())
+
+
 def _interleaved(*parts: Tensor) -> Tensor:
     """Element i of each part, then element i + 1, along the last dim. torch.autocast, which refuses to stack one half
     type where it casts to the other, has no part in it.

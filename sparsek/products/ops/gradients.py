@@ -5,7 +5,8 @@
     S = (X Y) at P                         dX = dS Y^T                            dY = X^T dS
     C = A B at P                           dA = (dC B^T) at A's blocks            dB = (A^T dC) at B's blocks
     C = A B, dense                         the same, dC read at the blocks that C can have
-    C = A B, A 2:4, or A^T B               no dA; dB = alpha A^T dZ, or alpha A dZ; dbias, dother as above
+    C = A B, or A^T B, A 2:4               dA = alpha (dZ B^T) at A's pairs; the rest as above
+    C = A B, A in FP8                      no dA; dB = alpha A^T dZ, A dequantized to the dtype of dZ
     y = mlp(x, A, B), h = act(z)           dz = (dy B) * act'(z), then those of y = h B^T and of z = x A^T
 
 A gradient of values has their shape and order, [nnzb, bm, bk] as stored, for a transposed view too: for A = V^T, dV is
@@ -23,11 +24,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import save_for_backward, saved_tensors
 from sparsek.engine.call import transforms
 from sparsek.engine.call.transforms import Gradients
 from sparsek.engine.planning import same_family
+from sparsek.products.formats import two_four
 from sparsek.products.formats.padding import zero_outside
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.storage import Parts
@@ -38,8 +41,8 @@ from sparsek.products.ops.library_args import (
     SddmmArgs,
     SpgemmArgs,
     SpmmArgs,
+    dequantized,
 )
-from sparsek.products.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
 from sparsek.products.plan.spmm import tokens
 
 # Families whose 2:4 kernels also multiply the transpose. For another family the planner chooses among these.
@@ -47,14 +50,8 @@ TURNING = ("unpacked", "cpu", "reference")
 
 
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """Save what the gradients of spmm read: the values of A for B, B for the values of A, and C for relu. Refuse values
-    that require a gradient and have none."""
+    """Save what the gradients of spmm read: the values of A for B, B for the values of A, and C for relu."""
     args, needs = SpmmArgs(*inputs), _needs(ctx, SpmmArgs)
-    if args.scale is not None:
-        raise InvalidInput(FP8_HAS_NO_GRADIENT)
-    if needs.values and args.meta is not None:
-        kind = "Semi24" if args.indptr is None else "BSR24"
-        raise InvalidInput(VALUES_HAVE_NO_GRADIENT.format(kind=kind))
     ctx.without = args.activation not in ("", "relu") or (
         args.other is not None and bool(args.activation or args.combine == "mul")
     )
@@ -64,8 +61,12 @@ def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
     if not needs.values:
         args = args._replace(b=none)
     if not needs.b:
-        args = args._replace(values=none, meta=none)
-    _save(ctx, args._replace(bias=none, other=none), output if args.activation == "relu" and learns else None)
+        args = args._replace(values=none, scale=none)
+    _save(
+        ctx,
+        args._replace(b_scale=none, bias=none, other=none),
+        output if args.activation == "relu" and learns else None,
+    )
 
 
 def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
@@ -79,10 +80,12 @@ def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
 
     def sample(x: Tensor, y: Tensor) -> Tensor:
         lists = args.indptr, args.indices, args.sizes
-        return transforms.call("sddmm", x, y, *lists, same_family(args.kernel, "sddmm"))
+        if args.indptr is None:
+            return of_pairs(dense_product(x, y), args.meta)
+        return of_pairs(transforms.call("sddmm", x, y, *lists, same_family(args.kernel, "sddmm")), args.meta)
 
     def turn(dz: Tensor) -> Tensor:
-        flipped = args.parts._replace(transposed=not args.transposed)
+        flipped = dequantized(args.parts, dz.dtype)._replace(transposed=not args.transposed)
         return _spmm(flipped, dz, ctx.b_by_columns, args.kernel, args.alpha)
 
     if args.by_columns:
@@ -110,6 +113,17 @@ def of_product(
     dz = grad if out is None else through_relu(grad, out)
     both = of_factors(needs, dz, b, transposed, alpha, sample, turn)
     return *both, of_bias(dz) if needs[2] else None, grad if needs[3] else None
+
+
+def dense_product(x: Tensor, y: Tensor) -> Tensor:
+    """X Y by torch, in their dtype under torch.autocast too."""
+    with dtypes.as_given(x.device):
+        return x @ y
+
+
+def of_pairs(dense: Tensor, meta: Tensor | None) -> Tensor:
+    """The elements of `dense` that 2:4 metadata stores; all of them without metadata."""
+    return dense if meta is None else two_four.stored(dense, meta)
 
 
 def through_relu(grad: Tensor, out: Tensor) -> Tensor:
@@ -280,6 +294,7 @@ def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: floa
 
 def turning(kernel: str | None, two_four: bool) -> str | None:
     """The kernel that multiplies by the transpose, if `kernel` was named for the product."""
+    kernel = None if kernel is None else kernel.removesuffix("_fp8")
     if not two_four:
         return same_family(kernel, "spmm")
     return kernel if kernel is None or kernel.split(".")[0] in TURNING else None

@@ -281,6 +281,18 @@ def whole(given: Parts) -> tuple[SparseMatrix, bool]:
     return Quantized.unchecked(made, scale.contiguous(), scale_kind, fast_accum), transposed
 
 
+def dequantized(given: Parts, dtype: torch.dtype) -> Parts:
+    """The parts of scale * matrix in `dtype`, for parts in FP8, which may be fake; others as they are."""
+    if given.scale is None:
+        return given
+    indptr, indices = given.indptr, given.indices
+    inner: Any = Semi24.unchecked(given.values, given.meta)
+    if indptr is not None and indices is not None:  # meta counts for no scale
+        inner = fake(given.values, indptr, indices, given.sizes)
+    values = Quantized.unchecked(inner, given.scale, given.scale_kind).dequantize(dtype).values
+    return given._replace(values=values, scale=None, scale_kind="", fast_accum=False)
+
+
 def shape_of(given: Parts) -> tuple[int, int]:
     """M and K of the matrix of these parts, which may be fake."""
     rows, columns = given.sizes[:2] if given.sizes else (given.values.shape[0], 2 * given.values.shape[1])

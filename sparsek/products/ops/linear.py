@@ -75,7 +75,8 @@ def linear(
         InvalidInput: For operands that do not fit.
         Unsupported: If no kernel can run; the message has the reasons of each.
 
-    Differentiable in x, the values of a BSR, bias and residual; double backward works. If a gradient is needed, torch
+    Differentiable in x, the values of a BSR, Semi24 or BSR24, bias and residual, with gradients as those of `spmm`;
+    double backward works. If a gradient is needed, torch
     applies gelu, gelu_tanh or silu to the rounded x @ W.T + bias, which the backward pass reads. For a BSR that learns
     `hopper.spmm` writes the activation and its derivative instead, except under torch.compile and torch.func. Torch
     adds a residual that follows an activation. Under torch.autocast all operands are cast to its dtype, which is that
@@ -197,16 +198,17 @@ def route(call: LinearCall, slot: Slot) -> Tensor:
         # In a recorded call, a copy made before the launch would be a constant.
         slot = slot._replace(key=None)
     call.bias, call.residual = rows
-    act, residual, quantized = call.activation or "", call.residual, isinstance(call.w, Quantized)
+    act, residual = call.activation or "", call.residual
     # torch computes the gradients of an epilogue, and so applies what needs one.
-    apart = act != "" and not quantized and _wanted(call.x, call.w.values, call.bias, residual)
+    x = call.x if isinstance(call.x, Tensor) else None
+    apart = act != "" and _wanted(x, call.w.values, call.bias, residual)
     cut = apart and act != "relu"
     slope = cut and call.writes_slope()
     inside, after = ("", "" if slope else act) if cut else (act, "")
     run: Any = call.with_slope if slope else lambda: call.run(inside, None if apart else residual)
-    if slope or (slot.learns and isinstance(call.x, Tensor) and not quantized):
+    if slope or (slot.learns and x is not None):
         if not slot.learns:
-            slot = slot._replace(operands=(call.w.values, call.x, *(t for t in rows if t is not None)))
+            slot = slot._replace(operands=(call.w.values, x, *(t for t in rows if t is not None)))
         how = How(True, False, 1.0, inside == "relu", call.kernel, act if slope else "")
         learned = LearnedProduct(how, call.bias is not None, residual is not None, apart, after)
         return slot.differentiate(learned, call.w, run)
@@ -233,7 +235,7 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
         InvalidInput: For operands that do not fit.
         Unsupported: If no kernel can run; the message has the reasons of each.
 
-    Differentiable in x and the values of BSR weights. If a gradient is needed, torch applies silu and multiplies, and
+    Differentiable in x and the values of weights that are not in FP8. If a gradient is needed, torch applies silu and multiplies, and
     both products are saved for the backward pass. Under torch.autocast as `linear`.
 
     Examples:
@@ -257,12 +259,11 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
         if not (isinstance(W_gate, Quantized) and isinstance(W_up, Quantized)):
             raise InvalidInput("W_gate and W_up must both be a Quantized, or none of them")
         dtype = dtype_of(W_gate, x, dtype)
-        if isinstance(x, Tensor):
-            if tracing.wants_gradient(x):
-                raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
-            x = quantize_dense(x, E4M3, "row", check=False)
-    if dtype is None and _wanted(x, W_gate.values, W_up.values):
-        gate, up = (multiply(Product.layer(x, w), kernel) for w in (W_gate, W_up))
+    learns = isinstance(x, Tensor) and _wanted(x, W_gate.values, W_up.values)
+    if isinstance(W_gate, Quantized) and isinstance(x, Tensor) and not learns:
+        x = quantize_dense(x, E4M3, "row", check=False)
+    if learns:
+        gate, up = (multiply(Product.layer(x, w, dtype=dtype), kernel) for w in (W_gate, W_up))
         with dtypes.as_given(x.device):
             y = functional.silu(gate) * up
     else:

@@ -85,9 +85,11 @@ def spmm(
         InvalidInput: For operands that do not fit.
         Unsupported: If no kernel can run; the message has the reasons of each.
 
-    Differentiable in the values of a BSR, with a gradient [nnzb, bm, bk], and in the dense operand. That of the values
-    reads the leading dims of B joined with N, which copies B and the gradient of C unless their layout allows that.
-    `out` and `plan` have no gradient, nor do products with a Quantized and the values of a Semi24 or BSR24.
+    Differentiable in the values of a BSR, Semi24 or BSR24, with a gradient of their shape, and in the dense operand.
+    That of the values reads the leading dims of B joined with N, which copies B and the gradient of C unless their
+    layout allows that; of a Semi24 it is the dense product dC @ B.T at the stored elements. A Quantized gets no
+    gradient, and the dense operand beside it that of the dequantized matrix, straight through its own rounding: the
+    backward pass dequantizes to the dtype of C, into a workspace. `out` and `plan` have no gradient.
 
     The transpose of a 2:4 matrix, as in X @ A and in the gradient of B, is unpacked into a workspace in each call on a
     GPU; `explain()` has its size. A Semi24 or BSR24 in FP8 must be A; for x @ A.T use `sparsek.linear(x, A)`.
@@ -181,7 +183,7 @@ def route(call: SpmmCall, slot: Slot) -> Tensor:
     def run() -> Tensor:
         return product.seen(multiply(product, kernel), call.a)
 
-    if slot.learns and not isinstance(product.a, Quantized):
+    if slot.learns and isinstance(product.b, Tensor):
         rows = product.out_layout == "col"
         return slot.differentiate(
             LearnedProduct(How(rows, rows, epilogue.alpha, False, kernel)), call.matrix, run
@@ -259,12 +261,10 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
     """The product, row-major, as `SpmmPlan.run` returns it; by the torch.library op where the call is traced."""
     a, transposed, b, out, epilogue, out_layout, dtype = call
     bias, other, values = epilogue.bias, epilogue.other, a.values
-    quantized = isinstance(a, Quantized)
-    if quantized:
-        transforms.refuse("FP8 products have no gradient; they do not go")
+    if isinstance(b, QuantizedTensor):
+        transforms.refuse("products of a QuantizedTensor do not go")
     transforms.check(values, call.wide, bias, other, out)
-    call.refuse_gradients()
-    learns = not quantized and tracing.wants_gradient(values, call.wide, bias, other, out)
+    learns = tracing.wants_gradient(values, call.wide, bias, other, out)
     if out is not None:
         if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
@@ -277,7 +277,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
     if not traced and transforms.are_plain(values, call.wide, bias, other):
         rows = out_layout == "col"
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
-        dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
+        dense, other = (x.mT if rows and x is not None else x for x in (call.wide, other))
         with torch.no_grad():
             c = run(call, kernel)
         return ProductFunction.apply(values, dense, bias, other, (a, how, c, None))
@@ -386,11 +386,11 @@ class LearnedProduct(NamedTuple):
     def __call__(self, a: Matrix, given: Sequence[Tensor], made: Any) -> Tensor:
         """The result that was `made` of the tensors of `a`, the dense operand, the bias and the residual."""
         how, biased, residual, apart, act = self
-        own = 1 if a.__class__ is BSR else 2
+        own = len(given) - 1 - biased - residual  # tensors of the matrix
         other = given[-1] if residual else None
         bias = given[own + 1] if biased else None
         c, slope = made if how.slope else (made, None)
-        y = _multiplied(given[0], given[own], bias, None if apart else other, (a, how, c, slope))
+        y = _multiplied(a.values, given[own], bias, None if apart else other, (a, how, c, slope))
         return finished(y, act, other) if apart else y
 
 
@@ -413,36 +413,37 @@ class ProductFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         values: Tensor,
-        dense: Tensor,
+        dense: Tensor | None,
         bias: Tensor | None,
         other: Tensor | None,
         product: tuple[Matrix, How, Tensor, Tensor | None],
     ) -> Tensor:
         of_values, of_b, of_bias, _, _ = ctx.needs_input_grad
         a, how, c, slope = product
-        if of_values and not isinstance(a, BSR):
-            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
         # Torch lets nobody change in place a view, as of leading dims, that a function returns.
         c = c.data if c._is_view() else c
         cut = c if how.relu and (of_values or of_b or of_bias) else None
-        later, shape, by_columns = None, dense.shape, how.rows or gradients.lies_by_columns(dense)
+        later, shape = None, None if dense is None else dense.shape
+        by_columns = how.rows or (dense is not None and gradients.lies_by_columns(dense))
         if slope is not None:  # a second derivative computes the product again
             of_values, of_b, later = True, True, SecondOrderInput.of(bias)
-        if (of_b and values.is_inference()) or (of_values and dense.is_inference()):
-            arguments.kept(
-                "an operand, a pattern or a mask", values if of_b and values.is_inference() else dense
-            )
-        ctx.save_for_backward(values if of_b else None, dense if of_values else None, cut, slope)
         owner, form, own = a.signature()
-        fields = {**a.__dict__, "values": None}  # which autograd keeps
-        ctx.product = a.__class__, fields, (owner, form, own[1:]), how, shape, by_columns, later
+        stored, scale, scaled = (a.matrix, a.scale, a.kind) if isinstance(a, Quantized) else (a, None, "")
+        saved = values if of_b else None, scale if of_b else None, dense if of_values else None
+        for x in saved:
+            if x is not None and x.is_inference():
+                arguments.kept("an operand, a pattern or a mask", x)
+        ctx.save_for_backward(*saved, cut, slope)
+        fields = {**stored.__dict__, "values": None}  # which autograd keeps
+        own = own[1 if scale is None else 2 :]
+        ctx.product = stored.__class__, fields, scaled, (owner, form, own), how, shape, by_columns, later
         return c
 
     @staticmethod
     @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, dense, out, slope = saved_tensors(ctx)
-        kind, fields, (owner, form, own), how, shape, by_columns, later = ctx.product
+        values, scale, dense, out, slope = saved_tensors(ctx)
+        kind, fields, scaled, (owner, form, own), how, shape, by_columns, later = ctx.product
         rows, turned, alpha, _, kernel, activation = how
         needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
         two_four, dz = not issubclass(kind, BSR), grad
@@ -459,11 +460,19 @@ class ProductFunction(torch.autograd.Function):
         def products() -> tuple[Tensor | None, Tensor | None]:
             """The gradients of the values and of the dense operand."""
             whole = kind.of_fields({**fields, "values": values})
+            if scale is not None:
+                whole = Quantized.unchecked(whole, scale, scaled).dequantize(dz.dtype)
             view, named = not two_four and whole.order is not None, gradients.turning(kernel, two_four)
 
             def sample(x: Tensor, y: Tensor) -> Tensor:
+                if kind is Semi24:
+                    return gradients.of_pairs(gradients.dense_product(x, y), whole.meta)
                 at = whole.pattern.T if view else whole.pattern
-                return sampled(Sampled(x, y, at), gradients.same_family(kernel, "sddmm"))
+                if kind is Semi24:
+                    return gradients.of_pairs(gradients.dense_product(x, y), whole.meta)
+                at = whole.pattern.T if view else whole.pattern
+                of_blocks = sampled(Sampled(x, y, at), gradients.same_family(kernel, "sddmm"))
+                return gradients.of_pairs(of_blocks, whole.meta if two_four else None)
 
             def turn(dz: Tensor) -> Tensor:
                 if two_four or (by_columns and not rows):
@@ -479,11 +488,11 @@ class ProductFunction(torch.autograd.Function):
                 return c.view(shape) if rows and c.shape != shape else c
 
             parts = (tokens(dz).mT, none if dense is None else tokens(dense).mT) if rows else (dz, dense)
-            return gradients.of_factors(needs, *parts, view != (turned and not two_four), alpha, sample, turn)
+            return gradients.of_factors(needs, *parts, view != turned, alpha, sample, turn)
 
         slot: Any = recorded_calls.UNBOUND
         if not again and not torch.compiler.is_compiling():
-            given = [x for x in (dz, dense, values, *(own if needs[1] else ())) if x is not None]
+            given = [x for x in (dz, dense, values, scale, *own) if x is not None]
             settings = "backward", how, form, by_columns, *needs[:2]
             slot = recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, given)
         of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot

@@ -29,14 +29,6 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAN_HAS_NO_GRADIENT = (
     "a plan has no gradient; call it under torch.no_grad(), or call sparsek.{op} without plan=, which has one"
 )
-FP8_HAS_NO_GRADIENT = (
-    "products of FP8 matrices have no gradient; call them under torch.no_grad(), or multiply .dequantize(dtype), "
-    "which has one for the dense operand"
-)
-VALUES_HAVE_NO_GRADIENT = (
-    "the values of a {kind} require a gradient, which products of 2:4 matrices do not compute; use A.detach(). "
-    "Gradients reach the dense operand, the bias and the residual"
-)
 OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or omit out="
 
 

@@ -136,15 +136,6 @@ class Product(NamedTuple):
             operands.check_epilogue(self.epilogue, shape, self.dtype, self.b.device, self.out_layout)
         return self
 
-    def refuse_gradients(self) -> None:
-        """InvalidInput if autograd would expect a gradient that no product of this matrix has."""
-        if isinstance(self.a, Quantized):
-            if tracing.wants_gradient(self.wide, self.epilogue.bias, self.epilogue.other, self.out):
-                raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
-        elif not isinstance(self.a, BSR) and tracing.wants_gradient(self.a.values):
-            kind = type(self.a).__name__
-            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=kind))
-
     @property
     def like(self) -> Tensor:
         return self.b if isinstance(self.b, Tensor) else self.b.values
@@ -308,11 +299,9 @@ class SpmmPlan(Plan):
                 raise InvalidInput(f"this plan was made for a sparse matrix on the {side}; {ANEW}")
             scaled = (isinstance(a, Quantized) or isinstance(b, Quantized)) and out is None
             call = Product.of(a, b, out, epilogue, dtype if scaled else None)
-        if isinstance(call.a, Quantized):
-            call.refuse_gradients()
-        elif tracing.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
+        if tracing.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
-        elif tracing.wants_gradient(out):
+        if tracing.wants_gradient(out):
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
         self._check_planned(call)
         c = self.run(call, captured(call.a.values))
