@@ -2,5 +2,6 @@
 
 from sparsek.nn.attention import SparseAttention
 from sparsek.nn.linear import BlockSparseLinear
+from sparsek.nn.sparse import SparseLinear
 
-__all__ = ["BlockSparseLinear", "SparseAttention"]
+__all__ = ["BlockSparseLinear", "SparseAttention", "SparseLinear"]

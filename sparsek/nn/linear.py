@@ -3,52 +3,41 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import outside_inference, saveable, unmapped, untransformed
+from sparsek.core.tracing import outside_inference, saveable
+from sparsek.nn.forms import check_bias, weight_and_bias
+from sparsek.nn.indices import NOT_ONNX, copies
 from sparsek.nn.parameter import (
     PLAIN,
-    BufferPattern,
-    History,
-    before_conversion,
     begin_anew,
     bounds,
     draw,
     empty,
     follow,
     meta_device,
-    note_pattern,
 )
+from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.bsr import BSR, padding_nonzeros
 from sparsek.products.formats.convert import Scope
 from sparsek.products.formats.padding import zero_padding
 from sparsek.products.formats.pattern import BlockPattern, grid_of
 from sparsek.products.formats.random import random_pattern
-from sparsek.products.ops.library_args import remember
-from sparsek.products.ops.linear import Activation, linear
+from sparsek.products.ops.linear import Activation
 from sparsek.products.plan import operands
 
-SEEN = 4  # patterns that a layer remembers by their tensors
 OUTSIDE = (
     "{} values outside the {}x{} weight are not zero; layer.load_state_dict(layer.state_dict()) clears them"
 )
-DENSE = "put torch.nn.Linear with layer.weight.to_dense() in its place"
-NOT_TORCHSCRIPT = (
-    "torch.jit.{} cannot take a BlockSparseLinear; use torch.compile or torch.export, or " + DENSE
-)
-NOT_ONNX = "ONNX has no block-sparse product; for torch.onnx.export " + DENSE
 
 
-class BlockSparseLinear(nn.Module):
+class BlockSparseLinear(SparseLinear):
     """A torch.nn.Linear whose weight is a BSR: y = act(x @ W.T + bias) + residual for x [..., in_features].
 
     The pattern is fixed while the layer trains. `indptr` and `indices` define it: after a loader has assigned or
@@ -86,6 +75,16 @@ class BlockSparseLinear(nn.Module):
     bias: nn.Parameter | None
     indptr: Tensor
     indices: Tensor
+    _block: tuple[int, int]
+    _kind = "bsr"  # in the class, for pickles of before
+
+    if TYPE_CHECKING:
+
+        @property
+        def pattern(self) -> BlockPattern: ...
+
+        @property
+        def block(self) -> tuple[int, int]: ...
 
     @outside_inference
     def __init__(
@@ -97,7 +96,7 @@ class BlockSparseLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         if not isinstance(pattern, BlockPattern):
             raise InvalidInput(
                 f"pattern must be a BlockPattern of [out_features, in_features], got {type(pattern).__name__}; "
@@ -160,7 +159,7 @@ class BlockSparseLinear(nn.Module):
     @outside_inference
     def from_dense(
         cls,
-        dense: nn.Linear | Tensor,
+        dense: nn.Module | Tensor,
         block: int | tuple[int, int],
         *,
         keep: float | None = None,
@@ -175,7 +174,8 @@ class BlockSparseLinear(nn.Module):
         with `dense`. A weight on the meta device has no values to choose by: give `mask`.
 
         Args:
-            dense: A torch.nn.Linear, or a weight [out_features, in_features] for a layer without bias.
+            dense: A torch.nn.Linear, transformers' Conv1D, or a weight [out_features, in_features] for a layer without
+                bias.
             block: The sides (bm, bk) of a block, or one side of a square one: multiples of 16 from 16 to 512.
             keep: The share of the blocks to store, 0 to 1: those of largest Frobenius norm.
             threshold: Store the blocks whose Frobenius norm is greater. 0 stores every block with a nonzero element.
@@ -186,14 +186,8 @@ class BlockSparseLinear(nn.Module):
         Raises:
             InvalidInput: For another kind of layer, and as `BSR.from_dense`.
         """
-        if not isinstance(dense, (nn.Linear, Tensor)):
-            raise InvalidInput(
-                f"from_dense takes a torch.nn.Linear or its weight [out_features, in_features], got "
-                f"{type(dense).__name__}"
-            )
-        weight, bias = (dense.weight, dense.bias) if isinstance(dense, nn.Linear) else (dense, None)
-        arguments.dense("weight", weight)
-        if isinstance(weight, Tensor) and weight.is_meta:
+        weight, bias = weight_and_bias(dense)
+        if weight.is_meta:
             if mask is None:
                 raise InvalidInput(
                     "the weight is on the meta device and has no values by which blocks are chosen; give mask=, or use "
@@ -202,9 +196,7 @@ class BlockSparseLinear(nn.Module):
             like = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
             pattern = BSR.from_dense(like, block, mask=mask, threshold=threshold, keep=keep).pattern
             return cls(pattern, bias is not None, activation=activation, dtype=weight.dtype, device="meta")
-        chosen = BSR.from_dense(
-            weight.detach(), block, mask=mask, threshold=threshold, keep=keep, scope=scope
-        )
+        chosen = BSR.from_dense(weight, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
         return cls.from_bsr(chosen, None if bias is None else bias.detach().clone(), activation=activation)
 
     @classmethod
@@ -227,14 +219,7 @@ class BlockSparseLinear(nn.Module):
             raise InvalidInput(
                 f"from_bsr takes a BSR, got {type(a).__name__}; from_dense takes dense weights"
             )
-        wanted = (torch.Size([a.shape[0]]), a.dtype, a.device)
-        if bias is not None:
-            arguments.dense("bias", bias)
-            if (bias.shape, bias.dtype, bias.device) != wanted:
-                raise InvalidInput(
-                    f"bias is {bias.dtype} {list(bias.shape)} on {bias.device}; it must be {a.dtype} [{a.shape[0]}] "
-                    f"on {a.device}, or None"
-                )
+        check_bias(bias, a.shape[0], a.dtype, a.device)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._own(a.pattern, a.logical_values().detach(), None if bias is None else bias.detach(), activation)
@@ -243,42 +228,11 @@ class BlockSparseLinear(nn.Module):
     def _own(
         self, pattern: BlockPattern, values: Tensor, bias: Tensor | None, activation: Activation | None
     ) -> None:
-        operands.check_activation(activation)
-        self.activation: Activation | None = activation
-        self.out_features, self.in_features = pattern.shape
-        self._block = pattern.block
-        self._seen: tuple[BufferPattern, ...] = ()
+        self._describe(BSR.unchecked(pattern, values), activation, values.dtype)
         self.values = nn.Parameter(saveable(values))
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias)))
-        for name, part in _copies(pattern):
-            self.register_buffer(name, part.to("meta") if self.values.is_meta else part)
-        self._history = History()
-        self._see(self.indptr, self.indices, pattern, new=True)
+        self._register_pattern(pattern, values.is_meta)
         follow(self)
-
-    @property
-    def pattern(self) -> BlockPattern:
-        """The BlockPattern of the weight, which is that of `indptr` and `indices`.
-
-        Reading it synchronizes once after they have changed.
-
-        Raises:
-            InvalidInput: If `indptr` and `indices` are no pattern of this layer.
-        """
-        if torch.compiler.is_compiling():  # the buffers are inputs of the graph
-            shape = self.out_features, self.in_features
-            return BlockPattern.unchecked(shape, self._block, self.indptr, self.indices)
-        if self._seen:
-            seen, buffers = self._seen[0], self._buffers
-            same = id(self._parameters.get("values")) == seen.values
-            if same and seen.holds(buffers.get("indptr"), buffers.get("indices")):
-                return seen.pattern
-        return self._look()
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """The sides (bm, bk) of a block of the weight."""
-        return self._block
 
     @property
     def weight(self) -> BSR:
@@ -308,115 +262,14 @@ class BlockSparseLinear(nn.Module):
             )
         if not values.is_contiguous() and not torch._C._are_functorch_transforms_active():
             values = values.contiguous()
-        if (
-            torch._C._len_torch_dispatch_stack() and not self.indptr.is_meta
-        ):  # a graph has the buffers as inputs
-            parts = (unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
-            pattern = BlockPattern.unchecked(pattern.shape, pattern.block, *parts)
+        if torch._C._len_torch_dispatch_stack():
+            pattern = self._traced(pattern)
         return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
 
-    def _look(self) -> BlockPattern:
-        """The pattern of buffers that are other tensors than in the last call, or were written to."""
-        indptr, indices = (unmapped(name, self._buffer(name)) for name in ("indptr", "indices"))
-        for seen in self._seen:
-            if not seen._replace(new=False).holds(indptr, indices):
-                continue
-            if seen.new and indptr.is_cuda and torch.cuda.is_current_stream_capturing():
-                return seen.pattern
-            with _disable_current_modes():
-                if not seen.new or untransformed(seen.is_in_memory):
-                    return self._see(indptr, indices, seen.pattern)
-        if isinstance(indptr, Tensor) and type(indptr) not in PLAIN:  # fake, or traced in another way
-            return BlockPattern.unchecked((self.out_features, self.in_features), self._block, indptr, indices)
-        with _disable_current_modes():
-            found = untransformed(lambda: self._read(indptr, indices))
-        return self._see(indptr, indices, found)
-
-    def _buffer(self, name: str) -> Any:
-        """A buffer. One of inference mode, where torch counts no writes, is replaced by a copy."""
-        part = getattr(self, name, None)
-        if isinstance(part, Tensor) and part.is_inference() and self._buffers.get(name) is part:
-            part = self._buffers[name] = saveable(part)
-        return part
-
-    @torch.inference_mode(False)
-    def _read(self, indptr: Tensor, indices: Tensor) -> BlockPattern:
-        """The pattern of new contents of the buffers, checked with one sync; a known object if it is equal."""
-        try:
-            for name, part in (("indptr", indptr), ("indices", indices)):
-                arguments.tensor(name, part, (torch.int32,), ndim=1)
-            if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise InvalidInput("they have changed; call the layer before a CUDA graph is captured")
-            # Copies: the next write must change neither a pattern that others share nor one that a loss has saved.
-            own = (x.detach().clone(memory_format=torch.contiguous_format) for x in (indptr, indices))
-            shape = self.out_features, self.in_features
-            found = BlockPattern(shape, self._block, *own)
-            values = self.values
-            plain = type(values) in PLAIN and not is_functorch_wrapped_tensor(values)
-            fits = plain and values.device == found.device and len(values) == found.nnzb
-            outside = padding_nonzeros(BSR.unchecked(found, values.detach())) if fits else 0
-            if outside:
-                raise InvalidInput(OUTSIDE.format(outside, *shape))
-        except InvalidInput as error:
-            raise InvalidInput(f"indptr and indices of this BlockSparseLinear: {error}") from None
-        known = (x.pattern for x in self._seen)
-        return next((x for x in known if x.device == found.device and x.same_as(found)), found)
-
-    def _see(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        pattern: BlockPattern,
-        new: bool = False,
-        loads: bool = False,
-    ) -> BlockPattern:
-        """Note that the buffers have this pattern, and that `values` are of it.
-
-        `new`: the next call compares contents, if a GPU has them: a broadcast into new buffers leaves no trace.
-        `loads`: load_state_dict gave the pattern.
-        """
-        values = self.values
-        state = contents = None
-        plain = all(type(x) in PLAIN and not is_functorch_wrapped_tensor(x) for x in (indptr, indices))
-        if plain:
-            state = indptr._version, indices._version, indptr.data_ptr(), indices.data_ptr()
-        if plain and indptr.is_cpu and indices.is_cpu:
-            rows, columns = pattern.host
-            with _disable_current_modes():
-                views = untransformed(lambda: (indptr.numpy(), indices.numpy()))
-            contents = views[0], rows.tobytes(), views[1], columns.tobytes()
-        made = BufferPattern(indptr, indices, state, pattern, id(values), contents)
-        made = made.again() if new else made
-        others = [x for x in self._seen if not (x.indptr is indptr and x.indices is indices)]
-        self._seen = (made, *others)[:SEEN]
-        if isinstance(values, nn.Parameter):
-            note_pattern(self, values, pattern, loads)
-        if plain and not indptr.is_meta and not made.new:
-            remember(indptr, indices, pattern, replace=True)  # compiled graphs then share its plans
-        return pattern
-
-    def _valid_pattern(self) -> BlockPattern | None:
-        """The pattern, or None while the buffers are none, for example between two assignments of a loader.
-
-        Contents on a GPU are compared, with one sync.
-        """
-        self._seen = tuple(seen.again() for seen in self._seen)
-        with suppress(InvalidInput):
-            return self.pattern
-        return None
-
-    if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return y [..., out_features], in the dtype of x or of torch.autocast.
-
-        Args:
-            x: [..., in_features].
-            residual: [..., out_features], added after the activation.
-        """
-        return linear(x, self.weight, self.bias, self.activation, residual)
+    def _refuse_outside(self, pattern: BlockPattern, values: Tensor) -> None:
+        outside = padding_nonzeros(BSR.unchecked(pattern, values))
+        if outside:
+            raise InvalidInput(OUTSIDE.format(outside, *pattern.shape))
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -452,46 +305,14 @@ class BlockSparseLinear(nn.Module):
             f"blocks, {100 * stored / max(1, cells):.3g} %, bias={self.bias is not None}{activation}"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseLinear:
-        """Apply a conversion, as .to and .half do, which leaves the pattern as it is, also .to_empty.
-
-        On "meta" the layer keeps its pattern for the next real device.
-        """
-        before, pattern = (self.indptr, self.indices), self._valid_pattern()
-        before_conversion(self, pattern)
-        super()._apply(fn, recurse)
-        if pattern is not None and (self.indptr is not before[0] or self.indices is not before[1]):
-            if not self.indptr.is_meta:
-                pattern = pattern.to(self.indptr.device)
-                self.indptr, self.indices = (part for _, part in _copies(pattern))
-            self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or a pickle, with the pattern, which deepcopy shares."""
-        return {**self.__dict__, "_seen": self._valid_pattern(), "_history": None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle."""
-        old = state.get(
-            "_pattern"
-        )  # the pattern in a state of before 0.1.0, whose buffers were its own tensors
-        pattern = state.get("_seen", old)
-        super().__setstate__({**state, "_seen": (), "_history": History()})
-        follow(self)
+        old = state.get("_pattern")  # of before 0.1.0, whose buffers were its own tensors
         if old is not None:
-            self._block = self.__dict__.pop("_pattern").block
-            if not self.indptr.is_meta:
-                self.indptr, self.indices = (part for _, part in _copies(old))
-        if pattern is not None:
-            self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True)
-
-    # torch calls this in place of forward under torch.jit.trace, and so in torch.onnx.export(dynamo=False).
-    def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise InvalidInput(NOT_ONNX if torch.onnx.is_in_onnx_export() else NOT_TORCHSCRIPT.format("trace"))
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise InvalidInput(NOT_TORCHSCRIPT.format("script"))
+            own = {} if state["_buffers"]["indptr"].is_meta else dict(copies(old))
+            state = {**state, "_block": old.block, "_seen": old, "_buffers": {**state["_buffers"], **own}}
+            del state["_pattern"]
+        super().__setstate__(state)
 
     def _load_from_state_dict(
         self,
@@ -538,7 +359,8 @@ class BlockSparseLinear(nn.Module):
             torch.__future__.get_swap_module_params_on_conversion()
         ):  # which refuses tensors that are weakly referenced
             self.indptr, self.indices = torch.empty_like(self.indptr), torch.empty_like(self.indices)
-        super()._load_from_state_dict(
+        nn.Module._load_from_state_dict(
+            self,
             state_dict,
             prefix,
             local_metadata,
@@ -550,7 +372,7 @@ class BlockSparseLinear(nn.Module):
         if pattern is not None:
             here = self.values.device if self.values.is_meta else pattern.device
             if self.indptr.device != here or self.indices.device != here:
-                self.indptr, self.indices = (part.to(here) for _, part in _copies(pattern))
+                self.indptr, self.indices = (part.to(here) for _, part in copies(pattern))
             self._see(self._buffer("indptr"), self._buffer("indices"), pattern, new=True, loads=True)
 
     def _pattern_in(
@@ -594,7 +416,4 @@ class BlockSparseLinear(nn.Module):
         return (current if same else found), values
 
 
-@torch.inference_mode(False)
-def _copies(pattern: BlockPattern) -> list[tuple[str, Tensor]]:
-    """The names and contents of the buffers of a layer. Writing to them leaves the pattern as it is."""
-    return untransformed(lambda: [("indptr", pattern.indptr.clone()), ("indices", pattern.indices.clone())])
+SparseLinear.form_of_bsr = BlockSparseLinear

@@ -441,7 +441,7 @@ def begin_anew(values: nn.Parameter, pattern: BlockPattern) -> None:
     _part(values, lambda node: node.register_prehook(_refuse_old_gradient))
     if values.shape[0] != pattern.nnzb:
         with torch.inference_mode(False):
-            values.data = values.data.new_empty((pattern.nnzb, *pattern.block))
+            values.data = values.data.new_empty((pattern.nnzb, *values.shape[1:]))
 
 
 def _refuse_old_gradient(gradients: Any) -> NoReturn:

@@ -555,7 +555,7 @@ def test_parameters_may_be_swapped_by_torch(swapped: bool) -> None:
     assert is_as(made, right)
 
 
-NOT_ONNX = r"ONNX has no block-sparse product; .* torch\.nn\.Linear with layer\.weight\.to_dense\(\)"
+NOT_ONNX = r"ONNX has no sparse product; .* torch\.nn\.Linear with layer\.weight\.to_dense\(\)"
 
 
 @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")

@@ -235,8 +235,8 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
         InvalidInput: For operands that do not fit.
         Unsupported: If no kernel can run; the message has the reasons of each.
 
-    Differentiable in x and the values of weights that are not in FP8. If a gradient is needed, torch applies silu and multiplies, and
-    both products are saved for the backward pass. Under torch.autocast as `linear`.
+    Differentiable in x and the values of weights that are not in FP8. If a gradient is needed, torch applies silu and
+    multiplies, and both products are saved for the backward pass. Under torch.autocast as `linear`.
 
     Examples:
         >>> gate, up = (sk.random_bsr(256, 128, block=32, density=0.25, seed=seed) for seed in (0, 1))

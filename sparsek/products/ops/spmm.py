@@ -459,7 +459,7 @@ class ProductFunction(torch.autograd.Function):
 
         def products() -> tuple[Tensor | None, Tensor | None]:
             """The gradients of the values and of the dense operand."""
-            whole = kind.of_fields({**fields, "values": values})
+            whole: Any = kind.of_fields({**fields, "values": values})
             if scale is not None:
                 whole = Quantized.unchecked(whole, scale, scaled).dequantize(dz.dtype)
             view, named = not two_four and whole.order is not None, gradients.turning(kernel, two_four)
