@@ -23,12 +23,14 @@ from sparsek.nn.parameter import (
     draw,
     follow,
 )
+from sparsek.nn.pruned import StraightThrough, choose_again, keep_pruned
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.convert import Scope
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import FORMATS, Quantized, SparseMatrix, quantize
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops.linear import Activation, linear
+from sparsek.products.ops.spmm import finished
 from sparsek.products.ops.weight_formats import TITLES
 from sparsek.products.plan import operands
 
@@ -303,7 +305,51 @@ class SparseLinear(IndexedLayer):
             x: [..., in_features].
             residual: [..., out_features], added after the activation.
         """
-        return linear(x, self.weight, self.bias, self.activation, residual)
+        pruned = self._parameters.get("pruned")
+        if pruned is None or not torch.is_grad_enabled():
+            return linear(x, self.weight, self.bias, self.activation, residual)
+        weight = self.weight
+        z = linear(x, weight.detach(), self.bias)
+        z = StraightThrough.apply(z, x, weight.values, pruned, weight.detach(), self._decay)
+        return finished(z, self.activation or "", residual)
+
+    @outside_inference
+    def keep_pruned(self, dense: nn.Module | Tensor | None = None, *, decay: float = 2e-4) -> Any:
+        """Let the elements of a 2:4 weight that are not stored learn too, for `choose_again`. Return this layer.
+
+        They become the Parameter `pruned`, of the shape of `values`: make the optimizer afterwards. The product reads
+        `values` only. The gradient of `pruned` is that of the dense weight, straight through the choice, plus `decay`
+        times `pruned`. This is SR-STE (Zhou et al. 2021, arXiv:2102.04010).
+
+        Args:
+            dense: The dense layer or weight, whose elements they are; zeros without it.
+            decay: What draws them to 0, lambda in the paper.
+
+        Raises:
+            InvalidInput: For a weight that is not 2:4, or in FP8, and a dense one of another shape.
+        """
+        keep_pruned(self, dense, decay)
+        return self
+
+    @torch.no_grad()
+    def choose_again(
+        self, scores: Tensor | None = None, *, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Choose the two stored of every four neighbours anew: those of largest magnitude. No sync.
+
+        Elements keep their values: what is no longer stored goes to `pruned`, if there is one, and new elements come
+        from it. Without `keep_pruned` the old ones are dropped, and new ones begin at 0. Gradients move along. Blocks
+        stay.
+
+        Args:
+            scores: [out_features, in_features]; by default the magnitudes of the weight with its pruned elements.
+            optimizer: Its state for `values` and `pruned`, for example Adam's moments, moves along.
+
+        Raises:
+            InvalidInput: For a weight that is not 2:4, or in FP8, and scores that do not fit.
+        """
+        choose_again(self, scores, optimizer)
+        self._checked = self._checked[0], Part.of(self.metadata)
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dense weight [out_features, in_features]. Differentiable in `values`.

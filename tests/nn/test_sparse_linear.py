@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear, SparseLinear
+from sparsek.products.formats import two_four
 from sparsek.products.ops.weight_formats import WeightFormat
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -362,3 +363,62 @@ def test_accelerate_loads_it_on_every_path(tmp_path: Path):
 def test_what_makes_no_layer_is_told(make: Callable[[], Any], message: str):
     with pytest.raises(InvalidInput, match=message):
         make()
+
+
+@pytest.mark.parametrize("form", LEARNS)
+def test_sr_ste_is_that_of_a_dense_weight(form: str):
+    """A dense weight, masked in the forward pass, with the gradient of all elements and the decay of the paper."""
+    whole = dense(dtype=torch.float64)
+    mine = SparseLinear.from_dense(whole, form, **BLOCKS.get(form, {}), activation="gelu").keep_pruned(
+        whole, decay=0.1
+    )
+    first = SparseLinear.from_matrix(mine.weight.map(torch.ones_like)).to_dense() != 0
+    cells = first.view(100, 50, 4).any(-1, keepdim=True).expand(-1, -1, 4).reshape(100, 200)
+    plain = (whole.weight * cells).detach().requires_grad_()
+    bias = whole.bias.detach().clone().requires_grad_()
+    ours, theirs = torch.optim.AdamW(mine.parameters(), 1e-2), torch.optim.AdamW([plain, bias], 1e-2)
+    target, mask = torch.randn(6, 100, dtype=torch.float64), first
+    for step in range(6):
+        ours.zero_grad()
+        theirs.zero_grad()
+        at, right = (x(dtype=torch.float64).requires_grad_() for _ in range(2))
+        (mine(at) - target).square().mean().backward()
+        ours.step()
+        masked = (plain.detach() * mask).requires_grad_()
+        (nn.functional.gelu(right @ masked.T + bias) - target).square().mean().backward()
+        plain.grad = (masked.grad + 0.1 * plain.detach() * ~mask) * cells
+        theirs.step()
+        assert_close(mine.to_dense(), (plain * mask).detach())
+        assert_close(at.grad, right.grad)
+        if step % 2:
+            mine.choose_again(optimizer=ours)
+            mask = (sk.Semi24.from_dense(plain.detach()).to_dense() != 0) & cells
+            assert_close(mine.to_dense(), (plain * mask).detach())
+    assert (mask != first).any()
+
+
+def test_scores_choose_what_is_stored_and_kept_elements_keep_their_values():
+    made = layer("semi24")
+    before, scores = made.to_dense().detach(), torch.rand(100, 200)
+    y = made(x())
+    made(x()).sum().backward()
+    made.choose_again(scores)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    mask = sk.Semi24.from_dense(scores).to_dense() != 0
+    assert torch.equal(made.to_dense(), before * mask)
+    assert torch.equal(made(x()), sk.linear(x(), sk.Semi24.from_dense(before, mask), made.bias))
+    for wrong in (layer("bsr_fp8"), SparseLinear.from_dense(dense(), "bsr", block=32, keep=0.5)):
+        with pytest.raises(InvalidInput, match="choose_again is for a 2:4 weight whose values learn"):
+            wrong.choose_again()
+    with pytest.raises(InvalidInput, match=r"it must be dense \[100, 200\]"):
+        made.choose_again(torch.ones(3, 3))
+
+
+def test_complements_of_metadata():
+    nibbles = (4, 8, 12, 9, 13, 14)
+    every = torch.tensor([a | b << 4 for a in nibbles for b in nibbles], dtype=torch.uint8)
+    ones = torch.ones(4 * len(every))
+    both = two_four.unpack(ones, every) + 2 * two_four.unpack(ones, two_four.complement(every))
+    assert both.view(-1, 4).sort(-1).values.tolist() == [[1, 1, 2, 2]] * (2 * len(every))
+    two_four.check_nibbles(two_four.complement(every)[None])

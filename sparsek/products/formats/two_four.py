@@ -95,6 +95,13 @@ def stored(dense: Tensor, meta: Tensor) -> Tensor:
     return dense.gather(-1, columns(meta).long())
 
 
+def complement(meta: Tensor) -> Tensor:
+    """Metadata of the two of every four neighbours that `meta` does not store. No sync."""
+    between = (meta ^ meta >> 2) & 0x33  # i0 ^ i1 of each nibble
+    adjacent = between & ~(between >> 1) & 0x11  # columns 0 and 1, or 2 and 3
+    return meta ^ 0x55 ^ adjacent * 15
+
+
 def _interleaved(*parts: Tensor) -> Tensor:
     """Element i of each part, then element i + 1, along the last dim. torch.autocast, which refuses to stack one half
     type where it casts to the other, has no part in it.

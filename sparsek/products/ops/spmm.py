@@ -427,23 +427,23 @@ class ProductFunction(torch.autograd.Function):
         by_columns = how.rows or (dense is not None and gradients.lies_by_columns(dense))
         if slope is not None:  # a second derivative computes the product again
             of_values, of_b, later = True, True, SecondOrderInput.of(bias)
-        owner, form, own = a.signature()
+        owner, form, _ = a.signature()
         stored, scale, scaled = (a.matrix, a.scale, a.kind) if isinstance(a, Quantized) else (a, None, "")
         saved = values if of_b else None, scale if of_b else None, dense if of_values else None
         for x in saved:
             if x is not None and x.is_inference():
                 arguments.kept("an operand, a pattern or a mask", x)
-        ctx.save_for_backward(*saved, cut, slope)
-        fields = {**stored.__dict__, "values": None}  # which autograd keeps
-        own = own[1 if scale is None else 2 :]
-        ctx.product = stored.__class__, fields, scaled, (owner, form, own), how, shape, by_columns, later
+        fields = {**stored.__dict__, "values": None}  # which autograd keeps, and metadata
+        ctx.save_for_backward(*saved, cut, slope, fields.get("meta"))
+        ctx.product = stored.__class__, fields, scaled, (owner, form), how, shape, by_columns, later
         return c
 
     @staticmethod
     @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, scale, dense, out, slope = saved_tensors(ctx)
-        kind, fields, scaled, (owner, form, own), how, shape, by_columns, later = ctx.product
+        values, scale, dense, out, slope, meta = saved_tensors(ctx)
+        kind, fields, scaled, (owner, form), how, shape, by_columns, later = ctx.product
+        fields = fields if meta is None else {**fields, "meta": meta}
         rows, turned, alpha, _, kernel, activation = how
         needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
         two_four, dz = not issubclass(kind, BSR), grad
@@ -492,7 +492,7 @@ class ProductFunction(torch.autograd.Function):
 
         slot: Any = recorded_calls.UNBOUND
         if not again and not torch.compiler.is_compiling():
-            given = [x for x in (dz, dense, values, scale, *own) if x is not None]
+            given = [x for x in (dz, dense, values, scale, meta) if x is not None]
             settings = "backward", how, form, by_columns, *needs[:2]
             slot = recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, given)
         of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot

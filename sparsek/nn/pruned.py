@@ -1,0 +1,110 @@
+"""The elements of a 2:4 weight that are not stored: how they learn, and how others are chosen to be stored.
+
+SR-STE: Zhou et al. 2021, arXiv:2102.04010.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import saveable
+from sparsek.nn.forms import weight_and_bias
+from sparsek.products.formats import two_four
+from sparsek.products.formats.padding import tiles_of
+from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.ops.gradients import dense_product
+from sparsek.products.ops.sddmm import sddmm
+from sparsek.products.plan.spmm import tokens
+
+
+class StraightThrough(torch.autograd.Function):
+    """z = x @ W.T + bias, given, with the gradients of the stored and of the pruned elements of W.
+
+    The dense gradient is computed once. x and the bias get their gradients through z.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, x: Tensor, values: Tensor, pruned: Tensor, weight: Any, decay: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, pruned, weight.meta)
+        ctx.weight, ctx.decay = weight, decay
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dz,) = grads
+        x, pruned, meta = ctx.saved_tensors
+        left, right = tokens(dz).mT, tokens(x).to(dz.dtype)
+        if isinstance(ctx.weight, Semi24):
+            dense = dense_product(left, right)
+        else:
+            dense = sddmm(left, right, ctx.weight.pattern).values
+        both = meta, two_four.complement(meta)
+        of_values, of_pruned = (two_four.stored(dense, each).to(pruned.dtype) for each in both)
+        return dz, None, of_values, of_pruned + ctx.decay * pruned, None, None
+
+
+def keep_pruned(layer: Any, dense: Any, decay: float) -> None:
+    """Make the elements that are not stored the Parameter `pruned`: see `SparseLinear.keep_pruned`."""
+    weight = _two_four(layer, "keep_pruned")
+    pruned = torch.zeros_like(weight.values)
+    if dense is not None:
+        whole, _ = weight_and_bias(dense)
+        pruned = two_four.stored(_cells(layer, whole), two_four.complement(weight.meta)).to(pruned)
+    layer._decay = arguments.number("decay", decay, 0)
+    layer.pruned = nn.Parameter(saveable(pruned.detach()))
+
+
+def choose_again(layer: Any, scores: Tensor | None, optimizer: torch.optim.Optimizer | None) -> None:
+    """Choose what is stored anew: see `SparseLinear.choose_again`."""
+    weight = _two_four(layer, "choose_again")
+    learned = layer.values, layer._parameters.get("pruned")
+    old = weight.meta.clone()
+    of = _joined(*learned, old) if scores is None else _cells(layer, scores).to(weight.device)
+    new = two_four.pack(of)[1]
+    groups = [learned, tuple(None if x is None else x.grad for x in learned)]
+    if optimizer is not None:
+        states = [{} if x is None else optimizer.state.get(x, {}) for x in learned]
+        groups += [tuple(state.get(name) for state in states) for name in {**states[0], **states[1]}]
+    for group in groups:
+        kept, pruned = (
+            x if isinstance(x, Tensor) and x.shape == weight.values.shape else None for x in group
+        )
+        given = pruned if kept is None else kept
+        if given is None:
+            continue
+        both = _joined(torch.zeros_like(given) if kept is None else kept, pruned, old)
+        for part, meta in ((kept, new), (pruned, two_four.complement(new))):
+            if part is not None:
+                part.copy_(two_four.stored(both, meta))
+    layer.metadata.copy_(new)
+
+
+def _two_four(layer: Any, what: str) -> Any:
+    if layer._scaled or layer._kind == "bsr":
+        raise InvalidInput(f"{what} is for a 2:4 weight whose values learn, not for a BSR and not in FP8")
+    return layer.weight.detach()
+
+
+def _cells(layer: Any, dense: Any) -> Tensor:
+    """The elements of a dense [out_features, in_features] in the rows of four of the weight."""
+    shape = layer.out_features, layer.in_features
+    if not isinstance(dense, Tensor) or tuple(dense.shape) != shape:
+        raise InvalidInput(f"it is {arguments.shown(dense)}; it must be dense [{shape[0]}, {shape[1]}]")
+    pattern = layer.pattern
+    if pattern is None:
+        return dense
+    tiles = tiles_of(dense, pattern.block).transpose(1, 2)
+    return tiles[pattern.block_rows.long(), pattern.indices.long()]
+
+
+def _joined(kept: Tensor, pruned: Tensor | None, meta: Tensor) -> Tensor:
+    """All elements in rows of four, of those that `meta` stores and of the others."""
+    whole = two_four.unpack(kept, meta)
+    return whole if pruned is None else whole + two_four.unpack(pruned, two_four.complement(meta))
