@@ -396,27 +396,27 @@ class SparseLinear(IndexedLayer):
             raise InvalidInput(
                 f"generator is {arguments.shown(generator)}; it must be a torch.Generator or None"
             )
-        weight, share = self.weight, 1 if self._kind == "bsr" else 2
-        stored, inner = getattr(self, self._stored), weight.matrix if self._scaled else weight
-        if self._block is None:
-            rows = bound = torch.full(
-                (), (share / self.in_features) ** 0.5, dtype=torch.float32, device=stored.device
-            )
+        pattern, share = self.pattern, 1 if self._kind == "bsr" else 2
+        stored, *rest = (getattr(self, name, None) for name in (self._stored, "scale", "metadata"))
+        weight = self._matrix(pattern, cast(Tensor, stored), *rest)
+        inner = weight.matrix if self._scaled else weight
+        if pattern is None:
+            bound = (share / self.in_features) ** 0.5
+            rows = torch.full((self.out_features,), bound, dtype=torch.float32, device=weight.device)
+            of_values = rows[:, None]
         else:
-            pattern = self.pattern
-            rows = torch.from_numpy(bounds(pattern) * np.sqrt(share)).to(pattern.device, torch.float32)
-            bound = rows.index_select(0, pattern.block_rows)[:, None, None]
-            rows = rows.repeat_interleave(pattern.block[0])[: self.out_features]
+            by_block = torch.from_numpy(bounds(pattern) * np.sqrt(share)).to(pattern.device, torch.float32)
+            of_values = by_block.index_select(0, pattern.block_rows)[:, None, None]
+            rows = by_block.repeat_interleave(pattern.block[0])[: self.out_features]
         if self._scaled:
-            plain = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
-            draw(plain, bound, generator)
-            made = quantize(
-                inner._each(lambda _: inside(inner, plain)), weight.dtype, weight.kind, check=False
-            )
+            plain = torch.empty(inner.values.shape, dtype=torch.float32, device=weight.device)
+            draw(plain, of_values, generator)
+            whole = inner._each(lambda _: inside(inner, plain))
+            made = quantize(whole, weight.dtype, weight.kind, check=False)
             self.codes.copy_(made.values)
             self.scale.copy_(made.scale)
         else:
-            draw(self.values, inside(inner, bound.to(stored.dtype)), generator)
+            draw(self.values, inside(inner, of_values.to(weight.dtype)), generator)
         if self.bias is not None:
             draw(self.bias, rows.to(self.bias.dtype), generator)
 

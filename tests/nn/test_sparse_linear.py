@@ -3,12 +3,13 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -207,9 +208,6 @@ def test_conversions_leave_codes_scales_and_indices_in_their_dtypes(form: str):
 def test_deferred_initialisation_draws_what_a_layer_stores(form: str):
     made = SparseLinear.from_dense(nn.Linear(200, 100, device="meta"), form, **BLOCKS.get(form, {}))
     made.to_empty(device="cpu")
-    made.codes.view(torch.uint8).zero_() if form in FP8 else made.values.data.zero_()
-    if form in FP8:
-        made.scale.fill_(1)
     made.reset_parameters()
     weight = made.to_dense()
     share = (weight != 0).double().mean()
@@ -422,3 +420,42 @@ def test_complements_of_metadata():
     both = two_four.unpack(ones, every) + 2 * two_four.unpack(ones, two_four.complement(every))
     assert both.view(-1, 4).sort(-1).values.tolist() == [[1, 1, 2, 2]] * (2 * len(every))
     two_four.check_nibbles(two_four.complement(every)[None])
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support on cpu")
+@pytest.mark.parametrize("form", FORMS)
+def test_fsdp2_and_ddp_train_it(form: str, alone: None):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    made: Any = nn.Sequential(
+        SparseLinear.from_dense(nn.Linear(200, 100, device="meta"), form, **BLOCKS.get(form, {}))
+    )
+    fully_shard(made, mesh=init_device_mesh("cpu", (1,)))
+    made.to_empty(device="cpu")
+    made[0].reset_parameters()
+    right = nn.Sequential(_fresh(form))
+    right.load_state_dict(
+        {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in made.state_dict().items()}
+    )
+    wrapped = copy.deepcopy(right)
+    if form in LEARNS:  # gloo has no FP8
+        wrapped = nn.parallel.DistributedDataParallel(wrapped)
+    outputs = []
+    for each in (made, right, wrapped):
+        optimizer = torch.optim.AdamW(each.parameters(), 1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(x()).square().sum().backward()
+            optimizer.step()
+        outputs.append(each(x()).detach())
+    assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
+    assert_close(outputs[2], outputs[1], atol=1e-5, rtol=1e-5)
