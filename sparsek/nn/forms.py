@@ -1,4 +1,4 @@
-"""What layers are made of: dense layers, names of formats, and placeholders on the meta device."""
+"""The arguments of layers: dense layers, names of formats, and placeholders on the meta device."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def wanted_format(config: Any, block: Any, keep: Any, scope: Any) -> WeightForma
     if name not in FORMATS or name == "dense":
         raise InvalidInput(
             f"config is {arguments.shown(config)}; it must be {', '.join(x for x in FORMATS if x != 'dense')}, or a "
-            "config with such a .format"
+            "config with one of these as .format"
         )
     if isinstance(config, str) and (blocked != (block is not None) or blocked != (keep is not None)):
         raise InvalidInput(

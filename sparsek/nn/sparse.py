@@ -119,7 +119,7 @@ class SparseLinear(IndexedLayer):
         follow(self)
 
     def _describe(self, weight: SparseMatrix, activation: Activation | None, dtype: torch.dtype) -> None:
-        """Note what is no tensor."""
+        """Note storage, sizes and activation."""
         operands.check_activation(activation)
         self.activation: Activation | None = activation
         self.out_features, self.in_features = weight.shape
@@ -337,8 +337,7 @@ class SparseLinear(IndexedLayer):
     ) -> None:
         """Choose the two stored of every four neighbours anew: those of largest magnitude. No sync.
 
-        Elements keep their values: what is no longer stored goes to `pruned`, if there is one, and new elements come
-        from it. Without `keep_pruned` the old ones are dropped, and new ones begin at 0. Gradients move along. Blocks
+        Elements keep their values: those that leave go to `pruned`, if there is one, and new elements come from it. Without `keep_pruned` the old ones are dropped, and new ones begin at 0. Gradients move along. Blocks
         stay.
 
         Args:
@@ -355,7 +354,7 @@ class SparseLinear(IndexedLayer):
         """Return the dense weight [out_features, in_features]. Differentiable in `values`.
 
         Args:
-            dtype: By default that of the values; of a weight in FP8 that of the weight which it was made of.
+            dtype: By default that of the values; of a weight in FP8 that of the dense weight before.
         """
         if dtype is not None:
             arguments.dtype("dtype", dtype)
