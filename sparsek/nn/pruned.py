@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import saveable
+from sparsek.engine.call import transforms
 from sparsek.nn.forms import weight_and_bias
 from sparsek.products.formats import two_four
 from sparsek.products.formats.padding import tiles_of
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops.gradients import dense_product
-from sparsek.products.ops.sddmm import sddmm
 from sparsek.products.plan.spmm import tokens
 
 
@@ -44,7 +44,9 @@ class StraightThrough(torch.autograd.Function):
         if isinstance(ctx.weight, Semi24):
             dense = dense_product(left, right)
         else:
-            dense = sddmm(left, right, ctx.weight.pattern).values
+            pattern = ctx.weight.pattern
+            sizes = [*pattern.shape, *pattern.block]
+            dense = transforms.call("sddmm", left, right, pattern.indptr, pattern.indices, sizes, None)
         both = meta, two_four.complement(meta)
         of_values, of_pruned = (two_four.stored(dense, each).to(pruned.dtype) for each in both)
         return dz, None, of_values, of_pruned + ctx.decay * pruned, None, None

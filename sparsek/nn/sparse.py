@@ -283,9 +283,9 @@ class SparseLinear(IndexedLayer):
         self, pattern: BlockPattern | None, values: Tensor, scale: Tensor | None, meta: Tensor | None
     ) -> None:
         """InvalidInput unless these are the parts of a weight of this shape."""
-        matrix = self._matrix(pattern, operands.readable(values.detach()), scale, meta)
         try:
             with _disable_current_modes():
+                matrix = self._matrix(pattern, operands.readable(values.detach()), scale, meta)
                 untransformed(matrix._checked)
             if matrix.shape != (self.out_features, self.in_features):
                 raise InvalidInput(
@@ -337,8 +337,8 @@ class SparseLinear(IndexedLayer):
     ) -> None:
         """Choose the two stored of every four neighbours anew: those of largest magnitude. No sync.
 
-        Elements keep their values: those that leave go to `pruned`, if there is one, and new elements come from it. Without `keep_pruned` the old ones are dropped, and new ones begin at 0. Gradients move along. Blocks
-        stay.
+        Elements keep their values: those that leave go to `pruned`, if there is one, and new elements come from it.
+        Without `keep_pruned` the old ones are dropped, and new ones begin at 0. Gradients move along. Blocks stay.
 
         Args:
             scores: [out_features, in_features]; by default the magnitudes of the weight with its pruned elements.

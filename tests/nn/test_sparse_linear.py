@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import sparsek as sk
@@ -459,3 +460,47 @@ def test_fsdp2_and_ddp_train_it(form: str, alone: None):
         outputs.append(each(x()).detach())
     assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
     assert_close(outputs[2], outputs[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_modes_and_transforms_of_torch_take_it(form: str, monkeypatch: pytest.MonkeyPatch):
+    made, other = layer(form), layer(form, seed=3)
+    low = x().requires_grad_()
+    with torch.autocast("cpu", BF16):
+        y = made(low)
+    y.float().sum().backward()
+    assert y.dtype == BF16
+    assert {cast(Tensor, each.grad).dtype for each in (low, *made.parameters())} == {F32}
+    both = [made, layer(form)]
+    parameters, buffers = torch.func.stack_module_state(both)
+    base, given = copy.deepcopy(made).to("meta"), x()
+    each = torch.func.vmap(lambda p, b: torch.func.functional_call(base, (p, b), (given,)))(
+        parameters, buffers
+    )
+    assert_close(each[0], made(x()))
+    fresh = layer(form)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert fresh(torch.empty(3, 200, device="cpu", dtype=F32)).shape == (3, 100)
+    assert same(fresh, made)
+    fresh = layer(form)
+    assert same(fresh, made)
+    monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    fresh.load_state_dict(other.state_dict())
+    assert same(fresh, other)
+    assert fresh.half().float()(x()).dtype == F32
+
+
+@pytest.mark.parametrize("form", LEARNS)
+def test_pruned_elements_learn_under_compile_and_autocast(form: str):
+    torch._dynamo.reset()
+    made = layer(form).keep_pruned(dense())
+    found = []
+    for run in (made, torch.compile(made, fullgraph=True, backend="aot_eager")):
+        made.zero_grad()
+        run(x()).square().sum().backward()
+        found.append([each.grad for each in made.parameters()])
+    assert_close(*found, atol=1e-4, rtol=1e-4)
+    with torch.autocast("cpu", BF16):
+        y = made(x())
+    y.float().sum().backward()
+    assert made.pruned.grad.dtype == F32
