@@ -25,6 +25,8 @@ VERBS = (
     "linear gelu",
     "linear 3-D",
     "2:4",
+    "2:4 values",
+    "fp8",
     "attention",
 )
 
@@ -36,6 +38,7 @@ class Step:
         self.verb, self.learns = verb, learns
         self.a = sk.random_bsr(128, 192, 64, 0.5, dtype=torch.float64, seed=0)
         self.w = sk.Semi24.from_dense(torch.randn(128, 192).double())
+        self.q = sk.quantize(self.w)
         self.mask = sk.BlockMask.causal(64)
 
     def draw(self) -> list[torch.Tensor]:
@@ -44,14 +47,19 @@ class Step:
         else:
             sides = (4, 6) if self.verb.endswith("3-D") else (24,)
             last = 128 if self.verb in ("A.T @ x", "x @ A") else 192
-            given = [*map(torch.randn, (self.a.values.shape, (*sides, last), (128,)))]
+            stored = self.w if self.verb == "2:4 values" else self.a
+            given = [*map(torch.randn, (stored.values.shape, (*sides, last), (128,)))]
             given = [x.double() for x in given]
         return [x.clone().requires_grad_(at in self.learns) for at, x in enumerate(given)]
 
     def forward(self, one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
-        b = sk.BSR.unchecked(self.a.pattern, one)
         if self.verb == "attention":
             return sk.attention(one, two, three, self.mask)
+        if self.verb == "2:4 values":
+            return sk.linear(two, sk.Semi24.unchecked(one, self.w.meta), three, "gelu")
+        b = sk.BSR.unchecked(self.a.pattern, one)
+        if self.verb == "fp8":
+            return sk.linear(two.float(), self.q, three.float(), "relu")
         if self.verb == "2:4":
             return sk.linear(two, self.w, three, "gelu")
         if self.verb == "sddmm":
@@ -139,7 +147,10 @@ def by_torch_func(step: Step) -> None:
 
 def under_hooks(step: Step) -> None:
     def run(given: Any) -> list[Any]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous(), lambda x: x.mT):
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            return x.mT if x.ndim > 1 else x
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: turned(x).contiguous(), turned):
             return step.run(given)
 
     step.turn(run)
@@ -164,7 +175,7 @@ def without_gradients(step: Step) -> None:
 def written_to(step: Step) -> None:
     given = step.draw()
     out = step.forward(*given)
-    if step.verb == "2:4":  # whose x has to be kept for no gradient
+    if step.verb in ("2:4", "fp8"):  # whose x has to be kept for no gradient
         return
     with torch.no_grad():
         given[1].mul_(2)
@@ -174,7 +185,7 @@ def written_to(step: Step) -> None:
 
 def inference_tensors(step: Step) -> None:
     given = step.draw()
-    if step.verb == "2:4":
+    if step.verb in ("2:4", "fp8"):
         return
     with torch.inference_mode():
         given[1] = given[1].detach().clone()
