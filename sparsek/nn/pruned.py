@@ -34,7 +34,7 @@ class StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, pruned, weight.meta)
         ctx.weight, ctx.decay = weight, decay
-        return z.view_as(z)
+        return z.detach()  # not a view, which nobody may change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

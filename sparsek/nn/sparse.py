@@ -116,6 +116,7 @@ class SparseLinear(IndexedLayer):
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias.detach())))
         if not isinstance(inner, Semi24):
             self._register_pattern(inner.pattern, values.is_meta)
+        self._checked = Part.of(self._buffers.get("scale")), Part.of(self._buffers.get("metadata"))
         follow(self)
 
     def _describe(self, weight: SparseMatrix, activation: Activation | None, dtype: torch.dtype) -> None:

@@ -504,3 +504,59 @@ def test_pruned_elements_learn_under_compile_and_autocast(form: str):
         y = made(x())
     y.float().sum().backward()
     assert made.pruned.grad.dtype == F32
+    made.zero_grad()
+    z = made(x())
+    z += 1
+    z.square().sum().backward()
+    assert made.pruned.grad.abs().sum() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_on_a_gpu_it_learns_as_the_dense_weight_does(form: str):
+    how = {"block": 128, "keep": 0.5} if form in BLOCKS else {}
+    whole = nn.Linear(1024, 512, device="cuda", dtype=BF16)
+    made = SparseLinear.from_dense(whole, form, **how)
+    plain = made.to_linear()
+    given = torch.randn(256, 1024, device="cuda", dtype=BF16)
+    a, b = (given.clone().requires_grad_() for _ in range(2))
+    dy = torch.randn(256, 512, device="cuda", dtype=BF16)
+    for _ in range(3):
+        a.grad = b.grad = None
+        made.zero_grad()
+        plain.zero_grad()
+        y, right = made(a), plain(b)
+        y.backward(dy)
+        right.backward(dy)
+    near: Any = {"atol": 0.1 if form in FP8 else 0.02, "rtol": 0.05}
+    assert_close(y, right, **near)
+    assert_close(a.grad, b.grad, atol=0.05, rtol=0.05)
+    if form in LEARNS:
+        assert made.values.grad is not None
+        found = SparseLinear.from_matrix(made.weight.detach().map(lambda _: cast(Tensor, made.values.grad)))
+        mask = SparseLinear.from_matrix(made.weight.detach().map(torch.ones_like)).to_dense() != 0
+        assert_close(found.to_dense(), cast(Tensor, plain.weight.grad) * mask, atol=0.1, rtol=0.05)
+        made.keep_pruned(whole)
+        made(a).backward(dy)
+        made.choose_again()
+    with torch.no_grad():
+        made(given)
+        made(given)
+        with NoSync():
+            expected = made(given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            inside = made(given)
+        graph.replay()
+        assert torch.equal(inside, expected)
+    assert_close(copy.deepcopy(made).cpu().to(F32)(given.cpu().float()), expected.cpu().float(), **near)
+
+
+class NoSync:
+    """An error for every wait for the GPU."""
+
+    def __enter__(self) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
