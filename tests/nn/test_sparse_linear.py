@@ -5,6 +5,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -90,6 +91,9 @@ def test_a_bsr_has_the_block_sparse_layer():
     assert type(SparseLinear.from_matrix(twin.weight, twin.bias)) is BlockSparseLinear
     assert torch.equal(made.to_linear().weight, twin.weight.to_dense())
     assert type(SparseLinear.from_dense(dense(), WeightFormat("bsr", 32, 0.25))) is BlockSparseLinear
+    for inner, form in ((WeightFormat("bsr24", 64, 0.5, "row"), "bsr24_fp8"), (None, "dense_fp8")):
+        rounded = SparseLinear.from_dense(dense(), SimpleNamespace(of=inner))
+        assert same(rounded, layer(form))
 
 
 def test_transformers_conv1d_is_taken_with_its_weight_transposed():

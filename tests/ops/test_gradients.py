@@ -475,6 +475,8 @@ def test_all_products_in_fp8_learn(kind: str, scale: str):
         atol=1e-4,
         rtol=1e-3,
     )
+    assert "that of B dequantizes A to bf16, into a workspace of" in sk.plan_spmm(w, b.bfloat16()).explain()
+    assert "dequantizes" not in sk.plan_spmm(w, sk.quantize(b.mT.detach()).mT).explain()
     bias = torch.zeros(128, dtype=BF16, requires_grad=True)
     sk.linear(sk.quantize(x.detach()), w, bias, "relu").sum().backward()
     assert bias.grad is not None

@@ -382,9 +382,17 @@ class SpmmPlan(Plan):
         return [f"C = {formula(p, self._product(p))}   {self._words(p)}, on {p.card.name}"]
 
     def details(self) -> list[str]:
-        spent, b = rounding_seconds(self.problem), self.problem.b
-        line = f"  rounding   {spent * 1e6:.1f} us of it to round B from {b.rounds} to {b.dtype}"
-        return [line, *super().details()] if spent else super().details()
+        p, lines = self.problem, super().details()
+        if p.a.quantized and p.b.rounds:
+            copied = p.stored * dtypes.parse(p.c.dtype).itemsize / 1e6
+            lines.insert(
+                0, f"  gradient   that of B dequantizes A to {p.c.dtype}, into a workspace of {copied:.3g} MB"
+            )
+        if spent := rounding_seconds(p):
+            lines.insert(
+                0, f"  rounding   {spent * 1e6:.1f} us of it to round B from {p.b.rounds} to {p.b.dtype}"
+            )
+        return lines
 
     def _product(self, p: SpmmProblem) -> str:
         if p.c.layout == "col":
