@@ -564,3 +564,26 @@ class NoSync:
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transformers_loads_a_model_that_makes_it(form: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+
+    class Sparse(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            mlp = self.model.layers[0].mlp
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                setattr(mlp, name, SparseLinear.from_dense(getattr(mlp, name), form, **BLOCKS.get(form, {})))
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    made, ids = cast(Any, Sparse)(config).eval(), torch.arange(12).view(2, 6)
+    made.save_pretrained(tmp_path)
+    for options in ({}, {"dtype": BF16}):
+        found: Any = cast(Any, Sparse).from_pretrained(tmp_path, **options).eval()
+        near = 0.0 if not options else 0.02
+        with torch.no_grad():
+            assert_close(found(ids).logits.float(), made(ids).logits, atol=near, rtol=near)
