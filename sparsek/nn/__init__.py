@@ -2,6 +2,7 @@
 
 from sparsek.nn.attention import SparseAttention
 from sparsek.nn.linear import BlockSparseLinear
+from sparsek.nn.regrow import dense_gradients
 from sparsek.nn.sparse import SparseLinear
 
-__all__ = ["BlockSparseLinear", "SparseAttention", "SparseLinear"]
+__all__ = ["BlockSparseLinear", "SparseAttention", "SparseLinear", "dense_gradients"]

@@ -23,6 +23,7 @@ from sparsek.nn.parameter import (
     follow,
     meta_device,
 )
+from sparsek.nn.regrow import Regrown
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.bsr import BSR, padding_nonzeros
 from sparsek.products.formats.convert import Scope
@@ -37,13 +38,13 @@ OUTSIDE = (
 )
 
 
-class BlockSparseLinear(SparseLinear):
+class BlockSparseLinear(SparseLinear, Regrown):
     """A torch.nn.Linear whose weight is a BSR: y = act(x @ W.T + bias) + residual for x [..., in_features].
 
-    The pattern is fixed while the layer trains. `indptr` and `indices` define it: after a loader has assigned or
-    written to them, the next call checks them, with one sync, and follows them or raises InvalidInput. On a GPU,
-    collectives such as torch.distributed.broadcast and writes through `.data` leave no trace: after the first call,
-    `layer.load_state_dict(layer.state_dict())` follows them.
+    Training keeps the pattern until `set_pattern`, `prune_` or `grow_` changes it. `indptr` and `indices` define it:
+    after a loader has written to them, the next call checks them, with one sync, and follows them or raises
+    InvalidInput. On a GPU, collectives such as torch.distributed.broadcast and writes through `.data` leave no trace:
+    after the first call, `layer.load_state_dict(layer.state_dict())` follows them.
     `load_state_dict` takes over the pattern of the saved layer, with any number of blocks. x has the dtype of the
     parameters and is on their device; under torch.autocast x, parameters and residual are cast, as those of nn.Linear,
     and the gradients of parameters keep their dtype.

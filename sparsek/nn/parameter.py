@@ -312,6 +312,47 @@ def _note_gradient(layer: Any, values: nn.Parameter, old: BlockPattern, stale: b
     _mark_losses(layer, values, old)
 
 
+def owners(values: nn.Parameter) -> list[Any]:
+    """The layers that have these `values`."""
+    layers = [ref() for ref in list(_LAYERS)]
+    return [x for x in layers if x is not None and x._parameters.get("values") is values]
+
+
+def followed(values: nn.Parameter) -> list[Optimizer]:
+    """The optimizers with state for `values` that have made a step or loaded a state."""
+    return [x for x in list(_WATCHES) if _state_of(x, values)]
+
+
+def check_state(optimizer: Optimizer, values: nn.Parameter) -> None:
+    """InvalidInput if an optimizer has state for other blocks than those of `values`."""
+    watches = [
+        watch for x, watch in list(_WATCHES.items()) if x.state is optimizer.state
+    ]  # wrappers share it
+    for watch in watches or [Watch()]:
+        _check_state(optimizer, values, watch)
+
+
+def note_carried(
+    layer: Any, values: nn.Parameter, pattern: BlockPattern, optimizers: list[Optimizer]
+) -> None:
+    """Note another pattern of `values` and of the state of `optimizers`. The state of others is of the old one."""
+    history: History = layer._history
+    old = history.patterns.pop(id(values), None)
+    history.patterns = {**dict(list(history.patterns.items())[-3:]), id(values): pattern}
+    history.note_gradient(None)
+    history.calls, history.learns = 0, False
+    for optimizer, watch in list(_WATCHES.items()):
+        known, state = watch.old.pop(id(values), None), _state_of(optimizer, values)
+        watch.loaded.pop(id(values), None)
+        watch.checked.discard(id(values))
+        if any(optimizer.state is x.state for x in optimizers):
+            watch.patterns[id(values)] = pattern
+            continue
+        before = old if known is None else known.pattern
+        if state and before is not None and (known is None or not before.same_as(pattern)):
+            watch.old[id(values)] = Old.of(values, before, state)
+
+
 def before_conversion(layer: Any, pattern: BlockPattern | None) -> None:
     """Note what a conversion of a layer of this pattern would hide: an old gradient, and losses computed before."""
     layer._history.drop_gradient()
@@ -435,19 +476,25 @@ def _part(values: nn.Parameter, add: Callable[[Any], Any]) -> None:
     values.data = kept
 
 
-def begin_anew(values: nn.Parameter, pattern: BlockPattern) -> None:
-    """Reset the Parameter `values` for a new pattern: without a gradient, and detached from losses computed before."""
+def begin_anew(values: nn.Parameter, pattern: BlockPattern, blocks: Tensor | None = None) -> None:
+    """Reset the Parameter `values` for a new pattern: without a gradient, and detached from losses computed before.
+
+    `blocks`: the new contents, if they are there already.
+    """
     values.grad = None
     _part(values, lambda node: node.register_prehook(_refuse_old_gradient))
-    if values.shape[0] != pattern.nnzb:
+    if blocks is not None:
+        values.data = blocks
+        torch.autograd.graph.increment_version(values)  # losses have saved it
+    elif values.shape[0] != pattern.nnzb:
         with torch.inference_mode(False):
             values.data = values.data.new_empty((pattern.nnzb, *values.shape[1:]))
 
 
 def _refuse_old_gradient(gradients: Any) -> NoReturn:
     raise InvalidInput(
-        "this loss was computed before load_state_dict gave a BlockSparseLinear another pattern, and its gradient is "
-        "of the old blocks: compute the loss again"
+        "this loss was computed before load_state_dict or set_pattern gave a BlockSparseLinear another pattern, and "
+        "its gradient is of the old blocks: compute the loss again"
     )
 
 

@@ -1,0 +1,398 @@
+"""Another pattern for a layer in training: stored blocks are pruned and grown, and optimizers keep their state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import outside_inference
+from sparsek.nn.parameter import PLAIN, begin_anew, check_state, followed, note_carried, owners
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.convert import SCOPES, Rule, Scope
+from sparsek.products.formats.padding import tiles_of, zero_outside
+from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.ops.linear import linear
+from sparsek.products.reference.epilogue import ACTIVATIONS
+
+Optimizers: TypeAlias = Optimizer | Iterable[Optimizer] | None
+# Of the whole weight, by layer, since `dense_gradients`.
+_GRADIENTS: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+
+class Regrown(nn.Module):
+    """A layer whose pattern may change in training."""
+
+    def set_pattern(self, pattern: BlockPattern | Tensor, optimizer: Optimizers = None) -> None:
+        """Give the weight another pattern: blocks that stay keep their values, new ones are zeros.
+
+        `values` stays the same Parameter, with another shape, and has no gradient afterwards. The state of optimizers
+        for it, for example Adam's moments, is carried block by block: that of new blocks is zero, as at the first step,
+        and counters of steps go on. A loss that was computed before refuses its backward pass. A pattern that is equal
+        changes nothing. One sync, for the number of blocks. An error changes neither layer nor optimizers.
+
+        Args:
+            pattern: A BlockPattern of the same shape and block, or a mask of blocks, bool [Mb, Kb], of what to store.
+            optimizer: One or several optimizers whose state is carried. None: those with state for `values` that have
+                made a step or loaded a state dict. With () none is carried; their next step then raises InvalidInput,
+                until the state is removed.
+
+        Raises:
+            InvalidInput: For a pattern that does not fit, for state that has not one part for each block (LBFGS, states
+                in 8 bits), for optimizers without `values`, for sharded values, as of FSDP2, and on the meta device.
+
+        Examples:
+            >>> layer = sk.nn.BlockSparseLinear.random(64, 128, 16, 0.25)
+            >>> layer.set_pattern(torch.ones(8, 4, dtype=torch.bool))
+            >>> layer.weight.nnzb
+            32
+        """
+        change(self, pattern, optimizer)
+
+    def prune_(
+        self,
+        keep: float,
+        by: Literal["magnitude"] = "magnitude",
+        optimizer: Optimizers = None,
+        *,
+        scope: Scope = "row",
+    ) -> Any:
+        """Remove the stored blocks of smallest Frobenius norm, by `set_pattern`. Return this layer.
+
+        Args:
+            keep: The share of all blocks of the weight that stay stored, 0 to 1, as in `from_dense`. At least one,
+                unless it is 0. Where no more are stored, they stay.
+            by: "magnitude", the norm of a block.
+            optimizer: As for `set_pattern`.
+            scope: Where `keep` chooses: in each block row ("row"), or in the whole weight ("global").
+
+        Raises:
+            InvalidInput: For arguments outside these ranges, and as `set_pattern`.
+        """
+        keep = arguments.number("keep", keep, 0, 1)
+        arguments.one_of("by", by, ("magnitude",))
+        arguments.one_of("scope", scope, SCOPES)
+        values, pattern = _ready(self)
+        with torch.no_grad():
+            blocks = zero_outside(pattern, values.detach())
+            wide = torch.promote_types(values.dtype, torch.float32)
+            norms = BSR.unchecked(pattern, blocks).block_norms(dtype=wide)
+            scores = norms.new_full((pattern.grid[0] * pattern.grid[1],), -1)
+            scores[_cells(pattern)] = norms
+            stored = _mask(pattern)
+            rows = scores.view(pattern.grid) if scope == "row" else scores[None]
+            best = _largest(rows, Rule(None, None, keep, scope).count(rows.shape[1])).view(pattern.grid)
+            change(self, best & stored, optimizer)
+        return self
+
+    def grow_(
+        self,
+        blocks: float,
+        by: Literal["gradient", "random"] = "gradient",
+        optimizer: Optimizers = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """Store more blocks, which are zeros, by `set_pattern`. Return this layer.
+
+        Args:
+            blocks: How many: an int, or as a float their share of all blocks of the weight, 0.0 to 1.0. Where fewer are
+                left, all of these.
+            by: "gradient": the blocks whose gradient has the largest Frobenius norm, as in RigL (Evci et al. 2020,
+                arXiv:1911.11134). `dense_gradients` records it in a forward and backward pass before, and this call
+                drops it. "random": any.
+            optimizer: As for `set_pattern`.
+            generator: A torch.Generator on the device of the values, for "random"; torch's global one by default.
+
+        Raises:
+            InvalidInput: For arguments outside these ranges, for "gradient" without a recorded one, and as
+                `set_pattern`.
+        """
+        arguments.one_of("by", by, ("gradient", "random"))
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise InvalidInput(
+                f"generator is {arguments.shown(generator)}; it must be a torch.Generator or None"
+            )
+        values, pattern = _ready(self)
+        cells = pattern.grid[0] * pattern.grid[1]
+        if isinstance(blocks, float):
+            count = round(arguments.number("blocks", blocks, 0, 1) * cells)
+        else:
+            count = arguments.integer("blocks", blocks)
+        if by == "random":
+            scores = torch.rand(cells, dtype=torch.float32, device=values.device, generator=generator)
+        else:
+            gradient = _GRADIENTS.get(self)
+            if gradient is None:
+                raise InvalidInput(
+                    "no gradient of all blocks of this layer is recorded; compute a loss and its backward pass under "
+                    '`with sk.nn.dense_gradients(model):`, not compiled, or grow by="random"'
+                )
+            scores = _block_norms(gradient.to(values.device), pattern)
+        with torch.no_grad():
+            stored = _mask(pattern)
+            free = scores.view(1, -1).masked_fill(stored.view(1, -1), -1)
+            chosen = _largest(free, min(count, cells - pattern.nnzb)).view(pattern.grid)
+            change(self, chosen | stored, optimizer)
+        _GRADIENTS.pop(self, None)
+        return self
+
+
+@contextmanager
+def dense_gradients(model: nn.Module) -> Iterator[None]:
+    """Record the gradients of all blocks of the weights of a model, stored or not, for `grow_`.
+
+    They are those of the calls in this context, and add up over their backward passes, which may come later. Each takes
+    the memory of a dense weight, in float32 for bf16 and fp16, until `grow_` or the next such context drops it.
+    Compiled layers are not recorded. Every rank of a distributed run records its own.
+
+    Args:
+        model: A BlockSparseLinear, or a module with some.
+
+    Raises:
+        InvalidInput: For a model without a BlockSparseLinear.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is {arguments.shown(model)}; it must be a torch.nn.Module")
+    layers = [x for x in model.modules() if isinstance(x, Regrown)]
+    if not layers:
+        raise InvalidInput(
+            f"{type(model).__name__} has no BlockSparseLinear whose gradients could be recorded"
+        )
+    for layer in layers:
+        _GRADIENTS.pop(layer, None)
+        layer.__dict__["forward"] = _recorder(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _recorder(layer: Any) -> Callable[..., Tensor]:
+    """The forward pass of a layer, whose backward pass also multiplies dz.T @ x for the whole weight."""
+    plain, ref = layer.forward, weakref.ref(layer)
+
+    def forward(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return plain(x, residual)
+        z = linear(x, layer.weight, layer.bias)
+        kept = x.detach()
+
+        def record(dz: Tensor) -> None:
+            owner = ref()
+            if owner is not None:
+                _record(owner, kept, dz.detach())
+
+        if z.requires_grad:
+            z.register_hook(record)
+        y = z if layer.activation is None else ACTIVATIONS[layer.activation](z)
+        return y if residual is None else y + residual.to(y.dtype)
+
+    return forward
+
+
+@torch.no_grad()
+def _record(layer: Any, x: Tensor, dz: Tensor) -> None:
+    dense = dz.reshape(-1, dz.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(dz.dtype)
+    dense = dense.to(torch.promote_types(dense.dtype, torch.float32))
+    known = _GRADIENTS.get(layer)
+    _GRADIENTS[layer] = dense if known is None else known.add_(dense)
+
+
+def _block_norms(dense: Tensor, pattern: BlockPattern) -> Tensor:
+    """The Frobenius norms of all blocks of a dense matrix, [Mb * Kb]."""
+    return torch.linalg.vector_norm(tiles_of(dense, pattern.block), dim=(1, 3)).view(-1)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Bool: the `count` largest of each row of scores, of equal ones the first. No sync."""
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+
+
+def _cells(pattern: BlockPattern) -> Tensor:
+    """The positions of the stored blocks in the grid, row by row, int64 [nnzb]. No sync."""
+    return pattern.block_rows.long() * pattern.grid[1] + pattern.indices
+
+
+def _mask(pattern: BlockPattern) -> Tensor:
+    """The stored blocks as a mask, bool [Mb, Kb]. No sync."""
+    mask = torch.zeros(pattern.grid[0] * pattern.grid[1], dtype=torch.bool, device=pattern.device)
+    return mask.index_fill_(0, _cells(pattern), True).view(pattern.grid)
+
+
+def _ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
+    """The values and the pattern of a layer, if it can take another pattern."""
+    values = layer._parameters.get("values")
+    if values is None:
+        raise InvalidInput(
+            "values of this BlockSparseLinear are not its Parameter, as under torch.nn.utils.prune; make them plain "
+            "first, for example by torch.nn.utils.prune.remove"
+        )
+    if type(values) not in PLAIN or layer._history.shard is not None:
+        raise InvalidInput(
+            f"values of this BlockSparseLinear are sharded, a {type(values).__name__}, as by FSDP2; change the pattern "
+            "of the plain model, and shard it afterwards"
+        )
+    if is_functorch_wrapped_tensor(values):
+        raise InvalidInput("the pattern of a layer cannot change inside torch.func; change it outside")
+    if values.is_meta:
+        raise InvalidInput(
+            "values of this BlockSparseLinear are on the meta device; call .to_empty(device=...) and load them first, "
+            "or make the layer of the pattern that it is to have"
+        )
+    pattern: BlockPattern = layer.pattern
+    if values.device != pattern.device or len(values) != pattern.nnzb:
+        raise InvalidInput(
+            f"values of this BlockSparseLinear are {len(values)} blocks on {values.device}, and its pattern has "
+            f"{pattern.nnzb} on {pattern.device}; load or move the whole layer"
+        )
+    others = sum(x is not layer for x in owners(values))
+    if others:
+        raise InvalidInput(
+            f"{others} other BlockSparseLinear share the values of this one and would keep the old pattern; give each "
+            "layer its own values"
+        )
+    return values, pattern
+
+
+class Move(NamedTuple):
+    """From where the blocks of a new pattern come: int64 [nnzb] of the old ones, where `kept`, bool [nnzb]."""
+
+    source: Tensor
+    kept: Tensor
+
+    def __call__(self, blocks: Tensor, fresh: Any = 0) -> Tensor:
+        """The blocks of the new pattern; `fresh` where there was none. No sync, if they are on the device of these."""
+        if not len(blocks):
+            return blocks.new_zeros((len(self.source), *blocks.shape[1:])).fill_(fresh)
+        kept = self.kept.to(blocks.device).view(-1, *(1 for _ in blocks.shape[1:]))
+        return blocks.index_select(0, self.source.to(blocks.device)).masked_fill_(~kept, fresh)
+
+
+def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | None:
+    """The new pattern on the device of the old one, and what moves; None if it is equal. One sync."""
+    before = _mask(old)
+    if isinstance(given, BlockPattern):
+        if (given.shape, given.block) != (old.shape, old.block):
+            raise InvalidInput(
+                f"pattern is {given.shape[0]}x{given.shape[1]} in blocks of {given.block[0]}x{given.block[1]}; this "
+                f"layer has {old.shape[0]}x{old.shape[1]} in blocks of {old.block[0]}x{old.block[1]}"
+            )
+        pattern = given.to(old.device)
+        if pattern is old or (pattern.nnzb == old.nnzb and torch.equal(_mask(pattern), before)):
+            return None
+    else:
+        mask = arguments.tensor("pattern", given, (torch.bool,), ndim=2)
+        if tuple(mask.shape) != old.grid:
+            raise InvalidInput(
+                f"pattern has shape {tuple(mask.shape)}; a mask of the blocks of this layer is bool {old.grid}"
+            )
+        mask = mask.detach().to(old.device)
+        count, differs = torch.stack((mask.sum(), (mask != before).sum())).tolist()
+        if not differs:
+            return None
+        ends = mask.view(-1).cumsum(0) if mask.is_contiguous() else mask.reshape(-1).cumsum(0)
+        cells = torch.searchsorted(ends, torch.arange(1, count + 1, device=old.device))
+        indptr = functional.pad(ends.view(old.grid)[:, -1], (1, 0)).int()
+        pattern = BlockPattern.unchecked(old.shape, old.block, indptr, cells.remainder(old.grid[1]).int())
+    cells = _cells(pattern)
+    source = before.view(-1).cumsum(0)[cells].sub_(1).clamp_(min=0)
+    return pattern, Move(source, before.view(-1)[cells])
+
+
+@torch._disable_dynamo
+@outside_inference
+@torch.no_grad()
+def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
+    """Give a layer another pattern: see `Regrown.set_pattern`. What can fail comes first."""
+    values, old = _ready(layer)
+    optimizers = _named(optimizer, values)
+    found = _requested(given, old)
+    if found is None:
+        return
+    pattern, move = found
+    if optimizers is None:
+        optimizers = followed(values)
+    states = [(x.state[values], _carried(x, values, move)) for x in optimizers if _has_state(x, values)]
+    blocks = zero_outside(pattern, move(values.detach()))
+    buffers = pattern.indptr.clone(), pattern.indices.clone()
+    for state, parts in states:
+        state.update(parts)
+    begin_anew(values, pattern, blocks)
+    layer.indptr, layer.indices = buffers
+    note_carried(layer, values, pattern, optimizers)
+    layer._see(*buffers, pattern)
+
+
+def _named(optimizer: Any, values: nn.Parameter) -> list[Optimizer] | None:
+    """The given optimizers that have `values`; None for None."""
+    if optimizer is None:
+        return None
+    given = (
+        [optimizer]
+        if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
+        else [*optimizer]
+    )
+    for each in given:
+        if not isinstance(each, Optimizer):
+            raise InvalidInput(
+                f"optimizer is {arguments.shown(each)}; it must be a torch.optim.Optimizer, several of them, or None"
+            )
+    having = [x for x in given if any(p is values for group in x.param_groups for p in group["params"])]
+    if given and not having:
+        raise InvalidInput(
+            f"{' and '.join(type(x).__name__ for x in given)} has no values of this layer; give the optimizer that has "
+            "them, or () if none has"
+        )
+    return having
+
+
+def _has_state(optimizer: Optimizer, values: nn.Parameter) -> bool:
+    """Whether an optimizer has state for `values`, which is checked to be of their blocks."""
+    check_state(optimizer, values)
+    if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
+        raise _refusal(optimizer, "its history, which is of all its Parameters together")
+    return bool(optimizer.state.get(values))
+
+
+def _carried(optimizer: Optimizer, values: nn.Parameter, move: Move) -> dict[Any, Tensor]:
+    """The parts of a state with one entry for each block, for the blocks of a new pattern."""
+    (count, *sides), made = values.shape, {}
+    rests = {(a, b) for a in (1, sides[0]) for b in (1, sides[1])} | {(sides[0],), (sides[1],), ()}
+    for name, part in optimizer.state[values].items():
+        if not isinstance(part, Tensor):
+            if part is not None and not isinstance(part, (bool, int, float, str)):
+                raise _refusal(optimizer, f"{name!r}, a {type(part).__name__}")
+        elif part.ndim:  # else a counter
+            plain = type(part) in PLAIN and part.layout == torch.strided and part.is_floating_point()
+            if not plain or part.shape[0] != count or tuple(part.shape[1:]) not in rests:
+                kind = str(part.dtype) if type(part) in PLAIN else f"{type(part).__name__} {part.dtype}"
+                raise _refusal(optimizer, f"{name!r}, {kind} {list(part.shape)}")
+            made[name] = move(part, _fresh(optimizer, values, name))
+    return made
+
+
+def _fresh(optimizer: Optimizer, values: nn.Parameter, name: str) -> Any:
+    """What a part of a state begins with: 0, but for two optimizers."""
+    group = next(x for x in optimizer.param_groups if any(p is values for p in x["params"]))
+    if isinstance(optimizer, torch.optim.Adagrad) and name == "sum":
+        return group.get("initial_accumulator_value", 0)
+    return group["lr"] if isinstance(optimizer, torch.optim.Rprop) and name == "step_size" else 0
+
+
+def _refusal(optimizer: Optimizer, part: str) -> InvalidInput:
+    return InvalidInput(
+        f"the state of {type(optimizer).__name__} cannot be carried to another pattern: {part}, is not one float part "
+        "for each block; give optimizer=() to leave it behind, and make a new optimizer"
+    )
