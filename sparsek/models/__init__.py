@@ -1,0 +1,1 @@
+"""Whole models: which layers become sparse, and calibrated pruning."""
