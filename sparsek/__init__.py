@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, SparseKWarning, Unsupported
     from sparsek.engine.plan.plan import Plan
     from sparsek.files.io import load, save
+    from sparsek.models.config import BlockSemiSparse, BlockSparse, Float8, SemiSparse
+    from sparsek.models.sparsify import densify_, sparsify_
     from sparsek.products.formats.bsr import BSR
     from sparsek.products.formats.bsr24 import BSR24
     from sparsek.products.formats.pattern import BlockPattern
@@ -53,6 +55,9 @@ __all__ = [
     "BSR24",
     "BlockMask",
     "BlockPattern",
+    "BlockSemiSparse",
+    "BlockSparse",
+    "Float8",
     "FormatChoice",
     "InvalidFile",
     "InvalidInput",
@@ -63,6 +68,7 @@ __all__ = [
     "QuantizedHeads",
     "QuantizedTensor",
     "Semi24",
+    "SemiSparse",
     "SparseKError",
     "SparseKWarning",
     "Unsupported",
@@ -70,6 +76,7 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "choose_format",
+    "densify_",
     "linear",
     "load",
     "merge_attention",
@@ -87,6 +94,7 @@ __all__ = [
     "random_bsr",
     "save",
     "sddmm",
+    "sparsify_",
     "spgemm",
     "spmm",
     "swiglu",
@@ -97,6 +105,10 @@ _HOMES = {
     "BSR24": "sparsek.products.formats.bsr24",
     "BlockMask": "sparsek.attn.mask.mask",
     "BlockPattern": "sparsek.products.formats.pattern",
+    "BlockSemiSparse": "sparsek.models.config",
+    "BlockSparse": "sparsek.models.config",
+    "Float8": "sparsek.models.config",
+    "SemiSparse": "sparsek.models.config",
     "InvalidFile": "sparsek.core.errors",
     "InvalidInput": "sparsek.core.errors",
     "FormatChoice": "sparsek.products.ops.choose",
@@ -123,6 +135,8 @@ _HOMES = {
     "plan_attention_backward": "sparsek.attn.ops.attention",
     "plan_attention_paged": "sparsek.attn.ops.attention_paged",
     "choose_format": "sparsek.products.ops.choose",
+    "densify_": "sparsek.models.sparsify",
+    "sparsify_": "sparsek.models.sparsify",
     "plan_sddmm": "sparsek.products.ops.sddmm",
     "plan_spgemm": "sparsek.products.ops.spgemm",
     "plan_spmm": "sparsek.products.ops.spmm",

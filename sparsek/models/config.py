@@ -1,11 +1,11 @@
-"""What a layer of a model becomes: BlockSparse, SemiSparse or BlockSemiSparse; and rules that choose one by layer."""
+"""What a layer of a model becomes: BlockSparse, SemiSparse, BlockSemiSparse, Float8; and rules that choose by layer."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from torch import nn
 
@@ -20,18 +20,16 @@ from sparsek.products.formats.pattern import block_sides
 class _Config:
     """What all configs share: a JSON form, whose "format" is the name of the storage."""
 
-    format: ClassVar[str]
+    format = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: "format", and every field."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
-        return {"format": self.format} | {
-            name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-        }
+        return {"format": self.format} | {name: _plain(value) for name, value in values.items()}
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Config:
-        """Return the config of a JSON form.
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Any:
+        """Return the config of a JSON form, of the class that its format names.
 
         Args:
             data: What `to_dict` returned.
@@ -41,22 +39,33 @@ class _Config:
         """
         if not isinstance(data, Mapping) or not isinstance(data.get("format"), str):
             raise InvalidInput(f"a config is {arguments.shown(data)}; it must be an object with a format")
-        kind = named({each.format: each for each in get_args(Config)}, data["format"], "config")
+        kind = named({each.format: each for each in get_args(LayerConfig)}, data["format"], "config")
         known = {each.name for each in fields(kind)}
         for name in data:
             if name != "format" and name not in known:
                 raise InvalidInput(
                     f"{kind.__name__} has no field {name!r}; known: {', '.join(sorted(known))}"
                 )
-        values = {name: value for name, value in data.items() if name != "format"}
-        return kind(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        )
+        return kind(**{name: _read(value) for name, value in data.items() if name != "format"})
+
+
+def _plain(value: Any) -> Any:
+    """A field in JSON."""
+    if isinstance(value, _Config):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read(value: Any) -> Any:
+    """A field of JSON."""
+    if isinstance(value, Mapping):
+        return _Config.from_dict(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
 class BlockSparse(_Config):
-    """A weight of which a share of the blocks is stored, a BSR.
+    """A weight that stores a share of its blocks, a BSR.
 
     Attributes:
         block: The sides (bm, bk) of a block, or one side of a square one: multiples of 16 from 16 to 512.
@@ -74,7 +83,7 @@ class BlockSparse(_Config):
     block: int | tuple[int, int] = 64
     keep: float = 0.5
     scope: Scope = "row"
-    format: ClassVar[str] = "bsr"
+    format = "bsr"  # not a field
 
     def __post_init__(self) -> None:
         _check_blocks(self, 16)
@@ -89,12 +98,12 @@ class SemiSparse(_Config):
         SemiSparse()
     """
 
-    format: ClassVar[str] = "semi24"
+    format = "semi24"  # not a field
 
 
 @dataclass(frozen=True)
 class BlockSemiSparse(_Config):
-    """A weight of which a share of the blocks is stored, and these are 2:4: a BSR24.
+    """A weight that stores a share of its blocks, each of them 2:4: a BSR24.
 
     Attributes:
         block: The sides (bm, bk) of a block, or one side of a square one: multiples of 64 from 64 to 512.
@@ -112,14 +121,43 @@ class BlockSemiSparse(_Config):
     block: int | tuple[int, int] = 64
     keep: float = 0.5
     scope: Scope = "row"
-    format: ClassVar[str] = "bsr24"
+    format = "bsr24"  # not a field
 
     def __post_init__(self) -> None:
         _check_blocks(self, BLOCK_STEP)
 
 
-Config: TypeAlias = BlockSparse | SemiSparse | BlockSemiSparse
-Rules: TypeAlias = Mapping[str | type[nn.Module] | Callable[[nn.Module, str], bool], Config | None]
+@dataclass(frozen=True)
+class Float8(_Config):
+    """A weight in FP8 E4M3, with a scale for each row.
+
+    Attributes:
+        of: The storage whose values are in FP8: BlockSparse, SemiSparse or BlockSemiSparse; None for a dense weight.
+
+    Raises:
+        InvalidInput: For another config.
+
+    Examples:
+        >>> sk.Float8(sk.SemiSparse())
+        Float8(of=SemiSparse())
+    """
+
+    of: Config | None = None
+    format = "float8"  # not a field
+
+    def __post_init__(self) -> None:
+        if self.of is not None and not isinstance(self.of, get_args(Config)):
+            raise InvalidInput(
+                f"of is {arguments.shown(self.of)}; it must be BlockSparse, SemiSparse, BlockSemiSparse or None"
+            )
+
+
+Config: TypeAlias = BlockSparse | SemiSparse | BlockSemiSparse  # by which values are chosen
+LayerConfig: TypeAlias = Config | Float8
+Rule: TypeAlias = str | type[nn.Module] | Callable[[nn.Module, str], bool]
+Rules: TypeAlias = Mapping[
+    Any, LayerConfig | None
+]  # by Rule, in which a Mapping of type checkers is invariant
 
 
 def _check_blocks(config: BlockSparse | BlockSemiSparse, step: int) -> None:
@@ -132,38 +170,41 @@ def _check_blocks(config: BlockSparse | BlockSemiSparse, step: int) -> None:
     object.__setattr__(config, "keep", keep)
 
 
-def check_rules(config: Any) -> None:
-    """Raise InvalidInput unless `config` is a config or a mapping of rules."""
-    if isinstance(config, get_args(Config)):
+def check_rules(config: Any, kinds: tuple[type[Any], ...] = get_args(Config)) -> None:
+    """Raise InvalidInput unless `config` is a config of these kinds, or a mapping of rules to them."""
+    if isinstance(config, kinds):
         return
+    names = ", ".join(each.__name__ for each in kinds)
     if not isinstance(config, Mapping) or not config:
         raise InvalidInput(
-            f"config is {arguments.shown(config)}; it must be a config such as BlockSparse(block=64, keep=0.5), or a "
-            "dict of them by a glob of layer names, a type or a predicate"
+            f"config is {arguments.shown(config)}; it must be one of {names}, such as BlockSparse(block=64, keep=0.5), "
+            "or a dict of them by a glob of layer names, a type or a predicate"
         )
     for key, value in config.items():
         if not isinstance(key, (str, type)) and not callable(key):
             raise InvalidInput(f"a rule is for {arguments.shown(key)}; use a glob, a type or a predicate")
-        if value is not None and not isinstance(value, get_args(Config)):
+        if value is not None and not isinstance(value, kinds):
             raise InvalidInput(
-                f"the rule for {arguments.shown(key)} is {arguments.shown(value)}; use a config or None"
+                f"the rule for {arguments.shown(key)} is {arguments.shown(value)}; use one of {names}, or None"
             )
 
 
-def config_for(config: Config | Rules, name: str, layer: nn.Module) -> tuple[Config | None, bool]:
+def matches(rule: Rule, name: str, layer: nn.Module) -> bool:
+    """Whether a glob matches the whole name of a layer, or it is of the type, or the predicate is true of it."""
+    if isinstance(rule, str):
+        return fnmatch.fnmatchcase(name, rule)
+    return isinstance(layer, rule) if isinstance(rule, type) else bool(rule(layer, name))
+
+
+def config_for(config: Any, name: str, layer: nn.Module) -> tuple[Any, bool]:
     """The config of a layer by the first rule that matches, None to leave it dense; and whether a rule names it.
 
-    A glob matches the whole name; a predicate is called with the layer and its name.
+    A rule names it by a predicate, and by a glob whose last part is more than a star.
     """
     if not isinstance(config, Mapping):
         return config, False
     for key, value in config.items():
-        if isinstance(key, str):
-            hit = fnmatch.fnmatchcase(name, key)
-        elif isinstance(key, type):
-            hit = isinstance(layer, key)
-        else:
-            hit = key(layer, name)
-        if hit:
-            return value, not isinstance(key, type)
+        if matches(key, name, layer):
+            by_name = isinstance(key, str) and bool(key.rpartition(".")[2].strip("*?"))
+            return value, by_name or not isinstance(key, (str, type))
     return None, False

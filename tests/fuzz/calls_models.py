@@ -1,0 +1,46 @@
+"""What is public of whole models, with valid arguments for the fuzz. See `engine.Call`."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+import sparsek as sk
+from tests.fuzz.calls_ops import function
+from tests.fuzz.engine import Call, Made
+
+
+def here(module: str) -> bool:
+    return module.startswith("sparsek.models")
+
+
+def _sparsify(random: Random) -> Made:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    given = {"config": sk.BlockSparse(16, 0.5), "filter_fn": None, "card": random.choice((None, "h200"))}
+    return sk.sparsify_, {"model": model, **given, "tokens": 64, "skip_slower": False}
+
+
+def _densify(random: Random) -> Made:
+    layer = sk.nn.BlockSparseLinear.random(32, 64, 16, 0.5)
+    return sk.densify_, {"model": torch.nn.Sequential(layer), "filter_fn": None}
+
+
+CALLS: dict[str, Call] = {
+    "sparsify_": Call(_sparsify, {"filter_fn": "function", "config": "dict"}, every=10),
+    "densify_": Call(_densify, {"filter_fn": "function"}, every=10),
+    "BlockSparse": Call(function(sk.BlockSparse, block=32, keep=0.5, scope="row"), {"block": "int pair"}),
+    "BlockSemiSparse": Call(
+        function(sk.BlockSemiSparse, block=64, keep=0.5, scope="row"), {"block": "int pair"}
+    ),
+    "Float8": Call(function(sk.Float8, of=sk.SemiSparse()), {"of": "none"}),
+    "BlockSparse.from_dict": Call(function(sk.BlockSparse.from_dict, data=sk.BlockSparse().to_dict())),
+    "SemiSparse.from_dict": Call(function(sk.SemiSparse.from_dict, data=sk.SemiSparse().to_dict())),
+    "BlockSemiSparse.from_dict": Call(
+        function(sk.BlockSemiSparse.from_dict, data=sk.BlockSemiSparse().to_dict())
+    ),
+    "Float8.from_dict": Call(function(sk.Float8.from_dict, data=sk.Float8().to_dict()), {"data": "any"}),
+}
+
+# What has no arguments to spoil.
+REASONS = {"SemiSparse": "takes no arguments", "to_dict": "takes no arguments"}
