@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sparsek.engine.plan.plan import Plan
     from sparsek.files.io import load, save
     from sparsek.models.config import BlockSemiSparse, BlockSparse, Float8, SemiSparse
+    from sparsek.models.prune import prune
     from sparsek.models.sparsify import densify_, sparsify_
     from sparsek.products.formats.bsr import BSR
     from sparsek.products.formats.bsr24 import BSR24
@@ -89,6 +90,7 @@ __all__ = [
     "plan_spgemm",
     "plan_spmm",
     "policies",
+    "prune",
     "quantize",
     "quantize_heads",
     "random_bsr",
@@ -140,6 +142,7 @@ _HOMES = {
     "plan_sddmm": "sparsek.products.ops.sddmm",
     "plan_spgemm": "sparsek.products.ops.spgemm",
     "plan_spmm": "sparsek.products.ops.spmm",
+    "prune": "sparsek.models.prune",
     "quantize": "sparsek.products.formats.quantized",
     "quantize_heads": "sparsek.attn.mask.quantized_heads",
     "random_bsr": "sparsek.products.formats.random",

@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 import sparsek as sk
-from tests.fuzz.calls_ops import function
+from tests.fuzz.calls_ops import dense, function
 from tests.fuzz.engine import Call, Made
 
 
@@ -26,7 +26,14 @@ def _densify(random: Random) -> Made:
     return sk.densify_, {"model": torch.nn.Sequential(layer), "filter_fn": None}
 
 
+def _prune(random: Random) -> Made:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32))
+    given = {"config": sk.BlockSparse(16, 0.5), "calibration": [dense(48, 32)], "device": "cpu"}
+    return sk.prune, {"model": model, **given, "method": "wanda", "reconstruct": "layer", "budget": "owl"}
+
+
 CALLS: dict[str, Call] = {
+    "prune": Call(_prune, {"reconstruct": "none"}, every=20),
     "sparsify_": Call(_sparsify, {"filter_fn": "function", "config": "dict"}, every=10),
     "densify_": Call(_densify, {"filter_fn": "function"}, every=10),
     "BlockSparse": Call(function(sk.BlockSparse, block=32, keep=0.5, scope="row"), {"block": "int pair"}),

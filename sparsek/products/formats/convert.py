@@ -416,7 +416,7 @@ def _choose(tiles: Tensor, rule: Rule) -> tuple[Tensor, int]:
     """
     norms = _norms(tiles)
     sure = least_sure(norms.dtype)
-    stored = _picked(norms.clamp(min=sure), rule)
+    stored = picked(norms.clamp(min=sure), rule)
     unsure = ~norms.isfinite() | (stored & (norms < sure))
     count, again = torch.stack((stored.sum(), unsure.sum())).tolist()
     if not again:
@@ -425,11 +425,11 @@ def _choose(tiles: Tensor, rule: Rule) -> tuple[Tensor, int]:
     if norms.isnan().any():
         strange = int((~tiles.isfinite()).sum())
         raise InvalidInput(f"w has {strange} elements that are NaN or Inf; norms cannot rank its blocks")
-    stored = _picked(norms, rule)
+    stored = picked(norms, rule)
     return stored, int(stored.sum())
 
 
-def _picked(norms: Tensor, rule: Rule) -> Tensor:
+def picked(norms: Tensor, rule: Rule) -> Tensor:
     """The blocks [Mb, Kb] of norm over the threshold, or those of largest norm."""
     if rule.threshold is not None:
         return norms > rule.threshold

@@ -1,0 +1,145 @@
+"""The weights that remain are computed anew: by least squares for a layer, by steps of Adam for a transformer block.
+
+All quadratics are in one form. The error of rows w against the dense layer is, up to a constant,
+(w - target) H (w - target).T with the damped H of the pruned model's inputs; `best_dense` gives the target. On a set S
+of columns it is least at w_S = (target H)_S inv(H_SS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparsek.models.obs import ELEMENTS
+from sparsek.models.scores import Moments, damped, solver_dtype
+
+STEPS = 100
+RATE = 3e-4
+
+
+class Quadratic(NamedTuple):
+    """The error of a layer's rows: (w - target) h (w - target).T, and by the means the bias that goes with w."""
+
+    target: Tensor
+    h: Tensor
+    mean: Tensor
+    bias: Tensor | None
+
+    def bias_for(self, w: Tensor) -> Tensor | None:
+        """Return the best bias [M] for w [M, K]; None for a layer without one."""
+        return None if self.bias is None else self.bias - w @ self.mean
+
+
+def quadratic(w: Tensor, bias: Tensor | None, moments: Moments, name: str, follow: bool) -> Quadratic:
+    """The error of a layer of the dense weight w [M, K] and bias, in the dtype of the solver.
+
+    `follow`: compare with its wanted outputs, else with the outputs of the dense layer on the pruned
+    model's inputs. With a bias, which is refitted too, moments are centred.
+    """
+    dtype = solver_dtype(w.shape[1])
+    w, h = w.to(dtype), moments.h.to(dtype)
+    extended = _extended(w, None if bias is None else bias.to(dtype))
+    cross = extended @ (moments.g.to(dtype) if follow else h)  # E[y.T x'], with a last column E[y]
+    if follow and name in moments.shift:
+        cross = cross + moments.shift[name].to(dtype)
+    cross, best, h, here = cross[:, :-1], cross[:, -1], h[:-1, :-1], h[-1, :-1]
+    if bias is not None:
+        h, cross = h - torch.outer(here, here), cross - torch.outer(best, here)
+    h_damped = damped(h)
+    if follow:
+        w = best_dense(cross + w @ (h_damped - h), h_damped)
+    return Quadratic(w, h_damped, here, None if bias is None else best)
+
+
+def best_dense(cross: Tensor, h: Tensor) -> Tensor:
+    """The dense weight [M, K] of least squares: cross inv(h), for cross = E[y.T x]."""
+    return torch.cholesky_solve(cross.mT, torch.linalg.cholesky(h)).mT
+
+
+def least_squares(target: Tensor, h: Tensor, mask: Tensor, rows: int) -> Tensor:
+    """The weights [M, K] on `mask` nearest to `target` under h, bool [Mb, K]: row i of it is that of `rows` weights.
+
+    One system for each row of the mask.
+    """
+    sets, columns = mask.shape
+    whole = target.new_zeros(sets * rows, columns)
+    wanted = torch.zeros_like(whole)
+    wanted[: target.shape[0]] = target @ h
+    whole, wanted = whole.view(sets, rows, columns), wanted.view(sets, rows, columns)
+    counts = mask.sum(1)
+    for count in counts.unique().tolist():
+        if not count:
+            continue
+        for part in (counts == count).nonzero()[:, 0].split(max(1, ELEMENTS // count**2)):
+            at = mask[part].nonzero()[:, 1].view(len(part), count)
+            system = h[at[:, :, None], at[:, None, :]]
+            spread = at[:, None, :].expand(-1, rows, -1)
+            right = wanted[part].gather(2, spread)
+            solved = torch.cholesky_solve(right.mT, torch.linalg.cholesky(system)).mT
+            whole[part] = right.new_zeros(len(part), rows, columns).scatter_(2, spread, solved)
+    return whole.view(-1, columns)[: target.shape[0]]
+
+
+def relative_error(
+    w: Tensor, bias: Tensor | None, dense: Tensor, dense_bias: Tensor | None, moments: Moments, name: str
+) -> Tensor:
+    """|y + r - r' - y'| / |y| over the calibration: the wanted outputs, and y' of w in the pruned model."""
+    a, b = _extended(w.double(), bias), _extended(dense.double(), dense_bias)
+    cross = b @ moments.g.double()
+    if name in moments.shift:
+        cross = cross + moments.shift[name].double()
+    own = ((a @ moments.h.double()) * a).sum()
+    lost = moments.wanted[name].double() - 2 * (cross * a).sum() + own
+    return (lost.clamp(min=0) / moments.energy[name].double().clamp(min=1e-300)).sqrt()
+
+
+def _extended(w: Tensor, bias: Tensor | None) -> Tensor:
+    """[W, b], [M, K+1]: the weight for inputs with a column of ones."""
+    last = w.new_zeros(len(w)) if bias is None else bias.to(w.dtype)
+    return torch.cat((w, last[:, None]), 1)
+
+
+def fit_block(
+    layers: Sequence[tuple[nn.Parameter, Tensor]],
+    biases: Sequence[nn.Parameter],
+    loss: Callable[[int], Tensor],
+    batches: int,
+    steps: int = STEPS,
+) -> None:
+    """Steps of Adam on the stored values of a block's layers, (weight, its mask), and on their biases.
+
+    `loss(batch)` compares outputs of the block with the dense ones. The best of the mean losses before and after
+    decides: without a gain the weights return to what they were.
+    """
+    parameters = [*(weight for weight, _ in layers), *biases]
+    before = [each.detach().clone() for each in parameters]
+    learned = [each.requires_grad for each in parameters]
+
+    def measured() -> Tensor:
+        with torch.no_grad():
+            return torch.stack([loss(batch) for batch in range(batches)]).mean()
+
+    first = measured()
+    adam = torch.optim.Adam(parameters, lr=RATE, foreach=False)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    with torch.enable_grad():
+        for each in parameters:
+            each.requires_grad_()
+        for step in range(steps):
+            value = loss(step % batches)
+            gradients = torch.autograd.grad(value, parameters)
+            for each, gradient in zip(parameters, gradients, strict=True):
+                each.grad = gradient
+            for weight, mask in layers:
+                weight.grad = None if weight.grad is None else weight.grad.masked_fill(~mask, 0)
+            adam.step()
+            schedule.step()
+    for each, needs in zip(parameters, learned, strict=True):
+        each.grad = None
+        each.requires_grad_(needs)
+    better = measured() < first
+    for each, old in zip(parameters, before, strict=True):
+        each.data.copy_(torch.where(better, each.data, old))

@@ -1,0 +1,436 @@
+"""sk.prune: what is replaced, what is skipped, its figures, and a run that goes on after a kill."""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsek as sk
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.models import stream
+from sparsek.models.config import BlockSparse as Config
+from sparsek.nn import BlockSparseLinear
+
+HALF = sk.BlockSparse(block=16, keep=0.5)
+Untyped: Any = sk.prune  # for what its types forbid
+
+
+class Block(nn.Module):
+    """A pre-norm residual block, with a mask of its own and a second tensor that flows."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: float, total: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(x) * mask.to(x.dtype)
+        y = self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        return x + scale * y if scale != 1 else x + y, total + x.mean()
+
+
+class Model(nn.Module):
+    """Embedding, blocks in a list, a head with the weight of the embedding, and a layer outside of the blocks."""
+
+    def __init__(self, blocks: int = 3, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.extra, self.head = nn.Linear(32, 32), nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x, total = self.embed(ids), torch.zeros(())
+        for at, layer in enumerate(self.layers):
+            x, total = layer(x, torch.full((32,), 1.0 + at), scale=1.0, total=total)
+        return self.head(self.extra(x)) + total
+
+
+def batches(count: int = 2, seed: int = 1) -> list[dict[str, Tensor]]:
+    draw = torch.Generator("cpu").manual_seed(seed)
+    made = []
+    for _ in range(count):
+        mask = torch.ones(8, 12, dtype=torch.int64)
+        mask[0, 6:] = 0
+        made.append({"input_ids": torch.randint(50, (8, 12), generator=draw), "attention_mask": mask})
+    return [{"ids": each["input_ids"], "attention_mask": each["attention_mask"]} for each in made]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def two_layers() -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False)), torch.randn(256, 64)
+
+
+@pytest.mark.parametrize(
+    "config", [HALF, sk.BlockSparse(32, 0.5, "global"), sk.SemiSparse(), sk.BlockSemiSparse(64, 0.5)]
+)
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "exact", "obs"])
+def test_the_reported_error_is_that_of_the_outputs(config: Any, method: Any):
+    dense, x = two_layers()
+    want, errors = dense(x).detach(), {}
+    for repair in (None, "layer", "block"):
+        model = copy.deepcopy(dense)
+        report = sk.prune(model, config, calibration=[x[:128], x[128:]], method=method, reconstruct=repair)
+        errors[repair] = float((model(x).detach() - want).norm() / want.norm())
+        if repair != "block":
+            assert report.rows[-1].error_after == pytest.approx(errors[repair], rel=2e-3)
+    assert errors["layer"] < errors[None]
+    assert errors["block"] < errors["layer"]
+
+
+def test_better_methods_lose_less():
+    dense, x = two_layers()
+    dense[0].weight.data *= torch.linspace(0.2, 2, 64)
+    x = x @ torch.randn(64, 64)
+    want = dense(x)
+
+    def error(method: Any, repair: Any) -> float:
+        model = copy.deepcopy(dense)
+        sk.prune(model, HALF, calibration=[x], method=method, reconstruct=repair)
+        return float((model(x) - want).norm().detach() / want.detach().norm())
+
+    assert error("obs", "layer") < error("wanda", "layer") < error("wanda", None)
+    assert error("exact", None) < error("magnitude", None)
+
+
+def test_everything_kept_changes_nothing():
+    model = Model()
+    want = [model(**each) for each in batches()]
+    report = sk.prune(model, sk.BlockSparse(16, 1.0), calibration=batches())
+    for each, y in zip(batches(), want, strict=True):
+        torch.testing.assert_close(model(**each), y, rtol=1e-4, atol=1e-4)
+    assert max(row.error_after or 0 for row in report.rows) < 2e-3
+
+
+def test_blocks_are_pruned_and_tied_and_outer_layers_are_not():
+    model = Model().train()
+    layer: Any = model.layers[0]
+    layer.up.weight.requires_grad_(False)
+    layer.down.bias.requires_grad_(False)
+    report = sk.prune(model, HALF, calibration=batches())
+    learns = {name for name, each in layer.named_parameters() if each.requires_grad}
+    assert learns == {"norm.weight", "norm.bias", "up.bias", "gate.values", "down.values"}
+    assert [row.layer for row in report.rows] == [
+        f"layers.{at}.{name}" for at in range(3) for name in ("gate", "up", "down")
+    ]
+    assert all(isinstance(layer.up, BlockSparseLinear) for layer in model.layers)
+    assert {name: why.split(";")[0] for name, why in report.skipped.items()} == {
+        "extra": "is outside of the repeated blocks",
+        "head": "shares its weight with embed.weight",
+    }
+    assert all(row.keep == 0.5 and 0 < row.norm < 1 for row in report.rows)
+    assert model.training
+    assert model.layers[0].up.training  # type: ignore[union-attr]
+    text = str(report)
+    assert text.splitlines()[0].split() == ["layer", "kept", "norm", "error", "after", "seconds"]
+    assert "head: dense, shares its weight" in text
+    assert json.loads(json.dumps(report.to_dict()))["rows"][0]["config"] == HALF.to_dict()
+
+
+def test_rules_choose_by_glob_type_and_predicate_and_the_first_wins():
+    model = Model()
+    rules: Any = {
+        "*.gate": None,
+        "extra": sk.SemiSparse(),
+        lambda layer, name: name.endswith("0.up"): sk.SemiSparse(),
+        nn.Linear: HALF,
+    }
+    report = sk.prune(
+        model, rules, calibration=batches(), filter_fn=lambda layer, name: name != "layers.2.up"
+    )
+    formats = {row.layer: row.config["format"] for row in report.rows}
+    assert formats == {
+        "layers.0.up": "semi24",
+        "layers.0.down": "bsr",
+        "layers.1.up": "bsr",
+        "layers.1.down": "bsr",
+        "layers.2.down": "bsr",
+        "extra": "semi24",
+    }
+    assert isinstance(model.extra, sk.nn.SparseLinear)
+    assert isinstance(model.extra.weight, sk.Semi24)
+
+
+def test_later_blocks_repair_what_earlier_ones_lost():
+    """Each layer is fitted to the outputs of the dense model on the inputs and residuals of the pruned one."""
+    data = batches(8)
+    dense = Model(4)
+
+    def error(**options: Any) -> float:
+        model = copy.deepcopy(dense)
+        sk.prune(model, sk.BlockSparse(16, 0.5), calibration=data, method="wanda", **options)
+        return float(sum((model(**each) - dense(**each)).detach().square().sum() for each in data))
+
+    assert error(reconstruct="block") < error(reconstruct="layer") < error(reconstruct=None)
+
+
+def test_padding_counts_for_nothing():
+    odd = batches()
+    for each in odd:
+        each["ids"] = each["ids"].masked_fill(each["attention_mask"] == 0, 7)
+    rows = [sk.prune(Model(), HALF, calibration=data).to_dict()["rows"] for data in (batches(), odd)]
+    for a, b in zip(*rows, strict=True):
+        assert a["error_after"] == pytest.approx(b["error_after"], rel=1e-4)
+
+
+def test_without_calibration_magnitude_alone_works():
+    model = Model()
+    report = sk.prune(model, HALF, method="magnitude", reconstruct=None)
+    want = sk.BSR.from_dense(Model().layers[1].down.weight.detach(), 16, keep=0.5, scope="row")  # type: ignore[union-attr]
+    torch.testing.assert_close(model.layers[1].down.weight.to_dense(), want.to_dense())  # type: ignore[union-attr]
+    assert report.rows[0].error is None
+    with pytest.raises(InvalidInput, match="needs calibration"):
+        sk.prune(Model(), HALF)
+
+
+@pytest.mark.parametrize("budget", ["sensitivity", "owl"])
+def test_budgets_spread_the_kept_share(budget: Any):
+    model = Model()
+    with torch.no_grad():
+        model.layers[1].down.weight[:, :4] *= 30  # type: ignore[index, union-attr]
+        model.layers[0].up.weight[:2] *= 40  # type: ignore[index, union-attr]
+    report = sk.prune(model, sk.BlockSparse(16, 0.5, "global"), calibration=batches(), budget=budget)
+    kept = {row.config["keep"] for row in report.rows}
+    sizes = {row.layer: 32 * 64 for row in report.rows}
+    total = sum(row.config["keep"] * sizes[row.layer] for row in report.rows)
+    assert len(kept) > 1
+    assert total == pytest.approx(0.5 * sum(sizes.values()))
+
+
+class Killed(Exception):
+    """Ends a run."""
+
+
+@pytest.mark.parametrize("repair", ["layer", "block"])
+def test_a_run_killed_at_every_write_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repair: Any
+):
+    options: Any = {"calibration": batches(1), "budget": "owl", "method": "wanda", "reconstruct": repair}
+    whole = Model(2)
+    want = sk.prune(whole, HALF, **options)
+    replace, kills = Path.replace, 0
+    folder, model = tmp_path / "run", Model(2)
+    report = None
+    while report is None:
+        done = 0
+
+        def dying(self: Path, target: Path, limit: int = 3 + kills % 5) -> Path:
+            nonlocal done
+            done += 1
+            if done > limit:
+                raise Killed
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", dying)
+        model = Model(2)
+        try:
+            report = sk.prune(model, HALF, folder=folder, **options)
+        except Killed:
+            kills += 1
+            assert kills < 40
+            if kills > 12:
+                monkeypatch.undo()
+                report = sk.prune(model := Model(2), HALF, folder=folder, **options)
+    assert kills > 2
+    assert weights(model).keys() == weights(whole).keys()
+    assert all(torch.equal(each, weights(whole)[name]) for name, each in weights(model).items())
+
+    def figures(report: Any) -> list[dict[str, Any]]:
+        return [{**row, "seconds": 0} for row in report.to_dict()["rows"]]
+
+    assert figures(report) == figures(want)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "finished-00000.safetensors",
+        "finished-00001.safetensors",
+        "prune.json",
+    ]
+
+
+def test_a_folder_of_another_run_and_damaged_files_are_refused(tmp_path: Path):
+    options: Any = {"calibration": batches(1), "folder": tmp_path}
+    sk.prune(Model(1 + 1), HALF, **options)
+    for model, config, more in (
+        (Model(2), sk.BlockSparse(32, 0.5), {}),
+        (Model(2, seed=5), HALF, {}),
+        (Model(2), HALF, {"method": "exact"}),
+        (Model(2), HALF, {"calibration": batches(1, seed=9)}),
+    ):
+        with pytest.raises(InvalidInput, match="another model, config"):
+            sk.prune(model, config, **{**options, **more})
+    (tmp_path / "finished-00001.safetensors").write_bytes(b"x" * 50)
+    with pytest.raises(InvalidFile, match="finished-00001"):
+        sk.prune(Model(2), HALF, **options)
+    (tmp_path / "finished-00001.safetensors").write_bytes(
+        (tmp_path / "finished-00000.safetensors").read_bytes()
+    )
+    with pytest.raises(InvalidFile, match=r"layers\.1"):
+        sk.prune(Model(2), HALF, **options)
+    (tmp_path / "finished-00001.safetensors").unlink()
+    with pytest.raises(InvalidFile, match="is missing"):
+        sk.prune(Model(2), HALF, **options)
+    for text in (
+        "[]",
+        "{}",
+        "no",
+        '{"fingerprint": 1, "finished": "a", "rows": 3, "skipped": [], "keep": 1}',
+    ):
+        (tmp_path / stream.STATE).write_text(text)
+        with pytest.raises((InvalidFile, InvalidInput)):
+            sk.prune(Model(2), HALF, **options)
+
+
+def test_a_model_without_repeated_blocks_is_one_block():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.unused = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x) + self.a(x * 2)  # one is called twice
+
+    model = Odd()
+    report = sk.prune(model, HALF, calibration=[(torch.randn(64, 32),)])
+    assert [row.layer for row in report.rows] == ["a", "b"]
+    assert report.skipped == {"unused": "is not called with the calibration"}
+
+
+def test_blocks_that_are_no_sequence_are_pruned_as_one_model():
+    class Reversed(Model):
+        def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            x, total = self.embed(ids), torch.zeros(())
+            for layer in reversed(self.layers):
+                x, total = layer(x, torch.ones(32), scale=1.0, total=total)
+            return x
+
+    report = sk.prune(Reversed(), HALF, calibration=batches())
+    assert [row.layer for row in report.rows][:3] == ["layers.2.gate", "layers.2.up", "layers.2.down"]
+    assert len(report.rows) == 9
+
+
+def test_half_precision_keeps_its_dtype_and_the_device_stays():
+    model = Model().to(torch.bfloat16)
+    report = sk.prune(model, HALF, calibration=batches(), device="cpu")
+    layer: Any = model.layers[0]
+    assert layer.up.values.dtype == layer.up.bias.dtype == torch.bfloat16
+    assert all(0 < (row.error_after or 0) < (row.error or 0) for row in report.rows)
+
+
+def test_torch_encoders_run_on_and_computed_weights_stay():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    x = torch.randn(4, 10, 32)
+    report = sk.prune(encoder, HALF, calibration=[x])  # attention reads the weight of its out_proj itself
+    assert [row.layer for row in report.rows] == [f"layers.{at}.linear{to}" for at in (0, 1) for to in (1, 2)]
+    with torch.no_grad():
+        fast = encoder(x)
+    torch.testing.assert_close(fast, encoder(x))
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+    assert [row.layer for row in sk.prune(model, HALF, calibration=[x]).rows] == ["1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+    with pytest.raises(InvalidInput, match="the model cannot be copied"):
+        sk.prune(old, HALF, calibration=[x])
+    report = sk.prune(old, HALF, method="magnitude", reconstruct=None)
+    assert report.skipped["0"].startswith("computes its weight")
+
+
+@pytest.mark.parametrize("where", ["weight", "inputs"])
+def test_nan_is_refused_with_the_name_of_the_layer(where: str):
+    model, x = two_layers()
+    if where == "weight":
+        model[2].weight.data[3, 4] = torch.nan
+    else:
+        x[5] = torch.inf
+    with pytest.raises(InvalidInput, match=r"^[02]: its weight, or its inputs"):
+        sk.prune(model, HALF, calibration=[x])
+
+
+def test_under_autocast_the_systems_are_solved_in_full_precision():
+    model, x = two_layers()
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = sk.prune(model, HALF, calibration=[x]).rows
+    model, _ = two_layers()
+    for row, want in zip(rows, sk.prune(model, HALF, calibration=[x]).rows, strict=True):
+        assert row.error_after == pytest.approx(want.error_after, rel=0.02)
+
+
+def test_progress_counts_the_blocks():
+    seen: list[tuple[int, int, str]] = []
+    sk.prune(Model(), HALF, calibration=batches(1), method="wanda", progress=lambda *each: seen.append(each))
+    assert seen == [(0, 3, "layers.0"), (1, 3, "layers.1"), (2, 3, "layers.2"), (3, 3, "")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": 3}, "torch.nn.Module"),
+        ({"config": 3}, "config is 3"),
+        ({"config": {}}, "config is {}"),
+        ({"config": {3: HALF}}, "a rule is for 3"),
+        ({"config": {"a": 3}}, "the rule for 'a' is 3"),
+        ({"config": {"nothing*": HALF}}, "no layer to prune"),
+        ({"config": sk.BlockSparse(128)}, "less than a block of 128x128"),
+        ({"model": nn.Linear(32, 32)}, "is the model itself"),
+        ({"method": "best"}, "method is 'best'"),
+        ({"reconstruct": "all"}, "reconstruct is 'all'"),
+        ({"budget": "none"}, "budget is 'none'"),
+        ({"calibration": torch.ones(3)}, "must be batches"),
+        ({"calibration": []}, "no batch"),
+        ({"calibration": ["text"]}, "calibration batch 0"),
+        ({"filter_fn": 3}, "filter_fn is 3"),
+        ({"device": "tpu"}, "device"),
+        ({"folder": 3}, "folder is 3"),
+        ({"model": Model().to("meta")}, "meta device"),
+    ],
+)
+def test_odd_arguments_are_refused(change: dict[str, Any], message: str):
+    given = {"model": Model(2), "config": HALF, "calibration": batches(1), **change}
+    with pytest.raises(InvalidInput, match=message):
+        Untyped(given.pop("model"), given.pop("config"), **given)
+
+
+def test_configs_are_json_and_code():
+    for config in (
+        HALF,
+        sk.BlockSparse((16, 32), 0.25, "global"),
+        sk.SemiSparse(),
+        sk.BlockSemiSparse(64, 0.5),
+    ):
+        assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        assert eval(f"sk.{config!r}") == config
+    for wrong in (
+        {"format": "csr"},
+        {"format": "bsr", "size": 3},
+        {},
+        3,
+        {"format": "bsr", "keep": 0},
+        {"format": ["bsr"]},
+    ):
+        with pytest.raises(InvalidInput):
+            Config.from_dict(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["wanda", "obs"])
+def test_blocks_are_computed_on_a_gpu_one_at_a_time(method: Any):
+    options: Any = {"calibration": batches(), "method": method, "reconstruct": "layer"}
+    want = sk.prune(Model(), HALF, **options)
+    model = Model()
+    got = sk.prune(model, HALF, device="cuda", **options)
+    for a, b in zip(got.rows, want.rows, strict=True):
+        assert a.error_after == pytest.approx(b.error_after, rel=0.02, abs=1e-3)
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    moved = Model().cuda()
+    sk.prune(moved, sk.SemiSparse(), **{**options, "reconstruct": "block"})
+    assert {each.device.type for each in moved.parameters()} == {"cuda"}
