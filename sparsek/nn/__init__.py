@@ -3,6 +3,7 @@
 from sparsek.nn.attention import SparseAttention
 from sparsek.nn.linear import BlockSparseLinear
 from sparsek.nn.regrow import dense_gradients
+from sparsek.nn.schedule import PatternSchedule
 from sparsek.nn.sparse import SparseLinear
 
-__all__ = ["BlockSparseLinear", "SparseAttention", "SparseLinear", "dense_gradients"]
+__all__ = ["BlockSparseLinear", "PatternSchedule", "SparseAttention", "SparseLinear", "dense_gradients"]

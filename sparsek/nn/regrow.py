@@ -83,15 +83,10 @@ class Regrown(nn.Module):
         arguments.one_of("scope", scope, SCOPES)
         values, pattern = _ready(self)
         with torch.no_grad():
-            blocks = zero_outside(pattern, values.detach())
-            wide = torch.promote_types(values.dtype, torch.float32)
-            norms = BSR.unchecked(pattern, blocks).block_norms(dtype=wide)
-            scores = norms.new_full((pattern.grid[0] * pattern.grid[1],), -1)
-            scores[_cells(pattern)] = norms
-            stored = _mask(pattern)
-            rows = scores.view(pattern.grid) if scope == "row" else scores[None]
+            norms = _norms(values, pattern)
+            rows = norms if scope == "row" else norms.view(1, -1)
             best = _largest(rows, Rule(None, None, keep, scope).count(rows.shape[1])).view(pattern.grid)
-            change(self, best & stored, optimizer)
+            change(self, best & _mask(pattern), optimizer)
         return self
 
     def grow_(
@@ -122,27 +117,19 @@ class Regrown(nn.Module):
             raise InvalidInput(
                 f"generator is {arguments.shown(generator)}; it must be a torch.Generator or None"
             )
-        values, pattern = _ready(self)
+        _, pattern = _ready(self)
         cells = pattern.grid[0] * pattern.grid[1]
         if isinstance(blocks, float):
             count = round(arguments.number("blocks", blocks, 0, 1) * cells)
         else:
             count = arguments.integer("blocks", blocks)
-        if by == "random":
-            scores = torch.rand(cells, dtype=torch.float32, device=values.device, generator=generator)
-        else:
-            gradient = _GRADIENTS.get(self)
-            if gradient is None:
-                raise InvalidInput(
-                    "no gradient of all blocks of this layer is recorded; compute a loss and its backward pass under "
-                    '`with sk.nn.dense_gradients(model):`, not compiled, or grow by="random"'
-                )
-            scores = _block_norms(gradient.to(values.device), pattern)
         with torch.no_grad():
             stored = _mask(pattern)
-            free = scores.view(1, -1).masked_fill(stored.view(1, -1), -1)
-            chosen = _largest(free, min(count, cells - pattern.nnzb)).view(pattern.grid)
-            change(self, chosen | stored, optimizer)
+            change(
+                self,
+                _grown(self, pattern, stored, min(count, cells - pattern.nnzb), by, generator),
+                optimizer,
+            )
         _GRADIENTS.pop(self, None)
         return self
 
@@ -178,6 +165,11 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
+def is_recorded(layer: Any) -> bool:
+    """Whether the gradient of all blocks of a layer is recorded."""
+    return layer in _GRADIENTS
+
+
 def _recorder(layer: Any) -> Callable[..., Tensor]:
     """The forward pass of a layer, whose backward pass also multiplies dz.T @ x for the whole weight."""
     plain, ref = layer.forward, weakref.ref(layer)
@@ -207,6 +199,52 @@ def _record(layer: Any, x: Tensor, dz: Tensor) -> None:
     dense = dense.to(torch.promote_types(dense.dtype, torch.float32))
     known = _GRADIENTS.get(layer)
     _GRADIENTS[layer] = dense if known is None else known.add_(dense)
+
+
+def swap(
+    layer: Any, count: int, new: int, by: str, optimizer: Optimizers, generator: torch.Generator | None
+) -> None:
+    """Store `count` blocks: those of largest norm, and `new` ones by `grow_`, which may be of those left out."""
+    values, pattern = _ready(layer)
+    with torch.no_grad():
+        cells = pattern.grid[0] * pattern.grid[1]
+        kept = min(count - new, pattern.nnzb)
+        stored = _largest(_norms(values, pattern).view(1, -1), kept).view(pattern.grid)
+        if new:
+            stored = _grown(layer, pattern, stored, min(new, cells - kept), by, generator)
+        change(layer, stored, optimizer)
+    _GRADIENTS.pop(layer, None)
+
+
+def _norms(values: Tensor, pattern: BlockPattern) -> Tensor:
+    """The Frobenius norms of the stored blocks, [Mb, Kb], and -1 for others. No sync."""
+    blocks = zero_outside(pattern, values.detach())
+    norms = BSR.unchecked(pattern, blocks).block_norms(dtype=torch.promote_types(values.dtype, torch.float32))
+    grid = norms.new_full((pattern.grid[0] * pattern.grid[1],), -1)
+    return grid.index_copy_(0, _cells(pattern), norms).view(pattern.grid)
+
+
+def _grown(
+    layer: Any,
+    pattern: BlockPattern,
+    stored: Tensor,
+    count: int,
+    by: str,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """A mask of the stored blocks and of `count` more: see `Regrown.grow_`. No sync."""
+    if by == "random":
+        scores = torch.rand(stored.numel(), dtype=torch.float32, device=stored.device, generator=generator)
+    else:
+        gradient = _GRADIENTS.get(layer)
+        if gradient is None:
+            raise InvalidInput(
+                "no gradient of all blocks of this layer is recorded; compute a loss and its backward pass under "
+                '`with sk.nn.dense_gradients(model):`, not compiled, or grow by="random"'
+            )
+        scores = _block_norms(gradient.to(stored.device), pattern)
+    free = scores.view(1, -1).masked_fill(stored.view(1, -1), -1)
+    return _largest(free, count).view(pattern.grid) | stored
 
 
 def _block_norms(dense: Tensor, pattern: BlockPattern) -> Tensor:
@@ -302,7 +340,7 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
         count, differs = torch.stack((mask.sum(), (mask != before).sum())).tolist()
         if not differs:
             return None
-        ends = mask.view(-1).cumsum(0) if mask.is_contiguous() else mask.reshape(-1).cumsum(0)
+        ends = mask.reshape(-1).cumsum(0)
         cells = torch.searchsorted(ends, torch.arange(1, count + 1, device=old.device))
         indptr = functional.pad(ends.view(old.grid)[:, -1], (1, 0)).int()
         pattern = BlockPattern.unchecked(old.shape, old.block, indptr, cells.remainder(old.grid[1]).int())

@@ -1,6 +1,7 @@
 """BlockSparseLinear with another pattern in training: values and the state of optimizers are carried block by block."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -410,3 +411,114 @@ def test_a_random_generator_decides() -> None:
     assert patterns[0].same_as(patterns[1])
     assert patterns[0].nnzb == int(mask(0.5, 1).sum()) + 4
     assert layer().grow_(100, by="random").weight.nnzb == 20
+
+
+def test_a_schedule_prunes_along_the_cubic_curve() -> None:
+    made = layer(torch.ones(GRID, dtype=torch.bool))
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    schedule = sk.nn.PatternSchedule(nn.Sequential(made), begin=2, end=10, every=4, keep=0.2)
+    changed = []
+    for i in range(12):
+        with schedule.gradients():
+            train(made, optimizer, range(i, i + 1))
+        if schedule.step(optimizer):
+            t = (i + 1 - 2) / 8
+            assert made.weight.nnzb == round(20 * (0.2 + 0.8 * (1 - t) ** 3))
+            changed.append(i + 1)
+    assert changed == [2, 6, 10]
+    assert made.weight.nnzb == 4
+    assert schedule.share("0") == pytest.approx(0.2)
+    assert optimizer.state[made.values]["exp_avg"].shape == made.values.shape
+
+
+@pytest.mark.parametrize("by", ["gradient", "random"])
+def test_a_schedule_swaps_blocks_and_resumes(by: Any) -> None:
+    def run(made: BlockSparseLinear, schedule: sk.nn.PatternSchedule, steps: range) -> None:
+        for i in steps:
+            with schedule.gradients():
+                train(made, optimizers[id(made)], range(i, i + 1))
+            schedule.step(optimizers[id(made)])
+
+    first, second = layer(), layer()
+    draws = [torch.Generator().manual_seed(3) for _ in range(2)]
+    optimizers = {id(x): torch.optim.SGD(x.parameters(), lr=0.1, momentum=0.9) for x in (first, second)}
+    a, b = (
+        sk.nn.PatternSchedule(x, end=9, every=2, swapped=0.5, by=by, generator=draw)
+        for x, draw in zip((first, second), draws, strict=True)
+    )
+    before = first.pattern
+    run(first, a, range(10))
+    assert first.weight.nnzb == before.nnzb
+    assert not first.pattern.same_as(before)
+    run(second, b, range(4))
+    resumed = sk.nn.PatternSchedule(second, end=9, every=2, swapped=0.5, by=by, generator=draws[1])
+    resumed.load_state_dict(b.state_dict())
+    run(second, resumed, range(4, 10))
+    assert second.pattern.same_as(first.pattern)
+    torch.testing.assert_close(second.values.detach(), first.values.detach())
+
+
+def test_a_swap_drops_the_smallest_and_takes_the_largest_gradients() -> None:
+    made, other = layer(), layer()
+    schedule = sk.nn.PatternSchedule(made, end=100, every=10, swapped=0.3)
+    x, y = data(0)
+    with pytest.raises(InvalidInput, match=r"schedule\.gradients"):
+        schedule.step()
+    assert schedule.steps == 0
+    with schedule.gradients(), sk.nn.dense_gradients(other):
+        for each in (made, other):
+            functional.mse_loss(each(x), y).backward()
+    count = made.weight.nnzb
+    new = round(0.3 * count)
+    assert schedule.step()
+    other.prune_((count - new) / 20, scope="global").grow_(new)
+    assert made.pattern.same_as(other.pattern)
+    assert made.weight.nnzb == count
+
+
+def test_wrong_schedules_are_refused() -> None:
+    for name, bad in (("end", 0), ("every", 0), ("begin", 0), ("keep", 2), ("swapped", -1), ("by", "x")):
+        with pytest.raises(InvalidInput, match=name):
+            sk.nn.PatternSchedule(layer(), **{"end": 5, "keep": 0.5, name: bad})
+    with pytest.raises(InvalidInput, match="neither keep nor swapped"):
+        sk.nn.PatternSchedule(layer(), end=5)
+    with pytest.raises(InvalidInput, match="no BlockSparseLinear"):
+        sk.nn.PatternSchedule(nn.Linear(3, 3), end=5, keep=0.5)
+    schedule = sk.nn.PatternSchedule(layer(), end=5, keep=0.5)
+    for bad in ({}, {"steps": 1, "first": {"x": 0.5}}, {"steps": -1, "first": {"": 0.5}}):
+        with pytest.raises(InvalidInput):
+            schedule.load_state_dict(bad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+def test_pruned_and_grown_in_a_mode_a_layer_learns(mode: Any) -> None:
+    made = layer()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    train(made, optimizer, range(2))
+    with mode():
+        made.prune_(0.3).grow_(0.3, by="random", optimizer=optimizer)
+    train(made, optimizer, range(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("same", [False, True], ids=["other number", "as many"])
+def test_a_new_pattern_waits_for_the_gpu_once(same: bool) -> None:
+    made = layer(dtype=torch.float32).cuda()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, fused=True)
+    made(torch.randn(8, SHAPE[1], device="cuda")).square().sum().backward()
+    optimizer.step()
+    before = made.weight.detach().to_dense().clone()
+    after = mask(0.5, 1).flip(1) if same else mask(0.5, 2)
+    given = after.cuda()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            made.set_pattern(given, optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [x for x in found if "called a synchronizing" in str(x.message)]
+    assert len(waits) == 1, [str(x.message) for x in waits]
+    assert torch.equal(made.weight.detach().to_dense().cpu(), before.cpu() * elements(after))
+    made(torch.randn(8, SHAPE[1], device="cuda")).square().sum().backward()
+    optimizer.step()
