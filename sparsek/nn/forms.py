@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats import two_four
+from sparsek.products.formats.pattern import block_sides
 from sparsek.products.formats.quantized import FORMATS as CLASSES
 from sparsek.products.formats.quantized import Quantized
 from sparsek.products.formats.random import random_pattern
@@ -80,7 +81,10 @@ def wanted_format(config: Any, block: Any, keep: Any, scope: Any) -> WeightForma
             if blocked
             else f"block= and keep= are for formats with blocks, not {name}"
         )
-    return WeightFormat(name, block if blocked else 0, keep if blocked else 1.0, scope)
+    if not blocked:
+        return WeightFormat(name)
+    block_sides(block)
+    return WeightFormat(name, block, keep, scope)
 
 
 def placeholder(weight: Tensor, form: WeightFormat) -> Any:

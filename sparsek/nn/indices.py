@@ -35,8 +35,10 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor | None) -> Part:
-        """Note this one. A reference would keep an offloaded tensor on the GPU."""
-        return NOT_CHECKED if x is None else cls(weakref.ref(x), x._version, x.data_ptr())
+        """Note this one. A reference would keep an offloaded tensor on the GPU. Wrapped ones have no address."""
+        if x is None or is_functorch_wrapped_tensor(x):
+            return NOT_CHECKED
+        return cls(weakref.ref(x), x._version, x.data_ptr())
 
     def holds(self, x: Tensor) -> bool:
         """Whether this is the tensor, unchanged."""

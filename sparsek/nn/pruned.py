@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsek.core import arguments
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import saveable
 from sparsek.engine.call import transforms
@@ -65,7 +65,14 @@ def keep_pruned(layer: Any, dense: Any, decay: float) -> None:
 
 def choose_again(layer: Any, scores: Tensor | None, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose what is stored anew: see `SparseLinear.choose_again`."""
+    transforms.refuse("choose_again")
     weight = _two_four(layer, "choose_again")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidInput(
+            f"optimizer is {arguments.shown(optimizer)}; it must be a torch.optim.Optimizer or None"
+        )
+    if scores is not None:
+        arguments.tensor("scores", scores, dtypes.FLOATS)
     learned = layer.values, layer._parameters.get("pruned")
     old = weight.meta.clone()
     of = _joined(*learned, old) if scores is None else _cells(layer, scores).to(weight.device)

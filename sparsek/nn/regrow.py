@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -24,7 +24,7 @@ from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.ops.linear import linear
 from sparsek.products.reference.epilogue import ACTIVATIONS
 
-Optimizers: TypeAlias = Optimizer | Iterable[Optimizer] | None
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 # Of the whole weight, by layer, since `dense_gradients`.
 _GRADIENTS: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 
@@ -42,9 +42,9 @@ class Regrown(nn.Module):
 
         Args:
             pattern: A BlockPattern of the same shape and block, or a mask of blocks, bool [Mb, Kb], of what to store.
-            optimizer: One or several optimizers whose state is carried. None: those with state for `values` that have
-                made a step or loaded a state dict. With () none is carried; their next step then raises InvalidInput,
-                until the state is removed.
+            optimizer: One optimizer or a list of several, whose state is carried. None: those with state for `values`
+                that have made a step or loaded a state dict. With () none is carried; their next step then raises
+                InvalidInput, until the state is removed.
 
         Raises:
             InvalidInput: For a pattern that does not fit, for state that has not one part for each block (LBFGS, states
@@ -377,15 +377,11 @@ def _named(optimizer: Any, values: nn.Parameter) -> list[Optimizer] | None:
     """The given optimizers that have `values`; None for None."""
     if optimizer is None:
         return None
-    given = (
-        [optimizer]
-        if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
-        else [*optimizer]
-    )
+    given = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in given:
         if not isinstance(each, Optimizer):
             raise InvalidInput(
-                f"optimizer is {arguments.shown(each)}; it must be a torch.optim.Optimizer, several of them, or None"
+                f"optimizer is {arguments.shown(each)}; it must be a torch.optim.Optimizer, a list of several, or None"
             )
     having = [x for x in given if any(p is values for group in x.param_groups for p in group["params"])]
     if given and not having:

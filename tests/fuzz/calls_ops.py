@@ -1,4 +1,4 @@
-"""Every public function of products, layers and attention, with valid arguments for the fuzz. See `engine.Call`.
+"""Every public function of products and attention, with valid arguments for the fuzz. See `engine.Call`.
 
 Objects made here are shared by all calls; what a call writes to is made anew. A name in brackets tells several calls of
 one function apart.
@@ -105,16 +105,6 @@ def forward() -> tuple[Tensor, Tensor]:
     return sk.attention(heads(4), heads(2), heads(2, 8), mask(), return_lse=True)
 
 
-@lru_cache
-def layer() -> sk.nn.BlockSparseLinear:
-    return sk.nn.BlockSparseLinear.random(64, 128, 32, 0.5)
-
-
-@lru_cache
-def attending(**options: Any) -> sk.nn.SparseAttention:
-    return sk.nn.SparseAttention(32, 4, policy(**options))
-
-
 def function(called: Callable[..., Any], **arguments: Any) -> Callable[[Random], Made]:
     """The same call each time."""
     return lambda random: (called, dict(arguments))
@@ -123,11 +113,6 @@ def function(called: Callable[..., Any], **arguments: Any) -> Callable[[Random],
 def written(called: Callable[..., Any], **arguments: Any) -> Callable[[Random], Made]:
     """The same with an `out` [128, 48] of its own."""
     return lambda random: (called, {**arguments, "out": torch.ones(128, 48)})
-
-
-def _reset(random: Random) -> Made:
-    made = sk.nn.BlockSparseLinear.random(64, 128, 32, 0.5)
-    return made.reset_parameters, {"generator": torch.Generator().manual_seed(0)}
 
 
 MATRIX = "BSR Semi24 BSR24 Quantized"
@@ -509,80 +494,6 @@ CALLS: dict[str, Call] = {
         ATTENTION | {"grad_lse": "tensor"},
     ),
     "Plan.retarget": Call(function(plan("spmm").retarget, a=bsr())),
-    "nn.BlockSparseLinear": Call(
-        function(
-            sk.nn.BlockSparseLinear,
-            pattern=bsr().pattern,
-            bias=True,
-            activation="relu",
-            dtype=BF16,
-            device="cpu",
-        ),
-        {**PLACE, "activation": "none text", "dtype": "none dtype"},
-    ),
-    "nn.BlockSparseLinear.random": Call(
-        function(
-            sk.nn.BlockSparseLinear.random,
-            in_features=64,
-            out_features=128,
-            block=32,
-            density=0.5,
-            seed=1,
-            bias=True,
-            activation=None,
-            dtype=None,
-            device="cpu",
-        ),
-        {**PLACE, "block": "int sequence", "activation": "text", "dtype": "dtype", "density": "int"},
-    ),
-    "nn.BlockSparseLinear.from_dense": Call(
-        function(
-            sk.nn.BlockSparseLinear.from_dense,
-            dense=dense(128, 64),
-            block=32,
-            keep=0.5,
-            scope="row",
-            activation=None,
-        ),
-        {"block": "int sequence", "keep": "none int", "activation": "text"},
-    ),
-    "nn.BlockSparseLinear.from_bsr": Call(
-        function(sk.nn.BlockSparseLinear.from_bsr, a=bsr(), bias=BIAS, activation="gelu"), LAYER
-    ),
-    "nn.BlockSparseLinear.forward": Call(function(layer(), x=X, residual=RESIDUAL), LAYER),
-    "nn.BlockSparseLinear.reset_parameters": Call(_reset, {"generator": "none"}),
-    "nn.SparseAttention": Call(
-        function(
-            sk.nn.SparseAttention,
-            dim=32,
-            heads=4,
-            mask=policy(window=16),
-            kv_heads=2,
-            head_dim=8,
-            bias=False,
-            softcap=5.0,
-            sink_logits=True,
-            dtype=None,
-            device="cpu",
-        ),
-        {
-            **PLACE,
-            "softcap": "float int",
-            "mask": "none",
-            "kv_heads": "none",
-            "head_dim": "none",
-            "dtype": "dtype",
-        },
-    ),
-    "nn.SparseAttention.forward": Call(
-        function(attending(window=16), x=dense(2, 100, 32), mask=None, cu_seqlens=None)
-    ),
-    "nn.SparseAttention.forward (packed)": Call(
-        function(attending(window=16), x=dense(100, 32), cu_seqlens=CU)
-    ),
-    "nn.SparseAttention.forward (top-k)": Call(
-        function(attending(topk=1), x=dense(2, 100, 32), mask=mask()), ATTENTION
-    ),
 }
 
 # What has no arguments to spoil, or is no call that users make.
@@ -592,6 +503,5 @@ REASONS = {
     "details": "takes no arguments",
     "refuse_unless_ready": "takes no arguments",
     "Plan.run": "for the operations: runs operands that were checked",
-    "extra_repr": "takes no arguments",
     "MaskPolicy.visible_in": "for the operations: of a layout that was checked",
 }

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import calls_formats, calls_integrations, calls_models, calls_ops, calls_policies
+from tests.fuzz import calls_formats, calls_integrations, calls_models, calls_nn, calls_ops, calls_policies
 from tests.fuzz.engine import attack, count_of, public_names
 
 DRAWN = {  # the calls of each file, and how many of each
     "formats": (calls_formats.CALLS, 1000),
     "ops": (calls_ops.CALLS, 1000),
     "policies": (calls_policies.CALLS, 500),
+    "nn": (calls_nn.CALLS, 1000),
     "models": (calls_models.CALLS, 500),
     "integrations": (calls_integrations.CALLS, 240),
 }
@@ -23,11 +24,12 @@ def of_policies(module: str) -> bool:
     return module.startswith("sparsek.attn.policies")
 
 
-ELSEWHERE = (calls_formats.here, of_policies, calls_models.here)
+ELSEWHERE = (calls_formats.here, of_policies, calls_nn.here, calls_models.here)
 ROOMS = {
     "formats": (calls_formats, calls_formats.here),
     "ops": (calls_ops, lambda module: not any(inside(module) for inside in ELSEWHERE)),
     "policies": (calls_policies, of_policies),
+    "nn": (calls_nn, calls_nn.here),
     "models": (calls_models, calls_models.here),
 }
 
