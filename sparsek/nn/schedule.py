@@ -83,8 +83,9 @@ class PatternSchedule:
 
     def share(self, name: str, step: int | None = None) -> float:
         """Return the share of all blocks that a layer stores after a step, that of now by default."""
-        if name not in self.first:
-            raise InvalidInput(f"name is {name!r}; the layers are {', '.join(map(repr, self.first))}")
+        if not isinstance(name, str) or name not in self.first:
+            layers = ", ".join(map(repr, self.first))
+            raise InvalidInput(f"name is {arguments.shown(name)}; the layers are {layers}")
         first = self.first[name]
         left = 1 - self._progress(self.steps if step is None else arguments.integer("step", step))
         return first if self.keep is None else min(first, self.keep + (first - self.keep) * left**3)
@@ -132,14 +133,11 @@ class PatternSchedule:
         Raises:
             InvalidInput: For another state.
         """
-        if (
-            not isinstance(state, Mapping)
-            or {*state} != {"steps", "first"}
-            or {*state["first"]} != {*self.first}
-        ):
+        first = state.get("first") if isinstance(state, Mapping) else None
+        if not isinstance(first, Mapping) or {*state} != {"steps", "first"} or {*first} != {*self.first}:
             raise InvalidInput("state is not that of a PatternSchedule for layers of these names")
         steps = arguments.integer("steps", state["steps"])
-        self.first = {name: arguments.number(name, x, 0, 1) for name, x in state["first"].items()}
+        self.first = {name: arguments.number(name, x, 0, 1) for name, x in first.items()}
         self.steps = steps
 
     def _progress(self, step: int) -> float:

@@ -44,7 +44,7 @@ def attending(**options: Any) -> sk.nn.SparseAttention:
     return sk.nn.SparseAttention(32, 4, policy(**options))
 
 
-def fresh(name: str, make: Callable[[], Any], **arguments: Any) -> Callable[[Random], Made]:
+def fresh(name: str, make: Callable[[], Any], /, **arguments: Any) -> Callable[[Random], Made]:
     """A method of a layer of its own at each call."""
     return lambda random: (getattr(make(), name), dict(arguments))
 
@@ -60,6 +60,10 @@ def semi() -> Any:
 def _reset(random: Random) -> Made:
     made = random.choice((blocked, semi, lambda: sk.nn.SparseLinear(fp8())))()
     return made.reset_parameters, {"generator": torch.Generator().manual_seed(0)}
+
+
+def scheduled() -> Any:
+    return sk.nn.PatternSchedule(blocked(), end=10, every=1, keep=0.25, swapped=0.1, by="random")
 
 
 def _recorded(random: Random) -> Made:
@@ -158,6 +162,25 @@ CALLS: dict[str, Call] = {
         {"blocks": "float", "optimizer": "sequence", "generator": "Generator"},
     ),
     "nn.dense_gradients": Call(_recorded),
+    "nn.PatternSchedule": Call(
+        function(
+            sk.nn.PatternSchedule,
+            model=blocked(),
+            end=10,
+            begin=2,
+            every=3,
+            keep=0.25,
+            swapped=0.5,
+            by="gradient",
+            generator=None,
+        ),
+        {"model": "any", "keep": "none int", "swapped": "int", "generator": "Generator"},
+    ),
+    "nn.PatternSchedule.share": Call(fresh("share", scheduled, name="", step=3), {"step": "none"}),
+    "nn.PatternSchedule.step": Call(fresh("step", scheduled, optimizer=None), {"optimizer": "sequence"}),
+    "nn.PatternSchedule.load_state_dict": Call(
+        fresh("load_state_dict", scheduled, state={"steps": 3, "first": {"": 0.5}})
+    ),
     "nn.SparseLinear": Call(
         function(sk.nn.SparseLinear, weight=two_four(), bias=BIAS, activation="gelu"), LAYER
     ),
@@ -200,6 +223,8 @@ INHERITED = ("from_matrix", "keep_pruned", "choose_again", "to_dense", "form_of_
 REASONS = {
     "extra_repr": "takes no arguments",
     "to_linear": "takes no arguments",
+    "gradients": "takes no arguments",
+    "state_dict": "takes no arguments",
     "nn.SparseLinear.form_of_bsr": "for the layers: a class",
     **{f"nn.BlockSparseLinear.{name}": "that of SparseLinear" for name in INHERITED},
 }
