@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -27,6 +27,7 @@ from sparsek.products.reference.epilogue import ACTIVATIONS
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 # Of the whole weight, by layer, since `dense_gradients`.
 _GRADIENTS: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+_RECORDING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Regrown(nn.Module):
@@ -157,12 +158,15 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
         )
     for layer in layers:
         _GRADIENTS.pop(layer, None)
-        layer.__dict__["forward"] = _recorder(layer)
+    layers = [x for x in layers if x not in _RECORDING]
+    _RECORDING.update(layers)
+    handles = [x.register_forward_hook(_before_gradient, with_kwargs=True) for x in layers]
     try:
         yield
     finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+        _RECORDING.difference_update(layers)
+        for handle in handles:
+            handle.remove()
 
 
 def is_recorded(layer: Any) -> bool:
@@ -170,31 +174,25 @@ def is_recorded(layer: Any) -> bool:
     return layer in _GRADIENTS
 
 
-def _recorder(layer: Any) -> Callable[..., Tensor]:
-    """The forward pass of a layer, whose backward pass also multiplies dz.T @ x for the whole weight."""
-    plain, ref = layer.forward, weakref.ref(layer)
-
-    def forward(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return plain(x, residual)
-        z = linear(x, layer.weight, layer.bias)
-        kept = x.detach()
-
-        def record(dz: Tensor) -> None:
-            owner = ref()
-            if owner is not None:
-                _record(owner, kept, dz.detach())
-
-        if z.requires_grad:
-            z.register_hook(record)
-        y = z if layer.activation is None else ACTIVATIONS[layer.activation](z)
-        return y if residual is None else y + residual.to(y.dtype)
-
-    return forward
+def _before_gradient(layer: Any, given: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:
+    """After a call of a layer: let the gradient of y record that of the whole weight."""
+    if torch.compiler.is_compiling() or not isinstance(y, Tensor) or not y.requires_grad:
+        return
+    ref, x = weakref.ref(layer), (given[0] if given else named["x"]).detach()
+    y.register_hook(lambda dy: _record(ref(), x, dy.detach()))
 
 
 @torch.no_grad()
-def _record(layer: Any, x: Tensor, dz: Tensor) -> None:
+def _record(layer: Any, x: Tensor, dy: Tensor) -> None:
+    """Add dz.T @ x, where dz is the gradient before the activation, to what is recorded."""
+    if layer is None:
+        return
+    dz = dy
+    if layer.activation is not None:
+        values, bias = layer.values.detach(), layer.bias
+        z = linear(x.to(values.dtype), BSR.unchecked(layer.pattern, values), bias)
+        with torch.enable_grad():
+            (dz,) = torch.autograd.grad(ACTIVATIONS[layer.activation](z.requires_grad_()), z, dy.to(z.dtype))
     dense = dz.reshape(-1, dz.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(dz.dtype)
     dense = dense.to(torch.promote_types(dense.dtype, torch.float32))
     known = _GRADIENTS.get(layer)

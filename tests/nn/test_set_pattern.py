@@ -1,6 +1,7 @@
 """BlockSparseLinear with another pattern in training: values and the state of optimizers are carried block by block."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -379,18 +380,21 @@ def test_pruning_keeps_the_largest_norms(scope: Any) -> None:
     assert torch.equal(made.weight.detach().to_dense(), wanted.to_dense())
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "forward replaced"])
 @pytest.mark.parametrize("activation", [None, "gelu", "relu"])
-def test_growing_takes_the_largest_gradients(activation: Any) -> None:
+def test_growing_takes_the_largest_gradients(activation: Any, wrapped: bool) -> None:
     made = layer(activation=activation)
+    if wrapped:  # as accelerate does
+        made.forward = functools.partial(BlockSparseLinear.forward, made)
     dense = made.weight.detach().to_dense().requires_grad_()
     residual = torch.randn(8, SHAPE[0], dtype=torch.float64)
     act = {None: lambda z: z, "gelu": functional.gelu, "relu": torch.relu}[activation]
-    with sk.nn.dense_gradients(nn.Sequential(made)):
+    with sk.nn.dense_gradients(nn.Sequential(made)), sk.nn.dense_gradients(made):
         for i in range(2):  # two parts of a batch
             x, y = data(i)
-            functional.mse_loss(made(x, residual), y).backward()
+            functional.mse_loss(made(x, residual=residual), y).backward()
             functional.mse_loss(act(functional.linear(x, dense, made.bias)) + residual, y).backward()
-    assert "forward" not in made.__dict__
+    assert not made._forward_hooks
     assert dense.grad is not None
     norms = (
         sk.BSR.from_dense(dense.grad, BLOCK, mask=torch.ones(GRID, dtype=torch.bool)).block_norms().view(GRID)
@@ -522,3 +526,48 @@ def test_a_new_pattern_waits_for_the_gpu_once(same: bool) -> None:
     assert torch.equal(made.weight.detach().to_dense().cpu(), before.cpu() * elements(after))
     made(torch.randn(8, SHAPE[1], device="cuda")).square().sum().backward()
     optimizer.step()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that hands everything on to another one, as accelerate's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("given", ["none", "wrapper", "wrapped"])
+def test_an_optimizer_in_a_wrapper_is_carried(given: str) -> None:
+    made = layer()
+    inner = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    outer = Wrapper(inner)
+    train(made, outer, range(2))
+    made.set_pattern(mask(0.5, 2), {"none": None, "wrapper": outer, "wrapped": inner}[given])
+    assert inner.state[made.values]["exp_avg"].shape == made.values.shape
+    train(made, outer, range(2))
+    made.load_state_dict(layer(mask(0.5, 3)).state_dict())
+    with pytest.raises(InvalidInput, match="has state for the old blocks"):
+        made.set_pattern(mask(0.5, 4), outer)
+
+
+@pytest.mark.parametrize("layer_first", [False, True], ids=["optimizer first", "layer first"])
+def test_a_run_resumes_after_a_new_pattern(layer_first: bool) -> None:
+    made, again = layer(), layer()
+    mine, theirs = (torch.optim.AdamW(x.parameters(), lr=1e-2) for x in (made, again))
+    train(made, mine, range(2))
+    made.set_pattern(mask(0.5, 2))
+    train(made, mine, range(2, 4))
+    loads = [(again, copy.deepcopy(made.state_dict())), (theirs, copy.deepcopy(mine.state_dict()))]
+    for target, state in loads if layer_first else reversed(loads):
+        target.load_state_dict(state)
+    train(made, mine, range(4, 6))
+    train(again, theirs, range(4, 6))
+    assert torch.equal(made.values, again.values)
