@@ -14,6 +14,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.models import obs, scores
 from sparsek.models.config import BlockSparse, Config, Rules, SemiSparse, config_for
 from sparsek.models.reconstruct import Quadratic, least_squares
+from sparsek.models.replace import Facts, is_conv1d, is_linear
 from sparsek.models.scores import Moments
 from sparsek.models.stream import Stack
 from sparsek.nn import SparseLinear
@@ -115,31 +116,21 @@ def targets(
     stacks: list[Stack],
 ) -> tuple[dict[str, Config], dict[str, str]]:
     """The config of each layer to prune, and why others stay dense."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    facts = Facts(model)
     configs: dict[str, Config] = {}
     skipped: dict[str, str] = {}
     for name, layer in model.named_modules():
-        if type(layer) is not nn.Linear and not is_conv1d(layer):
+        if not is_linear(layer):
             continue
         wanted, explicit = config_for(config, name, layer)
         if wanted is None or (filter_fn is not None and not filter_fn(layer, name)):
             continue
-        inside = any(stack.has(name) for stack in stacks)
-        shared = [each for each in owners.get(id(layer.weight), []) if each != f"{name}.weight"]
-        why = why_not(weights_of(layer)[0], wanted)
-        if "weight" not in layer._parameters:
-            why = "computes its weight from other tensors; remove the parametrization first"
-        elif not name:
-            why = "is the model itself, which cannot be replaced inside of it"
-        elif shared:
-            why = f"shares its weight with {shared[0]}"
-        elif layer is head and not explicit:
-            why = "is the output embedding; a rule by its name prunes it"
-        elif not inside and not explicit:
+        why = (
+            facts.why_not(name, layer, explicit) if name else "is the model itself, which cannot be replaced"
+        )
+        if not why and not explicit and not any(stack.has(name) for stack in stacks):
             why = "is outside of the repeated blocks; a rule by its name prunes it"
+        why = why or why_not(weights_of(layer)[0], wanted)
         if why:
             skipped[name] = why
         else:
@@ -168,11 +159,6 @@ def why_not(w: Tensor, config: Config) -> str:
 def weights_of(layer: Any) -> tuple[Tensor, Tensor | None]:
     """The weight [M, K] of a layer, a view, and its bias."""
     return (layer.weight.T if is_conv1d(layer) else layer.weight), layer.bias
-
-
-def is_conv1d(layer: nn.Module) -> bool:
-    """Whether a layer is transformers' Conv1D, whose weight is [K, M]."""
-    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
 
 
 def rows_of(cells: Tensor, sides: tuple[int, int], columns: int) -> Tensor:

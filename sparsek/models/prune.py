@@ -25,7 +25,6 @@ from sparsek.models import scores, stream
 from sparsek.models.config import BlockSparse, Config, Rules, SemiSparse, check_rules
 from sparsek.models.layer import (
     elements_of,
-    is_conv1d,
     keep_of,
     select,
     sparse_layer,
@@ -33,6 +32,7 @@ from sparsek.models.layer import (
     weights_of,
     with_keep,
 )
+from sparsek.models.replace import adopt, is_conv1d, swap
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, Place, Stack, State, Store, Stream, is_in
 from sparsek.products.formats.pattern import block_sides, grid_of
@@ -554,12 +554,9 @@ class _Run:
         """Put a sparse layer in the place of a dense one."""
         old = self._layer(name)
         made = sparse_layer(w, mask, bias, self.configs[name])
-        learns = {"bias": old.bias is not None and old.bias.requires_grad}
-        for part, parameter in made.named_parameters():
-            parameter.requires_grad_(learns.get(part, old.weight.requires_grad))
-        made.train(old.training)
-        parent, _, own = name.rpartition(".")
-        setattr(self.model.get_submodule(parent), own, made)
+        if bias is not None and bias is not old.bias:
+            old.bias.copy_(bias)
+        swap(self.model, {name: adopt(made, old)})
 
     def _fingerprint(self) -> str:
         """What a folder is of: weights, configs, arguments and calibration."""

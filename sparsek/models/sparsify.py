@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from sparsek.models.config import (
     config_for,
     matches,
 )
+from sparsek.models.replace import Facts, Origin, adopt, is_conv1d, is_linear, swap, weight_of
 from sparsek.models.report import LayerRow, SparsifyReport
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
@@ -33,25 +33,6 @@ from sparsek.products.ops.weight_formats import FP8, WeightFormat, predict, stor
 
 # The fewest blocks in a column and in a row of a weight: pruning fewer removes all of some outputs or inputs.
 LEAST_BLOCKS = 2
-# Modules of torch that read the weights of the layers inside, and do not call these, at least in a fast path.
-READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-class Origin(NamedTuple):
-    """What a sparse layer was: its class, torch.nn.Linear or Conv1D, and whether its weight learns."""
-
-    kind: type[nn.Module]
-    learns: bool
 
 
 @torch.no_grad()
@@ -202,79 +183,6 @@ def dense_of(name: str, layer: Any) -> nn.Module:
     return adopt(made, layer, None)
 
 
-def adopt(new: Any, old: Any, origin: type[nn.Module] | None = nn.Linear) -> Any:
-    """Give a layer the bias, mode and hooks of the one whose place it takes."""
-    if old.bias is not None:
-        new.bias = old.bias
-    if origin is not None:
-        learns = old.weight.requires_grad
-        new._origin = Origin(_conv1d() if is_conv1d(old) else origin, learns)  # type: ignore[arg-type]
-        for name, parameter in new.named_parameters():
-            if name != "bias":
-                parameter.requires_grad_(learns)
-    for name in HOOKS:
-        if name in old.__dict__:
-            new.__dict__[name] = old.__dict__[name]  # the same dict: handles of hooks still remove them
-    return new.train(old.training)
-
-
-def swap(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Put layers in their places by name, all or none."""
-    done: list[tuple[nn.Module, str, nn.Module]] = []
-    try:
-        for name, layer in made.items():
-            parent, _, own = name.rpartition(".")
-            holder = model.get_submodule(parent)
-            done.append((holder, own, holder.get_submodule(own)))
-            setattr(holder, own, layer)
-    except BaseException:
-        for holder, own, layer in done:
-            holder._modules[own] = layer
-        raise
-
-
-class Facts:
-    """What decides over all layers of a model whether one may be replaced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.owners: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.owners.setdefault(id(parameter), []).append(name)
-        self.heads: set[int] = set()
-        for module in model.modules():
-            get = getattr(module, "get_output_embeddings", None)
-            try:
-                self.heads.add(id(get() if callable(get) else None))
-            except (AttributeError, NotImplementedError):  # a model without one
-                continue
-
-    def why_not(self, name: str, layer: Any, is_named: bool) -> str:
-        """Why a layer may not be replaced, whatever the config; "" if it may."""
-        if isinstance(layer, SparseLinear):
-            return "is sparse already; sk.densify_ makes it dense"
-        kind = type(layer).__name__
-        if not is_linear(layer):
-            return f"is no linear layer, but of {kind}"
-        if not _is_plain_forward(layer):
-            return f"is of {kind} with a forward of its own"
-        weight = layer._parameters.get("weight")
-        others = layer._parameters.keys() - {"weight", "bias"} or layer._modules or layer._buffers
-        if weight is None or others:
-            return "computes its weight from other tensors; remove the parametrization first"
-        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-            return f"has a weight of class {type(weight).__name__}"
-        shared = [each for each in self.owners[id(weight)] if each != f"{name}.weight"]
-        if shared:
-            return f"shares its weight with {shared[0].removesuffix('.weight')}"
-        if id(layer) in self.heads and not is_named:
-            return "is the output embedding; a rule by its name makes it sparse"
-        parent = self.model.get_submodule(name.rpartition(".")[0])
-        if isinstance(parent, READERS):
-            return f"has a weight that torch.nn.{type(parent).__name__} reads without a call"
-        return ""
-
-
 def why_no_fit(weight: Tensor, config: LayerConfig) -> str:
     """Why a weight [M, K] does not fit a config; "" if it does."""
     if weight.dtype not in dtypes.FLOATS:
@@ -339,32 +247,6 @@ def kept_norm(weight: Any, dense: Tensor) -> float:
     """The share of the norm that a sparse weight keeps, with FP8 values as they are."""
     kept = (weight.dequantize() if isinstance(weight, Quantized) else weight).kept_norm(dense)
     return min(1.0, kept)  # FP8 may round up
-
-
-def is_linear(layer: nn.Module) -> bool:
-    """Whether a layer is a dense linear one."""
-    return isinstance(layer, nn.Linear) or is_conv1d(layer)
-
-
-def is_conv1d(layer: nn.Module) -> bool:
-    """Whether a layer is transformers' Conv1D, whose weight is [K, M]."""
-    kind = _conv1d()
-    return kind is not None and isinstance(layer, kind)
-
-
-def _conv1d() -> type[nn.Module] | None:
-    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-
-
-def weight_of(layer: Any) -> Tensor:
-    """The weight [M, K] of a dense layer, a view outside autograd."""
-    weight = layer.weight.detach()
-    return weight.T if is_conv1d(layer) else weight
-
-
-def _is_plain_forward(layer: nn.Module) -> bool:
-    kind: Any = _conv1d() if is_conv1d(layer) else nn.Linear
-    return type(layer).forward is kind.forward and "forward" not in layer.__dict__
 
 
 def _layers(model: nn.Module) -> Any:

@@ -1,6 +1,7 @@
 """sk.prune: what is replaced, what is skipped, its figures, and a run that goes on after a kill."""
 
 import copy
+import importlib
 import json
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.models import stream
 from sparsek.models.config import BlockSparse as Config
 from sparsek.nn import BlockSparseLinear
+from tests.house.tools import need
 
 HALF = sk.BlockSparse(block=16, keep=0.5)
 Untyped: Any = sk.prune  # for what its types forbid
@@ -127,7 +129,7 @@ def test_blocks_are_pruned_and_tied_and_outer_layers_are_not():
     assert all(isinstance(layer.up, BlockSparseLinear) for layer in model.layers)
     assert {name: why.split(";")[0] for name, why in report.skipped.items()} == {
         "extra": "is outside of the repeated blocks",
-        "head": "shares its weight with embed.weight",
+        "head": "shares its weight with embed",
     }
     assert all(row.keep == 0.5 and 0 < row.norm < 1 for row in report.rows)
     assert model.training
@@ -434,3 +436,26 @@ def test_blocks_are_computed_on_a_gpu_one_at_a_time(method: Any):
     moved = Model().cuda()
     sk.prune(moved, sk.SemiSparse(), **{**options, "reconstruct": "block"})
     assert {each.device.type for each in moved.parameters()} == {"cuda"}
+
+
+def test_hooks_biases_and_conv1d_outlast_pruning() -> None:
+    need("transformers")
+    lib = importlib.import_module("transformers")
+    config = lib.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16, bos_token_id=1)
+    model = lib.GPT2LMHeadModel(config).eval()
+    layer, calls = model.transformer.h[0].mlp.c_fc, []
+    bias, handle = layer.bias, layer.register_forward_hook(lambda *args: calls.append(args))
+    words = torch.randint(64, (2, 8))
+    sk.prune(model, HALF, calibration=[{"input_ids": words}], method="wanda", reconstruct="layer")
+    new = model.transformer.h[0].mlp.c_fc
+    assert new is not layer
+    assert new.bias is bias
+    calls.clear()
+    with torch.no_grad():
+        out = model(words).logits
+        assert len(calls) == 1
+        handle.remove()
+        sk.densify_(model)
+        assert type(model.transformer.h[0].mlp.c_fc) is type(layer)
+        torch.testing.assert_close(model(words).logits, out, atol=1e-4, rtol=1e-4)
+        assert len(calls) == 1

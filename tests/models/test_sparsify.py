@@ -241,7 +241,6 @@ def normed() -> nn.Module:
         (lambda: nn.Linear(64, 64).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn"),
         (lambda: nn.Conv2d(64, 64, 1), "no linear layer, but of Conv2d"),
         (lambda: nn.MultiheadAttention(64, 2), "nn.MultiheadAttention reads without a call"),
-        (lambda: nn.TransformerEncoderLayer(64, 2, 64), "nn.TransformerEncoderLayer reads without a call"),
         (lambda: BlockSparseLinear.random(64, 64, 32, 0.5), "is sparse already"),
     ],
 )  # fmt: skip
@@ -262,6 +261,19 @@ def test_subclasses_without_a_forward_of_their_own_and_ragged_weights_are_taken(
         change()
         y = model(x) if y is None else y
         torch.testing.assert_close(model(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_encoders_of_torch_leave_their_fast_path(is_padded: bool) -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 64, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 8, 64), torch.arange(8).expand(3, 8) >= 6
+    given = {"src_key_padding_mask": padding} if is_padded else {}
+    with torch.no_grad():
+        y = encoder(x, **given)
+        assert len(sk.sparsify_(encoder, WHOLE).replaced) == 4
+        found = encoder(x, **given)
+    torch.testing.assert_close(found[:, :6], y[:, :6])
 
 
 def test_weights_that_two_layers_share_are_skipped_and_stay_tied() -> None:
