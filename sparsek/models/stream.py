@@ -236,6 +236,12 @@ def batches_of(calibration: Any) -> list[Batch]:
             raise InvalidInput(
                 f"calibration batch {len(batches)} is {arguments.shown(batch)}; it must be a tensor, a tuple or a dict"
             )
+        found = tensors_in(batches[-1])
+        if not found or any(each.is_meta for each in found):
+            fault = "a tensor on the meta device, without values" if found else "no tensor"
+            raise InvalidInput(
+                f"calibration batch {len(batches) - 1} has {fault}; a batch is inputs of the model"
+            )
     if not batches:
         raise InvalidInput("calibration has no batch")
     return batches

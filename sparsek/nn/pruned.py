@@ -58,6 +58,10 @@ def keep_pruned(layer: Any, dense: Any, decay: float) -> None:
     pruned = torch.zeros_like(weight.values)
     if dense is not None:
         whole, _ = weight_and_bias(dense)
+        if whole.is_meta and not pruned.is_meta:
+            raise InvalidInput(
+                f"dense is on meta and the layer on {pruned.device}; load the dense weight first"
+            )
         pruned = two_four.stored(_cells(layer, whole), two_four.complement(weight.meta)).to(pruned)
     layer._decay = arguments.number("decay", decay, 0)
     layer.pruned = nn.Parameter(saveable(pruned.detach()))

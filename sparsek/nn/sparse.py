@@ -112,7 +112,8 @@ class SparseLinear(IndexedLayer):
         else:
             self.values = nn.Parameter(values)
         if not isinstance(inner, BSR):
-            self.register_buffer("metadata", untransformed(lambda: saveable(inner.meta).clone()))
+            meta = unmapped("metadata", saveable(inner.meta))
+            self.register_buffer("metadata", untransformed(meta.clone))
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias.detach())))
         if not isinstance(inner, Semi24):
             self._register_pattern(inner.pattern, values.is_meta)

@@ -32,14 +32,14 @@ def _prune(random: Random) -> Made:
     return sk.prune, {"model": model, **given, "method": "wanda", "reconstruct": "layer", "budget": "owl"}
 
 
+BLOCKS = {"block": "int sequence", "keep": "int"}
+
 CALLS: dict[str, Call] = {
     "prune": Call(_prune, {"reconstruct": "none"}, every=20),
     "sparsify_": Call(_sparsify, {"filter_fn": "function", "config": "dict"}, every=10),
     "densify_": Call(_densify, {"filter_fn": "function"}, every=10),
-    "BlockSparse": Call(function(sk.BlockSparse, block=32, keep=0.5, scope="row"), {"block": "int pair"}),
-    "BlockSemiSparse": Call(
-        function(sk.BlockSemiSparse, block=64, keep=0.5, scope="row"), {"block": "int pair"}
-    ),
+    "BlockSparse": Call(function(sk.BlockSparse, block=32, keep=0.5, scope="row"), BLOCKS),
+    "BlockSemiSparse": Call(function(sk.BlockSemiSparse, block=64, keep=0.5, scope="row"), BLOCKS),
     "Float8": Call(function(sk.Float8, of=sk.SemiSparse()), {"of": "none"}),
     "BlockSparse.from_dict": Call(function(sk.BlockSparse.from_dict, data=sk.BlockSparse().to_dict())),
     "SemiSparse.from_dict": Call(function(sk.SemiSparse.from_dict, data=sk.SemiSparse().to_dict())),

@@ -144,7 +144,8 @@ CALLS: dict[str, Call] = {
         function(attending(window=16), x=dense(2, 100, 32), mask=None, cu_seqlens=None)
     ),
     "nn.SparseAttention.forward (packed)": Call(
-        function(attending(window=16), x=dense(100, 32), cu_seqlens=CU)
+        function(attending(window=16), x=dense(100, 32), cu_seqlens=CU),
+        {"cu_seqlens": "none"},  # with one dim more x is a batch
     ),
     "nn.SparseAttention.forward (top-k)": Call(
         function(attending(topk=1), x=dense(2, 100, 32), mask=mask()), ATTENTION
@@ -189,7 +190,7 @@ CALLS: dict[str, Call] = {
     ),
     "nn.SparseLinear.from_dense": Call(
         function(sk.nn.SparseLinear.from_dense, dense=dense(128, 64), config="semi24", activation=None),
-        {"activation": "text"},
+        {"dense": "meta", "activation": "text"},
     ),
     "nn.SparseLinear.from_dense (blocks)": Call(
         function(
@@ -201,7 +202,7 @@ CALLS: dict[str, Call] = {
             scope="row",
             activation=None,
         ),
-        {"block": "int sequence", "keep": "int", "activation": "text"},
+        {"dense": "meta", "block": "int sequence", "keep": "int", "activation": "text"},
     ),
     "nn.SparseLinear.from_matrix": Call(
         function(sk.nn.SparseLinear.from_matrix, weight=two_four(sk.BSR24), bias=BIAS, activation=None),

@@ -390,6 +390,11 @@ def test_progress_counts_the_blocks():
         ({"calibration": torch.ones(3)}, "must be batches"),
         ({"calibration": []}, "no batch"),
         ({"calibration": ["text"]}, "calibration batch 0"),
+        ({"calibration": [[64], {"x": 3}]}, "calibration batch 0 has no tensor"),
+        (
+            {"calibration": [torch.ones(2, 32), torch.ones(2, 32, device="meta")]},
+            "batch 1 has a tensor on the meta",
+        ),
         ({"filter_fn": 3}, "filter_fn is 3"),
         ({"device": "tpu"}, "device"),
         ({"folder": 3}, "folder is 3"),

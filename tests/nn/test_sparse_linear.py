@@ -360,6 +360,7 @@ def test_accelerate_loads_it_on_every_path(tmp_path: Path):
         (lambda: SparseLinear.from_matrix(layer("semi24").weight, torch.ones(7)), r"bias is torch.float32 \[7\]"),
         (lambda: layer("semi24", activation="tanh"), "activation is 'tanh'"),
         (lambda: layer("semi24", activation="relu").to_linear(), "a torch.nn.Linear has no activation"),
+        (lambda: layer("semi24").keep_pruned(dense().to("meta")), "dense is on meta and the layer on cpu"),
         (lambda: torch.jit.trace(layer("semi24"), x()), "torch.jit.trace cannot take a SparseLinear"),
     ],
 )  # fmt: skip
@@ -482,6 +483,13 @@ def test_modes_and_transforms_of_torch_take_it(form: str, monkeypatch: pytest.Mo
         parameters, buffers
     )
     assert_close(each[0], made(x()))
+    weight = dense().weight.detach()
+    if form.startswith("semi24"):  # blocks are chosen by values
+        torch.func.vmap(lambda w: SparseLinear.from_dense(w, form).metadata)(torch.stack((weight, weight)))
+        with pytest.raises(InvalidInput, match="maps over metadata"):
+            torch.func.vmap(lambda w: SparseLinear.from_dense(w, form).metadata)(
+                torch.stack((weight, -weight.flip(1)))
+            )
     fresh = layer(form)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert fresh(torch.empty(3, 200, device="cpu", dtype=F32)).shape == (3, 100)
