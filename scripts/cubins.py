@@ -38,6 +38,7 @@ from sparsek.attn.mask.build.selection import written
 from sparsek.core import device as devices
 from sparsek.core import operations
 from sparsek.engine.launch import driver, launch, nvrtc, shipped
+from sparsek.products.formats import convert
 from sparsek_bench.suites.host import FIRST
 from sparsek_bench.suites.host_calls import CALLS
 
@@ -75,7 +76,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def from_dense(dtype: torch.dtype, block: int) -> None:
     w = normal(4096, 4096, dtype=dtype)
-    sk.BSR.from_dense(w, block, keep=0.25)
+    for scope in convert.SCOPES:
+        sk.BSR.from_dense(w, block, keep=0.25, scope=scope)
     sk.BSR.from_dense(w, block, threshold=0)
 
 

@@ -32,9 +32,16 @@ ELEMENTS = 2**25  # of the inverses that are held at a time
 def choose_by_obs(w: Tensor, h: Tensor, block: tuple[int, int], keep: float, scope: str) -> Tensor:
     """The blocks to store, bool [Mb, Kb], of w [M, K] under the damped H [K, K] of the same dtype."""
     if scope == "row":
-        columns = grid_of((len(w), w.shape[1]), block)[1]
-        count = columns - Rule(None, None, keep, scope).count(columns)
-        return removal_costs(w, h, block, count).isinf()
+        grid = grid_of((len(w), w.shape[1]), block)
+        _, each, more = Rule(None, None, keep, scope).split(grid)
+        costs = removal_costs(w, h, block, grid[1] - each)
+        stored = costs.isinf()
+        if more:  # of the last ones to be dropped, those that cost most stay
+            totals, order = (x[:, : grid[1] - each] for x in costs.sort(dim=1))
+            last = torch.diff(totals, prepend=torch.zeros_like(totals[:, :1]))[:, -1]
+            rows = last.sort(descending=True, stable=True).indices[:more]
+            stored[rows, order[rows, -1]] = True
+        return stored
     # Blocks leave their row in order, so a cheap block behind a costly one waits for it. The last one comes first,
     # because of equal scores choose_blocks stores the first.
     totals, order = removal_costs(w, h, block).sort(dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.products.formats import two_four
-from sparsek.products.formats.pattern import block_sides
+from sparsek.products.formats.convert import Rule
+from sparsek.products.formats.pattern import block_sides, grid_of
 from sparsek.products.formats.quantized import FORMATS as CLASSES
 from sparsek.products.formats.quantized import Quantized
-from sparsek.products.formats.random import random_pattern
+from sparsek.products.formats.random import even_pattern
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops.weight_formats import DENSE_BLOCK, FORMATS, FP8, WeightFormat
 from sparsek.products.plan import operands
@@ -94,7 +96,10 @@ def placeholder(weight: Tensor, form: WeightFormat) -> Any:
     dtype = torch.float8_e4m3fn if form.is_fp8 else weight.dtype
     shape, pattern = (rows, columns), None
     if form.base != "semi24":
-        pattern = random_pattern(rows, columns, block, keep)
+        grid = grid_of((rows, columns), block_sides(block))
+        pattern = even_pattern(
+            rows, columns, block, Rule(None, None, keep, form.scope).count(math.prod(grid))
+        )
         shape = (pattern.nnzb, *pattern.block)
     half = shape if form.base in ("bsr", "dense") else (*shape[:-1], shape[-1] // 2)
     values = torch.empty(half, dtype=dtype, device="meta")

@@ -166,7 +166,7 @@ class BlockSparseLinear(SparseLinear, Regrown):
         keep: float | None = None,
         threshold: float | None = None,
         mask: Tensor | None = None,
-        scope: Scope = "global",
+        scope: Scope | None = None,
         activation: Activation | None = None,
     ) -> BlockSparseLinear:
         """Make a layer of a torch.nn.Linear: prune its weight to blocks, and copy its bias.
@@ -181,7 +181,8 @@ class BlockSparseLinear(SparseLinear, Regrown):
             keep: The share of the blocks to store, 0 to 1: those of largest Frobenius norm.
             threshold: Store the blocks whose Frobenius norm is greater. 0 stores every block with a nonzero element.
             mask: bool, of blocks or of elements of the weight: what to store.
-            scope: Where `keep` chooses: in the whole weight ("global"), or in each block row ("row").
+            scope: Where `keep` chooses: in each block row ("row", the default), or in the whole weight ("global"); see
+                `BSR.from_dense`.
             activation: "relu", "gelu", "gelu_tanh", "silu" or None.
 
         Raises:
@@ -195,7 +196,8 @@ class BlockSparseLinear(SparseLinear, Regrown):
                     'BlockSparseLinear(pattern, device="meta")'
                 )
             like = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
-            pattern = BSR.from_dense(like, block, mask=mask, threshold=threshold, keep=keep).pattern
+            rules: Any = {"mask": mask, "threshold": threshold, "keep": keep, "scope": scope}
+            pattern = BSR.from_dense(like, block, **rules).pattern
             return cls(pattern, bias is not None, activation=activation, dtype=weight.dtype, device="meta")
         chosen = BSR.from_dense(weight, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
         return cls.from_bsr(chosen, None if bias is None else bias.detach().clone(), activation=activation)

@@ -18,7 +18,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference
 from sparsek.nn.parameter import PLAIN, begin_anew, check_state, followed, note_carried, owners
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.convert import SCOPES, Rule, Scope
+from sparsek.products.formats.convert import SCOPES, Rule, Scope, picked
 from sparsek.products.formats.padding import tiles_of, zero_outside
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.ops.linear import linear
@@ -74,7 +74,8 @@ class Regrown(nn.Module):
                 unless it is 0. Where no more are stored, they stay.
             by: "magnitude", the norm of a block.
             optimizer: As for `set_pattern`.
-            scope: Where `keep` chooses: in each block row ("row"), or in the whole weight ("global").
+            scope: Where `keep` chooses: in each block row ("row"), or in the whole weight ("global"); see
+                `BSR.from_dense`.
 
         Raises:
             InvalidInput: For arguments outside these ranges, and as `set_pattern`.
@@ -84,9 +85,7 @@ class Regrown(nn.Module):
         arguments.one_of("scope", scope, SCOPES)
         values, pattern = _ready(self)
         with torch.no_grad():
-            norms = _norms(values, pattern)
-            rows = norms if scope == "row" else norms.view(1, -1)
-            best = _largest(rows, Rule(None, None, keep, scope).count(rows.shape[1])).view(pattern.grid)
+            best = picked(_norms(values, pattern), Rule(None, None, keep, scope))
             change(self, best & _mask(pattern), optimizer)
         return self
 

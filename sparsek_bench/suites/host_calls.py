@@ -183,7 +183,9 @@ def from_dense(call: Any, device: torch.device) -> CallPair:
         blocks = max(1, round(call.density * w.numel() / (call.block[0] * call.block[1])))
         return check_bsr(w, out, blocks)
 
-    return CallPair(lambda: sk.BSR.from_dense(w, call.block, keep=call.density), w.clone, judge)
+    return CallPair(
+        lambda: sk.BSR.from_dense(w, call.block, keep=call.density, scope="global"), w.clone, judge
+    )
 
 
 class CallKind(NamedTuple):

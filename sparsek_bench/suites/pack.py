@@ -90,7 +90,9 @@ class PackCase(Case):
 
     def packed(self, w: Tensor) -> Any:
         """What is timed."""
-        return Semi24.from_dense(w) if self.block is None else BSR.from_dense(w, self.block, keep=self.keep)
+        if self.block is None:
+            return Semi24.from_dense(w)
+        return BSR.from_dense(w, self.block, keep=self.keep, scope="global")
 
     def packer(self, w: Tensor) -> str:
         """The module that packs w: a kernel, or torch's calls where it takes no such w."""

@@ -97,6 +97,20 @@ def test_the_blocks_that_stay_are_those_that_a_greedy_search_leaves(scope: str):
         assert set((~got[row]).nonzero()[:, 0].tolist()) == set(orders[row, : gone[row]].tolist())
 
 
+def test_block_rows_that_do_not_come_out_even_keep_what_costs_most():
+    w, h = problem(24, 24, seed=2)
+    for keep, count in ((0.1, 2), (0.4, 7), (0.95, 17)):
+        got = obs.choose_by_obs(w, h, (8, 4), keep, "row")
+        costs = obs.removal_costs(w, h, (8, 4))
+        each, more = divmod(count, 3)
+        orders, totals = costs.argsort(1), costs.sort(1).values
+        last = torch.diff(totals, prepend=totals.new_zeros(3, 1))[:, 5 - each]
+        ahead = last.argsort(descending=True)[:more].tolist()
+        for row in range(3):
+            kept = orders[row, 6 - each - (row in ahead) :]
+            assert sorted(kept.tolist()) == got[row].nonzero()[:, 0].tolist()
+
+
 def test_one_block_is_dropped_as_well_as_by_an_exhaustive_search():
     w, h = problem(8, 24, seed=3)
     every = [cost_of(w, h, columns_of({each}, 4, 24))[0] for each in range(6)]

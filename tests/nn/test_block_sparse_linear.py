@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsek.core.errors import InvalidInput
-from sparsek.nn import BlockSparseLinear
+from sparsek.nn import BlockSparseLinear, SparseLinear
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.padding import padding_of
 from sparsek.products.formats.pattern import BlockPattern
@@ -413,3 +413,19 @@ def test_a_trained_layer_is_saved_as_a_matrix(tmp_path: Path):
     sk.save(made.weight, tmp_path / "w.safetensors")
     again = BlockSparseLinear.from_bsr(sk.load(tmp_path / "w.safetensors"), made.bias)
     assert torch.equal(again(inputs(3)), made(inputs(3)))
+
+
+@pytest.mark.parametrize("scope", ["row", "global"])
+@pytest.mark.parametrize("sides", [(96, 64), (64, 96), (200, 32)])
+def test_a_layer_on_meta_has_room_for_as_many_blocks_as_are_chosen(
+    scope: Any, sides: tuple[int, int]
+) -> None:
+    for keep in (0.1, 0.25, 0.5, 0.8):
+        how = {"block": 32, "keep": keep, "scope": scope}
+        empty, made = (
+            SparseLinear.from_dense(nn.Linear(*sides, device=where), "bsr_fp8", **how)
+            for where in ("meta", "cpu")
+        )
+        assert {key: part.shape for key, part in empty.state_dict().items()} == {
+            key: part.shape for key, part in made.state_dict().items()
+        }

@@ -371,11 +371,12 @@ def test_a_compiled_layer_follows() -> None:
         assert made.values.grad.shape == made.values.shape
 
 
+@pytest.mark.parametrize("keep", [0.1, 0.4, 0.55])
 @pytest.mark.parametrize("scope", ["row", "global"])
-def test_pruning_keeps_the_largest_norms(scope: Any) -> None:
+def test_pruning_keeps_the_largest_norms(scope: Any, keep: float) -> None:
     made = layer(torch.ones(GRID, dtype=torch.bool))
-    wanted = sk.BSR.from_dense(made.weight.detach().to_dense(), BLOCK, keep=0.4, scope=scope)
-    assert made.prune_(0.4, scope=scope) is made
+    wanted = sk.BSR.from_dense(made.weight.detach().to_dense(), BLOCK, keep=keep, scope=scope)
+    assert made.prune_(keep, scope=scope) is made
     assert made.pattern.same_as(wanted.pattern)
     assert torch.equal(made.weight.detach().to_dense(), wanted.to_dense())
 

@@ -86,7 +86,7 @@ def test_a_bsr_has_the_block_sparse_layer():
     made = SparseLinear.from_dense(dense(), "bsr", block=32, keep=0.5)
     assert type(made) is BlockSparseLinear
     assert isinstance(made, SparseLinear)
-    twin = BlockSparseLinear.from_dense(dense(), 32, keep=0.5, scope="row")
+    twin = BlockSparseLinear.from_dense(dense(), 32, keep=0.5)
     assert same(made, twin)
     assert type(SparseLinear.from_matrix(twin.weight, twin.bias)) is BlockSparseLinear
     assert torch.equal(made.to_linear().weight, twin.weight.to_dense())

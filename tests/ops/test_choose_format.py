@@ -76,6 +76,21 @@ def test_without_a_bound_only_what_loses_nothing_is_chosen() -> None:
     assert caught.value.reasons == {"BSR 64 25 %": ["LOSSY"]}
 
 
+def test_blocks_are_chosen_in_block_rows_unless_told_otherwise() -> None:
+    w, x = operands()
+    options = {"keep": 0.25, "block": 64, "formats": ("bsr", "bsr24"), "min_norm": 0.0}
+    for given in ("row", "global"):
+        plan = sk.choose_format(x, w, scope=given, **options)
+        assert {option.form.scope for option in plan.options} == {given}
+        kind = sk.BSR if plan.choice.form.base == "bsr" else sk.BSR24
+        assert plan.weight.pattern.same_as(kind.from_dense(w, 64, keep=0.25, scope=given).pattern)
+    default = sk.choose_format(x, w, **options)
+    assert default.weight.pattern.same_as(sk.BSR24.from_dense(w, 64, keep=0.25).pattern)
+    assert {option.form.scope for option in default.options} == {"row"}
+    with pytest.raises(sk.InvalidInput, match="scope is 'column'; use one of global, row"):
+        sk.choose_format(x, w, scope="column", **options)  # type: ignore[arg-type]
+
+
 def test_zeros_that_are_not_stored_lose_nothing() -> None:
     w, x = operands()
     w[:, 64:] = 0

@@ -138,7 +138,7 @@ class BSR24(OfBlocks, Record):
         mask: Tensor | None = None,
         threshold: float | None = None,
         keep: float | None = None,
-        scope: Scope = "global",
+        scope: Scope | None = None,
         exact: bool = False,
     ) -> BSR24:
         """Prune a dense matrix to blocks, then the blocks to 2:4. Differentiable in `w`.
@@ -153,7 +153,8 @@ class BSR24(OfBlocks, Record):
             threshold: Store the blocks whose Frobenius norm, before 2:4, is greater. 0 stores every block with a
                 nonzero.
             keep: The share of the blocks to store, 0 to 1, those of largest norm before 2:4. The values are half.
-            scope: Where `keep` chooses: in the whole matrix ("global"), or in each block row ("row").
+            scope: Where `keep` chooses: in each block row ("row", the default), or in the whole matrix ("global"); see
+                `BSR.from_dense`.
             exact: Refuse to drop a nonzero of a stored block to 2:4; see `from_bsr`.
 
         Raises:

@@ -57,7 +57,12 @@ class Rule(NamedTuple):
 
     def count(self, cells: int) -> int:
         """The number of blocks, out of `cells`, that `keep` stores."""
-        return max(1, round(self.keep * cells)) if self.keep else 0
+        return min(cells, max(1, round(self.keep * cells))) if self.keep else 0
+
+    def split(self, grid: tuple[int, int]) -> tuple[int, int, int]:
+        """The number of groups of blocks that `keep` ranks, how many each stores, and how many store one more."""
+        groups = grid[0] if self.scope == "row" else 1
+        return groups, *divmod(self.count(grid[0] * grid[1]), max(groups, 1))
 
 
 class Conversions(OfDenseBlocks):
@@ -73,7 +78,7 @@ class Conversions(OfDenseBlocks):
         mask: Tensor | None = None,
         threshold: float | None = None,
         keep: float | None = None,
-        scope: Scope = "global",
+        scope: Scope | None = None,
     ) -> Self:
         """Make a BSR of some blocks of a dense matrix: prune `w` to blocks. Differentiable in `w`.
 
@@ -87,9 +92,11 @@ class Conversions(OfDenseBlocks):
                 its elements outside the mask become 0.
             threshold: Store the blocks whose Frobenius norm is greater. 0 stores every block with a nonzero element
                 of a finite `w`, so nothing is lost.
-            keep: The share of the blocks to store, 0 to 1: those of largest Frobenius norm, of equal ones the first. At
-                least one block, unless `keep` is 0.
-            scope: Where `keep` chooses: in the whole matrix ("global"), or in each block row ("row").
+            keep: The share of the blocks to store, 0 to 1: those of largest Frobenius norm, of equal ones the first.
+                `round(keep * blocks)` are stored, and at least one, unless `keep` is 0.
+            scope: Where `keep` chooses: in each block row ("row", the default), or in the whole matrix ("global").
+                With "row" every block row stores equally many; where the number does not divide, the rows whose next
+                block has the largest norm store one more. Fewer blocks than block rows leave rows empty.
 
         Returns:
             A BSR [M, K] on the device of `w`, in its dtype.
@@ -112,7 +119,7 @@ class Conversions(OfDenseBlocks):
             0.25
         """
         if keep is not None and mask is threshold is None and _is_on_gpu(w):
-            made = by_kernel("pack_bsr_again", w, block, keep, scope)
+            made = by_kernel("pack_bsr_again", w, block, keep, "row" if scope is None else scope)
             if made is not None:
                 return made
         block = block_sides(block)
@@ -338,6 +345,7 @@ def _rule(mask: Any, threshold: Any, keep: Any, scope: Any) -> Rule:
         )
     if len(given) > 1:
         raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")
+    scope = ("global" if keep is None else "row") if scope is None else scope
     if arguments.one_of("scope", scope, SCOPES) != "global" and keep is None:
         raise InvalidInput(f"scope={scope!r} belongs to keep, which is not given")
     if threshold is not None:
@@ -433,10 +441,14 @@ def picked(norms: Tensor, rule: Rule) -> Tensor:
     """The blocks [Mb, Kb] of norm over the threshold, or those of largest norm."""
     if rule.threshold is not None:
         return norms > rule.threshold
-    groups = norms if rule.scope == "row" else norms.reshape(1, -1)
-    count = rule.count(groups.shape[1])
-    largest = torch.sort(groups, dim=1, descending=True, stable=True).indices[:, :count]
-    return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, largest, True).view(norms.shape)
+    count, each, more = rule.split((norms.shape[0], norms.shape[1]))
+    groups = norms.reshape(count, norms.numel() // max(count, 1))
+    ranked, cells = torch.sort(groups, dim=1, descending=True, stable=True)
+    stored = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, cells[:, :each], True)
+    if more:
+        rows = torch.sort(ranked[:, each], descending=True, stable=True).indices[:more]
+        stored[rows, cells[rows, each]] = True
+    return stored.view(norms.shape)
 
 
 def _scaled_norms(tiles: Tensor) -> Tensor:

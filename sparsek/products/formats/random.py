@@ -88,6 +88,17 @@ def random_pattern(
     return BlockPattern.from_host(shape, block, host, target)
 
 
+def even_pattern(m: int, k: int, block: int | tuple[int, int], count: int) -> BlockPattern:
+    """A pattern of `count` blocks in random columns, the same at every call: equally many in each block row, or one
+    more in the first ones.
+    """
+    block = block_sides(block)
+    rows, columns = grid_of((m, k), block)
+    each, more = divmod(count, max(rows, 1))
+    host = _scattered(np.random.default_rng(0), columns, each + (np.arange(rows) < more))
+    return BlockPattern.from_host((m, k), block, host, torch.device("cpu"))
+
+
 def _uniform(rng: np.random.Generator, grid: tuple[int, int], each: int) -> HostPattern:
     return _scattered(rng, grid[1], np.full(grid[0], each))
 

@@ -20,6 +20,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine.call import transforms
 from sparsek.engine.plan.plan import time_text
 from sparsek.products.formats.base import check_finite
+from sparsek.products.formats.convert import SCOPES, Scope
 from sparsek.products.formats.pattern import block_sides
 from sparsek.products.formats.quantized import SPARSE
 from sparsek.products.ops.linear import Activation, linear
@@ -248,6 +249,7 @@ def choose_format(
     *,
     keep: float | Sequence[float] = KEEP,
     block: int | tuple[int, int] | Sequence[int | tuple[int, int]] | None = None,
+    scope: Scope = "row",
     formats: Format | Sequence[Format] | None = None,
     max_error: float | None = None,
     min_norm: float | None = None,
@@ -267,6 +269,7 @@ def choose_format(
         keep: The share of the blocks to store, or several, 0 to 1. Every combination of `block` and `keep` is an
             option. BSR24 stores half of the values of a block.
         block: A block side, a pair (bm, bk), or a list of these; 64 and 128 by default.
+        scope: Where `keep` chooses: in each block row ("row"), or in the whole matrix ("global"); see `BSR.from_dense`.
         formats: One or several of "dense", "semi24", "bsr" and "bsr24", and of these with the suffix "_fp8"; by default
             all that have kernels. FP8 rounds x too.
         max_error: The largest relative error of the output against the dense product on x, in Frobenius norms.
@@ -307,7 +310,8 @@ def choose_format(
     rows, tokens = _rows(W, x, timed)
     if dense is not None:
         check_finite("W", dense)
-    candidates = list(combinations(asked, blocks, keeps))
+    arguments.one_of("scope", scope, SCOPES)
+    candidates = [replace(form, scope=scope) for form in combinations(asked, blocks, keeps)]
     if dense is None:
         candidates = [format_of(W)]
     with torch.no_grad():

@@ -50,22 +50,22 @@ NOT_SPARSE = ("vendor.dense", "reference.spmm")
 @dataclass(frozen=True)
 class AdviceSettings:
     """The settings of `advise`. `device`: None (a GPU if there is one, else predictions for the H200), "cuda",
-    "cpu", or the name of a card to predict for. `keep` is the fraction of blocks that stay, `scope` "global"
-    or "row"."""
+    "cpu", or the name of a card to predict for. `keep` is the fraction of blocks that stay, `scope` "row"
+    or "global"."""
 
     block: tuple[int, int] = (128, 128)
     keep: float = 0.125
     tokens: int = 4096
     device: str | None = None
     dtype: str = "bf16"
-    scope: str = "global"
+    scope: str = "row"
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= MAX_TOKENS:
             raise InvalidInput(f"tokens must be from 1 to {MAX_TOKENS}, got {self.tokens}")
         arguments.number("keep", self.keep, 0, 1)
-        if self.scope not in ("global", "row"):
-            raise InvalidInput(f"scope is 'global' or 'row', got {self.scope!r}")
+        if self.scope not in ("row", "global"):
+            raise InvalidInput(f"scope is 'row' or 'global', got {self.scope!r}")
         object.__setattr__(
             self, "dtype", dtypes.name(dtypes.parse(self.dtype))
         )  # of torch's name the short one
@@ -431,8 +431,8 @@ def predicted_dense(question: AdviceSettings, shape: tuple[int, int], card: str)
 class TimeCurve:
     """The predicted sparse time of one weight over the number of blocks that the rule of the question stores.
 
-    `ranks` [Mb, Kb]: the place of each block by falling Frobenius norm, in the matrix or in its block row; the first
-    `n` places are what a pruning to `n` blocks stores. `steps`: how many places there are.
+    `ranks` [Mb, Kb]: the place of each block by falling Frobenius norm, or first by its place in its block row; the
+    first `n` places are what a pruning to `n` blocks stores.
     """
 
     question: AdviceSettings
@@ -444,15 +444,12 @@ class TimeCurve:
     def of(cls, dense: torch.Tensor, question: AdviceSettings) -> "TimeCurve":
         tiles = tiles_of(dense, question.block)
         norms = torch.linalg.vector_norm(tiles, dim=3, dtype=torch.float64).square().sum(dim=1)
-        groups = norms if question.scope == "row" else norms.reshape(1, -1)
-        order = groups.argsort(dim=1, descending=True, stable=True)
-        places = torch.arange(groups.shape[1], device=dense.device).expand_as(order)
-        ranks = torch.empty_like(order).scatter_(1, order, places).view(norms.shape)
+        order = norms.flatten().argsort(descending=True, stable=True)
+        if question.scope == "row":
+            in_row = norms.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()
+            order = order[in_row[order].argsort(stable=True)]
+        ranks = order.argsort().view(norms.shape)
         return cls(question, (dense.shape[0], dense.shape[1]), dense.device, ranks)
-
-    @property
-    def steps(self) -> int:
-        return self.ranks.shape[1] if self.question.scope == "row" else self.ranks.numel()
 
     def pattern(self, count: int) -> BlockPattern:
         """The first `count` places."""
@@ -474,21 +471,21 @@ class TimeCurve:
         Bisection to a hundredth of the range, above the `stored` blocks if their `seconds` are within it, and below
         them if not: so the answer never speaks against them.
         """
-        if not self.steps:
+        blocks = self.ranks.numel()
+        if not blocks:
             return 1.0
-        own = stored * self.steps // self.ranks.numel()
         if seconds <= dense_seconds:
-            low, high = own, self.steps
-            if own == high or self.plan(self.pattern(high)).seconds <= dense_seconds:
+            low, high = stored, blocks
+            if low == high or self.plan(self.pattern(high)).seconds <= dense_seconds:
                 return 1.0
         else:
-            low, high = 1, own
-            if own <= 1 or self.plan(self.pattern(low)).seconds > dense_seconds:
+            low, high = 1, stored
+            if high <= 1 or self.plan(self.pattern(low)).seconds > dense_seconds:
                 return 0.0
-        while high - low > max(1, self.steps // 100):
+        while high - low > max(1, blocks // 100):
             middle = (low + high) // 2
             if self.plan(self.pattern(middle)).seconds <= dense_seconds:
                 low = middle
             else:
                 high = middle
-        return low / self.steps
+        return low / blocks

@@ -46,8 +46,8 @@ def advise(
     device: ToPredict = None,
     dtype: Dtype = "bf16",
     scope: Annotated[
-        str, typer.Option(help="Where the blocks that stay are chosen: global (the whole matrix) or row.")
-    ] = "global",
+        str, typer.Option(help="Where the blocks that stay are chosen: row (in each block row) or global.")
+    ] = "row",
     picture: Annotated[
         Path | None, typer.Option(help="Write an SVG picture of one pruned matrix here.")
     ] = None,

@@ -284,7 +284,7 @@ def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dt
     for each in keeps:
         if not 0 < each <= 1:
             raise InvalidInput(f"--keep {each}: a fraction of blocks in (0, 1]")
-    stored = list(combinations(wanted, blocks, keeps))
+    stored = [replace(form, scope="row") for form in combinations(wanted, blocks, keeps)]
     return [
         Job(rows, n, k, form, dtype)
         for rows in listed("tokens", tokens, int)

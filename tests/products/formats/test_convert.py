@@ -92,7 +92,7 @@ def test_threshold_keeps_blocks_of_greater_norm(shape: tuple[int, int], block: t
 @pytest.mark.parametrize("keep", [0, 1e-9, 0.3, 1])
 def test_keep_takes_the_largest_of_the_whole_matrix(dtype: torch.dtype, keep: float, device: str):
     w = normal(100, 90, dtype)
-    a = BSR.from_dense(w.to(device), (16, 32), keep=keep)
+    a = BSR.from_dense(w.to(device), (16, 32), keep=keep, scope="global")
     recheck(a)
     norms = block_norms(w, (16, 32))
     count = max(1, round(keep * 21)) if keep else 0
@@ -104,15 +104,34 @@ def test_keep_takes_the_largest_of_the_whole_matrix(dtype: torch.dtype, keep: fl
 
 def test_keep_by_row_takes_the_largest_of_each_block_row():
     w = normal(64, 160) * torch.arange(1, 65)[:, None]
-    a = BSR.from_dense(w, 16, keep=0.25, scope="row")
-    assert a.pattern.row_lengths.tolist() == [2, 2, 2, 2]
+    a = BSR.from_dense(w, 16, keep=0.4)
+    assert a.pattern.row_lengths.tolist() == [4, 4, 4, 4]
     kept = torch.where(stored(a), block_norms(w, (16, 16)), torch.inf).min(1).values
     left = torch.where(stored(a), -torch.inf, block_norms(w, (16, 16))).max(1).values
     assert (kept >= left).all()
 
 
+@pytest.mark.parametrize("grid", [(1, 1), (4, 1), (1, 5), (2, 3), (8, 3), (3, 8), (5, 7), (3, 0)])
+@pytest.mark.parametrize("keep", [0.0, 1e-9, 0.1, 1 / 3, 0.5, 0.99, 1.0])
+def test_keep_by_row_stores_the_same_share_where_rows_do_not_come_out_even(
+    grid: tuple[int, int], keep: float, device: str
+):
+    w = normal(grid[0] * 16, grid[1] * 16)
+    a, cells = BSR.from_dense(w.to(device), 16, keep=keep), grid[0] * grid[1]
+    recheck(a)
+    assert a.nnzb == BSR.from_dense(w, 16, keep=keep, scope="global").nnzb
+    assert a.nnzb == (min(cells, max(1, round(keep * cells))) if keep else 0)
+    assert a.pattern.same_as(BSR.from_dense(w.to(device), 16, keep=keep, scope="row").pattern)
+    ranked = [sorted(row, reverse=True) for row in block_norms(w, (16, 16)).tolist()]
+    each, more = divmod(a.nnzb, max(grid[0], 1))
+    ahead = sorted(range(grid[0]), key=lambda i: ranked[i][each], reverse=True)[:more] if more else []
+    norms = block_norms(w, (16, 16)).where(stored(a), -1).tolist()
+    for i, row in enumerate(norms):
+        assert sorted((x for x in row if x >= 0), reverse=True) == ranked[i][: each + (i in ahead)]
+
+
 def test_ties_go_to_the_first_position():
-    a = BSR.from_dense(torch.ones(64, 64), 16, keep=0.25)
+    a = BSR.from_dense(torch.ones(64, 64), 16, keep=0.25, scope="global")
     assert stored(a).flatten().nonzero().flatten().tolist() == [0, 1, 2, 3]
     a = BSR.from_dense(torch.ones(64, 64), 16, keep=0.5, scope="row")
     assert a.pattern.indices.tolist() == [0, 1] * 4
@@ -275,7 +294,7 @@ def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monke
     made = BSR.from_dense(w, 16, keep=0.5)  # the packer answered None, so torch packed
     assert torch.equal(made.values.cpu(), right.values)
     BSR.from_dense(w.requires_grad_(), 16, keep=0.5)
-    assert asked == [((32, 64), (16, 16), convert.Rule(None, None, 0.5, "global"))]
+    assert asked == [((32, 64), (16, 16), convert.Rule(None, None, 0.5, "row"))]
     monkeypatch.setitem(KERNELS, "pack_bsr", lambda w, block, rule: made)
     assert BSR.from_dense(w.detach(), 16, threshold=1.0) is made
 

@@ -235,12 +235,19 @@ def test_a_bad_matrix_fails_alone(run, tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(("scope", "stored"), [("global", "2 of 16"), ("row", "4 of 16")])
-def test_the_scope_of_pruning_can_be_chosen(run, model: Path, scope: str, stored: str) -> None:
-    small = ["--tensor", "head.weight", "--block", "16", "--tokens", "8", "--device", "h200"]
-    result = run("advise", model, *small, "--scope", scope)
-    assert result.exit_code == 0, result.output
-    assert f"head.weight 64x64 {stored} " in "\n".join(masked(result.stdout))
+def test_the_scope_of_pruning_can_be_chosen(run, tmp_path: Path) -> None:
+    weight = torch.eye(64) * torch.linspace(1, 2, 64)  # a norm in each block row, the largest in the last
+    weight[48:, :32] = 3
+    save_file({"w": weight}, tmp_path / "w.safetensors")
+    kept = {}
+    for scope in ((), ("--scope", "row"), ("--scope", "global")):
+        small = ["--block", "16", "--keep", "0.25", "--tokens", "8", "--device", "h200", "--json"]
+        result = run("advise", tmp_path / "w.safetensors", *small, *scope)
+        assert result.exit_code == 0, result.output
+        (matrix,) = json.loads(result.stdout)["matrices"]
+        assert matrix["stored_blocks"] == 4
+        kept[scope[1:]] = matrix["kept_norm"][0]
+    assert kept[()] == kept["row",] < kept["global",]
 
 
 def test_two_billion_tokens_are_planned_and_not_allocated(run, model: Path) -> None:

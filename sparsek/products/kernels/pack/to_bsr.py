@@ -4,9 +4,10 @@
 
     _norms    reads w once. A block's key is its Frobenius norm as an integer of the same bits: the order of floats that
               are not negative is the order of their bits. If only zeros are distinguished from the rest, it is 0 or 1.
-    _choose   one program for all blocks, or one per block row where each keeps its own share. It finds the key of the
-              last stored block by counting how many keys reach it: three are tried at once, so that each step leaves a
-              quarter of the range. Then a scan lists the stored blocks; of equal keys the first.
+    _choose   one program for all blocks, or one per block row where each keeps its own share; torch where some rows
+              keep one more. It finds the key of the last stored block by counting how many keys reach it: three are
+              tried at once, so that each step leaves a quarter of the range. Then a scan lists the stored blocks; of
+              equal keys the first.
     _gather   copies the stored blocks.
 
 Where w is aligned, w and values move 16 bytes at once. Every sum has a fixed order, and there are no atomics. Ragged
@@ -40,7 +41,7 @@ from sparsek.engine.launch.mark import set_mark, wait_for_mark
 from sparsek.engine.launch.recorder import fault_word
 from sparsek.engine.launch.tensors import SIZE_LIMIT, times
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.convert import Rule, least_sure
+from sparsek.products.formats.convert import Rule, least_sure, picked
 from sparsek.products.formats.pattern import INT32_MAX, BlockPattern, grid_of
 from sparsek.products.formats.two_four import BITS
 
@@ -333,12 +334,11 @@ def pack_bsr(
     asked, (rows, columns) = source, source.view.grid
     if mask is not None and tuple(mask.shape) != (rows, columns):
         asked = _source(mask.view(torch.int8), block)
-    groups = rows if rule.scope == "row" else 1
-    count = None if rule.keep is None else rule.count(rows * columns // groups)
-    if asked is None or (count and rows * columns // groups > CELLS):
+    groups, count, more = (1, 0, 0) if rule.keep is None else rule.split((rows, columns))
+    if asked is None or ((count or more) and rows * columns // groups > CELLS):
         return None
     shape = source.view.sizes[:2]
-    if count:
+    if count and not more:
         what = block, rule.keep, rule.scope
         made = finished(again(what, (w,), lambda: _kept(source, groups, count)[:4]), shape, block)
         return _examined(_kept(source, groups, count), shape, block) if made is None else made
@@ -348,10 +348,10 @@ def pack_bsr(
         keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
     else:
         keys, word = _keys(asked, by_norm)
-    where, indptr, found = _over(keys, rule, groups)
+    where, indptr, found = _uneven(keys, rule) if more else _over(keys, rule, groups)
     set_mark(w.device)
     wait_for_mark(w.device)
-    where = where[: _taken(found)]
+    where = where if found is None else where[: _taken(found)]
     if word is not None and _taken(word) and _is_undecided(keys, where):
         return None
     indices, values = _gathered(source, where)
@@ -481,6 +481,16 @@ def _over(keys: Tensor, rule: Rule, groups: int) -> tuple[Tensor, Tensor, Tensor
         least = infinity
     where, found = keys.new_empty(keys.numel(), dtype=torch.int32), fault_word(keys.device)
     return where, _choose_in(keys, where, groups, by_norm, found, least), found
+
+
+def _uneven(keys: Tensor, rule: Rule) -> tuple[Tensor, Tensor, None]:
+    """The stored cells, and indptr, where some block rows store one more than others: chosen by torch."""
+    norms = keys.view(_floats(keys.dtype))
+    stored = picked(norms.clamp(min=least_sure(norms.dtype)).masked_fill_(keys == 0, 0), rule)
+    where = torch.nonzero_static(stored.view(-1), size=rule.count(keys.numel())).view(-1).to(torch.int32)
+    indptr = where.new_zeros(keys.shape[0] + 1)
+    indptr[1:] = stored.sum(1).cumsum(0)
+    return where, indptr, None
 
 
 def _choose_in(

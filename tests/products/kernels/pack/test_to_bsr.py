@@ -145,7 +145,17 @@ def test_a_gpu_stores_the_first_of_equal_norms(dtype: torch.dtype, monkeypatch: 
             assert made is not None
             equal(made, packed(w, block, rule))
     zeros = torch.zeros(96, 96, dtype=dtype, device="cuda")
-    assert BSR.from_dense(zeros, 16, keep=0.25).pattern.indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert BSR.from_dense(zeros, 16, keep=0.25, scope="global").pattern.indices.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        0,
+        1,
+        2,
+    ]
     assert BSR.from_dense(zeros, 16, threshold=0).nnzb == 0
 
 
@@ -161,7 +171,7 @@ def test_a_gpu_finds_the_largest_keys_of_any(count: int):
         keys = keys.to(torch.int32).cuda()
         rule = kept(count / cells)
         indptr, where, unsure = chosen(keys, rule.count(cells))
-        stored = convert._picked(keys.view(torch.float32), rule).view(-1).nonzero().view(-1)
+        stored = convert.picked(keys.view(torch.float32), rule).view(-1).nonzero().view(-1)
         assert torch.equal(where, stored.to(torch.int32))
         assert indptr.tolist() == [0, count]
         assert not unsure
@@ -270,7 +280,7 @@ def test_memory_is_that_of_the_result_and_one_number_for_every_block(monkeypatch
         """Bytes as they were asked for: what torch holds for them may be a part of its cache 1 MB too large."""
         return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
 
-    for rule in ({"keep": 0.125}, {"keep": 0.125, "scope": "row"}, {"threshold": 65.0}):
+    for rule in ({"keep": 0.125}, {"keep": 0.125, "scope": "global"}, {"threshold": 65.0}):
         torch.cuda.reset_peak_memory_stats()
         before = asked("current")
         a = BSR.from_dense(w, 64, **rule)  # type: ignore[arg-type]
@@ -288,11 +298,11 @@ def test_new_thresholds_shares_and_sizes_compile_nothing(monkeypatch: pytest.Mon
     def compiled() -> list[int]:
         return [sum(len(each[0]) for each in kernel.device_caches.values()) for kernel in kernels]
 
-    for rule in ({"keep": 0.5}, {"threshold": 1.0}):
+    for rule in ({"keep": 0.5, "scope": "global"}, {"threshold": 1.0}):
         BSR.from_dense(w, 32, **rule)  # type: ignore[arg-type]
     before = compiled()
     for share in (1 / 1024, 0.3, 1.0):
-        BSR.from_dense(w, 32, keep=share)
-        BSR.from_dense(w[:, 8:], 32, keep=share)
+        BSR.from_dense(w, 32, keep=share, scope="global")
+        BSR.from_dense(w[:, 8:], 32, keep=share, scope="global")
         BSR.from_dense(w, 32, threshold=40 * share)
     assert compiled() == before

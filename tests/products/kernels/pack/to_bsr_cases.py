@@ -79,7 +79,7 @@ def same(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR:
     if rule.threshold is not None or rule.keep is not None:
         norms = norms_of(w, block)
         sure = norms.clamp(min=convert.least_sure(norms.dtype)).masked_fill(norms == 0, 0)
-        rule = masked(convert._picked(sure, rule))
+        rule = masked(convert.picked(sure, rule))
     equal(made, packed(w, block, rule))
     return made
 

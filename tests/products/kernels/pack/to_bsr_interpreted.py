@@ -50,6 +50,7 @@ def test_any_rule_stores_the_blocks_of_torch(dtype: torch.dtype):
     w = torch.randn(shape).to(dtype)
     same(w, block, kept(float(torch.rand(()))))
     same(w, block, kept(float(torch.rand(())), "row"))
+    same(w, block, kept(0.4, "row"))  # five blocks of three rows
     same(w, block, over((block[0] * block[1]) ** 0.5))
     same(w, block, masked(torch.rand(3, 4) < 0.5))
     same(w, block, masked(torch.rand(shape) < 2 / (block[0] * block[1])))
@@ -107,7 +108,7 @@ def test_the_largest_keys_of_any_are_found(count: int, monkeypatch: pytest.Monke
         rule = kept(count / cells)
         indptr, where, unsure = chosen(keys, rule.count(cells))
         sure = convert.least_sure(torch.float32)
-        stored = convert._picked(keys.view(torch.float32).clamp(min=sure), rule)
+        stored = convert.picked(keys.view(torch.float32).clamp(min=sure), rule)
         assert where.tolist() == stored.view(-1).nonzero().view(-1).tolist()
         assert indptr.tolist() == [0, count]
         assert unsure == (stored & (keys.view(torch.float32) < sure)).any()
