@@ -115,8 +115,8 @@ def test_a_gate_of_packing_finds_what_is_wrong() -> None:
     assert not to_24.judge(Semi24.from_dense(packed.to_dense() * torch.tensor([1.0, 0.0] * 48))).passed
     assert to_bsr.judge(to_bsr.planned(to_bsr.plan(None))()).passed
     (w,) = to_bsr.given
-    assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, keep=0.5)).passed
-    assert not to_bsr.judge(BSR.from_dense(-w, PACKED.block or 0, keep=PACKED.keep)).passed
+    assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, keep=0.5, scope="global")).passed
+    assert not to_bsr.judge(BSR.from_dense(-w, PACKED.block or 0, keep=PACKED.keep, scope="global")).passed
     least = block_norms(w, (32, 16)).flatten().argsort()[:3]
     mask = torch.zeros(12, dtype=torch.bool).scatter(0, least, True).view(2, 6)
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, mask=mask)).passed

@@ -432,6 +432,7 @@ CALLS: dict[str, Call] = {
             keep=[0.5, 0.25],
             block=32,
             formats=["bsr"],
+            scope="row",
             max_error=None,
             min_norm=0.0,
             device=None,
