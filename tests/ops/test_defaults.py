@@ -383,6 +383,25 @@ def layers() -> Any:
     return outputs, [(each, each.grad) for each in parameters if each.grad is not None], other(dense(7, 80))
 
 
+def models() -> Any:
+    at: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    torch.manual_seed(4)
+    found: list[Any] = []
+    for config in (
+        sk.BlockSparse(16, 0.5),
+        sk.SemiSparse(),
+        sk.BlockSemiSparse(64, 0.5),
+        sk.Float8(sk.SemiSparse()),
+    ):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(128, 192, **at), torch.nn.ReLU(), torch.nn.Linear(192, 128, **at)
+        )
+        sk.sparsify_(model, config)
+        found += [model(dense(5, 128)), sk.densify_(model) and model[0].weight]
+    sk.prune(model, sk.BlockSparse(16, 0.5), calibration=[dense(40, 128)], method="obs", reconstruct="layer")
+    return found, model(dense(5, 128))
+
+
 def attention_fp8() -> Any:
     q, k, v = dense(1, 2, 70, 32), dense(1, 1, 70, 32), dense(1, 1, 70, 32)
     heads = sk.quantize_heads(q, k, v, "block", rows=64)
@@ -403,7 +422,7 @@ def files(tmp_path: Path) -> Any:
 
 RECIPES = (
     spmm, low, sddmm, spgemm, two_four, fp8, attention, attention_fp8, backward, masks, varlen, paged, plans, formats,
-    through_scipy, layers, files,
+    through_scipy, layers, models, files,
 )  # fmt: skip
 
 
