@@ -45,6 +45,12 @@ class Part(NamedTuple):
         return self.tensor() is x and x._version == self.version and x.data_ptr() == self.address
 
 
+DTYPES = {
+    "indptr": torch.int32,
+    "indices": torch.int32,
+    "metadata": torch.uint8,
+    "scale": torch.float32,
+}
 NOT_CHECKED = Part(lambda: None, 0, 0)
 
 
@@ -70,6 +76,7 @@ class IndexedLayer(nn.Module):
     indices: Tensor
     _block: tuple[int, int] | None
     _stored = "values"
+    _kind: str
     _scaled: str = ""
     _seen: tuple[BufferPattern, ...]
     _checked: tuple[Part, Part]
@@ -120,6 +127,7 @@ class IndexedLayer(nn.Module):
                 if not seen.new or untransformed(seen.is_in_memory):
                     return self._see(indptr, indices, seen.pattern)
         if isinstance(indptr, Tensor) and type(indptr) not in PLAIN:  # fake, or traced in another way
+            arguments.dtype("the dtype of indices", getattr(indices, "dtype", None), (torch.int32,))
             return BlockPattern.unchecked((self.out_features, self.in_features), block, indptr, indices)
         with _disable_current_modes():
             found = untransformed(lambda: self._read(indptr, indices))
@@ -129,19 +137,37 @@ class IndexedLayer(nn.Module):
         """A buffer. One of inference mode, where torch counts no writes, is replaced by a copy; and so are metadata and
         scales that kernels cannot read in place, as those of a file.
         """
-        part = getattr(self, name, None)
-        if self._buffers.get(name) is not part or not isinstance(part, Tensor):
+        part: Any = getattr(self, name, None)
+        if part is None:
+            return None
+        arguments.dense(name, part)
+        if not is_plain(part):
+            arguments.dtype(f"the dtype of {name}", part.dtype, (DTYPES[name],))
+        if self._buffers.get(name) is not part or not is_plain(part):
             return part
+        if name in ("scale", "metadata") and not part.is_meta and not operands.is_readable(part):
+            part = self._buffers[name] = untransformed(lambda: operands.readable(part))
         if part.is_inference():
-            part = self._buffers[name] = saveable(part)
-        if (
-            name in ("scale", "metadata")
-            and is_plain(part)
-            and not part.is_meta
-            and not operands.is_readable(part)
-        ):
-            part = self._buffers[name] = operands.readable(part)
+            part = self._buffers[name] = untransformed(lambda: saveable(part))
         return part
+
+    def _own_values(self, pattern: BlockPattern | None) -> Tensor:
+        """The values, contiguous. InvalidInput unless they are dense, and as many as the weight stores."""
+        name, share = self._stored, 1 if self._kind == "bsr" else 2
+        values: Any = (self._buffers if self._scaled else self._parameters).get(name)
+        if values is None:  # last, because __getattr__ is slow
+            values = getattr(self, name, None)
+        if type(values) not in PLAIN or values.layout is not torch.strided or values.is_nested:
+            values = arguments.dense(name, values)
+        if pattern is None:
+            sizes: tuple[int, ...] = (self.out_features, self.in_features // share)
+        else:
+            sizes = (pattern.indices.shape[0], pattern.block[0], pattern.block[1] // share)
+        if values.shape != sizes:
+            raise InvalidInput(f"{name} are {list(values.shape)}; the weight of this layer has {list(sizes)}")
+        if not values.is_contiguous() and not torch._C._are_functorch_transforms_active():
+            values = values.contiguous()
+        return values
 
     @torch.inference_mode(False)
     def _read(self, indptr: Tensor, indices: Tensor) -> BlockPattern:
@@ -156,7 +182,8 @@ class IndexedLayer(nn.Module):
             block: Any = self._block
             found = BlockPattern((self.out_features, self.in_features), block, *own)
             values = getattr(self, self._stored)
-            if is_plain(values) and values.device == found.device and len(values) == found.nnzb:
+            shape = (found.nnzb, *found.block)
+            if arguments.is_ordinary(values) and values.device == found.device and values.shape == shape:
                 self._refuse_outside(found, values.detach())
         except InvalidInput as error:
             raise InvalidInput(f"indptr and indices of this {type(self).__name__}: {error}") from None

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable
+from sparsek.engine.call import transforms
 from sparsek.nn.forms import check_bias, weight_and_bias
-from sparsek.nn.indices import NOT_ONNX, copies
+from sparsek.nn.indices import NOT_ONNX, copies, is_plain
 from sparsek.nn.parameter import (
-    PLAIN,
     begin_anew,
     bounds,
     draw,
@@ -255,16 +255,12 @@ class BlockSparseLinear(SparseLinear, Regrown):
         history.calls += 1
         if not history.learns and torch.is_grad_enabled():
             history.learns = True
-        values = self._parameters.get("values")  # without the detour of __getattr__
-        if values is None:
-            values = self.values
+        values = self._own_values(pattern)
         if values.get_device() != pattern.indptr.get_device():
             raise InvalidInput(
                 f"indptr and indices are on {pattern.device} and values on {values.device}; "
                 "layer.to(device) moves all of them"
             )
-        if not values.is_contiguous() and not torch._C._are_functorch_transforms_active():
-            values = values.contiguous()
         if torch._C._len_torch_dispatch_stack():
             pattern = self._traced(pattern)
         return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
@@ -343,6 +339,7 @@ class BlockSparseLinear(SparseLinear, Regrown):
         assign = local_metadata.get("assign_to_params_buffers", False)
         current = self._valid_pattern()
         try:
+            transforms.refuse("load_state_dict")
             pattern, values = self._pattern_in(state_dict, prefix, assign, current)
             if isinstance(bias := state_dict.get(prefix + "bias"), Tensor):
                 arguments.dense("bias", bias)
@@ -350,7 +347,7 @@ class BlockSparseLinear(SparseLinear, Regrown):
             error_msgs.append(f"{prefix or 'BlockSparseLinear'}: {error}")
             return
         if values is not None and assign:
-            values = saveable(operands.readable(values) if type(values) in PLAIN else values)
+            values = saveable(operands.readable(values) if is_plain(values) else values)
             self.values = nn.Parameter(values, self.values.requires_grad)
         elif pattern is not None and pattern is not current:
             begin_anew(self.values, pattern)
@@ -393,6 +390,7 @@ class BlockSparseLinear(SparseLinear, Regrown):
             )
         for name, part in parts.items():
             arguments.tensor(name, part)
+        whole = is_plain(parts["values"])
         values = parts["values"].detach()
         if assign:
             device = values.device
@@ -403,13 +401,12 @@ class BlockSparseLinear(SparseLinear, Regrown):
         indptr, indices = (parts[name].detach().to(device, copy=True) for name in ("indptr", "indices"))
         shape = self.out_features, self.in_features
         found = BlockPattern(shape, self._block, indptr, indices)
-        whole = type(parts["values"]) in PLAIN  # not a shard, as of FSDP2, whose padding is not looked for
         if tuple(values.shape) != (found.nnzb, *found.block):
             raise InvalidInput(
                 f"values have shape {tuple(values.shape)}; the pattern in the state dict needs "
                 f"{(found.nnzb, *found.block)}"
             )
-        if whole:
+        if whole:  # not a shard, as of FSDP2, whose padding is not looked for
             here = operands.readable(values) if assign else values.to(device)
             if padding_nonzeros(BSR.unchecked(found, here)):
                 values = here = zero_padding(found, here.clone())

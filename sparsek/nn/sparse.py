@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable, unmapped, untransformed
+from sparsek.engine.call import transforms
 from sparsek.nn.forms import any_meta, check_bias, inside, placeholder, wanted_format, weight_and_bias
 from sparsek.nn.indices import NOT_CHECKED, NOT_ONNX, IndexedLayer, Part, copies, is_plain
 from sparsek.nn.parameter import (
@@ -227,9 +228,7 @@ class SparseLinear(IndexedLayer):
         history.calls += 1
         if not history.learns and torch.is_grad_enabled():
             history.learns = True
-        values = (buffers if self._scaled else self._parameters).get(self._stored)
-        if values is None:
-            values = getattr(self, self._stored)
+        values = self._own_values(pattern)
         scale, meta = buffers.get("scale"), buffers.get("metadata")
         of_scale, of_meta = self._checked
         if (scale is not None and not of_scale.holds(scale)) or (
@@ -238,19 +237,20 @@ class SparseLinear(IndexedLayer):
             scale, meta = self._look_at_parts(pattern, values)
         where = values.get_device()
         for part in (scale, meta, None if pattern is None else pattern.indptr):
-            if part is not None and part.get_device() != where:
+            if part is not None and (part.get_device() != where or (part.is_meta and not values.is_meta)):
                 raise InvalidInput(
                     f"{self._stored} are on {values.device} and other tensors of the weight on {part.device}; "
                     "layer.to(device) moves all of them"
                 )
-        if not values.is_contiguous() and not torch._C._are_functorch_transforms_active():
-            values = values.contiguous()
         return self._matrix(self._traced(pattern), values, scale, meta)
 
     def _matrix(
         self, pattern: BlockPattern | None, values: Tensor, scale: Tensor | None, meta: Tensor | None
     ) -> Any:
         """The weight of these parts, unchecked."""
+        if (scale is None and self._scaled) or (meta is None and self._kind != "bsr"):
+            missing = "scale" if scale is None and self._scaled else "metadata"
+            raise InvalidInput(f"{missing} of this {type(self).__name__} is no tensor; load the whole layer")
         parts: dict[str, Any] = {"values": values}
         if pattern is not None:
             parts["pattern"] = pattern
@@ -270,9 +270,20 @@ class SparseLinear(IndexedLayer):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Scales and metadata that are other tensors than in the last call, or were written to; checked with a sync."""
         scale, meta = (unmapped(name, self._buffer(name)) for name in ("scale", "metadata"))
-        there = [x for x in (scale, meta, values) if x is not None]
-        if not all(is_plain(x) and not x.is_meta for x in there):
+        lists = 0 if pattern is None else len(pattern.indices)
+        sizes = {"tensor": (), "row": (self.out_features,), "block": (lists,)}.get(self._scaled)
+        if scale is not None and scale.shape != sizes:
+            raise InvalidInput(
+                f"scale is {list(scale.shape)}; there must be {list(sizes or ())}, one per {self._scaled}"
+            )
+        if values.is_meta or not all(is_plain(x) and not x.is_meta for x in (scale, meta) if x is not None):
             return scale, meta
+        if not is_plain(values):  # of torch.func, or a shard: the others are checked by themselves
+            sizes, dtype, device = values.shape, values.dtype, values.device
+            if not self._scaled:
+                arguments.dtype("the dtype of values", dtype)
+            with _disable_current_modes():
+                values = untransformed(lambda: torch.zeros(sizes, dtype=dtype, device=device))
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidInput(
                 "tensors of the weight have changed; call the layer before a CUDA graph is captured"
@@ -287,7 +298,8 @@ class SparseLinear(IndexedLayer):
         """InvalidInput unless these are the parts of a weight of this shape."""
         try:
             with _disable_current_modes():
-                matrix = self._matrix(pattern, operands.readable(values.detach()), scale, meta)
+                whole = untransformed(lambda: operands.readable(values.detach()))
+                matrix = self._matrix(pattern, whole, scale, meta)
                 untransformed(matrix._checked)
             if matrix.shape != (self.out_features, self.in_features):
                 raise InvalidInput(
@@ -480,6 +492,7 @@ class SparseLinear(IndexedLayer):
         assign = local_metadata.get("assign_to_params_buffers", False)
         current, pattern = self._valid_pattern(), None
         try:
+            transforms.refuse("load_state_dict")
             parts = self._parts_in(state_dict, prefix)
             if parts:
                 parts, pattern = self._checked_parts(parts, assign)
@@ -535,6 +548,8 @@ class SparseLinear(IndexedLayer):
         if self._scaled and stored.dtype != own.dtype:
             raise InvalidInput(f"codes are {stored.dtype}; this layer has {own.dtype}")
         if assign:
+            if not self._scaled:
+                arguments.dtype("the dtype of values", stored.dtype)
             parts = {
                 x: saveable(operands.readable(part) if is_plain(part) else part) for x, part in parts.items()
             }

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import sparsek as sk
 from tests.fuzz.calls_ops import (
@@ -60,6 +61,61 @@ def semi() -> Any:
 def _reset(random: Random) -> Made:
     made = random.choice((blocked, semi, lambda: sk.nn.SparseLinear(fp8())))()
     return made.reset_parameters, {"generator": torch.Generator().manual_seed(0)}
+
+
+def replaced(make: Callable[[], Any]) -> Callable[[Random], Made]:
+    """A call of a layer whose tensors were set to others, as far as torch lets them be set."""
+
+    def made(random: Random) -> Made:
+        layer = make()
+        x = X.to(layer.bias.dtype)
+
+        def called(**tensors: Any) -> Any:
+            try:
+                for name, given in tensors.items():
+                    parameter = name in layer._parameters and isinstance(given, Tensor)
+                    if parameter and given.is_mkldnn and torch._C._are_functorch_transforms_active():
+                        raise TypeError("a wrapper of torch.func hides what it is")
+                    setattr(layer, name, torch.nn.Parameter(given, False) if parameter else given)
+            except Exception as error:
+                raise sk.InvalidInput("torch refuses it") from error
+            return layer(x)
+
+        return called, layer.state_dict()
+
+    return made
+
+
+def loaded(make: Callable[[], Any], assign: bool) -> Callable[[Random], Made]:
+    """A call of a layer that has loaded tensors."""
+
+    def made(random: Random) -> Made:
+        layer = make()
+        x = X.to(layer.bias.dtype)
+
+        def called(**tensors: Any) -> Any:
+            try:
+                layer.load_state_dict(tensors, assign=assign)
+            except RuntimeError as error:  # torch's own, about what a layer refuses
+                if not str(error).startswith("Error(s) in loading"):
+                    raise
+                raise sk.InvalidInput("it is refused") from error
+            return layer(x)
+
+        return called, {name: x.clone() for name, x in layer.state_dict().items()}
+
+    return made
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "BSR": blocked,
+    "2:4": lambda: sk.nn.SparseLinear(two_four(), BIAS.clone()),
+    "BSR24": lambda: sk.nn.SparseLinear(two_four(sk.BSR24), BIAS.clone()),
+    "FP8": lambda: sk.nn.SparseLinear(fp8(), BIAS.to(BF16)),
+}
+ANY: dict[str, str] = dict.fromkeys(
+    ("bias", "values", "codes", "scale", "metadata", "indptr", "indices"), "any"
+)
 
 
 def scheduled() -> Any:
@@ -209,6 +265,17 @@ CALLS: dict[str, Call] = {
         LAYER | {"weight": "BSR Semi24 BSR24 Quantized"},
     ),
     "nn.SparseLinear.forward": Call(fresh("__call__", semi, x=X, residual=RESIDUAL), LAYER),
+    **{
+        f"nn.SparseLinear ({name}, other tensors)": Call(replaced(LAYERS[name]), ANY, every=4)
+        for name in LAYERS
+    },
+    **{
+        f"nn.SparseLinear ({name}, {'assigned' if assign else 'loaded'})": Call(
+            loaded(LAYERS[name], assign), ANY, every=4
+        )
+        for name in LAYERS
+        for assign in (False, True)
+    },
     "nn.SparseLinear.reset_parameters": Call(_reset, {"generator": "none"}),
     "nn.SparseLinear.keep_pruned": Call(
         fresh("keep_pruned", semi, dense=dense(128, 64), decay=1e-4), {"dense": "none Linear", "decay": "int"}
