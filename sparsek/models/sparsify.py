@@ -87,7 +87,7 @@ def sparsify_(
     _check_model(model, filter_fn, "sparsify_")
     check_rules(config, get_args(LayerConfig))
     arguments.flag("skip_slower", skip_slower)
-    arguments.integer("tokens", tokens, 1, INT32_MAX)
+    tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
     target = None if card is None else card_named(card)
     layers = dict(_layers(model))
     wanted = {name: config_for(config, name, layer) for name, layer in layers.items() if is_linear(layer)}

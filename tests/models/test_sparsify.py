@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -396,7 +397,9 @@ def test_layers_slower_than_dense_ones_are_skipped_on_demand() -> None:
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(128, 256))
     few = sk.BlockSparse(block=(64, 64), keep=0.05)
     rules = {"0": few, "1": WHOLE}
-    seen = sk.sparsify_(copy.deepcopy(model), rules, card="h200", tokens=4096)
+    count: Any = np.array(4096)  # an int to Python, which has no hash
+    seen = sk.sparsify_(copy.deepcopy(model), rules, card="h200", tokens=count)
+    assert type(seen.tokens) is int
     fast, slow = seen.rows
     assert fast.speed is not None
     assert slow.speed is not None
