@@ -85,8 +85,7 @@ def wanted_format(config: Any, block: Any, keep: Any, scope: Any) -> WeightForma
         )
     if not blocked:
         return WeightFormat(name)
-    block_sides(block)
-    return WeightFormat(name, block, arguments.number("keep", keep, 0, 1), scope)
+    return WeightFormat(name, block_sides(block), arguments.number("keep", keep, 0, 1), scope)
 
 
 def placeholder(weight: Tensor, form: WeightFormat) -> Any:

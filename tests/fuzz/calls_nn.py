@@ -166,7 +166,7 @@ CALLS: dict[str, Call] = {
             scope="row",
             activation=None,
         ),
-        {"block": "int sequence", "keep": "none int", "activation": "text"},
+        {"block": "int sequence", "keep": "none int", "activation": "text", "scope": "none"},
     ),
     "nn.BlockSparseLinear.from_bsr": Call(
         function(sk.nn.BlockSparseLinear.from_bsr, a=bsr(), bias=BIAS, activation="gelu"), LAYER
