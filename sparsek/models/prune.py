@@ -34,7 +34,7 @@ from sparsek.models.layer import (
 )
 from sparsek.models.replace import adopt, is_conv1d, swap
 from sparsek.models.scores import Moments
-from sparsek.models.stream import DENSE, PRUNED, Place, Stack, State, Store, Stream, is_in
+from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, State, Stream, TensorPlace, is_in
 from sparsek.products.formats.pattern import block_sides, grid_of
 
 Method = Literal["magnitude", "wanda", "exact", "obs"]
@@ -222,7 +222,7 @@ class _Run:
         folder: Path | None,
     ) -> None:
         self.model, self.configs, self.settings, self.batches = model, configs, settings, batches
-        self.folder, self.store = folder, Store(folder)
+        self.folder, self.store = folder, ActivationStore(folder)
         self.stacks = [stack for stack in stacks if stack.name and batches and self._layers(stack)]
         self.state = State(folder, "" if folder is None else self._fingerprint())
 
@@ -326,7 +326,7 @@ class _Run:
                 dense = _copied(name, block)
                 originals = {each: dense.get_submodule(_within(each, name)) for each in layers}
                 groups = self._groups(line, index, dense, originals)
-                residuals: dict[str, Place] = {}
+                residuals: dict[str, TensorPlace] = {}
                 if self.settings.reconstruct is not None and groups:
                     residuals = stream.residuals_of(
                         dense, originals, lambda: line.call(dense, index, DENSE, 0)
@@ -459,7 +459,7 @@ class _Run:
         layers: dict[str, Any],
         group: tuple[str, ...],
         calls: int,
-        residuals: Mapping[str, Place],
+        residuals: Mapping[str, TensorPlace],
     ) -> Moments:
         """The moments of the inputs of a group of layers, of the dense block and of the pruned one."""
         first = group[0]

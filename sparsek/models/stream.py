@@ -70,7 +70,7 @@ class Stack:
 
 
 @dataclass
-class Record:
+class StackCalls:
     """The arguments of every block of a stack for one calibration batch: (leaves, tree) for each, and tensors."""
 
     calls: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Record:
         return sorted({each.index for each in self.calls[block][0] if isinstance(each, Flow)})
 
 
-class Store:
+class ActivationStore:
     """Tensors by stage and calibration batch: on the CPU, or one .safetensors file each in a folder."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -275,9 +275,9 @@ def device_of(module: nn.Module) -> torch.device:
     return CPU if first is None else first.device
 
 
-def record(model: nn.Module, stack: Stack, batch: Batch) -> Record | None:
+def record(model: nn.Module, stack: Stack, batch: Batch) -> StackCalls | None:
     """Run a model to the end of a stack, whose first block alone computes; None if its blocks are no sequence."""
-    made = Record()
+    made = StackCalls()
     blocks = list(stack.blocks.values())
     places: dict[int, int] = {}
     alive: list[Any] = []  # an id is of one object only while this lives
@@ -333,10 +333,10 @@ class Stream:
     """The calibration batches on their way through one stack: for each block its arguments, dense and pruned."""
 
     def __init__(
-        self, model: nn.Module, stack: Stack, batches: Sequence[Batch], store: Store, label: str
+        self, model: nn.Module, stack: Stack, batches: Sequence[Batch], store: ActivationStore, label: str
     ) -> None:
         self.stack, self.store, self.label = stack, store, label
-        self.records: list[Record] = []
+        self.records: list[StackCalls] = []
         for at, batch in enumerate(batches):
             made = record(model, stack, batch)
             if made is None:
@@ -401,7 +401,7 @@ class Stream:
         return f"{self.label}.block-{block:05d}.{side}"
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor passes in a block: argument or result number `index` of a module, and whether it is a result."""
 
     module: str
@@ -425,11 +425,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def inputs(
-    block: nn.Module, layer: nn.Module, run: Callable[[], Any], calls: int, places: Iterable[Place] = ()
-) -> tuple[list[Tensor], dict[Place, Tensor]]:
+    block: nn.Module, layer: nn.Module, run: Callable[[], Any], calls: int, places: Iterable[TensorPlace] = ()
+) -> tuple[list[Tensor], dict[TensorPlace, Tensor]]:
     """The inputs of a layer in its first `calls` calls by `run`, which then ends; and tensors at places before it."""
     found: list[Tensor] = []
-    passed: dict[Place, Tensor] = {}
+    passed: dict[TensorPlace, Tensor] = {}
 
     def enter(result: bool, tensors: list[Tensor]) -> None:
         if not result:
@@ -437,7 +437,7 @@ def inputs(
             if len(found) == calls:
                 raise Stop
 
-    def note(place: Place) -> Callable[[bool, list[Tensor]], None]:
+    def note(place: TensorPlace) -> Callable[[bool, list[Tensor]], None]:
         def see(result: bool, tensors: list[Tensor]) -> None:
             if result == place.result and place.index < len(tensors):
                 passed.setdefault(place, tensors[place.index])
@@ -458,16 +458,16 @@ def inputs(
 
 def residuals_of(
     block: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], Any]
-) -> dict[str, Place]:
+) -> dict[str, TensorPlace]:
     """Where the residual of each layer passes: a tensor before it whose sum with its output is a tensor after it.
 
     Found by value: layers called once, whose sums pass into a module, or out of the block.
     """
-    passed: list[tuple[Place, Tensor]] = []
+    passed: list[tuple[TensorPlace, Tensor]] = []
 
     def note(module: str) -> Callable[[bool, list[Tensor]], None]:
         def see(result: bool, tensors: list[Tensor]) -> None:
-            passed.extend((Place(module, result, at), each) for at, each in enumerate(tensors))
+            passed.extend((TensorPlace(module, result, at), each) for at, each in enumerate(tensors))
 
         return see
 
@@ -478,9 +478,9 @@ def residuals_of(
         for hook in hooks:
             hook.remove()
     names = {id(module): name for name, module in block.named_modules()}
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     for name, layer in layers.items():
-        own = Place(names[id(layer)], True, 0)
+        own = TensorPlace(names[id(layer)], True, 0)
         at = [index for index, (place, _) in enumerate(passed) if place == own]
         if len(at) != 1 or not passed[at[0]][1].is_floating_point():
             continue
@@ -495,7 +495,7 @@ def residuals_of(
     return found
 
 
-def _residual(y: Tensor, before: list[tuple[Place, Tensor]], after: list[Tensor]) -> Place | None:
+def _residual(y: Tensor, before: list[tuple[TensorPlace, Tensor]], after: list[Tensor]) -> TensorPlace | None:
     for z in after:
         for place, r in before:
             room = 4 * torch.finfo(y.dtype).eps * (z.abs().max() + r.abs().max())

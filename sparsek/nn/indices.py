@@ -26,7 +26,7 @@ NOT_TORCHSCRIPT = "torch.jit.{} cannot take a {}; use torch.compile or torch.exp
 NOT_ONNX = "ONNX has no sparse product; for torch.onnx.export " + DENSE
 
 
-class Part(NamedTuple):
+class CheckedTensor(NamedTuple):
     """A tensor that was checked: whether it is this one, unchanged."""
 
     tensor: Callable[[], Tensor | None]
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     address: int
 
     @classmethod
-    def of(cls, x: Tensor | None) -> Part:
+    def of(cls, x: Tensor | None) -> CheckedTensor:
         """Note this one. A reference would keep an offloaded tensor on the GPU. Wrapped ones have no address."""
         if x is None or is_functorch_wrapped_tensor(x):
             return NOT_CHECKED
@@ -51,7 +51,7 @@ DTYPES = {
     "metadata": torch.uint8,
     "scale": torch.float32,
 }
-NOT_CHECKED = Part(lambda: None, 0, 0)
+NOT_CHECKED = CheckedTensor(lambda: None, 0, 0)
 
 
 def is_plain(x: Any) -> bool:
@@ -79,7 +79,7 @@ class IndexedLayer(nn.Module):
     _kind: str
     _scaled: str = ""
     _seen: tuple[BufferPattern, ...]
-    _checked: tuple[Part, Part]
+    _checked: tuple[CheckedTensor, CheckedTensor]
 
     @property
     def pattern(self) -> Any:

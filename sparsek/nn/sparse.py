@@ -15,7 +15,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable, unmapped, untransformed
 from sparsek.engine.call import transforms
 from sparsek.nn.forms import any_meta, check_bias, inside, placeholder, wanted_format, weight_and_bias
-from sparsek.nn.indices import NOT_CHECKED, NOT_ONNX, IndexedLayer, Part, copies, is_plain
+from sparsek.nn.indices import NOT_CHECKED, NOT_ONNX, CheckedTensor, IndexedLayer, copies, is_plain
 from sparsek.nn.parameter import (
     History,
     before_conversion,
@@ -118,7 +118,10 @@ class SparseLinear(IndexedLayer):
         self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias.detach())))
         if not isinstance(inner, Semi24):
             self._register_pattern(inner.pattern, values.is_meta)
-        self._checked = Part.of(self._buffers.get("scale")), Part.of(self._buffers.get("metadata"))
+        self._checked = (
+            CheckedTensor.of(self._buffers.get("scale")),
+            CheckedTensor.of(self._buffers.get("metadata")),
+        )
         follow(self)
 
     def _describe(self, weight: SparseMatrix, activation: Activation | None, dtype: torch.dtype) -> None:
@@ -289,7 +292,7 @@ class SparseLinear(IndexedLayer):
                 "tensors of the weight have changed; call the layer before a CUDA graph is captured"
             )
         self._check(pattern, values, scale, meta)
-        self._checked = Part.of(scale), Part.of(meta)
+        self._checked = CheckedTensor.of(scale), CheckedTensor.of(meta)
         return scale, meta
 
     def _check(
@@ -362,7 +365,7 @@ class SparseLinear(IndexedLayer):
             InvalidInput: For a weight that is not 2:4, or in FP8, and scores that do not fit.
         """
         choose_again(self, scores, optimizer)
-        self._checked = self._checked[0], Part.of(self.metadata)
+        self._checked = self._checked[0], CheckedTensor.of(self.metadata)
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dense weight [out_features, in_features]. Differentiable in `values`.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sparsek as sk
 from sparsek.models import stream
-from sparsek.models.stream import DENSE, Store, Stream
+from sparsek.models.stream import DENSE, ActivationStore, Stream
 from tests.house.tools import need
 
 
@@ -72,7 +72,7 @@ class DynamicCache:
 def test_a_stream_gives_each_block_what_the_model_gives_it(on_disk: bool, tmp_path: Path):
     model: Any = Model()
     inputs = [torch.randn(3, 8), torch.randn(5, 8)]
-    store = Store(tmp_path if on_disk else None)
+    store = ActivationStore(tmp_path if on_disk else None)
     (stack,) = stream.stacks_of(model)
     with torch.no_grad():
         line = Stream(model, stack, [((x,), {}) for x in inputs], store, "0")
@@ -105,8 +105,8 @@ def test_residuals_are_found_by_value():
     layers = {name: block.get_submodule(name) for name in "abc"}
     found = stream.residuals_of(block, layers, lambda: block(torch.randn(5, 8)))
     assert found.keys() == {"a", "c"}
-    assert found["a"] in {stream.Place("", False, 0), stream.Place("norm", False, 0)}
-    assert found["c"] in {stream.Place("after", True, 0), stream.Place("b", False, 0)}
+    assert found["a"] in {stream.TensorPlace("", False, 0), stream.TensorPlace("norm", False, 0)}
+    assert found["c"] in {stream.TensorPlace("after", True, 0), stream.TensorPlace("b", False, 0)}
 
 
 def tiny(name: str) -> tuple[Any, dict[str, Tensor]]:
