@@ -25,7 +25,7 @@ from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.two_four import STEP
 
 
-class KeptElements(NamedTuple):
+class WeightMask(NamedTuple):
     """What a layer keeps.
 
     Attributes:
@@ -41,7 +41,7 @@ class KeptElements(NamedTuple):
 
 def select(
     w: Tensor, config: Config, method: str, moments: Moments | None, fit: Quadratic | None, refit: bool
-) -> KeptElements:
+) -> WeightMask:
     """Choose what a weight w [M, K] keeps, and compute the new weight if there is a `fit`.
 
     `refit`: by least squares on the mask; otherwise 2:4 of "obs" has the weights of its sweep.
@@ -60,7 +60,7 @@ def select(
         whole = elements_of(cells, sides, w.shape)
         new = w if fit is None else least_squares(fit.target, fit.h, rows, sides[0])
         if isinstance(config, BlockSparse):
-            return KeptElements(cells, whole, new)
+            return WeightMask(cells, whole, new)
         if fit is not None and by_obs:
             mask = torch.zeros_like(whole)
             for at, columns in enumerate(rows):
@@ -71,7 +71,7 @@ def select(
             mask = whole & scores.kept_of_pairs(scores.pair_costs(w, scores.pair_matrices(method, h, w)))
     if fit is not None and refit:
         new = least_squares(fit.target, fit.h, mask, 1)
-    return KeptElements(mask, mask, new)
+    return WeightMask(mask, mask, new)
 
 
 def select_blocks(
