@@ -255,7 +255,14 @@ class BlockSparseLinear(SparseLinear, Regrown):
         history.calls += 1
         if not history.learns and torch.is_grad_enabled():
             history.learns = True
-        values = self._own_values(pattern)
+        values = self._parameters.get("values")  # without a call; the product checks how many they are
+        if (
+            type(values) is not nn.Parameter
+            or values.layout is not torch.strided
+            or values.is_nested
+            or not values.is_contiguous()
+        ):
+            values = self._own_values(pattern)
         if values.get_device() != pattern.indptr.get_device():
             raise InvalidInput(
                 f"indptr and indices are on {pattern.device} and values on {values.device}; "
