@@ -260,6 +260,7 @@ class BlockSparseLinear(SparseLinear, Regrown):
             type(values) is not nn.Parameter
             or values.layout is not torch.strided
             or values.is_nested
+            or values.ndim != 3
             or not values.is_contiguous()
         ):
             values = self._own_values(pattern)
