@@ -41,7 +41,7 @@ from sparsek.integrations.foreign_options import (
 
 BLOCK = (128, 128)
 NO_SCORES = (None, "attention changes scores by softcap and learnable_sink only")
-BY_CLOSURE = (None, "mask_mod reads tensors and numbers by its closure")
+BY_CLOSURE = ((), "mask_mod reads tensors and numbers by its closure")
 IN_PAGES = "call sparsek.attention_paged, which takes lengths and tables of pages on the device"
 # Of FlashAttention-2 and 3.
 OLDER: dict[str, tuple[Any, str]] = {

@@ -32,7 +32,8 @@ def refusing(
     Args:
         call: The name of the call in messages.
         **others: Options that SparseK does not have, of this version of the call or of others: the value that changes
-            nothing, and what to do instead of others. With that value, None or an empty list they are accepted.
+            nothing, and what to do instead of others. With that value or None they are accepted, where it is ()
+            with an empty list too.
     """
 
     def wrap(made: Callable[Given, Made]) -> Callable[Given, Made]:
@@ -80,12 +81,12 @@ def readable(x: Tensor) -> bool:
 
 
 def require_neutral(call: str, name: str, value: Any, neutral: Any = None, instead: str = "") -> None:
-    """InvalidInput unless an option that `call` does not have is None, empty, or has the value that changes nothing."""
+    """InvalidInput unless an option that `call` does not have is None or has the value that changes nothing."""
     if value is None or (isinstance(value, PLAIN) and value == neutral):
         return
-    if isinstance(value, (list, tuple)) and not value:
+    if neutral == () and isinstance(value, list) and not value:
         return
-    right = "None" if neutral is None else f"{neutral!r} or None"
+    right = "None" if neutral in (None, ()) else f"{neutral!r} or None"
     raise InvalidInput(
         f"{call} has no {name}, got {arguments.shown(value)}; it must be {right}{instead and f': {instead}'}"
     )

@@ -301,7 +301,7 @@ def with_rule(made: Any, **more: Any) -> Any:
 BLOCK = {"block": "int sequence"}
 PLACE = {"device": "none text", "dtype": "none"}
 FRAME = {**PLACE, **BLOCK, "q_len": "none", "kv_len": "none", "q_offset": "none", "seq_len": "none"}
-RULE = {**BLOCK, "mask": "none", "threshold": "none int float", "keep": "none int float"}
+RULE = {**BLOCK, "mask": "none", "threshold": "none int float", "keep": "none int float", "scope": "none"}
 PATH = {"path": "none text", "title": "none text"}
 HEADS = {"q_heads": "none"}
 KEPT = {"kv_lengths": "none tensor", "seq_len": "none", "block": "sequence"}
