@@ -49,9 +49,9 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        x, total = self.embed(ids), torch.zeros(())
+        x, total = self.embed(ids), torch.zeros((), device=ids.device)
         for at, layer in enumerate(self.layers):
-            x, total = layer(x, torch.full((32,), 1.0 + at), scale=1.0, total=total)
+            x, total = layer(x, torch.full((32,), 1.0 + at, device=x.device), scale=1.0, total=total)
         return self.head(self.extra(x)) + total
 
 
@@ -310,7 +310,7 @@ def test_a_model_without_repeated_blocks_is_one_block():
 def test_blocks_that_are_no_sequence_are_pruned_as_one_model():
     class Reversed(Model):
         def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-            x, total = self.embed(ids), torch.zeros(())
+            x, total = self.embed(ids), torch.zeros((), device=ids.device)
             for layer in reversed(self.layers):
                 x, total = layer(x, torch.ones(32), scale=1.0, total=total)
             return x
