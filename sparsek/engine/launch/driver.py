@@ -1,4 +1,4 @@
-"""The CUDA driver API by ctypes: modules, tensor maps for TMA, and the launch structure that lang/launch.py uses.
+"""The CUDA driver API by ctypes: modules, tensor maps for TMA, and the launch structure that launch/launch.py uses.
 
 libcuda.so.1 comes with the GPU driver. The functions called here have had the same C signatures since CUDA 12.0.
 cuda-core and cuda-bindings wrap the same functions, but not every supported torch installs them.
@@ -42,7 +42,7 @@ class LaunchAttribute(ctypes.Structure):
 
 
 COOPERATIVE = 2
-# Triton releases whose compiled kernels use the argument block that lang/launch.py builds.
+# Triton releases whose compiled kernels use the argument block that launch/launch.py builds.
 TESTED = ("3.6.",)
 # Triton's numeric types.
 CELLS = {
@@ -179,7 +179,7 @@ def tensor_map(m: Boxed) -> Any:
 
 
 def encode(d: Any, meta: Any) -> Any:
-    """The tensor map of a described tensor (lang/gluon.py) as Triton makes it for a compiled kernel.
+    """The tensor map of a described tensor (launch/gluon.py) as Triton makes it for a compiled kernel.
 
     `meta` is the entry of the kernel's `tensordesc_meta`.
     """

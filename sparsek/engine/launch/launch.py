@@ -1,8 +1,8 @@
 """The one launcher of kernels in Triton, Gluon and CUDA C++.
 
-    shipped machine code (lang/shipped.py)        is loaded and launched through the driver
-    any other Triton or Gluon kernel              is found or compiled, and launched, by Triton's JIT
-    a launch in a recorded call (lang/recorder.py)   is also noted
+    shipped machine code (launch/shipped.py)         is loaded and launched through the driver
+    any other Triton or Gluon kernel                 is found or compiled, and launched, by Triton's JIT
+    a launch in a recorded call (launch/recorder.py) is also noted
 
 If a launch hook or profiler of Triton is active, Triton launches. A compilation of more than two seconds prints a
 line on a terminal.

@@ -1,7 +1,7 @@
 """Machine code shipped with the package: kernels of common calls, compiled for sm_90a when the package was built.
 
     key      the kernel, Triton's specialization for the arguments, and the launch options  -> name of a cubin
-    valid    for the hash of all kernel sources, under a Triton whose argument block is known (lang/driver.py), unless
+    valid    for the hash of all kernel sources, under a Triton whose argument block is known (launch/driver.py), unless
              an environment variable changes how Triton compiles
 
 `make cubins` writes ARCHIVE without a GPU (scripts/cubins.py lists the calls). A kernel that is not in it is compiled

@@ -468,9 +468,6 @@ class ProductFunction(torch.autograd.Function):
                 if kind is Semi24:
                     return gradients.of_pairs(gradients.dense_product(x, y), whole.meta)
                 at = whole.pattern.T if view else whole.pattern
-                if kind is Semi24:
-                    return gradients.of_pairs(gradients.dense_product(x, y), whole.meta)
-                at = whole.pattern.T if view else whole.pattern
                 of_blocks = sampled(Sampled(x, y, at), gradients.same_family(kernel, "sddmm"))
                 return gradients.of_pairs(of_blocks, whole.meta if two_four else None)
 

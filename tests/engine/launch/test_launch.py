@@ -1,4 +1,4 @@
-"""lang/launch.py without a GPU: what reaches the driver when shipped code is launched again."""
+"""launch/launch.py without a GPU: what reaches the driver when shipped code is launched again."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor

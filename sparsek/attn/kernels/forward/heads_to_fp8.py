@@ -101,7 +101,7 @@ def round_heads(x: Tensor, scale: Tensor, rows: int, stored: int, turned: bool) 
     tiles = -(-(stored if turned else length) // ROWS)
     if tiles * b * h:
         per_head = scale.shape[2] if rows else 1
-        # As in lang/tensors.py: a dim of one element may have any stride.
+        # As in launch/tensors.py: a dim of one element may have any stride.
         strides = [step if size > 1 else 0 for step, size in zip(x.stride(), x.shape, strict=True)]
         args = (x, values, scale, h, length, stored, dim, *strides, per_head, rows or 1 << 30, tiles)
         side = max(16, 1 << (dim - 1).bit_length())

@@ -19,7 +19,7 @@ Inf. Under `keep`, where the host knows the number of blocks, it waits for `_nor
 gathers.
 
 Bottleneck: memory, and the host between two calls: `_choose` and `_gather` of one call take 18 us, in which the host
-should begin the next. So calls under `keep` are recorded (lang/recorder.py): a repeated one launches `_norms` first,
+should begin the next. So calls under `keep` are recorded (launch/recorder.py): a repeated one launches `_norms` first,
 and the host does the rest while it runs.
 
 `products/ops/packing.py` registers functions with `products/formats/convert.py` that import this file at the first CUDA

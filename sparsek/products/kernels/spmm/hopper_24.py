@@ -3,8 +3,8 @@
 A is a Semi24 or a BSR24 (hopper_bsr24.py), in 16 bits or, with scales on the sums, in FP8. The epilogue may also add or
 multiply another matrix (`reference.epilogue`), in the layout of C.
 
-The kernel, hopper_24.cu, is CUDA C++, because Gluon has no wgmma.sp. NVRTC compiles it on first use (lang/nvrtc.py),
-and the driver launches it (lang/launch.py). It reads A as:
+The kernel, hopper_24.cu, is CUDA C++, because Gluon has no wgmma.sp. NVRTC compiles it on first use (launch/nvrtc.py),
+and the driver launches it (launch/launch.py). It reads A as:
 
     values [M, K/2]    as stored, by TMA
     nibbles            the metadata in the order in which threads pass them to wgmma, one word per thread for 64

@@ -1,7 +1,7 @@
 """C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A and up to 32 columns of B: reads A once.
 
 The epilogue may also add or multiply another matrix. The kernel, hopper_skinny_24.cu, is CUDA C++, because Triton has
-no mma.sp. NVRTC compiles it on first use (lang/nvrtc.py), and the driver launches it (lang/launch.py). It reads
+no mma.sp. NVRTC compiles it on first use (launch/nvrtc.py), and the driver launches it (launch/launch.py). It reads
 values and metadata as stored, so a plan prepares nothing.
 
     M / tm tiles of rows  x  `parts` of K = CTAs     each part is cut once more, a piece per warp

@@ -1,7 +1,7 @@
 """C = A @ B for a BSR A, in plain Triton with pointers: any CUDA GPU from sm_80, and Triton's interpreter.
 
 One program computes one tile of C, tile_m rows of one block row by tile_n columns, and walks the K axis of that block
-row, or of a part of it, tile_k per step (`lang/blocks.py`):
+row, or of a part of it, tile_k per step (`kernels/common/blocks.py`):
 
     stored blocks of the row   | b0      | b1      | b2      |      times   the matching block rows of B
     steps                      | s0   | s1   | s2   | s3   | s4 |   C tile  epilogue(sum of A tile @ B tile)

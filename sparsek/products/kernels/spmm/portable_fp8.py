@@ -7,7 +7,7 @@ The kernel of portable.spmm (`spmm/portable.py`). A step lies in one block; the 
     sums     float32: z += A tile @ B tile                (scale per block: z += scale[block] * (A tile @ B tile))
     C tile   epilogue(z * scale_A[row] * scale_B[column])
 
-The tensor core sums within a step only (`lang/blocks.py`), so long K costs no accuracy.
+The tensor core sums within a step only (`kernels/common/blocks.py`), so long K costs no accuracy.
 
 Blocks of 128, 12.5 % stored, 8192^3 on an H200 (2026-11-22): 0.29 to 0.30 ms, 0.34 of the rate of cuBLAS FP8 on the
 dense matrix. hopper.spmm_fp8 is the kernel for Hopper.
