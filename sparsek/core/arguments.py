@@ -33,6 +33,7 @@ UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 INT32_MAX = 2**31 - 1  # of lengths, and of all that indices count
 LONGEST = 80  # characters of a value in a message
 MOVE = "move one of them, SparseK does not"
+LOCAL = "pass .to_local(), the shard of this process, or .full_tensor()"
 TENSORS = (Tensor, torch.nn.Parameter)
 """Tensor classes that do not intercept ops, as other subclasses may."""
 
@@ -196,6 +197,8 @@ def dense(name: str, value: Any) -> Tensor:
         raise InvalidInput(
             f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
         )
+    if value._is_zerotensor():
+        raise InvalidInput(f"{name} is a tensor of zeros without memory, as tangents may be; call .clone()")
     if wraps(value) and not value.is_floating_point():
         raise InvalidInput(
             f"{name} is a {type(value).__name__}, which wraps other tensors and hides its ints; pass a plain tensor"
@@ -211,7 +214,9 @@ def dense_beside(name: str, value: Any, other: str, like: Any) -> Tensor:
 
 
 def check_real(what: str, x: Any, other: str, y: Any) -> None:
-    """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both."""
+    """InvalidInput if one of both is fake and the other has values, unless their FakeTensorMode takes both; and if one
+    alone is a DTensor.
+    """
     if is_compiling() or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return
     wrapped = is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(y)
@@ -221,6 +226,7 @@ def check_real(what: str, x: Any, other: str, y: Any) -> None:
         x = get_unwrapped(x)
     while is_functorch_wrapped_tensor(y):
         y = get_unwrapped(y)
+    check_distributed(what, x, other, y)
     fake = is_fake(x), is_fake(y)
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if all(fake) or (mode is None and not any(fake)):
@@ -235,6 +241,21 @@ def check_real(what: str, x: Any, other: str, y: Any) -> None:
     )
 
 
+def check_distributed(what: str, x: Tensor, other: str, y: Tensor) -> None:
+    """InvalidInput if one of both is a DTensor and the other is not."""
+    if is_distributed(x) != is_distributed(y):
+        kinds = ("a DTensor", "a plain tensor")[:: 1 if is_distributed(x) else -1]
+        raise InvalidInput(f"{what} and {other} are {' and '.join(kinds)}; {LOCAL}")
+
+
+def is_distributed(x: Tensor) -> bool:
+    """Whether it is a DTensor, which stands for the shards of several processes."""
+    if type(x) in TENSORS:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def is_ordinary(value: Any) -> bool:
     """Whether `dense` need look no further, as at most tensors: it has memory of its own, and nothing traces it."""
     return (
@@ -242,7 +263,11 @@ def is_ordinary(value: Any) -> bool:
         and not is_compiling()
         and value.layout is torch.strided
         and not (
-            value.is_nested or value.is_quantized or value.is_neg() or is_functorch_wrapped_tensor(value)
+            value.is_nested
+            or value.is_quantized
+            or value.is_neg()
+            or value._is_zerotensor()
+            or is_functorch_wrapped_tensor(value)
         )
         and not torch._C._is_tracing()
     )

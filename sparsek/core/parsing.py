@@ -41,7 +41,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     if not near or len(known) <= MOST_LISTED:
         hint += f"{' Known' if near else '; known'}: {', '.join(known)}"
-    return InvalidInput(f"no {what} is called {name!r}{hint}")
+    return InvalidInput(f"no {what} is called {name!r:.80}{hint}")
 
 
 def named(known: Mapping[str, Made], name: str, what: str = "suite") -> Made:

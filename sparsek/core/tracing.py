@@ -22,6 +22,8 @@ from sparsek.core.errors import InvalidInput
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
+TRACERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")  # modules of torch
+TRACED = ("tracing tensor", "convert all Tensors to FakeTensors")  # in the texts of its other errors
 
 
 def untransformed(build: Callable[[], Made], plain: torch.Tensor | None = None) -> Made:
@@ -31,7 +33,7 @@ def untransformed(build: Callable[[], Made], plain: torch.Tensor | None = None) 
     """
     if torch.compiler.is_compiling():
         return build()
-    if plain.__class__ is torch.Tensor and torch._C._len_torch_dispatch_stack():
+    if plain.__class__ in arguments.TENSORS and torch._C._len_torch_dispatch_stack():
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
@@ -105,8 +107,33 @@ def _equal_along(name: str, x: torch.Tensor, dim: int) -> torch.Tensor:
 def of_values(look: Callable[..., Made], *given: Any, reads: str, instead: str) -> Made:
     """`look(*given)`, for results that depend on values: inside torch.func, on the wrapped values. See `concrete`."""
     plain = [concrete(each, reads, instead) for each in given]
-    check_has_values(reads, instead, *plain)
-    return untransformed(lambda: look(*plain))
+    for each in plain:
+        _check_shown(each, reads, instead)
+    return untransformed(lambda: look(*plain), plain[0])
+
+
+def reads_values(
+    reads: str, instead: str = "make it outside"
+) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """For functions that read values: InvalidInput where tracing by make_fx or with fake tensors has none to read."""
+
+    def decorate(make: Callable[Given, Made]) -> Callable[Given, Made]:
+        @functools.wraps(make)
+        def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+            if torch.compiler.is_compiling():
+                return make(*args, **kwargs)
+            try:
+                return make(*args, **kwargs)
+            except (RuntimeError, AssertionError) as error:
+                if type(error).__module__ in TRACERS or any(text in str(error) for text in TRACED):
+                    raise InvalidInput(
+                        f"{reads}, and traced and fake tensors do not show them; {instead}"
+                    ) from error
+                raise
+
+        return made
+
+    return decorate
 
 
 def watched(x: torch.Tensor) -> bool:
@@ -120,15 +147,20 @@ def watched(x: torch.Tensor) -> bool:
 
 
 def check_has_values(reads: str, instead: str, *given: Any) -> None:
-    """InvalidInput for a tensor whose values the host cannot read: a fake one, or a subclass that wraps others.
+    """InvalidInput for a tensor whose values the host cannot read: a fake one, or a subclass that wraps others; and
+    for any where tensors made now are fake.
 
     `reads` and `instead` are as in `concrete`.
     """
-    if torch.compiler.is_compiling():
-        return
     for x in given:
-        if isinstance(x, torch.Tensor) and (is_fake(x) or wraps(x)):
-            raise InvalidInput(f"{reads}, and a {type(x).__name__} does not show them; {instead}")
+        _check_shown(x, reads, instead)
+        if isinstance(x, torch.Tensor) and not torch.compiler.is_compiling() and faking():
+            raise InvalidInput(f"{reads}, and a FakeTensorMode does not show them; {instead}")
+
+
+def _check_shown(x: Any, reads: str, instead: str) -> None:
+    if isinstance(x, torch.Tensor) and not torch.compiler.is_compiling() and (is_fake(x) or wraps(x)):
+        raise InvalidInput(f"{reads}, and a {type(x).__name__} does not show them; {instead}")
 
 
 def check_aligned(name: str, x: torch.Tensor, alignment: int) -> None:
@@ -255,7 +287,7 @@ def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, M
     """
 
     def decorate(make: Callable[Given, Made]) -> Callable[Given, Made]:
-        make = _of_values(what, torch.inference_mode(False)(make))
+        make = _of_values(what, torch.inference_mode(False)(reads_values(f"{what} follows values")(make)))
         untraced: list[Any] = []
 
         @functools.wraps(make)

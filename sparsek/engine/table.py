@@ -46,7 +46,9 @@ def load(name: str) -> Any:
     refuse_removed(name)
     module = next((row.module for row in rows() if row.name == name), None)
     if module is None:
-        raise InvalidInput(f"no kernel is called {name!r}; known: {', '.join(row.name for row in rows())}")
+        raise InvalidInput(
+            f"no kernel is called {name!r:.80}; known: {', '.join(row.name for row in rows())}"
+        )
     found = import_module(module)
     return found.KERNELS[name] if hasattr(found, "KERNELS") else found.KERNEL
 

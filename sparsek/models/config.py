@@ -44,7 +44,7 @@ class _Config:
         for name in data:
             if name != "format" and name not in known:
                 raise InvalidInput(
-                    f"{kind.__name__} has no field {name!r}; known: {', '.join(sorted(known))}"
+                    f"{kind.__name__} has no field {arguments.shown(name)}; known: {', '.join(sorted(known))}"
                 )
         return kind(**{name: _read(value) for name, value in data.items() if name != "format"})
 

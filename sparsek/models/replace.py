@@ -56,7 +56,7 @@ class Facts:
             return f"is of {kind} with a forward of its own"
         weight = layer._parameters.get("weight")
         others = layer._parameters.keys() - {"weight", "bias"} or layer._modules or layer._buffers
-        if weight is None or others:
+        if weight is None or others or "bias" not in layer._parameters:
             return "computes its weight from other tensors; remove the parametrization first"
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
             return f"has a weight of class {type(weight).__name__}"

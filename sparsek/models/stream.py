@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from sparsek.core import arguments, files
-from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, first_line
 from sparsek.core.parsing import json_value
 from sparsek.files.tensor_file import opened
 
@@ -275,7 +275,18 @@ def device_of(module: nn.Module) -> torch.device:
     return CPU if first is None else first.device
 
 
-def record(model: nn.Module, stack: Stack, batch: Batch) -> StackCalls | None:
+def run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Any:
+    """What a module returns. InvalidInput with the number of the batch for which it, or torch in it, raises."""
+    try:
+        return module(*args, **kwargs)
+    except (SparseKError, torch.OutOfMemoryError):
+        raise
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(module).__name__
+        raise InvalidInput(f"{kind} does not take calibration batch {batch}: {first_line(error)}") from error
+
+
+def record(model: nn.Module, stack: Stack, batch: Batch, number: int) -> StackCalls | None:
     """Run a model to the end of a stack, whose first block alone computes; None if its blocks are no sequence."""
     made = StackCalls()
     blocks = list(stack.blocks.values())
@@ -316,7 +327,7 @@ def record(model: nn.Module, stack: Stack, batch: Batch) -> StackCalls | None:
     try:
         for at, block in enumerate(blocks):
             block.forward = lambda *args, _at=at, **kwargs: entered(_at, args, kwargs)
-        model(*args, **kwargs)
+        run(model, args, kwargs, number)
     except (Stop, NoSequence):
         pass
     finally:
@@ -338,7 +349,7 @@ class Stream:
         self.stack, self.store, self.label = stack, store, label
         self.records: list[StackCalls] = []
         for at, batch in enumerate(batches):
-            made = record(model, stack, batch)
+            made = record(model, stack, batch, at)
             if made is None:
                 raise NoSequence
             self.store.put(f"{label}.arguments", at, {str(i): each for i, each in enumerate(made.tensors)})
@@ -362,7 +373,7 @@ class Stream:
             return fixed[str(leaf.index)].to(here) if isinstance(leaf, Constant) else leaf
 
         args, kwargs = tree_unflatten([given(each) for each in leaves], tree)
-        return module(*args, **kwargs)
+        return run(module, args, kwargs, batch)
 
     def outputs(self, returned: Any, block: int, batch: int) -> dict[str, Tensor]:
         """The tensors of a block's result that flow on; of the last block, all of floats."""

@@ -29,7 +29,7 @@ def weight_and_bias(dense: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(dense, Tensor):
         weight, bias = dense, None
     elif isinstance(dense, nn.Linear):
-        weight, bias = dense.weight, dense.bias
+        weight, bias = getattr(dense, "weight", None), getattr(dense, "bias", None)
     elif conv is not None and isinstance(dense, conv):
         weight, bias = dense.weight.mT, dense.bias
     else:
@@ -37,7 +37,7 @@ def weight_and_bias(dense: Any) -> tuple[Tensor, Tensor | None]:
             "from_dense takes a torch.nn.Linear or its weight [out_features, in_features], or transformers' Conv1D, "
             f"got {type(dense).__name__}"
         )
-    arguments.dense("weight", weight)
+    weight = arguments.dense("weight", weight)
     arguments.dtype("the dtype of the weight", weight.dtype, dtypes.FLOATS)
     if weight.dim() != 2:
         raise InvalidInput(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")

@@ -81,7 +81,7 @@ class Drawable:
             BSR(64x64 fp32, block 16x16, 8 of 16 blocks, 50 %, 0.00819 MB, cpu)
         """
         blocks = self.drawn()
-        arguments.integer("max_pixels", max_pixels, *PIXELS)
+        max_pixels = arguments.integer("max_pixels", max_pixels, *PIXELS)
         if path is not None:
             spy_svg(self, path, max_pixels=max_pixels)
         lines, scale = _text(blocks)
@@ -105,7 +105,7 @@ def spy_svg(
     """
     blocks, where = _blocks(obj), svg.as_path("path", path)
     title = None if title is None else arguments.text("title", title)
-    arguments.integer("max_pixels", max_pixels, *PIXELS)
+    max_pixels = arguments.integer("max_pixels", max_pixels, *PIXELS)
     bins = Bins.of(blocks, max_pixels)
     stored, levels = bins.sums() > 0, _levels(bins)
     drawn = stored & np.isfinite(levels)

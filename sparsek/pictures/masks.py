@@ -86,7 +86,7 @@ def plot(
     """
     found = _head(mask, head, batch)
     title = None if title is None else arguments.text("title", title)
-    arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
+    max_pixels = arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     if path is not None:
         _write(found, svg.as_path("path", path), title, max_pixels)
     lines, scale = _text(found)

@@ -40,7 +40,7 @@ def beside(
         max_pixels: The pixels of the longer side of each panel, 64 to 4096.
     """
     drawn = mask.drawn(head, batch)
-    arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
+    max_pixels = arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     if path is not None:
         _write(drawn, mass, facts, svg.as_path("path", path), max_pixels)
     if 0 in mass.shape:

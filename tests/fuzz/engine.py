@@ -332,6 +332,8 @@ def _forms(valid: Any) -> dict[str, Callable[[], Any]]:
         made = {f"np.int64({valid})": lambda: np.int64(valid), f"Whole({valid})": lambda: Whole(valid)}
         made[f"torch.tensor({valid})"] = lambda: torch.tensor(valid)
         made[f"{valid}.0"] = lambda: float(valid)
+        if -128 <= valid < 128:
+            made[f"np.int8({valid})"] = lambda: np.int8(valid)
         return made | {f"np.array({valid})": lambda: np.array(valid)}
     if isinstance(valid, float):
         return {

@@ -1,14 +1,16 @@
 """Arguments that are nearly right: each was taken silently, or ended in an error of torch or Python."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -32,6 +34,12 @@ def policy(**options: Any) -> Any:
 def in_inference_mode() -> torch.Tensor:
     with torch.inference_mode():
         return torch.ones(4, 64)
+
+
+def lost(name: str) -> torch.nn.Module:
+    layer = torch.nn.Linear(64, 64)
+    delattr(layer, name)
+    return layer
 
 
 def nested() -> torch.Tensor:
@@ -106,6 +114,18 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
     "a tensor as causal": (
         lambda a: policy(causal=torch.ones(2)),
         "causal is a torch.Tensor.*; it must be True",
+    ),
+    "keys without a hash": (
+        lambda a: Untyped.policies.SubBlock().mask_for(X[None, None], np.timedelta64(1)),
+        "k must be a dense torch.Tensor",
+    ),
+    "a long format": (
+        lambda a: sk.SemiSparse.from_dict({"format": "x" * 9999}),
+        "no config is called 'x{79}; known",
+    ),
+    "a layer that lost its weight": (
+        lambda a: sk.nn.SparseLinear.from_dense(lost("weight"), "semi24"),
+        "weight must be a dense torch.Tensor, got NoneType",
     ),
     "return_lse of a text": (
         lambda a: Untyped.attention(*[torch.ones(1, 1, 64, 8)] * 3, return_lse="yes"),
@@ -223,6 +243,97 @@ def test_jit_trace_is_refused_not_recorded_as_constants(a: sk.BSR):
     ):
         with pytest.raises(InvalidInput, match=r"torch\.jit\.trace.*use torch\.compile"):
             torch.jit.trace(run, (X,))
+
+
+ROWS, ROUNDED, CAUSAL = torch.ones(1, 2, 128, 32), sk.quantize(W), sk.BlockMask.causal(128, block=64)
+LISTED: dict[str, Callable[[torch.Tensor], object]] = {
+    "Semi24": sk.Semi24.from_dense,
+    "Semi24 of a mask": lambda x: sk.Semi24.from_dense(W, x.cumsum(-1).remainder(2) > 0),
+    "BSR": lambda x: sk.BSR.from_dense(x, 32, keep=0.5),
+    "BSR24": lambda x: sk.BSR24.from_dense(x, 64, threshold=0.0),
+    "BlockPattern": lambda x: sk.BlockPattern(
+        (128, 64), (64, 64), x[0, :3].cumsum(0).int() - 1, x[0, :2].int() - 1
+    ),
+    "quantize": sk.quantize,
+    "quantize_heads": lambda x: Untyped.quantize_heads(*[x.view(1, 1, 128, 64)] * 3),
+    "error": ROUNDED.error,
+    "choose_format": lambda x: sk.choose_format((8, 64), x),
+    "choose_format's x": lambda x: sk.choose_format(x, W),
+    "from_dense": lambda x: sk.BlockMask.from_dense(x > 0, 64),
+    "from_transformers": lambda x: sk.BlockMask.from_transformers(x.log()[None, None], 64),
+    "to_fa4": lambda x: CAUSAL.to_fa4(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize itself
+@pytest.mark.parametrize("name", LISTED)
+def test_values_that_a_trace_does_not_show_are_read_outside_of_it_or_refused(name: str):
+    def run(x: torch.Tensor) -> torch.Tensor:
+        LISTED[name](x)
+        return x * 1
+
+    for mode in ("real", "fake"):
+        with suppress(sk.SparseKError):
+            make_fx(run, tracing_mode=mode)(W)
+    with suppress(sk.SparseKError):
+        torch.func.linearize(run, W)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, suppress(sk.SparseKError):
+        run(W)
+    with mode, suppress(sk.SparseKError):
+        run(mode.from_tensor(W))
+    found: list[Any] = []
+    if name in ("Semi24", "BSR24", "quantize"):  # a trace of real tensors reads theirs
+        make_fx(lambda x: (found.append(LISTED[name](x)), x)[1])(W)
+        assert found
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    if not dist.is_available():
+        pytest.skip("torch.distributed is not built")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_beside_plain_tensors_is_refused(a: sk.BSR, mesh: Any):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def sharded(x: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(x, mesh, [Shard(0)])
+
+    x, heads, half = sharded(X), sharded(ROWS), sk.Semi24.from_dense(W)
+    quest, keys = sk.policies.Quest(topk=2), torch.ones(3, 2, 128, 32)
+    for call in (
+        lambda: sk.linear(x, a),
+        lambda: sk.linear(x, W),
+        lambda: sk.linear(X, a, sharded(BIAS)),
+        lambda: sk.linear(X.to(LOW), q8(a), residual=sharded(torch.ones(4, 128, dtype=LOW))),
+        lambda: a @ sharded(B),
+        lambda: sk.nn.BlockSparseLinear.from_bsr(a)(x),
+        lambda: sk.sddmm(x, sharded(B), sk.random_bsr(4, 4, 16, 0.5).pattern),
+        lambda: sk.BSR(a.pattern, sharded(a.values)),
+        lambda: sk.Semi24(sharded(half.values), half.meta),
+        lambda: sk.Semi24.from_dense(sharded(W)),
+        lambda: sk.attention(heads, heads, heads),
+        lambda: sk.attention(ROWS, ROWS, heads),
+        lambda: sk.attention(ROWS, ROWS, ROWS, sink_logits=sharded(torch.ones(2))),
+        lambda: sk.policies.VSA(topk=1).attention(ROWS, ROWS, ROWS, heads),
+        lambda: sk.merge_attention(heads, ROWS[..., 0], ROWS, ROWS[..., 0]),
+        lambda: quest.update(keys, torch.zeros(1).long(), sharded(quest.summaries(keys))),
+    ):
+        with pytest.raises(InvalidInput, match="DTensor"):
+            call()
+
+
+def test_whole_numbers_of_a_byte_count_as_any_other():
+    for few in (np.int8(64), np.uint8(64)):
+        heads = Untyped.quantize_heads(ROWS, ROWS, ROWS, "block", rows=few)
+        assert [each.scale.shape[2] for each in heads] == [2, 2, 2]
+        assert type(Untyped.QuantizedHeads(heads[0].values, heads[0].scale, few).rows) is int
 
 
 WITHOUT_SHAPE: dict[str, Callable[[], Any]] = {

@@ -49,6 +49,8 @@ def check_tensors(
         arguments.one_device("q is", q.device, name, x.device, MOVE)
         if x is not q:
             check_real("q", q, name, x)
+        elif arguments.is_distributed(q):
+            raise InvalidInput(f"q is a DTensor, which no kernel takes; {arguments.LOCAL}")
     dtypes.name(q.dtype)
     check_shapes(q.shape, k.shape, v.shape)
 

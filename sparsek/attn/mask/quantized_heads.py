@@ -65,6 +65,8 @@ class QuantizedHeads(ScaledTensor):
     source_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
+        for name in ("length", "rows"):
+            object.__setattr__(self, name, arguments.integer(name, getattr(self, name)))
         arguments.tensor("values", self.values, (E4M3,), 4)
         arguments.tensor("scale", self.scale, (torch.float32,))
         arguments.dtype("source_dtype", self.source_dtype)
@@ -75,7 +77,7 @@ class QuantizedHeads(ScaledTensor):
                 raise InvalidInput(
                     f"values are turned and have {most} keys; pad them to a multiple of {GROUP}"
                 )
-        elif arguments.integer("length", self.length):
+        elif self.length:
             raise InvalidInput(f"length is {self.length}; it is for turned values, others have their own")
         if arguments.integer("rows", self.rows, 0, MOST_ROWS) % 64:
             raise InvalidInput(
@@ -184,7 +186,8 @@ def quantize_heads(
     """
     check_tensors(q, k, v)
     arguments.one_of("scale", scale, SCALES)
-    if arguments.integer("rows", rows, 64, MOST_ROWS) % 64:
+    rows = arguments.integer("rows", rows, 64, MOST_ROWS)
+    if rows % 64:
         raise InvalidInput(f"rows is {rows}; it must be a multiple of 64, as blocks of masks are")
     arguments.flag("check", check)
     for name, x in (("q", q), ("k", k), ("v", v)):

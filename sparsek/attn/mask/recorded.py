@@ -92,7 +92,7 @@ def _key(args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> 
     key = tuple(options)
     try:
         hash(key)
-    except TypeError:
+    except Exception:  # an option's own hash may raise anything
         return None
     return key
 

@@ -195,7 +195,9 @@ class TransformedAttention(torch.autograd.Function):
         # Under vmap requires_grad of an outer transform is not visible.
         wanted = wanted or wants_gradient(*joined, sinks)
         call = _repeated(info.batch_size, call)
-        return _apart(info.batch_size, TransformedAttention.apply(*joined, sinks, call, wanted))
+        return _apart(
+            info.batch_size, _items(q, in_dims[0]), TransformedAttention.apply(*joined, sinks, call, wanted)
+        )
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -242,7 +244,9 @@ class AttentionBackward(torch.autograd.Function):
         _check_shared(in_dims[-2])
         joined = _joined(info.batch_size, in_dims, tensors, call)
         call = _repeated(info.batch_size, call)
-        return _apart(info.batch_size, AttentionBackward.apply(*joined, sinks, call))
+        return _apart(
+            info.batch_size, _items(tensors[0], in_dims[0]), AttentionBackward.apply(*joined, sinks, call)
+        )
 
 
 def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Attended) -> list[Tensor | None]:
@@ -258,7 +262,7 @@ def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Atte
             made.append(None)
             continue
         first = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-        made.append(first.reshape(-1, *first.shape[2:]))
+        made.append(first.flatten(0, 1))
     return made
 
 
@@ -276,5 +280,10 @@ def _repeated(size: int, call: Attended) -> Attended:
     return replace(call, scores=call.scores._replace(alibi_slopes=slopes.repeat(size, 1)))
 
 
-def _apart(size: int, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
+def _items(x: Tensor, dim: int | None) -> int:
+    """How many batch items each entry of x [..., B, ...] has."""
+    return x.shape[1 if dim == 0 else 0]
+
+
+def _apart(size: int, items: int, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    return tuple(x.unflatten(0, (size, items)) for x in results), (0,) * len(results)

@@ -129,7 +129,7 @@ def attention_varlen(
         q, k, v = follow_autocast(q, k, v)
     arguments.flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if arguments.dense(name, x).dim() != 3:
+        if arguments.dense_beside(name, x, "q", q).dim() != 3:
             raise InvalidInput(
                 f"{name} must be {DIMS[name]} of packed documents, got {x.dim()}-D {list(x.shape)}"
             )

@@ -76,7 +76,7 @@ def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse
     ):
         if x is None and name == "grad_lse":
             continue
-        x = arguments.dense(name, x)
+        x = arguments.dense_beside(name, x, "q", q)
         if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, q.device):
             raise InvalidInput(
                 f"{name} must be {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"

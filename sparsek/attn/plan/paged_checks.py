@@ -14,8 +14,10 @@ from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.plan.paged_call import Paged
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.core.tracing import reads_values
 
 
+@reads_values("page ids and lengths are read", "pass plain tensors")
 def check_values(call: Paged, every: bool = True) -> None:
     """InvalidInput for page ids and lengths that do not fit, with their position. Waits for the device once.
 

@@ -45,6 +45,8 @@ def split_cache(q: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
     dtypes.name(q.dtype)
     dim = q.shape[2]
     pages = _tensors_of(cache)
+    for each in pages:
+        arguments.check_real("q", q, "cache", each)
     if len(pages) == 1:
         (both,) = pages
         if both.dim() != 4 or both.shape[3] != 2 * dim:
@@ -76,11 +78,13 @@ def check_tensors(q: Any, cache: Any, tables: Any, others: dict[str, Any]) -> Te
     """The pages of keys. InvalidInput unless all are tensors, for a torch.library op; it checks the rest."""
     arguments.dense("q", q)
     for name, x in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
-        arguments.dense(name, x)
+        arguments.dense_beside(name, x, "q", q)
     for name, x in others.items():
         if x is not None:
-            arguments.dense(name, x)
+            arguments.dense_beside(name, x, "q", q)
     pages = _tensors_of(cache)
+    for each in pages:
+        arguments.check_real("q", q, "cache", each)
     if pages[0].dim() != 4:
         raise InvalidInput(f"cache is {list(pages[0].shape)}; it must be {CACHE}")
     return pages[0]
@@ -114,7 +118,7 @@ def check_tables(q: Tensor, block_table: Any, seq_lens: Any, cu_seqlens_q: Any) 
         ("seq_lens", seq_lens, 1),
         ("cu_seqlens_q", cu_seqlens_q, 1),
     ):
-        arguments.dense(name, x)
+        arguments.dense_beside(name, x, "q", q)
         if x.dtype != torch.int32:
             raise InvalidInput(f"{name} is {x.dtype}; it must be int32: {name}.int()")
         if x.dim() != ndim:

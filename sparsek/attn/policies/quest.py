@@ -100,8 +100,10 @@ class Quest:
         arguments.tensor("slot_mapping", slot_mapping, (torch.int64,), 1)
         check_contiguous("slot_mapping", slot_mapping)
         arguments.one_device("cache_keys are", cache_keys.device, "slot_mapping", slot_mapping.device)
+        arguments.check_real("cache_keys", cache_keys, "slot_mapping", slot_mapping)
         arguments.tensor("summaries", summaries, (cache_keys.dtype,), 4)
         arguments.one_device("cache_keys are", cache_keys.device, "summaries", summaries.device)
+        arguments.check_real("cache_keys", cache_keys, "summaries", summaries)
         if tuple(summaries.shape) != (pages, heads, 2, dim):
             raise InvalidInput(
                 f"summaries is {list(summaries.shape)}; keys {list(cache_keys.shape)} need {[pages, heads, 2, dim]}"
@@ -161,6 +163,7 @@ class Quest:
         tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
         for name, x in {"summaries": summaries, **tables}.items():
             arguments.one_device("q is", q.device, name, x.device)
+            arguments.check_real("q", q, name, x)
         module = _module(q, summaries)
         if width > 16384:
             raise InvalidInput(

@@ -98,7 +98,7 @@ class VSA(Policy):
             q_lengths = block_lengths("q_lengths", q_lengths, q.shape[0], tiles, q.device)
         factor, traced = checked_scale(scale, q.shape[3]), torch.compiler.is_compiling() or watched(q)
         if gate is not None:
-            arguments.dense("gate", gate)
+            arguments.dense_beside("gate", gate, "q", q)
         learns = traced or wants_gradient(q, k, v, gate)
         if traced:
             there = only(q, self.sides[0], q_lengths)

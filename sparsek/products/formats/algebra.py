@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import reads_values
 from sparsek.products.formats.base import OfDenseBlocks
 from sparsek.products.formats.pattern import BlockPattern, HostPattern
 
@@ -175,6 +176,7 @@ class Arithmetic(OfDenseBlocks):
         }
 
     @classmethod
+    @reads_values("from_state_dict reads a pattern")
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> Self:
         """Make the matrix, or the transposed view, that `state_dict` described. Shares its tensors; one sync.
 

@@ -115,7 +115,7 @@ def check_finite(name: str, values: Tensor, *, wait: bool = True) -> None:
         plain = concrete(values, "", "")
     except InvalidInput:  # vmap maps over them
         return
-    strange = untransformed(lambda: plain.numel() - int(plain.isfinite().sum()))
+    strange = untransformed(lambda: plain.numel() - int(plain.isfinite().sum()), plain)
     if strange:
         raise InvalidInput(
             f"{name} has {strange} elements that are NaN or Inf; sparse formats store finite values: "

@@ -201,9 +201,9 @@ def check_stored(a: BSR) -> None:
     A BlockSparseLinear that loads another pattern changes the shape of its `values`, and a `weight` taken before shares
     them.
     """
-    if a.values.shape[0] != a.pattern.nnzb:
+    if len(a.values) != a.pattern.nnzb:  # torch.jit.trace makes a tensor of shape[0]
         raise InvalidInput(
-            f"the pattern stores {a.pattern.nnzb} blocks and values hold {a.values.shape[0]}. If the layer that this "
+            f"the pattern stores {a.pattern.nnzb} blocks and values hold {len(a.values)}. If the layer that this "
             "matrix was taken from has loaded another pattern, take layer.weight again"
         )
 
@@ -215,6 +215,7 @@ def _check_values(a: BSR) -> None:
     if tuple(values.shape) != wanted:
         raise InvalidInput(f"values have shape {tuple(values.shape)}; the pattern needs {wanted}")
     arguments.one_device("values are", values.device, "the pattern", pattern.device)
+    arguments.check_distributed("values", values, "the pattern", pattern.indptr)
     check_readable("values", values)
 
 

@@ -249,6 +249,7 @@ class Conversions(OfDenseBlocks):
         except ModuleNotFoundError as error:
             raise InvalidInput("to_scipy needs SciPy; install sparsek[scipy]") from error
         _refuse_ragged(self, "scipy.sparse.bsr_array")
+        check_has_values("to_scipy reads values", "call it outside", self.values)
         values = self.logical_values().detach()
         values = values.float() if values.dtype in dtypes.LOW else values
         parts = (values.cpu().numpy(), self.pattern.host.indices, self.pattern.host.indptr)
@@ -273,6 +274,7 @@ class Conversions(OfDenseBlocks):
         shape = matrix_sides(shape, block)
         for name, part in (("rows", rows), ("cols", cols)):
             arguments.tensor(name, part, (torch.int32, torch.int64), ndim=1)
+            arguments.check_real("blocks", blocks, name, part)
             if part.shape[0] != blocks.shape[0] or part.device != blocks.device:
                 raise InvalidInput(
                     f"{name} has {part.shape[0]} entries on {part.device}; "
@@ -380,8 +382,10 @@ def _packed(
         "from_dense reads the values of w or mask", "make the matrix outside", w if mask is None else mask
     )
     rule = Rule(mask, rule.threshold, rule.keep, rule.scope)
+    watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
     pattern = untransformed(
-        lambda: _chosen(tiles if read is w else tiles_of(read, block), shape, block, rule)
+        lambda: _chosen(tiles if read is w and not watched else tiles_of(read, block), shape, block, rule),
+        read,
     )
     if rule.mask is not None and rule.mask.shape != pattern.grid:
         inside = tiles_of(rule.mask, block)

@@ -21,7 +21,7 @@ from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import saveable
+from sparsek.core.tracing import of_values, saveable
 from sparsek.pictures.blocks import BlockPicture, Drawable
 
 BLOCK_STEP, BLOCK_MAX = 16, 512
@@ -317,7 +317,10 @@ def _frozen(host: HostPattern) -> HostPattern:
 
 def _to_host(pattern: BlockPattern) -> HostPattern:
     """One copy from the device, so one sync."""
-    both = torch.cat((pattern.indptr, pattern.indices)).cpu().numpy()
+    both = of_values(
+        lambda *parts: torch.cat(parts).cpu().numpy(),
+        pattern.indptr, pattern.indices, reads="a pattern is read", instead="make it outside",
+    )  # fmt: skip
     split = pattern.indptr.numel()
     return _frozen(HostPattern(both[:split], both[split:]))
 

@@ -18,7 +18,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import of_values
+from sparsek.core.tracing import check_has_values, of_values
 from sparsek.products.formats import two_four
 from sparsek.products.formats.base import Matrix as AnyMatrix
 from sparsek.products.formats.bsr import BSR
@@ -276,6 +276,7 @@ class Quantized(AnyMatrix, Record):
             InvalidInput: If `a` is of another class or shape, or stores other elements.
         """
         _check_original(self.matrix, a)
+        check_has_values("error reads values", "call it outside", a.values, self.matrix.values)
         both = a.values, self.dequantize(torch.float64).values
         return of_values(relative_error, *both, reads="error reads values", instead="call it outside")
 

@@ -13,7 +13,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import of_values
+from sparsek.core.tracing import check_has_values, of_values
 from sparsek.products.formats.base import Multiplied, check_readable
 from sparsek.products.formats.float8 import MOST, NAMES, largest_of, relative_error, rounded, scales_of
 
@@ -58,6 +58,7 @@ class ScaledTensor(Record):
                 f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
                 f"got {list(x.shape)} on {x.device}"
             )
+        check_has_values("error reads values", "call it outside", x, self.values)
         both = x, self.dequantize(torch.float64)
         return of_values(relative_error, *both, reads="error reads values", instead="call it outside")
 

@@ -112,6 +112,8 @@ class Semi24(Stored, Record):
         """
         arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
         exact = arguments.flag("exact", exact)
+        if not torch.compiler.is_compiling() and arguments.wraps(w):
+            raise InvalidInput(f"w is a {type(w).__name__}, which wraps other tensors; pass a plain tensor")
         if w.shape[1] % two_four.STEP:
             raise InvalidInput(f"w has {w.shape[1]} columns; K must be a multiple of {two_four.STEP}")
         if mask is not None:

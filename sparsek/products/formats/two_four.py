@@ -60,11 +60,10 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     first, second = _majority(ab, ac, ad), _majority(~ab, bc, bd)
     third, fourth = _majority(~ac, ~bc, cd), ~_majority(ad, bd, cd)
     nibbles = _as_bytes(third | fourth) << 1  # from the top bit down: i1 = 3, 2 or 1, then i0 = 0, 1 or 2
-    nibbles |= _as_bytes(fourth | ~third)
-    nibbles <<= 1
-    nibbles |= _as_bytes(~(first | second))
-    nibbles <<= 1
-    nibbles |= _as_bytes(~first & second)
+    # Not |= and <<=, which torch.func.functionalize refuses.
+    nibbles.bitwise_or_(_as_bytes(fourth | ~third)).bitwise_left_shift_(1)
+    nibbles.bitwise_or_(_as_bytes(~(first | second))).bitwise_left_shift_(1)
+    nibbles.bitwise_or_(_as_bytes(~first & second))
     p, q, r, s = groups(w).unbind(-1)
     lower = torch.where(first, p, torch.where(second, q, r))
     upper = torch.where(fourth, s, torch.where(third, r, q))
@@ -196,6 +195,7 @@ def check_parts(values: Any, meta: Any) -> None:
             f"meta has shape {tuple(meta.shape)}; values {tuple(values.shape)} need {wanted}: a byte for {GROUP} values"
         )
     arguments.one_device("values are", values.device, "meta", meta.device)
+    arguments.check_distributed("values", values, "meta", meta)
     check_readable("values", values)
     check_readable("meta", meta)
 
@@ -207,12 +207,20 @@ def group_place(row: int, group: int) -> str:
 
 def check_nibbles(meta: Tensor) -> None:
     """Raise InvalidInput, with number and first position, if a nibble does not have i0 < i1. One sync."""
-    low, high = (meta & 3) >= (meta >> 2 & 3), (meta >> 4 & 3) >= (meta >> 6)
-    count = int(torch.count_nonzero(low) + torch.count_nonzero(high))
+
+    def look(meta: Tensor) -> tuple[int, list[int], int]:
+        low, high = (meta & 3) >= (meta >> 2 & 3), (meta >> 4 & 3) >= (meta >> 6)
+        count = int(torch.count_nonzero(low) + torch.count_nonzero(high))
+        if not count:
+            return 0, [], 0
+        at = torch.nonzero(torch.stack((low, high), dim=-1).flatten(-2))[0].tolist()
+        return count, at, int(meta[(*at[:-1], at[-1] // 2)]) >> 4 * (at[-1] % 2) & 15
+
+    reads = "metadata is checked by its values"
+    count, at, nibble = of_values(look, meta, reads=reads, instead="make the matrix outside")
     if not count:
         return
-    *before, group = torch.nonzero(torch.stack((low, high), dim=-1).flatten(-2))[0].tolist()
-    nibble = int(meta[(*before, group // 2)]) >> 4 * (group % 2) & 15
+    *before, group = at
     place = group_place(before[-1], group)
     if len(before) > 1:
         place = f"stored block {before[0]}, {place}"

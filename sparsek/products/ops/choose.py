@@ -17,6 +17,7 @@ from sparsek.core.arguments import INT32_MAX, shown
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.tracing import check_has_values, reads_values
 from sparsek.engine.call import transforms
 from sparsek.engine.plan.plan import time_text
 from sparsek.products.formats.base import check_finite
@@ -243,6 +244,7 @@ class FormatChoice:
         return "; ".join(faults) or f"{option.seconds / self.choice.seconds:.2f}x the time"
 
 
+@reads_values("choose_format reads values", "call it outside")
 def choose_format(
     x: Tensor | Sequence[int],
     W: Weight | torch.nn.Linear,
@@ -302,6 +304,7 @@ def choose_format(
             f"{'; pass layer.weight' if known else ''}"
         )
     arguments.supported("W", W.device)
+    check_has_values("choose_format reads values", "call it outside", W, x)
     bound, blocks = Requirement(max_error, min_norm), _blocks(BLOCK if block is None else block)
     keeps = [arguments.number("keep", each, 0, 1) for each in _listed(keep)]
     asked: Any = None if formats is None else [arguments.text("formats", each) for each in _listed(formats)]

@@ -204,9 +204,11 @@ def check_linear(x: Any, w: Any, bias: Any, activation: Any, residual: Any) -> N
     like = None if isinstance(w, Quantized) else w
     if bias is not None:
         check_dense("bias", bias, like, "W")
+        check_real("W", w.values if is_sparse(w) else w, "bias", bias)
         _check_bias(bias, w.shape[0], contiguous=False)
     if residual is not None:
         check_dense("residual", residual, like, "W")
+        check_real("W", w.values if is_sparse(w) else w, "residual", residual)
         check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
 
 
@@ -326,6 +328,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
     if (tuple(out.shape), out.dtype, out.device) != (shape, dtype, dense.device):
         found = f"{out.dtype} {list(out.shape)} on {out.device}"
         raise InvalidInput(f"out must be {dtype} {list(shape)} on {dense.device}, got {found}")
+    check_real(f"the values of {name}", sparse.values, "out", out)
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             "out is an inference tensor, which cannot be written to outside inference mode; clone it"

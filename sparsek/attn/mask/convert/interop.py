@@ -19,7 +19,7 @@ from sparsek.attn.mask.elements import NOT_STORED, WHOLE, stored_cells, stored_e
 from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists, mask_block
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import not_traced
+from sparsek.core.tracing import not_traced, reads_values
 from sparsek.products.formats.pattern import BlockPattern
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def _from_elements(
     return made.mask(cls, label)
 
 
+@reads_values("to_flex reads the lists of a mask")
 def to_flex(mask: MaskData, q_heads: int | None = None) -> FlexMask:
     """Return the same mask as a FlexAttention BlockMask, for eager and compiled flex_attention on the mask's device.
 
@@ -180,6 +181,7 @@ def to_flex(mask: MaskData, q_heads: int | None = None) -> FlexMask:
     )
 
 
+@reads_values("to_fa4 reads the lists of a mask")
 def to_fa4(mask: MaskData, q_heads: int | None = None) -> FlashLists:
     """Return the same mask in the form that FlashAttention-4 (`flash_attn.cute`) takes.
 
@@ -358,6 +360,7 @@ def _repeat(mask: MaskData, q_heads: int | None) -> int:
     """How many heads of q share a head of the mask."""
     if q_heads is None:
         return 1
-    if arguments.integer("q_heads", q_heads, 1, HEADS_MOST) % mask.heads:
+    q_heads = arguments.integer("q_heads", q_heads, 1, HEADS_MOST)
+    if q_heads % mask.heads:
         raise InvalidInput(f"q_heads is {q_heads}; the mask has {mask.heads} heads, which must divide it")
     return q_heads // mask.heads if mask.heads > 1 else 1
