@@ -4,7 +4,6 @@ import gc
 import importlib.util
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,10 +32,9 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker.removeprefix("gw")) % len(cards)]
 
 
-# Inductor names what it compiles without this setting: code for one instruction set would be found under another.
-if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
-    name = f"torchinductor_{os.getuid()}_{capability}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), name)))
+# Inductor's loops on a CPU have no vectors: it would try each instruction set with a compiler and a process, and find
+# what it has compiled for one under another.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 INTERPRETED = "_interpreted.py"
 if env.interpreting() and importlib.util.find_spec("triton") is not None:
