@@ -1,6 +1,7 @@
 """Few cases out of many, for tests that take seconds each."""
 
 from collections.abc import Callable, Hashable, Iterable
+from heapq import heapify, heapreplace
 from itertools import combinations
 from random import Random
 from typing import Any, TypeVar
@@ -23,16 +24,26 @@ def covering(
     known: dict[object, int] = {}
 
     def bits(case: Case) -> int:
-        return sum(1 << known.setdefault(some, len(known)) for some in combinations(choices(case), together))
+        found = 0
+        for some in combinations(choices(case), together):
+            found |= 1 << known.setdefault(some, len(known))
+        return found
 
-    holding = {case: bits(case) for case in cases}
+    every = list(dict.fromkeys(cases))
+    holding = [bits(case) for case in every]
     left, found = (1 << len(known)) - 1, []
     for case in held:
         left &= ~bits(case)
+    # Counts only fall: a case whose count is still what it was when it was last counted has the most.
+    heap = [(-some.bit_count(), at) for at, some in enumerate(holding)]
+    heapify(heap)
     while left:
-        best = max(holding, key=lambda case: (holding[case] & left).bit_count())
-        found.append(best)
-        left &= ~holding.pop(best)
+        count, at = heap[0]
+        now = -(holding[at] & left).bit_count()
+        if now == count:
+            found.append(every[at])
+            left &= ~holding[at]
+        heapreplace(heap, (now, at))
     return found
 
 
