@@ -16,7 +16,7 @@ import sparsek as sk
 LENGTH, WINDOW, SINKS, PERIOD = 192, 24, 4, 16
 TOKENS, MARKER = 8, 8
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
-BATCH, STEPS = 4, 250
+BATCH, STEPS = 4, 200
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
