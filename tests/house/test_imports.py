@@ -28,7 +28,19 @@ print(json.dumps({"new": sorted(set(sys.modules) - before), "cuda": torch.cuda.i
 HERE = {"PYTHONPATH": str(ROOT)}
 
 
+OF_LAYERS = LOADED.replace("import sparsek\nfrom sparsek import *\n", "import sparsek.nn\n")
 OF_COMMANDS = LOADED.replace("import sparsek\nfrom sparsek import *\n", "import sparsek.tools.cli.__main__\n")
+GRADIENTS_OFF = """
+import torch
+torch.set_grad_enabled(False)
+import sparsek as sk
+layer, mask = sk.nn.BlockSparseLinear.random(32, 32, 16, 1.0), sk.BlockMask.causal(64)
+assert not layer(torch.ones(2, 32)).requires_grad
+torch.set_grad_enabled(True)
+q = torch.randn(1, 1, 64, 32, requires_grad=True)
+(layer(torch.ones(2, 32)).sum() + sk.attention(q, q, q, mask).sum()).backward()
+print(layer.values.grad is not None and q.grad is not None)
+"""
 MASKED = """
 import sys, sparsek
 sparsek.BlockMask.causal(1000, device="cpu") & sparsek.BlockMask.sliding_window(1000, 300, device="cpu")
@@ -61,7 +73,9 @@ print("all")
 """
 CODES = [
     LOADED,
+    OF_LAYERS,
     OF_COMMANDS,
+    GRADIENTS_OFF,
     MASKED,
     MODULES,
     *(f"from torch import ones\n{each}{LEARNS}" for each in MATRICES),
@@ -104,6 +118,16 @@ def test_importing_sparsek_loads_no_kernel_module(loaded: dict) -> None:
 )
 def test_importing_sparsek_loads_nothing_that_it_can_do_without(loaded: dict, package: str) -> None:
     assert [name for name in loaded["new"] if name.split(".")[0] == package] == []
+
+
+def test_importing_layers_touches_no_cuda_and_loads_no_kernel(printed: "dict[str, str]") -> None:
+    found = json.loads(printed[OF_LAYERS])
+    assert found["cuda"] is False
+    assert [name for name in found["new"] if name.startswith("triton") or is_kernel(name)] == []
+
+
+def test_gradients_that_are_off_while_sparsek_is_imported_come_on_again(printed: "dict[str, str]") -> None:
+    assert printed[GRADIENTS_OFF] == "True"
 
 
 def test_importing_sparsek_waits_with_torch_and_numpy_until_a_name_is_used(tmp_path: Path) -> None:

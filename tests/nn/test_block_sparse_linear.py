@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,6 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.padding import padding_of
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import random_bsr
-from tests.house.test_imports import is_kernel
-from tests.house.tools import ROOT, python
 from tests.sampling import sampled
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -391,19 +388,6 @@ def test_a_step_of_an_optimizer_keeps_the_padding_zero():
         made(inputs(8)).square().sum().backward()
         optimizer.step()
     BSR(BlockPattern(made.weight.shape, made.block, made.indptr, made.indices), made.values.detach())
-
-
-def test_importing_it_touches_no_cuda_and_loads_no_kernel(tmp_path: Path):
-    code = """
-import json, sys
-import torch
-before = set(sys.modules)
-import sparsek.nn
-print(json.dumps({"new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
-"""
-    found = json.loads(python(code, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}))
-    assert found["cuda"] is False
-    assert [name for name in found["new"] if name.startswith("triton") or is_kernel(name)] == []
 
 
 def test_a_trained_layer_is_saved_as_a_matrix(tmp_path: Path):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import Unsupported
-from tests.house.tools import ROOT, python
 from tests.ops.operands import names_of
 
 
@@ -477,18 +476,3 @@ def test_every_public_function_has_a_recipe() -> None:
     others = {"InvalidFile", "InvalidInput", "SparseKError", "SparseKWarning", "Unsupported"}
     names = {made.get(name, name) for name in sk.__all__} - others
     assert [name for name in sorted(names) if not re.search(rf"\bsk\.{name}[.(]", source)] == []
-
-
-def test_gradients_that_are_off_while_sparsek_is_imported_come_on_again(tmp_path: Path) -> None:
-    code = """
-import torch
-torch.set_grad_enabled(False)
-import sparsek as sk
-layer, mask = sk.nn.BlockSparseLinear.random(32, 32, 16, 1.0), sk.BlockMask.causal(64)
-assert not layer(torch.ones(2, 32)).requires_grad
-torch.set_grad_enabled(True)
-q = torch.randn(1, 1, 64, 32, requires_grad=True)
-(layer(torch.ones(2, 32)).sum() + sk.attention(q, q, q, mask).sum()).backward()
-print(layer.values.grad is not None and q.grad is not None)
-"""
-    assert python(code, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) == "True"

@@ -1,8 +1,6 @@
 """spmm: what it multiplies eagerly, into what, and which plans it makes."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine.plan.cache import LIMIT, PlanCache
 from sparsek.products.plan.spmm import Product, SpmmPlan
 from sparsek.testing.poison import poisoned
+from tests.house.tools import pythons
 from tests.ops.operands import BF16, check, pair
 from tests.ops.storages import LAYOUTS
 
@@ -180,27 +179,25 @@ def test_a_pattern_that_is_let_go_takes_its_plans_along():
     assert plan.pattern() is None, "a plan keeps no pattern alive, not even in a cycle"
 
 
-def test_the_newer_precision_settings_of_torch_do_not_break_planning():
-    script = (
+ALONE = {
+    "the newer precision settings of torch do not break planning": (
         "import torch, sparsek as sk; torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
         "a = sk.random_bsr(64, 64, 32, 0.5, seed=0); b = torch.randn(64, 8)\n"
         "assert sk.plan_spmm(a, b).problem.tf32; a @ b\n"
-    )
-    run_alone(script)
-
-
-def test_without_triton_the_other_kernels_run_and_say_why_it_does_not():
-    script = (
+        "print('right')"
+    ),
+    "without Triton the other kernels run and say why it does not": (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, sparsek as sk\n"
         "a = sk.random_bsr(64, 64, 32, 0.5, seed=0); b = torch.randn(64, 8)\n"
         "torch.testing.assert_close(a @ b, a.to_dense() @ b)\n"
         "assert 'hopper.spmm: does not import here: ' in sk.plan_spmm(a, b).explain()\n"
+        "print('right')"
+    ),
+}
+
+
+def test_in_a_process_of_its_own(tmp_path: Path):
+    assert dict(zip(ALONE, pythons([*ALONE.values()], tmp_path), strict=True)) == dict.fromkeys(
+        ALONE, "right"
     )
-    run_alone(script)
-
-
-def run_alone(script: str) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
