@@ -50,6 +50,7 @@ MISS: Any = object()
 # memory under torch.use_deterministic_algorithms. Not in every torch.
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _allocate: Any = getattr(_guards, "_empty_strided_cuda", None)
+_address = Tensor.data_ptr
 _threads = threading.local()  # .recorder: the Recorder of the call in progress
 
 
@@ -128,8 +129,10 @@ class Part:
             maps = [(made, cell, offset) for made, cell, of, offset in self.maps if of == role]
             self.by_role.append((role, cells, maps))
 
-    def point(self, addresses: list[int]) -> None:
-        """Writes the addresses of this call into the argument blocks."""
+    def point(self, addresses: list[int], aligned: list[int]) -> bool:
+        """Writes the addresses of this call into the argument blocks. False if operands are not as `aligned`."""
+        if [address & ALIGNED for address in addresses[: len(aligned)]] != aligned:
+            return False
         last, self.last = self.last, []  # if interrupted here, the next call writes all addresses again
         for role, cells, maps in self.by_role:
             address = addresses[role]
@@ -141,6 +144,7 @@ class Part:
                 cell.value = address + offset
                 driver.check(driver.cuda().cuTensorMapReplaceAddress(tensor_map, cell))
         self.last = [*addresses]
+        return True
 
 
 class Recorded:
@@ -152,7 +156,7 @@ class Recorded:
     """
 
     __slots__ = (
-        "aligned", "checked", "constants", "device", "fresh", "one", "parts", "pick", "results", "runtime", "single",
+        "aligned", "constants", "device", "fresh", "one", "parts", "pick", "results", "runtime", "single",
         "stream",
     )  # fmt: skip
 
@@ -174,8 +178,7 @@ class Recorded:
             self.one = last, *last.allocations[0], *last.steps[0]
         self.constants = recorder.launches, recorder.constants
         self.device, self.stream = recorder.device, recorder.stream
-        self.checked = [x.data_ptr() for x in recorder.roles[: recorder.operands]]
-        self.aligned = [address & ALIGNED for address in self.checked]
+        self.aligned = [x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands]]
         self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
 
     def __call__(self, *operands: Tensor) -> Any:
@@ -183,17 +186,13 @@ class Recorded:
             return MISS
         if self.runtime is not None and _listens(self.runtime):
             return MISS
-        addresses = [x.data_ptr() for x in operands]
-        if addresses != self.checked:
-            if [address & ALIGNED for address in addresses] != self.aligned:
-                return MISS
-            self.checked = addresses[:]
+        addresses = [*map(_address, operands)]
         if self.one is not None:  # the loop below for one allocation and one launch, in half the time
             part, allocate, sides, run, given = self.one
             made = allocate(*sides)
             addresses.append(made.data_ptr())
-            if addresses != part.last:
-                part.point(addresses)
+            if addresses != part.last and not part.point(addresses, self.aligned):
+                return MISS
             status = run(*given)
             if status:
                 self._retry(run, given, status)
@@ -204,8 +203,8 @@ class Recorded:
                 made = run(*given)
                 tensors.append(made)
                 addresses.append(made.data_ptr())
-            if addresses != part.last:
-                part.point(addresses)
+            if addresses != part.last and not part.point(addresses, self.aligned):
+                return MISS
             for run, given in part.steps:
                 status = run(*given)
                 if status:

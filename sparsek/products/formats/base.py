@@ -49,6 +49,7 @@ class Multiplied:
     def register_matmul(cls, multiply: Callable[[Any, Any], Any]) -> None:
         """Set the function that `A @ B` and `B @ A` call, with the operands in that order. Internal."""
         cls._matmul = staticmethod(multiply)
+        cls.__matmul__ = multiply  # pyright: ignore[reportAttributeAccessIssue]  # itself: a frame less for the host
 
     @classmethod
     def register_linear(cls, linear: Callable[..., Tensor]) -> None:

@@ -34,7 +34,7 @@ Weight: TypeAlias = SparseMatrix
 # The activations whose derivative is not known from their result.
 SLOPED = ("gelu", "gelu_tanh", "silu")
 
-_compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
+_compiling = torch.compiler.is_dynamo_compiling  # of other tracing a recorded call finds out itself
 
 
 def linear(

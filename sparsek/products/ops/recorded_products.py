@@ -31,7 +31,8 @@ def product(a: Any, b: Any, settings: Hashable, also: Sequence[Tensor] = (), pla
         given, turned = (*own, dense.values, dense.scale, *also), dense.turned
     else:
         return UNBOUND
-    calls = owner.derived("calls", Calls) if plan is None else _of_plan(owner, plan)
+    known = None if plan is None else _of_plan(owner, plan)
+    calls = known or owner._memo.get("calls") or owner.derived("calls", Calls)
     return repeat(calls, (settings, on_left, turned, form), given, matrix)
 
 

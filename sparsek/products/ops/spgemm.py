@@ -30,7 +30,7 @@ from sparsek.products.plan.spgemm import CachedMatches, MatchCache, Matcher, Pai
 
 SPGEMM = Operation(SpgemmPlan, choose)
 Output: TypeAlias = Literal["dense", "bsr"] | BlockPattern
-_compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
+_compiling = torch.compiler.is_dynamo_compiling  # of other tracing a recorded call finds out itself
 
 
 @overload

@@ -39,7 +39,7 @@ from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 SPMM = Operation(SpmmPlan, choose)
 PLAIN_CALL = "spmm", 1.0, None, None  # the settings of a recorded call without options, as `A @ B` is
 
-_compiling = torch.compiler.is_compiling  # a name, because a recorded call looks it up each time
+_compiling = torch.compiler.is_dynamo_compiling  # of other tracing a recorded call finds out itself
 
 SparseOperand: TypeAlias = SparseMatrix
 DenseOperand: TypeAlias = Tensor | QuantizedTensor
@@ -423,7 +423,7 @@ class ProductFunction(torch.autograd.Function):
         # Torch lets nobody change in place a view, as of leading dims, that a function returns.
         c = c.data if c._is_view() else c
         cut = c if how.relu and (of_values or of_b or of_bias) else None
-        later, shape = None, None if dense is None else dense.shape
+        later = None
         by_columns = how.rows or (dense is not None and gradients.lies_by_columns(dense))
         if slope is not None:  # a second derivative computes the product again
             of_values, of_b, later = True, True, SecondOrderInput.of(bias)
@@ -435,14 +435,14 @@ class ProductFunction(torch.autograd.Function):
                 arguments.kept("an operand, a pattern or a mask", x)
         fields = {**stored.__dict__, "values": None}  # which autograd keeps, and metadata
         ctx.save_for_backward(*saved, cut, slope, fields.get("meta"))
-        ctx.product = stored.__class__, fields, scaled, (owner, form), how, shape, by_columns, later
+        ctx.product = stored.__class__, fields, scaled, (owner, form), how, by_columns, later
         return c
 
     @staticmethod
     @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         values, scale, dense, out, slope, meta = saved_tensors(ctx)
-        kind, fields, scaled, (owner, form), how, shape, by_columns, later = ctx.product
+        kind, fields, scaled, (owner, form), how, by_columns, later = ctx.product
         fields = fields if meta is None else {**fields, "meta": meta}
         rows, turned, alpha, _, kernel, activation = how
         needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
@@ -482,7 +482,7 @@ class ProductFunction(torch.autograd.Function):
                     c = spmm(dz.mT, whole.T if turned else whole, alpha=alpha, kernel=named)
                 else:
                     c = spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
-                return c.view(shape) if rows and c.shape != shape else c
+                return c.view(*grad.shape[:-1], c.shape[-1]) if rows and c.dim() != grad.dim() else c
 
             parts = (tokens(dz).mT, none if dense is None else tokens(dense).mT) if rows else (dz, dense)
             return gradients.of_factors(needs, *parts, view != turned, alpha, sample, turn)

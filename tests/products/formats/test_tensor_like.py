@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from operator import attrgetter
 from typing import Any, cast
 
@@ -451,6 +452,10 @@ def test_the_operator_calls_what_was_registered_on_both_sides(name: str, monkeyp
         each: each._matmul for each in (sk.BSR, sk.Semi24, sk.BSR24, sk.Quantized) if each is not type(a)
     }
     monkeypatch.setattr(type(a), "_matmul", None)
+    spec: Any = find_spec("sparsek.products.formats.base")
+    anew = module_from_spec(spec)  # as it is before anything was registered
+    spec.loader.exec_module(anew)
+    monkeypatch.setattr(type(a), "__matmul__", anew.Multiplied.__matmul__)
     for multiply in (lambda: a @ b, lambda: b @ a, lambda: np.ones((3, 72)) @ a, lambda: torch.matmul(a, b)):
         with pytest.raises(InvalidInput, match="import sparsek"):
             multiply()
