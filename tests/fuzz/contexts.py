@@ -8,6 +8,7 @@ such an argument the call is made as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -116,6 +117,7 @@ def _ended(transform: Any, x: Tensor) -> Tensor:
     return kept[0]
 
 
+@functools.cache  # garbage collection looks at all that there is, again and again, while it is made
 def _deep() -> list[Any]:
     made: list[Any] = []
     for _ in range(10**5):
