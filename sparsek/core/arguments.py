@@ -104,8 +104,10 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def text(name: str, value: Any) -> str:
-    """A str."""
-    if isinstance(value, str):
+    """A str, without halves of surrogate pairs, which neither torch's ops nor files take."""
+    if isinstance(value, str) and (
+        value.isascii() or not any("\ud800" <= each <= "\udfff" for each in value)
+    ):
         return value
     raise InvalidInput(f"{name} is {shown(value)}; it must be a text")
 
@@ -188,11 +190,7 @@ def dense(name: str, value: Any) -> Tensor:
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {_other_kind(name, value)}")
     if is_compiling():  # the op checks again
         return value
-    if torch._C._is_tracing():
-        raise InvalidInput(
-            "torch.jit.trace, and torch.onnx.export(dynamo=False), do not record SparseK's kernels; use "
-            "torch.compile or torch.export.export"
-        )
+    check_untraced()
     if value.is_neg():
         raise InvalidInput(
             f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
@@ -204,6 +202,15 @@ def dense(name: str, value: Any) -> Tensor:
             f"{name} is a {type(value).__name__}, which wraps other tensors and hides its ints; pass a plain tensor"
         )
     return living(name, value)
+
+
+def check_untraced() -> None:
+    """InvalidInput inside torch.jit.trace."""
+    if not is_compiling() and torch._C._is_tracing():
+        raise InvalidInput(
+            "torch.jit.trace, and torch.onnx.export(dynamo=False), do not record SparseK's kernels; use "
+            "torch.compile or torch.export.export"
+        )
 
 
 def dense_beside(name: str, value: Any, other: str, like: Any) -> Tensor:

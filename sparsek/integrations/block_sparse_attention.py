@@ -23,6 +23,7 @@ from sparsek.attn.ops.attention import attention
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import reads_values
 from sparsek.integrations.foreign_options import (
     absent,
     check_operands,
@@ -382,6 +383,7 @@ def _kept(frame: dict[str, Any], **window: int) -> BlockMask:
 _READ: ByTensor[tuple[int, ...]] = ByTensor()
 
 
+@reads_values("types, lengths and lists are read", "pass plain tensors")
 def _read(name: str, x: Tensor) -> tuple[int, ...]:
     """The values of a tensor; of one on a GPU with one sync, as long as nothing writes to it."""
     if not x.is_cuda:

@@ -21,6 +21,7 @@ from sparsek.attn.reference.attention import merge_attention
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, wait_for
+from sparsek.core.tracing import reads_values
 from sparsek.integrations.foreign_options import check_shape
 
 LEAST, MOST = 16, 256  # rows of a page that attention_paged takes, powers of two
@@ -103,6 +104,7 @@ def _on(name: str, x: Any, device: torch.device, *shape: int) -> Tensor:
     return x
 
 
+@reads_values("the pages of a bias are read", "pass plain tensors")
 def pages_of(bias: Any, found: Sequences, device: torch.device) -> KeyPages:
     """The pages of a bias: split where its own are larger than 256 rows, and from the first whole page on."""
     info, page = bias.k_seqinfo, int(bias.page_size)

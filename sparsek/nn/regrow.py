@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import outside_inference
+from sparsek.core.tracing import outside_inference, reads_values
 from sparsek.nn.parameter import PLAIN, begin_anew, check_state, followed, note_carried, owners
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.convert import SCOPES, Rule, Scope, picked
@@ -349,6 +349,7 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
 @torch._disable_dynamo
 @outside_inference
 @torch.no_grad()
+@reads_values("set_pattern reads patterns", "call it outside")
 def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
     """Give a layer another pattern: see `Regrown.set_pattern`. What can fail comes first."""
     values, old = _ready(layer)

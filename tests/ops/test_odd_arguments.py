@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -119,6 +120,14 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
         lambda a: Untyped.policies.SubBlock().mask_for(X[None, None], np.timedelta64(1)),
         "k must be a dense torch.Tensor",
     ),
+    "a kernel of half a surrogate pair": (
+        lambda a: torch.func.grad(lambda b: sk.spmm(a, b, kernel="\ud800").sum())(B),
+        r"kernel is '\\ud800'; it must be a text",
+    ),
+    "a matrix with any attribute": (
+        lambda a: sk.BSR.from_scipy(Mock()),
+        "expected a 2-D SciPy sparse matrix",
+    ),
     "a long format": (
         lambda a: sk.SemiSparse.from_dict({"format": "x" * 9999}),
         "no config is called 'x{79}; known",
@@ -233,6 +242,7 @@ def test_a_fake_tensor_beside_real_ones_is_refused(name: str, a: sk.BSR):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_is_refused_not_recorded_as_constants(a: sk.BSR):
+    learning = sk.nn.BlockSparseLinear.from_bsr(a).weight
     for run in (
         lambda x: a @ x.mT,
         lambda x: sk.linear(x, a, activation="relu"),
@@ -240,6 +250,8 @@ def test_jit_trace_is_refused_not_recorded_as_constants(a: sk.BSR):
         lambda x: sk.attention(x[None, None], x[None, None], x[None, None]),
         lambda x: sk.attention(*[x[None, None]] * 3, mask=sk.BlockMask.causal(4, block=64)),
         lambda x: sk.Semi24.from_dense(x).values,
+        sk.nn.BlockSparseLinear.from_bsr(a),
+        lambda x: sk.mlp(x, learning, learning.T),
     ):
         with pytest.raises(InvalidInput, match=r"torch\.jit\.trace.*use torch\.compile"):
             torch.jit.trace(run, (X,))
@@ -262,6 +274,8 @@ LISTED: dict[str, Callable[[torch.Tensor], object]] = {
     "from_dense": lambda x: sk.BlockMask.from_dense(x > 0, 64),
     "from_transformers": lambda x: sk.BlockMask.from_transformers(x.log()[None, None], 64),
     "to_fa4": lambda x: CAUSAL.to_fa4(),
+    "to_dense": lambda x: CAUSAL.to_dense(),
+    "element_mask": lambda x: CAUSAL.element_mask(x[0, :1].long() - 1, x[0, :1].long() - 1),
 }
 
 
@@ -334,6 +348,27 @@ def test_whole_numbers_of_a_byte_count_as_any_other():
         heads = Untyped.quantize_heads(ROWS, ROWS, ROWS, "block", rows=few)
         assert [each.scale.shape[2] for each in heads] == [2, 2, 2]
         assert type(Untyped.QuantizedHeads(heads[0].values, heads[0].scale, few).rows) is int
+
+
+def test_vmap_over_no_entries_has_the_shape_of_one(a: sk.BSR):
+    out, grad = torch.vmap(torch.func.grad_and_value(lambda q: sk.attention(q, ROWS, ROWS).sum()))(
+        ROWS[None][:0]
+    )
+    assert (out.shape, grad.shape) == ((0, *ROWS.shape), (0,))
+    assert torch.vmap(lambda q: sk.attention(ROWS, q, ROWS))(ROWS[None][:0]).shape == (0, *ROWS.shape)
+    assert torch.vmap(lambda x: sk.linear(x, a))(X[None][:0]).shape == (0, 4, 128)
+
+
+def test_2_4_pruning_is_functionalized():
+    found = torch.func.functionalize(lambda w: sk.Semi24.from_dense(w).meta)(W)
+    assert torch.equal(found, sk.Semi24.from_dense(W).meta)
+
+
+def test_zeros_without_memory_are_refused(a: sk.BSR):
+    zeros = torch._efficientzerotensor((64, 4))
+    with pytest.raises(InvalidInput, match=r"zeros without memory.*call .clone\(\)"):
+        _ = a @ zeros
+    assert not (a @ zeros.clone()).any()
 
 
 WITHOUT_SHAPE: dict[str, Callable[[], Any]] = {

@@ -11,6 +11,7 @@ from sparsek.attn.mask.data import MaskData
 from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists, TransposedLists
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import reads_values
 
 DENSE_MOST = 2**31
 NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
@@ -18,6 +19,7 @@ CHUNK = 2**24  # elements of partial blocks that are read in one step
 ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
 
+@reads_values("rows and entries are read", "call it outside")
 def checked_element_mask(mask: MaskData, rows: Tensor, entries: Tensor) -> Tensor:
     """Return the elements of partial blocks, bool [n, bq, bk]. Queries beyond q_len see nothing.
 
@@ -151,6 +153,7 @@ def _chunks(mask: MaskData, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(some[at].split(step), entries.split(step), strict=True)
 
 
+@reads_values("the lists of a mask are read")
 def stored_entries(lists: BlockLists, rows: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
     """For each entry of the rows: which of `rows` it belongs to, and its position in `indices`; int64.
 

@@ -14,6 +14,7 @@ from sparsek.core import arguments
 from sparsek.core.arguments import faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.core.tracing import reads_values
 
 
 def choose_lists(call: AttendedPages) -> None:
@@ -62,6 +63,7 @@ def choose_lists(call: AttendedPages) -> None:
     call.seq_lens, call.cu_seqlens_q = seq_lens, cu_seqlens_q
 
 
+@reads_values("lengths are read", "pass plain tensors")
 def _on_host(cu_seqlens_q: Any, seq_lens: Any) -> tuple[list[int], list[int]]:
     for name, x in (("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
         arguments.tensor(name, x, (torch.int32,), 1)

@@ -107,7 +107,7 @@ class Arithmetic(OfDenseBlocks):
         else:
             pattern, order = base.pattern.transposed
             parts = inside.sum(1, dtype=wide).index_select(0, order)
-        return _row_sums(parts, pattern).reshape(-1)[: pattern.shape[0]].to(dtype)
+        return _row_sums(parts, pattern).flatten()[: pattern.shape[0]].to(dtype)
 
     def norm(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the Frobenius norm []. Differentiable; the gradient at 0 is 0, as in torch.

@@ -201,9 +201,10 @@ def check_stored(a: BSR) -> None:
     A BlockSparseLinear that loads another pattern changes the shape of its `values`, and a `weight` taken before shares
     them.
     """
-    if len(a.values) != a.pattern.nnzb:  # torch.jit.trace makes a tensor of shape[0]
+    arguments.check_untraced()
+    if a.values.shape[0] != a.pattern.nnzb:
         raise InvalidInput(
-            f"the pattern stores {a.pattern.nnzb} blocks and values hold {len(a.values)}. If the layer that this "
+            f"the pattern stores {a.pattern.nnzb} blocks and values hold {a.values.shape[0]}. If the layer that this "
             "matrix was taken from has loaded another pattern, take layer.weight again"
         )
 

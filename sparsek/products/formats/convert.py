@@ -186,6 +186,7 @@ class Conversions(OfDenseBlocks):
             raise InvalidInput(
                 "torch.func and forward mode do not take torch.sparse_bsr; use .to_dense() there"
             )
+        check_has_values("torch.sparse_bsr reads a pattern", "call it outside", self.values)
         pattern = self.pattern
         return torch.sparse_bsr_tensor(
             pattern.indptr,
@@ -210,7 +211,7 @@ class Conversions(OfDenseBlocks):
             InvalidInput: For another dtype, for indices that SciPy finds invalid, and for a missing `block`.
         """
         is_sparse = all(hasattr(matrix, name) for name in ("format", "tocoo", "shape", "dtype"))
-        if not is_sparse or len(matrix.shape) != 2:
+        if not is_sparse or not isinstance(matrix.shape, tuple) or len(matrix.shape) != 2:
             raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {arguments.shown(matrix)}")
         if matrix.dtype not in (np.float32, np.float64):
             raise InvalidInput(f"SciPy matrix has dtype {matrix.dtype}; call .astype('float32') or 'float64'")

@@ -338,13 +338,13 @@ def _at_once(size: int, in_dims: Any, given: Any) -> tuple[Tensor, int] | None:
         return None
     b = args.b.movedim(dims.b, 0)
     other = None if args.other is None else args.other.movedim(dims.other, 0)
-    joins = args.by_columns and b.dim() == 3
+    joins, columns = args.by_columns and b.dim() == 3, b.shape[-1]
     if joins:
         b, other = _beside(b), None if other is None else _beside(other)
     elif operands.layout(b) == "strided":
         b = b.contiguous()
     c = transforms.call("spmm", *args._replace(b=b, other=other))
-    return (c.unflatten(0, (size, c.shape[0] // max(size, 1))) if joins else c), 0
+    return (c.unflatten(0, (size, columns)) if joins else c), 0
 
 
 def _beside(x: Tensor) -> Tensor:

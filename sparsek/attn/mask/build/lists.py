@@ -273,7 +273,7 @@ def _as_list(values: Any, name: str) -> Tensor:
     try:
         if not isinstance(values, Tensor):  # numpy sees no ints in an empty list
             made = torch.from_numpy(np.array(values, dtype=None if np.size(values) else np.int64))
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidInput(f"{name} is no row of ints: {error}") from error
     return arguments.tensor(name, made, (torch.int32, torch.int64), ndim=1).detach().contiguous()
 
