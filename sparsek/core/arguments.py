@@ -104,12 +104,17 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def text(name: str, value: Any) -> str:
-    """A str, without halves of surrogate pairs, which neither torch's ops nor files take."""
-    if isinstance(value, str) and (
-        value.isascii() or not any("\ud800" <= each <= "\udfff" for each in value)
-    ):
+    """A str."""
+    if isinstance(value, str):
         return value
     raise InvalidInput(f"{name} is {shown(value)}; it must be a text")
+
+
+def encodable(name: str, value: Any) -> str:
+    """A str without halves of surrogate pairs, which neither torch's ops nor files take."""
+    if not text(name, value).isascii() and any("\ud800" <= each <= "\udfff" for each in value):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a text that UTF-8 can hold")
+    return value
 
 
 def pair(name: str, value: Any, least: int = 0, most: int | None = None) -> tuple[int, int]:

@@ -117,7 +117,7 @@ def load(
     """
     path, device = files.as_path("path", path), arguments.device("device", device)
     if name is not None:
-        arguments.text("name", name)
+        arguments.encodable("name", name)
     if kind is not None and not isinstance(kind, type):
         raise InvalidInput(f"kind is {shown(kind)}; it must be a class, like sparsek.BSR")
     with opened(path) as file:

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -525,7 +526,9 @@ def test_pruned_elements_learn_under_compile_and_autocast(form: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-def test_on_a_gpu_it_learns_as_the_dense_weight_does(form: str):
+def test_on_a_gpu_it_learns_as_the_dense_weight_does(
+    form: str, no_sync: Callable[[], AbstractContextManager[None]]
+):
     how = {"block": 128, "keep": 0.5} if form in BLOCKS else {}
     whole = nn.Linear(1024, 512, device="cuda", dtype=BF16)
     made = SparseLinear.from_dense(whole, form, **how)
@@ -554,7 +557,7 @@ def test_on_a_gpu_it_learns_as_the_dense_weight_does(form: str):
     with torch.no_grad():
         made(given)
         made(given)
-        with NoSync():
+        with no_sync():
             expected = made(given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -562,16 +565,6 @@ def test_on_a_gpu_it_learns_as_the_dense_weight_does(form: str):
         graph.replay()
         assert torch.equal(inside, expected)
     assert_close(copy.deepcopy(made).cpu().to(F32)(given.cpu().float()), expected.cpu().float(), **near)
-
-
-class NoSync:
-    """An error for every wait for the GPU."""
-
-    def __enter__(self) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -188,7 +188,7 @@ def attention(
     if autocasts() and plan is None and not fp8:
         q, k, v = follow_autocast(q, k, v)
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     plain = softcap.__class__ is float and not softcap and alibi_slopes is None and sink_logits is None
     scores = PLAIN if plain else Scores(softcap, alibi_slopes, sink_logits)
     made = AttendedFp8 if fp8 else Attended
@@ -369,7 +369,7 @@ def _planned(call: Attended, given: Any, operation: Any, config: Any, device: st
     """The plan of `given`, which is `call` or its gradients, after all checks."""
     here, unmasked = device is None, call.mask is None
     if call.kernel is not None:
-        arguments.text("kernel", call.kernel)
+        arguments.encodable("kernel", call.kernel)
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput("plans are made outside of functions that torch.func transforms")
     if not (unmasked or isinstance(call.mask, BlockMask)):

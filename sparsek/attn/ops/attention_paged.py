@@ -173,7 +173,7 @@ def attention_paged(
         arguments.flag("return_lse", return_lse)
         arguments.flag("check", check)
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     call = AttendedPages(
         q, cache, block_table, seq_lens, cu_seqlens_q, mask, max_seqlen_q, max_seqlen_k, causal, scale, softcap,
         sink_logits, k_scale, v_scale, out, return_lse, kernel,
@@ -256,7 +256,7 @@ def plan_attention_paged(
         'reference.attention_paged'
     """
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput("plans are made outside of functions that torch.func transforms")
     unknown = sorted(set(options) - OPTIONS)

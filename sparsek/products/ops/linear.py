@@ -88,7 +88,7 @@ def linear(
         torch.Size([2, 10, 256])
     """
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     slot = recorded_calls.UNBOUND
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
@@ -248,7 +248,7 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
     else:
         dtype = None
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
         if not operands.is_sparse(w):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")

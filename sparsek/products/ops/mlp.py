@@ -83,7 +83,7 @@ def mlp(
         torch.Size([10, 128])
     """
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     if not isinstance(activation, str):
         operands.check_activation(activation)
     if autocasts():

@@ -71,7 +71,7 @@ def sddmm(
         transforms.refuse("plan=")
         return plan(X, Y, pattern)
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     values = sampled(Sampled(X, Y, pattern), kernel)
     return BSR.of_fields({"pattern": pattern, "values": values, "order": None})
 

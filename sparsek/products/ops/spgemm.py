@@ -98,7 +98,7 @@ def spgemm(
         transforms.refuse("plan=")
         return plan(A, B)
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     compiling = torch.compiler.is_compiling()
     if not compiling and A.__class__ is B.__class__ is BSR:
         at = out if isinstance(out, BlockPattern) else None

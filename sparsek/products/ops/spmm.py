@@ -105,7 +105,7 @@ def spmm(
         True
     """
     if kernel is not None:
-        arguments.text("kernel", kernel)
+        arguments.encodable("kernel", kernel)
     slot = recorded_calls.UNBOUND
     # Under torch.compile no call is recorded, and none of this is traced.
     if (
