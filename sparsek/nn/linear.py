@@ -22,6 +22,7 @@ from sparsek.nn.parameter import (
     empty,
     follow,
     meta_device,
+    note_learning,
 )
 from sparsek.nn.regrow import Regrown
 from sparsek.nn.sparse import SparseLinear
@@ -253,8 +254,8 @@ class BlockSparseLinear(SparseLinear, Regrown):
             return BSR.unchecked(pattern, self.values)
         history = self._history
         history.calls += 1
-        if not history.learns and torch.is_grad_enabled():
-            history.learns = True
+        if not history.settled and torch.is_grad_enabled():
+            note_learning(self)
         values = self._parameters.get("values")  # without a call; the product checks how many they are
         if (
             type(values) is not nn.Parameter

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -119,15 +121,26 @@ class History:
     """What was done with a layer since its pattern changed.
 
     `calls`: how often its weight was used, outside compiled graphs. `learns`: whether a loss may refer to it.
+    `settled`: whether that is known, and in a process group `wrapper`, the DistributedDataParallel that calls it.
     `patterns`: those of the blocks of its last Parameters, by id. `shard`: the one of two that FSDP2 leaves
     in the layer between calls. `gradient`: that of before.
     """
 
     def __init__(self) -> None:
-        self.calls, self.learns = 0, False
+        self.begin()
         self.patterns: dict[int, BlockPattern] = {}
         self.gradient: Gradient | None = None
         self.shard: nn.Parameter | None = None
+        self.wrapper: weakref.ref[DistributedDataParallel] | None = None
+
+    def begin(self) -> None:
+        """Note that nothing was done since the pattern changed."""
+        self.calls, self.learns, self.settled = 0, False, False
+
+    def ranks(self) -> Any:
+        """The process group of the DistributedDataParallel that calls the layer; None if there is none."""
+        wrapper = None if self.wrapper is None else self.wrapper()
+        return wrapper.process_group if wrapper is not None and dist.is_initialized() else None
 
     def note_gradient(self, gradient: Gradient | None) -> None:
         """Note another gradient, or none."""
@@ -274,7 +287,7 @@ def note_pattern(layer: Any, values: nn.Parameter, pattern: BlockPattern, loads:
         if before is not None and not before.same_as(pattern):
             watch.old[id(values)] = Old.of(values, before, state)
     if changes:
-        history.calls, history.learns = 0, False
+        history.begin()
 
 
 def _at_a_step(values: nn.Parameter) -> BlockPattern | None:
@@ -312,6 +325,50 @@ def _note_gradient(layer: Any, values: nn.Parameter, old: BlockPattern, stale: b
     _mark_losses(layer, values, old)
 
 
+def note_learning(layer: Any) -> None:
+    """Note that a loss may refer to a layer, and the DistributedDataParallel that calls it.
+
+    InvalidInput if that does not wait for its gradient.
+    """
+    history: History = layer._history
+    history.learns = True
+    if not (dist.is_available() and dist.is_initialized()):
+        history.settled = True
+        return
+    wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+    values = layer._parameters.get("values")
+    if wrapper is None or values is None:
+        return
+    if not values.requires_grad or wrapper._use_python_reducer or untransformed(lambda: _is_held(values)):
+        history.wrapper, history.settled = weakref.ref(wrapper), True
+        return
+    ignored = wrapper.parameters_to_ignore
+    if any(x is values and name not in ignored for name, x in wrapper.module.named_parameters()):
+        raise InvalidInput(
+            "DistributedDataParallel would not average the gradient of a BlockSparseLinear: since it was made, the "
+            "pattern has another number of blocks, or requires_grad was set; make a new one of the model, "
+            "DistributedDataParallel(model.module), and give every rank the same pattern"
+        )
+    history.settled = True
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _is_held(values: nn.Parameter) -> bool:
+    """Whether a loss or a DistributedDataParallel holds the node that accumulates the gradient of `values`."""
+    hook = functools.partial(_pass)
+    handle = get_gradient_edge(values).node.register_prehook(hook)
+    seen = weakref.ref(hook)
+    del hook  # which the node has now, if anything has the node
+    held = seen() is not None
+    handle.remove()
+    return held
+
+
+def _pass(gradients: Any) -> None:
+    """Leave the gradients as they are."""
+
+
 def owners(values: nn.Parameter) -> list[Any]:
     """The layers that have these `values`."""
     layers = [ref() for ref in list(_LAYERS)]
@@ -340,7 +397,7 @@ def note_carried(
     old = history.patterns.pop(id(values), None)
     history.patterns = {**dict(list(history.patterns.items())[-3:]), id(values): pattern}
     history.note_gradient(None)
-    history.calls, history.learns = 0, False
+    history.begin()
     for optimizer, watch in list(_WATCHES.items()):
         known, state = watch.old.pop(id(values), None), _state_of(optimizer, values)
         watch.loaded.pop(id(values), None)
@@ -469,7 +526,7 @@ def _part(values: nn.Parameter, add: Callable[[Any], Any]) -> None:
     if values.is_inference():  # no loss refers to a tensor of inference mode
         return
     learns = values.requires_grad
-    add(torch.autograd.graph.get_gradient_edge(values.requires_grad_()).node)
+    add(get_gradient_edge(values.requires_grad_()).node)
     values.requires_grad_(learns)
     kept = values.data
     values.data = kept.new_empty(0, dtype=torch.float32 if kept.dtype == torch.float64 else torch.float64)
@@ -479,10 +536,12 @@ def _part(values: nn.Parameter, add: Callable[[Any], Any]) -> None:
 def begin_anew(values: nn.Parameter, pattern: BlockPattern, blocks: Tensor | None = None) -> None:
     """Reset the Parameter `values` for a new pattern: without a gradient, and detached from losses computed before.
 
-    `blocks`: the new contents, if they are there already.
+    `blocks`: the new contents, if they are there already. DistributedDataParallel waits for the node that accumulates
+    the gradient: in a process group that of as many blocks stays, and losses computed before still reach it.
     """
     values.grad = None
-    _part(values, lambda node: node.register_prehook(_refuse_old_gradient))
+    if values.shape[0] != pattern.nnzb or not (dist.is_available() and dist.is_initialized()):
+        _part(values, lambda node: node.register_prehook(_refuse_old_gradient))
     if blocks is not None:
         values.data = blocks
         torch.autograd.graph.increment_version(values)  # losses have saved it

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
@@ -40,6 +41,10 @@ class Regrown(nn.Module):
         for it, for example Adam's moments, is carried block by block: that of new blocks is zero, as at the first step,
         and counters of steps go on. A loss that was computed before refuses its backward pass. A pattern that is equal
         changes nothing. One sync, for the number of blocks. An error changes neither layer nor optimizers.
+
+        In a process group give every rank the same pattern. DistributedDataParallel goes on where there are as many
+        blocks as before, and an old loss is not refused then; else its next call raises InvalidInput until it is made
+        anew.
 
         Args:
             pattern: A BlockPattern of the same shape and block, or a mask of blocks, bool [Mb, Kb], of what to store.
@@ -83,7 +88,7 @@ class Regrown(nn.Module):
         keep = arguments.number("keep", keep, 0, 1)
         arguments.one_of("by", by, ("magnitude",))
         arguments.one_of("scope", scope, SCOPES)
-        values, pattern = _ready(self)
+        values, pattern = ready(self)
         with torch.no_grad():
             best = picked(_norms(values, pattern), Rule(None, None, keep, scope))
             change(self, best & _mask(pattern), optimizer)
@@ -107,6 +112,7 @@ class Regrown(nn.Module):
                 drops it. "random": any.
             optimizer: As for `set_pattern`.
             generator: A torch.Generator on the device of the values, for "random"; torch's global one by default.
+                The ranks of DistributedDataParallel, which all call this, store the blocks that rank 0 draws.
 
         Raises:
             InvalidInput: For arguments outside these ranges, for "gradient" without a recorded one, and as
@@ -117,7 +123,7 @@ class Regrown(nn.Module):
             raise InvalidInput(
                 f"generator is {arguments.shown(generator)}; it must be a torch.Generator or None"
             )
-        _, pattern = _ready(self)
+        _, pattern = ready(self)
         cells = pattern.grid[0] * pattern.grid[1]
         if isinstance(blocks, float):
             count = round(arguments.number("blocks", blocks, 0, 1) * cells)
@@ -140,7 +146,8 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
 
     They are those of the calls in this context, and add up over their backward passes, which may come later. Each takes
     the memory of a dense weight, in float32 for bf16 and fp16, until `grow_` or the next such context drops it.
-    Compiled layers are not recorded. Every rank of a distributed run records its own.
+    Compiled layers are not recorded. Every rank of a distributed run records its own, and `grow_` adds up those of the
+    ranks of DistributedDataParallel.
 
     Args:
         model: A BlockSparseLinear, or a module with some.
@@ -199,15 +206,20 @@ def _record(layer: Any, x: Tensor, dy: Tensor) -> None:
 
 
 def swap(
-    layer: Any, count: int, new: int, by: str, optimizer: Optimizers, generator: torch.Generator | None
+    layer: Any, count: int, new: int | None, by: str, optimizer: Optimizers, generator: torch.Generator | None
 ) -> None:
-    """Store `count` blocks: those of largest norm, and `new` ones by `grow_`, which may be of those left out."""
-    values, pattern = _ready(layer)
+    """Store `count` blocks: those of largest norm, and `new` ones by `grow_`, which may be of those left out.
+
+    `new` None: `count` of largest norm, and the `count` of largest gradients.
+    """
+    values, pattern = ready(layer)
     with torch.no_grad():
         cells = pattern.grid[0] * pattern.grid[1]
-        kept = min(count - new, pattern.nnzb)
+        kept = min(count - (new or 0), pattern.nnzb)
         stored = _largest(_norms(values, pattern).view(1, -1), kept).view(pattern.grid)
-        if new:
+        if new is None:
+            stored |= _grown(layer, pattern, torch.zeros_like(stored), count, by, generator)
+        elif new:
             stored = _grown(layer, pattern, stored, min(new, cells - kept), by, generator)
         change(layer, stored, optimizer)
     _GRADIENTS.pop(layer, None)
@@ -229,17 +241,29 @@ def _grown(
     by: str,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """A mask of the stored blocks and of `count` more: see `Regrown.grow_`. No sync."""
+    """A mask of the stored blocks and of `count` more: see `Regrown.grow_`. No sync.
+
+    Under DistributedDataParallel all ranks take the blocks of rank 0, by the sum of their gradients.
+    """
+    ranks = layer._history.ranks()
     if by == "random":
         scores = torch.rand(stored.numel(), dtype=torch.float32, device=stored.device, generator=generator)
     else:
         gradient = _GRADIENTS.get(layer)
+        if gradient is None and ranks is not None:  # the backward pass of this rank had no part of it
+            kind = torch.promote_types(layer.values.dtype, torch.float32)
+            gradient = torch.zeros(pattern.shape, dtype=kind, device=stored.device)
         if gradient is None:
             raise InvalidInput(
                 "no gradient of all blocks of this layer is recorded; compute a loss and its backward pass under "
                 '`with sk.nn.dense_gradients(model):`, not compiled, or grow by="random"'
             )
-        scores = _block_norms(gradient.to(stored.device), pattern)
+        gradient = gradient.to(stored.device)
+        if ranks is not None:
+            dist.reduce(gradient, group=ranks, group_dst=0)
+        scores = _block_norms(gradient, pattern)
+    if ranks is not None:
+        dist.broadcast(scores, group=ranks, group_src=0)
     free = scores.view(1, -1).masked_fill(stored.view(1, -1), -1)
     return _largest(free, count).view(pattern.grid) | stored
 
@@ -266,7 +290,7 @@ def _mask(pattern: BlockPattern) -> Tensor:
     return mask.index_fill_(0, _cells(pattern), True).view(pattern.grid)
 
 
-def _ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
+def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
     """The values and the pattern of a layer, if it can take another pattern."""
     values = layer._parameters.get("values")
     if values is None:
@@ -352,7 +376,7 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
 @reads_values("set_pattern reads patterns", "call it outside")
 def change(layer: Any, given: Any, optimizer: Optimizers) -> None:
     """Give a layer another pattern: see `Regrown.set_pattern`. What can fail comes first."""
-    values, old = _ready(layer)
+    values, old = ready(layer)
     optimizers = _named(optimizer, values)
     found = _requested(given, old)
     if found is None:
