@@ -1,9 +1,17 @@
 """Layers for torch.nn. Importing this touches no CUDA and loads no kernel, as `import sparsek` does."""
 
 from sparsek.nn.attention import SparseAttention
+from sparsek.nn.distillation import distillation_loss
 from sparsek.nn.linear import BlockSparseLinear
 from sparsek.nn.regrow import dense_gradients
 from sparsek.nn.schedule import PatternSchedule
 from sparsek.nn.sparse import SparseLinear
 
-__all__ = ["BlockSparseLinear", "PatternSchedule", "SparseAttention", "SparseLinear", "dense_gradients"]
+__all__ = [
+    "BlockSparseLinear",
+    "PatternSchedule",
+    "SparseAttention",
+    "SparseLinear",
+    "dense_gradients",
+    "distillation_loss",
+]

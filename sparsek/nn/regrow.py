@@ -17,7 +17,15 @@ from torch.optim import Optimizer
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, reads_values
-from sparsek.nn.parameter import PLAIN, begin_anew, check_state, followed, note_carried, owners
+from sparsek.nn.parameter import (
+    PLAIN,
+    begin_anew,
+    check_state,
+    followed,
+    note_carried,
+    note_learning,
+    owners,
+)
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.convert import SCOPES, Rule, Scope, picked
 from sparsek.products.formats.padding import tiles_of, zero_outside
@@ -184,6 +192,7 @@ def _before_gradient(layer: Any, given: tuple[Any, ...], named: dict[str, Any], 
     """After a call of a layer: let the gradient of y record that of the whole weight."""
     if torch.compiler.is_compiling() or not isinstance(y, Tensor) or not y.requires_grad:
         return
+    note_learning(layer)
     ref, x = weakref.ref(layer), (given[0] if given else named["x"]).detach()
     y.register_hook(lambda dy: _record(ref(), x, dy.detach()))
 

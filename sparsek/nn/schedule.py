@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.nn.regrow import Optimizers, Regrown, dense_gradients, is_recorded, swap
+from sparsek.nn.regrow import Optimizers, Regrown, dense_gradients, is_recorded, ready, swap
+
+# What a callback of a Trainer is, by the package that has it.
+CALLBACKS = (
+    ("transformers", "transformers.trainer_callback", ("TrainerCallback", "ExportableState")),
+    ("lightning", "lightning.pytorch.callbacks", ("Callback",)),
+    ("pytorch_lightning", "pytorch_lightning.callbacks", ("Callback",)),
+)
 
 
 class PatternSchedule:
@@ -21,8 +31,10 @@ class PatternSchedule:
     With `keep`, the share of stored blocks of each layer falls to it by a cubic curve from that of now (Zhu and Gupta
     2017, arXiv:1710.01878). With `swapped`, this share of the stored blocks, those of smallest norm, gives way to
     others; it falls to 0 by a cosine. By gradient this is RigL (Evci et al. 2020, arXiv:1911.11134), at random SET
-    (Mocanu et al. 2018, arXiv:1707.04780), with blocks in place of weights. The state of optimizers is carried as by
-    `set_pattern`.
+    (Mocanu et al. 2018, arXiv:1707.04780), with blocks in place of weights. With `keep` and by="union" it is the prune
+    and grow of BLaST (Okanovic et al. 2025, arXiv:2507.03117): beside the blocks of largest norm, as many as on the
+    curve, as many of largest gradient are stored, until the last change drops them. The state of optimizers is carried
+    as by `set_pattern`. DistributedDataParallel follows: a change makes its reducer anew.
 
     Args:
         model: A BlockSparseLinear, or a module with some.
@@ -31,7 +43,8 @@ class PatternSchedule:
         every: The number of steps from one change to the next.
         keep: The share of all blocks that each layer stores in the end, 0 to 1. None: as many as now.
         swapped: The share of the stored blocks that the first change swaps, 0 to 1.
-        by: How new blocks are chosen, "gradient" or "random": see `BlockSparseLinear.grow_`.
+        by: How new blocks are chosen: "gradient" or "random", as in `BlockSparseLinear.grow_`, or "union", with `keep`
+            and without `swapped`.
         generator: A torch.Generator on the device of the model, for "random"; torch's global one by default.
 
     Raises:
@@ -54,7 +67,7 @@ class PatternSchedule:
         every: int = 100,
         keep: float | None = None,
         swapped: float = 0.0,
-        by: Literal["gradient", "random"] = "gradient",
+        by: Literal["gradient", "random", "union"] = "gradient",
         generator: torch.Generator | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -68,7 +81,9 @@ class PatternSchedule:
         self.every = arguments.integer("every", every, 1)
         self.keep = None if keep is None else arguments.number("keep", keep, 0, 1)
         self.swapped = arguments.number("swapped", swapped, 0, 1)
-        self.by = arguments.one_of("by", by, ("gradient", "random"))
+        self.by = arguments.one_of("by", by, ("gradient", "random", "union"))
+        if self.by == "union" and (self.keep is None or self.swapped):
+            raise InvalidInput('by="union" stores blocks by `keep`; give keep, and no swapped')
         if self.keep is None and not self.swapped:
             raise InvalidInput(
                 "neither keep nor swapped is given, and no pattern would change; give one or both"
@@ -82,7 +97,10 @@ class PatternSchedule:
         self.first = {name: x.pattern.density for name, x in self.layers.items()}
 
     def share(self, name: str, step: int | None = None) -> float:
-        """Return the share of all blocks that a layer stores after a step, that of now by default."""
+        """Return the share of all blocks that a layer stores after a step, that of now by default.
+
+        With by="union", those of largest norm.
+        """
         if not isinstance(name, str) or name not in self.first:
             layers = ", ".join(map(repr, self.first))
             raise InvalidInput(f"name is {arguments.shown(name)}; the layers are {layers}")
@@ -109,23 +127,51 @@ class PatternSchedule:
         """
         step = self.steps + 1
         due, grows = self._is_due(step), self._grows(step)
+        for layer in () if self.steps else self.layers.values():
+            ready(layer)  # now rather than at the first change
         if grows and not any(map(is_recorded, self.layers.values())):
             raise InvalidInput(
                 f"step {step} grows blocks by gradient, and none is recorded; compute the loss and its backward pass "
                 'under `with schedule.gradients():`, not compiled, or give by="random"'
             )
+        before = {name: layer.pattern.nnzb for name, layer in self.layers.items()} if due else {}
         for name, layer in self.layers.items() if due else ():
             cells = math.prod(layer.pattern.grid)
             share = self.share(name, step)
             count = max(1, round(share * cells)) if share else 0
-            new = 0 if grows and not is_recorded(layer) else round(self._swapped(step) * count)
+            new: int | None = round(self._swapped(step) * count)
+            if grows and not is_recorded(layer) and layer._history.ranks() is None:
+                new = 0
+            elif grows and self.by == "union":
+                new = None
             swap(layer, min(count, cells), new, self.by, optimizer, self.generator)
+        _renew([self.layers[name] for name, nnzb in before.items() if self.layers[name].pattern.nnzb != nnzb])
         self.steps = step
         return due
 
+    def callback(self) -> Any:
+        """Return a callback for `Trainer(..., callbacks=[schedule.callback()])` of transformers or Lightning.
+
+        It is this schedule: it records `gradients` where a step needs them, calls `step` after each of the optimizer,
+        not after each part of an accumulated batch, and a checkpoint of the Trainer has its state. Resume with a model
+        and a schedule made as at first.
+
+        Raises:
+            InvalidInput: If neither transformers nor Lightning has been imported.
+        """
+        bases = tuple(_callbacks())
+        if not bases:
+            raise InvalidInput(
+                "neither transformers nor lightning has been imported; import the Trainer before, or call schedule.step"
+            )
+        return type("PatternScheduleCallback", (TrainerHooks, *bases), {"schedule": self})()
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the first densities, to resume a run."""
-        return {"steps": self.steps, "first": dict(self.first)}
+        """Return the number of steps, the first densities, and the state of the generator if there is one."""
+        state = {"steps": self.steps, "first": dict(self.first)}
+        if self.generator is not None:
+            state["generator"] = bytes(self.generator.get_state().tolist()).hex()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned for a model with layers of the same names.
@@ -134,11 +180,23 @@ class PatternSchedule:
             InvalidInput: For another state.
         """
         first = state.get("first") if isinstance(state, Mapping) else None
-        if not isinstance(first, Mapping) or {*state} != {"steps", "first"} or {*first} != {*self.first}:
+        if (
+            not isinstance(first, Mapping)
+            or {*state} - {"generator"} != {"steps", "first"}
+            or {*first} != {*self.first}
+        ):
             raise InvalidInput("state is not that of a PatternSchedule for layers of these names")
         steps = arguments.integer("steps", state["steps"])
-        self.first = {name: arguments.number(name, x, 0, 1) for name, x in first.items()}
-        self.steps = steps
+        densities = {name: arguments.number(name, x, 0, 1) for name, x in first.items()}
+        if "generator" in state:
+            try:
+                codes = torch.frombuffer(bytearray.fromhex(state["generator"]), dtype=torch.uint8)
+                self.generator.set_state(codes)  # type: ignore[union-attr]
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                raise InvalidInput(
+                    "state has that of a generator of another kind; make the schedule with a generator as the saved one"
+                ) from None
+        self.first, self.steps = densities, steps
 
     def _progress(self, step: int) -> float:
         """How far a step is from `begin` to `end`, 0 to 1."""
@@ -153,4 +211,112 @@ class PatternSchedule:
         return self.swapped / 2 * (1 + math.cos(math.pi * self._progress(step)))
 
     def _grows(self, step: int) -> bool:
-        return self._is_due(step) and self.by == "gradient" and step < self.end and self.swapped > 0
+        chosen = self.by == "union" or (self.by == "gradient" and self.swapped > 0)
+        return chosen and self._is_due(step) and step < self.end
+
+
+class TrainerHooks:
+    """What the Trainers of transformers and Lightning call in a callback: see `PatternSchedule.callback`."""
+
+    schedule: PatternSchedule
+
+    def __init__(self) -> None:
+        self.recording: ExitStack | None = None
+        self.seen = 0
+
+    def begin(self) -> None:
+        """Record what the change of this step needs, before its first forward pass."""
+        if self.recording is None:
+            self.recording = ExitStack()
+            self.recording.enter_context(self.schedule.gradients())
+
+    def end(self) -> None:
+        """Record no longer."""
+        if self.recording is not None:
+            self.recording.close()
+        self.recording = None
+
+    def on_train_end(self, *args: Any, **more: Any) -> None:
+        """As of both."""
+        self.end()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """As of transformers. The state of a checkpoint has what `state` returned."""
+        self.end()
+        found = (state.stateful_callbacks or {}).get(type(self).__name__, [])
+        states = [each["attributes"]["saved"] for each in (found if isinstance(found, list) else [found])]
+        own = [each for each in states if {*each["first"]} == {*self.schedule.first}]
+        for each in own or states[:1]:  # which is then refused
+            self.schedule.load_state_dict(each)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """As of transformers."""
+        self.begin()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """As of transformers."""
+        self.end()
+        self.schedule.step()
+
+    def state(self) -> dict[str, Any]:
+        """As of transformers: what makes the callback anew."""
+        return {"args": {}, "attributes": {"saved": self.schedule.state_dict()}}
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The state of the schedule."""
+        return self.schedule.state_dict()
+
+    @saved.setter
+    def saved(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """As of Lightning."""
+        self.end()
+        self.seen = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        """As of Lightning."""
+        self.begin()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """As of Lightning, which counts the steps of optimizers."""
+        if trainer.global_step != self.seen:
+            self.seen = trainer.global_step
+            self.end()
+            self.schedule.step()
+
+    @property
+    def state_key(self) -> str:
+        """As of Lightning: the name of the state in a checkpoint."""
+        return f"PatternSchedule of {', '.join(self.schedule.layers)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of Lightning."""
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of Lightning."""
+        self.schedule.load_state_dict(state)
+
+
+def _callbacks() -> Iterator[type]:
+    """The classes of callbacks of the packages that have been imported."""
+    for package, module, names in CALLBACKS:
+        if package in sys.modules:
+            with suppress(ImportError):
+                found = importlib.import_module(module)
+                yield from (getattr(found, name) for name in names)
+
+
+def _renew(layers: list[Any]) -> None:
+    """Make the reducers of DistributedDataParallel anew, as for its copy, which wait for as many blocks as before."""
+    refs = {layer._history.wrapper for layer in layers if layer._history.ranks() is not None}
+    for wrapper in filter(None, (ref() for ref in refs)):
+        with suppress(
+            RuntimeError
+        ):  # not of the default process group: its next call raises, and names the cure
+            wrapper.__setstate__(wrapper.__getstate__())
+            for hook, state in wrapper._comm_hooks:
+                dist._register_comm_hook(wrapper.reducer, state, hook)

@@ -238,6 +238,17 @@ CALLS: dict[str, Call] = {
     "nn.PatternSchedule.load_state_dict": Call(
         fresh("load_state_dict", scheduled, state={"steps": 3, "first": {"": 0.5}})
     ),
+    "nn.distillation_loss": Call(
+        function(
+            sk.nn.distillation_loss,
+            student=dense(3, 40),
+            teacher=dense(3, 40),
+            temperature=2.0,
+            mask=torch.ones(3, dtype=torch.bool),
+            of="logits",
+        ),
+        {"temperature": "int", "mask": "none dtype"},
+    ),
     "nn.SparseLinear": Call(
         function(sk.nn.SparseLinear, weight=two_four(), bias=BIAS, activation="gelu"), LAYER
     ),
@@ -292,6 +303,7 @@ REASONS = {
     "extra_repr": "takes no arguments",
     "to_linear": "takes no arguments",
     "gradients": "takes no arguments",
+    "callback": "takes no arguments",
     "state_dict": "takes no arguments",
     "nn.SparseLinear.form_of_bsr": "for the layers: a class",
     **{f"nn.BlockSparseLinear.{name}": "that of SparseLinear" for name in INHERITED},

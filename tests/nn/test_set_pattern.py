@@ -19,10 +19,28 @@ from sparsek.nn import BlockSparseLinear
 BLOCK, SHAPE = (32, 16), (100, 70)  # ragged on both sides
 GRID = (4, 5)
 
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of a user: Chen et al. 2023, arXiv:2302.06675, with a part that torch's have not."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("momentum", torch.zeros_like(p))
+            state.setdefault("anchor", p.detach().clone())  # as of Prodigy
+            state["calls"] = state.get("calls", 0) + 1
+            p.sub_(1e-2 * (0.9 * state["momentum"] + 0.1 * p.grad).sign() + 1e-3 * (p - state["anchor"]))
+            state["momentum"].lerp_(p.grad, 0.01)
+
+
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
-    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), weight_decay=0.1, amsgrad=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
@@ -30,6 +48,22 @@ OPTIMIZERS: dict[str, Make] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.5),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "Rprop foreach": lambda p: torch.optim.Rprop(p, lr=torch.tensor(1e-3), foreach=True),
+    "Adam amsgrad fused": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=True),
+    "SGD nesterov fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
+    "Lion": Lion,
+}
+ELSEWHERE = {
+    "Adafactor": "test_factored_moments_are_carried",
+    "LBFGS": "test_lbfgs_is_refused",
+    "Muon": "torch takes matrices only",
+    "SparseAdam": "torch takes sparse gradients only",
 }
 
 
@@ -104,8 +138,10 @@ def test_training_goes_on_as_that_of_a_masked_dense_layer(make: Make, change: st
         dense.weight.mul_(kept)
     for name, part in theirs.state[dense.weight].items():
         if isinstance(part, Tensor) and part.ndim:
-            fresh = {"sum": 0.5, "step_size": 1e-3}.get(name, 0.0)
-            part.copy_(torch.where(kept, part, fresh))
+            fresh = {"step_size": 1e-3, "sum": mine.param_groups[0].get("initial_accumulator_value")}.get(
+                name
+            )
+            part.copy_(torch.where(kept, part, fresh or 0.0))
     train(made, mine, range(3, 6))
     train(dense, theirs, range(3, 6), masked)
     torch.testing.assert_close(
@@ -114,6 +150,16 @@ def test_training_goes_on_as_that_of_a_masked_dense_layer(make: Make, change: st
     torch.testing.assert_close(made.bias.detach(), dense.bias.detach(), rtol=0, atol=1e-6)
     assert torch.equal(made.indptr, made.pattern.indptr)
     assert torch.equal(made.indices, made.pattern.indices)
+
+
+def test_every_optimizer_of_torch_is_tried() -> None:
+    kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)} - {"Optimizer"}
+    assert kinds == {name.split()[0] for name in OPTIMIZERS if name != "Lion"} | ELSEWHERE.keys()
+    made = layer()
+    with pytest.raises(ValueError, match="2D"):
+        torch.optim.Muon(made.parameters())
+    with pytest.raises(RuntimeError, match="does not support dense gradients"):
+        train(made, torch.optim.SparseAdam(made.parameters()), range(1))
 
 
 def factored(p: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -418,83 +464,6 @@ def test_a_random_generator_decides() -> None:
     assert layer().grow_(100, by="random").weight.nnzb == 20
 
 
-def test_a_schedule_prunes_along_the_cubic_curve() -> None:
-    made = layer(torch.ones(GRID, dtype=torch.bool))
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
-    schedule = sk.nn.PatternSchedule(nn.Sequential(made), begin=2, end=10, every=4, keep=0.2)
-    changed = []
-    for i in range(12):
-        with schedule.gradients():
-            train(made, optimizer, range(i, i + 1))
-        if schedule.step(optimizer):
-            t = (i + 1 - 2) / 8
-            assert made.weight.nnzb == round(20 * (0.2 + 0.8 * (1 - t) ** 3))
-            changed.append(i + 1)
-    assert changed == [2, 6, 10]
-    assert made.weight.nnzb == 4
-    assert schedule.share("0") == pytest.approx(0.2)
-    assert optimizer.state[made.values]["exp_avg"].shape == made.values.shape
-
-
-@pytest.mark.parametrize("by", ["gradient", "random"])
-def test_a_schedule_swaps_blocks_and_resumes(by: Any) -> None:
-    def run(made: BlockSparseLinear, schedule: sk.nn.PatternSchedule, steps: range) -> None:
-        for i in steps:
-            with schedule.gradients():
-                train(made, optimizers[id(made)], range(i, i + 1))
-            schedule.step(optimizers[id(made)])
-
-    first, second = layer(), layer()
-    draws = [torch.Generator().manual_seed(3) for _ in range(2)]
-    optimizers = {id(x): torch.optim.SGD(x.parameters(), lr=0.1, momentum=0.9) for x in (first, second)}
-    a, b = (
-        sk.nn.PatternSchedule(x, end=9, every=2, swapped=0.5, by=by, generator=draw)
-        for x, draw in zip((first, second), draws, strict=True)
-    )
-    before = first.pattern
-    run(first, a, range(10))
-    assert first.weight.nnzb == before.nnzb
-    assert not first.pattern.same_as(before)
-    run(second, b, range(4))
-    resumed = sk.nn.PatternSchedule(second, end=9, every=2, swapped=0.5, by=by, generator=draws[1])
-    resumed.load_state_dict(b.state_dict())
-    run(second, resumed, range(4, 10))
-    assert second.pattern.same_as(first.pattern)
-    torch.testing.assert_close(second.values.detach(), first.values.detach())
-
-
-def test_a_swap_drops_the_smallest_and_takes_the_largest_gradients() -> None:
-    made, other = layer(), layer()
-    schedule = sk.nn.PatternSchedule(made, end=100, every=10, swapped=0.3)
-    x, y = data(0)
-    with pytest.raises(InvalidInput, match=r"schedule\.gradients"):
-        schedule.step()
-    assert schedule.steps == 0
-    with schedule.gradients(), sk.nn.dense_gradients(other):
-        for each in (made, other):
-            functional.mse_loss(each(x), y).backward()
-    count = made.weight.nnzb
-    new = round(0.3 * count)
-    assert schedule.step()
-    other.prune_((count - new) / 20, scope="global").grow_(new)
-    assert made.pattern.same_as(other.pattern)
-    assert made.weight.nnzb == count
-
-
-def test_wrong_schedules_are_refused() -> None:
-    for name, bad in (("end", 0), ("every", 0), ("begin", 0), ("keep", 2), ("swapped", -1), ("by", "x")):
-        with pytest.raises(InvalidInput, match=name):
-            sk.nn.PatternSchedule(layer(), **{"end": 5, "keep": 0.5, name: bad})
-    with pytest.raises(InvalidInput, match="neither keep nor swapped"):
-        sk.nn.PatternSchedule(layer(), end=5)
-    with pytest.raises(InvalidInput, match="no BlockSparseLinear"):
-        sk.nn.PatternSchedule(nn.Linear(3, 3), end=5, keep=0.5)
-    schedule = sk.nn.PatternSchedule(layer(), end=5, keep=0.5)
-    for bad in ({}, {"steps": 1, "first": {"x": 0.5}}, {"steps": -1, "first": {"": 0.5}}):
-        with pytest.raises(InvalidInput):
-            schedule.load_state_dict(bad)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
 def test_pruned_and_grown_in_a_mode_a_layer_learns(mode: Any) -> None:
     made = layer()
@@ -506,10 +475,11 @@ def test_pruned_and_grown_in_a_mode_a_layer_learns(mode: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
 @pytest.mark.parametrize("same", [False, True], ids=["other number", "as many"])
-def test_a_new_pattern_waits_for_the_gpu_once(same: bool) -> None:
+def test_a_new_pattern_waits_for_the_gpu_once(same: bool, capturable: bool) -> None:
     made = layer(dtype=torch.float32).cuda()
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, fused=not capturable, capturable=capturable)
     made(torch.randn(8, SHAPE[1], device="cuda")).square().sum().backward()
     optimizer.step()
     before = made.weight.detach().to_dense().clone()
