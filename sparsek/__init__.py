@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, SparseKWarning, Unsupported
     from sparsek.engine.plan.plan import Plan
     from sparsek.files.io import load, save
+    from sparsek.models.checkpoint import load_model, save_model
     from sparsek.models.config import BlockSemiSparse, BlockSparse, Float8, SemiSparse
     from sparsek.models.prune import prune
     from sparsek.models.sparsify import densify_, sparsify_
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 doors.build("operations", "sparsek.products.ops", "sparsek.attn.ops")
 doors.build("kernels", "sparsek.products.kernels", "sparsek.attn.kernels")
 doors.build("commands", "sparsek.tools.cli", "sparsek_bench.commands")
+doors.build("transformers", "sparsek.integrations.transformers_quantizer")
 
 __all__ = [
     "BSR",
@@ -80,6 +82,7 @@ __all__ = [
     "densify_",
     "linear",
     "load",
+    "load_model",
     "merge_attention",
     "mlp",
     "nn",
@@ -95,6 +98,7 @@ __all__ = [
     "quantize_heads",
     "random_bsr",
     "save",
+    "save_model",
     "sddmm",
     "sparsify_",
     "spgemm",
@@ -129,6 +133,7 @@ _HOMES = {
     "attention_varlen": "sparsek.attn.ops.attention_varlen",
     "linear": "sparsek.products.ops.linear",
     "load": "sparsek.files.io",
+    "load_model": "sparsek.models.checkpoint",
     "merge_attention": "sparsek.attn.reference.attention",
     "mlp": "sparsek.products.ops.mlp",
     "nn": "sparsek.nn",
@@ -147,6 +152,7 @@ _HOMES = {
     "quantize_heads": "sparsek.attn.mask.quantized_heads",
     "random_bsr": "sparsek.products.formats.random",
     "save": "sparsek.files.io",
+    "save_model": "sparsek.models.checkpoint",
     "sddmm": "sparsek.products.ops.sddmm",
     "spgemm": "sparsek.products.ops.spgemm",
     "spmm": "sparsek.products.ops.spmm",

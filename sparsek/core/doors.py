@@ -1,7 +1,8 @@
 """Doors: what rooms below load of rooms above, without naming them. `sparsek/__init__.py` lists what is behind each.
 
 Behind "operations" are the modules that register all verbs when they load, behind "kernels" those whose KERNELS are the
-kernels' table, behind "commands" the folders whose modules are the commands of `sparsek`.
+kernels' table, behind "commands" the folders whose modules are the commands of `sparsek`. Behind "transformers" is what
+registers sparse layers with its `from_pretrained`.
 """
 
 from importlib import import_module

@@ -38,6 +38,7 @@ DTYPES |= {
     "I16": torch.int16,
     "I64": torch.int64,
 }
+TAG_OF = {dtype: tag for tag, dtype in DTYPES.items()}
 BITS = {tag: dtype.itemsize * 8 for tag, dtype in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32, "U64": 64, "C64": 64}
 
@@ -176,7 +177,9 @@ class Writer:
         end = 0
         for name in sorted(tensors, key=lambda name: _rank(name, tensors[name])):
             tensor = tensors[name]
-            tag = OTHER_TAGS.get(tensor.dtype) or TAGS[dtypes.name(tensor.dtype)]
+            tag = TAG_OF.get(tensor.dtype)
+            if tag is None:
+                raise InvalidInput(f"{shown(name)} is {tensor.dtype}, which .safetensors files do not have")
             start, end = end, end + tensor.nbytes
             self.header[name] = {"dtype": tag, "shape": list(tensor.shape), "data_offsets": [start, end]}
         length = len(self._text(metadata))

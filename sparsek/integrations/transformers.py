@@ -8,6 +8,8 @@
 The config stores a policy as its dict. Cross-attention stays dense, and a policy must fit the causality of a layer.
 Packed documents need use_cache=False. A query sees the keys that both the model's mask (causality, window, padding,
 packed documents, cache) and the policy admit. Needs transformers 5.4 or newer.
+
+Models with sparse layers are saved by `save_pretrained` and loaded by `from_pretrained`: see `nn/savers.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from sparsek.integrations.transformers_steps import (
     seen_pairs,
     step_mask,
 )
+from sparsek.nn import savers
 
 NAME, RESTARTS = "sparsek", Restarts()
 REFUSED = {
@@ -368,5 +371,6 @@ def _mask_of(
 
 
 install()
+savers.install()
 AttentionInterface.register(NAME, sparsek_attention)
 AttentionMaskInterface.register(NAME, sparsek_mask)

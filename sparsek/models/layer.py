@@ -14,10 +14,10 @@ from sparsek.core.errors import InvalidInput
 from sparsek.models import obs, scores
 from sparsek.models.config import BlockSparse, Config, Rules, SemiSparse, config_for
 from sparsek.models.reconstruct import Quadratic, least_squares
-from sparsek.models.replace import Facts, is_conv1d, is_linear
 from sparsek.models.scores import Moments
 from sparsek.models.stream import Stack
 from sparsek.nn import SparseLinear
+from sparsek.nn.replace import Facts, is_conv1d, is_linear
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import block_sides

@@ -32,9 +32,9 @@ from sparsek.models.layer import (
     weights_of,
     with_keep,
 )
-from sparsek.models.replace import adopt, is_conv1d, swap
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, State, Stream, TensorPlace, is_in
+from sparsek.nn.replace import adopt, is_conv1d, swap
 from sparsek.products.formats.pattern import block_sides, grid_of
 
 Method = Literal["magnitude", "wanda", "exact", "obs"]

@@ -23,8 +23,8 @@ from sparsek.models.config import (
     config_for,
     matches,
 )
-from sparsek.models.replace import Facts, Origin, adopt, is_conv1d, is_linear, swap, weight_of
 from sparsek.models.report import LayerRow, SparsifyReport
+from sparsek.nn.replace import Facts, Origin, adopt, is_conv1d, is_linear, swap, weight_of
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
 from sparsek.products.formats.pattern import block_sides, grid_of

@@ -1,5 +1,6 @@
 """Layers for torch.nn. Importing this touches no CUDA and loads no kernel, as `import sparsek` does."""
 
+from sparsek.nn import savers  # noqa: F401  which watches for layers
 from sparsek.nn.attention import SparseAttention
 from sparsek.nn.distillation import distillation_loss
 from sparsek.nn.linear import BlockSparseLinear

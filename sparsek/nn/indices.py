@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from contextvars import ContextVar
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,25 @@ def copies(pattern: BlockPattern) -> list[tuple[str, Tensor]]:
     return untransformed(lambda: [("indptr", pattern.indptr.clone()), ("indices", pattern.indices.clone())])
 
 
+# Models that a saver of another library is writing: state dicts then have guards.
+SAVED: ContextVar[tuple[nn.Module, ...]] = ContextVar("saved", default=())
+
+
+def guard() -> Tensor:
+    """What a checkpoint has as the `weight` of a sparse layer. It fits no dense layer: loaders that know nothing of
+    SparseK find that sizes mismatch, where missing names alone would only be a warning.
+    """
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def unguarded(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """A state dict without the guard of a layer."""
+    found = state.get(prefix + "weight")
+    if not isinstance(found, Tensor) or found.shape != (0,):
+        return state
+    return {name: part for name, part in state.items() if name != prefix + "weight"}
+
+
 class IndexedLayer(nn.Module):
     """A layer of a sparse weight: of `indptr` and `indices`, if it has blocks, and of values, scales and metadata.
 
@@ -80,6 +100,12 @@ class IndexedLayer(nn.Module):
     _scaled: str = ""
     _seen: tuple[BufferPattern, ...]
     _checked: tuple[CheckedTensor, CheckedTensor]
+    _savers_know: ClassVar[Any] = staticmethod(lambda: True)  # see savers.py
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Make a layer, also for a copy or a pickle, which the savers of other libraries know from now on."""
+        cls._savers_know()
+        return super().__new__(cls)
 
     @property
     def pattern(self) -> Any:
@@ -239,6 +265,12 @@ class IndexedLayer(nn.Module):
         with suppress(InvalidInput):
             return self.pattern
         return None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # A library that was imported after the layer was made may be saving it.
+        if SAVED.get() or (not self._savers_know() and prefix):
+            destination[prefix + "weight"] = guard()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or a pickle, with the pattern, which deepcopy shares."""

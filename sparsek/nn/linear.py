@@ -14,7 +14,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable
 from sparsek.engine.call import transforms
 from sparsek.nn.forms import check_bias, weight_and_bias
-from sparsek.nn.indices import NOT_ONNX, copies, is_plain
+from sparsek.nn.indices import NOT_ONNX, copies, is_plain, unguarded
 from sparsek.nn.parameter import (
     begin_anew,
     bounds,
@@ -370,7 +370,7 @@ class BlockSparseLinear(SparseLinear, Regrown):
             self.indptr, self.indices = torch.empty_like(self.indptr), torch.empty_like(self.indices)
         nn.Module._load_from_state_dict(
             self,
-            state_dict,
+            unguarded(state_dict, prefix),
             prefix,
             local_metadata,
             strict,

@@ -15,7 +15,15 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable, unmapped, untransformed
 from sparsek.engine.call import transforms
 from sparsek.nn.forms import any_meta, check_bias, inside, placeholder, wanted_format, weight_and_bias
-from sparsek.nn.indices import NOT_CHECKED, NOT_ONNX, CheckedTensor, IndexedLayer, copies, is_plain
+from sparsek.nn.indices import (
+    NOT_CHECKED,
+    NOT_ONNX,
+    CheckedTensor,
+    IndexedLayer,
+    copies,
+    is_plain,
+    unguarded,
+)
 from sparsek.nn.parameter import (
     History,
     before_conversion,
@@ -515,7 +523,7 @@ class SparseLinear(IndexedLayer):
             if now is not None and (swaps or now.shape != part.shape):
                 self._buffers[name] = torch.empty(part.shape, dtype=now.dtype, device=now.device)
         super()._load_from_state_dict(
-            {**state_dict, **{prefix + name: part for name, part in parts.items()}},
+            {**unguarded(state_dict, prefix), **{prefix + name: part for name, part in parts.items()}},
             prefix,
             local_metadata,
             strict,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from random import Random
 
 import torch
@@ -15,13 +17,16 @@ def here(module: str) -> bool:
     return module.startswith("sparsek.models")
 
 
-# Without filter_fn: whatever can be called is called, and raises its own errors.
+# Without filter_fn, and load_model's model: whatever can be called is called, and raises its own errors.
+
+
+def _dense() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
 
 
 def _sparsify(random: Random) -> Made:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
     given = {"config": sk.BlockSparse(16, 0.5), "card": random.choice((None, "h200"))}
-    return sk.sparsify_, {"model": model, **given, "tokens": 64, "skip_slower": False}
+    return sk.sparsify_, {"model": _dense(), **given, "tokens": 64, "skip_slower": False}
 
 
 def _densify(random: Random) -> Made:
@@ -35,12 +40,31 @@ def _prune(random: Random) -> Made:
     return sk.prune, {"model": model, **given, "method": "wanda", "reconstruct": "layer", "budget": "owl"}
 
 
+def _sparse(random: Random) -> torch.nn.Module:
+    model = _dense()
+    sk.sparsify_(model, random.choice((sk.BlockSparse(16, 0.5), sk.SemiSparse(), sk.Float8())))
+    return model
+
+
+def _save_model(random: Random) -> Made:
+    return sk.save_model, {"model": _sparse(random), "directory": Path("saved")}
+
+
+def _load_model(random: Random) -> Made:
+    folder = Path("loaded")
+    if not folder.exists():
+        sk.save_model(_sparse(random), folder)
+    return partial(sk.load_model, _dense()), {"directory": folder, "device": "cpu"}
+
+
 BLOCKS = {"block": "int sequence", "keep": "int"}
 
 CALLS: dict[str, Call] = {
     "prune": Call(_prune, {"reconstruct": "none"}, every=20),
     "sparsify_": Call(_sparsify, {"config": "dict"}, every=10),
     "densify_": Call(_densify, every=10),
+    "save_model": Call(_save_model, {"directory": "text"}, 10, (OSError,)),
+    "load_model": Call(_load_model, {"directory": "text", "device": "none text"}, 10, (OSError,)),
     "BlockSparse": Call(function(sk.BlockSparse, block=32, keep=0.5, scope="row"), BLOCKS),
     "BlockSemiSparse": Call(function(sk.BlockSemiSparse, block=64, keep=0.5, scope="row"), BLOCKS),
     "Float8": Call(function(sk.Float8, of=sk.SemiSparse()), {"of": "none"}),

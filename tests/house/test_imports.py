@@ -66,6 +66,8 @@ import importlib, importlib.util, pkgutil, sparsek
 left_out = ["sparsek.products.kernels.", "sparsek.attn.kernels."]
 if importlib.util.find_spec("transformers") is None:
     left_out.append("sparsek.integrations.transformers")
+if importlib.util.find_spec("peft") is None:
+    left_out.append("sparsek.integrations.peft")
 for found in pkgutil.walk_packages(sparsek.__path__, "sparsek."):
     if not found.name.startswith(tuple(left_out)) and not found.name.endswith("__main__"):
         importlib.import_module(found.name)

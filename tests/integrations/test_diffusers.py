@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import sparsek as sk
+from sparsek.core.errors import InvalidInput
 from tests.house.tools import need
 from tests.integrations.test_diffusers_forms import Given, hunyuan_video
 from tests.refusals import refused
@@ -23,7 +25,7 @@ from tests.refusals import refused
 need("diffusers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, WanTransformer3DModel
 
 from sparsek.integrations import diffusers
 from sparsek.integrations.diffusers_layers import joint_attention
@@ -279,3 +281,35 @@ def test_text_with_gaps_on_a_gpu_without_a_sync(first: bool, no_sync: Any) -> No
     pairs[:, :, at, at] &= chosen
     right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), pairs)
     torch.testing.assert_close(found.float(), right, rtol=0, atol=0.02)
+
+
+def flux() -> Any:
+    return FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [lambda: wan(1)[0], flux], ids=["wan", "flux"])
+def test_sparse_layers_are_loaded_by_sparsek_only(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Whoever saves them: diffusers' own loader would draw what it misses at random."""
+    torch.manual_seed(0)
+    model = make()
+    sk.sparsify_(model, sk.BlockSparse(block=16, keep=0.5))
+    right, kind = model.state_dict(), type(model)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    sk.save_model(model, tmp_path / "own")
+    assert "quantization_config" not in model.config
+    assert "sk.load_model" in (tmp_path / "shards" / "README.md").read_text()
+    for folder in (tmp_path / "whole", tmp_path / "shards", tmp_path / "own"):
+        back = sk.load_model(make, folder).state_dict()
+        assert back.keys() == right.keys()
+        assert all(torch.equal(part, back[name]) for name, part in right.items())
+    model.save_config(tmp_path / "own")
+    (tmp_path / "own" / "model.safetensors").rename(tmp_path / "own" / "diffusion_pytorch_model.safetensors")
+    for folder in ("whole", "shards", "own"):
+        with pytest.raises(ValueError, match=r"sparsek|\.weight expected shape"):
+            kind.from_pretrained(tmp_path / folder)
+    with pytest.raises(InvalidInput, match="safetensors"):
+        model.save_pretrained(tmp_path / "pickled", safe_serialization=False)

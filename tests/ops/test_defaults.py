@@ -382,20 +382,26 @@ def layers() -> Any:
     return outputs, [(each, each.grad) for each in parameters if each.grad is not None], other(dense(7, 80))
 
 
-def models() -> Any:
+def models(tmp_path: Path) -> Any:
     at: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     torch.manual_seed(4)
     found: list[Any] = []
+
+    def make() -> Any:
+        return torch.nn.Sequential(
+            torch.nn.Linear(128, 192, **at), torch.nn.ReLU(), torch.nn.Linear(192, 128, **at)
+        )
+
     for config in (
         sk.BlockSparse(16, 0.5),
         sk.SemiSparse(),
         sk.BlockSemiSparse(64, 0.5),
         sk.Float8(sk.SemiSparse()),
     ):
-        model = torch.nn.Sequential(
-            torch.nn.Linear(128, 192, **at), torch.nn.ReLU(), torch.nn.Linear(192, 128, **at)
-        )
+        model = make()
         sk.sparsify_(model, config)
+        sk.save_model(model, tmp_path)
+        found += [*sk.load_model(make, tmp_path).state_dict().values()]
         found += [model(dense(5, 128)), sk.densify_(model) and model[0].weight]
     sk.prune(model, sk.BlockSparse(16, 0.5), calibration=[dense(40, 128)], method="obs", reconstruct="layer")
     return found, model(dense(5, 128))
@@ -444,13 +450,14 @@ def parts(x: Any) -> list[Any]:
     if isinstance(x, tuple | list):
         return [each for part in x for each in parts(part)]
     if isinstance(x, Tensor):
-        return [(x.dtype, x.device.type), x.detach()]
+        in_fp8 = x.is_floating_point() and x.itemsize == 1
+        return [(x.dtype, x.device.type), x.view(torch.uint8) if in_fp8 else x.detach()]
     return [x]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_a_default_of_torch_changes_no_bit(recipe: Any, tmp_path: Path) -> None:
-    given = (tmp_path,) if recipe is files else ()
+    given = (tmp_path,) if recipe in (files, models) else ()
     right = parts(recipe(*given))
     assert right
     for name, default in DEFAULTS.items():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from sparsek.nn import SparseLinear
+from sparsek.nn.sparse import SparseLinear
 
 HOOKS = (
     "_backward_hooks",

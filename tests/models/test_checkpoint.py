@@ -1,0 +1,229 @@
+"""sk.save_model and sk.load_model: models come back bit by bit, and files that do not fit are refused."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparsek as sk
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.files.tensor_file import opened
+
+HALF = sk.BlockSparse(block=32, keep=0.5)
+CONFIGS = (
+    HALF,
+    sk.BlockSparse(block=(32, 64), keep=0.3),
+    sk.SemiSparse(),
+    sk.BlockSemiSparse(block=64, keep=0.5),
+    sk.Float8(),
+    sk.Float8(HALF),
+    sk.Float8(sk.SemiSparse()),
+    sk.Float8(sk.BlockSemiSparse(block=64, keep=0.5)),
+)
+
+
+class Net(nn.Module):
+    """Layers, buffers that are saved and one that is not, tied words, and no parameter at all in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 128)
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128, bias=False)
+        self.norm = nn.BatchNorm1d(128)
+        self.head = nn.Linear(128, 40, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        return self.head(self.norm(x + self.down(self.up(x).relu())))
+
+
+class Scaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 2.0), persistent=False)
+
+
+def sparse(config: Any = HALF, make: Callable[[], Any] = Net) -> Any:
+    torch.manual_seed(0)
+    model = make().eval()
+    sk.sparsify_(model, config)
+    assert isinstance(model.up, sk.nn.SparseLinear)
+    return model
+
+
+def same(a: nn.Module, b: nn.Module) -> None:
+    one, two = a.state_dict(), b.state_dict()
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("make", [Net, Scaled])
+def test_a_model_comes_back_into_a_factory_and_a_model(
+    config: Any, make: Callable[[], Any], tmp_path: Path
+) -> None:
+    model = sparse(config, make).bfloat16()
+    sk.save_model(model, tmp_path / "new" / "folder")
+    for target in (make, make()):
+        back = sk.load_model(target, tmp_path / "new" / "folder").eval()
+        same(model, back)
+        assert back.head.weight is back.words.weight
+        words = torch.arange(8)
+        if make is Net:
+            torch.testing.assert_close(back(words), model(words))
+        sk.densify_(back)
+        assert type(back.up) is nn.Linear
+
+
+def test_layers_made_by_hand_shared_and_with_activations_come_back(tmp_path: Path) -> None:
+    def make() -> Any:
+        model = nn.ModuleDict(
+            {"a": nn.Linear(64, 64), "b": nn.Linear(64, 128, bias=False), "c": nn.Linear(64, 64)}
+        )
+        model["d"] = model["a"]
+        return model
+
+    model = make()
+    matrix = sk.random_bsr(128, 64, 32, 0.5)
+    model["a"] = model["d"] = sk.nn.SparseLinear.from_dense(model["a"], "semi24", activation="gelu")
+    model["b"] = sk.nn.SparseLinear.from_matrix(sk.quantize(matrix, scale="block"))
+    model["c"] = sk.nn.SparseLinear.from_dense(model["c"], "semi24").keep_pruned(model["c"], decay=0.5)
+    sk.save_model(model, tmp_path)
+    back = sk.load_model(make, tmp_path)
+    same(model, back)
+    assert back["a"] is back["d"]
+    assert back["a"].activation == "gelu"
+    assert back["c"]._decay == 0.5
+    back["c"](torch.randn(4, 64)).sum().backward()
+    assert back["c"].pruned.grad is not None
+
+
+def test_a_pattern_without_blocks_comes_back(tmp_path: Path) -> None:
+    model = nn.Sequential(sk.nn.SparseLinear.from_matrix(sk.random_bsr(64, 64, 32, 0.0)), nn.Linear(64, 8))
+    sk.save_model(model, tmp_path)
+    same(model, sk.load_model(lambda: nn.Sequential(nn.Linear(64, 64, False), nn.Linear(64, 8)), tmp_path))
+
+
+def test_a_sparse_model_takes_another_pattern(tmp_path: Path) -> None:
+    sk.save_model(sparse(), tmp_path)
+    other = sparse(sk.BlockSparse(block=64, keep=0.25))
+    same(sk.load_model(other, tmp_path), sparse())
+
+
+def test_a_dense_model_does_not_take_the_file(tmp_path: Path) -> None:
+    sk.save_model(sparse(), tmp_path)
+    with opened(tmp_path / "model.safetensors") as file:
+        state = {name: file.read(name) for name in file.tensors}
+    with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
+        Net().load_state_dict(state, strict=False)
+
+
+def change(folder: Path, how: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    """Rewrite the header of a file: `how` gets it and the description in it."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    about = json.loads(header["__metadata__"]["sparsek"])
+    how(header, about)
+    header["__metadata__"]["sparsek"] = json.dumps(about)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "version": lambda _, a: a.update(version=True),
+    "layers": lambda _, a: a.update(layers=[]),
+    "entry": lambda _, a: a["layers"].update(up=None),
+    "blocks": lambda _, a: a["layers"]["up"].update(blocks=2**62),
+    "fewer": lambda _, a: a["layers"]["up"].update(blocks=3),
+    "shape": lambda _, a: a["layers"]["up"].update(shape=[256]),
+    "sides": lambda _, a: a["layers"]["up"].update(shape=[True, 128]),
+    "dtype": lambda _, a: a["layers"]["up"].update(value_dtype=["bf16"]),
+    "block": lambda _, a: a["layers"]["up"].update(block="32"),
+    "activation": lambda _, a: a["layers"]["up"].update(activation="os.system"),
+    "pruned": lambda _, a: a["layers"]["up"].update(pruned=0.1),
+    "NaN": lambda _, a: a["layers"]["up"].update(
+        format="semi24", block=None, blocks=None, pruned=float("nan")
+    ),
+    "left out": lambda _, a: a["layers"].pop("up"),
+    "one more": lambda _, a: a["layers"].update({"": a["layers"]["up"]}),
+    "ties": lambda _, a: a.update(ties=["head.weight"]),
+    "tie": lambda _, a: a.update(ties={"head.weight": "nobody"}),
+    "renamed": lambda h, _: h.update({"up.other": h.pop("up.indices")}),
+    "reshaped": lambda h, _: h["up.bias"].update(shape=[128, 2]),
+}
+
+
+@pytest.mark.parametrize("how", FAULTS.values(), ids=list(FAULTS))
+def test_files_that_do_not_fit_are_refused_and_the_model_stays(
+    how: Callable[[dict[str, Any], dict[str, Any]], object], tmp_path: Path
+) -> None:
+    sk.save_model(sparse(), tmp_path)
+    change(tmp_path, how)
+    model = Net()
+    before = model.up
+    with pytest.raises(InvalidFile, match=r"model\.safetensors"):
+        sk.load_model(model, tmp_path)
+    assert model.up is before
+
+
+def test_patterns_are_checked(tmp_path: Path) -> None:
+    sk.save_model(sparse(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    start = json.loads(data[8 : 8 + length])["up.indices"]["data_offsets"][0] + 8 + length
+    data[start : start + 4] = struct.pack("<i", 99)
+    path.write_bytes(data)
+    with pytest.raises(InvalidFile, match="99"):
+        sk.load_model(Net, tmp_path)
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    untyped: Any = sk.load_model
+    with pytest.raises(FileNotFoundError):
+        sk.load_model(Net, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    with pytest.raises(InvalidFile, match=r"sk\.save_model"):
+        sk.load_model(Net, tmp_path)
+    sk.save_model(sparse(), tmp_path)
+    for wrong in (3, lambda: 3):
+        with pytest.raises(InvalidInput, match=r"torch\.nn\.Module"):
+            untyped(wrong, tmp_path)
+    with torch.device("meta"):
+        scaled = Scaled()
+    with pytest.raises(InvalidInput, match="scale of the model is on the meta device"):
+        sk.load_model(scaled, tmp_path)
+    with pytest.raises(InvalidInput, match="device"):
+        sk.load_model(Net, tmp_path, device="nowhere")
+    with pytest.raises(InvalidInput, match="plain tensors with values"):
+        sk.save_model(Net().to("meta"), tmp_path)
+    with pytest.raises(InvalidInput, match=r"a torch\.nn\.Module"):
+        sk.save_model("model", tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 3])
+def test_an_index_names_files_of_its_folder_only(name: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"up.bias": name}}))
+    with pytest.raises(InvalidFile, match="weight_map"):
+        sk.load_model(Net, tmp_path)
+    sk.save_model(sparse(), tmp_path)  # which counts, beside the index of earlier shards
+    same(sk.load_model(Net, tmp_path), sparse())
+
+
+def test_a_save_that_fails_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sk.save_model(sparse(), tmp_path)
+    monkeypatch.setattr("sparsek.files.tensor_file.Writer.finish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sk.save_model(sparse(sk.SemiSparse()), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    same(sk.load_model(Net, tmp_path), sparse())
