@@ -1,0 +1,81 @@
+"""LoRA of peft over sparse layers: adapters learn, merge, and come back."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.nn import SparseLinear
+
+peft: Any = pytest.importorskip(
+    "peft", reason="peft is in no environment of `make env`: every process would load it"
+)
+
+import sparsek.integrations.peft
+from tests.integrations.models import SMALL
+from tests.integrations.models import transformers as lib
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for what peft calls
+HALF = sk.BlockSparse(block=16, keep=0.5)
+WORDS = torch.arange(8)[None]
+
+
+def sparse(config: Any = HALF) -> Any:
+    torch.manual_seed(0)
+    model = lib.LlamaForCausalLM(lib.LlamaConfig(**SMALL)).eval()
+    sk.sparsify_(model, {"*.mlp.*": config})
+    return model
+
+
+def run(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=WORDS).logits
+
+
+def up(model: Any) -> Any:
+    return model.base_model.model.model.layers[0].mlp.up_proj.base_layer
+
+
+@pytest.mark.parametrize("config", [HALF, sk.SemiSparse(), sk.Float8(HALF)], ids=str)
+def test_adapters_learn_merge_and_come_back(config: Any, tmp_path: Path) -> None:
+    base = sparse(config)
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules="all-linear"))
+    assert sum("mlp" in name for name in model.peft_config["default"].target_modules) == 6
+    learning = [each for each in model.parameters() if each.requires_grad]
+    assert all(each.dtype == torch.float32 for each in learning)
+    optimizer = torch.optim.SGD(learning, 1.0)
+    for _ in range(2):
+        model(input_ids=WORDS, labels=WORDS).loss.backward()
+        optimizer.step()
+    right = run(model)
+    assert (right - run(base)).abs().max() > 0.01
+    before = {name: part.clone() for name, part in up(model).state_dict().items()}
+    model.merge_adapter(safe_merge=True)
+    assert type(up(model)) is torch.nn.Linear
+    torch.testing.assert_close(run(model), right, rtol=1e-3, atol=1e-3)
+    model.unmerge_adapter()
+    assert isinstance(up(model), SparseLinear)
+    assert all(torch.equal(part, before[name]) for name, part in up(model).state_dict().items())
+    model.save_pretrained(tmp_path / "adapter")
+    base.save_pretrained(tmp_path / "base")
+    loaded = lib.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    back = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
+    torch.testing.assert_close(run(back), right)
+    torch.testing.assert_close(run(back.merge_and_unload()), right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_what_needs_the_dense_weight_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="over sparse layers"):
+        peft.get_peft_model(sparse(), peft.LoraConfig(target_modules=["up_proj"], **options))
+
+
+def test_a_fused_activation_is_refused() -> None:
+    model = sparse()
+    model.model.layers[0].mlp.up_proj.activation = "relu"
+    with pytest.raises(InvalidInput, match="set its activation to None"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"]))
