@@ -38,6 +38,7 @@ from sparsek.integrations.transformers_cross import is_cross_attention
 from sparsek.integrations.transformers_masks import (
     MaskRequest,
     ModelMask,
+    PairsRequest,
     Restarts,
     dense_mask,
     model_mask,
@@ -45,12 +46,14 @@ from sparsek.integrations.transformers_masks import (
 )
 from sparsek.integrations.transformers_paged import paged
 from sparsek.integrations.transformers_steps import (
+    EVERY,
     MOST,
-    PairsRequest,
+    StepMask,
     WindowKeys,
+    is_last,
+    last_step,
     near_of,
-    seen_pairs,
-    step_mask,
+    step,
 )
 from sparsek.nn import savers
 
@@ -60,6 +63,9 @@ REFUSED = {
     "head_mask": "head_mask",
     "output_attentions": "output_attentions: the weights are never in memory",
 }
+SIZES = ("batch_size", "q_length", "kv_length", "kv_offset")
+# Options with which a layer needs more than softmax over the keys of its mask.
+CHANGES = frozenset((*REFUSED, "softcap", "s_aux", "cache", "cu_seq_lens_q"))
 
 
 def sparsek_mask(
@@ -71,8 +77,11 @@ def sparsek_mask(
     mask_function: Any = causal_mask_function,
     attention_mask: Any = None,
     *,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: Any = "cpu",
+    dtype: Any = None,
     config: Any = None,
     **_: Any,
 ) -> ModelMask:
@@ -82,9 +91,11 @@ def sparsek_mask(
     are made in O(S). Equal lengths give the same object, with its plans. Any other function is evaluated at every pair,
     in O(S^2). Padding, the edges of documents, and the offset of a static cache on a GPU are read with one sync each.
 
-    For up to 32 queries over more keys, as in a decode step, every pair is evaluated on the device, without a sync: in
-    masks of one form for all positions, which a compiled model takes or makes itself. Not under a policy that chooses
-    blocks, nor under a stride; those read the offset.
+    For up to 32 queries over more keys, as in a decode step, the result is a mask for torch's own attention: none where
+    every query sees all keys, or all that a window leaves, for which padding is read, as by transformers' sdpa; else
+    every pair is evaluated on the device, without a sync. Masks of a static cache are all made so, have one form for
+    all positions, and a compiled model takes them or makes them itself. Not under a policy that chooses blocks, nor
+    under a stride; those read the offset.
 
     Args:
         batch_size: Batch items.
@@ -94,8 +105,12 @@ def sparsek_mask(
         kv_offset: The position of the first key.
         mask_function: A function (batch item, head, query, key) of transformers.
         attention_mask: Padding [B or 1, tokens], true for a token; or the result of an earlier call.
+        allow_is_causal_skip: Whether the mask of a step may have another form at another position, or with other
+            padding. transformers passes False for a static cache, whose steps are compiled once.
+        allow_is_bidirectional_skip: The same, where every query sees all keys.
         use_vmap: Whether an unknown function is evaluated under torch.vmap.
         device: Where the mask is made.
+        dtype: That of the model's states, for masks of torch's attention.
         config: The config of the model; `config.sparsek` is a dict of the options of a `MaskPolicy`, a dict with
             "policy", the name of a class of sk.policies, and its options, which is what a policy becomes when it is
             assigned, or None.
@@ -116,10 +131,16 @@ def sparsek_mask(
     from_start = isinstance(q_offset, int) and q_offset == kv_offset == 0
     if every and from_start and q_length != kv_length:
         options = None  # cross-attention, whose queries have no position among the keys
+    may_cut = allow_is_causal_skip is True or allow_is_bidirectional_skip is True
     if not torch.compiler.is_compiling():
-        return _made_mask(wanted, options)
+        if may_cut and causal and options is None and is_last(wanted):
+            return last_step(wanted, dtype)
+        return _made_mask(wanted, options, may_cut, dtype)
     known = not chooses(options)
     given = tuple(options.items()) if known and options is not None else None
+    near = _near(given) if known and q_length <= MOST and q_length < kv_length else None
+    if near is not None:
+        return step(wanted, WindowKeys(*[int(each) for each in near.split(",")]), may_cut, dtype)
     if known and (causal or every) and attention_mask is None and isinstance(q_offset, int):
         return _constant_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, causal, given, str(device)
@@ -128,11 +149,7 @@ def sparsek_mask(
     if whole and not use_vmap and _is_packed(mask_function, config):
         mask = packed_mask(_documents_of(mask_function, batch_size, q_length, device))
         return ModelMask(ResolvedRule(mask), (batch_size, 1, q_length, kv_length), packed=True)
-    if known and q_length <= MOST and q_length < kv_length:
-        near = _near(given)
-        if near is not None:
-            return _step(wanted, WindowKeys(*[int(each) for each in near.split(",")]))
-    return _made_mask(wanted, options)
+    return _made_mask(wanted, options, may_cut, dtype)
 
 
 def _is_packed(mask_function: Any, config: Any) -> bool:
@@ -155,13 +172,6 @@ def _documents_of(mask_function: Any, batch: int, length: int, device: Any) -> T
     query = torch.arange(1, length, device=device)[None]
     new = ~mask_function(item, 0, query, query - 1)
     return torch.nn.functional.pad(new.expand(batch, -1).cumsum(1), (1, 0))
-
-
-def _step(of: PairsRequest, near: WindowKeys) -> ModelMask:
-    """The mask of few queries, which neither waits for the device nor depends on their position but by tensors."""
-    seen = seen_pairs(of, 1 if of.padding is None and of.function is causal_mask_function else of.batch, near)
-    mask = step_mask(seen, near.block, near.most(of.q_len, of.kv_len))
-    return ModelMask(ResolvedRule(mask), (of.batch, 1, of.q_len, of.kv_len))
 
 
 @constant
@@ -189,10 +199,11 @@ def _constant_mask(
 
 
 @torch.compiler.disable(reason="masks are made and kept outside of graphs")
-def _made_mask(of: PairsRequest, options: Any) -> ModelMask:
+def _made_mask(of: PairsRequest, options: Any, may_cut: bool, dtype: Any) -> ModelMask:
     """The mask of any arguments, checked."""
-    sizes = {"batch_size": of.batch, "q_length": of.q_len, "kv_length": of.kv_len, "kv_offset": of.kv_offset}
-    batch, q_len, kv_len, kv_offset = (_host_int(name, value, 0) for name, value in sizes.items())
+    batch, q_len, kv_len, kv_offset = sizes = of.batch, of.q_len, of.kv_len, of.kv_offset
+    if not all(type(size) is int and 0 <= size <= INT32_MAX for size in sizes):
+        batch, q_len, kv_len, kv_offset = map(_host_int, SIZES, sizes)
     q_offset, padding = of.q_offset, of.padding
     if not isinstance(q_offset, Tensor):
         q_offset = arguments.integer("q_offset", q_offset, -INT32_MAX, INT32_MAX)
@@ -214,8 +225,7 @@ def _made_mask(of: PairsRequest, options: Any) -> ModelMask:
         wanted = PairsRequest(
             batch, q_len, kv_len, q_offset, kv_offset, of.function, padding, use_vmap, where
         )
-        with torch.inference_mode(False), torch.no_grad():
-            return _step(wanted, near)
+        return step(wanted, near, may_cut, dtype)
     q_offset = _host_int("q_offset", q_offset, -INT32_MAX)
     request = MaskRequest(batch, q_len, kv_len, q_offset, kv_offset, padding, where)
     made = model_mask(request, of.function, policy, use_vmap)
@@ -223,7 +233,7 @@ def _made_mask(of: PairsRequest, options: Any) -> ModelMask:
     return made
 
 
-def _host_int(name: str, value: Any, least: int) -> int:
+def _host_int(name: str, value: Any, least: int = 0) -> int:
     """An int32 on the host, also from a tensor of one element."""
     is_one = (
         isinstance(value, Tensor) and arguments.tensor(name, value, (torch.int32, torch.int64)).numel() == 1
@@ -266,6 +276,12 @@ def sparsek_attention(
 
     Warns where `position_ids` restart and the mask separates no documents.
     """
+    if attention_mask is None:
+        attention_mask = _every_key(module, query, key, options)
+    if isinstance(attention_mask, StepMask) and dropout == 0 and _is_plain(scaling, options):
+        found = attention_mask.attended(query, key, value, scaling)
+        if found is not None:
+            return found, None
     check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
         raise InvalidInput(
@@ -296,6 +312,32 @@ def sparsek_attention(
         seen = choice.mask_for(query, key, scaling)
     out = attention(query, key, value, seen, **settings)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _every_key(
+    module: torch.nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]
+) -> StepMask | None:
+    """The mask of one query without one, which sees all keys; None where there is more to look at."""
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not query.ndim == key.ndim == 4:
+        return None
+    if query.shape[2] != 1 or options.get("sliding_window"):
+        return None
+    if getattr(getattr(module, "config", None), "sparsek", None) is not None:
+        return None
+    keys = key.shape[-2]
+    every = PairsRequest(
+        query.shape[0], 1, keys, keys - 1, 0, bidirectional_mask_function, None, False, query.device
+    )
+    return StepMask(every, EVERY, None, None)
+
+
+def _is_plain(scaling: Any, options: dict[str, Any]) -> bool:
+    """Whether these options leave scores as they are, by a factor that needs no look."""
+    if not CHANGES.isdisjoint(options):
+        for name in CHANGES:
+            if options.get(name) is not None and options[name] is not False:
+                return False
+    return scaling is None or (isinstance(scaling, float) and 1e-30 <= scaling <= 1e30)
 
 
 def _scores(options: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from sparsek.core.arguments import is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.integrations.config import misfit
-from sparsek.integrations.transformers_steps import PairsRequest
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")
@@ -128,6 +127,11 @@ class ModelMask:
     def _found_own(self) -> ModelMask:
         own = self.own
         return own if isinstance(own, ModelMask) else own() if own else self
+
+    def explain(self) -> str:
+        """What computes attention under this mask, and over which keys."""
+        chosen = "" if self.choice is None else f" and {self.choice.policy.label} in each layer"
+        return f"sparsek.attention over the blocks of {self.visible.within!r}{chosen}"
 
     def __repr__(self) -> str:
         return f"ModelMask({self.visible.within!r}{f', {self.visible.k} best' if self.visible.k else ''})"
@@ -270,6 +274,40 @@ MAKERS: dict[str, Callable[..., bool]] = {
     "packed_sequence_mask_function": Rules._packed,
     "remap_positions_for_packed_sequence": Rules._remapped,
 }
+
+
+class PairsRequest(NamedTuple):
+    """The pairs of queries and keys that a mask of transformers is for.
+
+    `q_offset`: an int, or a tensor of one. `padding`: [B or 1, tokens], true for a token; None for none.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_offset: Any
+    kv_offset: int
+    function: Callable[..., Any]
+    padding: Tensor | None
+    use_vmap: bool
+    device: Any
+
+    @property
+    def plain(self) -> bool:
+        """Whether every query sees all keys, or all up to its own, but for padding."""
+        return self.function in (
+            masking_utils.causal_mask_function,
+            masking_utils.bidirectional_mask_function,
+        )
+
+    def evaluated(self, batch: int) -> Tensor:
+        """The pairs that `function` and the padding admit, bool [batch, 1, q_len, kv_len]."""
+        seen = masking_utils.sdpa_mask(
+            batch, self.q_len, self.kv_len, self.q_offset, self.kv_offset, self.function, self.padding,
+            allow_is_causal_skip=False, use_vmap=self.use_vmap, device=self.device,
+        )  # fmt: skip
+        assert seen is not None  # only skips give None
+        return seen
 
 
 @dataclass(frozen=True)
