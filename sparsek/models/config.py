@@ -1,11 +1,11 @@
-"""What a layer of a model becomes: BlockSparse, SemiSparse, BlockSemiSparse, Float8; and rules that choose by layer."""
+"""What a layer of a model becomes: BlockSparse, SemiSparse, BlockSemiSparse, Float8, "auto"; and rules by layer."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from sparsek.core.parsing import named
 from sparsek.products.formats.bsr24 import BLOCK_STEP
 from sparsek.products.formats.convert import SCOPES, Scope
 from sparsek.products.formats.pattern import block_sides
+from sparsek.products.ops.weight_formats import FP8, WeightFormat
 
 
 class _Config:
@@ -152,12 +153,28 @@ class Float8(_Config):
             )
 
 
+AUTO = "auto"  # the planner chooses, see `auto.py`
 Config: TypeAlias = BlockSparse | SemiSparse | BlockSemiSparse  # by which values are chosen
 LayerConfig: TypeAlias = Config | Float8
+Auto: TypeAlias = Literal["auto"]
 Rule: TypeAlias = str | type[nn.Module] | Callable[[nn.Module, str], bool]
 Rules: TypeAlias = Mapping[
-    Any, LayerConfig | None
+    Any, LayerConfig | Auto | None
 ]  # by Rule, in which a Mapping of type checkers is invariant
+
+
+def chosen_by(config: LayerConfig) -> Config | None:
+    """The config by which values are chosen, that inside of a Float8; None for a dense weight in FP8."""
+    return config.of if isinstance(config, Float8) else config
+
+
+def form_of(config: LayerConfig) -> WeightFormat:
+    """The format of a config."""
+    inner = chosen_by(config)
+    name = ("dense" if inner is None else inner.format) + (FP8 if isinstance(config, Float8) else "")
+    if inner is None or isinstance(inner, SemiSparse):
+        return WeightFormat(name)
+    return WeightFormat(name, inner.block, inner.keep, inner.scope)
 
 
 def _check_blocks(config: BlockSparse | BlockSemiSparse, step: int) -> None:
@@ -170,11 +187,15 @@ def _check_blocks(config: BlockSparse | BlockSemiSparse, step: int) -> None:
     object.__setattr__(config, "keep", keep)
 
 
-def check_rules(config: Any, kinds: tuple[type[Any], ...] = get_args(Config)) -> None:
-    """Raise InvalidInput unless `config` is a config of these kinds, or a mapping of rules to them."""
-    if isinstance(config, kinds):
+def check_rules(config: Any) -> None:
+    """Raise InvalidInput unless `config` is a config, "auto", or a mapping of rules to these."""
+
+    def is_config(value: Any) -> bool:
+        return isinstance(value, get_args(LayerConfig)) or (isinstance(value, str) and value == AUTO)
+
+    if is_config(config):
         return
-    names = ", ".join(each.__name__ for each in kinds)
+    names = ", ".join(each.__name__ for each in get_args(LayerConfig)) + f' or "{AUTO}"'
     if not isinstance(config, Mapping) or not config:
         raise InvalidInput(
             f"config is {arguments.shown(config)}; it must be one of {names}, such as BlockSparse(block=64, keep=0.5), "
@@ -183,7 +204,7 @@ def check_rules(config: Any, kinds: tuple[type[Any], ...] = get_args(Config)) ->
     for key, value in config.items():
         if not isinstance(key, (str, type)) and not callable(key):
             raise InvalidInput(f"a rule is for {arguments.shown(key)}; use a glob, a type or a predicate")
-        if value is not None and not isinstance(value, kinds):
+        if value is not None and not is_config(value):
             raise InvalidInput(
                 f"the rule for {arguments.shown(key)} is {arguments.shown(value)}; use one of {names}, or None"
             )

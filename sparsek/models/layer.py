@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,8 +13,18 @@ from torch import Tensor, nn
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.models import obs, scores
-from sparsek.models.config import BlockSparse, Config, Rules, SemiSparse, config_for
-from sparsek.models.reconstruct import Quadratic, least_squares
+from sparsek.models.config import (
+    AUTO,
+    BlockSemiSparse,
+    BlockSparse,
+    Float8,
+    LayerConfig,
+    SemiSparse,
+    chosen_by,
+    config_for,
+    form_of,
+)
+from sparsek.models.reconstruct import Quadratic, least_squares, quadratic, relative_error
 from sparsek.models.scores import Moments
 from sparsek.models.stream import Stack
 from sparsek.nn import SparseLinear
@@ -21,15 +32,18 @@ from sparsek.nn.replace import Facts, is_conv1d, is_linear
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import block_sides
+from sparsek.products.formats.quantized import quantize
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.two_four import STEP
+
+SAMPLE, BLOCK_ROWS = 512, 128  # rows of a weight for its expected error
 
 
 class WeightMask(NamedTuple):
     """What a layer keeps.
 
     Attributes:
-        mask: bool, of blocks [Mb, Kb] for BlockSparse, else of elements.
+        mask: bool, of blocks [Mb, Kb] where blocks are stored whole, else of elements.
         elements: bool [M, K].
         weight: [M, K]; what is outside of the mask does not count.
     """
@@ -39,27 +53,128 @@ class WeightMask(NamedTuple):
     weight: Tensor
 
 
+class PrunedLayer(NamedTuple):
+    """What a layer becomes: its mask, weight and bias; the kept share and norm; errors without and with the update."""
+
+    mask: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    kept: float
+    norm: float
+    error: float | None
+    error_after: float | None
+
+
+def updated(
+    name: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: LayerConfig,
+    method: str,
+    moments: Moments | None,
+    follow: bool,
+) -> tuple[WeightMask, Quadratic | None]:
+    """What a weight [M, K] keeps, the new weight before any rounding, and its error as a quadratic if it was updated.
+
+    `follow`: fit the outputs of the dense model. Raises InvalidInput for NaN and Inf.
+    """
+    w = weight.detach()
+    if not bool(w.isfinite().all() & (moments is None or moments.h.isfinite().all())):
+        raise InvalidInput(f"{name}: its weight, or its inputs on the calibration, have NaN or Inf")
+    wide = w.to(scores.solver_dtype(w.shape[1]))
+    fit = None
+    if moments is not None and (follow or method == "obs"):
+        fit = quadratic(wide, bias, moments, name, follow)
+    return select(wide, config, method, moments, fit, follow), fit
+
+
+def pruned(
+    name: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: LayerConfig,
+    moments: Moments | None,
+    update: tuple[WeightMask, Quadratic | None],
+) -> PrunedLayer:
+    """A layer of the weight [M, K] after an `updated`; in FP8 the new weight is rounded."""
+    w, fp8, ((mask, elements, new), fit) = weight.detach(), isinstance(config, Float8), update
+    cut, new = w.masked_fill(~elements, 0), new.masked_fill(~elements, 0)
+    stored = new.to(w.dtype)
+    if fp8:
+        new = rounded(stored).to(new.dtype)
+        stored = new.to(w.dtype)
+    new_bias = bias if fit is None else fit.bias_for(new)
+    if bias is not None and new_bias is not None:
+        new_bias = new_bias.to(bias.dtype)
+    error = after = None
+    if moments is not None:
+        error = float(relative_error(cut, bias, w, bias, moments, name))
+        after = float(relative_error(new if fp8 else stored, new_bias, w, bias, moments, name, fp8))
+    wide = w.to(new.dtype)
+    whole = wide.norm().clamp(min=torch.finfo(wide.dtype).tiny)
+    norm = float(wide.masked_fill(~elements, 0).norm() / whole)
+    kept = float(elements.to(torch.float64).mean())
+    return PrunedLayer(mask, stored, new_bias, kept, norm, error, after)
+
+
+def expected_error(
+    name: str, weight: Tensor, bias: Tensor | None, method: str, moments: Moments, follow: bool
+) -> Callable[[LayerConfig], float]:
+    """The error of a layer of the dense model after its update, by config, from some of its rows."""
+    at = some_rows(len(weight), weight.device)
+    w, bias = weight.detach()[at], None if bias is None else bias.detach()[at]
+    moments = moments.of_rows(name, w, bias)
+    method = "wanda" if method == "obs" else method  # which is as good with a reconstruction, and quick
+
+    @functools.cache
+    def update(config: LayerConfig) -> tuple[WeightMask, Quadratic | None]:
+        return updated(name, w, bias, config, method, moments, follow)
+
+    def error(config: LayerConfig) -> float:
+        return pruned(name, w, bias, config, moments, update(chosen_by(config) or config)).error_after or 0.0
+
+    return error
+
+
+def some_rows(count: int, device: torch.device) -> Tensor:
+    """At most SAMPLE rows of a weight, in whole block rows of the largest block, evenly spread."""
+    blocks = -(-count // BLOCK_ROWS)
+    taken = min(blocks, SAMPLE // BLOCK_ROWS)
+    starts = torch.arange(taken, device=device) * blocks // taken * BLOCK_ROWS
+    rows = (starts[:, None] + torch.arange(BLOCK_ROWS, device=device)).flatten()
+    return rows[rows < count]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows [..., K] rounded to FP8, as weights are stored and inputs are multiplied, in float32. Zeros stay zeros."""
+    return quantize(x.detach().contiguous(), check=False).dequantize()
+
+
 def select(
-    w: Tensor, config: Config, method: str, moments: Moments | None, fit: Quadratic | None, refit: bool
+    w: Tensor, config: LayerConfig, method: str, moments: Moments | None, fit: Quadratic | None, refit: bool
 ) -> WeightMask:
     """Choose what a weight w [M, K] keeps, and compute the new weight if there is a `fit`.
 
     `refit`: by least squares on the mask; otherwise 2:4 of "obs" has the weights of its sweep.
     """
+    inner = chosen_by(config)
+    if inner is None:
+        whole = torch.ones_like(w, dtype=torch.bool)
+        return WeightMask(whole, whole, w if fit is None else fit.target)
     h = None if moments is None else moments.h[:-1, :-1].to(w.dtype)
     by_obs = fit is not None and method == "obs"
-    if isinstance(config, SemiSparse):
+    if isinstance(inner, SemiSparse):
         if fit is not None and by_obs:
             new, mask = obs.sweep_pairs(fit.target, fit.h)
         else:
             new, mask = w, scores.kept_of_pairs(scores.pair_costs(w, scores.pair_matrices(method, h, w)))
     else:
-        sides = block_sides(config.block)
-        cells = select_blocks(w, config, method, moments, fit)
+        sides = block_sides(inner.block)
+        cells = select_blocks(w, inner, method, moments, fit)
         rows = rows_of(cells, sides, w.shape[1])
         whole = elements_of(cells, sides, w.shape)
         new = w if fit is None else least_squares(fit.target, fit.h, rows, sides[0])
-        if isinstance(config, BlockSparse):
+        if isinstance(inner, BlockSparse):
             return WeightMask(cells, whole, new)
         if fit is not None and by_obs:
             mask = torch.zeros_like(whole)
@@ -75,10 +190,10 @@ def select(
 
 
 def select_blocks(
-    w: Tensor, config: Config, method: str, moments: Moments | None, fit: Quadratic | None = None
+    w: Tensor, config: LayerConfig, method: str, moments: Moments | None, fit: Quadratic | None = None
 ) -> Tensor:
     """The blocks to store, bool [Mb, Kb]."""
-    assert not isinstance(config, SemiSparse)
+    assert not isinstance(config, (SemiSparse, Float8))
     sides = block_sides(config.block)
     if method == "obs" and fit is not None:
         return obs.choose_by_obs(fit.target, fit.h, sides, config.keep, config.scope)
@@ -88,36 +203,49 @@ def select_blocks(
     return scores.choose_blocks(scores.block_scores(w, sides, method, h), config.keep, config.scope)
 
 
-def keep_of(config: Config) -> float:
-    """The kept share of blocks."""
-    assert not isinstance(config, SemiSparse)
-    return config.keep
+def keep_of(config: LayerConfig) -> float | None:
+    """The kept share of blocks; None without blocks."""
+    return getattr(chosen_by(config), "keep", None)
 
 
-def with_keep(config: Config, keep: float) -> Config:
+def with_keep(config: LayerConfig, keep: float) -> LayerConfig:
     """A config of blocks with another kept share."""
-    return config if isinstance(config, SemiSparse) else replace(config, keep=keep)
+    made: Any = replace(chosen_by(config), keep=keep)  # type: ignore[type-var]
+    return Float8(made) if isinstance(config, Float8) else made
 
 
-def sparse_layer(w: Tensor, mask: Tensor, bias: Tensor | None, config: Config) -> nn.Module:
+def masked_sides(config: LayerConfig) -> tuple[int, int] | None:
+    """The sides of the blocks of which a layer's mask is; None for a mask of elements."""
+    inner = chosen_by(config)
+    return block_sides(inner.block) if isinstance(inner, BlockSparse) else None
+
+
+def sparse_layer(w: Tensor, mask: Tensor, bias: Tensor | None, config: LayerConfig) -> nn.Module:
     """The sparse layer of a weight w [M, K] on the mask of its blocks or elements."""
-    w, bias = w.detach(), None if bias is None else bias.detach().clone()
-    if isinstance(config, BlockSparse):
-        return SparseLinear.from_matrix(BSR.from_dense(w, config.block, mask=mask), bias)
-    if isinstance(config, SemiSparse):
-        return SparseLinear.from_matrix(Semi24.from_dense(w, mask), bias)
-    return SparseLinear.from_matrix(BSR24.from_dense(w, config.block, mask=mask), bias)
+    w, bias, inner = w.detach(), None if bias is None else bias.detach().clone(), chosen_by(config)
+    if inner is None:
+        made: Any = form_of(config).convert(w)
+    elif isinstance(inner, SemiSparse):
+        made = Semi24.from_dense(w, mask)
+    else:
+        kind = BSR if isinstance(inner, BlockSparse) else BSR24
+        made = kind.from_dense(w, inner.block, mask=mask)
+    if inner is not None and isinstance(config, Float8):
+        made = quantize(made, check=False)
+    layer = SparseLinear.from_matrix(made, bias)
+    layer._dtype = w.dtype
+    return layer
 
 
 def targets(
     model: nn.Module,
-    config: Config | Rules,
+    config: Any,
     filter_fn: Callable[[nn.Module, str], bool] | None,
     stacks: list[Stack],
-) -> tuple[dict[str, Config], dict[str, str]]:
-    """The config of each layer to prune, and why others stay dense."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The config of each layer to prune, or "auto", and why others stay dense."""
     facts = Facts(model)
-    configs: dict[str, Config] = {}
+    configs: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for name, layer in model.named_modules():
         if not is_linear(layer):
@@ -130,7 +258,7 @@ def targets(
         )
         if not why and not explicit and not any(stack.has(name) for stack in stacks):
             why = "is outside of the repeated blocks; a rule by its name prunes it"
-        why = why or why_not(weights_of(layer)[0], wanted)
+        why = why or ("" if wanted == AUTO else why_not(weights_of(layer)[0], wanted))
         if why:
             skipped[name] = why
         else:
@@ -143,17 +271,18 @@ def targets(
     return configs, skipped
 
 
-def why_not(w: Tensor, config: Config) -> str:
+def why_not(w: Tensor, config: LayerConfig) -> str:
     """Why a weight [M, K] does not fit a config; "" if it does."""
+    inner = chosen_by(config)
     if w.dtype not in dtypes.FLOATS:
         return f"is of {w.dtype}"
-    if not isinstance(config, SemiSparse):
-        sides = block_sides(config.block)
+    if isinstance(inner, BlockSparse | BlockSemiSparse):
+        sides = block_sides(inner.block)
         if any(side < step for side, step in zip(w.shape, sides, strict=True)):
             return f"is {w.shape[0]}x{w.shape[1]}, less than a block of {sides[0]}x{sides[1]}"
-    if not isinstance(config, BlockSparse) and w.shape[1] % STEP:
+    if isinstance(inner, SemiSparse | BlockSemiSparse) and w.shape[1] % STEP:
         return f"has {w.shape[1]} columns, no multiple of {STEP}"
-    return ""
+    return "; ".join(form_of(config).why_not(w)) if isinstance(config, Float8) else ""
 
 
 def weights_of(layer: Any) -> tuple[Tensor, Tensor | None]:

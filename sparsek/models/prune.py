@@ -6,133 +6,82 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import INT32_MAX
+from sparsek.core.clock import time_rounds
+from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, first_line
 from sparsek.core.files import StrPath
 from sparsek.models import reconstruct as fitting
 from sparsek.models import scores, stream
-from sparsek.models.config import BlockSparse, Config, Rules, SemiSparse, check_rules
+from sparsek.models.auto import Auto, error_of, timed
+from sparsek.models.config import (
+    AUTO,
+    BlockSparse,
+    Float8,
+    LayerConfig,
+    Rules,
+    check_rules,
+    form_of,
+)
+from sparsek.models.config import Auto as AutoConfig
 from sparsek.models.layer import (
     elements_of,
+    expected_error,
     keep_of,
+    masked_sides,
+    pruned,
+    rounded,
     select,
     sparse_layer,
     targets,
+    updated,
     weights_of,
+    why_not,
     with_keep,
 )
+from sparsek.models.passes import Passes, Settings
+from sparsek.models.report import LayerRow, Measured, ModelReport, picture_of
 from sparsek.models.scores import Moments
-from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, State, Stream, TensorPlace, is_in
+from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, TensorPlace, is_in
 from sparsek.nn.replace import adopt, is_conv1d, swap
-from sparsek.products.formats.pattern import block_sides, grid_of
+from sparsek.products.formats.pattern import grid_of
+from sparsek.products.ops.choose import Option
 
 Method = Literal["magnitude", "wanda", "exact", "obs"]
 Reconstruct = Literal["layer", "block"]
 Budget = Literal["uniform", "sensitivity", "owl"]
 Progress = Callable[[int, int, str], None]
-COLUMNS = ("layer", "kept", "norm", "error", "after", "seconds")
-
-
-@dataclass(frozen=True)
-class PruneRow:
-    """What became of one layer.
-
-    Attributes:
-        layer: Its name in the model.
-        config: Its config, as JSON.
-        keep: The share of its elements that is stored.
-        norm: The norm of the stored elements over that of all, before any update.
-        error: |y - y'| / |y| on the calibration, y of the dense model, y' of the pruned one before weights are updated;
-            None without calibration.
-        error_after: The same after the update and the reconstruction by layer.
-        seconds: The time that it took.
-    """
-
-    layer: str
-    config: dict[str, Any]
-    keep: float
-    norm: float
-    error: float | None
-    error_after: float | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PruneReport:
-    """What `prune` did, as a table when printed.
-
-    Attributes:
-        rows: One for each pruned layer, in the order of the work.
-        skipped: The layers that stay dense, with the reason.
-    """
-
-    rows: tuple[PruneRow, ...]
-    skipped: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON."""
-        return {"rows": [asdict(row) for row in self.rows], "skipped": dict(self.skipped)}
-
-    def __str__(self) -> str:
-        def share(x: float | None) -> str:
-            return "-" if x is None else f"{x:.3f}"
-
-        lines = [
-            (
-                row.layer,
-                share(row.keep),
-                share(row.norm),
-                share(row.error),
-                share(row.error_after),
-                f"{row.seconds:.1f}",
-            )
-            for row in self.rows
-        ]
-        widths = [max(map(len, column)) for column in zip(COLUMNS, *lines, strict=True)]
-        table = [
-            "  ".join(
-                cell.rjust(width) if at else cell.ljust(width)
-                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in (COLUMNS, *lines)
-        ]
-        return "\n".join([*table, *(f"{name}: dense, {why}" for name, why in self.skipped.items())])
-
-
-@dataclass
-class Settings:
-    """The arguments of a run."""
-
-    method: str
-    reconstruct: str | None
-    budget: str
-    device: torch.device | None
+TIMED = 3  # rounds in which a block is timed on a GPU
 
 
 def prune(
     model: nn.Module,
-    config: Config | Rules,
+    config: LayerConfig | AutoConfig | Rules,
     *,
     calibration: Iterable[Any] | None = None,
     method: Method = "obs",
     reconstruct: Reconstruct | None = "layer",
     budget: Budget = "uniform",
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    max_error: float | None = None,
+    speedup: float | None = None,
+    card: str | None = None,
+    tokens: int = 4096,
     device: str | torch.device | None = None,
     folder: StrPath | None = None,
     progress: Progress | None = None,
-) -> PruneReport:
+) -> ModelReport:
     """Prune the linear layers of a model by their inputs on calibration data, and replace them by sparse layers.
 
     The model is changed in place. Its repeated blocks (the lists of alike modules, such as transformer blocks) are
@@ -143,8 +92,10 @@ def prune(
 
     Args:
         model: A torch.nn.Module. Its torch.nn.Linear and transformers' Conv1D layers are pruned.
-        config: BlockSparse, SemiSparse or BlockSemiSparse; or rules, a dict of them by a glob of layer names, a type of
-            layers or a predicate (layer, name). The first rule that matches decides; None leaves a layer dense.
+        config: BlockSparse, SemiSparse or BlockSemiSparse; Float8 of one, or of None, which is rounded after the
+            reconstruction; or "auto", with which the planner picks one for each layer. Or rules, a dict of these by a
+            glob of layer names, a type of layers or a predicate (layer, name). The first rule that matches decides;
+            None leaves a layer dense.
         calibration: Batches, each a tensor, a tuple of arguments or a dict of keyword arguments of the model. Tokens
             outside a batch's `attention_mask` do not count. Only "magnitude" without reconstruction needs none.
         method: What is dropped: what has the smallest norm ("magnitude"), the smallest W^2 E[x^2] ("wanda",
@@ -155,22 +106,30 @@ def prune(
         budget: How `keep` is spread over layers: the same for each, more for those that lose most output by pruning
             ("sensitivity"), or more for blocks with outliers ("owl", arXiv:2310.05175); all in all as much is stored.
         filter_fn: filter_fn(layer, name) is false for layers that stay dense.
+        max_error: With "auto": the largest relative error of a layer's outputs on the calibration, in the dense model
+            and after its reconstruction; the fastest form within it is picked. Layers at work together lose more.
+        speedup: With "auto": the predicted speed of the products of these layers, all together, over dense ones; the
+            forms that reach it with the least errors are picked.
+        card: The name of a card, for example "h200": predict the times of products on it. "auto" takes by default the
+            GPU of the model, else that of this machine, else the H200.
+        tokens: The number of tokens of the predictions.
         device: Where one block at a time is computed; by default where it is.
         folder: A folder for activations and finished blocks, one file each. A run that was ended goes on there, with
             the same arguments and the dense model, to the same weights. None keeps activations in memory.
         progress: Called with the finished blocks, their number, and the name of the next one.
 
     Returns:
-        A PruneReport: kept share, kept norm and output errors of each layer.
+        The report: kept share, kept norm and output errors of each layer; `str` of it is a table, `html()` a page. On a
+        GPU it has the measured times of the repeated blocks, dense and pruned.
 
     Raises:
-        InvalidInput: For arguments that do not fit, and for a folder of another run.
+        InvalidInput: For arguments that do not fit, a folder of another run, and a `speedup` that no choice reaches.
         InvalidFile: For damaged files in the folder.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
         >>> report = sk.prune(model, sk.BlockSparse(block=32, keep=0.5), calibration=[torch.randn(256, 64)])
-        >>> [row.keep for row in report.rows], type(model[0]).__name__
+        >>> [row.kept for row in report.rows], type(model[0]).__name__
         ([0.5, 0.5], 'BlockSparseLinear')
     """
     if not isinstance(model, nn.Module):
@@ -197,34 +156,45 @@ def prune(
             f"method {method!r} with reconstruct={reconstruct!r} and budget {budget!r} needs calibration batches; only "
             'method="magnitude", reconstruct=None, budget="uniform" needs none'
         )
+    tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
+    target = None if card is None else card_named(card)
+    planner = Auto.of(config, max_error, speedup, target, tokens, next(model.parameters(), None))
+    if planner is not None and budget != "uniform":
+        raise InvalidInput(
+            f'budget {budget!r} spreads the kept share, and "{AUTO}" picks it; use budget="uniform"'
+        )
     batches = None if calibration is None else stream.batches_of(calibration)
     with stream.evaluated(model), torch.inference_mode(False), torch.no_grad():
         stacks = stream.stacks_of(model)
         configs, skipped = targets(model, config, filter_fn, stacks)
-        run = _Run(model, configs, stacks, settings, batches, stream.working_folder(folder))
+        run = _Run(model, configs, stacks, settings, batches, stream.working_folder(folder), planner)
         run.state.data["skipped"] |= skipped
         if budget != "uniform":
             run.spread(budget)
+        if planner is not None:
+            run.pick(planner)
         run.prune(progress or (lambda done, total, name: None))
-        return run.report()
+        return run.report(target if planner is None else planner.card, tokens)
 
 
-class _Run:
+class _Run(Passes):
     """One run of `prune` over a model."""
 
     def __init__(
         self,
         model: nn.Module,
-        configs: dict[str, Config],
+        configs: dict[str, Any],
         stacks: list[Stack],
         settings: Settings,
         batches: list[stream.Batch] | None,
         folder: Path | None,
+        planner: Auto | None,
     ) -> None:
-        self.model, self.configs, self.settings, self.batches = model, configs, settings, batches
-        self.folder, self.store = folder, ActivationStore(folder)
+        super().__init__(model, configs, settings, batches, folder)
         self.stacks = [stack for stack in stacks if stack.name and batches and self._layers(stack)]
-        self.state = State(folder, "" if folder is None else self._fingerprint())
+        self.state = State(folder, "" if folder is None else self._fingerprint(planner))
+        self.whys: dict[str, str] = {}  # of picks
+        self.rounding: list[RemovableHandle] = []
 
     def prune(self, progress: Progress) -> None:
         """Prune all blocks of all stacks, and then the layers outside of them."""
@@ -251,27 +221,52 @@ class _Run:
                 line.close()
         progress(done, done, "")
 
-    def report(self) -> PruneReport:
-        """Return what was done."""
+    def report(self, card: Card | None, tokens: int) -> ModelReport:
+        """Return what was done, with predictions for a card."""
+        data, device = self.state.data, self.settings.device or stream.device_of(self.model)
+        rows: list[LayerRow] = []
         try:
-            rows = tuple(PruneRow(**row) for row in self.state.data["rows"])
-        except TypeError as error:
+            for each in data["rows"]:
+                row = LayerRow(**{**each, "shape": tuple(each["shape"])})
+                layer, form = self._layer(row.name), form_of(self.configs[row.name])
+                row = replace(row, picture=picture_of(layer.weight))
+                rows.append(
+                    row if card is None else timed(row, layer.weight, layer._dtype, form, card, tokens)
+                )
+            for name, why in data["skipped"].items():
+                rows.append(LayerRow(name, tuple(weights_of(self._layer(name))[0].shape), why_not=why))
+            before, after = (float(each) for each in data["measured"])
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidFile(f"{self.state.path}: has rows that are none of a report: {error}") from error
-        return PruneReport(rows, dict(self.state.data["skipped"]))
+        timing = Measured(before, after, card_of(device).name) if before and after else None
+        return ModelReport(
+            tuple(rows), "" if card is None else card.name, 0 if card is None else tokens, measured=timing
+        )
 
     def spread(self, budget: str) -> None:
         """Let a budget choose the kept share of each layer, on the dense model."""
         if self.state.data["keep"] is None:
-            worth: dict[str, float] = {}
-            for label, stack in enumerate(self.stacks or [Stack("", {"": self.model})]):
-                line = self._stream(stack, f"budget-{label}")
-                if line is not None:
-                    for index, (name, block) in enumerate(stack.blocks.items()):
-                        worth |= self._worth(line, index, block, name, budget)
-                    line.close()
-            keeps = [keep_of(self.configs[name]) for name in worth]
-            sizes = [self._layer(name).weight.numel() for name in worth]
-            chosen = scores.budgets(keeps, list(worth.values()), sizes, scores.SPREADS[budget])
+
+            def worth_of(name: str, layer: Any, moments: Moments) -> float:
+                w, h = weights_of(layer)[0].float(), moments.h[:-1, :-1]
+                if budget == "owl":
+                    return float(scores.outlier_share(w, h))
+                chosen = select(w, self.configs[name], self.settings.method, moments, None, False)
+                return float(scores.lost_share(w, chosen.elements, h))
+
+            worth = self._survey(
+                "budget", worth_of, [name for name, each in self.configs.items() if keep_of(each)]
+            )
+            sizes = {name: self._layer(name).weight.numel() for name in worth}
+            if budget == "owl":
+                for block in (block for stack in self._whole() for block in stack.blocks):
+                    own = [name for name in worth if is_in(name, block)]
+                    total = sum(sizes[name] for name in own)
+                    worth |= dict.fromkeys(
+                        own, sum(worth[name] * sizes[name] for name in own) / max(1, total)
+                    )
+            keeps = [keep_of(self.configs[name]) or 0.0 for name in worth]
+            chosen = scores.budgets(keeps, list(worth.values()), list(sizes.values()), scores.SPREADS[budget])
             self.state.data["keep"] = dict(zip(worth, chosen, strict=True))
             self.state.save()
         for name, keep in self.state.data["keep"].items():
@@ -279,31 +274,41 @@ class _Run:
                 raise InvalidFile(f"{self.state.path}: has a kept share of {name}, which is not pruned")
             self.configs[name] = with_keep(self.configs[name], keep)
 
-    def _worth(self, line: Stream, index: int, block: nn.Module, name: str, budget: str) -> dict[str, float]:
-        """How much a layer of a block needs its weights, and the dense outputs of the block for the next one."""
-        layers = {each: layer for each, layer in self._layers(line.stack).items() if is_in(each, name)}
-        layers = {
-            each: layer for each, layer in layers.items() if not isinstance(self.configs[each], SemiSparse)
-        }
-        found: dict[str, Tensor] = {}
-        with self._computed(block):
-            for group, calls in self._groups(line, index, block, layers).items():
-                moments = self._moments(line, index, block, block, layers, layers, group, calls, {})
-                for each in group:
-                    w, h = weights_of(layers[each])[0].float(), moments.h[:-1, :-1]
-                    if budget == "owl":
-                        found[each] = scores.outlier_share(w, h)
-                    else:
-                        chosen = select(w, self.configs[each], self.settings.method, moments, None, False)
-                        found[each] = scores.lost_share(w, chosen.elements, h)
-            self._advance(line, index, block, DENSE)
-        line.drop(index)
-        values = {each: float(value) for each, value in found.items()}
-        if budget == "owl" and values:
-            sizes = {each: layers[each].weight.numel() for each in values}
-            whole = sum(values[each] * sizes[each] for each in values) / sum(sizes.values())
-            return dict.fromkeys(values, whole)
-        return values
+    def pick(self, planner: Auto) -> None:
+        """Let the planner choose the config of each layer of "auto", on the dense model."""
+        state, method, follow = self.state.data, self.settings.method, self.settings.reconstruct is not None
+        wanted = [name for name, each in self.configs.items() if each == AUTO]
+
+        def options(name: str, layer: Any, moments: Moments | None) -> list[Option]:
+            weight, bias = weights_of(layer)
+            if moments is None:
+                error = error_of(weight.detach(), planner.card)
+            else:
+                error = expected_error(name, weight, bias, method, moments, follow)
+            return planner.options(weight.detach(), lambda each: not why_not(weight, each), error)
+
+        if state["picks"] is None:
+            if self.batches is None:
+                found = {name: options(name, self._layer(name), None) for name in wanted}
+            else:
+                found = self._survey("auto", options, wanted)
+            picks = planner.choose(found) if found else {}
+            state["picks"] = {
+                name: [None if each.config is None else each.config.to_dict(), each.why]
+                for name, each in picks.items()
+            }
+            self.state.save()
+        for name in wanted:
+            try:
+                config, why = state["picks"].get(name, (None, "is not called with the calibration"))
+                chosen = None if config is None else BlockSparse.from_dict(config)
+            except ValueError as error:
+                raise InvalidFile(f"{self.state.path}: has no pick for {name}: {error}") from error
+            if chosen is None:
+                del self.configs[name]
+                state["skipped"][name] = why
+            else:
+                self.configs[name], self.whys[name] = chosen, why
 
     def _prune_block(
         self,
@@ -317,6 +322,7 @@ class _Run:
         """Prune the layers of one block, replace them, and save what was done."""
         finished: dict[str, Tensor] = {}
         state = self.state.data
+        dense: Any = None
         with self._computed(block):
             masks: dict[str, Tensor] = {}
             if line is None:
@@ -344,7 +350,8 @@ class _Run:
                 if self.settings.reconstruct == "block" and masks:
                     self._fit(line, index, block, {each: layers[each] for each in masks}, masks)
                 self._advance(line, index, block, PRUNED)
-                del dense
+            while self.rounding:
+                self.rounding.pop().remove()
             for each in layers:
                 if each not in masks:
                     state["skipped"][each] = "is not called with the calibration"
@@ -354,6 +361,10 @@ class _Run:
                 if bias is not None:
                     finished[f"{each}.bias"] = bias
                 self._replace(each, w, masks[each], bias)
+            if line is not None and dense is not None and masks and stream.device_of(block).type == "cuda":
+                times = seconds_of(dense, block, line.arguments(index, DENSE, 0, stream.device_of(block)))
+                state["measured"] = [a + b for a, b in zip(state["measured"], times, strict=True)]
+            dense = None
         if self.folder is not None:
             parts = {each: part.detach().to("cpu").contiguous() for each, part in finished.items()}
             stream.write_tensors(self.folder / _finished(done), parts)
@@ -368,35 +379,30 @@ class _Run:
         """Prune one layer in place, as a dense weight; return the mask of its blocks or elements."""
         began = time.monotonic()
         config, (weight, bias) = self.configs[name], weights_of(layer)
-        method, follow = self.settings.method, self.settings.reconstruct is not None
-        w = weight.detach().clone()
-        if not bool(w.isfinite().all() & (moments is None or moments.h.isfinite().all())):
-            raise InvalidInput(f"{name}: its weight, or its inputs on the calibration, have NaN or Inf")
-        wide = w.to(scores.solver_dtype(w.shape[1]))
-        fit = None
-        if moments is not None and (follow or method == "obs"):
-            fit = fitting.quadratic(wide, bias, moments, name, follow)
-        mask, elements, new = select(wide, config, method, moments, fit, follow)
-        pruned, new = w.masked_fill(~elements, 0), new.masked_fill(~elements, 0)
-        new_bias = bias if fit is None else fit.bias_for(new)
-        weight.copy_(new)
-        if bias is not None and new_bias is not None:
-            new_bias = new_bias.to(bias.dtype)
-        error = after = None
-        if moments is not None:
-            error, after = (
-                float(fitting.relative_error(a, b, w, bias, moments, name))
-                for a, b in ((pruned, bias), (weight, new_bias))
-            )
-        if bias is not None and new_bias is not None:
-            bias.copy_(new_bias)
-        whole = wide.norm().clamp(min=torch.finfo(wide.dtype).tiny)
-        norm = float(wide.masked_fill(~elements, 0).norm() / whole)
-        seconds = before + time.monotonic() - began
-        kept = float(elements.to(torch.float64).mean())
-        row = PruneRow(name, config.to_dict(), kept, norm, error, after, seconds)
-        self.state.data["rows"].append(asdict(row))
-        return mask
+        follow = self.settings.reconstruct is not None
+        update = updated(name, weight, bias, config, self.settings.method, moments, follow)
+        made = pruned(name, weight, bias, config, moments, update)
+        weight.copy_(made.weight)
+        if bias is not None and made.bias is not None:
+            bias.copy_(made.bias)
+        if isinstance(config, Float8):  # for the layers after it, its inputs are rounded too
+            self.rounding.append(layer.register_forward_pre_hook(_rounds))
+        row = LayerRow(
+            name,
+            tuple(weight.shape),
+            form_of(config).name,
+            why=self.whys.get(name, ""),
+            config=config.to_dict(),
+            kept=made.kept,
+            kept_norm=made.norm,
+            error=made.error,
+            error_after=made.error_after,
+            pruning_seconds=before + time.monotonic() - began,
+        )
+        found = row.to_dict()
+        del found["speed"]
+        self.state.data["rows"].append(found)
+        return made.mask
 
     def _fit(
         self,
@@ -427,101 +433,19 @@ class _Run:
         weights, biases = [], []
         for name, layer in layers.items():
             _, bias = weights_of(layer)
-            mask, config = masks[name], self.configs[name]
-            if isinstance(config, BlockSparse):
-                mask = elements_of(mask, block_sides(config.block), weights_of(layer)[0].shape)
+            mask, sides = masks[name], masked_sides(self.configs[name])
+            if sides is not None:
+                mask = elements_of(mask, sides, weights_of(layer)[0].shape)
             weights.append((layer.weight, mask.T if is_conv1d(layer) else mask))
             biases += [] if bias is None else [layer.bias]
-        fitting.fit_block(weights, biases, loss, len(line))
 
-    def _groups(
-        self, line: Stream, index: int, block: nn.Module, layers: dict[str, Any]
-    ) -> dict[tuple[str, ...], int]:
-        """The layers of a block in the order of their calls, those with one input together, and calls of each."""
-        found: dict[tuple[str, ...], int] = {}
-        left = dict(layers)
-        for batch in range(len(line)):
-            if left:
-                more = stream.groups_of(left, lambda batch=batch: line.call(block, index, DENSE, batch))
-                found |= more
-                left = {
-                    name: layer for name, layer in left.items() if not any(name in group for group in more)
-                }
-        return found
+        def finish() -> None:
+            for name, layer in layers.items():
+                if isinstance(self.configs[name], Float8):
+                    weight, _ = weights_of(layer)
+                    weight.copy_(rounded(weight))
 
-    def _moments(
-        self,
-        line: Stream,
-        index: int,
-        dense: nn.Module,
-        block: nn.Module,
-        originals: dict[str, Any],
-        layers: dict[str, Any],
-        group: tuple[str, ...],
-        calls: int,
-        residuals: Mapping[str, TensorPlace],
-    ) -> Moments:
-        """The moments of the inputs of a group of layers, of the dense block and of the pruned one."""
-        first = group[0]
-        weights = {name: weights_of(originals[name]) for name in group}
-        places = {name: residuals[name] for name in group if name in residuals}
-        weight = weights[first][0]
-        moments = Moments(weight.shape[1], group, weight.device)
-        for batch in range(len(line)):
-            sides = [
-                stream.inputs(
-                    module, own[first], partial(line.call, module, index, side, batch), calls, places.values()
-                )
-                for module, own, side in ((dense, originals, DENSE), (block, layers, PRUNED))
-                if side == DENSE or block is not dense
-            ]
-            (theirs, there), (ours, here) = sides[0], sides[-1]
-            if [x.shape for x in ours] != [x.shape for x in theirs]:  # routed in another way
-                theirs = ours
-            lost = {
-                name: (there[place] - here[place]).flatten(0, -2)
-                for name, place in places.items()
-                if block is not dense and there[place].shape == here[place].shape
-            }
-            for a, b in zip(ours, theirs, strict=True):
-                with dtypes.as_given(a.device):
-                    moments.add(a.flatten(0, -2), b.flatten(0, -2), line.rows(a, batch), weights, lost)
-        return moments.mean()
-
-    def _advance(self, line: Stream, index: int, block: nn.Module, side: str) -> None:
-        """Compute what a block gives to the next one."""
-        for batch in range(len(line)):
-            line.put(index + 1, side, batch, line.outputs(line.call(block, index, side, batch), index, batch))
-
-    @contextmanager
-    def _computed(self, block: nn.Module) -> Iterator[None]:
-        """A block on the device of the run; afterwards where it was."""
-        home, device = stream.device_of(block), self.settings.device
-        if device is None or device == home:
-            yield
-            return
-        block.to(device)
-        try:
-            yield
-        finally:
-            block.to(home)
-
-    def _stream(self, stack: Stack, label: str) -> Stream | None:
-        """The calibration on its way through a stack; None without calibration, and if the blocks are no sequence."""
-        if self.batches is None:
-            return None
-        try:
-            return Stream(self.model, stack, self.batches, self.store, label)
-        except stream.NoSequence:
-            self.store.drop(f"{label}.arguments")
-            return None
-
-    def _layers(self, stack: Stack) -> dict[str, Any]:
-        """The layers to prune in a stack."""
-        return {name: self._layer(name) for name in self.configs if stack.has(name)}
-
-    def _layer(self, name: str) -> Any:
-        return self.model.get_submodule(name)
+        fitting.fit_block(weights, biases, loss, len(line), finish)
 
     def _restore(self, done: int, layers: dict[str, Any]) -> None:
         """Replace the layers of a block by those of a run before."""
@@ -532,12 +456,8 @@ class _Run:
             if name in self.state.data["skipped"]:
                 continue
             w, bias = weights_of(layer)
-            config = self.configs[name]
-            shape = (
-                w.shape
-                if not isinstance(config, BlockSparse)
-                else grid_of((len(w), w.shape[1]), block_sides(config.block))
-            )
+            sides = masked_sides(self.configs[name])
+            shape = w.shape if sides is None else grid_of((len(w), w.shape[1]), sides)
             wanted = {"weight": (w.dtype, w.shape), "mask": (torch.bool, torch.Size(shape))}
             wanted |= {} if bias is None else {"bias": (bias.dtype, bias.shape)}
             parts: dict[str, Tensor] = {}
@@ -558,16 +478,34 @@ class _Run:
             old.bias.copy_(bias)
         swap(self.model, {name: adopt(made, old)})
 
-    def _fingerprint(self) -> str:
+    def _fingerprint(self, planner: Auto | None) -> str:
         """What a folder is of: weights, configs, arguments and calibration."""
         weights = stream.checksum(self._layer(name).weight for name in self.configs)
         leaves = tree_leaves(self.batches)
         data = stream.checksum(each for each in leaves if isinstance(each, Tensor))
-        configs = {name: config.to_dict() for name, config in self.configs.items()}
-        text = json.dumps(
-            [configs, self.settings.method, self.settings.reconstruct, self.settings.budget, weights, data]
-        )
+        configs = {
+            name: each if isinstance(each, str) else each.to_dict() for name, each in self.configs.items()
+        }
+        options = [self.settings.method, self.settings.reconstruct, self.settings.budget]
+        if planner is not None:
+            options += [str((planner.max_error, planner.speedup, planner.card.name, planner.tokens))]
+        text = json.dumps([configs, options, weights, data])
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _rounds(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook that rounds the inputs of a layer as a product in FP8 does; gradients pass through."""
+    return tuple(x + (rounded(x).to(x.dtype) - x).detach() if isinstance(x, Tensor) else x for x in given)
+
+
+def seconds_of(
+    dense: nn.Module, block: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]]
+) -> list[float]:
+    """The seconds of a dense block and of the pruned one on the same arguments, in interleaved rounds."""
+    args, kwargs = given
+    calls = {"dense": lambda: dense(*args, **kwargs), "pruned": lambda: block(*args, **kwargs)}
+    times = time_rounds(calls, device=stream.device_of(block), rounds=TIMED, inner_ms=5.0, settle_ms=50.0)
+    return [times[name].median / 1e3 for name in calls]
 
 
 def _copied(name: str, block: nn.Module) -> nn.Module:

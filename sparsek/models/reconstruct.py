@@ -84,15 +84,26 @@ def least_squares(target: Tensor, h: Tensor, mask: Tensor, rows: int) -> Tensor:
 
 
 def relative_error(
-    w: Tensor, bias: Tensor | None, dense: Tensor, dense_bias: Tensor | None, moments: Moments, name: str
+    w: Tensor,
+    bias: Tensor | None,
+    dense: Tensor,
+    dense_bias: Tensor | None,
+    moments: Moments,
+    name: str,
+    fp8: bool = False,
 ) -> Tensor:
-    """|y + r - r' - y'| / |y| over the calibration: the wanted outputs, and y' of w in the pruned model."""
+    """|y + r - r' - y'| / |y| over the calibration: the wanted outputs, and y' of w in the pruned model.
+
+    `fp8`: its inputs are rounded too; these errors are taken as independent.
+    """
     a, b = _extended(w.double(), bias), _extended(dense.double(), dense_bias)
     cross = b @ moments.g.double()
     if name in moments.shift:
         cross = cross + moments.shift[name].double()
     own = ((a @ moments.h.double()) * a).sum()
     lost = moments.wanted[name].double() - 2 * (cross * a).sum() + own
+    if fp8 and moments.noise is not None:
+        lost = lost + (a[:, :-1].square() @ moments.noise.double()).sum()
     return (lost.clamp(min=0) / moments.energy[name].double().clamp(min=1e-300)).sqrt()
 
 
@@ -107,12 +118,13 @@ def fit_block(
     biases: Sequence[nn.Parameter],
     loss: Callable[[int], Tensor],
     batches: int,
+    finish: Callable[[], None],
     steps: int = STEPS,
 ) -> None:
     """Steps of Adam on the stored values of a block's layers, (weight, its mask), and on their biases.
 
     `loss(batch)` compares outputs of the block with the dense ones. The best of the mean losses before and after
-    decides: without a gain the weights return to what they were.
+    decides: without a gain the weights return to what they were. `finish()` rounds the weights of layers in FP8.
     """
     parameters = [*(weight for weight, _ in layers), *biases]
     before = [each.detach().clone() for each in parameters]
@@ -140,6 +152,7 @@ def fit_block(
     for each, needs in zip(parameters, learned, strict=True):
         each.grad = None
         each.requires_grad_(needs)
+    finish()
     better = measured() < first
     for each, old in zip(parameters, before, strict=True):
         each.data.copy_(torch.where(better, each.data, old))

@@ -7,6 +7,7 @@ in rows w, the output error is w_D H_DD w_D. `wanda` keeps the diagonal of H onl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from sparsek.products.formats.convert import Rule, picked
 from sparsek.products.formats.padding import tiles_of
+from sparsek.products.formats.quantized import quantize
 from sparsek.products.formats.two_four import GROUP, groups
 
 METHODS = ("magnitude", "wanda", "exact", "obs")
@@ -41,14 +43,18 @@ class Moments:
         shift: E[(r - r').T x'] of each layer that has a residual, [M, K+1].
         energy: E[|y|^2] of each layer.
         wanted: E[|y + r - r'|^2] of each layer.
+        noise: E[(x'_8 - x')^2] of each column, [K], with x'_8 rounded to FP8 as products in FP8 do; None unless `fp8`.
     """
 
-    def __init__(self, columns: int, layers: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, columns: int, layers: Sequence[str], device: torch.device, *, fp8: bool = False
+    ) -> None:
         side = (columns + 1, columns + 1)
         self.h = torch.zeros(side, dtype=torch.float32, device=device)
         self.g = torch.zeros(side, dtype=torch.float32, device=device)
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         self.shift: dict[str, Tensor] = {}
+        self.noise = torch.zeros(columns, dtype=torch.float32, device=device) if fp8 else None
         self.energy = dict.fromkeys(layers, self.count)
         self.wanted = dict.fromkeys(layers, self.count)
 
@@ -65,6 +71,9 @@ class Moments:
         self.h.addmm_(a.T, a)
         self.g.addmm_(b.T, a)
         self.count = self.count + rows.sum()
+        if self.noise is not None:
+            lost = quantize(pruned, check=False).dequantize() - pruned.float()
+            self.noise = self.noise + (lost.square() * rows[:, None]).sum(0)
         for name, (weight, bias) in weights.items():
             y = functional.linear(dense.to(weight.dtype), weight, bias).float() * rows[:, None]
             self.energy[name] = self.energy[name] + y.square().sum()
@@ -74,11 +83,21 @@ class Moments:
                 y = y + lost
             self.wanted[name] = self.wanted[name] + y.square().sum()
 
+    def of_rows(self, name: str, weight: Tensor, bias: Tensor | None) -> Moments:
+        """Return the moments, which are means of a dense model, for some rows [n, K] of a layer's weight."""
+        last = weight.new_zeros(len(weight)) if bias is None else bias
+        rows = torch.cat((weight, last[:, None]), 1).double()
+        made = copy.copy(self)
+        made.energy = made.wanted = {name: ((rows @ self.h.double()) * rows).sum()}
+        made.shift = {}
+        return made
+
     def mean(self) -> Moments:
         """Return the moments divided by the number of inputs, once all of them are added."""
         made = object.__new__(Moments)
         made.count = self.count.clamp(min=1)
         made.h, made.g = self.h / made.count, self.g / made.count
+        made.noise = None if self.noise is None else self.noise / made.count
         made.shift, made.energy, made.wanted = (
             {name: each / made.count for name, each in parts.items()}
             for parts in (self.shift, self.energy, self.wanted)

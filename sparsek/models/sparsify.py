@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +13,28 @@ from torch import Tensor, nn
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.device import Card, card_named, card_of
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable
+from sparsek.models import auto
+from sparsek.models.auto import Auto, timed
 from sparsek.models.config import (
-    Config,
-    Float8,
+    AUTO,
     LayerConfig,
     Rules,
     check_rules,
+    chosen_by,
     config_for,
+    form_of,
     matches,
 )
-from sparsek.models.report import LayerRow, SparsifyReport
+from sparsek.models.config import Auto as AutoConfig
+from sparsek.models.report import LayerRow, ModelReport, picture_of
 from sparsek.nn.replace import Facts, Origin, adopt, is_conv1d, is_linear, swap, weight_of
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
 from sparsek.products.formats.pattern import block_sides, grid_of
 from sparsek.products.formats.quantized import Quantized
-from sparsek.products.ops.weight_formats import FP8, WeightFormat, predict, stored_fraction
+from sparsek.products.ops.weight_formats import stored_fraction
 
 # The fewest blocks in a column and in a row of a weight: pruning fewer removes all of some outputs or inputs.
 LEAST_BLOCKS = 2
@@ -39,13 +44,15 @@ LEAST_BLOCKS = 2
 @outside_inference
 def sparsify_(
     model: nn.Module,
-    config: LayerConfig | Rules,
+    config: LayerConfig | AutoConfig | Rules,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     card: str | None = None,
     tokens: int = 4096,
     skip_slower: bool = False,
-) -> SparsifyReport:
+    max_error: float | None = None,
+    speedup: float | None = None,
+) -> ModelReport:
     """Make the linear layers of a model sparse, in place.
 
     Takes torch.nn.Linear and transformers' Conv1D. Names, training mode, requires_grad, forward and backward hooks,
@@ -61,20 +68,26 @@ def sparsify_(
 
     Args:
         model: The model.
-        config: BlockSparse, SemiSparse, BlockSemiSparse or Float8; or rules, a dict of these by a glob of names
-            ("*.mlp.*"), a type of module, or a predicate (module, name) -> bool. The first rule that matches a layer
-            counts; None leaves it dense, and so do rules none of which matches.
+        config: BlockSparse, SemiSparse, BlockSemiSparse, Float8, or "auto", with which the planner picks one of these
+            for each layer; or rules, a dict of these by a glob of names ("*.mlp.*"), a type of module, or a predicate
+            (module, name) -> bool. The first rule that matches a layer counts; None leaves it dense, and so do rules
+            none of which matches.
         filter_fn: Called with a layer and its name; False leaves it dense.
         card: The name of a card, for example "h200": predict the times of products on it.
         tokens: The number of tokens of the predictions.
         skip_slower: Skip layers that are predicted to be slower than dense ones: on the `card`, by default the GPU of
             the weight, or the H200 for a weight elsewhere.
+        max_error: With "auto": the largest relative error of a layer's outputs for normally distributed inputs; the
+            fastest form within it is picked. Real inputs may do better or worse: see `sparsek.prune`.
+        speedup: With "auto": the predicted speed of the products of these layers, all together, over dense ones; the
+            forms that reach it with the least errors are picked.
 
     Returns:
         The report; `str` of it is a table.
 
     Raises:
-        InvalidInput: For a wrong config, a rule that matches no layer, and weights with NaN or Inf.
+        InvalidInput: For a wrong config, a rule that matches no layer, weights with NaN or Inf, "auto" without a bound
+            or on the meta device, and a `speedup` that no choice reaches.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
@@ -85,7 +98,7 @@ def sparsify_(
         'has 1x8 blocks of 32x32; at least 2x2 are needed'
     """
     _check_model(model, filter_fn, "sparsify_")
-    check_rules(config, get_args(LayerConfig))
+    check_rules(config)
     arguments.flag("skip_slower", skip_slower)
     tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
     target = None if card is None else card_named(card)
@@ -97,7 +110,9 @@ def sparsify_(
             if not any(matches(rule, name, layers[name]) for name in (layers if by_place else wanted)):
                 shown = repr(rule) if isinstance(rule, str) else arguments.shown(rule)
                 raise InvalidInput(f"the rule for {shown} matches no layer; layers are {_some(layers)}")
-    facts, rows, made = Facts(model), [], {}
+    planner = Auto.of(config, max_error, speedup, target, tokens, next(model.parameters(), None))
+    target = target if planner is None else planner.card
+    facts, rows, configs = Facts(model), [], {}
     for name, layer in layers.items():
         choice, is_named = wanted.get(name, (None, False))
         why = facts.why_not(name, layer, is_named)
@@ -106,14 +121,42 @@ def sparsify_(
             why = "is left dense by its rule" if ruled else "no rule matches it"
         elif not why and filter_fn is not None and not filter_fn(layer, name):
             why = "is left dense by filter_fn"
-        row = LayerRow(name, _shape(layer), why_not=why)
         if choice is not None and not why:
-            row, new = _replacement(row, layer, choice, target, tokens, skip_slower)
+            configs[name] = choice
+        rows.append(LayerRow(name, _shape(layer), why_not=why))
+    automatic = {name: layers[name] for name, each in configs.items() if each == AUTO}
+    picks = {} if planner is None else _picks(planner, automatic)
+    made: dict[str, nn.Module] = {}
+    for at, row in enumerate(rows):
+        choice = configs.get(row.name)
+        if row.name in picks:
+            choice, why, error = picks[row.name]
+            rows[at] = row = replace(
+                row, **({"why_not": why} if choice is None else {"why": why, "error": error})
+            )
+        if choice is not None:
+            rows[at], new = _replacement(row, layers[row.name], choice, target, tokens, skip_slower)
             if new is not None:
-                made[name] = adopt(new, layer)
-        rows.append(row)
+                made[row.name] = adopt(new, layers[row.name])
     swap(model, made)
-    return SparsifyReport(tuple(rows), "" if target is None else target.name, tokens if target else 0)
+    return ModelReport(tuple(rows), "" if target is None else target.name, tokens if target else 0)
+
+
+def _picks(planner: Auto, layers: Mapping[str, Any]) -> dict[str, auto.Pick]:
+    """What "auto" picks for layers."""
+    options = {}
+    for name, layer in layers.items():
+        weight = weight_of(layer)
+        if weight.is_meta:
+            raise InvalidInput(
+                f'{name} is on the meta device; "{AUTO}" needs the values of a weight, for its errors'
+            )
+        if weight.dtype in dtypes.FLOATS:
+            with _about(name):
+                check_finite("its weight", weight)
+        errors = auto.error_of(weight, planner.card)
+        options[name] = planner.options(weight, lambda each, w=weight: not why_no_fit(w, each), errors)
+    return planner.choose(options) if options else {}
 
 
 @torch.no_grad()
@@ -189,8 +232,7 @@ def why_no_fit(weight: Tensor, config: LayerConfig) -> str:
         return f"is of {weight.dtype}"
     if not weight.numel():
         return "is empty"
-    inner = config.of if isinstance(config, Float8) else config
-    block = getattr(inner, "block", None)
+    block = getattr(chosen_by(config), "block", None)
     if block is not None:
         sides = block_sides(block)
         rows, columns = grid_of((weight.shape[0], weight.shape[1]), sides)
@@ -198,15 +240,6 @@ def why_no_fit(weight: Tensor, config: LayerConfig) -> str:
             least = f"{LEAST_BLOCKS}x{LEAST_BLOCKS}"
             return f"has {rows}x{columns} blocks of {sides[0]}x{sides[1]}; at least {least} are needed"
     return "; ".join(form_of(config).why_not(weight))
-
-
-def form_of(config: LayerConfig) -> WeightFormat:
-    """The format of a config."""
-    inner: Config | None = config.of if isinstance(config, Float8) else config
-    name = ("dense" if inner is None else inner.format) + (FP8 if isinstance(config, Float8) else "")
-    if inner is None or not hasattr(inner, "block"):
-        return WeightFormat(name)
-    return WeightFormat(name, inner.block, inner.keep, inner.scope)  # type: ignore[union-attr]
 
 
 def _replacement(
@@ -217,30 +250,37 @@ def _replacement(
     why = why_no_fit(dense, config)
     if why:
         return replace(row, why_not=why), None
-    try:
+    with _about(row.name):
         if not dense.is_meta:
             check_finite("its weight", dense)
         new = SparseLinear.from_dense(old, config)
-    except InvalidInput as error:
-        raise InvalidInput(f"{row.name}: {error}") from None
     weight = new.weight
     kept = min(1.0, stored_fraction(weight))
     norm = None if dense.is_meta else kept_norm(weight, dense)
-    found = replace(row, format=form.name, kept=kept, kept_norm=norm)
+    found = replace(
+        row, format=form.name, config=config.to_dict(), kept=kept, kept_norm=norm, picture=picture_of(weight)
+    )
     if skip_slower and card is None:
         card = card_of(dense.device) if dense.is_cuda else card_named("h200")
     if card is None:
         return found, new
-    of_dense = predict(dense, tokens, dense.dtype, card).seconds
+    found = timed(found, weight, dense.dtype, form, card, tokens)
+    if skip_slower and (found.speed or 0.0) < 1:
+        why = "has no kernel"
+        if found.speed is not None:
+            why = f"is predicted at {found.speed:.2f}x the speed of a dense one"
+        times = {"seconds": found.seconds, "dense_seconds": found.dense_seconds}
+        return replace(row, why_not=f"{why}, with {tokens} tokens on {card.name}", why="", **times), None
+    return found, new
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Errors with the name of the layer."""
     try:
-        seconds = predict(weight, tokens, dense.dtype, card, form.kernel).seconds
-        speed, why = of_dense / seconds, f"is predicted at {of_dense / seconds:.2f}x the speed of a dense one"
-    except Unsupported:
-        seconds, speed, why = None, 0.0, "has no kernel"
-    times = {"seconds": seconds, "dense_seconds": of_dense}
-    if skip_slower and speed < 1:
-        return replace(row, why_not=f"{why}, with {tokens} tokens on {card.name}", **times), None
-    return replace(found, **times), new
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from None
 
 
 def kept_norm(weight: Any, dense: Tensor) -> float:

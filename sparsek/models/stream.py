@@ -121,7 +121,8 @@ class State:
     """What a pruning run has finished: a small JSON file in its folder, atomically replaced.
 
     Attributes:
-        data: "finished" blocks, "rows" and "skipped" of the report, "keep" by layer where a budget has decided.
+        data: "finished" blocks, "rows" and "skipped" of the report; "keep" by layer where a budget has decided, "picks"
+            where the planner has; "measured" seconds of dense and of pruned blocks.
     """
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
@@ -132,13 +133,20 @@ class State:
             "rows": [],
             "skipped": {},
             "keep": None,
+            "picks": None,
+            "measured": [0.0, 0.0],
         }
         if self.path is None or not self.path.exists():
             return
         found = json_value(files.content(self.path), self.path)
-        if not isinstance(found, dict) or {name: type(each) for name, each in found.items()} not in (
-            {name: type(each) for name, each in self.data.items()} | {"keep": kind}
-            for kind in (dict, type(None))
+        kinds = {
+            name: (type(each),) if each is not None else (dict, type(None))
+            for name, each in self.data.items()
+        }
+        if (
+            not isinstance(found, dict)
+            or found.keys() != kinds.keys()
+            or not all(type(found[name]) in each for name, each in kinds.items())
         ):
             raise InvalidFile(f"{self.path}: is no state of sparsek.prune; use another folder")
         if found["fingerprint"] != fingerprint:
@@ -362,18 +370,24 @@ class Stream:
 
     def call(self, module: nn.Module, block: int, side: str, batch: int) -> Any:
         """Run a block, or another module in its place, on the arguments of one side; return what it returns."""
-        here, made = device_of(module), self.records[batch]
+        args, kwargs = self.arguments(block, side, batch, device_of(module))
+        return run(module, args, kwargs, batch)
+
+    def arguments(
+        self, block: int, side: str, batch: int, device: torch.device
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a block of one side, on a device."""
+        made = self.records[batch]
         leaves, tree = made.calls[block]
         flows = self.store.get(self._stage(block, side), batch) if made.flows(block) else {}
         fixed = self.store.get(f"{self.label}.arguments", batch)
 
         def given(leaf: Any) -> Any:
             if isinstance(leaf, Flow):
-                return flows[str(leaf.index)].to(here)
-            return fixed[str(leaf.index)].to(here) if isinstance(leaf, Constant) else leaf
+                return flows[str(leaf.index)].to(device)
+            return fixed[str(leaf.index)].to(device) if isinstance(leaf, Constant) else leaf
 
-        args, kwargs = tree_unflatten([given(each) for each in leaves], tree)
-        return run(module, args, kwargs, batch)
+        return tree_unflatten([given(each) for each in leaves], tree)
 
     def outputs(self, returned: Any, block: int, batch: int) -> dict[str, Tensor]:
         """The tensors of a block's result that flow on; of the last block, all of floats."""

@@ -207,6 +207,13 @@ class Bins:
         return self.sums() / np.outer(self.capacity(0), self.capacity(1))
 
 
+def cells(drawn: BlockPicture, most: int) -> np.ndarray:
+    """The share of stored blocks, 0 to 1, in each cell of a picture of at most so many cells a side."""
+    rows, columns = (max(-(-side // most), 1) for side in drawn.grid)
+    count = -(-drawn.grid[0] // rows), -(-drawn.grid[1] // columns)
+    return Bins(drawn, (rows, columns), count, (1, 1)).shares()
+
+
 def framed(lines: list[str]) -> list[str]:
     """The lines of a picture with a frame around them."""
     width = max(map(len, lines), default=0)

@@ -61,6 +61,18 @@ def page(title: str, facts: Sequence[str], width: float, height: float, parts: I
     return "\n".join([head, f'<rect {size} fill="{PAPER}"/>', *lines, *below]).encode()
 
 
+def element(width: float, height: float, parts: Iterable[str]) -> str:
+    """A picture inside of a page of HTML."""
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *parts, "</svg>"])
+
+
+def inline(colours: np.ndarray, stored: np.ndarray, pixels: tuple[int, int]) -> str:
+    """A panel alone, inside of a page of HTML; arguments as those of `panel`."""
+    high, wide = (side * count for side, count in zip(pixels, stored.shape, strict=True))
+    return element(wide, high, [panel(0, colours, stored, pixels)])
+
+
 def write(path: Path, picture: bytes) -> None:
     with files.replacing(path) as file:
         file.write(picture)

@@ -3,8 +3,11 @@
 import copy
 import importlib
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.models.config import BlockSparse as Config
 from sparsek.nn import BlockSparseLinear
+from sparsek.products.ops import choose
 from tests.house.tools import need
 
 HALF = sk.BlockSparse(block=32, keep=0.5)
@@ -338,7 +342,8 @@ def broken() -> nn.Sequential:
         (mlp, {"0": HALF, nn.Embedding: None}, "Embedding.* matches no layer"),
         (mlp, {"0": HALF, "1": None}, "the rule for '1' matches no layer"),
         (mlp, {}, "config is {}"),
-        (mlp, "auto", "config is 'auto'"),
+        (mlp, "automatic", "config is 'automatic'"),
+        (mlp, "auto", "give max_error="),
         (mlp, {"*": 0.5}, "the rule for '\\*' is 0.5"),
         (mlp, {3: HALF}, "a rule is for 3"),
         (lambda: nn.Linear(64, 64), HALF, "itself a Linear"),
@@ -410,6 +415,47 @@ def test_layers_slower_than_dense_ones_are_skipped_on_demand() -> None:
     assert "x the speed of a dense one, with 4096 tokens on NVIDIA H200" in report.skipped[0].why_not
 
 
+def wide() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 8))
+
+
+def test_the_planner_picks_the_fastest_form_within_an_error() -> None:
+    model: Any = wide()
+    options: Any = {"card": "h200", "tokens": 65536}
+    report = sk.sparsify_(model, "auto", max_error=0.5, **options)
+    assert [row.name for row in report.replaced] == ["0", "2"]
+    for row in report.replaced:
+        assert f"within an error of 0.5: {row.speed:.2f}x at an error of {row.error:.3g}" in row.why
+        weight = wide()[int(row.name)].weight.detach()
+        alone = choose.choose_format((65536, weight.shape[1]), weight, max_error=0.5, device="h200").choice
+        assert alone.name == row.format
+        assert alone.error == pytest.approx(row.error, rel=0.1)
+        assert isinstance(model[int(row.name)], sk.nn.SparseLinear)
+    assert report.rows[2].why_not == "no form is predicted to be faster on NVIDIA H200"
+    close = sk.sparsify_(wide(), "auto", max_error=0.001, **options)
+    assert not close.replaced
+    assert "no faster form is within an error of 0.001; dense fp8, " in close.rows[0].why_not
+
+
+def test_the_planner_reaches_a_speed_with_small_errors() -> None:
+    losses = []
+    for speedup in (1.2, 1.6):
+        report = sk.sparsify_(wide(), "auto", speedup=speedup, card="h200", tokens=65536)
+        assert (report.speed or 0) > speedup * 0.98  # of which layers that stay dense are no part
+        losses.append(sum(row.error or 0 for row in report.replaced))
+    assert 0 < losses[0] < losses[1]
+    rules: Any = {"0": "auto", "2": HALF}
+    mixed = sk.sparsify_(wide(), rules, max_error=0.05, card="h200", tokens=65536)
+    assert [row.format for row in mixed.rows] == ["dense fp8", "BSR 32 50 %", ""]
+    with pytest.raises(InvalidInput, match=r"speedup=50 is out of reach: .* predicted at \d"):
+        sk.sparsify_(wide(), "auto", speedup=50, card="h200", tokens=65536)
+    with pytest.raises(InvalidInput, match='max_error is for the config "auto"'):
+        sk.sparsify_(wide(), HALF, max_error=0.5)
+    with pytest.raises(InvalidInput, match="0 is on the meta device"):
+        sk.sparsify_(wide().to("meta"), "auto", max_error=0.5)
+
+
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_is_predicted_for_it_and_stays_there() -> None:
     torch.manual_seed(0)
@@ -439,6 +485,31 @@ def test_the_report_is_a_table_and_json() -> None:
     assert lines[0] == "14 of 16 layers are sparse"
     assert "model.layers.*.mlp.gate_proj (2)" in str(report)
     assert len(lines) == 11  # a line for the layers of one kind
+
+
+def test_the_page_of_a_report_is_one_file_with_pictures(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64), nn.Linear(64, 3))
+    model.add_module("<b>&", nn.Linear(64, 64))
+    report = sk.sparsify_(
+        model, {"2": HALF, "1": sk.SemiSparse(), "*": sk.BlockSparse(16, 0.25)}, card="h200"
+    )
+    page = report.html()
+    assert page.count("<figure>") == 2  # 2:4 has no blocks
+    assert "&lt;b&gt;&amp;" in page
+    assert "<b>" not in page
+    assert "1x2 blocks of 32x32" in page
+    assert not re.findall(r"(?:src|href)=|<script", page)
+    pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert [ElementTree.fromstring(each).attrib["width"] for each in pictures] == ["192", "192"]
+    picture = report.rows[0].picture
+    assert picture is not None
+    assert picture.shape == (8, 8)
+    assert picture.sum() == 16
+    report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == page
+    for wrong in ("report.pdf", tmp_path / "none" / "report.html"):
+        with pytest.raises(InvalidInput):
+            report.to_html(wrong)
 
 
 def test_layers_with_an_activation_are_not_made_dense() -> None:

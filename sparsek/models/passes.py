@@ -1,0 +1,160 @@
+"""Passes of the calibration over a model, one block at a time: which layers run, on which inputs, with what moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsek.core import dtypes
+from sparsek.models import stream
+from sparsek.models.config import Float8
+from sparsek.models.layer import weights_of
+from sparsek.models.scores import Moments
+from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, Stream, TensorPlace, is_in
+
+
+@dataclass
+class Settings:
+    """The arguments of a run."""
+
+    method: str
+    reconstruct: str | None
+    budget: str
+    device: torch.device | None
+
+
+class Passes:
+    """A model with the configs of its layers, and the calibration, which may be None."""
+
+    stacks: list[Stack]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        configs: dict[str, Any],
+        settings: Settings,
+        batches: list[stream.Batch] | None,
+        folder: Path | None,
+    ) -> None:
+        self.model, self.configs, self.settings, self.batches = model, configs, settings, batches
+        self.folder, self.store = folder, ActivationStore(folder)
+
+    def _whole(self) -> list[Stack]:
+        return self.stacks or [Stack("", {"": self.model})]
+
+    def _survey(
+        self, label: str, look: Callable[[str, Any, Moments], Any], names: list[str]
+    ) -> dict[str, Any]:
+        """look(name, layer, moments of its inputs) for layers of the dense model, block by block."""
+        found: dict[str, Any] = {}
+        for at, stack in enumerate(self._whole()):
+            line = self._stream(stack, f"{label}-{at}")
+            if line is None:
+                continue
+            for index, (name, block) in enumerate(stack.blocks.items()):
+                layers = {each: self._layer(each) for each in names if is_in(each, name)}
+                with self._computed(block):
+                    for group, calls in self._groups(line, index, block, layers).items():
+                        moments = self._moments(line, index, block, block, layers, layers, group, calls, {})
+                        found |= {each: look(each, layers[each], moments) for each in group}
+                    self._advance(line, index, block, DENSE)
+                line.drop(index)
+            line.close()
+        return found
+
+    def _groups(
+        self, line: Stream, index: int, block: nn.Module, layers: dict[str, Any]
+    ) -> dict[tuple[str, ...], int]:
+        """The layers of a block in the order of their calls, those with one input together, and calls of each."""
+        found: dict[tuple[str, ...], int] = {}
+        left = dict(layers)
+        for batch in range(len(line)):
+            if left:
+                more = stream.groups_of(left, lambda batch=batch: line.call(block, index, DENSE, batch))
+                found |= more
+                left = {
+                    name: layer for name, layer in left.items() if not any(name in group for group in more)
+                }
+        return found
+
+    def _moments(
+        self,
+        line: Stream,
+        index: int,
+        dense: nn.Module,
+        block: nn.Module,
+        originals: dict[str, Any],
+        layers: dict[str, Any],
+        group: tuple[str, ...],
+        calls: int,
+        residuals: Mapping[str, TensorPlace],
+    ) -> Moments:
+        """The moments of the inputs of a group of layers, of the dense block and of the pruned one."""
+        first = group[0]
+        weights = {name: weights_of(originals[name]) for name in group}
+        places = {name: residuals[name] for name in group if name in residuals}
+        weight = weights[first][0]
+        fp8 = any(isinstance(self.configs[name], Float8 | str) for name in group)
+        moments = Moments(weight.shape[1], group, weight.device, fp8=fp8)
+        for batch in range(len(line)):
+            sides = [
+                stream.inputs(
+                    module, own[first], partial(line.call, module, index, side, batch), calls, places.values()
+                )
+                for module, own, side in ((dense, originals, DENSE), (block, layers, PRUNED))
+                if side == DENSE or block is not dense
+            ]
+            (theirs, there), (ours, here) = sides[0], sides[-1]
+            if [x.shape for x in ours] != [x.shape for x in theirs]:  # routed in another way
+                theirs = ours
+            lost = {
+                name: (there[place] - here[place]).flatten(0, -2)
+                for name, place in places.items()
+                if block is not dense and there[place].shape == here[place].shape
+            }
+            for a, b in zip(ours, theirs, strict=True):
+                with dtypes.as_given(a.device):
+                    moments.add(a.flatten(0, -2), b.flatten(0, -2), line.rows(a, batch), weights, lost)
+        return moments.mean()
+
+    def _advance(self, line: Stream, index: int, block: nn.Module, side: str) -> None:
+        """Compute what a block gives to the next one."""
+        for batch in range(len(line)):
+            line.put(index + 1, side, batch, line.outputs(line.call(block, index, side, batch), index, batch))
+
+    @contextmanager
+    def _computed(self, block: nn.Module) -> Iterator[None]:
+        """A block on the device of the run; afterwards where it was."""
+        home, device = stream.device_of(block), self.settings.device
+        if device is None or device == home:
+            yield
+            return
+        block.to(device)
+        try:
+            yield
+        finally:
+            block.to(home)
+
+    def _stream(self, stack: Stack, label: str) -> Stream | None:
+        """The calibration on its way through a stack; None without calibration, and if the blocks are no sequence."""
+        if self.batches is None:
+            return None
+        try:
+            return Stream(self.model, stack, self.batches, self.store, label)
+        except stream.NoSequence:
+            self.store.drop(f"{label}.arguments")
+            return None
+
+    def _layers(self, stack: Stack) -> dict[str, Any]:
+        """The layers to prune in a stack."""
+        return {name: self._layer(name) for name in self.configs if stack.has(name)}
+
+    def _layer(self, name: str) -> Any:
+        return self.model.get_submodule(name)
