@@ -31,6 +31,7 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.segment import Segment
 from rich.table import Column, Table
@@ -305,8 +306,13 @@ def table(title: str) -> Table:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Prints a document as JSON on standard output. Tuples are lists, paths text, NaN and infinities null."""
-    typer.echo(json.dumps(_plain_json(document), indent=2, allow_nan=False))
+    """Prints `json_text` of a document on standard output."""
+    typer.echo(json_text(document))
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document as JSON. Tuples are lists, paths text, NaN and infinities null."""
+    return json.dumps(_plain_json(document), indent=2, allow_nan=False)
 
 
 def _plain_json(value: Any) -> Any:
@@ -326,16 +332,17 @@ def complain(text: str) -> None:
 
 @contextmanager
 def progress(
-    total: int, what: str, watch: bool = True
+    total: int, what: str, watch: bool = True, left: bool = False
 ) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Shows progress on standard error while the block runs: yields `say(text)` and `advance()`.
 
     A bar on a terminal; elsewhere a line whenever two seconds have passed since the last. Nothing may be printed on
-    standard output meanwhile. `watch=False`: no thread looks at the clock, which could disturb times.
+    standard output meanwhile. `watch=False`: no thread looks at the clock, which could disturb times. `left`: with the
+    time that is left, from what was done.
     """
     screen = console(stderr=True)
     if not screen.is_terminal:
-        ticker, done = _Ticker(screen, total, what), threading.Event()
+        ticker, done = _Ticker(screen, total, what, left), threading.Event()
 
         def ticks() -> None:
             while not done.wait(TICK_SECONDS / 4):
@@ -353,7 +360,8 @@ def progress(
         return
     bar_if_wide = [BarColumn(bar_width=20)] if screen.width >= NARROW else []
     text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold", ratio=1))
-    columns = (SpinnerColumn(), *bar_if_wide, MofNCompleteColumn(), TimeElapsedColumn(), text)
+    columns = [SpinnerColumn(), *bar_if_wide, MofNCompleteColumn(), TimeElapsedColumn()]
+    columns += [*([TimeRemainingColumn()] if left else []), text]
     with Progress(*columns, console=screen, transient=True, expand=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda text: bar.update(task, description=text), lambda: bar.advance(task)
@@ -362,12 +370,13 @@ def progress(
 class _Ticker:
     """Progress as plain lines."""
 
-    def __init__(self, screen: Console, total: int, what: str) -> None:
+    def __init__(self, screen: Console, total: int, what: str, left: bool = False) -> None:
         self.screen = screen
         self.total = total
         self.done = 0
         self.text = what
-        self.last = time.monotonic()
+        self.began = self.last = self.advanced = time.monotonic()
+        self.left = left
         self.turn = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -378,10 +387,16 @@ class _Ticker:
         with self.turn:
             if time.monotonic() - self.last > TICK_SECONDS:
                 self.last = time.monotonic()
-                self.screen.print(f"{self.done}/{self.total} {self.text}", soft_wrap=True)
+                line = f"{self.done}/{self.total} {self.text}"
+                if self.left and self.done:
+                    step = (self.advanced - self.began) / self.done
+                    rest = step * (self.total - self.done) - (self.last - self.advanced)
+                    line += f", {duration(max(rest, 0.0))} left"
+                self.screen.print(line, soft_wrap=True)
 
     def advance(self) -> None:
         self.done += 1
+        self.advanced = time.monotonic()
         self.say(self.text)
 
 

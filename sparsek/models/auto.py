@@ -193,14 +193,22 @@ class Auto:
             found: dict[WeightFormat, float] = {}
             for form in map(form_of, configs):
                 try:
+                    known = self.card in CARDS.values()
                     like: Any = (
-                        placeholder(weight, form) if self.card in CARDS.values() else form.convert(weight)
+                        placeholder(weight, form) if known else form.convert(beside(weight, self.card))
                     )
                     found[form] = predict(like, self.tokens, weight.dtype, self.card, form.kernel).seconds
                 except Unsupported:
                     continue
             self._times[key] = found
         return self._times[key]
+
+
+def wanted_card(card: Any) -> Card | None:
+    """The card of an argument: a name, "cuda", or None."""
+    if isinstance(card, str) and card.startswith("cuda"):
+        return card_of(arguments.device("card", card))
+    return None if card is None else card_named(card)
 
 
 def usual_card(weight: Any) -> Card:
@@ -210,6 +218,11 @@ def usual_card(weight: Any) -> Card:
     return card_of(torch.device("cuda")) if torch.cuda.is_available() else card_named("h200")
 
 
+def beside(weight: Any, card: Card) -> Any:
+    """A weight where it is planned: for a GPU without facts in CARDS on that GPU."""
+    return weight if card in CARDS.values() or weight.device.type == "cuda" else weight.to("cuda")
+
+
 def timed(
     row: LayerRow, weight: Any, dtype: torch.dtype, form: WeightFormat, card: Card, tokens: int
 ) -> LayerRow:
@@ -217,7 +230,7 @@ def timed(
     like = torch.empty(weight.shape, dtype=dtype, device="meta")
     dense = predict(like, tokens, dtype, card).seconds
     try:
-        seconds: float | None = predict(weight, tokens, dtype, card, form.kernel).seconds
+        seconds: float | None = predict(beside(weight, card), tokens, dtype, card, form.kernel).seconds
     except Unsupported:
         seconds = None
     return replace(row, seconds=seconds, dense_seconds=dense)

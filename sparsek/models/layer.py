@@ -23,6 +23,7 @@ from sparsek.models.config import (
     chosen_by,
     config_for,
     form_of,
+    matches,
 )
 from sparsek.models.reconstruct import Quadratic, least_squares, quadratic, relative_error
 from sparsek.models.scores import Moments
@@ -215,7 +216,7 @@ def with_keep(config: LayerConfig, keep: float) -> LayerConfig:
 
 
 def masked_sides(config: LayerConfig) -> tuple[int, int] | None:
-    """The sides of the blocks of which a layer's mask is; None for a mask of elements."""
+    """The sides of the blocks of a layer's mask; None for a mask of elements."""
     inner = chosen_by(config)
     return block_sides(inner.block) if isinstance(inner, BlockSparse) else None
 
@@ -251,14 +252,18 @@ def targets(
         if not is_linear(layer):
             continue
         wanted, explicit = config_for(config, name, layer)
-        if wanted is None or (filter_fn is not None and not filter_fn(layer, name)):
-            continue
         why = (
             facts.why_not(name, layer, explicit) if name else "is the model itself, which cannot be replaced"
         )
+        if wanted is None:
+            ruled = any(matches(rule, name, layer) for rule in config)
+            why = "is left dense by its rule" if ruled else "no rule matches it"
+        elif not why and filter_fn is not None and not filter_fn(layer, name):
+            why = "is left dense by filter_fn"
         if not why and not explicit and not any(stack.has(name) for stack in stacks):
             why = "is outside of the repeated blocks; a rule by its name prunes it"
-        why = why or ("" if wanted == AUTO else why_not(weights_of(layer)[0], wanted))
+        if not why and wanted is not None and wanted != AUTO:
+            why = why_not(weights_of(layer)[0], wanted)
         if why:
             skipped[name] = why
         else:

@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.clock import time_rounds
-from sparsek.core.device import Card, card_named, card_of
+from sparsek.core.device import Card, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, first_line
 from sparsek.core.files import StrPath
 from sparsek.models import reconstruct as fitting
 from sparsek.models import scores, stream
-from sparsek.models.auto import Auto, error_of, timed
+from sparsek.models.auto import Auto, error_of, timed, wanted_card
 from sparsek.models.config import (
     AUTO,
     BlockSparse,
@@ -110,8 +110,8 @@ def prune(
             and after its reconstruction; the fastest form within it is picked. Layers at work together lose more.
         speedup: With "auto": the predicted speed of the products of these layers, all together, over dense ones; the
             forms that reach it with the least errors are picked.
-        card: The name of a card, for example "h200": predict the times of products on it. "auto" takes by default the
-            GPU of the model, else that of this machine, else the H200.
+        card: The name of a card, for example "h200", or "cuda": predict the times of products on it. "auto" takes by
+            default the GPU of the model, else that of this machine, else the H200.
         tokens: The number of tokens of the predictions.
         device: Where one block at a time is computed; by default where it is.
         folder: A folder for activations and finished blocks, one file each. A run that was ended goes on there, with
@@ -157,7 +157,7 @@ def prune(
             'method="magnitude", reconstruct=None, budget="uniform" needs none'
         )
     tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
-    target = None if card is None else card_named(card)
+    target = wanted_card(card)
     planner = Auto.of(config, max_error, speedup, target, tokens, next(model.parameters(), None))
     if planner is not None and budget != "uniform":
         raise InvalidInput(

@@ -19,6 +19,12 @@ from sparsek.products.formats.quantized import Quantized
 CELLS, SIDE = 48, 192  # cells and pixels of the longer side of a picture
 PICTURES = 256  # on a page
 CHART = (960, 160)  # pixels of the chart of errors
+OPTIONAL = {
+    "error": "error",
+    "error_after": "after",
+    "speed": "speed",
+    "pruning_seconds": "seconds",
+}  # columns
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 1100px; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
@@ -164,27 +170,34 @@ class ModelReport:
         }
 
     def __str__(self) -> str:
-        heads = ["layer", "shape", "format", "kept", "norm"]
-        has_errors = any(row.error is not None for row in self.rows)
-        has_after = any(row.error_after is not None for row in self.rows)
-        has_time = any(row.pruning_seconds is not None for row in self.rows)
-        heads += [*(["error"] * has_errors), *(["after"] * has_after), *(["speed"] if self.card else [])]
-        heads += [*(["seconds"] * has_time), "why"]
+        return "\n".join(["; ".join(self.facts), *_aligned(self.cells())])
+
+    def cells(self) -> list[list[str]]:
+        """Return the table in texts, its heads first: a line for each layer, for layers of one kind together."""
+        has = {name: any(getattr(row, name) is not None for row in self.rows) for name in OPTIONAL}
+        heads = [
+            "layer",
+            "shape",
+            "format",
+            "kept",
+            "norm",
+            *(head for name, head in OPTIONAL.items() if has[name]),
+        ]
         groups: dict[tuple[Any, ...], list[LayerRow]] = {}
         for row in self.rows:
             key = re.sub(r"\d+", "*", row.name), row.shape, row.format, re.sub(r"\d+", "*", row.why_not)
             groups.setdefault(key, []).append(row)
-        lines = [heads]
+        lines = [[*heads, "why"]]
         for (name, shape, form, _), rows in groups.items():
             label = rows[0].name if len(rows) == 1 else f"{name} ({len(rows)})"
-            cells = [label, "x".join(map(str, shape)), form or "dense"]
-            cells += [_span((row.kept for row in rows), 100, " %"), _span(row.kept_norm for row in rows)]
-            cells += [_span(row.error for row in rows)] * has_errors
-            cells += [_span(row.error_after for row in rows)] * has_after
-            cells += [_span((row.speed for row in rows), 1, "x")] if self.card else []
-            cells += [_total(row.pruning_seconds for row in rows)] * has_time
-            lines.append([*cells, rows[0].why_not or rows[0].why])
-        return "\n".join(["; ".join(self._facts()), *_aligned(lines)])
+            line = [label, "x".join(map(str, shape)), form or "dense"]
+            line += [_span((row.kept for row in rows), 100, " %"), _span(row.kept_norm for row in rows)]
+            line += [_span(row.error for row in rows)] * has["error"]
+            line += [_span(row.error_after for row in rows)] * has["error_after"]
+            line += [_span((row.speed for row in rows), 1, "x")] * has["speed"]
+            line += [_total(row.pruning_seconds for row in rows)] * has["pruning_seconds"]
+            lines.append([*line, rows[0].why_not or rows[0].why])
+        return lines
 
     def html(self) -> str:
         """Return a page for a browser, in one file: a chart of errors, a table of layers, and pictures of patterns."""
@@ -205,8 +218,12 @@ class ModelReport:
         with files.replacing(where) as file:
             file.write(self.html().encode())
 
+    @property
+    def facts(self) -> list[str]:
+        """What is true of the whole model, in sentences."""
+        return list(self._facts())
+
     def _facts(self) -> Iterator[str]:
-        """What is true of the whole model."""
         yield f"{len(self.replaced)} of {len(self.rows)} layers are sparse"
         if self.speed:
             yield (
@@ -224,7 +241,7 @@ class ModelReport:
         title = "Sparse model"
         yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         yield f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<ul>"
-        yield from (f"<li>{_shown(fact[0].upper() + fact[1:])}</li>\n" for fact in self._facts())
+        yield from (f"<li>{_shown(fact[0].upper() + fact[1:])}</li>\n" for fact in self.facts)
         yield "</ul>\n"
         if self.settings:
             yield "<table>"

@@ -16,7 +16,7 @@ from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable
 from sparsek.models import auto
-from sparsek.models.auto import Auto, timed
+from sparsek.models.auto import Auto, timed, wanted_card
 from sparsek.models.config import (
     AUTO,
     LayerConfig,
@@ -73,7 +73,8 @@ def sparsify_(
             (module, name) -> bool. The first rule that matches a layer counts; None leaves it dense, and so do rules
             none of which matches.
         filter_fn: Called with a layer and its name; False leaves it dense.
-        card: The name of a card, for example "h200": predict the times of products on it.
+        card: The name of a card, for example "h200", or "cuda": predict the times of products on it. "auto" takes by
+            default the GPU of the model, else that of this machine, else the H200.
         tokens: The number of tokens of the predictions.
         skip_slower: Skip layers that are predicted to be slower than dense ones: on the `card`, by default the GPU of
             the weight, or the H200 for a weight elsewhere.
@@ -101,7 +102,7 @@ def sparsify_(
     check_rules(config)
     arguments.flag("skip_slower", skip_slower)
     tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
-    target = None if card is None else card_named(card)
+    target = wanted_card(card)
     layers = dict(_layers(model))
     wanted = {name: config_for(config, name, layer) for name, layer in layers.items() if is_linear(layer)}
     if isinstance(config, Mapping):

@@ -36,8 +36,17 @@ def _densify(random: Random) -> Made:
 
 def _prune(random: Random) -> Made:
     model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32))
-    given = {"config": sk.BlockSparse(16, 0.5), "calibration": [dense(48, 32)], "device": "cpu"}
-    return sk.prune, {"model": model, **given, "method": "wanda", "reconstruct": "layer", "budget": "owl"}
+    given = {
+        "config": sk.BlockSparse(16, 0.5),
+        "calibration": [dense(48, 32)],
+        "device": "cpu",
+        "budget": "owl",
+    }
+    if random.random() < 0.3:
+        given |= {"config": random.choice((sk.Float8(sk.SemiSparse()), sk.Float8())), "budget": "uniform"}
+    elif random.random() < 0.3:
+        given |= {"config": "auto", "max_error": 0.5, "card": "h200", "tokens": 64, "budget": "uniform"}
+    return sk.prune, {"model": model, **given, "method": "wanda", "reconstruct": "layer"}
 
 
 def _sparse(random: Random) -> torch.nn.Module:

@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": "Shows versions, GPUs and the kernel of each operation, and checks every kernel that runs here.",
     "demo": "Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix.",
     "advise": "Prunes weights to blocks and to 2:4, multiplies, checks, and shows which format pays.",
+    "prune": "Prunes the linear layers of a model by calibration, and writes a checkpoint that from_pretrained loads.",
     "tune": "Measures every config of each kernel, each checked first, and prints mean and deviation, the best first.",
     "bench": "Measures kernels beside their peers, with a correctness check before any time.",
     "profile": "Shows what bounds a kernel: the plan's prediction; on a GPU also times, a trace, and ncu's counters.",

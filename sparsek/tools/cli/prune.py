@@ -1,0 +1,413 @@
+"""`sparsek prune MODEL -o OUT --calib texts.txt`: a checkpoint of transformers becomes sparse, with a report."""
+
+import importlib
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.core import arguments, files
+from sparsek.core.device import GPUS
+from sparsek.core.errors import InvalidFile, InvalidInput, first_line
+from sparsek.core.memory import gigabytes
+from sparsek.core.parsing import json_value, parse_block, unknown
+from sparsek.core.terminal import AsJson, console, json_text, print_json, progress
+from sparsek.core.terminal import table as new_table
+from sparsek.models import prune as pruning
+from sparsek.models import quality, scores, stream
+from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, SemiSparse, matches
+from sparsek.models.report import ModelReport, Quality
+from sparsek.products.ops.weight_formats import FORMATS, FP8
+from sparsek.tools.cli.options import Keep
+
+Each = TypeVar("Each")
+UNFINISHED = "unfinished"  # the folder of a run inside of OUT
+HELD_OUT = 10  # of so many texts one is held out
+MOST_TEXTS = 256  # of an evaluation
+
+
+def prune(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of transformers: config.json, .safetensors, a tokenizer.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The folder of the new checkpoint.", show_default=False)
+    ],
+    calib: Annotated[
+        Path, typer.Option(help='Texts: one a line, or in .jsonl objects with "text".', show_default=False)
+    ],
+    config: Annotated[
+        str,
+        typer.Option(
+            help=f"What layers become: {AUTO}, dense, or one of {', '.join(FORMATS[1:])}, also with block and share: "
+            "bsr:64:0.25."
+        ),
+    ] = "bsr",
+    keep: Keep = 0.5,
+    block: Annotated[str, typer.Option(help="Block: 64, or 64x128.")] = "64",
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB=CONFIG", help="A config for layers by name; the first that matches. Repeatable."
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help=f"What is dropped: one of {', '.join(scores.METHODS)}.")
+    ] = "obs",
+    reconstruct: Annotated[
+        str, typer.Option(help="How weights are updated: layer, block or none.")
+    ] = "layer",
+    budget: Annotated[
+        str, typer.Option(help=f"How --keep is spread over layers: one of {', '.join(scores.BUDGETS)}.")
+    ] = "uniform",
+    max_error: Annotated[
+        float | None, typer.Option(help="With auto: the largest relative error of a layer's outputs.")
+    ] = None,
+    speedup: Annotated[
+        float | None, typer.Option(help="With auto: the predicted speed of all layers over dense.")
+    ] = None,
+    card: Annotated[
+        str | None,
+        typer.Option(help=f"Predict for it: one of {', '.join(GPUS)}. Default: the GPU, else h200."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Rows of x in predictions.")] = 4096,
+    evaluate: Annotated[
+        Path | None,
+        typer.Option("--eval", help="Texts to compare on. Default: every tenth of --calib, held out."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Texts of the calibration; of causal models pieces of text.")
+    ] = 512,
+    length: Annotated[int, typer.Option(help="Tokens of a text or piece.")] = 512,
+    batch: Annotated[int, typer.Option(help="Texts in a batch.")] = 8,
+    device: Annotated[
+        str | None, typer.Option(help="Where one block at a time is computed. Default: the GPU, else cpu.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was ended.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Prunes the linear layers of a model by calibration, and writes a checkpoint that from_pretrained loads.
+
+    Activations and finished blocks are in OUT/unfinished until the checkpoint is written; after a kill, --resume with
+    the same options goes on there. report.html and report.json beside the checkpoint have the error and kept norm of
+    each layer, speeds, and the perplexity (of causal models) or the cosine of the mean hidden states to the dense model
+    (of encoders) on texts that were held out. Nothing is downloaded, and no code of a model is run.
+
+    --json: the document of report.json: {out, rows: [{name, shape, format, why_not, why, config, kept, kept_norm,
+    error, error_after, seconds, dense_seconds, pruning_seconds, speed}], card, tokens, speed, measured: {dense_seconds,
+    seconds, card}, quality: {measure, before, after, texts}, settings}.
+    """
+    began = time.monotonic()
+    arguments.one_of("--method", method, scores.METHODS)
+    arguments.one_of("--reconstruct", reconstruct, ("none", *get_args(pruning.Reconstruct)))
+    arguments.one_of("--budget", budget, scores.BUDGETS)
+    for name, value in (("--samples", samples), ("--length", length), ("--batch", batch)):
+        arguments.integer(name, value, 2 if name == "--length" else 1)
+    rules = _rules(config, rule or [], keep, block)
+    folder, where = _folder(out, resume), arguments.device("--device", device or _usual_device())
+    texts, held_out = _texts(calib), None if evaluate is None else _texts(evaluate)
+    if held_out is None:
+        texts, held_out = _split(texts, calib)
+    found, tokenizer, causal = _loaded(model)
+    _check_globs(found, rule or [])
+    data = _Data(tokenizer, causal, min(length, _longest(found, tokenizer)), batch)
+    calibration = data.batches(texts, samples)
+    pieces = data.batches(held_out, MOST_TEXTS, 1 if causal else batch)
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+    blocks = max(1, sum(len(stack.blocks) for stack in stream.stacks_of(found)))
+    with progress(blocks + 2, "prune", left=True) as (say, advance):
+        done = 0
+
+        def step(finished: int, total: int, name: str) -> None:
+            nonlocal done
+            for _ in range(done, min(finished, blocks)):
+                advance()
+            done = max(done, finished)
+            say(name or "writes the checkpoint")
+
+        say("measures the dense model")
+        before = _measured(found, pieces, causal, where)
+        advance()
+        report = pruning.prune(
+            found,
+            rules,
+            calibration=calibration,
+            method=method,  # type: ignore[arg-type]
+            reconstruct=None if reconstruct == "none" else reconstruct,  # type: ignore[arg-type]
+            budget=budget,  # type: ignore[arg-type]
+            max_error=max_error,
+            speedup=speedup,
+            card=card or ("h200" if where.type == "cpu" else str(where)),
+            tokens=tokens,
+            device=where,
+            folder=folder,
+            progress=step,
+        )
+        say("measures the sparse model")
+        after = _measured(found, pieces, causal, where)
+        advance()
+        with _quiet():
+            found.save_pretrained(out)
+            tokenizer.save_pretrained(out)
+    shown = {
+        "model": model.name,
+        "config": ", ".join([*(rule or []), config]),
+        "method": f"{method}, reconstruct {reconstruct}, budget {budget}",
+        "calibration": f"{calib.name}, {_count(calibration)} texts of up to {data.length} tokens",
+        "time": f"{time.monotonic() - began:.0f} s",
+        "peak memory": _peak(where),
+    }
+    report = replace(report, quality=_quality(before, after, _count(pieces)), settings=shown)
+    report.to_html(out / "report.html")
+    document = {"out": str(out), **report.to_dict()}
+    with files.replacing(out / "report.json") as file:
+        file.write((json_text(document) + "\n").encode())
+    shutil.rmtree(folder)
+    if json:
+        print_json(document)
+    else:
+        _show(report, out)
+
+
+def config_of(text: str, keep: float, block: str) -> Any:
+    """A config from "bsr", "bsr:64", "bsr:64x128:0.25", "semi24_fp8", "auto" or "dense" (None)."""
+    name, *sizes = text.strip().split(":")
+    if name == AUTO or name == "dense":
+        if sizes:
+            raise InvalidInput(f"{text!r}: {name} has neither block nor share")
+        return AUTO if name == AUTO else None
+    if name not in FORMATS:
+        raise unknown("config", name, (AUTO, *FORMATS))
+    base = name.removesuffix(FP8)
+    if base in ("dense", "semi24") and sizes:
+        raise InvalidInput(f"{text!r}: {name} has no blocks; write {name}")
+    if len(sizes) > 2:
+        raise InvalidInput(f"{text!r}: write FORMAT:BLOCK:SHARE, such as bsr:64:0.25")
+    inner: Any = None
+    if base == "semi24":
+        inner = SemiSparse()
+    elif base != "dense":
+        try:
+            share = float(sizes[1]) if len(sizes) > 1 else keep
+        except ValueError:
+            raise InvalidInput(f"{text!r}: {sizes[1]} is no share of blocks, such as 0.25") from None
+        inner = (BlockSparse if base == "bsr" else BlockSemiSparse)(
+            parse_block(sizes[0] if sizes else block), share
+        )
+    return Float8(inner) if name.endswith(FP8) else inner
+
+
+def _rules(config: str, given: Sequence[str], keep: float, block: str) -> Any:
+    """The rules of the options: those by name in their order, and then the one for all."""
+    whole = config_of(config, keep, block)
+    rules: dict[str, Any] = {}
+    for each in given:
+        glob, equals, text = each.rpartition("=")
+        if not equals or not glob:
+            raise InvalidInput(f"--rule {each!r}: write GLOB=CONFIG, such as '*.mlp.*=bsr:64:0.25'")
+        if glob in rules:
+            raise InvalidInput(f"--rule {each!r}: there is a rule for {glob!r} already")
+        rules[glob] = config_of(text, keep, block)
+    if not rules and whole is None:
+        raise InvalidInput("--config dense leaves all layers as they are; add a --rule for some of them")
+    return {**rules, "*": whole} if rules else whole
+
+
+def _check_globs(model: Any, given: Sequence[str]) -> None:
+    for each in given:
+        glob = each.rpartition("=")[0]
+        names = [name for name, layer in model.named_modules() if matches(glob, name, layer)]
+        if not names:
+            linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+            raise InvalidInput(
+                f"--rule {each!r} matches no layer; layers are {', '.join(linear[:5])} and others"
+            )
+
+
+def _folder(out: Path, resume: bool) -> Path:
+    """The folder of the run, in that of the checkpoint. Raises InvalidInput where there is something else."""
+    folder = out / UNFINISHED
+    with files.blamed_on(out, InvalidInput, "cannot be made"):
+        out.mkdir(parents=True, exist_ok=True)
+        others = [each for each in out.iterdir() if each != folder]
+    if (folder / stream.STATE).exists():
+        if not resume:
+            raise InvalidInput(f"{out}: has a run that was ended; --resume continues it, or delete {folder}")
+    elif others:
+        raise InvalidInput(f"{out}: is not empty; -o names the folder of a new checkpoint")
+    return folder
+
+
+def _usual_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _texts(path: Path) -> list[str]:
+    """The texts of a file, without empty ones."""
+    try:
+        lines = files.content(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise InvalidFile(f"{path}: is no text in UTF-8: {error}") from None
+    if path.suffix == ".jsonl":
+        found = [json_value(line, f"{path}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
+        if not all(isinstance(each, Mapping) and isinstance(each.get("text"), str) for each in found):
+            raise InvalidFile(f'{path}: each line must be an object with a "text"')
+        lines = [each["text"] for each in found]
+    texts = [each for each in lines if each.strip()]
+    if not texts:
+        raise InvalidFile(f"{path}: has no text")
+    return texts
+
+
+def _split(texts: list[str], path: Path) -> tuple[list[str], list[str]]:
+    """Texts for the calibration, and every tenth, held out."""
+    if len(texts) < 2:
+        raise InvalidInput(
+            f"{path}: has one text only, and one must be held out; --eval names a file of others"
+        )
+    step = min(HELD_OUT, len(texts))
+    held_out = texts[step - 1 :: step]
+    return [each for at, each in enumerate(texts, 1) if at % step], held_out
+
+
+def _loaded(path: Path) -> tuple[Any, Any, bool]:
+    """A model of transformers in its dtype on the CPU, its tokenizer, and whether it is causal."""
+    try:
+        lib: Any = importlib.import_module("transformers")
+        auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    except ImportError:
+        raise InvalidInput("sparsek prune needs transformers: pip install 'sparsek[transformers]'") from None
+    if not (path / "config.json").is_file():
+        raise InvalidInput(f"{path}: is no folder of transformers with a config.json")
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with _quiet():
+            config = lib.AutoConfig.from_pretrained(path, **options)
+            if getattr(config, "is_encoder_decoder", False):
+                raise InvalidInput(f"{path}: is an encoder with a decoder; prune it from Python by sk.prune")
+            if getattr(config, "quantization_config", None) is not None:
+                raise InvalidInput(f"{path}: is quantized or sparse already; prune the dense model")
+            names = getattr(config, "architectures", None) or ()
+            kind = getattr(lib, names[0], None) if names else None
+            if not (isinstance(kind, type) and issubclass(kind, lib.PreTrainedModel)):
+                kind = lib.AutoModel
+            tokenizer = lib.AutoTokenizer.from_pretrained(path, **options)
+            model: Any = kind.from_pretrained(path, dtype="auto", use_safetensors=True, local_files_only=True)
+    except InvalidInput:
+        raise
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise InvalidInput(f"{path}: transformers cannot load it: {first_line(error)}") from None
+    return model, tokenizer, type(model).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without bars and warnings of transformers."""
+    logs: Any = importlib.import_module("transformers.utils.logging")
+    level, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(level)
+        if bars:
+            logs.enable_progress_bar()
+
+
+def _longest(model: Any, tokenizer: Any) -> int:
+    """The most tokens of a text that the model takes."""
+    known = (
+        getattr(model.config, "max_position_embeddings", None),
+        getattr(tokenizer, "model_max_length", None),
+    )
+    return min(each for each in (*known, 1 << 30) if isinstance(each, int) and each > 1)
+
+
+class _Data:
+    """Texts as batches of a model: of a causal one pieces without padding, of an encoder padded texts."""
+
+    def __init__(self, tokenizer: Any, causal: bool, length: int, batch: int) -> None:
+        self.tokenizer, self.causal, self.length, self.batch = tokenizer, causal, length, batch
+
+    def batches(self, texts: Sequence[str], most: int, size: int = 0) -> list[dict[str, Tensor]]:
+        """At most so many texts or pieces. `size`: of a batch."""
+        size = size or self.batch
+        if self.causal:
+            pieces = self._pieces(texts)[:most]
+            return [{"input_ids": torch.stack(part)} for part in _parts(pieces, size)]
+        options = {"padding": True, "truncation": True, "max_length": self.length, "return_tensors": "pt"}
+        return [dict(self.tokenizer(part, **options)) for part in _parts(texts[:most], size)]
+
+    def _pieces(self, texts: Sequence[str]) -> list[Tensor]:
+        """The tokens of all texts, one after the other, in pieces of a length; what is left over is dropped."""
+        end = self.tokenizer.eos_token_id
+        words: list[int] = []
+        for text in texts:
+            words += self.tokenizer(text, add_special_tokens=not words, verbose=False)["input_ids"]
+            words += [] if end is None else [end]
+        length = min(self.length, len(words))
+        if length < 2:
+            raise InvalidInput("the texts have less than two tokens")
+        ids = torch.tensor(words[: len(words) // length * length], dtype=torch.int64, device="cpu")
+        return list(ids.view(-1, length))
+
+
+def _parts(items: Sequence[Each], size: int) -> list[list[Each]]:
+    """Items in lists of at most so many."""
+    return [list(items[at : at + size]) for at in range(0, len(items), size)]
+
+
+def _count(batches: Sequence[dict[str, Tensor]]) -> int:
+    """The texts of batches."""
+    return sum(len(each["input_ids"]) for each in batches)
+
+
+def _measured(model: Any, batches: list[dict[str, Tensor]], causal: bool, device: torch.device) -> Any:
+    """The perplexity of a causal model, and of an encoder the mean hidden states."""
+    if causal:
+        return quality.perplexity(model, [piece for each in batches for piece in each["input_ids"]], device)
+    return quality.hidden_means(model, batches, device)
+
+
+def _quality(before: Any, after: Any, texts: int) -> Quality:
+    if not isinstance(before, Tensor):
+        return Quality("perplexity", before, after, texts)
+    return Quality("cosine", 1.0, float(functional.cosine_similarity(before, after).mean()), texts)
+
+
+def _peak(device: torch.device) -> str:
+    """The most memory that the process had, and on the device the most that was allocated by this run."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if device.type != "cuda":
+        return f"{gigabytes(host)} of the whole process"
+    return f"host {gigabytes(host)}, device {gigabytes(torch.cuda.max_memory_allocated(device))}"
+
+
+def _show(report: ModelReport, out: Path) -> None:
+    screen, (heads, *lines) = console(), report.cells()
+    shown = new_table(f"{out}: {report.facts[0]}")
+    for head in heads:
+        words = head in ("layer", "shape", "format", "why")
+        shown.add_column(head, justify="left" if words else "right", no_wrap=head != "why")
+    for line in lines:
+        shown.add_row(*line)
+    screen.print(shown)
+    for fact in report.facts[1:]:
+        screen.print(f"{fact[0].upper()}{fact[1:]}.")
+    screen.print(f"The page of all layers: {out / 'report.html'}", soft_wrap=True)

@@ -1,0 +1,235 @@
+"""`sparsek prune`: a checkpoint becomes sparse and loads, its report, a run that was ended, and what is refused."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.models import quality, stream
+from sparsek.tools.cli import prune as command
+from tests.house.tools import need
+
+WORDS = [f"word{at}" for at in range(60)]
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def text(count: int, seed: int) -> str:
+    draw = torch.randint(60, (count, 12), generator=torch.Generator("cpu").manual_seed(seed))
+    return "\n\n".join(" ".join(WORDS[at] for at in line) for line in draw.tolist())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a causal model and of an encoder with a tokenizer, and files of texts."""
+    need("transformers")
+    lib: Any = importlib.import_module("transformers")
+    tokens: Any = importlib.import_module("tokenizers")
+    folder = tmp_path_factory.mktemp("models")
+    names = {"[PAD]": 0, "[UNK]": 1, "</s>": 2} | {word: at + 3 for at, word in enumerate(WORDS)}
+    inner = tokens.Tokenizer(tokens.models.WordLevel(names, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokens.pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "</s>"}
+    tokenizer = lib.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=32, **special)
+    torch.manual_seed(0)
+    llama = lib.LlamaConfig(vocab_size=64, max_position_embeddings=32, **SMALL)
+    bert = lib.BertConfig(vocab_size=64, max_position_embeddings=32, **SMALL)
+    for name, model in (("llama", lib.LlamaForCausalLM(llama)), ("bert", lib.BertModel(bert))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "texts.txt").write_text(text(20, 1))
+    (folder / "other.jsonl").write_text("\n".join(json.dumps({"text": text(1, at)}) for at in range(5)))
+    return {each.stem: each for each in folder.iterdir()}
+
+
+def test_a_causal_model_becomes_a_sparse_checkpoint_with_a_report(run, made: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    rules = [
+        "--rule",
+        "*.layers.0.mlp.*=semi24",
+        "--rule",
+        "*.q_proj=dense",
+        "--rule",
+        "*.k_proj=bsr_fp8:32:0.25",
+    ]
+    result = run(
+        "prune", made["llama"], "-o", out, "--calib", made["texts"], "--block", "32", "--length", "16", *rules
+    )
+    assert result.exit_code == 0, result.output
+    assert "12 of 15 layers are sparse" in result.stdout
+    assert "Perplexity" in result.stdout
+    names = {each.name for each in out.iterdir()}
+    assert names >= {"config.json", "model.safetensors", "report.html", "report.json", "tokenizer.json"}
+    assert command.UNFINISHED not in names
+    lib: Any = importlib.import_module("transformers")
+    model = lib.AutoModelForCausalLM.from_pretrained(out)
+    layer = model.model.layers[0]
+    assert type(layer.mlp.up_proj.weight) is sk.Semi24
+    assert layer.self_attn.k_proj.weight.matrix.block == (32, 32)
+    assert type(layer.self_attn.q_proj) is torch.nn.Linear
+    assert layer.self_attn.v_proj.weight.block == (32, 32)
+    report = json.loads((out / "report.json").read_text())
+    found = report["quality"]
+    assert (found["measure"], report["card"], report["tokens"]) == ("perplexity", "NVIDIA H200", 4096)
+    tokenizer = lib.AutoTokenizer.from_pretrained(out)
+    _, held_out = command._split(command._texts(made["texts"]), made["texts"])
+    pieces = command._Data(tokenizer, True, 16, 1).batches(held_out, 256, 1)
+    assert len(pieces) == found["texts"]
+    after = quality.perplexity(model, [each["input_ids"][0] for each in pieces])
+    assert after == pytest.approx(found["after"], rel=1e-3)
+    page = (out / "report.html").read_text()
+    assert page.count("<figure>") == 9  # bsr, and not 2:4
+    assert "Perplexity" in page
+    assert "texts.txt" in page
+
+
+def test_an_encoder_is_compared_by_its_hidden_states(run, made: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = ["--eval", made["other"], "--config", "semi24", "--rule", "*.key=auto", "--max-error", "0.4"]
+    more += ["--card", "h100", "--method", "wanda"]
+    result = run(
+        "prune", made["bert"], "-o", out, "--calib", made["texts"], "--tokens", "65536", *more, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report == json.loads((out / "report.json").read_text())
+    assert report["quality"]["measure"] == "cosine"
+    assert report["quality"]["before"] == 1
+    assert 0.5 < report["quality"]["after"] < 1
+    assert report["quality"]["texts"] == 5
+    assert "H100" in report["card"]
+    keys = [row for row in report["rows"] if row["name"].endswith("key")]
+    assert {row["why_not"] for row in keys} == {f"no form is predicted to be faster on {report['card']}"}
+    lib: Any = importlib.import_module("transformers")
+    model, dense = (lib.AutoModel.from_pretrained(each) for each in (out, made["bert"]))
+    batch = {"input_ids": torch.tensor([[3, 4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    states = quality.hidden_means(model, [batch])
+    torch.testing.assert_close(states, model(**batch)[0][:, :3].mean(1).detach())
+    assert torch.cosine_similarity(states, quality.hidden_means(dense, [batch])) > 0.5
+
+
+def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
+    run, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--calib", made["texts"], "--block", "32", "--length", "16"]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run("prune", made["llama"], "-o", whole, *given).exit_code == 0
+    replace = Path.replace
+
+    def dying(self: Path, target: Path) -> Path:
+        if target.name.startswith("finished-00001"):
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", dying)
+        assert run("prune", made["llama"], "-o", out, *given).exit_code == 130
+    assert [each.name for each in out.iterdir()] == [command.UNFINISHED]
+    again = run("prune", made["llama"], "-o", out, *given)
+    assert (again.exit_code, again.stdout) == (2, "")
+    assert "--resume continues it" in " ".join(again.stderr.split())
+    other = run("prune", made["llama"], "-o", out, *given, "--method", "wanda", "--resume")
+    assert "another model, config, method or calibration" in " ".join(other.stderr.split())
+    assert run("prune", made["llama"], "-o", out, *given, "--resume").exit_code == 0
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    figures = [json.loads((each / "report.json").read_text()) for each in (out, whole)]
+    assert figures[0]["quality"] == figures[1]["quality"]
+    full = run("prune", made["llama"], "-o", out, *given, "--resume")
+    assert "is not empty; -o names the folder of a new checkpoint" in " ".join(full.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--config", "csr"], "no config is called 'csr'"),
+        (["--config", "bsr:48:x"], "x is no share of blocks"),
+        (["--config", "bsr:64:0.5:3"], "write FORMAT:BLOCK:SHARE"),
+        (["--config", "semi24:64"], "semi24 has no blocks"),
+        (["--config", "auto:64"], "auto has neither block nor share"),
+        (["--config", "dense"], "add a --rule"),
+        (["--config", "auto"], "give max_error="),
+        (["--rule", "*.mlp.*"], "write GLOB=CONFIG"),
+        (["--rule", "*.up=bsr", "--rule", "*.up=dense"], "there is a rule for '*.up' already"),
+        (["--rule", "*.nothing=bsr"], "matches no layer; layers are model.layers.0.self_attn.q_proj"),
+        (["--method", "best"], "--method is 'best'"),
+        (["--reconstruct", "all"], "--reconstruct is 'all'"),
+        (["--samples", "0"], "--samples is 0; it must be an int of at least 1"),
+        (["--device", "tpu"], "device"),
+        (["--calib", "{folder}/none.txt"], "none.txt"),
+        (["--calib", "{folder}/empty.txt"], "has no text"),
+        (["--calib", "{folder}/one.txt"], "has one text only"),
+        (["--calib", "{folder}/bytes.txt"], "is no text in UTF-8"),
+        (["--calib", "{folder}/odd.jsonl"], 'an object with a "text"'),
+        (["--calib", "{folder}/broken.jsonl"], "line 1: not JSON"),
+        (["-o", "{folder}"], "is not empty"),
+        (["-o", "{folder}/one.txt"], "one.txt"),
+    ],
+)
+def test_odd_options_are_refused(run, made: Any, tmp_path: Path, more: list[str], said: str) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "one.txt").write_text("one text\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "odd.jsonl").write_text('{"words": 3}\n[]\n')
+    (tmp_path / "broken.jsonl").write_text("{")
+    given = [each.format(folder=tmp_path) for each in more]
+    result = run("prune", made["llama"], "-o", tmp_path / "out", "--calib", made["texts"], *given)
+    assert said in " ".join(result.stderr.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_folders_that_are_no_dense_checkpoint_are_refused(run, made: Any, tmp_path: Path) -> None:
+    for name, content, said in (
+        ("nothing", None, "is no folder of transformers with a config.json"),
+        ("t5", {"model_type": "t5", "is_encoder_decoder": True}, "is an encoder with a decoder"),
+        (
+            "quantized",
+            {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
+            "is quantized or sparse",
+        ),
+        ("odd", {"model_type": "none"}, "transformers cannot load it"),
+        ("bare", {"model_type": "llama", "architectures": ["os"]}, "transformers cannot load it"),
+    ):
+        (tmp_path / name).mkdir()
+        if content is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps(content))
+        result = run("prune", tmp_path / name, "-o", tmp_path / "out", "--calib", made["texts"])
+        assert said in " ".join(result.stderr.split()), result.stderr
+        assert result.exit_code == 2
+
+
+def test_blocks_run_elsewhere_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a block is moved there with its arguments and back with what it returns, and so is a head."""
+    from tests.models.test_prune import Model, batches
+
+    model, moves = Model(), []
+    want = model.eval()(**batches(1)[0]).detach()
+    monkeypatch.setattr(
+        torch.nn.Module, "to", lambda self, to: moves.append((type(self).__name__, str(to))) or self
+    )
+    monkeypatch.setattr(stream, "moved", lambda value, to: value)
+    with quality._running(model, torch.device("cuda")):
+        torch.testing.assert_close(model(**batches(1)[0]), want)
+        assert not any(each.requires_grad for each in [model(**batches(1)[0])])
+    there = [name for name, to in moves if to == "cuda"]
+    assert there[:5] == ["Block", "Block", "Block", "Linear", "Linear"]
+    assert not any(layer._forward_hooks for layer in model.modules())
+
+
+def test_configs_are_texts() -> None:
+    for written, config in {
+        "bsr": sk.BlockSparse(64, 0.5),
+        "bsr24:128": sk.BlockSemiSparse(128, 0.5),
+        "bsr:64x128:0.25": sk.BlockSparse((64, 128), 0.25),
+        "semi24_fp8": sk.Float8(sk.SemiSparse()),
+        "bsr_fp8:32:0.1": sk.Float8(sk.BlockSparse(32, 0.1)),
+        "dense_fp8": sk.Float8(),
+        "auto": "auto",
+        "dense": None,
+    }.items():
+        assert command.config_of(written, 0.5, "64") == config
+    with pytest.raises(InvalidInput, match=r"keep is 1\.5"):
+        command.config_of("bsr:64:1.5", 0.5, "64")
