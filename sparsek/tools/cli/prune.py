@@ -101,13 +101,13 @@ def prune(
 ) -> None:
     """Prunes the linear layers of a model by calibration, and writes a checkpoint that from_pretrained loads.
 
-    Activations and finished blocks are in OUT/unfinished until the checkpoint is written; after a kill, --resume with
+    Activations and finished blocks are in OUT/unfinished until the checkpoint is written. After a kill, --resume with
     the same options goes on there. report.html and report.json beside the checkpoint have the error and kept norm of
-    each layer, speeds, and the perplexity (of causal models) or the cosine of the mean hidden states to the dense model
-    (of encoders) on texts that were held out. Nothing is downloaded, and no code of a model is run.
+    each layer, and speeds. On texts that were held out they have the perplexity of a causal model, or the mean cosine
+    of an encoder's hidden states to the dense ones. Nothing is downloaded, and no code of a model is run.
 
-    --json: the document of report.json: {out, rows: [{name, shape, format, why_not, why, config, kept, kept_norm,
-    error, error_after, seconds, dense_seconds, pruning_seconds, speed}], card, tokens, speed, measured: {dense_seconds,
+    --json: that of report.json: {out, rows: [{name, shape, format, why_not, why, config, kept, kept_norm, error,
+    error_after, seconds, dense_seconds, pruning_seconds, speed}], card, tokens, speed, measured: {dense_seconds,
     seconds, card}, quality: {measure, before, after, texts}, settings}.
     """
     began = time.monotonic()
