@@ -7,6 +7,7 @@ given: of products with normally distributed inputs, or of the calibration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -107,7 +108,11 @@ class Auto:
         """
         bound = float("inf") if self.max_error is None else self.max_error
         able = {
-            name: [each for each in found if each.error is not None and each.error <= bound]
+            name: [
+                each
+                for each in found
+                if each.error is not None and math.isfinite(each.error) and each.error <= bound
+            ]
             for name, found in options.items()
         }
         if self.speedup is None:
@@ -175,6 +180,8 @@ class Auto:
             return Pick(None, f"no form is predicted to be faster on {self.card.name}", 0.0)
         if self.speedup is not None and able > 1:
             return Pick(None, f"other layers give {self.speedup:.3g}x at a smaller error", 0.0)
+        if self.max_error is None:
+            return Pick(None, "no faster form has a finite error", 0.0)
         near = min(faster, key=lambda each: each.error if each.error is not None else float("inf"))
         return Pick(
             None,
