@@ -164,8 +164,8 @@ def prune(
             found.save_pretrained(out)
             tokenizer.save_pretrained(out)
     shown = {
-        "model": model.name,
-        "config": ", ".join([*(rule or []), config]),
+        "model": model.resolve().name,
+        "config": ", ".join([*(rule or []), f"{config} (block {block}, keep {keep} where not given)"]),
         "method": f"{method}, reconstruct {reconstruct}, budget {budget}",
         "calibration": f"{calib.name}, {_count(calibration)} texts of up to {data.length} tokens",
         "time": f"{time.monotonic() - began:.0f} s",
