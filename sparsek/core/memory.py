@@ -1,9 +1,11 @@
 """How much memory a call takes, running out of it, for which NumPy and torch have different errors, and sharing it."""
 
+import ctypes
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -78,6 +80,14 @@ def check_free(where: object, what: str, takes: int, form: str = "") -> None:
         raise InvalidFile(
             f"{where}: {what} takes {takes / 1e9:.3g} GB{form}; {free / 1e9:.3g} GB of memory are free"
         )
+
+
+def trim() -> None:
+    """Give memory that is free in the heap back to the system, where the C library can: tensors of some megabytes are
+    in there, and leave gaps.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_memory() -> int | None:

@@ -173,7 +173,7 @@ def _content(folder: Path) -> tuple[dict[str, Tensor], Any, Path]:
     tensors: dict[str, Tensor] = {}
     about: Any = None
     where = folder / CONFIG
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         with opened(path) as file:
             total = sum(each.end - each.start for each in file.tensors.values())
             check_free(path, "all of it", total)
@@ -191,7 +191,8 @@ def _content(folder: Path) -> tuple[dict[str, Tensor], Any, Path]:
     return tensors, about, where
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The .safetensors files of a checkpoint. Raises InvalidFile for a hostile index, FileNotFoundError without any."""
     for stem in ("model", "diffusion_pytorch_model"):
         whole, index = (folder / f"{stem}.safetensors{end}" for end in ("", ".index.json"))
         if whole.exists():  # libraries leave the index of earlier shards

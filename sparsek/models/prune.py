@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, memory
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import Card, card_of
@@ -199,15 +199,17 @@ class _Run(Passes):
     def prune(self, progress: Progress) -> None:
         """Prune all blocks of all stacks, and then the layers outside of them."""
         total, done = sum(len(stack.blocks) for stack in self.stacks), 0
-        left = dict(self.configs)
+        left = set(self.configs)
         for label, stack in enumerate([*self.stacks, Stack("", {"": self.model})]):
-            layers = {name: layer for name, layer in self._layers(stack).items() if name in left}
-            line = self._stream(stack, str(label)) if layers else None
-            if not layers or (line is None and stack.name):
+            names = [
+                name for name in self._layers(stack) if name in left
+            ]  # no layers, which are freed by blocks
+            line = self._stream(stack, str(label)) if names else None
+            if not names or (line is None and stack.name):
                 continue
             for index, (name, block) in enumerate(stack.blocks.items()):
                 progress(done, max(total, done + 1), name or type(block).__name__)
-                own = {each: layer for each, layer in layers.items() if is_in(each, name)}
+                own = {each: self._layer(each) for each in names if is_in(each, name)}
                 if done < self.state.data["finished"]:
                     self._restore(done, own)
                     if line is not None:
@@ -215,8 +217,9 @@ class _Run(Passes):
                 else:
                     self._prune_block(line, index, block, name, own, done)
                 done += 1
-            for name in layers:
-                del left[name]
+                del own
+                memory.trim()
+            left -= set(names)
             if line is not None:
                 line.close()
         progress(done, done, "")
@@ -373,16 +376,15 @@ class _Run(Passes):
         if line is not None:
             line.drop(index)
 
-    def _prune_layer(
-        self, name: str, layer: nn.Module, moments: Moments | None, before: float = 0.0
-    ) -> Tensor:
+    def _prune_layer(self, name: str, layer: Any, moments: Moments | None, before: float = 0.0) -> Tensor:
         """Prune one layer in place, as a dense weight; return the mask of its blocks or elements."""
         began = time.monotonic()
         config, (weight, bias) = self.configs[name], weights_of(layer)
         follow = self.settings.reconstruct is not None
         update = updated(name, weight, bias, config, self.settings.method, moments, follow)
         made = pruned(name, weight, bias, config, moments, update)
-        weight.copy_(made.weight)
+        # Not written in place: a loader may have mapped the old values, and pages that are written stay in memory.
+        layer.weight.data = made.weight.T if is_conv1d(layer) else made.weight
         if bias is not None and made.bias is not None:
             bias.copy_(made.bias)
         if isinstance(config, Float8):  # for the layers after it, its inputs are rounded too

@@ -1,9 +1,11 @@
 """sk.prune: what is replaced, what is skipped, its figures, and a run that goes on after a kill."""
 
 import copy
+import gc
 import importlib
 import json
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +423,23 @@ def test_progress_counts_the_blocks():
     seen: list[tuple[int, int, str]] = []
     sk.prune(Model(), HALF, calibration=batches(1), method="wanda", progress=lambda *each: seen.append(each))
     assert seen == [(0, 3, "layers.0"), (1, 3, "layers.1"), (2, 3, "layers.2"), (3, 3, "")]
+
+
+def test_dense_layers_are_free_once_their_block_is_pruned():
+    model = Model()
+    layers = {
+        name: (weakref.ref(each), weakref.ref(each.weight))
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear)
+    }
+    alive: list[int] = []
+
+    def look(done: int, total: int, name: str) -> None:
+        gc.collect()
+        alive.append(sum(any(each() is not None for each in both) for both in layers.values()))
+
+    sk.prune(model, HALF, calibration=batches(1), method="wanda", progress=look)
+    assert alive == [11, 8, 5, 2]  # three a block; the head and one outside of the blocks stay
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,15 @@ from torch.nn import functional
 
 from sparsek.core import arguments, files
 from sparsek.core.device import GPUS
-from sparsek.core.errors import InvalidFile, InvalidInput, first_line
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, first_line
 from sparsek.core.memory import gigabytes
 from sparsek.core.parsing import json_value, parse_block, unknown
 from sparsek.core.terminal import AsJson, console, json_text, print_json, progress
 from sparsek.core.terminal import table as new_table
+from sparsek.files.tensor_file import opened
 from sparsek.models import prune as pruning
 from sparsek.models import quality, scores, stream
+from sparsek.models.checkpoint import weight_files
 from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, SemiSparse, matches
 from sparsek.models.report import ModelReport, Quality
 from sparsek.products.ops.weight_formats import FORMATS, FP8
@@ -306,12 +308,33 @@ def _loaded(path: Path) -> tuple[Any, Any, bool]:
             if not (isinstance(kind, type) and issubclass(kind, lib.PreTrainedModel)):
                 kind = lib.AutoModel
             tokenizer = lib.AutoTokenizer.from_pretrained(path, **options)
-            model: Any = kind.from_pretrained(path, dtype="auto", use_safetensors=True, local_files_only=True)
-    except InvalidInput:
+            state = _tensors(path)
+            loading: Any = {
+                "config": config,
+                "state_dict": state,
+                "dtype": "auto",
+                "output_loading_info": True,
+            }
+            model, info = kind.from_pretrained(None, **loading)
+            if (path / "generation_config.json").is_file():
+                model.generation_config = lib.GenerationConfig.from_pretrained(path, local_files_only=True)
+    except SparseKError:
         raise
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise InvalidInput(f"{path}: transformers cannot load it: {first_line(error)}") from None
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise InvalidFile(f"{path}: lacks {some} of {type(model).__name__}")
     return model, tokenizer, type(model).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, each in memory of its own, so that a layer's is free once the layer is replaced."""
+    found: dict[str, Tensor] = {}
+    for each in weight_files(path):
+        with opened(each) as file:
+            found |= {name: file.read(name) for name in file.tensors}
+    return found
 
 
 @contextmanager
