@@ -42,7 +42,7 @@ BENCHES = (
     "spmm",
 )
 PAGES = [
-    [], ["doctor"], ["demo"], ["advise"], ["tune"], ["bench"], ["profile"], ["profile", "hopper.spmm"],
+    [], ["doctor"], ["demo"], ["advise"], ["prune"], ["tune"], ["bench"], ["profile"], ["profile", "hopper.spmm"],
     *(["bench", name] for name in BENCHES),
 ]  # fmt: skip
 SMALL_BENCH = ["bench", "spmm", "--m", "64", "--k", "64", "--n", "16", "--block", "16", "--dtype", "fp32",
