@@ -49,6 +49,7 @@ NARROWEST = 20
 NARROW = 60  # columns into which three of text do not go
 INDENT = 2
 TICK_SECONDS = 2.0
+RECENT = 3  # steps by which the time left is told
 UNBOUNDED = 10_000  # columns
 PIPE_WIDTH = UNBOUNDED  # lines of a file or a pipe are for other programs, and are not wrapped
 AsJson = Annotated[
@@ -375,8 +376,8 @@ class _Ticker:
         self.total = total
         self.done = 0
         self.text = what
-        self.began = self.last = self.advanced = time.monotonic()
-        self.left = left
+        self.last = time.monotonic()
+        self.ends, self.left = [self.last], left  # of steps
         self.turn = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -388,16 +389,21 @@ class _Ticker:
             if time.monotonic() - self.last > TICK_SECONDS:
                 self.last = time.monotonic()
                 line = f"{self.done}/{self.total} {self.text}"
-                if self.left and self.done:
-                    step = (self.advanced - self.began) / self.done
-                    rest = step * (self.total - self.done) - (self.last - self.advanced)
-                    line += f", {duration(max(rest, 0.0))} left"
-                self.screen.print(line, soft_wrap=True)
+                self.screen.print(line + self.rest(), soft_wrap=True)
 
     def advance(self) -> None:
         self.done += 1
-        self.advanced = time.monotonic()
+        self.ends.append(time.monotonic())
         self.say(self.text)
+
+    def rest(self) -> str:
+        """The time left, if it is wanted, by the last steps: a run that goes on somewhere skips its first ones."""
+        some = self.ends[-1 - RECENT :]
+        if not self.left or len(some) < 2 or self.done >= self.total:
+            return ""
+        step = (some[-1] - some[0]) / (len(some) - 1)
+        seconds = step * (self.total - self.done - 1) + max(step - (self.last - some[-1]), 0.0)
+        return f", {seconds:.0f} s left" if seconds < 99.5 else f", {seconds / 60:.0f} min left"
 
 
 def duration(seconds: float) -> str:

@@ -155,6 +155,26 @@ def test_a_long_step_is_told_every_two_seconds(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err == ""
 
 
+def test_the_time_left_is_told_by_the_last_steps(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    now = 0.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    with terminal.progress(30, "blocks", watch=False, left=True) as (say, advance):
+        for seconds in (2.5, 0.1, 0.1, 0.1, 10, 10, 40, 60, 60):
+            now += seconds
+            advance()
+        now += 30
+        say("a long one")
+    assert capsys.readouterr().err.splitlines() == [
+        "1/30 blocks, 72 s left",
+        *("5/30 blocks, 85 s left", "6/30 blocks, 3 min left", "7/30 blocks, 8 min left"),
+        *("8/30 blocks, 13 min left", "9/30 blocks, 19 min left", "9/30 a long one, 18 min left"),
+    ]
+    with terminal.progress(2, "blocks", watch=False) as (_, advance):
+        now += 3
+        advance()
+    assert capsys.readouterr().err == "1/2 blocks\n"
+
+
 @pytest.mark.parametrize("text", ["0", "00", "-5", "x", "", "٣"])
 def test_a_width_of_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("COLUMNS", text)
