@@ -46,25 +46,24 @@ class Passes:
         self.model, self.configs, self.settings, self.batches = model, configs, settings, batches
         self.folder, self.store = folder, ActivationStore(folder)
 
-    def _whole(self) -> list[Stack]:
-        return self.stacks or [Stack("", {"": self.model})]
-
-    def _survey(
+    def survey(
         self, label: str, look: Callable[[str, Any, Moments], Any], names: list[str]
     ) -> dict[str, Any]:
         """look(name, layer, moments of its inputs) for layers of the dense model, block by block."""
         found: dict[str, Any] = {}
-        for at, stack in enumerate(self._whole()):
-            line = self._stream(stack, f"{label}-{at}")
+        for at, stack in enumerate([*self.stacks, Stack("", {"": self.model})]):
+            left = [name for name in names if name not in found and stack.has(name)]
+            line = self._stream(stack, f"{label}-{at}") if left else None
             if line is None:
                 continue
             for index, (name, block) in enumerate(stack.blocks.items()):
-                layers = {each: self._layer(each) for each in names if is_in(each, name)}
+                layers = {each: self._layer(each) for each in left if is_in(each, name)}
                 with self._computed(block):
                     for group, calls in self._groups(line, index, block, layers).items():
                         moments = self._moments(line, index, block, block, layers, layers, group, calls, {})
                         found |= {each: look(each, layers[each], moments) for each in group}
-                    self._advance(line, index, block, DENSE)
+                    if index + 1 < len(stack.blocks):
+                        self._advance(line, index, block, DENSE)
                 line.drop(index)
             line.close()
         return found

@@ -257,12 +257,12 @@ class _Run(Passes):
                 chosen = select(w, self.configs[name], self.settings.method, moments, None, False)
                 return float(scores.lost_share(w, chosen.elements, h))
 
-            worth = self._survey(
-                "budget", worth_of, [name for name, each in self.configs.items() if keep_of(each)]
-            )
+            whole = self.stacks or [Stack("", {"": self.model})]
+            names = [name for name in self.configs if any(stack.has(name) for stack in whole)]
+            worth = self.survey("budget", worth_of, [name for name in names if keep_of(self.configs[name])])
             sizes = {name: self._layer(name).weight.numel() for name in worth}
             if budget == "owl":
-                for block in (block for stack in self._whole() for block in stack.blocks):
+                for block in (block for stack in whole for block in stack.blocks):
                     own = [name for name in worth if is_in(name, block)]
                     total = sum(sizes[name] for name in own)
                     worth |= dict.fromkeys(
@@ -294,7 +294,7 @@ class _Run(Passes):
             if self.batches is None:
                 found = {name: options(name, self._layer(name), None) for name in wanted}
             else:
-                found = self._survey("auto", options, wanted)
+                found = self.survey("auto", options, wanted)
             picks = planner.choose(found) if found else {}
             state["picks"] = {
                 name: [None if each.config is None else each.config.to_dict(), each.why]

@@ -1,6 +1,7 @@
 """sk.prune: what is replaced, what is skipped, its figures, and a run that goes on after a kill."""
 
 import copy
+import dataclasses
 import gc
 import importlib
 import json
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 import sparsek as sk
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.models import prune as pruning
 from sparsek.models import stream
 from sparsek.models.config import BlockSparse as Config
 from sparsek.models.config import form_of
+from sparsek.models.report import Measured
 from sparsek.nn import BlockSparseLinear
 from tests.house.tools import need
 
@@ -257,6 +260,15 @@ def test_the_planner_picks_forms_within_a_bound_on_the_calibration(bound: Any):
         assert "for 1.5x in all" in picked["0"].why
 
 
+def test_the_planner_sees_layers_outside_of_the_blocks():
+    rules: Any = {"extra": "auto", "*.up": "auto", "*": None}
+    report = sk.prune(Model(), rules, calibration=batches(1), max_error=0.5, card="h200")
+    assert {row.name for row in report.skipped if "is predicted to be faster" in row.why_not} == {
+        "extra",
+        *(f"layers.{at}.up" for at in range(3)),
+    }
+
+
 class Killed(Exception):
     """Ends a run."""
 
@@ -425,6 +437,17 @@ def test_progress_counts_the_blocks():
     assert seen == [(0, 3, "layers.0"), (1, 3, "layers.1"), (2, 3, "layers.2"), (3, 3, "")]
 
 
+def test_times_of_blocks_are_in_the_report():
+    x = torch.ones(4, 32)
+    dense, after = pruning.seconds_of(nn.Linear(32, 32), nn.Identity(), ((), {"input": x}))
+    assert 0 < after < dense
+    report = sk.prune(two_layers()[0], HALF, method="magnitude", reconstruct=None)
+    timed = dataclasses.replace(report, measured=Measured(2.0, 0.5, "a GPU"))
+    assert "the blocks of the model take 0.25x the time, measured on a GPU" in str(timed)
+    assert "The blocks of the model take 0.25x the time" in timed.html()
+    assert timed.to_dict()["measured"] == {"dense_seconds": 2.0, "seconds": 0.5, "card": "a GPU"}
+
+
 def test_dense_layers_are_free_once_their_block_is_pruned():
     model = Model()
     layers = {
@@ -514,6 +537,9 @@ def test_blocks_are_computed_on_a_gpu_one_at_a_time(method: Any):
     for a, b in zip(got.rows, want.rows, strict=True):
         assert a.error_after == pytest.approx(b.error_after, rel=0.02, abs=1e-3)
     assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert want.measured is None
+    assert got.measured is not None
+    assert min(got.measured.seconds, got.measured.dense_seconds) > 0
     moved = Model().cuda()
     sk.prune(moved, sk.SemiSparse(), **{**options, "reconstruct": "block"})
     assert {each.device.type for each in moved.parameters()} == {"cuda"}

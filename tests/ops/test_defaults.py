@@ -404,6 +404,11 @@ def models(tmp_path: Path) -> Any:
         found += [*sk.load_model(make, tmp_path).state_dict().values()]
         found += [model(dense(5, 128)), sk.densify_(model) and model[0].weight]
     sk.prune(model, sk.BlockSparse(16, 0.5), calibration=[dense(40, 128)], method="obs", reconstruct="layer")
+    found += [model(dense(5, 128)), sk.densify_(model)]
+    given: Any = {"calibration": [dense(40, 128)], "method": "wanda", "max_error": 0.9, "card": "h200"}
+    sk.prune(model, {"0": sk.Float8(sk.BlockSparse(16, 0.5)), "2": "auto"}, tokens=65536, **given)
+    found += [model(dense(5, 128)), sk.densify_(model)]
+    sk.sparsify_(model, "auto", max_error=0.9, card="h200", tokens=65536)
     return found, model(dense(5, 128))
 
 
