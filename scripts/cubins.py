@@ -39,6 +39,7 @@ from sparsek.core import device as devices
 from sparsek.core import operations
 from sparsek.engine.launch import driver, launch, nvrtc, shipped
 from sparsek.products.formats import convert
+from sparsek.products.kernels.pack.transpose import transposed_lists
 from sparsek_bench.suites.host import FIRST
 from sparsek_bench.suites.host_calls import CALLS
 
@@ -86,6 +87,8 @@ def products(dtype: torch.dtype, block: int) -> None:
     n, k = 4096, 4096
     a = sk.random_bsr(n, k, block, 0.25, dtype=dtype)
     a @ normal(k, 4096, dtype=dtype)
+    new = sk.BlockPattern.unchecked(a.shape, a.block, a.pattern.indptr, a.pattern.indices)
+    sk.BSR.unchecked(new, a.values) @ normal(k, 4096, dtype=dtype)
     w = sk.BSR(a.pattern, a.values.detach().requires_grad_())
     bias = normal(n, dtype=dtype)
     for tokens in (1, 16, 64, 256, 4096):
@@ -232,6 +235,7 @@ def on_paper(walk: Walk) -> Iterator[None]:
         replace(driver, "tensor_map", return_value=ctypes.c_uint64())
         replace(Tensor, "is_cuda", new=True)
         once = {"mask_again": lambda name, tensors, options, build: build()}  # nothing is recorded here
+        once["transposed_lists"] = lambda *lists: transposed_lists(*lists) and None  # then torch makes them
         patches.enter_context(mock.patch.dict(operations.KERNELS, once))
         # Memory that no kernel writes is zero, so that every walk is the same.
         replace(torch, "empty", new=torch.zeros)

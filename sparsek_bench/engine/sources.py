@@ -41,7 +41,7 @@ FOLLOWED = KERNELS | {"reference"}
 # The launcher determines the host time of a call, not the time of a kernel: benchmarks of host time name it.
 LAUNCHING = tuple(f"sparsek.engine.launch.{name}" for name in ("launch", "recorder", "shipped", "progress"))
 # Members of a kernel that plan, and run before the time is taken.
-PLANNING = ("why_not", "default", "configs", "seconds", "rank", "notes", "prepare", "adopt")
+PLANNING = ("why_not", "default", "configs", "seconds", "rank", "notes", "prepare")
 COMPILED = ("hopper", "portable")
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_cooperative_grid", "launch_pdl")
 

@@ -84,7 +84,7 @@ def test_a_layer_that_learns_may_be_written_to_in_place(shape: tuple[int, ...]):
 def test_a_layer_that_a_gpu_would_record_may_be_written_to_in_place(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ):
-    def slot(a: Any, b: Any, settings: Any, also: Any = (), plan: Any = None) -> Slot:
+    def slot(a: Any, b: Any, settings: Any, also: Any = (), plan: Any = None, once: bool = False) -> Slot:
         matrix, dense = (b, a) if isinstance(a, Tensor) else (a, b)
         return Slot(Calls(), None, (*matrix.signature()[2], dense, *also), None, torch.is_grad_enabled())
 

@@ -23,6 +23,8 @@ from sparsek.attn.reference.scores import Scores
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.launch.recorder import MISS, Recorded
+from sparsek.products.formats.pattern import BlockPattern, HostPattern
+from sparsek.products.ops import recorded_products
 from sparsek.products.ops.linear import LinearCall, plan_layer
 from sparsek.products.plan import operands
 from sparsek.products.plan import spmm as plan_spmm
@@ -160,6 +162,26 @@ def test_a_call_is_bound_after_it_was_recorded(index: int, recorded: list[Any], 
     unchecked()
     for found in (*first, call()):
         torch.testing.assert_close(found, first[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("verb", VERBS[:8])
+@pytest.mark.parametrize("learns", [(), (0, 1, 2)])
+def test_new_patterns_of_one_size_share_a_recorded_call(
+    verb: str, learns: tuple[int, ...], recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Where patterns pass; the indices that a repeated call is given are read again."""
+    monkeypatch.setattr(BlockPattern, "passing", property(lambda p: "passing" in p._memo))
+    host = property(lambda p: HostPattern(p.indptr.numpy(), p.indices.numpy()))
+    monkeypatch.setattr(BlockPattern, "host", host)
+    recorded_products.PASSING.known.clear()
+    recorded_products.PASSING.recent.clear()
+    step = Step(verb, learns)
+    for seed in range(5):
+        a = sk.random_bsr(128, 192, 64, 0.5, seed=seed)
+        p = a.pattern
+        step.a = sk.BSR.unchecked(BlockPattern.unchecked(p.shape, p.block, p.indptr, p.indices), a.values)
+        step.turn()
+    assert len(recorded) == 1 or learns
 
 
 def test_guards_find_no_call_where_something_else_looks_at_it():

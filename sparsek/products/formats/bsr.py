@@ -20,7 +20,7 @@ from sparsek.products.formats.base import check_readable
 from sparsek.products.formats.convert import Conversions
 from sparsek.products.formats.padding import padding_of, zero_outside, zero_padding
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.formats.storage import Parts, Signature, Storage, block_stats
+from sparsek.products.formats.storage import Parts, Signature, Storage, block_stats, unread_stats
 
 if TYPE_CHECKING:
     from sparsek.products.formats.quantized_tensor import QuantizedTensor
@@ -111,8 +111,14 @@ class BSR(Conversions, Arithmetic, Drawable):
     def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
         """Return how this matrix, or its transpose, is stored; `counted`: with BlockStats. Internal."""
         pattern, view = self.pattern.T if transposed else self.pattern, (self.order is not None) != transposed
-        blocks = block_stats(pattern, not view) if counted else None
+        unread = _is_unread(pattern, view)
+        blocks = (unread_stats(pattern) if unread else block_stats(pattern, not view)) if counted else None
         return Storage(dtypes.shown(self.dtype), blocks, transposed=view)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether products with this matrix on the left are planned without reading its pattern. Internal."""
+        return _is_unread(self.pattern, self.order is not None)
 
     def parts(self, transposed: bool = False) -> Parts:
         """Return the tensors and numbers of this matrix, or of its transpose, for torch.library ops. Internal."""
@@ -178,6 +184,11 @@ class BSR(Conversions, Arithmetic, Drawable):
             f"BSR({rows}x{columns} {dtypes.shown(self.dtype)}, block {self.block[0]}x{self.block[1]}, "
             f"{self.pattern.summary}, {size}, {self.device}{kind})"
         )
+
+
+def _is_unread(pattern: BlockPattern, view: bool) -> bool:
+    """Whether no host reads a passing pattern. Tiles of lower block rows join several, by columns that they share."""
+    return pattern.passing and (view or pattern.block[0] >= 64)
 
 
 def padding_nonzeros(a: BSR) -> int:

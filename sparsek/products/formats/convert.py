@@ -484,7 +484,7 @@ def _pattern_of(stored: Tensor, count: int, shape: tuple[int, int], block: tuple
     indptr[1:] = stored.sum(1).cumsum(0)
     cells = torch.nonzero_static(stored.reshape(-1), size=count).reshape(-1)
     indices = cells.remainder(max(columns, 1)).to(torch.int32)
-    return BlockPattern.unchecked(shape, block, indptr, indices)
+    return BlockPattern.unchecked(shape, block, indptr, indices, passing=False)
 
 
 def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import by_kernel
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import of_values, saveable
@@ -80,11 +81,25 @@ class BlockPattern(PlanOwner, Record, Drawable):
         indptr: Tensor,
         indices: Tensor,
         host: HostPattern | None = None,
+        passing: bool = True,
     ) -> BlockPattern:
-        """Make a pattern of valid parts, without checks or sync. `host` saves a later copy to the host."""
+        """Make a pattern of valid parts, without checks or sync.
+
+        Args:
+            shape: As in the class.
+            block: As in the class.
+            indptr: As in the class.
+            indices: As in the class.
+            host: The indices on the host, if they are there; it saves a later copy.
+            passing: Without `host`, on a GPU: products are scheduled there, without a sync, as if block rows were about
+                even. With False the first product reads the indices, which takes about a millisecond, and chooses
+                among all kernels.
+        """
         made = super().unchecked(shape, block, saveable(indptr), saveable(indices))
         if host is not None:
             made._memo["host"] = host
+        elif passing and not torch.compiler.is_compiling():
+            made._memo["passing"] = 0  # products so far; see products/ops/recorded_products.py
         return made
 
     @classmethod
@@ -133,6 +148,11 @@ class BlockPattern(PlanOwner, Record, Drawable):
         return self.derived("host", lambda: _to_host(self))
 
     @property
+    def passing(self) -> bool:
+        """Whether products with this pattern are scheduled on its GPU, without a sync: see `unchecked`. Internal."""
+        return "passing" in self._memo and self.indptr.is_cuda
+
+    @property
     def row_lengths(self) -> Tensor:
         """The number of stored blocks in each block row, int32 [Mb]."""
         return self.derived("row_lengths", lambda: self.indptr[1:] - self.indptr[:-1])
@@ -173,7 +193,8 @@ class BlockPattern(PlanOwner, Record, Drawable):
         if target == self.device:
             return self
         indptr, indices = self.indptr.to(target), self.indices.to(target)
-        return BlockPattern.unchecked(self.shape, self.block, indptr, indices, self._memo.get("host"))
+        host, passing = self._memo.get("host"), "passing" in self._memo
+        return BlockPattern.unchecked(self.shape, self.block, indptr, indices, host, passing)
 
     def same_as(self, other: BlockPattern) -> bool:
         """Return whether both have the same shape, block sides and stored blocks, on any devices.
@@ -333,18 +354,27 @@ def _block_rows(pattern: BlockPattern) -> Tensor:
 
 def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
     """A stable sort by column: rows stay in order within a column, so the result is sorted and unique."""
+    made = None
+    if pattern.indptr.is_cuda and not torch.compiler.is_compiling():
+        made = by_kernel("transposed_lists", pattern.indptr, pattern.indices, pattern.grid)
+    indptr, indices, perm, inverse = made or _transposed_lists(pattern)
+    (m, k), (bm, bk) = pattern.shape, pattern.block
+    passing = "passing" in pattern._memo
+    flipped = BlockPattern.unchecked((k, m), (bk, bm), indptr, indices, passing=passing)
+    # A weak reference: without a reference cycle both are freed, with their schedules on the GPU, when the last user
+    # goes.
+    flipped._memo["transpose of"] = weakref.ref(pattern), inverse
+    return flipped, perm
+
+
+def _transposed_lists(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """indptr, indices, perm and its inverse of the transposed pattern."""
     device, columns = pattern.device, pattern.grid[1]
     by_column, perm = torch.sort(pattern.indices, stable=True)
     starts = torch.arange(columns + 1, dtype=torch.int32, device=device)
     indptr = torch.searchsorted(by_column, starts, out_int32=True)
     # Looking up cached rows would make torch.compile recompile once other code has cached them.
     rows = _block_rows(pattern) if torch.compiler.is_compiling() else pattern.block_rows
-    indices = rows[perm]
     inverse = torch.empty_like(pattern.indices)
     inverse[perm] = torch.arange(pattern.nnzb, dtype=torch.int32, device=device)
-    (m, k), (bm, bk) = pattern.shape, pattern.block
-    flipped = BlockPattern.unchecked((k, m), (bk, bm), indptr, indices)
-    # A weak reference: without a reference cycle both are freed, with their schedules on the GPU, when the last user
-    # goes.
-    flipped._memo["transpose of"] = weakref.ref(pattern), inverse
-    return flipped, perm.to(torch.int32)
+    return indptr, rows[perm], perm.to(torch.int32), inverse

@@ -30,7 +30,8 @@ class BlockStats:
 
     `row_max` is the largest number of stored blocks in a block row. `touches_all_columns`: every block column has a
     block. `merged` holds (R, steps) for factors R > 1: when R block rows share a tile, the steps are the distinct block
-    columns of each group of R block rows, summed over the groups.
+    columns of each group of R block rows, summed over the groups. `unread`: of a passing pattern, whose indices no host
+    has read; `row_max` is then what fits, and predictions take the rows for even.
     """
 
     block: tuple[int, int]
@@ -38,6 +39,7 @@ class BlockStats:
     row_max: int = 0
     touches_all_columns: bool = True
     merged: tuple[tuple[int, int], ...] = ()
+    unread: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,12 @@ Signature = tuple[PlanOwner, Hashable, tuple[Tensor, ...]]
 def block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:
     """The statistics of a pattern for the planner, cached with it. `merges`: block rows may share a tile."""
     return pattern.derived(("block_stats", merges), lambda: _block_stats(pattern, merges))
+
+
+def unread_stats(pattern: BlockPattern) -> BlockStats:
+    """What is known of a pattern without its indices."""
+    most = min(pattern.grid[1], pattern.nnzb)
+    return BlockStats(pattern.block, pattern.nnzb, most, touches_all_columns=False, unread=True)
 
 
 def _block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:

@@ -1,4 +1,6 @@
-"""Registers the GPU kernels that pack to blocks and to 2:4, and round to FP8. The first CUDA tensor loads them."""
+"""Registers the GPU kernels that pack to blocks and to 2:4, transpose patterns, and round to FP8. The first CUDA tensor
+loads them.
+"""
 
 from __future__ import annotations
 
@@ -58,5 +60,6 @@ KERNELS.update(
     pack_bsr_again=_pack_bsr_again,
     pack24=kernel_of("sparsek.products.kernels.pack.to_24", "pack24"),
     unpack24=kernel_of("sparsek.products.kernels.pack.to_24", "unpack24"),
+    transposed_lists=kernel_of("sparsek.products.kernels.pack.transpose", "transposed_lists"),
     round_rows=kernel_of("sparsek.products.kernels.pack.to_fp8", "round_rows"),
 )

@@ -30,6 +30,7 @@ from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops import gradients, library_args, recorded_products
 from sparsek.products.ops.library_args import SpmmArgs
+from sparsek.products.ops.recorded_products import PASSING
 from sparsek.products.ops.sddmm import sampled
 from sparsek.products.plan import operands
 from sparsek.products.plan.sddmm import Sampled
@@ -115,7 +116,7 @@ def spmm(
         and beta == 0
         and (dtype is None or dtype.__class__ is torch.dtype)
     ):
-        slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype))
+        slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype), once=True)
         if slot.__class__ is not Slot:
             return slot
     call = SpmmCall(A, B, out, alpha, beta, plan, kernel, dtype)
@@ -178,10 +179,10 @@ def route(call: SpmmCall, slot: Slot) -> Tensor:
         transforms.refuse("out=")
         multiply(Product.of(call.a, call.b, out, epilogue, call.dtype), kernel)
         return out
-    product = Product.of(call.a, call.b, None, epilogue, call.dtype)
+    product, once = Product.of(call.a, call.b, None, epilogue, call.dtype), slot.calls is PASSING
 
     def run() -> Tensor:
-        return product.seen(multiply(product, kernel), call.a)
+        return product.seen(multiply(product, kernel, once), call.a)
 
     if slot.learns and isinstance(product.b, Tensor):
         rows = product.out_layout == "col"
@@ -217,7 +218,8 @@ def plan_spmm(
 ) -> SpmmPlan:
     """Return the plan that `spmm(A, B)` would use: frozen, callable, and explained by `.explain()`.
 
-    The schedule is made on the host and copied to the device of A once. Under torch.autocast the plan is for the
+    The schedule is made on the host and copied to the device of A once, or made there for a pattern of
+    `BlockPattern.unchecked`. Under torch.autocast the plan is for the
     operands as they are, and calls with `plan=` are not cast.
 
     Args:
@@ -257,8 +259,11 @@ def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
 SpmmPlan.quick = _by_plan
 
 
-def multiply(call: Product, kernel: str | None) -> Tensor:
-    """The product, row-major, as `SpmmPlan.run` returns it; by the torch.library op where the call is traced."""
+def multiply(call: Product, kernel: str | None, once: bool = False) -> Tensor:
+    """The product, row-major, as `SpmmPlan.run` returns it; by the torch.library op where the call is traced.
+
+    `once`: by a plan for this call alone.
+    """
     a, transposed, b, out, epilogue, out_layout, dtype = call
     bias, other, values = epilogue.bias, epilogue.other, a.values
     if isinstance(b, QuantizedTensor):
@@ -271,7 +276,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         return run(call, kernel)
     traced = transforms.traced()
     if not (learns or traced):
-        return run(call, kernel)
+        return run(call, kernel, once)
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern.indptr)
     if not traced and transforms.are_plain(values, call.wide, bias, other):
@@ -279,15 +284,20 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (x.mT if rows and x is not None else x for x in (call.wide, other))
         with torch.no_grad():
-            c = run(call, kernel)
+            c = run(call, kernel, once)
         return ProductFunction.apply(values, dense, bias, other, (a, how, c, None))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     settings = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
     return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *settings)
 
 
-def run(call: Product, kernel: str | None) -> Tensor:
-    """The product, row-major, without autograd, of checked operands; by a recorded call where there is one."""
+def run(call: Product, kernel: str | None, once: bool = False) -> Tensor:
+    """The product, row-major, without autograd, of checked operands; by a recorded call where there is one.
+
+    `once`: as in `multiply`.
+    """
+    if once:
+        return SPMM.run(call, kernel, once=True)
     a, transposed, b, out, epilogue, *lies = call
     bias, other = epilogue.bias, epilogue.other
     in_place = out is not None and other is not None and memory.same_memory(out, other)

@@ -131,6 +131,11 @@ class SpmmProblem(ProductProblem):
         return 0 if self.a.blocks is None else self.a.blocks.row_max
 
     @property
+    def row_long(self) -> int:
+        """`row_max` for predictions; 0, less than the mean, for rows that count as even, as nobody has read them."""
+        return 0 if self.a.blocks is None or self.a.blocks.unread else self.row_max
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Block rows and block columns of A."""
         return -(-self.m // self.block[0]), -(-self.k // self.block[1])

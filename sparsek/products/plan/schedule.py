@@ -10,17 +10,16 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.storage import merged_keys
 
 # What a group of twice the columns has to gain, because CTAs that walk more columns at once find less of B in L2. On an
 # H100 hopper.bsr24 took 149 us in groups of 8 or 24 columns that were 2 % better balanced, and 94 us in groups of 4
-# (6144 x 11008 to 4096, 10 % in blocks of 128, 2026-11-26).
-WIDER = 0.02
+# (6144 x 11008 to 4096, 10 % in blocks of 128, 2026-11-26). One part in GAIN for each doubling, and what a balance is
+# good enough by.
+GAIN = 50
 
 
 class UnitSteps(NamedTuple):
@@ -112,87 +111,41 @@ def part_limit(steps: float, workers: int) -> int:
     return max(4, int(steps / workers / 2))
 
 
-class DeviceSchedule(NamedTuple):
-    """As `ProductSchedule`, made on the pattern's device: `tiles` int32 [tiles, 5] and `starts` int32 [ctas + 1].
-
-    The fifth number of a tile is its row inside the block. There is no spare tile.
-    """
-
-    tiles: Tensor
-    starts: Tensor
-
-
-def deal_on_device(
-    pattern: BlockPattern, n: int, tile_rows: int, tile_cols: int, workers: int
-) -> DeviceSchedule:
-    """Tiles of all block rows over the columns of a [K, n] operand, without a host sync.
-
-    Units go longest first in groups of column tiles as in `balance`; groups are just wide enough for all CTAs. CTAs
-    take tiles in rounds of alternating direction, so that all have about equal work.
-    """
-    device, bm, rows = pattern.device, pattern.block[0], pattern.grid[0]
-    slices, columns = max(1, -(-bm // tile_rows)), -(-n // tile_cols)
-    units, width = rows * slices, 1
-    while width < columns and width * units < workers * 0.9:
-        width *= 2
-    order = torch.argsort(pattern.row_lengths, descending=True, stable=True)
-    tile = torch.arange(units * columns, device=device)
-    group = tile // (units * width)
-    last = columns // width
-    wide = torch.where(group == last, max(columns - last * width, 1), width)
-    within = tile - group * units * width
-    unit = within // wide
-    row, part = order[unit // slices], unit % slices
-    offset = (part * tile_rows).clamp(max=max(bm - tile_rows, 0))
-    record = (pattern.indptr[row], pattern.indptr[row + 1], row * bm + offset)
-    record = (*record, (group * width + within % wide) * tile_cols, offset)
-    ctas = max(1, min(workers, len(tile)))
-    full, rest = divmod(len(tile), ctas)
-    turn = tile // ctas
-    place = torch.where(turn % 2 == 0, tile % ctas, ctas - 1 - tile % ctas)
-    worker = torch.arange(ctas, device=device)
-    held = full + (worker < rest if full % 2 == 0 else worker >= ctas - rest).long()
-    starts = torch.cat((held.new_zeros(1), held.cumsum(0)))
-    tiles = torch.empty(len(tile), 5, dtype=torch.int32, device=device)
-    tiles[starts[place] + turn] = torch.stack([each.int() for each in record], 1)
-    return DeviceSchedule(tiles, starts.int())
-
-
-def balance(
-    units: UnitSteps, n: int, tile_cols: int, workers: int, tile_cost: float = 1.0
-) -> ProductSchedule:
+def balance(units: UnitSteps, n: int, tile_cols: int, workers: int) -> ProductSchedule:
     """Assigns the tiles of all units over the columns of a [K, n] operand to at most `workers` CTAs.
 
     List scheduling: tiles in a fixed order, each to the CTA with the least work so far, where a tile costs its steps
-    plus `tile_cost`. The order goes through groups of column tiles, so that concurrent CTAs read the same columns of B,
+    plus one. The order goes through groups of column tiles, so that concurrent CTAs read the same columns of B,
     and lets long tiles of a later group begin early enough to end with it. Groups are as narrow as balance allows; a
-    wider one has to gain WIDER for each doubling. On an H200 a Zipf pattern lost 10 % in groups of 4 and 6 % in groups
+    wider one has to gain 2 % for each doubling. On an H200 a Zipf pattern lost 10 % in groups of 4 and 6 % in groups
     of 16, and 25 % and 8 % when all tiles of a group waited for those of the group before (2026-11-26). Of equal finish
     times the fewest CTAs are used, because they stay in step (2026-11-20: 128 beat 132 by 1 to 2 % where both need 16
     rounds).
+
+    In integers, so that products/kernels/spmm/tiles.py makes the same schedule on a GPU.
     """
     column_tiles = -(-n // tile_cols)
-    steps = (units.end - units.begin).astype(np.float64) + tile_cost
+    steps = units.end - units.begin + 1
     count = len(steps) * column_tiles
     if count == 0:
         return ProductSchedule(
             np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0, np.zeros(0, np.int64)
         )
-    bound = max(steps.max(), steps.sum() * column_tiles / min(workers, count))
-    best: tuple[float, float, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
-    groups = _groups(len(steps), column_tiles, workers)
+    ctas, total = min(workers, count), int(steps.sum()) * column_tiles
+    bound = max(int(steps.max()) * ctas, total)
+    best: tuple[int, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
+    groups = groups_of(len(steps), column_tiles, workers)
     for group in groups:
-        unit, column = _tile_order(steps, column_tiles, group, min(workers, count))
-        who, span = _deal(steps[unit], min(workers, count))
-        rated = span * (1 + WIDER * math.log2(group / groups[0]))
+        unit, column = _tile_order(steps, column_tiles, group, ctas)
+        who, span = _deal(steps[unit], ctas)
+        rated = span * weight_of(group, groups[0])
         if best is None or rated < best[0]:
             best = (rated, span, unit, column, who)
-        if span <= 1.02 * bound:
+        if GAIN * span * ctas <= (GAIN + 1) * bound:
             break
     assert best is not None
     _, span, unit, column, who = best
-    ctas = min(workers, count)
-    fewer = -(-count // -(-count // ctas))
+    fewer = fewest(count, ctas)
     if fewer < ctas:
         who_fewer, span_fewer = _deal(steps[unit], fewer)
         if span_fewer <= span:
@@ -204,10 +157,10 @@ def balance(
     tiles[:-1, 2], tiles[:-1, 3] = units.row[unit], column * tile_cols
     starts = np.zeros(ctas + 1, np.int32)
     np.cumsum(np.bincount(who, minlength=ctas), out=starts[1:])
-    return ProductSchedule(tiles, starts, ctas, span / (steps.sum() * column_tiles / ctas), unit)
+    return ProductSchedule(tiles, starts, ctas, span / (total / ctas), unit)
 
 
-def _groups(units: int, column_tiles: int, workers: int) -> list[int]:
+def groups_of(units: int, column_tiles: int, workers: int) -> list[int]:
     """Widths of column groups to try: powers of two from the narrowest with a tile per CTA, then all columns."""
     width = 1
     while width * units < workers * 0.9:
@@ -219,8 +172,18 @@ def _groups(units: int, column_tiles: int, workers: int) -> list[int]:
     return [*widths, column_tiles]
 
 
+def fewest(tiles: int, ctas: int) -> int:
+    """As few CTAs as have no more tiles than `ctas` have."""
+    return -(-tiles // -(-tiles // ctas))
+
+
+def weight_of(group: int, narrowest: int) -> int:
+    """The factor of a span in groups of so many columns."""
+    return (GAIN << 16) + round(65536 * math.log2(group / narrowest))
+
+
 def _tile_order(
-    steps: NDArray[np.float64], column_tiles: int, group: int, workers: int
+    steps: NDArray[np.int64], column_tiles: int, group: int, workers: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Unit and column of every tile, in the order in which they should begin.
 
@@ -230,16 +193,16 @@ def _tile_order(
     unit = np.repeat(np.arange(len(steps)), column_tiles)
     column = np.tile(np.arange(column_tiles), len(steps))
     columns_done = np.minimum((column // group + 1) * group, column_tiles)
-    begin = columns_done * (steps.sum() / workers) - steps[unit]
+    begin = columns_done * steps.sum() - steps[unit] * workers
     order = np.argsort(begin, kind="stable")
     return unit[order], column[order]
 
 
-def _deal(costs: NDArray[np.float64], workers: int) -> tuple[NDArray[np.int64], float]:
+def _deal(costs: NDArray[np.int64], workers: int) -> tuple[NDArray[np.int64], int]:
     """The worker of every tile, and the load of the fullest worker."""
     if (costs == costs[0]).all():
-        return np.arange(len(costs)) % workers, float(costs[0] * -(-len(costs) // workers))
-    heap = [(0.0, worker) for worker in range(workers)]
+        return np.arange(len(costs)) % workers, int(costs[0]) * -(-len(costs) // workers)
+    heap = [(0, worker) for worker in range(workers)]
     who = np.empty(len(costs), np.int64)
     for tile, cost in enumerate(costs.tolist()):
         load, worker = heap[0]

@@ -18,7 +18,7 @@ from sparsek.engine.plan.plan import Plan
 from sparsek.engine.plan.select import Choice
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.formats.storage import block_stats
+from sparsek.products.formats.storage import block_stats, unread_stats
 from sparsek.products.plan import operands
 from sparsek.products.plan.problems import SddmmProblem
 
@@ -36,6 +36,7 @@ class Sampled(NamedTuple):
 
     def problem(self, card: Card) -> SddmmProblem:
         x, y, pattern = self
+        stats = unread_stats(pattern) if pattern.passing else block_stats(pattern, False)
         return SddmmProblem(
             m=x.shape[0],
             k=x.shape[1],
@@ -48,7 +49,7 @@ class Sampled(NamedTuple):
             y_layout=operands.layout(y),
             aligned=operands.aligned(x, y),
             tf32=operands.allows_tf32(x.dtype),
-            row_max=block_stats(pattern, False).row_max,
+            row_max=stats.row_max,
         )
 
     def key(self) -> Hashable:

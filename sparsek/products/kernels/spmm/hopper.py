@@ -51,7 +51,6 @@ from sparsek.products.kernels.spmm import multiply as prims
 from sparsek.products.kernels.spmm import multiply_register_tile as held_prims
 from sparsek.products.kernels.spmm.load import load
 from sparsek.products.kernels.spmm.multiply import (
-    RECORD,
     Beside,
     Tile,
     deepened,
@@ -70,9 +69,10 @@ from sparsek.products.kernels.spmm.parts import (
     put,
     uneven,
 )
+from sparsek.products.kernels.spmm.tiles import device_tiles
 from sparsek.products.plan.kernels import SpmmKernel, unless_dense_sides
 from sparsek.products.plan.problems import SpmmProblem
-from sparsek.products.plan.schedule import deal_on_device, walk
+from sparsek.products.plan.schedule import walk
 from sparsek.products.reference.epilogue import PLAIN, Epilogue
 
 
@@ -329,6 +329,12 @@ class HopperSpmm(SpmmKernel):
         return both + extra + p.card.launch_seconds
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
+        if p.stats.unread:
+            found = device_tiles(a.pattern, p.n, c.rows, c.block_cols, p.card.sm_count * c.ctas_per_sm)
+            if found is not None:
+                tiles, starts, blocks = found
+                blocks = blocks if a.order is None else a.order
+                return Work(tiles, starts, a.pattern.indices, blocks, len(starts) - 1, None)
         units = a.pattern.derived(
             ("walk", c.rows, c.joined_rows), lambda: walk(a.pattern, c.rows, c.joined_rows)
         )
@@ -337,18 +343,6 @@ class HopperSpmm(SpmmKernel):
         if a.order is not None:  # positions among the stored values
             blocks = torch.cat((a.order, a.order.new_tensor([a.nnzb])))[blocks.long()].contiguous()
         return Work(found.tiles, found.starts, found.cols, blocks, found.ctas, found.imbalance, found.parts)
-
-    def adopt(self, p: SpmmProblem, c: Config, a: BSR) -> tuple[Config, Work]:
-        """As `prepare` for another pattern, on its device without a host sync; no rows are joined or split."""
-        if c.joined_rows > 1 or c.split:
-            alone = [each for each in self.configs(p) if each.joined_rows == 1 and not each.split]
-            c = min(alone, key=lambda each: self.rank(p, each))
-        tiles, starts = deal_on_device(a.pattern, p.n, c.rows, c.block_cols, p.card.sm_count * c.ctas_per_sm)
-        made = torch.zeros(len(tiles) + 2, RECORD.value, dtype=torch.int32, device=a.device)
-        made[:-2, :4], made[:-2, 4], made[:-2, 6] = tiles[:, :4], tiles[:, 3], tiles[:, 4]
-        made[:, 5] = -1
-        blocks = torch.arange(a.nnzb, dtype=torch.int32, device=a.device) if a.order is None else a.order
-        return c, Work(made, starts, a.pattern.indices, blocks, len(starts) - 1, None)
 
     def launch(
         self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN

@@ -66,6 +66,7 @@ from sparsek.products.kernels.spmm.parts import (
     merge_parts,
     uneven,
 )
+from sparsek.products.kernels.spmm.tiles import device_tiles
 from sparsek.products.plan.kernels import SpmmKernel, rounding_seconds
 from sparsek.products.plan.problems import SpmmProblem
 from sparsek.products.plan.schedule import walk
@@ -329,6 +330,11 @@ class HopperSpmmFp8(SpmmKernel):
 
     def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> SplitSchedule:
         pattern = a.matrix.pattern
+        if p.stats.unread:
+            found = device_tiles(pattern, p.n, c.rows, c.block_cols, p.card.sm_count * c.ctas_per_sm)
+            if found is not None:
+                tiles, starts, _ = found
+                return SplitSchedule(tiles, starts, pattern.indices, len(starts) - 1, None)
         units = pattern.derived(("walk", c.rows, 1), lambda: walk(pattern, c.rows, 1))
         return dealt(units, c, p, a.device)
 

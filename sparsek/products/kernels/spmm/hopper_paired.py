@@ -34,7 +34,6 @@ from sparsek.engine.plan.kernel import beside, unless_hopper, unless_near
 from sparsek.engine.plan.plan import arithmetic_seconds
 from sparsek.engine.plan.ring import flops_per_second, fullest, norm, share_of_h200
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.kernels.spmm import hopper
 from sparsek.products.kernels.spmm.hopper_24 import ACTS, BOX_BYTES
 from sparsek.products.kernels.spmm.pairs import Pairs, pairs_of
 from sparsek.products.plan.kernels import SpmmKernel, unless_dense_sides, unless_stored
@@ -166,8 +165,11 @@ def columns_needed(p: SpmmProblem, rows: int) -> float:
 
 class HopperPaired(SpmmKernel):
     name = "hopper.spmm_paired"
-    # The kernel of a retargeted plan, whose lists are made on the device.
-    successor: SpmmKernel = hopper.KERNEL
+
+    def only_by_name(self, p: SpmmProblem) -> str:
+        if not p.a.blocks or not p.a.blocks.unread:
+            return ""
+        return "its lists are made on the host, and the blocks of this pattern may move soon"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr"):

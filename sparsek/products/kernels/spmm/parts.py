@@ -72,8 +72,8 @@ class SplitSchedule(NamedTuple):
     starts: Tensor
     cols: Tensor
     ctas: int
-    imbalance: float
-    parts: SplitTiles | None
+    imbalance: float | None
+    parts: SplitTiles | None = None
 
 
 def dealt(units: UnitSteps, c: Tile, p: SpmmProblem, device: torch.device) -> SplitSchedule:
@@ -105,7 +105,7 @@ def uneven(p: SpmmProblem) -> bool:
     """Whether the longest block row exceeds the mean work of a CTA."""
     mean = p.nnzb / max(1, p.grid[0])
     shared = p.nnzb * -(-p.n // 256) * max(1, p.block[0] // 128) / p.card.sm_count
-    return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
+    return p.row_long > 2 * mean and p.row_long > 0.7 * shared and p.row_long >= 8
 
 
 def limits(p: SpmmProblem, configs: Callable[[SpmmProblem], list[Any]], reasons: list[str]) -> list[str]:
@@ -143,7 +143,7 @@ def tall(p: SpmmProblem, c: Any, steps: float, units: int) -> tuple[float, float
     and 85 us unsplit (H200, 2026-11-23 and 2026-11-20).
     """
     columns, mean = -(-p.n // c.block_cols), steps / units
-    longest = max(mean, min(p.row_max, p.grid[1]))
+    longest = max(mean, min(p.row_long, p.grid[1]))
     if not c.split:
         return longest, 0.0
     most = part_limit(steps * columns, p.card.sm_count)
@@ -160,7 +160,7 @@ def drift(p: SpmmProblem, c: Any, mean: float) -> float:
     has mean + 3 sqrt(mean): with 4 in a row tiles of 128x256 take 224 us, of 128x128 285 (H100, 2026-11-26).
     """
     usual = max(mean, (mean + 3 * mean**0.5) / 2)
-    lopsided = min(1.0, max(0.0, (max(mean, min(p.row_max, p.grid[1])) / usual - 2) / 0.6))
+    lopsided = min(1.0, max(0.0, (max(mean, min(p.row_long, p.grid[1])) / usual - 2) / 0.6))
     return lopsided * max(0.0, 2 * c.rows * c.block_cols / 32768 - 1)
 
 

@@ -290,13 +290,13 @@ def test_wide_tiles_of_low_blocks_are_held_for_an_activation_only() -> None:
     density=st.sampled_from((0.1, 0.4, 1.0)),
     sms=st.sampled_from((1, 3, 8, 132)),
     form=st.tuples(st.booleans(), st.sampled_from(("row", "col")), st.sampled_from(("row", "col"))),
-    kind=st.sampled_from(("whole", "split", "follow")),
+    kind=st.sampled_from(("whole", "split")),
     data=st.data(),
 )
 def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     block, rows, columns, cut, n, density, sms, form, kind, data
 ) -> None:
-    """`a` is stored as it is or as its transpose. `kind`: rows are whole, in parts, or dealt on the device."""
+    """`a` is stored as it is or as its transpose. `kind`: rows are whole or in parts."""
     view, b_layout, out_layout = form
     columns = columns * 5 if kind == "split" else columns  # parts have 4 blocks or more
     m, k = rows * block[0] - cut[0], columns * block[1] - cut[1]
@@ -317,7 +317,7 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
         out_layout=out_layout,
     )
     c = replace(data.draw(st.sampled_from(list(KERNEL.configs(p)))), split=kind == "split")
-    c, work = KERNEL.adopt(p, c, a) if kind == "follow" else (c, KERNEL.prepare(p, c, a))
+    work = KERNEL.prepare(p, c, a)
     b = torch.randn(k, n, dtype=torch.float64).numpy()
     found = walked(c, a, b, m, n, work)
     np.testing.assert_allclose(found, a.to_dense().numpy() @ b, rtol=1e-9, atol=1e-9)

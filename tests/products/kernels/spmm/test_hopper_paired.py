@@ -9,7 +9,6 @@ import torch
 
 import sparsek as sk
 from sparsek.core.device import H200
-from sparsek.engine.table import load
 from sparsek.products.formats.bsr import BSR
 from sparsek_bench.engine.sources import counted
 from tests.problems import changed, spmm_problem
@@ -173,15 +172,6 @@ def test_a_launch_holds_its_lists_and_not_the_values_of_a(monkeypatch: pytest.Mo
 def test_the_tile_counts_where_measurements_name_their_source() -> None:
     names = {name for name, _ in counted("hopper.spmm_paired")}
     assert {"COLS", "CLUSTER", "THREADS", "Config", "hopper_paired.cu"} <= names
-
-
-def test_a_retargeted_plan_goes_on_with_hopper_spmm() -> None:
-    a, moved = matrix(512, 512, (32, 32), 0.2), matrix(512, 512, (32, 32), 0.1)
-    b = torch.empty(512, 512, dtype=torch.bfloat16)
-    plan = sk.plan_spmm(a, b, kernel="hopper.spmm_paired", device="h200")
-    assert plan.kernel == "hopper.spmm_paired"
-    p = plan.problem
-    assert load(plan.kernel).successor.why_not(replace(p, a=moved.storage(False))) == []
 
 
 @pytest.mark.parametrize("side", [16, 32, 64])
