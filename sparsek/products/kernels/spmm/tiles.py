@@ -65,12 +65,12 @@ def _is_even(ranked, units):
     return tl.load(ranked + units) == tl.load(ranked + 2 * units - 1)
 
 
-_ORDER = ("units", "columns", "count", "workers", "fewer", "base", "options", "depth")
+_ORDER = ("units", "columns", "count", "workers", "fewer", "base", "widths", "depth")
 
 
 @triton.jit(do_not_specialize=_ORDER, do_not_specialize_on_alignment=["ranked", "tile_of", "cost_of", "who"])
 def _order(
-    ranked, tile_of, cost_of, who, units, columns, count, workers, fewer, base, options, depth, BLOCK: tl.constexpr
+    ranked, tile_of, cost_of, who, units, columns, count, workers, fewer, base, widths, depth, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Row `option` of tile_of and cost_of: tiles, unit * columns + column, in the order in which they begin.
 
@@ -78,16 +78,16 @@ def _order(
     sorted like the units; so those of another group that come before are found by bisection. Groups further away than
     the longest and the shortest tile differ lie before or behind as a whole.
     """
-    option = tl.program_id(0) % options
+    option = tl.program_id(0) % widths
     even = _is_even(ranked, units)
     if (option == 0) | (even == 0):
         longest = tl.load(ranked + units)
         shortest = tl.load(ranked + 2 * units - 1)
         total = tl.load(ranked + 2 * units).to(tl.int64)
-        width = tl.where(option == options - 1, columns, base << option)
+        width = tl.where(option == widths - 1, columns, base << option)
         full = units * width
         groups = (columns + width - 1) // width
-        at = tl.program_id(0) // options * BLOCK + tl.arange(0, BLOCK)
+        at = tl.program_id(0) // widths * BLOCK + tl.arange(0, BLOCK)
         live = at < count
         group = tl.minimum(at // full, groups - 1)
         wide = tl.minimum(width, columns - group * width)
@@ -150,7 +150,7 @@ def _deal(ranked, cost_of, who, spans, units, count, workers, fewer, LANES: tl.c
 
 
 _PLACE = (
-    "units", "columns", "count", "workers", "fewer", "options", "last_weight", "slices", "bm", "tile_rows", "tile_cols",
+    "units", "columns", "count", "workers", "fewer", "widths", "last_weight", "slices", "bm", "tile_rows", "tile_cols",
     "nnzb", "share",
 )  # fmt: skip
 _PLACED = ("indptr", "ranked", "tile_of", "who", "spans", "tiles", "starts", "blocks")
@@ -159,7 +159,7 @@ _PLACED = ("indptr", "ranked", "tile_of", "who", "spans", "tiles", "starts", "bl
 @triton.jit(do_not_specialize=_PLACE, do_not_specialize_on_alignment=_PLACED)
 def _place(
     indptr, ranked, tile_of, who, spans, tiles, starts, blocks,
-    units, columns, count, workers, fewer, options, last_weight, slices, bm, tile_rows, tile_cols, nnzb, share,
+    units, columns, count, workers, fewer, widths, last_weight, slices, bm, tile_rows, tile_cols, nnzb, share,
     GAIN: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The records of one CTA, in their order, and its share of the numbers of the stored blocks."""
@@ -169,9 +169,9 @@ def _place(
         bound = tl.maximum(tl.load(ranked + units).to(tl.int64) * workers, total * columns)
         best = tl.cast(9223372036854775807, tl.int64)
         going = 1
-        for each in range(options):
+        for each in range(widths):
             span = tl.load(spans + 2 * each).to(tl.int64)
-            weight = tl.where(each == options - 1, last_weight, (GAIN + each) * 65536)
+            weight = tl.where(each == widths - 1, last_weight, (GAIN + each) * 65536)
             rated = span * weight
             better = (going != 0) & (rated < best)
             option = tl.where(better, each, option)
@@ -244,16 +244,16 @@ def device_tiles(
     if (slices * pattern.nnzb + units) * columns // ctas + pattern.grid[1] + 1 >= 1 << LOAD_BITS:
         return None
     fewer, groups = fewest(count, ctas), groups_of(units, columns, workers)
-    options, nnzb = len(groups), pattern.nnzb
+    widths, nnzb = len(groups), pattern.nnzb
     tiles, starts = _split(indptr, (count + 2) * RECORD.value, ctas + 1)
     blocks = torch.empty(nnzb, dtype=torch.int32, device=indptr.device)
     ranked, tile_of, cost_of, who, spans = _split(
-        indptr, 2 * units + 1, options * count, options * count, 2 * options * count, 2 * options
+        indptr, 2 * units + 1, widths * count, widths * count, 2 * widths * count, 2 * widths
     )
     sizes, device = (units, columns, count, ctas, fewer), indptr.device
-    ordered = (*sizes, groups[0], options, units.bit_length() + 1)
+    ordered = (*sizes, groups[0], widths, units.bit_length() + 1)
     shape = (
-        options,
+        widths,
         weight_of(groups[-1], groups[0]),
         slices,
         bm,
@@ -267,10 +267,10 @@ def device_tiles(
     )
     chunks = -(-count // ORDERED)
     launch_unspecialized(
-        _order, device, options * chunks, (ranked, tile_of, cost_of, who, *ordered), (ORDERED,), 4
+        _order, device, widths * chunks, (ranked, tile_of, cost_of, who, *ordered), (ORDERED,), 4
     )
     dealt = ranked, cost_of, who, spans, units, count, ctas, fewer
-    launch_unspecialized(_deal, device, 2 * options, dealt, (lanes,), 1)
+    launch_unspecialized(_deal, device, 2 * widths, dealt, (lanes,), 1)
     lists = indptr, ranked, tile_of, who, spans, tiles, starts, blocks
     launch_unspecialized(_place, device, ctas, (*lists, *sizes, *shape), (GAIN, LISTED), 4)
     return DeviceTiles(tiles.view(-1, RECORD.value), starts, blocks)
