@@ -65,13 +65,12 @@ def _lists(matrix: Any, stands: bool) -> tuple[Tensor, ...]:
 
     `stands`: the matrix is that operand, and not its transpose.
     """
-    pattern = matrix.pattern
-    if matrix.__class__ is not BSR or not pattern.passing:
+    if matrix.__class__ is not BSR or not matrix.pattern.passing:
         return ()
     left = matrix if stands else matrix.T
     if not left.is_unread:
         return ()
-    pattern._memo["passing"] += 1
+    matrix.pattern._memo["passing"] += 1
     lists = left.pattern.indptr, left.pattern.indices
     return lists if left.order is None else (*lists, left.order)
 
