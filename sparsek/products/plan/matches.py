@@ -62,8 +62,7 @@ def match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) 
         kept, counts = torch.unique_consecutive(key, return_counts=True)
         starts = torch.arange(rows + 1, device=a.device) * columns
         indptr = torch.searchsorted(kept, starts, out_int32=True)
-        indices = (kept % max(columns, 1)).int()
-        wanted = BlockPattern.unchecked(shape, block, indptr, indices, passing=False)
+        wanted = BlockPattern.unchecked(shape, block, indptr, (kept % max(columns, 1)).int())
     else:
         cells = wanted.block_rows.long() * columns + wanted.indices
         at = torch.searchsorted(cells, key)

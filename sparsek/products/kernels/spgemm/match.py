@@ -229,7 +229,7 @@ def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Mat
         raise InvalidInput(f"{pairs} pairs of blocks meet; at most {INT32_MAX} can be indexed")
     if wanted is None:
         shape, block = (a.shape[0], b.shape[1]), (a.block[0], b.block[1])
-        wanted = BlockPattern.unchecked(shape, block, indptr, make(blocks), passing=False)
+        wanted = BlockPattern.unchecked(shape, block, indptr, make(blocks))
     starts, left, right = make(wanted.nnzb + 1), make(pairs), make(pairs)
     results = indptr, wanted.indices, starts, left, right
     launch_unspecialized(_fill, device, chunks, lists + results, (WIDTH, DEEP), WARPS)

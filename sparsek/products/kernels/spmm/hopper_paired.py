@@ -34,6 +34,7 @@ from sparsek.engine.plan.kernel import beside, unless_hopper, unless_near
 from sparsek.engine.plan.plan import arithmetic_seconds
 from sparsek.engine.plan.ring import flops_per_second, fullest, norm, share_of_h200
 from sparsek.products.formats.bsr import BSR
+from sparsek.products.kernels.spmm import hopper
 from sparsek.products.kernels.spmm.hopper_24 import ACTS, BOX_BYTES
 from sparsek.products.kernels.spmm.pairs import Pairs, pairs_of
 from sparsek.products.plan.kernels import SpmmKernel, unless_dense_sides, unless_stored
@@ -169,7 +170,7 @@ class HopperPaired(SpmmKernel):
     def only_by_name(self, p: SpmmProblem) -> str:
         if not p.a.blocks or not p.a.blocks.unread:
             return ""
-        return "its lists are made on the host, and the blocks of this pattern may move soon"
+        return f"the host makes its lists, and the blocks may move soon; {hopper.KERNEL.name}'s are made on the device"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr"):
