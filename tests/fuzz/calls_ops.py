@@ -494,6 +494,7 @@ CALLS: dict[str, Call] = {
         ),
         ATTENTION | {"grad_lse": "tensor"},
     ),
+    "Plan.retarget": Call(function(plan("spmm").retarget, a=bsr())),
 }
 
 # What has no arguments to spoil, or is no call that users make.

@@ -337,9 +337,10 @@ def plans() -> Any:
     spmm, spgemm = sk.plan_spmm(a, b), sk.plan_spgemm(a, a.T)
     sddmm, attend = sk.plan_sddmm(dense(100, 8), dense(8, 80), a.pattern), sk.plan_attention(q, k, v, mask)
     texts = [each.explain() for each in (spmm, spgemm, sddmm, attend, sk.plan_spmm(a, b, device="h200"))]
+    followed = spmm.retarget(sk.random_bsr(100, 80, (32, 16), 0.4, seed=8))
     return (
         options, texts, spmm(a, b), spgemm(a, a.T), sddmm(dense(100, 8), dense(8, 80), a.pattern),
-        attend(q, k, v, mask),
+        attend(q, k, v, mask), followed.explain(),
         sk.choose_format(dense(32, 128), small, formats="dense_fp8", min_norm=0)(dense(32, 128)),
     )  # fmt: skip
 

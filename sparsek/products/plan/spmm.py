@@ -18,11 +18,11 @@ from torch.autograd.graph import increment_version
 
 from sparsek.core import arguments, dtypes, memory, tracing
 from sparsek.core.device import Card
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.plan_owner import PlanOwner
-from sparsek.core.streams import captured
+from sparsek.core.streams import Ready, captured
 from sparsek.engine.plan.plan import Plan
-from sparsek.engine.plan.select import Choice
+from sparsek.engine.plan.select import Candidate, Choice
 from sparsek.products.formats.base import ALIGNMENT
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
@@ -30,6 +30,7 @@ from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.quantized import Matrix, Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor, quantize_dense
 from sparsek.products.formats.semi24 import Semi24
+from sparsek.products.formats.storage import unread_stats
 from sparsek.products.plan import operands
 from sparsek.products.plan.kernels import rounding_seconds
 from sparsek.products.plan.problems import DenseSpec, SpmmProblem
@@ -252,12 +253,13 @@ class SpmmPlan(Plan):
     Call it as it was planned: `plan(A, B, out=None, epilogue=...)`, with the sparse matrix on the same side; the plan
     of a `layer` as `plan(x, W, epilogue=...)`. `problem` is an SpmmProblem. `pattern` is a weak reference to the
     pattern of A as a left operand. A plan fits matrices of that pattern; for a Semi24 it is None, and the plan fits
-    every Semi24 of its shape.
+    every Semi24 of its shape. `limit`: the most stored blocks of a retargeted plan.
     """
 
     problem: SpmmProblem
     pattern: Callable[[], BlockPattern | None] | None = None
     layer: bool = False
+    limit: int | None = None
     # Set by the operations above plans: the fast path of `plan(A, B)`; without it every call is checked.
     quick: ClassVar[Callable[..., Tensor] | None] = None
     # The key of the last call that was checked.
@@ -327,6 +329,47 @@ class SpmmPlan(Plan):
         if out.numel():
             kernel.launch(config, self.work, a, b, out, epilogue)
         return c
+
+    def retarget(self, a: BSR) -> SpmmPlan:
+        """This plan for a matrix whose blocks have moved: same shape, same block, and at most as many stored.
+
+        `a` is the BSR as oriented in the product. Its schedule is made on the device, without a host sync, as for
+        a pattern of `BlockPattern.unchecked`; a new `plan_spmm` may join or split rows. Raises InvalidInput for another
+        shape, block, device or more blocks.
+        """
+        self.refuse_unless_ready()
+        p = self.problem
+        if not isinstance(a, BSR) or p.a.kind != "bsr":
+            raise InvalidInput(
+                f"only a plan of a BSR can be retargeted, to a BSR; this is one of {p.a.kind}, got {type(a).__name__}"
+            )
+        turned = self.on_right and not self.layer
+        stands = a.T if turned else a
+        old, limit = self.pattern and self.pattern(), self.limit or p.nnzb
+        new = stands.pattern
+        same = (new.shape, new.block, stands.order is not None) == ((p.m, p.k), p.block, p.a.transposed)
+        if not same or new.nnzb > limit or dtypes.name(a.dtype) != p.dtype:
+            sides, block = ((p.k, p.m), p.block[::-1]) if turned else ((p.m, p.k), p.block)
+            view = ", a transposed view" if p.a.transposed != turned else ""
+            raise InvalidInput(
+                f"this plan can be retargeted to {p.dtype} matrices of {sides[0]}x{sides[1]} in blocks of "
+                f"{block[0]}x{block[1]}{view}, with at most {limit} stored; got {a!r}"
+            )
+        if old is not None and new.device != old.device:
+            raise InvalidInput(f"this plan is on {old.device} and A on {new.device}")
+        unread = replace(p, a=replace(p.a, blocks=unread_stats(new)))
+        kernel = getattr(self.choice.kernel, "successor", self.choice.kernel)
+        if why_not := kernel.why_not(unread):
+            raise Unsupported(f"{kernel.name} cannot take another pattern", {kernel.name: tuple(why_not)})
+        config = self.choice.config
+        if config not in kernel.configs(unread):  # it joins or splits rows, or is of another kernel
+            config = kernel.default(unread)
+        choice = Choice(kernel, config, (Candidate(kernel.name, config, kernel.seconds(unread, config)),))
+        work, made = kernel.prepare(unread, config, stands), Ready.here(new.device)
+        pattern = weakref.ref(new)
+        return replace(
+            self, problem=unread, choice=choice, work=work, pattern=pattern, limit=limit, made=made
+        )
 
     def headline(self) -> list[str]:
         p = self.problem

@@ -166,11 +166,12 @@ def columns_needed(p: SpmmProblem, rows: int) -> float:
 
 class HopperPaired(SpmmKernel):
     name = "hopper.spmm_paired"
+    successor: SpmmKernel = hopper.KERNEL
 
     def only_by_name(self, p: SpmmProblem) -> str:
         if not p.a.blocks or not p.a.blocks.unread:
             return ""
-        return f"the host makes its lists, and the blocks may move soon; {hopper.KERNEL.name}'s are made on the device"
+        return f"the host makes its lists, and the blocks may move soon; {self.successor.name}'s are made on the device"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr"):

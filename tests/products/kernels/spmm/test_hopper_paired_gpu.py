@@ -162,3 +162,13 @@ def test_a_recorded_call_follows_new_values(monkeypatch: pytest.MonkeyPatch) -> 
         kept.append((a, b))  # so that every call has other addresses
         assert check_spmm(a, b, sk.spmm(a, b, kernel=NAME)).passed
     assert sum(repeated) == 3, "from the third call on"
+
+
+def test_a_plan_follows_moved_blocks_with_another_kernel() -> None:
+    first = sk.random_bsr(1024, 1024, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=1)
+    moved = sk.random_bsr(1024, 1024, 32, 0.1, dtype=torch.bfloat16, device="cuda", seed=2)
+    b = randn(1024, 512)
+    plan = sk.plan_spmm(first, b, kernel=NAME)
+    followed = plan.retarget(moved)
+    assert followed.kernel == "hopper.spmm"
+    assert check_spmm(moved, b, followed(moved, b)).passed
