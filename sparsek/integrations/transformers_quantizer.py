@@ -20,7 +20,8 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.nn import description
 from sparsek.nn.description import METHOD, VERSION, SavedLayer
-from sparsek.nn.replace import swap
+from sparsek.nn.experts import repacked
+from sparsek.nn.replace import is_packed, layer_of, swap
 
 WATCHED = ("initialize_weights", "_adjust_missing_and_unexpected_keys")
 
@@ -127,7 +128,7 @@ def here(model: Any, layers: Mapping[str, SavedLayer], paths: Iterable[Any]) -> 
     found, others = {}, []
     for name, entry in layers.items():
         names = (name, prefix + name, name.removeprefix(prefix))
-        own = next((each for each in names if _has(model, each)), None)
+        own = next((each for each in names if layer_of(model, each) is not None), None)
         if own is None:
             others.append(name)
         else:
@@ -148,24 +149,15 @@ def here(model: Any, layers: Mapping[str, SavedLayer], paths: Iterable[Any]) -> 
     return found
 
 
-def _has(model: Any, name: str) -> bool:
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
-
-
 def _watch(model: Any, layers: Mapping[str, SavedLayer]) -> None:
     """Keep transformers from initialising sparse layers, and make it raise for tensors of theirs that are missing."""
-    guards = {f"{name}.weight" for name in layers}
+    guards = set(description.guards(layers, model))
     sparse = {f"{name}.{part}" for name in layers for part in model.get_submodule(name).state_dict()}
     initialize, whole = model.initialize_weights, model._adjust_missing_and_unexpected_keys
 
     def initialize_weights(*args: Any, **options: Any) -> Any:
         vars(model).pop(WATCHED[0])
-        own = {name: model.get_submodule(name) for name in layers}
-        swap(model, {name: _initialized(each) for name, each in own.items()})
+        own = swap(model, {name: _initialized(model, name) for name in layers})
         try:
             return initialize(*args, **options)
         finally:
@@ -191,9 +183,13 @@ def _watch(model: Any, layers: Mapping[str, SavedLayer]) -> None:
     model._adjust_missing_and_unexpected_keys = adjust
 
 
-def _initialized(layer: Any) -> nn.Module:
-    """A dense layer without memory, which transformers takes for one that is loaded."""
+def _initialized(model: Any, name: str) -> nn.Module | nn.Parameter:
+    """A dense layer, or packed experts, without memory, which transformers takes for one that is loaded."""
+    layer = model.get_submodule(name)
     made: Any = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
-    for each in (made, *made.parameters()):
+    if is_packed(model, name):
+        made = repacked(model.get_submodule(name.rpartition(".")[0]), made.weight.detach(), False)
+    parts: Any = (made, *(made.parameters() if isinstance(made, nn.Module) else ()))
+    for each in parts:
         each._is_hf_initialized = True
     return made

@@ -66,7 +66,7 @@ def save_model(model: nn.Module, directory: StrPath) -> None:
         else:
             first[key] = name
             tensors[name] = tensor.detach()
-    tensors |= guards(layers)
+    tensors |= guards(layers, model)
     about = json.dumps(written(layers) | {"ties": ties}, separators=(",", ":"))
     metadata = {"format": "pt", METHOD: about}
     with files.blamed_on(folder, InvalidInput, "cannot be made"):
@@ -125,10 +125,9 @@ def load_model(
         if tensor not in tensors:
             raise InvalidFile(f"{where}: {name} is tied to {arguments.shown(tensor)}, which is not there")
         tensors[name] = tensors[tensor]
-    for name in guards(layers):
+    for name in guards(layers, found):
         tensors.pop(name, None)
-    old = {name: found.get_submodule(name) for name in made}
-    swap(found, made)
+    old = swap(found, made)
     try:
         tied = _tied(found, tensors)
         _check_fit(where, found.state_dict(), tensors)

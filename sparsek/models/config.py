@@ -12,6 +12,7 @@ from torch import nn
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import named
+from sparsek.nn.experts import PackedLinear
 from sparsek.products.formats.bsr24 import BLOCK_STEP
 from sparsek.products.formats.convert import SCOPES, Scope
 from sparsek.products.formats.pattern import block_sides
@@ -211,10 +212,15 @@ def check_rules(config: Any) -> None:
 
 
 def matches(rule: Rule, name: str, layer: nn.Module) -> bool:
-    """Whether a glob matches the whole name of a layer, or it is of the type, or the predicate is true of it."""
+    """Whether a glob matches the whole name of a layer, or it is of the type, or the predicate is true of it.
+
+    Packed experts are also of the type of the module that holds them.
+    """
     if isinstance(rule, str):
         return fnmatch.fnmatchcase(name, rule)
-    return isinstance(layer, rule) if isinstance(rule, type) else bool(rule(layer, name))
+    if not isinstance(rule, type):
+        return bool(rule(layer, name))
+    return isinstance(layer, rule) or (isinstance(layer, PackedLinear) and isinstance(layer.experts, rule))
 
 
 def config_for(config: Any, name: str, layer: nn.Module) -> tuple[Any, bool]:

@@ -29,7 +29,8 @@ from sparsek.models.reconstruct import Quadratic, least_squares, quadratic, rela
 from sparsek.models.scores import Moments
 from sparsek.models.stream import Stack
 from sparsek.nn import SparseLinear
-from sparsek.nn.replace import Facts, is_conv1d, is_linear
+from sparsek.nn.experts import PackedLinear, packed_names
+from sparsek.nn.replace import Facts, is_conv1d, is_linear, layer_of
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import block_sides
@@ -249,6 +250,11 @@ def targets(
     configs: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for name, layer in model.named_modules():
+        for own in packed_names(layer):
+            each = f"{name}.{own}" if name else own
+            packed = layer_of(model, each)
+            if isinstance(packed, PackedLinear) and config_for(config, each, packed)[0] is not None:
+                skipped[each] = "is packed experts, which sk.sparsify_ takes"
         if not is_linear(layer):
             continue
         wanted, explicit = config_for(config, name, layer)

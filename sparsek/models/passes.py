@@ -18,6 +18,7 @@ from sparsek.models.config import Float8
 from sparsek.models.layer import weights_of
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, Stream, TensorPlace, is_in
+from sparsek.nn.replace import layer_of
 
 
 @dataclass
@@ -156,4 +157,4 @@ class Passes:
         return {name: self._layer(name) for name in self.configs if stack.has(name)}
 
     def _layer(self, name: str) -> Any:
-        return self.model.get_submodule(name)
+        return layer_of(self.model, name)

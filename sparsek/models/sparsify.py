@@ -29,12 +29,13 @@ from sparsek.models.config import (
 )
 from sparsek.models.config import Auto as AutoConfig
 from sparsek.models.report import LayerRow, ModelReport, picture_of
-from sparsek.nn.replace import Facts, Origin, adopt, is_conv1d, is_linear, swap, weight_of
+from sparsek.nn.experts import PackedLinear, packed_names, repacked, split_rows, why_no_packed_fit
+from sparsek.nn.replace import Facts, Origin, adopt, is_conv1d, is_linear, is_packed, swap, weight_of
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
 from sparsek.products.formats.pattern import block_sides, grid_of
 from sparsek.products.formats.quantized import Quantized
-from sparsek.products.ops.weight_formats import stored_fraction
+from sparsek.products.ops.weight_formats import WeightFormat, stored_fraction
 
 # The fewest blocks in a column and in a row of a weight: pruning fewer removes all of some outputs or inputs.
 LEAST_BLOCKS = 2
@@ -55,13 +56,18 @@ def sparsify_(
 ) -> ModelReport:
     """Make the linear layers of a model sparse, in place.
 
-    Takes torch.nn.Linear and transformers' Conv1D. Names, training mode, requires_grad, forward and backward hooks,
-    device and dtype stay; biases stay the same Parameters, and weights become new ones: make the optimizer afterwards,
-    and wrap the model, for example in DistributedDataParallel, afterwards. Stored values are those of largest norm or
-    magnitude. Until the last layer is made, the dense layers are in memory too. An error leaves the model as it was.
+    Takes torch.nn.Linear, transformers' Conv1D, and packed experts, whose weights are one Parameter. Names, training
+    mode, requires_grad, forward and backward hooks, device and dtype stay; biases stay the same Parameters, and weights
+    become new ones: make the optimizer afterwards, and wrap the model, for example in DistributedDataParallel,
+    afterwards. Stored values are those of largest norm or magnitude. Until the last layer is made, the dense layers are
+    in memory too. An error leaves the model as it was.
 
-    The report has a row for every layer with a weight matrix, and why layers were skipped: tied weights, the output
-    embedding unless a rule names it, weights with fewer than 2x2 blocks, and layers of any other kind.
+    The report has a row for every layer with a weight matrix, and for each Parameter of packed experts. Skipped are
+    tied weights, the output embedding unless a rule names it, weights with fewer than 2x2 blocks, and layers of any
+    other kind; their rows have the reason.
+
+    A gated MLP, act(gate(x)) * up(x), computes both layers in one fused product if both are sparse, while nothing
+    learns and no hook looks at its parts.
 
     Layers on the meta device get a random pattern, with as many blocks in each row, and no values: load a state dict,
     which has the pattern too.
@@ -122,12 +128,14 @@ def sparsify_(
             why = "is left dense by its rule" if ruled else "no rule matches it"
         elif not why and filter_fn is not None and not filter_fn(layer, name):
             why = "is left dense by filter_fn"
+        if choice == AUTO and not why and isinstance(layer, PackedLinear):
+            why = f'is packed experts, for which "{AUTO}" picks nothing; name a config'
         if choice is not None and not why:
             configs[name] = choice
         rows.append(LayerRow(name, _shape(layer), why_not=why))
     automatic = {name: layers[name] for name, each in configs.items() if each == AUTO}
     picks = {} if planner is None else _picks(planner, automatic)
-    made: dict[str, nn.Module] = {}
+    made: dict[str, Any] = {}
     for at, row in enumerate(rows):
         choice = configs.get(row.name)
         if row.name in picks:
@@ -165,8 +173,8 @@ def _picks(planner: Auto, layers: Mapping[str, Any]) -> dict[str, auto.Pick]:
 def densify_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[str]:
     """Put dense layers with the stored values, and zeros elsewhere, in the place of sparse ones.
 
-    A layer becomes a torch.nn.Linear, or the Conv1D that it was. What `sparsify_` keeps, stays here too. An error
-    leaves the model as it was.
+    A layer becomes a torch.nn.Linear, or the Conv1D or the Parameter of packed experts that it was. What `sparsify_`
+    keeps, stays here too. An error leaves the model as it was.
 
     Args:
         model: The model.
@@ -189,13 +197,20 @@ def densify_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | Non
         )
     """
     _check_model(model, filter_fn, "densify_")
-    made: dict[str, nn.Module] = {}
-    of_layer: dict[int, nn.Module] = {}
+    made: dict[str, Any] = {}
+    of_layer: dict[int, Any] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, SparseLinear) or (filter_fn is not None and not filter_fn(layer, name)):
             continue
         if id(layer) not in of_layer:
-            of_layer[id(layer)] = dense_of(name, layer)
+            dense: Any = dense_of(name, layer)
+            if is_packed(model, name):
+                dense = repacked(
+                    model.get_submodule(name.rpartition(".")[0]),
+                    dense.weight.detach(),
+                    dense.weight.requires_grad,
+                )
+            of_layer[id(layer)] = dense
         made[name] = of_layer[id(layer)]
     swap(model, made)
     return list(made)
@@ -248,7 +263,10 @@ def _replacement(
 ) -> tuple[LayerRow, Any]:
     """The row of a layer, and the sparse layer; None with the reason against it."""
     dense, form = weight_of(old), form_of(config)
-    why = why_no_fit(dense, config)
+    of_one = dense[: old.out_features] if isinstance(old, PackedLinear) else dense
+    why = why_no_fit(of_one, config)
+    if not why and isinstance(old, PackedLinear):
+        why = why_no_packed_fit(old, form)
     if why:
         return replace(row, why_not=why), None
     with _about(row.name):
@@ -265,7 +283,10 @@ def _replacement(
         card = card_of(dense.device) if dense.is_cuda else card_named("h200")
     if card is None:
         return found, new
-    found = timed(found, weight, dense.dtype, form, card, tokens)
+    if isinstance(old, PackedLinear):
+        found = _timed_packed(found, old, weight, form, card, tokens)
+    else:
+        found = timed(found, weight, dense.dtype, form, card, tokens)
     if skip_slower and (found.speed or 0.0) < 1:
         why = "has no kernel"
         if found.speed is not None:
@@ -273,6 +294,18 @@ def _replacement(
         times = {"seconds": found.seconds, "dense_seconds": found.dense_seconds}
         return replace(row, why_not=f"{why}, with {tokens} tokens on {card.name}", why="", **times), None
     return found, new
+
+
+def _timed_packed(
+    row: LayerRow, old: PackedLinear, weight: Any, form: WeightFormat, card: Card, tokens: int
+) -> LayerRow:
+    """A row with the predicted times of all experts, with an equal share of the tokens each."""
+    count = old.shape[0]
+    few = max(1, tokens * old.routes // count)
+    row = timed(row, split_rows(weight, count)[0], old.packed.dtype, form, card, few)
+    each = row.seconds, row.dense_seconds
+    seconds, dense = (None if x is None else x * count for x in each)
+    return replace(row, seconds=seconds, dense_seconds=dense)
 
 
 @contextmanager
@@ -293,6 +326,12 @@ def kept_norm(weight: Any, dense: Tensor) -> float:
 def _layers(model: nn.Module) -> Any:
     """The names and modules that have a weight matrix of their own."""
     for name, layer in model.named_modules(remove_duplicate=False):
+        packed = packed_names(layer)
+        if packed:
+            for own in packed:
+                if own in layer._parameters:
+                    yield f"{name}.{own}" if name else own, PackedLinear(layer, own)
+            continue
         own = [each for each in layer._parameters.values() if each is not None]
         has_matrix = any(not nn.parameter.is_lazy(each) and each.ndim > 1 for each in own)
         if has_matrix or is_linear(layer) or isinstance(layer, SparseLinear):
@@ -300,6 +339,8 @@ def _layers(model: nn.Module) -> Any:
 
 
 def _shape(layer: Any) -> tuple[int, ...]:
+    if isinstance(layer, PackedLinear):
+        return layer.shape
     if isinstance(layer, (nn.Linear, SparseLinear)):
         return layer.out_features, layer.in_features
     if is_conv1d(layer):

@@ -19,7 +19,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.nn.indices import guard
-from sparsek.nn.replace import adopt, is_linear, weight_of
+from sparsek.nn.replace import adopt, is_linear, is_packed, layer_of, weight_of
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats import two_four
 from sparsek.products.formats.bsr24 import BLOCK_STEP
@@ -211,9 +211,12 @@ def read(data: Any) -> dict[str, SavedLayer]:
     }
 
 
-def guards(layers: Iterable[str]) -> dict[str, Tensor]:
-    """The guards of layers, by their names in a checkpoint."""
-    return {f"{name}.weight": guard() for name in layers}
+def guards(layers: Iterable[str], model: nn.Module | None = None) -> dict[str, Tensor]:
+    """The guards of layers, by their names in a checkpoint; those of the packed experts of a model have their own."""
+    names = [f"{name}.weight" for name in layers]
+    if model is not None:
+        names += [name for name in layers if is_packed(model, name)]
+    return {name: guard() for name in names}
 
 
 def empty_layers(
@@ -232,10 +235,7 @@ def empty_layers(
     made: dict[str, nn.Module] = {}
     of: dict[int, Any] = {}
     for name, entry in layers.items():
-        try:
-            old: Any = model.get_submodule(name) if name else None
-        except AttributeError:
-            old = None
+        old: Any = layer_of(model, name) if name else None
         is_sparse = isinstance(old, SparseLinear)
         if not is_sparse and (old is None or not is_linear(old)):
             kind = "no layer" if old is None else f"a {type(old).__name__}"

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from sparsek.nn.experts import PackedLinear, SparseExperts, packed_names, why_not_packed
+from sparsek.nn.gated import GatedMLP, fitted_class
 from sparsek.nn.sparse import SparseLinear
 
 HOOKS = (
@@ -52,6 +54,9 @@ class Facts:
         kind = type(layer).__name__
         if not is_linear(layer):
             return f"is no linear layer, but of {kind}"
+        if isinstance(layer, PackedLinear):
+            shared = [each for each in self.owners[id(layer.packed)] if each != name]
+            return why_not_packed(layer) or (f"shares its weight with {shared[0]}" if shared else "")
         if not _is_plain_forward(layer):
             return f"is of {kind} with a forward of its own"
         weight = layer._parameters.get("weight")
@@ -87,19 +92,60 @@ def adopt(new: Any, old: Any, origin: type[nn.Module] | None = nn.Linear) -> Any
     return new.train(old.training)
 
 
-def swap(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Put layers in their places by name, all or none."""
-    done: list[tuple[nn.Module, str, nn.Module]] = []
+def swap(model: nn.Module, made: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, Any]:
+    """Put layers, or packed Parameters, in their places by name, all or none. Return those before.
+
+    The modules that hold them then fit them; see `Fitted`.
+    """
+    done: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, layer in made.items():
             parent, _, own = name.rpartition(".")
             holder = model.get_submodule(parent)
-            done.append((holder, own, holder.get_submodule(own)))
+            old = holder._parameters.get(own)
+            done.append((holder, own, holder.get_submodule(own) if old is None else old))
+            if old is not None and not isinstance(layer, nn.Parameter):
+                del holder._parameters[own]
             setattr(holder, own, layer)
     except BaseException:
         for holder, own, layer in done:
-            holder._modules[own] = layer
+            places: Any = (holder._parameters, holder._modules)
+            here, other = places if isinstance(layer, nn.Parameter) else places[::-1]
+            other.pop(own, None)
+            here[own] = layer
         raise
+    for holder, _, _ in done:
+        _fit(holder)
+    return {name: old for name, (_, _, old) in zip(made, done, strict=True)}
+
+
+def _fit(module: Any) -> None:
+    """Let the class of a module be one that knows the sparse layers in it, or the one it was."""
+    now = type(module)
+    kind, base = getattr(now, "_fitted", (None, now))
+    if (kind is not None and now is not fitted_class(kind, base)) or "forward" in module.__dict__:
+        return  # of FSDP2, whose classes stay
+    wanted = next((each for each in (GatedMLP, SparseExperts) if each.fits(module, base)), None)
+    if wanted is not kind:
+        module.__class__ = base if wanted is None else fitted_class(wanted, base)
+
+
+def layer_of(model: nn.Module, name: str) -> Any:
+    """The layer of a name, which packed experts have for each Parameter of theirs too; None if there is none."""
+    parent, _, own = name.rpartition(".")
+    try:
+        holder = model.get_submodule(parent)
+    except AttributeError:
+        return None
+    if own in packed_names(holder) and own in holder._parameters:
+        return PackedLinear(holder, own)
+    return holder._modules.get(own) if own else model
+
+
+def is_packed(model: nn.Module, name: str) -> bool:
+    """Whether a name is that of a weight of packed experts."""
+    parent, _, own = name.rpartition(".")
+    return own in packed_names(model.get_submodule(parent))
 
 
 def is_linear(layer: nn.Module) -> bool:

@@ -92,7 +92,7 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
         given = call.arguments
         _check(self, given)
         if given.get("state_dict") is not None:
-            given["state_dict"] = {**given["state_dict"], **guards(layers)}
+            given["state_dict"] = {**given["state_dict"], **guards(layers, self)}
         if "save_original_format" in signature.parameters:
             given.setdefault(
                 "save_original_format", False

@@ -144,7 +144,7 @@ class Arithmetic(OfDenseBlocks):
         start = arguments.integer("start", start, 0, pattern.grid[0])
         stop = arguments.integer("stop", stop, start, pattern.grid[0])
         first, last = (int(pattern.host.indptr[at]) for at in (start, stop))
-        part = pattern.derived(("block rows", start, stop), lambda: _cut(pattern, start, stop))
+        part = pattern.derived(("block rows", start, stop), lambda: cut_rows(pattern, start, stop))
         if self.order is None:
             return self.unchecked(part, self.values[first:last])
         return self.unchecked(part, self.values.index_select(0, self.order[first:last]).mT.contiguous())
@@ -320,7 +320,7 @@ def _row_sums(parts: Tensor, pattern: BlockPattern) -> Tensor:
     return functional.pad(parts, (0, 0, 0, 1)).index_select(0, first)
 
 
-def _cut(pattern: BlockPattern, start: int, stop: int) -> BlockPattern:
+def cut_rows(pattern: BlockPattern, start: int, stop: int) -> BlockPattern:
     """The pattern of some block rows; shares the block columns' memory."""
     bm, at = pattern.block[0], pattern.host.indptr[start : stop + 1]
     first, last = int(at[0]), int(at[-1])

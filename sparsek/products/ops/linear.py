@@ -29,7 +29,7 @@ from sparsek.products.ops.spmm import SPMM, How, LearnedProduct, finished, follo
 from sparsek.products.plan import operands
 from sparsek.products.plan.kernels import activation_seconds
 from sparsek.products.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
-from sparsek.products.reference.epilogue import PLAIN, Activation, Epilogue
+from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Epilogue
 
 Weight: TypeAlias = SparseMatrix
 # The activations whose derivative is not known from their result.
@@ -247,6 +247,17 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
         >>> sk.swiglu(torch.randn(10, 128), gate, up).shape
         torch.Size([10, 256])
     """
+    return gated(x, W_gate, W_up, "silu", kernel)
+
+
+def gated(
+    x: Tensor | QuantizedTensor,
+    W_gate: Weight,
+    W_up: Weight,
+    activation: Activation,
+    kernel: str | None = None,
+) -> Tensor:
+    """act(x @ W_gate.T) * (x @ W_up.T); see `swiglu`, which is that of silu."""
     if autocasts():
         dtype, x, W_gate, W_up = follow_autocast_fp8(None, x, W_gate, W_up)
     else:
@@ -269,9 +280,9 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
     if learns:
         gate, up = (multiply(Product.layer(x, w, dtype=dtype), kernel) for w in (W_gate, W_up))
         with dtypes.as_given(x.device):
-            y = functional.silu(gate) * up
+            y = ACTIVATIONS[activation](gate) * up
     else:
-        gate = multiply(Product.layer(x, W_gate, Epilogue(activation="silu"), dtype), kernel)
+        gate = multiply(Product.layer(x, W_gate, Epilogue(activation=activation), dtype), kernel)
         call = Product.layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
         in_place = dtype is None and not transforms.traced()
         y = multiply(call._replace(out=gate.mT) if in_place else call, kernel)
