@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsek.core import dtypes
 from sparsek.models import stream
@@ -77,7 +77,7 @@ class Passes:
         left = dict(layers)
         for batch in range(len(line)):
             if left:
-                more = stream.groups_of(left, lambda batch=batch: line.call(block, index, DENSE, batch))
+                more = groups_of(left, lambda batch=batch: line.call(block, index, DENSE, batch))
                 found |= more
                 left = {
                     name: layer for name, layer in left.items() if not any(name in group for group in more)
@@ -158,3 +158,51 @@ class Passes:
 
     def _layer(self, name: str) -> Any:
         return layer_of(self.model, name)
+
+
+def groups_of(layers: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[tuple[str, ...], int]:
+    """The layers that `run` calls, in order, those with the same input together; and how often they are called."""
+    calls: list[tuple[str, Tensor]] = []
+
+    def look(name: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: calls.append((name, args[0] if args else next(iter(kwargs.values()))))
+
+    hooks = [layer.register_forward_pre_hook(look(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    counts: dict[str, int] = {}
+    groups: list[tuple[list[str], Tensor]] = []
+    for name, x in calls:
+        counts[name] = counts.get(name, 0) + 1
+        if counts[name] > 1:
+            continue
+        if groups and groups[-1][1] is x:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], x))
+    parts: dict[tuple[str, ...], int] = {}
+    for names, _ in groups:
+        for count in dict.fromkeys(counts[name] for name in names):
+            parts[tuple(name for name in names if counts[name] == count)] = count
+    return parts
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, without a cache of keys; afterwards as it was, by the names of its modules."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    config = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    model.eval()
+    if cached:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        if cached:
+            config.use_cache = cached  # type: ignore[union-attr]
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)

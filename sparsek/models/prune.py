@@ -50,7 +50,7 @@ from sparsek.models.layer import (
     why_not,
     with_keep,
 )
-from sparsek.models.passes import Passes, Settings
+from sparsek.models.passes import Passes, Settings, evaluated
 from sparsek.models.report import LayerRow, Measured, ModelReport, picture_of
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, TensorPlace, is_in
@@ -164,7 +164,7 @@ def prune(
             f'budget {budget!r} spreads the kept share, and "{AUTO}" picks it; use budget="uniform"'
         )
     batches = None if calibration is None else stream.batches_of(calibration)
-    with stream.evaluated(model), torch.inference_mode(False), torch.no_grad():
+    with evaluated(model), torch.inference_mode(False), torch.no_grad():
         stacks = stream.stacks_of(model)
         configs, skipped = targets(model, config, filter_fn, stacks)
         run = _Run(model, configs, stacks, settings, batches, stream.working_folder(folder), planner)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsek.models import stream
+from sparsek.models.passes import evaluated
 from sparsek.nn import SparseLinear
 from sparsek.nn.replace import is_linear
 
@@ -63,7 +64,7 @@ def _running(model: nn.Module, device: torch.device | None) -> Iterator[None]:
         hooks.append(module.register_forward_pre_hook(_enter(device), with_kwargs=True))
         hooks.append(module.register_forward_hook(_leave(home)))
     try:
-        with stream.evaluated(model), torch.no_grad():
+        with evaluated(model), torch.no_grad():
             yield
     finally:
         for hook in hooks:

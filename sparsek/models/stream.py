@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from sparsek.core import arguments, files
@@ -29,6 +28,7 @@ from sparsek.files.tensor_file import opened
 STATE = "prune.json"
 DENSE, PRUNED = "dense", "pruned"
 CPU = torch.device("cpu")
+PLAIN = (type(None), bool, int, float, str)
 Batch: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -71,10 +71,14 @@ class Stack:
 
 @dataclass
 class StackCalls:
-    """The arguments of every block of a stack for one calibration batch: (leaves, tree) for each, and tensors."""
+    """The arguments of every block of a stack for one calibration batch: (leaves, tree) for each, and tensors.
+
+    The first `outer` tensors are arguments of the first block.
+    """
 
     calls: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
+    outer: int = 0
 
     def flows(self, block: int) -> list[int]:
         """The tensors of the block before that a block receives."""
@@ -296,11 +300,29 @@ def run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch
 
 def record(model: nn.Module, stack: Stack, batch: Batch, number: int) -> StackCalls | None:
     """Run a model to the end of a stack, whose first block alone computes; None if its blocks are no sequence."""
+    made = _recorded(model, stack, batch, number)
+    if made is not None and len(made.tensors) > made.outer:  # made between blocks: of what these return?
+        other = _recorded(model, stack, batch, number, other=True)
+        pairs = zip(made.tensors, other.tensors if other else (), strict=False)
+        if (
+            other is None
+            or len(other.tensors) != len(made.tensors)
+            or not all(torch.equal(*x) for x in pairs)
+        ):
+            return None
+    return made
+
+
+def _recorded(
+    model: nn.Module, stack: Stack, batch: Batch, number: int, other: bool = False
+) -> StackCalls | None:
+    """`record` that takes what is computed from the outputs of blocks for constant. `other`: with other outputs."""
     made = StackCalls()
     blocks = list(stack.blocks.values())
     places: dict[int, int] = {}
     alive: list[Any] = []  # an id is of one object only while this lives
-    last: dict[int, int] = {}
+    last: dict[int, tuple[int, int]] = {}  # what the block before has returned, with versions
+    gone: set[int] = set()  # what those before it have returned, and other objects
     returned: Any = None
 
     def entered(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,19 +333,35 @@ def record(model: nn.Module, stack: Stack, batch: Batch, number: int) -> StackCa
         made.calls.append(([kept(each) for each in leaves], tree))
         if at and not made.flows(at):
             raise NoSequence
+        if at == 0:
+            made.outer = len(made.tensors)
         if at == len(blocks) - 1:
             raise Stop
         if at == 0:
             returned = forwards[0](*args, **kwargs)
-            tensors = [each for each in tree_flatten(returned)[0] if isinstance(each, Tensor)]
-            last.update({id(each): index for index, each in enumerate(tensors)})
-        return returned
+            returned = tree_map(changed, returned) if other else returned
+        gone.update(last)
+        last.clear()
+        leaves, tree = tree_flatten(returned)
+        leaves = [each.detach() if isinstance(each, Tensor) else each for each in leaves]  # other objects
+        alive.append(leaves)
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        last.update({id(each): (index, version_of(each)) for index, each in enumerate(tensors)})
+        gone.update(id(each) for each in leaves if not isinstance(each, (Tensor, *PLAIN)))
+        return tree_unflatten(leaves, tree)
 
     def kept(leaf: Any) -> Any:
+        if type(leaf).__name__.endswith("Cache"):
+            return None
+        if id(leaf) in gone:
+            raise NoSequence
         if not isinstance(leaf, Tensor):
-            return None if type(leaf).__name__.endswith("Cache") else leaf
+            return leaf
         if id(leaf) in last:
-            return Flow(last[id(leaf)])
+            index, version = last[id(leaf)]
+            if version_of(leaf) != version:
+                raise NoSequence
+            return Flow(index)
         if id(leaf) not in places:
             places[id(leaf)] = len(made.tensors)
             alive.append(leaf)
@@ -345,6 +383,20 @@ def record(model: nn.Module, stack: Stack, batch: Batch, number: int) -> StackCa
                 block.forward = forward
     return (
         made if len(made.calls) == len(blocks) and (len(blocks) == 1 or made.flows(len(blocks) - 1)) else None
+    )
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def changed(leaf: Any) -> Any:
+    """A tensor of floats with other values."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return (
+        torch.linspace(-1, 1, leaf.numel(), dtype=torch.float32, device=leaf.device).to(leaf).view(leaf.shape)
     )
 
 
@@ -527,51 +579,3 @@ def _residual(y: Tensor, before: list[tuple[TensorPlace, Tensor]], after: list[T
             if bool((z - y - r).abs().max() <= room):
                 return place
     return None
-
-
-def groups_of(layers: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[tuple[str, ...], int]:
-    """The layers that `run` calls, in order, those with the same input together; and how often they are called."""
-    calls: list[tuple[str, Tensor]] = []
-
-    def look(name: str) -> Callable[..., None]:
-        return lambda _, args, kwargs: calls.append((name, args[0] if args else next(iter(kwargs.values()))))
-
-    hooks = [layer.register_forward_pre_hook(look(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    counts: dict[str, int] = {}
-    groups: list[tuple[list[str], Tensor]] = []
-    for name, x in calls:
-        counts[name] = counts.get(name, 0) + 1
-        if counts[name] > 1:
-            continue
-        if groups and groups[-1][1] is x:
-            groups[-1][0].append(name)
-        else:
-            groups.append(([name], x))
-    parts: dict[tuple[str, ...], int] = {}
-    for names, _ in groups:
-        for count in dict.fromkeys(counts[name] for name in names):
-            parts[tuple(name for name in names if counts[name] == count)] = count
-    return parts
-
-
-@contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, without a cache of keys; afterwards as it was, by the names of its modules."""
-    modes = {name: module.training for name, module in model.named_modules()}
-    config = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
-    model.eval()
-    if cached:
-        config.use_cache = False  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        if cached:
-            config.use_cache = cached  # type: ignore[union-attr]
-        for name, module in model.named_modules():
-            module.training = modes.get(name, module.training)

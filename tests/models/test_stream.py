@@ -89,6 +89,49 @@ def test_a_stream_gives_each_block_what_the_model_gives_it(on_disk: bool, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Side() for _ in range(3))
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        first, side, held = None, x, Held(x)
+        for block in self.blocks:
+            x, out, found = block(x, held if way == "object" else first if way == "first" else side)
+            first, held = out if first is None else first, found
+            if way == "in place":
+                x.mul_(0.5)
+            side = torch.ones(8) if way == "constant" else out.sin() if way == "computed" else out
+        return x
+
+
+class Held:
+    """An object that no tree of arguments looks into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Side(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, side: Any) -> tuple[Tensor, Tensor, Held]:
+        side = side.x if isinstance(side, Held) else x if side is None else side
+        return (x + self.inner(x + side), x * side, Held(x.cos()))
+
+
+@pytest.mark.parametrize("way", ["constant", "side", "first", "in place", "computed", "object"])
+def test_blocks_are_a_sequence_only_if_all_that_they_return_flows_to_the_next_one(way: str):
+    model, x = Mixed(), torch.randn(4, 8)
+    (stack,) = stream.stacks_of(model)
+    made = stream.record(model, stack, ((x, way), {}), 0)
+    assert (made is not None) == (way in ("constant", "side"))
+    report = sk.prune(model, {"*.inner": sk.Float8()}, calibration=[(x, way)], reconstruct=None)
+    assert len(report.replaced) == 3
+
+
 def test_residuals_are_found_by_value():
     class Residual(nn.Module):
         def __init__(self) -> None:
