@@ -52,6 +52,7 @@ doors.build("operations", "sparsek.products.ops", "sparsek.attn.ops")
 doors.build("kernels", "sparsek.products.kernels", "sparsek.attn.kernels")
 doors.build("commands", "sparsek.tools.cli", "sparsek_bench.commands")
 doors.build("transformers", "sparsek.integrations.transformers_quantizer")
+doors.build("torchao", "sparsek.models.torchao")
 
 __all__ = [
     "BSR",

@@ -2,7 +2,7 @@
 
 Behind "operations" are the modules that register all verbs when they load, behind "kernels" those whose KERNELS are the
 kernels' table, behind "commands" the folders whose modules are the commands of `sparsek`. Behind "transformers" is what
-registers sparse layers with its `from_pretrained`.
+registers sparse layers with its `from_pretrained`, behind "torchao" what registers configs with its `quantize_`.
 """
 
 from importlib import import_module

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
-from sparsek.core import arguments
+from sparsek.core import arguments, doors
 from sparsek.core.errors import InvalidInput
 from sparsek.core.parsing import named
 from sparsek.nn.experts import PackedLinear
@@ -23,6 +24,12 @@ class _Config:
     """What all configs share: a JSON form, whose "format" is the name of the storage."""
 
     format = ""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Make a config, which torchao knows from now on, if it is loaded."""
+        if "torchao.quantization.transform_module" in sys.modules:
+            doors.enter("torchao")
+        return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: "format", and every field."""

@@ -68,6 +68,8 @@ if importlib.util.find_spec("transformers") is None:
     left_out.append("sparsek.integrations.transformers")
 if importlib.util.find_spec("peft") is None:
     left_out.append("sparsek.integrations.peft")
+if importlib.util.find_spec("torchao") is None:
+    left_out.append("sparsek.models.torchao")
 for found in pkgutil.walk_packages(sparsek.__path__, "sparsek."):
     if not found.name.startswith(tuple(left_out)) and not found.name.endswith("__main__"):
         importlib.import_module(found.name)
