@@ -39,6 +39,7 @@ PACKED = re.compile(r"(.*[._])?(qweight|packed|blocks|codes|b|w_q|_?q?data|weigh
 SCALES = ("{}_scale", "{}_scale_inv", "{}.scale", "scale_{}", "{}_scales", "scale", "scales")
 POWERS = "F8_E8M0"  # scales that are powers of two
 SECOND = ("{}_scale_2", "{}_global_scale")  # a scale of scales
+MASKED = ("compressed", "bitmask", "shape", "row_offsets")  # the parts of a weight behind a bit mask
 BLOCK_SIDES = (128, 64, 32, 16, 256)
 INT8_LARGEST = 127
 
@@ -129,7 +130,7 @@ class Decompressed(WeightFile):
         for name, entry in self.file.entries.items():
             layer, _, last = name.rpartition(".")
             if layer.endswith(".weight"):
-                layer, last = layer.removesuffix(".weight"), f"weight.{last}"
+                layer, last = layer.removesuffix(".weight"), last if last in MASKED else f"weight.{last}"
             layers.setdefault(layer, {})[last] = entry
         for layer, parts in layers.items():
             yield from self._layer(layer, parts)
@@ -184,11 +185,7 @@ class Decompressed(WeightFile):
         if mask.dtype != "U8" or shape.dtype not in ("I64", "I32") or math.prod(shape.shape) != 2:
             return None
         n, k = (int(each) for each in self.file.raw(shape.name).flatten())
-        if (
-            mask.shape != (n, -(-k // 8))
-            or mask.dtype != "U8"
-            or not (values.dtype in TAGS or values.dtype in FP8)
-        ):
+        if mask.shape != (n, -(-k // 8)) or k < 0 or not (values.dtype in TAGS or values.dtype in FP8):
             return None
         used = {"compressed", "shape", "bitmask"} | {"row_offsets"} & parts.keys()
         name = f"{layer}.weight" if layer else "weight"
@@ -237,7 +234,10 @@ class Decompressed(WeightFile):
             return self.file.read(entry.name)
         values = self.file.raw(recipe.values)
         if recipe.mask:
-            values = self._spread(values, self.file.raw(recipe.mask), entry)
+            found = behind_mask(values, self.file.raw(recipe.mask), entry.shape[1])
+            if isinstance(found, str):
+                raise self._fault(f"{shown(entry.name)} {found}")
+            values = found[0]
         if entry.dtype != "fp32" or (values.dtype == torch.float32 and not recipe.scale):
             return values
         dense = values.to(torch.float32)
@@ -248,18 +248,19 @@ class Decompressed(WeightFile):
             )
         return dense
 
-    def _spread(self, values: Tensor, mask: Tensor, entry: Entry) -> Tensor:
-        """The dense matrix [N, K] whose elements with a bit in `mask` are the `values`, in order; the others are 0."""
-        bits = torch.from_numpy(np.unpackbits(mask.numpy(), axis=-1, count=entry.shape[1], bitorder="little"))
-        stored = int(bits.sum(dtype=torch.int64))
-        if stored != values.numel():
-            raise self._fault(
-                f"{shown(entry.name)} has {stored} bits in its mask for {values.numel()} values"
-            )
-        dense = torch.zeros(entry.shape, dtype=values.dtype, device="cpu")
-        as_stored = torch.uint8 if values.element_size() == 1 else values.dtype
-        dense.view(as_stored)[bits.bool()] = values.flatten().view(as_stored)
-        return dense
+
+def behind_mask(values: Tensor, mask: Tensor, columns: int) -> tuple[Tensor, Tensor] | str:
+    """The dense matrix [N, columns] whose elements with a bit in `mask` [N, ceil(columns / 8)] are the `values`, in
+    order, and 0 elsewhere; and these elements, bool. A text for another number of values.
+    """
+    bits = torch.from_numpy(np.unpackbits(mask.numpy(), axis=-1, count=columns, bitorder="little")).bool()
+    stored = int(bits.sum(dtype=torch.int64))
+    if stored != values.numel():
+        return f"has {stored} bits in its mask for {values.numel()} values"
+    dense = torch.zeros(bits.shape, dtype=values.dtype, device="cpu")
+    as_stored = torch.uint8 if values.element_size() == 1 else values.dtype
+    dense.view(as_stored)[bits] = values.flatten().view(as_stored)
+    return dense, bits
 
 
 def _is_packed(last: str, entry: Entry) -> bool:

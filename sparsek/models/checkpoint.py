@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsek.core import arguments, files
+from sparsek.core import arguments, dtypes, files
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.files import StrPath
 from sparsek.core.memory import check_free
 from sparsek.core.parsing import json_value
+from sparsek.files.compressed import MASKED, behind_mask
 from sparsek.files.tensor_file import Writer, opened
-from sparsek.nn.description import METHOD, describe, empty_layers, guards, read, written
+from sparsek.nn.description import METHOD, SavedLayer, describe, empty_layers, guards, read, written
 from sparsek.nn.replace import swap
+from sparsek.nn.sparse import SparseLinear
+from sparsek.products.formats import two_four
+from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.semi24 import Semi24
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 INDEX = WEIGHTS + ".index.json"
@@ -86,6 +91,9 @@ def load_model(
 ) -> Any:
     """Load what `save_model` wrote, or the tensors of a checkpoint of transformers or diffusers with sparse layers.
 
+    It reads the 2:4 weights of compressed-tensors too (sparse-24-bitmask), also in FP8; what a bit mask has that is not
+    2:4 (sparse-bitmask) becomes a dense weight.
+
     Every tensor of the model comes from the checkpoint, with its dtype there. The linear layers that were sparse are
     replaced; the tensors of others are new ones, so make an optimizer afterwards.
 
@@ -144,6 +152,9 @@ def load_model(
     except BaseException:
         swap(found, old)
         raise
+    config: Any = getattr(found, "config", None)
+    if hasattr(config, "model_type") and hasattr(config, "quantization_config"):
+        del config.quantization_config  # of transformers, which would write it with the next checkpoint
     return found.to(home)
 
 
@@ -186,8 +197,72 @@ def _content(folder: Path) -> tuple[dict[str, Tensor], Any, Path]:
         config = json_value(files.content(where), where) if where.is_file() else {}
         about = config.get("quantization_config") if isinstance(config, dict) else None
         if not isinstance(about, dict) or about.get("quant_method") != METHOD:
-            raise InvalidFile(f"{folder}: no checkpoint of sparse layers; sk.save_model writes one")
+            layers = _unmask(folder, tensors)
+            if not layers:
+                raise InvalidFile(f"{folder}: no checkpoint of sparse layers; sk.save_model writes one")
+            about = written(layers)
     return tensors, about, where
+
+
+def _unmask(folder: Path, tensors: dict[str, Tensor]) -> dict[str, SavedLayer]:
+    """Put the tensors of sparse layers in the place of weights behind bit masks, as compressed-tensors stores them.
+
+    Returns what the layers are. A weight whose mask is not 2:4 becomes dense.
+    """
+    layers: dict[str, SavedLayer] = {}
+    for name in [each for each in tensors if each.endswith(".bitmask")]:
+        own = name.removesuffix(".bitmask")
+        layer = own.removesuffix(".weight")
+        try:
+            weight = _masked_weight(own, layer, tensors)
+            if isinstance(weight, Tensor):
+                tensors[f"{layer}.weight"] = weight
+                continue
+            made = SparseLinear.from_matrix(weight, tensors.get(f"{layer}.bias"))
+        except InvalidInput as error:
+            raise InvalidFile(f"{folder}: {layer}: {error}") from None
+        if isinstance(weight, Quantized):
+            made._dtype = weight.scale.dtype if made.bias is None else made.bias.dtype
+        layers[layer] = SavedLayer.of(made)
+        tensors |= {f"{layer}.{part}": each for part, each in made.state_dict().items()}
+    return layers
+
+
+def _masked_weight(own: str, layer: str, tensors: dict[str, Tensor]) -> Any:
+    """A weight behind a bit mask, whose parts are taken out: a Semi24, also in FP8, or a dense tensor."""
+    parts = {part: tensors.pop(f"{own}.{part}", None) for part in MASKED}
+    values, mask, shape = (parts[part] for part in ("compressed", "bitmask", "shape"))
+    if values is None or mask is None or shape is None:
+        raise InvalidInput("compressed, bitmask and shape go together")
+    scale = tensors.pop(f"{layer}.weight_scale", None)
+    tensors.pop(f"{layer}.input_scale", None)  # x is scaled when it is multiplied
+    is_fp8 = values.dtype in dtypes.FP8
+    if is_fp8 != (scale is not None):
+        raise InvalidInput(f"compressed is {values.dtype}; a weight_scale goes with values in FP8")
+    arguments.dtype("its dtype", values.dtype if scale is None else scale.dtype)
+    are_sides = shape.numel() == 2 and shape.dtype in (torch.int64, torch.int32)
+    n, k = shape.flatten().tolist() if are_sides else (0, 0)
+    if min(n, k) < 1 or mask.dtype != torch.uint8 or mask.shape != (n, -(-k // 8)):
+        raise InvalidInput(f"shape is {arguments.shown(shape)}, and bitmask {arguments.shown(mask)}")
+    check_free(Path(layer), "it", n * k * 8, " as a dense matrix")
+    found = behind_mask(values, mask, k)
+    if isinstance(found, str):
+        raise InvalidInput(found)
+    dense, kept = found
+    wide = dense.float() if is_fp8 else dense
+    fits = not k % two_four.STEP and bool((two_four.groups(kept).sum(-1, dtype=torch.uint8) <= 2).all())
+    matrix = Semi24.from_dense(wide, kept) if fits else None
+    if scale is None:
+        return dense if matrix is None else matrix
+    if scale.numel() not in (1, n):
+        raise InvalidInput(
+            f"weight_scale is {list(scale.shape)}; it must be one, or one for each of {n} rows"
+        )
+    if matrix is None:
+        return (wide * scale.float().reshape(-1, 1)).to(scale.dtype)
+    codes = Semi24.unchecked(matrix.values.to(values.dtype), matrix.meta)
+    by_row = scale.numel() > 1
+    return Quantized(codes, scale.float().reshape(n if by_row else ()), "row" if by_row else "tensor")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -103,7 +103,7 @@ def test_what_is_one_step_from_dense_is_decompressed(tmp_path, tensors, config, 
     assert all(name in told for name in tensors if "scale" in name and "input" not in name)
 
 
-def bitmask(dense: torch.Tensor, two_four: bool) -> dict[str, torch.Tensor]:
+def bitmask(dense: torch.Tensor, two_four: bool, name: str = "q") -> dict[str, torch.Tensor]:
     mask = dense != 0
     packed = torch.from_numpy(np.packbits(mask.numpy(), axis=-1, bitorder="little"))
     as_bytes = dense.view(torch.uint8) if dense.element_size() == 1 else dense
@@ -113,12 +113,13 @@ def bitmask(dense: torch.Tensor, two_four: bool) -> dict[str, torch.Tensor]:
     parts["shape"] = shape[:, None] if two_four else shape
     if not two_four:
         parts["row_offsets"] = mask.sum(1).cumsum(0) - mask.sum(1)
-    return {f"q.{name}": tensor for name, tensor in parts.items()}
+    return {f"{name}.{part}": tensor for part, tensor in parts.items()}
 
 
+@pytest.mark.parametrize("name", ["q", "q.weight"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3], ids=str)
 @pytest.mark.parametrize("two_four", [True, False], ids=["sparse-24-bitmask", "sparse-bitmask"])
-def test_weights_behind_bit_masks_are_read_dense(tmp_path, two_four, dtype):
+def test_weights_behind_bit_masks_are_read_dense(tmp_path, two_four, dtype, name):
     dense = drawn(N, 68)
     if two_four:
         dense = dense.abs() + 0.1
@@ -127,7 +128,7 @@ def test_weights_behind_bit_masks_are_read_dense(tmp_path, two_four, dtype):
         dense[drawn(N, 68, seed=1) < 0.3] = 0
     dense = dense.to(dtype)
     dense = torch.where(dense.float() == 0, torch.zeros(()), dense.float()).to(dtype)  # no -0
-    parts = bitmask(dense, two_four) | ({"q.weight_scale": ROWS} if dtype == E4M3 else {})
+    parts = bitmask(dense, two_four, name) | ({"q.weight_scale": ROWS} if dtype == E4M3 else {})
     config = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
     weights, skipped = opened([checkpoint(tmp_path, parts, config)])
     assert {entry.name: entry.shape for entry in weights.names()} == {

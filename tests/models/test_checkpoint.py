@@ -4,10 +4,12 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import sparsek as sk
@@ -227,3 +229,107 @@ def test_a_save_that_fails_leaves_the_file_of_before(tmp_path: Path, monkeypatch
         sk.save_model(sparse(sk.SemiSparse()), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     same(sk.load_model(Net, tmp_path), sparse())
+
+
+def bit_masked(dense: torch.Tensor, mask: torch.Tensor, name: str, two_four: bool) -> dict[str, torch.Tensor]:
+    """A weight as compressed-tensors writes it: `two_four` as sparse-24-bitmask, else as sparse-bitmask."""
+    powers = torch.tensor([1 << bit for bit in range(8)])
+    bytes_of = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8))
+    found = {
+        "compressed": torch.cat([row[kept] for row, kept in zip(dense.float(), mask, strict=True)]).to(
+            dense.dtype
+        ),
+        "bitmask": (bytes_of * powers).sum(-1).to(torch.uint8),
+        "shape": torch.tensor(dense.shape),
+    }
+    if two_four:
+        found |= {"compressed": found["compressed"].view(len(dense), -1), "shape": found["shape"][:, None]}
+    else:
+        found["row_offsets"] = mask.sum(1).cumsum(0) - mask.sum(1)
+    return {f"{name}.{part}": each for part, each in found.items()}
+
+
+def two_of_four(weight: torch.Tensor) -> torch.Tensor:
+    best = weight.float().abs().unflatten(1, (-1, 4)).topk(2).indices
+    return torch.zeros(*best.shape[:2], 4, dtype=torch.bool).scatter_(2, best, True).flatten(1)
+
+
+def write_bit_masked(folder: Path, fp8: str, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A checkpoint of Net whose layers are behind bit masks, and the dense weights."""
+    torch.manual_seed(0)
+    model: Any = Net().bfloat16().eval()
+    state = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    for name, two_four in (("up", True), ("down", False)):
+        dense = state.pop(f"{name}.weight")
+        dense[0, :4] = 0  # elements that are stored, and 0
+        if not two_four:
+            dense[:, ::5] = 0
+        kept = two_of_four(dense) if two_four else dense != 0
+        stored = dense * kept
+        if fp8:
+            rows = len(dense) if fp8 == "row" else 1
+            scale = (torch.rand(rows, 1) + 0.5).bfloat16()
+            codes = (stored.float() / scale.float()).to(torch.float8_e4m3fn)
+            state[f"{name}.weight_scale"] = scale if fp8 == "row" else scale[0]
+            state |= bit_masked(codes, kept, name + prefix, two_four)
+            stored = codes.float() * scale.float()
+        else:
+            state |= bit_masked(stored, kept, name + prefix, two_four)
+        getattr(model, name).weight.data = stored.to(torch.bfloat16)
+    del state["head.weight"]
+    save_file(state, folder / "model.safetensors")
+    about = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": about}))
+    return model, state
+
+
+@pytest.mark.parametrize("prefix", ["", ".weight"])
+@pytest.mark.parametrize("fp8", ["", "row", "tensor"])
+def test_weights_behind_bit_masks_become_sparse_layers(fp8: str, prefix: str, tmp_path: Path) -> None:
+    dense, _ = write_bit_masked(tmp_path, fp8, prefix)
+    back = sk.load_model(Net, tmp_path).eval()
+    weight = back.up.weight
+    assert isinstance(weight, sk.Quantized if fp8 else sk.Semi24)
+    assert isinstance(getattr(weight, "matrix", weight), sk.Semi24)
+    assert type(back.down) is nn.Linear
+    assert back.head.weight is back.words.weight
+    assert torch.equal(back.up.to_dense(), dense.up.weight)
+    torch.testing.assert_close(back.down.weight, dense.down.weight, rtol=2**-7 if fp8 else 0, atol=0)
+    assert torch.equal(back.up.bias, dense.up.bias)
+    sk.save_model(back, tmp_path / "again")
+    same(back, sk.load_model(Net, tmp_path / "again"))
+
+
+def test_the_config_of_a_model_forgets_how_its_checkpoint_was_compressed(tmp_path: Path) -> None:
+    write_bit_masked(tmp_path, "", "")
+    model: Any = Net()
+    model.config = SimpleNamespace(
+        model_type="net", quantization_config={"quant_method": "compressed-tensors"}
+    )
+    sk.load_model(model, tmp_path)
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "why"),
+    [
+        ("up.shape", lambda x: torch.tensor([[1 << 40], [128]]), "shape is"),
+        ("up.shape", lambda x: -x, "shape is"),
+        ("up.shape", lambda x: x.float(), "shape is"),
+        ("up.bitmask", lambda x: x[:, 1:].contiguous(), "shape is"),
+        ("up.bitmask", lambda x: x ^ 1, "bits in its mask for 16384 values"),
+        ("up.compressed", lambda x: x[:-1], "bits in its mask for 16320 values"),
+        ("up.compressed", lambda x: x.to(torch.int8), "dtype"),
+        ("up.compressed", lambda x: x * torch.nan, "NaN"),
+        ("up.compressed", lambda x: x.to(torch.float8_e4m3fn), "weight_scale"),
+        ("up.weight_scale", lambda x: torch.ones(256, 1), "weight_scale"),
+        ("up.compressed", None, "go together"),
+        ("up.shape", None, "go together"),
+    ],
+)
+def test_wrong_bit_masks_are_refused(part: str, change: Any, why: str, tmp_path: Path) -> None:
+    _, state = write_bit_masked(tmp_path, "", "")
+    found = state.pop(part, None)
+    save_file(state if change is None else {**state, part: change(found)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidFile, match=why):
+        sk.load_model(Net, tmp_path)
