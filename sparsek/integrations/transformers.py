@@ -33,6 +33,7 @@ from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant
+from sparsek.engine.call.autocast import autocasts, follow_autocast
 from sparsek.integrations.transformers_config import chooses, install, policy_of, policy_of_options
 from sparsek.integrations.transformers_cross import is_cross_attention
 from sparsek.integrations.transformers_masks import (
@@ -278,6 +279,8 @@ def sparsek_attention(
     """
     if attention_mask is None:
         attention_mask = _every_key(module, query, key, options)
+    if autocasts() and options.get("cache") is None:
+        query, key, value = follow_autocast(query, key, value)
     if isinstance(attention_mask, StepMask) and dropout == 0 and _is_plain(scaling, options):
         found = attention_mask.attended(query, key, value, scaling)
         if found is not None:

@@ -32,6 +32,7 @@ from tests.integrations.models import (
     overlay,
     padding,
     pair,
+    states,
     tokens,
     transformers,
 )
@@ -372,6 +373,24 @@ def test_steps_learn_and_follow_autocast():
             near = sparsek_attention(torch.nn.Identity(), q, k, k, mask)[0]
         assert near.dtype == torch.bfloat16
         torch.testing.assert_close(near.float(), out, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+def test_operands_of_several_dtypes_follow_autocast(queries: int):
+    """Rotary embeddings leave queries and keys in float32, beside values in bf16."""
+    q, k = torch.randn(2, 4, queries, 8).bfloat16().float(), torch.randn(2, 2, 40, 8).bfloat16().float()
+    mask = sparsek_mask(2, queries, 40, 40 - queries, attention_mask=padding("gaps", 40), dtype=torch.float32)
+    layer, low = torch.nn.Identity(), torch.bfloat16
+    want = sparsek_attention(layer, q.to(low), k.to(low), k.to(low), mask)[0]
+    for kinds in ((q, k, k.to(low)), (q.to(low), k, k.to(low)), (q, k.to(low), k.to(low))):
+        with torch.autocast("cpu"):
+            assert torch.equal(sparsek_attention(layer, *kinds, mask)[0], want)
+        with pytest.raises(InvalidInput):
+            sparsek_attention(layer, *kinds, mask)
+    other, own = pair("llama", num_hidden_layers=1)
+    with torch.autocast("cpu"):
+        got, want = (states(model, tokens(length=queries), use_cache=False) for model in (own, other))
+    torch.testing.assert_close(got, want, rtol=0, atol=0.05)
 
 
 def test_blocks_of_a_step_in_inference_mode_are_those_of_any_mode():
