@@ -45,10 +45,11 @@ def quadratic(w: Tensor, bias: Tensor | None, moments: Moments, name: str, follo
     cross = extended @ (moments.g.to(dtype) if follow else h)  # E[y.T x'], with a last column E[y]
     if follow and name in moments.shift:
         cross = cross + moments.shift[name].to(dtype)
-    cross, best, h, here = cross[:, :-1], cross[:, -1], h[:-1, :-1], h[-1, :-1]
+    cross, best, whole, here = cross[:, :-1], cross[:, -1], h[:-1, :-1], h[-1, :-1]
+    h = whole
     if bias is not None:
         h, cross = h - torch.outer(here, here), cross - torch.outer(best, here)
-    h_damped = damped(h)
+    h_damped = damped(h, whole)
     if follow:
         w = best_dense(cross + w @ (h_damped - h), h_damped)
     return Quadratic(w, h_damped, here, None if bias is None else best)

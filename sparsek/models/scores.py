@@ -110,11 +110,21 @@ def solver_dtype(columns: int) -> torch.dtype:
     return torch.float64 if columns <= WIDE else torch.float32
 
 
-def damped(h: Tensor) -> Tensor:
-    """H [K, K] with DAMPING of the mean of its diagonal added to that: it then has an inverse."""
-    diagonal = h.diagonal()
+def damped(h: Tensor, moments: Tensor | None = None) -> Tensor:
+    """H [K, K] with DAMPING of the mean of its diagonal added to that: it then has an inverse.
+
+    `moments`: H before it was centred, in float32. Where inputs hardly vary, rounding is all that is left of it: each
+    column then gets more, as a share of its own moment.
+    """
+    diagonal, whole = h.diagonal(), (h if moments is None else moments).diagonal()
     mean = diagonal.mean()
-    return h + torch.diag_embed(torch.full_like(diagonal, 1.0) * torch.where(mean > 0, DAMPING * mean, 1.0))
+    added = torch.full_like(diagonal, 1.0) * torch.where(mean > 0, DAMPING * mean, 1.0)
+    least = 8 * len(h) * torch.finfo(torch.float32).eps * whole
+    for _ in range(20):
+        if not torch.linalg.cholesky_ex(h + torch.diag_embed(added / 2)).info:
+            break
+        added, least = added.maximum(least), 4 * least
+    return h + torch.diag_embed(added)
 
 
 def inverse(h: Tensor) -> Tensor:
