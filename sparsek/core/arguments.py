@@ -190,6 +190,8 @@ def dense(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         plain = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
         cure = f": torch.tensor({name})" if plain else ""
+        if isinstance(value, torch.fx.Proxy):
+            cure = " of torch.fx; sparse layers are leaves of a trace (Tracer.is_leaf_module), or use torch.export"
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}{cure}")
     if not is_dense(value):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {_other_kind(name, value)}")

@@ -68,6 +68,11 @@ class SparsekQuantizer(HfQuantizer):
         for path in options.get("checkpoint_files") or ():
             if not str(path).endswith(".safetensors"):
                 raise InvalidFile(f"{path}: sparse layers are loaded from .safetensors files only")
+        ranks = getattr(model.config, "distributed_config", None)
+        if getattr(ranks, "tp_plan", None) is not None or (getattr(ranks, "tp_size", None) or 1) > 1:
+            raise InvalidInput(
+                "tensor parallelism (tp_plan, tp_size) does not split sparse layers; load by device_map, or use FSDP2"
+            )
         layers = here(model, self.quantization_config.entries(), options.get("checkpoint_files") or ())
         swap(model, description.empty_layers(model, layers, as_model=True))
         self.loaded = tuple(layers)

@@ -91,3 +91,18 @@ def test_the_sources_name_only_pages_that_exist() -> None:
         for page in NAMED.findall(path.read_text(encoding="utf-8"))
     }
     assert sorted((path, page) for path, page in named if not (ROOT / page).is_file()) == []
+
+
+CLIENT = re.compile(r"^\| (?!client \||-)(.+?) \| (.+?) \| (.*?) ?\| `(tests/[\w/]+\.py)::(test_\w+)` \|$")
+
+
+def test_every_client_has_a_test() -> None:
+    rows = re.findall(
+        r"^\|(?! client \||---).*$", (DOCS / "how-to" / "clients.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert len(rows) > 20
+    for row in rows:
+        found = CLIENT.match(row)
+        assert found, row
+        path, name = found.groups()[-2:]
+        assert f"\ndef {name}(" in (ROOT / path).read_text("utf-8"), row

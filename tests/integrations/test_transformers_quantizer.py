@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -416,3 +417,46 @@ def test_a_config_in_the_call_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidInput, match="sparsify_"):
         lib.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+
+
+@pytest.mark.parametrize("ranks", [{"tp_plan": "auto"}, {"tp_plan": None, "tp_size": 2}])
+def test_tensor_parallelism_is_refused(ranks: dict[str, Any], saved: Path) -> None:
+    config = lib.AutoConfig.from_pretrained(saved)
+    quantizer = lib.quantizers.AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+    model = llama()
+    model.config.distributed_config = SimpleNamespace(**ranks)  # as from_pretrained leaves it
+    with pytest.raises(InvalidInput, match="does not split sparse layers"):
+        quantizer.preprocess_model(model)
+
+
+def test_pipelines_generate_as_with_dense_layers(saved: Path) -> None:
+    of = importlib.import_module("tokenizers")
+    words = of.Tokenizer(of.models.WordLevel({f"w{at}": at for at in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = of.pre_tokenizers.Whitespace()
+    tokenizer = lib.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+    model = lib.AutoModelForCausalLM.from_pretrained(saved)
+    found = []
+    for _ in range(2):
+        pipe = lib.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        found.append(pipe("w5 w7 w9", max_new_tokens=4, do_sample=False)[0]["generated_text"])
+        sk.densify_(model)
+    assert found[0] == found[1]
+    assert found[0].count("w") == 7
+
+
+def test_models_of_diffusers_are_loaded_by_sparsek_and_raise_without(tmp_path: Path) -> None:
+    need("diffusers")
+    of: Any = importlib.import_module("diffusers")
+
+    class Net(of.ModelMixin, of.ConfigMixin):
+        @of.configuration_utils.register_to_config
+        def __init__(self, width: int = 64) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    model: Any = Net()
+    sk.sparsify_(model, {"up": HALF, "down": sk.SemiSparse()})
+    model.save_pretrained(tmp_path)
+    same(model, sk.load_model(lambda: Net.from_config(Net.load_config(tmp_path)), tmp_path))
+    with pytest.raises((ValueError, RuntimeError)):
+        Net.from_pretrained(tmp_path)

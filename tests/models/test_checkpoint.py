@@ -333,3 +333,11 @@ def test_wrong_bit_masks_are_refused(part: str, change: Any, why: str, tmp_path:
     save_file(state if change is None else {**state, part: change(found)}, tmp_path / "model.safetensors")
     with pytest.raises(InvalidFile, match=why):
         sk.load_model(Net, tmp_path)
+
+
+def test_packed_weights_are_refused(tmp_path: Path) -> None:
+    state = {f"up.{part}": torch.ones(16, 16, dtype=torch.int32) for part in ("qweight", "qzeros")}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(InvalidFile, match="no checkpoint of sparse layers"):
+        sk.load_model(Net, tmp_path)
