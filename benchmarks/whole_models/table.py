@@ -46,7 +46,7 @@ def tables(records: Sequence[Record]) -> str:
     """A table for each model and card that has records."""
     known, parts = newest(records), []
     for card, model in dict.fromkeys((each["gpu"], each["model"]) for each in records):
-        said = (
+        what = (
             "cosine (Spearman)"
             if model == "minilm"
             else "dense perplexity over that of the model (perplexity)"
@@ -71,7 +71,7 @@ def tables(records: Sequence[Record]) -> str:
         lines = [head, ["---", "---", *("---:" for _ in stages)], *rows]
         calibration = some["calibration"]
         parts.append(
-            f"{NAMES[model]} on {card}: {said}; dense is 1.00. Calibration: {calibration['texts']} texts, "
+            f"{NAMES[model]} on {card}: {what}; dense is 1.00. Calibration: {calibration['texts']} texts, "
             f"{calibration['tokens']} tokens.\n\n"
             + "\n".join("| " + " | ".join(line) + " |" for line in lines)
         )

@@ -70,7 +70,7 @@ def dictionary(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def fortunes(folder: Path) -> Iterator[str]:
-    """The sentences of the fortunes, without who said them."""
+    """The sentences of the fortunes, without their authors."""
     for path in sorted(folder.glob("*")):
         if path.is_file() and path.suffix not in (".dat", ".u8"):
             for each in path.read_text("utf-8", "ignore").split("\n%\n"):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.house.tools import ROOT, need, run, tree
 
-CODE = ("sparsek", "sparsek_bench", "tests", "scripts", "benchmarks")
+CODE = ("sparsek", "sparsek_bench", "tests", "scripts", "benchmarks", "examples")
 TEXT = (".py", ".md", ".toml", ".txt", ".sh", ".cu", ".json", ".jsonl", "Makefile", "run")
 # Folders of the machines this was written on, put together so that this file does not name them itself.
 MACHINE_PATHS = re.compile(

@@ -1,0 +1,153 @@
+"""The scripts of examples/, and the experiment on whole models, on tiny models."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from examples import prune_and_repair, train_sparse
+from tests.house.tools import need
+
+need("transformers")
+import transformers as hugging_face  # noqa: E402
+
+from benchmarks.whole_models import __main__ as command  # noqa: E402
+from benchmarks.whole_models import cells, models, table, texts  # noqa: E402
+
+transformers: Any = hugging_face
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def encoded(seed: int) -> dict[int, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {length: torch.randint(1, 100, (32, length), generator=draw) for length in (4, 8)}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> models.Model:
+    torch.manual_seed(0)
+    dense = transformers.BertModel(transformers.BertConfig(vocab_size=100, **SIZES)).eval()
+    held = encoded(1)
+    wanted = prune_and_repair.embeddings(dense, held)
+
+    def score(model: Any, split: str) -> dict[str, float]:
+        cosine, spearman = prune_and_repair.fidelity(prune_and_repair.embeddings(model, held), wanted)
+        return {"cosine": cosine, "spearman": spearman}
+
+    calibration = prune_and_repair.calibration_batches(encoded(2))
+    facts = {"calibration": {"texts": 64, "tokens": 384}}
+    return models.Model(
+        "minilm",
+        dense,
+        calibration,
+        lambda: encoded(3),
+        prune_and_repair.embedding_loss,
+        score,
+        held[8],
+        facts,
+    )
+
+
+def test_repair_brings_a_pruned_model_nearer_and_keeps_its_pattern(tiny: models.Model) -> None:
+    of = cells.Cell("minilm", "blocks of 32", 0.5, "magnitude")
+    student = cells.pruned(tiny, of)
+    patterns = [layer.pattern for layer in student.modules() if isinstance(layer, sk.nn.SparseLinear)]
+    before, seen = tiny.score(student, "test")["cosine"], []
+    steps = prune_and_repair.distill(
+        student,
+        tiny.dense,
+        tiny.train(),
+        steps=16,
+        tokens=128,
+        rate=3e-3,
+        check=lambda seconds, step: seen.append(step),
+    )
+    assert steps == 16
+    assert seen == list(range(2, 17, 2))
+    assert tiny.score(student, "test")["cosine"] > before
+    after = [layer.pattern for layer in student.modules() if isinstance(layer, sk.nn.SparseLinear)]
+    assert all(a.same_as(b) for a, b in zip(patterns, after, strict=True))
+
+
+def test_unstructured_wanda_drops_what_its_inputs_weigh_least(tiny: models.Model) -> None:
+    student = cells.pruned(tiny, cells.Cell("minilm", "unstructured", 0.25, "wanda"))
+    layer, dense = (each.encoder.layer[0].attention.self.query for each in (student, tiny.dense))
+    x = torch.cat(
+        [tiny.dense.embeddings(each["input_ids"]).flatten(0, 1) for each in tiny.calibration]
+    ).detach()
+    scores = dense.weight.abs() * x.square().sum(0).sqrt()
+    kept = scores >= scores.topk(16, 1).values[:, -1:]
+    assert torch.equal(layer.weight != 0, kept)
+    assert cells.stored_share(student, tiny.dense) == 0.25
+    prune_and_repair.distill(student, tiny.dense, tiny.train(), steps=3, tokens=128)
+    assert torch.equal(layer.weight != 0, kept)
+    assert not torch.equal(layer.weight, dense.weight * kept)
+
+
+def test_an_ended_run_goes_on_with_the_cells_that_have_no_record(
+    tiny: models.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts.write(
+        tmp_path / "texts.xz", {split: ["A text of a few words, for a test."] for split in texts.SPLITS}
+    )
+    monkeypatch.setattr(command, "load", lambda *_: tiny)
+    given = Namespace(
+        models=["minilm"],
+        forms=["blocks of 32", "2:4", "unstructured"],
+        keep=[0.5],
+        stages=["magnitude", "layer", "speed"],
+        minutes=1.0,
+        distill_minutes=0.01,
+        folder=tmp_path,
+        records=tmp_path / "records.jsonl",
+        device="cpu",
+    )
+    command.fill(given)
+    lines = given.records.read_text("utf-8").splitlines()
+    assert len(lines) == 7  # unstructured has one of the stages
+    given.records.write_text(
+        "\n".join(lines[:-1]) + "\n" + lines[-1][:40], "utf-8"
+    )  # killed in the last write
+    command.fill(given)
+    records = command.read(given.records)
+    assert [each["stage"] for each in records] == [json.loads(line)["stage"] for line in lines]
+    assert {each["stored"] for each in records} == {0.5}
+    shown = table.tables(records)
+    assert shown.count("\n| 50% |") == 3
+    assert "x eager |" in shown
+    assert table.picture(records).count("<circle") == 6
+
+
+def test_texts_of_splits_share_no_sentence(tmp_path: Path) -> None:
+    """With little in each place: a package of Python, WordNet, a dictionary and the fortunes."""
+    known = {
+        "a/m.py": '"""Known sentences are no tests of a model."""',
+        "b/readme.md": "Another text stands here.",
+    }
+    for name, text in known.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text, "utf-8")
+    found = [text for _, text in prune_and_repair.documents(tmp_path)]
+    assert found == ["Known sentences are no tests of a model.", "Another text stands here."]
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "wisdom").write_text(
+        "All hope abandon,\nye who enter here!\n\t\t-- Dante\n%\nShort.\n%\nKnown sentences are no tests of a model.\n",
+        "utf-8",
+    )
+    (tmp_path / "f" / "wisdom.dat").write_bytes(b"\0")
+    fortunes = list(texts.fortunes(tmp_path / "f"))
+    assert fortunes == ["All hope abandon, ye who enter here!", "Known sentences are no tests of a model."]
+    (tmp_path / "data.noun").write_text(
+        '0 03 n 01 agree 0 | settle by concession; "They agreed"  \n', "utf-8"
+    )
+    assert list(texts.wordnet(tmp_path)) == [("data.noun/ag", "Settle by concession.\n\nThey agreed.")]
+
+
+def test_sparse_models_train_from_scratch() -> None:
+    losses = train_sparse.main(["--steps", "4"])
+    assert all(loss < 5.5 for loss in losses.values())  # ln 256 before any step
