@@ -37,6 +37,7 @@ from torch.nn import functional
 import sparsek as sk
 
 LENGTHS = (16, 32, 64)  # tokens of a sentence, to which it is padded
+WARM = 3  # steps before the clock runs
 CHECKS = 8  # of the student on validation sentences while it learns
 Loss = Callable[[nn.Module, nn.Module, Tensor], Tensor]
 
@@ -166,10 +167,12 @@ def distill(
         nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         step += 1
+        if step == WARM:  # kernels are compiled
+            begin = time.perf_counter()
         if step % 10 == 0 and device.type == "cuda":
             torch.cuda.synchronize(device)  # the clock is the GPU's
         seconds = time.perf_counter() - begin
-        done = seconds / 60 / minutes if steps is None else step / steps
+        done = step / steps if steps is not None else 0.0 if step < WARM else seconds / 60 / minutes
         if check is not None and done * CHECKS >= checked + 1:
             checked = int(done * CHECKS)
             check(seconds, step)

@@ -47,7 +47,8 @@ def main() -> int:
     typed = [
         path
         for path in changed
-        if path.endswith(".py") and path.startswith(("sparsek/", "sparsek_bench/", "tests/", "benchmarks/", "examples/"))
+        if path.endswith(".py")
+        and path.startswith(("sparsek/", "sparsek_bench/", "tests/", "benchmarks/", "examples/"))
     ]
     steps = [
         (f"types of {len(typed)} files", [*python, "pyright", "--pythonpath", sys.executable, *typed]),

@@ -18,7 +18,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md")
-FOLDERS = ("docs", "sparsek", "sparsek_bench", "scripts", "benchmarks/torch_bsr", "benchmarks/whole_models", "examples")
+FOLDERS = (
+    "docs",
+    "sparsek",
+    "sparsek_bench",
+    "scripts",
+    "benchmarks/torch_bsr",
+    "benchmarks/whole_models",
+    "examples",
+)
 LEFT_OUT = ("docs/gpu-test-log.md", "scripts/prose.py")  # a generated table, this list
 LONGEST = 40  # words of a sentence
 PERSON = "only persons do this"

@@ -19,7 +19,7 @@ from sparsek.core.device import card_of
 HERE = Path(__file__).parent
 RECORDS = HERE / "records.jsonl"
 PACKED = Path("build/whole_models")
-LONGEST = 40.0  # seconds that a cell without distillation is expected to take at first
+LONGEST = 60.0  # seconds that a cell without distillation is expected to take at first
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -31,12 +31,13 @@ def main(arguments: Iterable[str] | None = None) -> None:
     )
     pack.add_argument("--folder", type=Path, default=PACKED)
     run = verbs.add_parser("run", help="make the cells that have no record, in the order of their interest")
-    run.add_argument("--models", nargs="+", choices=("minilm", "gpt"), default=["minilm", "gpt"])
+    run.add_argument("--models", nargs="+", choices=("minilm", cells.FFN, "gpt"), default=["minilm", "gpt"])
     run.add_argument("--forms", nargs="+", choices=cells.FORMS, default=list(cells.FORMS))
     run.add_argument("--keep", nargs="+", type=float, choices=cells.KEEPS, default=list(cells.KEEPS))
     run.add_argument("--stages", nargs="+", choices=cells.STAGES, default=list(cells.STAGES))
     run.add_argument("--minutes", type=float, default=8.0, help="no cell begins that would end later")
     run.add_argument("--distill-minutes", type=float, default=1.0)
+    run.add_argument("--rate", type=float, default=5e-4, help="of distillation")
     run.add_argument("--train-minutes", type=float, default=4.0, help="of the GPT")
     run.add_argument(
         "--calibration", type=int, default=models.CALIBRATION["minilm"], help="sentences for MiniLM"
@@ -64,34 +65,42 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def identity(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What two records of one measurement share: cell and card, and the recipe of distillation."""
+    names = (*cells.Cell._fields, "gpu", *(("minutes", "rate") if record["stage"] == "distilled" else ()))
+    return tuple(record[name] for name in names)
+
+
 def fill(given: argparse.Namespace) -> None:
     """Make and append the records that are missing, until the time is up."""
     begin = time.perf_counter()
     device = torch.device(given.device)
     card = card_of(device).name
     kept = read(given.records)
-    done = {(*(each[name] for name in cells.Cell._fields), each["gpu"]) for each in kept}
+    done = {identity(each) for each in kept}
     if given.records.exists():  # without a line that was cut off
         given.records.write_text("".join(json.dumps(each) + "\n" for each in kept), "utf-8")
+    recipe = {"gpu": card, "minutes": given.distill_minutes, "rate": given.rate}
     wanted = [
         cell
         for cell in cells.cells(given.models)
-        if (*cell, card) not in done
+        if identity(cell._asdict() | recipe) not in done
         and cell.form in given.forms
         and cell.keep in given.keep
         and cell.stage in given.stages
     ]
     known, loaded, longest = texts.read(given.folder / "texts.xz"), dict[str, models.Model](), LONGEST
     for cell in wanted:
-        if cell.model not in loaded:
-            loaded[cell.model] = load(cell.model, given, known, device)
+        name = cell.model.partition("-")[0]
+        if name not in loaded:
+            loaded[name] = load(name, given, known, device)
         needs = longest + (60 * given.distill_minutes if cell.stage == "distilled" else 0)
         if time.perf_counter() - begin + needs > 60 * given.minutes:
             continue
         start = time.perf_counter()
-        of = loaded[cell.model]
+        of = loaded[name]
         try:
-            found = cells.measure(of, cell, given.distill_minutes)
+            found = cells.measure(of, cell, given.distill_minutes, given.rate)
         except torch.OutOfMemoryError as error:
             print(f"{cell}: {str(error).splitlines()[0]}", flush=True)
             continue

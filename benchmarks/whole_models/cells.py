@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sparsek as sk
 from benchmarks.whole_models.models import Model
-from examples.prune_and_repair import distill
+from examples.prune_and_repair import distill, ruled
 from sparsek.core.clock import time_rounds
 from sparsek.models.stream import stacks_of
 from sparsek.nn.replace import is_linear
@@ -21,6 +21,9 @@ from sparsek.nn.replace import is_linear
 FORMS = ("blocks of 32", "blocks of 64", "blocks of 128", "2:4", "unstructured")
 KEEPS = (0.5, 0.25, 0.75, 0.9)
 STAGES = ("magnitude", "wanda", "obs", "layer", "block", "distilled", "speed")
+
+
+FFN = "minilm-ffn"  # MiniLM with dense attention
 
 
 class Cell(NamedTuple):
@@ -46,16 +49,16 @@ def cells(models: Sequence[str]) -> list[Cell]:
         for form in FORMS
         for stage in STAGES
         if (form != "2:4" or keep == 0.5)
-        and (form != "unstructured" or stage in ("magnitude", "wanda", "distilled"))
+        and (form != "unstructured" or (stage in ("magnitude", "wanda", "distilled") and model != FFN))
     ]
 
 
 def config_of(cell: Cell) -> Any:
-    return (
-        sk.SemiSparse()
-        if cell.form == "2:4"
-        else sk.BlockSparse(int(cell.form.rpartition(" ")[2]), cell.keep)
-    )
+    if cell.form == "2:4":
+        config: Any = sk.SemiSparse()
+    else:
+        config = sk.BlockSparse(int(cell.form.rpartition(" ")[2]), cell.keep)
+    return ruled(config, "ffn" if cell.model == FFN else "all")
 
 
 def pruned(of: Model, cell: Cell) -> Any:
@@ -78,8 +81,11 @@ def pruned(of: Model, cell: Cell) -> Any:
     return student
 
 
-def measure(of: Model, cell: Cell, minutes: float, steps: int | None = None) -> dict[str, Any]:
-    """What a record has of a cell: scores on test text, or times; the seconds that it took; the learning curve."""
+def measure(of: Model, cell: Cell, minutes: float, rate: float) -> dict[str, Any]:
+    """What a record has of a cell: scores on test text, or times; the seconds that it took; the learning curve.
+
+    `minutes` and `rate` are of distillation.
+    """
     begin = time.perf_counter()
     student = pruned(of, cell)
     found: dict[str, Any] = {"stored": stored_share(student, of.dense)}
@@ -93,8 +99,8 @@ def measure(of: Model, cell: Cell, minutes: float, steps: int | None = None) -> 
                 [round(seconds, 1), step, *(round(x, 4) for x in of.score(student, "validation").values())]
             )
 
-        count = distill(student, of.dense, of.train(), of.loss, minutes=minutes, steps=steps, check=check)
-        found |= {"minutes": minutes, "steps": count, "curve": curve}
+        count = distill(student, of.dense, of.train(), of.loss, minutes=minutes, rate=rate, check=check)
+        found |= {"minutes": minutes, "rate": rate, "steps": count, "curve": curve}
     scores = {name: round(value, 5) for name, value in of.score(student, "test").items()}
     return found | scores | {"seconds": round(time.perf_counter() - begin, 1)}
 

@@ -106,7 +106,12 @@ def minilm(
 
 
 def gpt(
-    folder: Path, texts: Texts, device: torch.device, minutes: float = 4.0, sizes: dict[str, int] = GPT
+    folder: Path,
+    texts: Texts,
+    device: torch.device,
+    minutes: float = 4.0,
+    sizes: dict[str, int] = GPT,
+    rows: int = 64,
 ) -> Model:
     """The GPT of a folder; it is trained and written there if the folder has none."""
     kept = folder / "gpt.safetensors"
@@ -132,7 +137,7 @@ def gpt(
     if kept.exists():
         dense.load_state_dict(load_file(kept, device=str(device)), strict=False)
     else:
-        learn(dense, train, minutes)
+        learn(dense, train, minutes, rows)
         save_file({name: each for name, each in dense.state_dict().items() if name != "lm_head.weight"}, kept)
     held = {"test": "heldout", "validation": "validation"}
     tokens = {split: windows(tokenizer, texts.documents[name], device)[:400] for split, name in held.items()}
@@ -186,7 +191,7 @@ def causal_loss(student: Any, teacher: Any, ids: Tensor) -> Tensor:
     return sk.nn.distillation_loss(found.logits, wanted.logits) + torch.stack(states).mean()
 
 
-def learn(model: Any, train: Tensor, minutes: float, rows: int = 64, rate: float = 1.5e-3) -> None:
+def learn(model: Any, train: Tensor, minutes: float, rows: int, rate: float = 1.5e-3) -> None:
     """Train from random weights: AdamW, bfloat16 products, a warm-up and a cosine over the time."""
     device = train.device
     optimizer = torch.optim.AdamW(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.whole_models.cells import FORMS, KEEPS, STAGES
+from benchmarks.whole_models.cells import FFN, FORMS, KEEPS, STAGES
 from sparsek.pictures.svg import text
 
 ROOT = Path(__file__).parents[2]
@@ -15,16 +16,21 @@ PAGE, PICTURE = (
     ROOT / "docs" / "benchmarks" / "whole-models.md",
     ROOT / "docs" / "pictures" / "whole-models.svg",
 )
-TITLES = {"layer": "obs + layers", "block": "obs + layers + blocks", "distilled": "distilled"}
-NAMES = {"minilm": "MiniLM", "gpt": "GPT"}
+TITLES = {"layer": "obs + layers", "block": "obs + layers + blocks"}
+NAMES = {"minilm": "MiniLM", FFN: "MiniLM with dense attention", "gpt": "GPT"}
 COLOURS = dict(zip(FORMS, ("#0072B2", "#C75000", "#00805D", "#A6508A", "#59636e"), strict=True))
 MARK = re.compile(r"(<!-- whole-models -->\n).*?(<!-- /whole-models -->)", re.S)
 Record = dict[str, Any]
 
 
 def newest(records: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
-    """The last record of each card, model, form, share and stage."""
-    return {tuple(each[name] for name in ("gpu", "model", "form", "keep", "stage")): each for each in records}
+    """The last record of each card, model, form, share and stage; of distillations the longest."""
+    names = ("gpu", "model", "form", "keep", "stage")
+    return {tuple(each[name] for name in names): each for each in sorted(records, key=minutes)}
+
+
+def minutes(record: Record) -> float:
+    return record.get("minutes", 0.0)
 
 
 def quality(record: Record) -> float:
@@ -39,7 +45,8 @@ def cell(record: Record | None) -> str:
         found = record["graph_ms"] or record["eager_ms"]
         return f"{found['dense'] / found['pruned']:.2f}x{'' if record['graph_ms'] else ' eager'}"
     more = f" ({record['spearman']:.2f})" if "spearman" in record else f" ({record['perplexity']:.1f})"
-    return f"{quality(record):.2f}{more}"
+    time = f", {minutes(record):g} min" if minutes(record) else ""
+    return f"{quality(record):.2f}{more}{time}"
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -47,20 +54,13 @@ def tables(records: Sequence[Record]) -> str:
     known, parts = newest(records), []
     for card, model in dict.fromkeys((each["gpu"], each["model"]) for each in records):
         what = (
-            "cosine (Spearman)"
-            if model == "minilm"
-            else "dense perplexity over that of the model (perplexity)"
+            "cosine (Spearman)" if model != "gpt" else "dense perplexity over that of the model (perplexity)"
         )
         stages = [
             stage for stage in STAGES if any(key[:2] == (card, model) and key[4] == stage for key in known)
         ]
         some = next(each for each in records if (each["gpu"], each["model"]) == (card, model))
-        minutes = sorted(
-            {each["minutes"] for each in known.values() if "minutes" in each and each["gpu"] == card}
-        )
         titles = [TITLES.get(stage, stage) for stage in stages]
-        if minutes:
-            titles = [f"distilled, {minutes[-1]:g} min" if each == "distilled" else each for each in titles]
         head = ["kept", "weights", *titles]
         rows = [
             [f"{keep:.0%}", form, *(cell(known.get((card, model, form, keep, stage))) for stage in stages)]
@@ -75,11 +75,26 @@ def tables(records: Sequence[Record]) -> str:
             f"{calibration['tokens']} tokens.\n\n"
             + "\n".join("| " + " | ".join(line) + " |" for line in lines)
         )
+        parts += curves([each for key, each in known.items() if key[:2] == (card, model)])
     return "\n\n".join(parts) + "\n"
+
+
+def curves(records: Sequence[Record]) -> list[str]:
+    """The learning curve of the longest distillation, on validation text."""
+    longest = max((each for each in records if "curve" in each), key=minutes, default=None)
+    if longest is None:
+        return []
+    points = ", ".join(f"{seconds:.0f} s {value:.3f}" for seconds, _, value, *_ in longest["curve"])
+    what = "perplexity" if "perplexity" in longest else "cosine"
+    return [
+        f"Learning curve of {longest['form']}, {longest['keep']:.0%} kept, {what} on validation text: {points}."
+    ]
 
 
 def picture(records: Sequence[Record]) -> str:
     """Quality by kept share of the best stage, a panel for each model; dots are one-shot magnitude."""
+    card = Counter(each["gpu"] for each in records).most_common(1)[0][0]
+    records = [each for each in records if each["gpu"] == card]
     models = list(dict.fromkeys(each["model"] for each in records))
     width, height, left, top, size = 60 + 380 * len(models), 330, 50, 50, 220
     parts = []

@@ -101,8 +101,9 @@ def test_an_ended_run_goes_on_with_the_cells_that_have_no_record(
         forms=["blocks of 32", "2:4", "unstructured"],
         keep=[0.5],
         stages=["magnitude", "layer", "speed"],
-        minutes=1.0,
+        minutes=2.0,
         distill_minutes=0.01,
+        rate=5e-4,
         folder=tmp_path,
         records=tmp_path / "records.jsonl",
         device="cpu",
@@ -121,6 +122,27 @@ def test_an_ended_run_goes_on_with_the_cells_that_have_no_record(
     assert shown.count("\n| 50% |") == 3
     assert "x eager |" in shown
     assert table.picture(records).count("<circle") == 6
+
+
+def test_a_gpt_is_trained_once_and_scored_against_itself(tmp_path: Path) -> None:
+    text = " ".join(f"word{number % 50} and so on" for number in range(400))
+    known = texts.Texts({split: [text] for split in texts.SPLITS}, {}, "")
+    found = [models.gpt(tmp_path, known, torch.device("cpu"), 1e-5, SIZES, rows=1) for _ in range(2)]
+    scores = [each.score(each.dense, "test") for each in found]
+    assert scores[0] == scores[1]
+    assert scores[0]["over_dense"] == 1
+    student = cells.pruned(found[0], cells.Cell("gpt", "2:4", 0.5, "magnitude"))
+    assert cells.stored_share(student, found[0].dense) == 0.5
+    loss = found[0].loss(student, found[0].dense, found[0].train()[models.WINDOW][:1])
+    loss.backward()
+    assert loss > 0
+    assert models.causal_loss(found[0].dense, found[0].dense, found[0].speed[:1]) == 0
+
+
+def test_the_page_shows_the_records() -> None:
+    records = command.read(command.RECORDS)
+    assert table.tables(records) in table.PAGE.read_text("utf-8")
+    assert table.PICTURE.read_text("utf-8") == table.picture(records)
 
 
 def test_texts_of_splits_share_no_sentence(tmp_path: Path) -> None:
