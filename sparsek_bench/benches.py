@@ -28,6 +28,7 @@ HELP = {
     "policies": "Blocks of attention chosen from q and k: what that takes alone and in a call, and the mass kept.",
     "planner": "Every way to store a layer's weight, checked and timed; the one that predictions choose against the "
     "fastest.",
+    "models": "Whole models with sparse layers over dense ones, new patterns, generate() of transformers, pruning.",
     "host": "The host's time of calls as users write them, each over torch's: the suite, or the calls given by hand.",
 }
 MODULES = {"attention-backward": "attention_grad", "attention-fp8": "attention_fp8"}

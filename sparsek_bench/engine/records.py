@@ -12,6 +12,11 @@ A record has the case, the kernel, the times, the peers of the same rounds, the 
   planned, host included. "host": wall-clock time of a call as users write it: how long the host is busy, or, of
   layers and of first calls of a process, until the GPU is idle. "pack": a dense matrix packed, ratios those of bytes
   a second.
+- "model": prefill, a step of decoding, or a training step of a whole model until the GPU is idle, beside the dense one;
+  `predicted` and `whole`: the speedup as the planner predicts it, null on a CPU, and that of 32 layers with a head of
+  128,256 tokens. "pattern_steps": one of 100 training steps with one pattern. "generate": a token of transformers.
+  "prune_memory": a whole model pruned; its fields are those of `PruneMemoryCase`. "fresh_product": a product with a new
+  pattern, host included.
 - Where nothing is rated, tflops (of peers too), gbps and roofline are null; "pack" has the last two.
 - `memory` of attention and of its peers: the largest allocation of one call beyond q, k, v and the output, over the
   bytes of these; of attention_backward beyond dq, dk and dv, over the same bytes. `peak_gb` of attention_train: the

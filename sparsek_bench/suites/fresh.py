@@ -1,4 +1,5 @@
-"""Attention whose mask is new in every call, and what planning a new mask takes: wall-clock times, host included.
+"""Attention whose mask is new in every call, products whose pattern is, and what planning a new mask takes: wall-clock
+times, host included.
 
 Calls follow one another as users write them, without a kernel's name or a plan, and the clock stops when the device is
 idle. Every set has scores or documents of its own. A result is checked against attention of the mask that the CPU's
@@ -20,10 +21,23 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention import attention, plan_attention
 from sparsek.core.clock import wait
 from sparsek.core.errors import InvalidInput
+from sparsek.products.formats.bsr import BSR
+from sparsek.products.formats.pattern import BlockPattern, grid_of
 from sparsek.testing.budget import Gate
+from sparsek.testing.compare import near_dense, worst
+from sparsek.testing.product_budget import stored
 from sparsek_bench.engine import options
 from sparsek_bench.engine.bench import Bench, Column, Record, Table
-from sparsek_bench.engine.case import Bar, OperandSet, rows
+from sparsek_bench.engine.case import (
+    Bar,
+    Case,
+    Operands,
+    OperandSet,
+    block_name,
+    rows,
+    shape_name,
+    stored_name,
+)
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.engine.peer import Peer, ReadyPeer, holding
 from sparsek_bench.engine.tables import CASE, MS, faster_than, mark, peer_ms, short_name, target
@@ -171,8 +185,114 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
 
 
 @dataclass(frozen=True)
+class FreshProductOperands(Operands):
+    """A set: the block lists of A on the device, its values, B, and with `dy` the gradient of A @ B."""
+
+    kept_pattern: BlockPattern
+    values: Tensor
+    b: Tensor
+    dy: Tensor | None
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * self.values.numel() * self.b.shape[1]
+
+    def make(self) -> BlockPattern:
+        """The pattern as one that was just made on the device."""
+        kept = self.kept_pattern
+        return BlockPattern.unchecked(kept.shape, kept.block, kept.indptr, kept.indices)
+
+    def called(self, pattern: Callable[[], BlockPattern]) -> Callable[[], Any]:
+        """The product with the pattern of each call, or with gradients the results of a step."""
+
+        def multiplied() -> Any:
+            y = BSR.unchecked(pattern(), self.values) @ self.b
+            if self.dy is None:
+                return y
+            return (y, *torch.autograd.grad(y, (self.values, self.b), self.dy))
+
+        return multiplied
+
+    def kept(self) -> Callable[[], Any]:
+        """The same with the kept pattern."""
+        return self.called(lambda: self.kept_pattern)
+
+    def plan(self, kernel: str | None) -> Timed:
+        """What runs is the planner's choice; a name is refused."""
+        if kernel is not None:
+            raise InvalidInput(f"calls with a new pattern are measured as users write them, not by {kernel}")
+        return Timed("ops.spmm", self.called(self.make))
+
+    def judge(self, out: Any) -> Gate:
+        """Compares all results with those of the dense matrix of a pattern that the host made."""
+        kept = self.kept_pattern
+        lists = kept.indptr.cpu(), kept.indices.cpu()
+        pattern = BlockPattern(kept.shape, kept.block, *lists).to(self.b.device)
+        found = out if self.dy is not None else (out,)
+        exact, rough = (self._dense_results(pattern, dtype) for dtype in (torch.float64, self.b.dtype))
+        return worst([near_dense(*each, kept.shape[1]) for each in zip(found, exact, rough, strict=True)])
+
+    def _dense_results(self, pattern: BlockPattern, dtype: torch.dtype) -> list[Tensor]:
+        a = BSR.unchecked(pattern, self.values.detach()).to_dense().to(dtype)
+        b = self.b.detach().to(dtype)
+        if self.dy is None:
+            return [a @ b]
+        dy = self.dy.to(dtype)
+        return [a @ b, stored(dy @ b.T, pattern), a.T @ dy]
+
+
+@dataclass(frozen=True)
+class FreshProductCase(Case):
+    """A @ B of `size` on each side, whose A has a pattern that is new in every call and was made on the device: as many
+    random blocks in each block row. `trains`: with the gradients of A's values and of B.
+    """
+
+    op: ClassVar[str] = "fresh_product"
+    wall: ClassVar[int] = 20
+    rated: ClassVar[bool] = False
+    least_sets: ClassVar[int] = 4
+    hosted: ClassVar[bool] = True
+
+    size: int = options.size("Rows and columns of A and B", usual=8192)
+    block: tuple[int, int] = options.block(usual=(128, 128))
+    density: float = options.share(usual=0.125)
+    trains: bool = options.field(False, "With gradients.", usual=False)
+    dtype: str = options.dtype()
+
+    @property
+    def name(self) -> str:
+        """As of products, with a mark where gradients count: "8192³ block 64 12.5 % bf16, with backward"."""
+        size, stored = (
+            shape_name(*[self.size] * 3),
+            stored_name(block_name(self.block), self.density, self.dtype),
+        )
+        return f"{size} {stored}" + (", with backward" if self.trains else "")
+
+    @property
+    def dense_flops(self) -> float:
+        return (6.0 if self.trains else 2.0) * self.size**3
+
+    def sets(self, draw: Draw) -> Callable[[Draw], FreshProductOperands]:
+        def one(draw: Draw) -> FreshProductOperands:
+            (rows, columns), where = grid_of((self.size, self.size), self.block), draw.device
+            each = max(1, round(columns * self.density))
+            seed = torch.Generator(where).manual_seed(draw.seed)
+            chosen = torch.rand(rows, columns, generator=seed, dtype=torch.float32, device=where)
+            lists = chosen.topk(each, 1).indices.sort(1).values.int().flatten()
+            starts = torch.arange(0, len(lists) + 1, each, dtype=torch.int32, device=where)
+            kept = BlockPattern.unchecked((self.size, self.size), self.block, starts, lists)
+            values = draw.normal(len(lists), *self.block) * (each * self.block[1]) ** -0.5
+            b, dy = draw.normal(self.size, self.size), draw.normal(self.size, self.size)
+            for x in (values, b):
+                x.requires_grad_(self.trains)
+            return FreshProductOperands(kept, values, b, dy if self.trains else None)
+
+        return one
+
+
+@dataclass(frozen=True)
 class KeptMaskPeer(Peer):
-    """Attention over kept masks; of a planned mask, the building of it alone."""
+    """Attention over kept masks, products of kept patterns; of a planned mask, the building of it alone."""
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> ReadyPeer:
         return ReadyPeer(tuple(map(self._call, sets)))
@@ -189,7 +309,9 @@ class FreshFlex(Flex):
     """FlexAttention, and in every call its own mask of the same documents; both compiled."""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        other = not case.mask.startswith("documents") or case.op != FreshCase.op
+        if case.op != FreshCase.op:
+            return ["computes attention"]
+        other = not case.mask.startswith("documents")
         return super().why_not(case, device) + holding({"is measured with masks of documents": other})
 
     def attend(self, case: Any, one: Any) -> Any:
@@ -222,12 +344,21 @@ BARS: Mapping[Any, tuple[Bar, ...]] = {
     _case("documents:1000", 8): (Bar(FLEX, 0.5, 0.4),),
     _case("documents:1000", 32): (Bar(FLEX, 0.2, 0.15),),
 }
+PRODUCTS: Mapping[Any, tuple[Bar, ...]] = {
+    FreshProductCase(block=(side, side), trains=trains): (Bar(KEPT, 1.4, 1.1),)
+    for trains in (False, True)
+    for side in (128, 64)
+}
 SUITES = {name: rows("auto", *(each for each in BARS if name in each.mask)) for name in ("topk", "documents")}
 OVER_KEPT = Column("over a kept mask", lambda record: faster_than(KEPT)(record)[:-1])
 BENCH = Bench(
     "fresh",
-    suites=SUITES | {"window": rows("auto", PlannedMaskCase.square(LONG, 512))},
-    kinds=(FreshCase, PlannedMaskCase),
+    suites={
+        **SUITES,
+        "window": rows("auto", PlannedMaskCase.square(LONG, 512)),
+        "products": rows("auto", *PRODUCTS),
+    },
+    kinds=(FreshCase, PlannedMaskCase, FreshProductCase),
     peers=(
         KeptMaskPeer(KEPT, "a kept mask"),
         FreshFlex(FLEX, "FlexAttention", "cuda"),
@@ -246,6 +377,24 @@ BENCH = Bench(
             ),
             beside=(FLEX,),
             usual=("block 128", "16 heads", "D 128", "bf16"),
+        ),
+        Table(
+            op="fresh_product",
+            title="products with new patterns",
+            headings={KEPT: "a kept pattern"},
+            dense=(KEPT,),
+            columns=(
+                CASE,
+                MS,
+                Column("over a kept pattern", OVER_KEPT.cell),
+                target(PRODUCTS, ""),
+            ),
+            note=(
+                "Wall time of A @ B, back to back until the GPU is idle. A gets a new pattern in every call, from "
+                "lists on the GPU. A kept pattern: the same call with the pattern of the call before. With backward: "
+                "the gradients of A's values and of B, too."
+            ),
+            ratios=False,
         ),
     ),
     small=SMALL,

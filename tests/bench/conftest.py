@@ -35,6 +35,11 @@ KERNELS = {
     "policy_estimate": "policies.xattention",
     "policy_recall": "policies.xattention",
     "planner": "ops.weight_formats",
+    "model": "models.sparsify",
+    "pattern_steps": "nn.regrow",
+    "generate": "integrations.transformers",
+    "prune_memory": "models.prune",
+    "fresh_product": "ops.spmm",
     "host": "ops.spmm",
 }
 WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")

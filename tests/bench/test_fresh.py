@@ -11,7 +11,14 @@ from sparsek.core import clock
 from sparsek.core.errors import InvalidInput
 from sparsek_bench.engine import records, report, run
 from sparsek_bench.suites import fresh
-from sparsek_bench.suites.fresh import BENCH, FreshCase, PlannedMaskCase, by_the_cpu, check_mask
+from sparsek_bench.suites.fresh import (
+    BENCH,
+    FreshCase,
+    FreshProductCase,
+    PlannedMaskCase,
+    by_the_cpu,
+    check_mask,
+)
 from tests.bench.runs import measured
 
 CPU = torch.device("cpu")
@@ -31,7 +38,7 @@ def planned(mask: str = WINDOW, **lengths: int) -> PlannedMaskCase:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (FreshCase, PlannedMaskCase):
+    for kind in (FreshCase, FreshProductCase, PlannedMaskCase):
         monkeypatch.setattr(kind, "wall", 1)
     monkeypatch.setattr(clock, "WALL_WARMUP", 0)
 
@@ -48,6 +55,21 @@ def test_a_new_mask_in_every_call_is_compared_with_a_kept_one(case: FreshCase, f
     assert record["ratio"]["kept"] == pytest.approx(kept / record["ms"]["median"], rel=1e-2, abs=1e-4)
     assert ("backward" in case.name) == case.trains == (" + " in record["kernel"])
     assert outcome.unavailable["flex"][0] == "runs on cuda, the case is on cpu"
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_new_pattern_in_every_call_is_compared_with_a_kept_one(trains: bool, few: None) -> None:
+    case = FreshProductCase(128, (32, 32), 0.5, trains, "fp32")
+    outcome = outcome_of(case)
+    (record,) = outcome.records
+    assert record["ratio"]["kept"] > 0
+    assert ("backward" in case.name) == trains
+    assert outcome.unavailable["flex"] == ["computes attention"]
+    one, other, *_ = case.operands(CPU)
+    assert not torch.equal(one.kept_pattern.indices, other.kept_pattern.indices)
+    assert one.make() is not one.make()
+    wrong = other.called(other.make)()
+    assert not one.judge(wrong).passed
 
 
 def test_sets_have_masks_of_their_own(few: None) -> None:
