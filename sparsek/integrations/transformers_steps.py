@@ -14,6 +14,7 @@ only, and a compiled step is for all positions. `sk.attention_paged` over the st
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ from sparsek.attn.mask.build.selection_reference import rows_of
 from sparsek.attn.mask.build.tiles import pack_bits
 from sparsek.attn.mask.lists import Sizes, mask_block
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskPolicy, ResolvedRule
 from sparsek.attn.policies.policy import Policy
-from sparsek.core import arguments
+from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import is_fake
 from sparsek.integrations.transformers_masks import ModelMask, PairsRequest, Rules
 
@@ -39,7 +41,6 @@ MOST = TILE // 2  # queries of a step: hopper.attention_fwd packs heads that sha
 LONGEST, LONGEST_GROWING = 4096, 16384
 ALIGNED = 8  # elements: torch copies a mask in each layer whose rows begin elsewhere
 WIDEST = 256  # head dims of torch's kernels for heads that share keys; that on a CPU takes four times as long
-DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
 class WindowKeys(NamedTuple):
@@ -107,7 +108,7 @@ class StepMask(ModelMask):
         self.span, self.seen = span, seen
         self.bias = None
         if seen is not None:
-            self.bias = _scores_of(seen, dtype if dtype in DTYPES else torch.get_default_dtype())
+            self.bias = _scores_of(seen, dtype if dtype in dtypes.FLOATS else torch.get_default_dtype())
         self._of, self._near = of, near
         self._made: ResolvedRule | None = None
         self._form: Any = None
@@ -142,15 +143,15 @@ class StepMask(ModelMask):
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
         """out [B, S, Hq, Dv]; None for operands that `sk.attention` is to look at."""
-        kinds = query.dtype, query.device, key.dtype, key.device, value.dtype, value.device
-        form = query.shape, key.shape, value.shape, kinds
-        if form != self._form:  # of this layer; most have that of the one before
-            if not self._takes(*form):
+        known = self._form  # that of the layer before
+        if known is None or known != _form_of(query, key, value):
+            check_tensors(query, key, value)
+            if not self._takes(query, key):
                 return None
             if not torch.compiler.is_compiling():
-                self._form = form
-        batch, heads, few, dim = form[0]
-        shared, wide = form[1][1], form[2][3]
+                self._form = _form_of(query, key, value)
+        batch, heads, few, dim = query.shape
+        shared, wide = key.shape[1], value.shape[3]
         bias, group = self.bias, heads // shared
         if self.span is not None:
             key, value = _cut(key, self.span), _cut(value, self.span)
@@ -166,16 +167,11 @@ class StepMask(ModelMask):
             return out.reshape(batch, 1, heads, wide)
         return out.reshape(batch, heads, few, wide).transpose(1, 2).contiguous()
 
-    def _takes(self, q: torch.Size, k: torch.Size, v: torch.Size, kinds: tuple[Any, ...]) -> bool:
-        """Whether queries, keys and values of these shapes, dtypes and devices fit together, and this mask."""
-        if not len(q) == len(k) == len(v) == 4 or (q[2], k[2]) != self.shape[2:]:
+    def _takes(self, query: Tensor, key: Tensor) -> bool:
+        """Whether this mask is for such queries and keys."""
+        if (query.shape[2], key.shape[2]) != self.shape[2:] or query.device.type not in ("cpu", "cuda"):
             return False
-        if q[0] != k[0] or k[:3] != v[:3] or q[3] != k[3] or 0 in (q[1], k[1], q[3], v[3]) or q[1] % k[1]:
-            return False
-        if self.seen is not None and self.seen.shape[0] not in (1, q[0]):
-            return False
-        dtype, device = kinds[:2]
-        return kinds == (dtype, device) * 3 and dtype in DTYPES and device.type in ("cpu", "cuda")
+        return self.seen is None or self.seen.shape[0] in (1, query.shape[0])
 
     def _bias_for(self, query: Tensor, group: int) -> Tensor:
         """The bias in the dtype and on the device of queries, for the rows of `group` heads."""
@@ -187,8 +183,8 @@ class StepMask(ModelMask):
         found = self._biases.get(key)
         if found is None:
             assert self.seen is not None
-            seen = self.seen.to(query.device).repeat(1, 1, group, 1)
-            found = _scores_of(seen, query.dtype)
+            with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+                found = _scores_of(self.seen.to(query.device).repeat(1, 1, group, 1), query.dtype)
             if not torch.compiler.is_compiling():
                 self._biases[key] = found
         return found
@@ -204,6 +200,11 @@ class StepMask(ModelMask):
 
     def __repr__(self) -> str:
         return f"StepMask({self.shape[2]} queries: {self.explain()})"
+
+
+def _form_of(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    kinds = query.dtype, query.device, key.dtype, key.device, value.dtype, value.device
+    return query.shape, key.shape, value.shape, kinds
 
 
 def _cut(x: Tensor, span: KeySpan) -> Tensor:

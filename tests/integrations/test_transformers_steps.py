@@ -346,10 +346,13 @@ def test_operands_that_do_not_fit_a_step_are_refused_as_ever():
     refusals: list[dict[str, Any]] = [
         {"dropout": 0.1}, {"position_bias": q}, {"output_attentions": True}, {"scaling": -1.0}
     ]  # fmt: skip
-    for wrong in (
+    jagged = torch.nested.nested_tensor([*k], layout=torch.jagged)
+    shapes: list[tuple[Any, Any, Any]] = [
         (q, k[:, :, :30], k[:, :, :30]), (q, k, k[:, :, :30]), (q[:, :3], k, k), (q[:1], k, k), (q, k.double(), k),
         (q.int(), k.int(), k.int()), (q[0], k, k), (q[..., :4], k, k), (q.to("meta"), k.to("meta"), k.to("meta")),
-    ):  # fmt: skip
+        (q, k.to_sparse(), k), (q, k, k.to_mkldnn()), (q, k, jagged), (q, k, None),
+    ]  # fmt: skip
+    for wrong in shapes:
         for each in (mask, None):
             if each is not None or wrong[1].shape[2] == 40:
                 with pytest.raises(InvalidInput):
@@ -402,6 +405,19 @@ def test_blocks_of_a_step_in_inference_mode_are_those_of_any_mode():
         again = sparsek_attention(torch.nn.Identity(), q.requires_grad_(), k, k, mask, softcap=2.0)[0]
         torch.testing.assert_close(again, out)
         assert not any(x.is_inference() for x in mask.visible.within.full)
+
+
+def test_a_mask_of_inference_mode_learns_later():
+    for queries in (1, 3):
+        q, k = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 40, 8)
+        for dtype in (torch.float32, torch.float64):  # that of the mask, and another
+            with torch.inference_mode():
+                mask = sparsek_mask(2, queries, 40, 40 - queries, attention_mask=padding("gaps", 40))
+                want = sparsek_attention(torch.nn.Identity(), q.to(dtype), k.to(dtype), k.to(dtype), mask)[0]
+            given = q.to(dtype).requires_grad_()
+            out = sparsek_attention(torch.nn.Identity(), given, k.to(dtype), k.to(dtype), mask)[0]
+            torch.testing.assert_close(out, want)
+            assert torch.autograd.grad(out.sum(), given)[0].isfinite().all()
 
 
 def test_a_query_without_a_mask_makes_no_blocks(monkeypatch: pytest.MonkeyPatch):
