@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import time
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,10 @@ def fill(given: argparse.Namespace) -> None:
         of = loaded[name]
         try:
             found = cells.measure(of, cell, given.distill_minutes, given.rate)
-        except torch.OutOfMemoryError as error:
-            print(f"{cell}: {str(error).splitlines()[0]}", flush=True)
+        except (
+            Exception
+        ):  # the other cells are made; this one has no record, and is tried again in the next run
+            print(f"{cell}: {traceback.format_exc()}", flush=True)
             continue
         if cell.stage != "distilled":
             longest = max(longest, time.perf_counter() - start)
