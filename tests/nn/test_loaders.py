@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,31 @@ def test_fsdp2_fills_a_model_that_was_made_on_meta(alone: None, seed: int | None
         right = model(seed)
         set_model_state_dict(made, right.state_dict(), options=StateDictOptions(full_state_dict=True))
     assert alike(made(X), right(X))
+    made(X).sum().backward()
+
+
+@pytest.mark.parametrize("by_rank_0", [False, True], ids=["", "cpu_ram_efficient_loading"])
+def test_accelerate_wraps_in_fsdp2(by_rank_0: bool, alone: None) -> None:
+    """With cpu_ram_efficient_loading it takes no model that saves buffers."""
+    utils, made = loader("accelerate").utils, model(2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    plugin = utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=by_rank_0, auto_wrap_policy="NO_WRAP"
+    )
+    ranks = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=["dp"]),
+        device=torch.device("cpu"),
+        is_main_process=True,
+        mixed_precision="no",
+    )
+    if by_rank_0:
+        with pytest.raises(AttributeError, match="device_mesh"):
+            utils.fsdp_utils.fsdp2_prepare_model(ranks, made)
+        return
+    made = utils.fsdp_utils.fsdp2_prepare_model(ranks, made)
+    assert alike(made(X), model(2)(X))
     made(X).sum().backward()
 
 
