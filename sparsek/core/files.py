@@ -36,7 +36,7 @@ OWN = f".sparsek-{zlib.crc32(platform.node().encode()):08x}-"
 ABANDONED = re.compile(r"\.sparsek-[0-9a-f]{8}-[0-9]{1,9}-[0-9a-f]{16}\.tmp")
 # Errors caused by the path. Others, of a full or failing disk, are raised unchanged.
 OF_A_PATH = frozenset({
-    errno.EACCES, errno.EBUSY, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EACCES, errno.EBUSY, errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
     errno.ENODEV, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS,
 })  # fmt: skip
 

@@ -147,6 +147,15 @@ def prune(
         raise InvalidInput(
             "the model is on the meta device, without values to prune by; load its weights first"
         )
+    for name, each in model.named_parameters():
+        if nn.parameter.is_lazy(each):
+            raise InvalidInput(
+                f"{name} has no values yet; call the model once, or load its weights, before prune"
+            )
+        if each.is_inference():
+            raise InvalidInput(
+                f"{name} was made under torch.inference_mode; make or copy the model outside of it"
+            )
     settings = Settings(
         method, reconstruct, budget, None if device is None else arguments.device("device", device)
     )
@@ -191,7 +200,7 @@ class _Run(Passes):
         planner: Auto | None,
     ) -> None:
         super().__init__(model, configs, settings, batches, folder)
-        self.stacks = [stack for stack in stacks if stack.name and batches and self._layers(stack)]
+        self.stacks = [stack for stack in stacks if not stack.is_whole and batches and self._layers(stack)]
         self.state = State(folder, "" if folder is None else self._fingerprint(planner))
         self.whys: dict[str, str] = {}  # of picks
         self.rounding: list[RemovableHandle] = []
@@ -205,7 +214,7 @@ class _Run(Passes):
                 name for name in self._layers(stack) if name in left
             ]  # no layers, which are freed by blocks
             line = self._stream(stack, str(label)) if names else None
-            if not names or (line is None and stack.name):
+            if not names or (line is None and not stack.is_whole):
                 continue
             for index, (name, block) in enumerate(stack.blocks.items()):
                 progress(done, max(total, done + 1), name or type(block).__name__)

@@ -57,12 +57,17 @@ class Stack:
     """Repeated blocks of a model, run one after the other; or the whole model as one block.
 
     Attributes:
-        name: The name of the module that has the blocks; "" for the whole model.
+        name: The name of the module that has the blocks; "" for the model.
         blocks: The blocks by name.
     """
 
     name: str
     blocks: dict[str, nn.Module]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole model as one block."""
+        return "" in self.blocks
 
     def has(self, layer: str) -> bool:
         """Return whether a layer, by its name, is in one of the blocks."""
@@ -216,7 +221,7 @@ def stacks_of(model: nn.Module) -> list[Stack]:
     """
     found: list[Stack] = []
     for name, module in model.named_modules():
-        inside = any(f"{name}.".startswith(f"{stack.name}.") for stack in found)
+        inside = any(is_in(f"{name}.", stack.name) for stack in found)
         if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         children = list(module)
@@ -225,7 +230,8 @@ def stacks_of(model: nn.Module) -> list[Stack]:
         ):
             leaf = isinstance(children[0], nn.Linear) or not any(True for _ in children[0].children())
             if not leaf and any(True for _ in module.parameters()):
-                found.append(Stack(name, {f"{name}.{key}": child for key, child in module.named_children()}))
+                prefix = f"{name}." if name else ""
+                found.append(Stack(name, {prefix + key: child for key, child in module.named_children()}))
     return found or [Stack("", {"": model})]
 
 

@@ -209,6 +209,8 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         sk.load_model(Net, tmp_path, device="nowhere")
     with pytest.raises(InvalidInput, match="plain tensors with values"):
         sk.save_model(Net().to("meta"), tmp_path)
+    with pytest.raises(InvalidInput, match="cannot be made: File exists"):
+        sk.save_model(sparse(), tmp_path / "model.safetensors")
     with pytest.raises(InvalidInput, match=r"a torch\.nn\.Module"):
         sk.save_model("model", tmp_path)  # type: ignore[arg-type]
 

@@ -465,6 +465,11 @@ def test_dense_layers_are_free_once_their_block_is_pruned():
     assert alive == [11, 8, 5, 2]  # three a block; the head and one outside of the blocks stay
 
 
+def made_for_inference() -> nn.Module:
+    with torch.inference_mode():
+        return Model(2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -498,6 +503,8 @@ def test_dense_layers_are_free_once_their_block_is_pruned():
         ({"device": "tpu"}, "device"),
         ({"folder": 3}, "folder is 3"),
         ({"model": Model().to("meta")}, "meta device"),
+        ({"model": nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))}, "0.weight has no values yet"),
+        ({"model": made_for_inference()}, "inference_mode; make or copy"),
     ],
 )
 def test_odd_arguments_are_refused(change: dict[str, Any], message: str):

@@ -38,6 +38,29 @@ def test_repeated_blocks_are_the_outermost_lists_of_one_class():
         "single.0.experts": [f"single.0.experts.{at}" for at in range(5)],
     }
     assert stream.stacks_of(nn.Linear(3, 3))[0].blocks.keys() == {""}
+    (stack,) = stream.stacks_of(nn.Sequential(Layer(), Layer()))  # the model is the list
+    assert (stack.name, list(stack.blocks), stack.is_whole) == ("", ["0", "1"], False)
+    assert stack.has("1.experts.0.up")
+
+
+def test_a_model_that_is_a_list_of_blocks_is_pruned_block_by_block():
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.up(x).relu()
+
+    seen: list[tuple[int, int, str]] = []
+    report = sk.prune(
+        nn.Sequential(*(Residual() for _ in range(3))),
+        sk.BlockSparse(16, 0.5),
+        calibration=[torch.randn(64, 32)],
+        progress=lambda *given: seen.append(given),
+    )
+    assert [row.name for row in report.replaced] == ["0.up", "1.up", "2.up"]
+    assert seen == [(0, 3, "0"), (1, 3, "1"), (2, 3, "2"), (3, 3, "")]
 
 
 class Block(nn.Module):
