@@ -1,8 +1,14 @@
 """The scripts of examples/, and the experiment on whole models, on tiny models."""
 
+import contextlib
+import importlib
+import io
 import json
+import re
+import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,3 +189,36 @@ def test_texts_of_splits_share_no_sentence(tmp_path: Path) -> None:
 def test_sparse_models_train_from_scratch() -> None:
     losses = train_sparse.main(["--steps", "4"])
     assert all(loss < 5.5 for loss in losses.values())  # ln 256 before any step
+
+
+@pytest.mark.parametrize(("name", "options", "shown"), [
+    ("long_prefill", ["--tokens", "300"], r"dense +\d+ +0\.000\nwindow 256, sinks 64 +\d+ +\d\.\d+\nXAttention"),
+    ("video", ["--latent", "2x16x16", "--steps", "2"], r"(?s)sparse: blocks\.1\.attn1.*\nundone: dense again"),
+])  # fmt: skip
+def test_the_other_scripts_run(
+    name: str,
+    options: list[str],
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if name == "video":
+        need("diffusers")
+    monkeypatch.setattr(sys, "argv", [name, *options, "--device", "cpu"])
+    importlib.import_module(f"examples.{name}").main()
+    assert re.search(shown, capsys.readouterr().out)
+
+
+def test_the_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = SimpleNamespace(HTML=lambda page: page)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    book = json.loads((Path(__file__).parents[2] / "examples/whole_model.ipynb").read_text(encoding="utf-8"))
+    space: dict[str, Any] = {}
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                exec("".join(cell["source"]), space)
+            shown = "".join(line for each in cell["outputs"] for line in each.get("text", []))
+            # Distances differ in the last digits on other CPUs.
+            assert re.sub(r"\d\.\d+", "", said.getvalue()) == re.sub(r"\d\.\d+", "", shown)
