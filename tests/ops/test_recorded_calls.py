@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ from sparsek.attn.reference.scores import Scores
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import recorded_calls, transforms
 from sparsek.engine.launch.recorder import MISS, Recorded
+from sparsek.engine.plan.op import Operation
+from sparsek.engine.table import load
 from sparsek.products.formats.pattern import BlockPattern, HostPattern
 from sparsek.products.ops import recorded_products
 from sparsek.products.ops.linear import LinearCall, plan_layer
@@ -164,24 +166,96 @@ def test_a_call_is_bound_after_it_was_recorded(index: int, recorded: list[Any], 
         torch.testing.assert_close(found, first[0], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("verb", VERBS[:8])
-@pytest.mark.parametrize("learns", [(), (0, 1, 2)])
-def test_new_patterns_of_one_size_share_a_recorded_call(
-    verb: str, learns: tuple[int, ...], recorded: list[Any], monkeypatch: pytest.MonkeyPatch
-):
-    """Where patterns pass; the indices that a repeated call is given are read again."""
+class Lists(NamedTuple):
+    """Work that is all that a kernel reads of a pattern."""
+
+    p: Any
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    order: torch.Tensor | None
+
+
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patterns pass on a CPU too, and kernels read only their work of them."""
     monkeypatch.setattr(BlockPattern, "passing", property(lambda p: "passing" in p._memo))
     host = property(lambda p: HostPattern(p.indptr.numpy(), p.indices.numpy()))
     monkeypatch.setattr(BlockPattern, "host", host)
-    recorded_products.PASSING.known.clear()
-    recorded_products.PASSING.recent.clear()
+    for kept in (recorded_products.PASSING.known, recorded_products.PASSING.recent, recorded_products.SHARED):
+        kept.clear()
+    for kernel in map(load, ("cpu.spmm", "reference.spmm", "reference.sddmm")):
+
+        def prepare(self: Any, p: Any, c: Any, of: Any) -> Lists:
+            known, order = (of.pattern, of.order) if isinstance(of, sk.BSR) else (of, None)
+            return Lists(
+                p, known.indptr.clone(), known.indices.clone(), None if order is None else order.clone()
+            )
+
+        def launch(
+            self: Any,
+            c: Any,
+            work: Lists,
+            *given: Any,
+            kernel: Any = kernel,
+            old: Any = kernel.launch,
+            **more: Any,
+        ) -> None:
+            p, indptr, indices, order = work
+            shape = (p.m, p.n) if order is None and p.op == "sddmm" else (p.m, p.k)
+            known = sk.BlockPattern(shape, p.block, indptr, indices)
+            if p.op == "sddmm":
+                return old(c, None, *given[:2], known, *given[3:])
+            a = sk.BSR.unchecked(known, given[0].values, order)
+            return old(c, real[kernel.name](p, c, a), a, *given[1:], **more)
+
+        real[kernel.name] = kernel.prepare
+        for name, value in (("prepare", prepare), ("launch", launch), ("shares", True)):
+            monkeypatch.setattr(type(kernel), name, value, raising=False)
+
+
+real: dict[str, Any] = {}
+
+
+@pytest.mark.usefixtures("passing")
+@pytest.mark.parametrize("verb", VERBS[:8])
+@pytest.mark.parametrize("learns", [(), (0, 1, 2)])
+def test_new_patterns_of_one_size_share_recorded_calls_and_need_no_plan(
+    verb: str, learns: tuple[int, ...], recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    planned, plan, counts = [], Operation.plan, []
+    monkeypatch.setattr(Operation, "plan", lambda *given: planned.append(0) or plan(*given))
     step = Step(verb, learns)
-    for seed in range(5):
+
+    def run(given: Sequence[torch.Tensor]) -> list[Any]:
+        planned.clear()
+        found = step.run(given)
+        counts.append((len(planned), len(recorded)))
+        return found
+
+    for seed in range(6):
         a = sk.random_bsr(128, 192, 64, 0.5, seed=seed)
         p = a.pattern
         step.a = sk.BSR.unchecked(BlockPattern.unchecked(p.shape, p.block, p.indptr, p.indices), a.values)
-        step.turn()
-    assert len(recorded) == 1 or learns
+        step.turn(run)
+        step.turn(run) if seed == 5 else None
+    found = counts[::2]  # then that of the same without recorded calls
+    assert found[0][0] > 0
+    assert [each for each, _ in found[3:]] == [0, 0, 0, 0]
+    assert len({calls for _, calls in found[2:]}) == 1, "no other call is recorded for a later pattern"
+    assert any(each().ran for each in recorded)
+
+
+@pytest.mark.usefixtures("passing")
+def test_a_call_whose_work_is_none_of_its_operands_is_not_shared(monkeypatch: pytest.MonkeyPatch):
+    step = Step("A @ x", ())
+    pattern = step.a.pattern
+    made = SimpleNamespace(reason="")
+    monkeypatch.setattr(recorded_products, "recorder", lambda: made)
+    new = BlockPattern.unchecked(pattern.shape, pattern.block, pattern.indptr, pattern.indices)
+    a = sk.BSR.unchecked(new, step.a.values)
+    plan = plan_layer(torch.randn(24, 192).double(), a)
+    recorded_products._learn(recorded_calls.Slot(recorded_products.PASSING, "key", (), None, False), plan)
+    assert "none of its operands" in made.reason
 
 
 def test_guards_find_no_call_where_something_else_looks_at_it():

@@ -99,7 +99,7 @@ class BlockPattern(PlanOwner, Record, Drawable):
         if host is not None:
             made._memo["host"] = host
         elif passing and not torch.compiler.is_compiling():
-            made._memo["passing"] = 0  # products so far; see products/ops/recorded_products.py
+            made._memo["passing"] = 0  # calls that were not found; see products/ops/recorded_products.py
         return made
 
     @classmethod

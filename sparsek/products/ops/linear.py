@@ -24,7 +24,6 @@ from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.quantized import Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor, quantize_dense
 from sparsek.products.ops import recorded_products
-from sparsek.products.ops.recorded_products import PASSING
 from sparsek.products.ops.spmm import SPMM, How, LearnedProduct, finished, follow_autocast_fp8, multiply
 from sparsek.products.plan import operands
 from sparsek.products.plan.kernels import activation_seconds
@@ -101,10 +100,10 @@ def linear(
         also = also if residual is None else (*also, residual)
         sloped = activation in SLOPED and isinstance(W, BSR) and W.values.requires_grad  # see `writes_slope`
         settings = "linear", bias is None, residual is None, activation, kernel, dtype, sloped
-        slot = recorded_products.product(W, x, settings, also, once=True)
+        slot = recorded_products.product(W, x, settings, also)
         if slot.__class__ is not Slot:
             return slot
-    call = LinearCall(x, W, bias, activation, residual, kernel, dtype, slot.calls is PASSING)
+    call = LinearCall(x, W, bias, activation, residual, kernel, dtype, slot)
     return route(call, slot)
 
 
@@ -119,7 +118,7 @@ class LinearCall:
     residual: Tensor | None = None
     kernel: str | None = None
     dtype: torch.dtype | None = None
-    once: bool = False  # its plan is for this call alone
+    slot: Slot = recorded_calls.UNBOUND
 
     def check(self) -> None:
         """InvalidInput for operands that do not fit together."""
@@ -132,7 +131,7 @@ class LinearCall:
         """
         epilogue = Epilogue(bias=self.bias, activation=activation, other=other)
         return self.seen(
-            multiply(Product.layer(self.x, self.w, epilogue, self.dtype), self.kernel, self.once)
+            multiply(Product.layer(self.x, self.w, epilogue, self.dtype), self.kernel, self.slot)
         )
 
     def seen(self, y: Tensor) -> Tensor:
@@ -174,15 +173,16 @@ class LinearCall:
 
     def with_slope(self) -> tuple[Tensor, Tensor]:
         """act(z) [..., N] and act'(z) [T, N] of z = x @ w.T + bias, by one kernel; no gradient."""
-        x, w, bias, once = self.x, self.w, self.bias, self.once
+        x, w, bias, slot = self.x, self.w, self.bias, self.slot
 
         def run() -> tuple[Tensor, Tensor]:
             self.check()
             slope = x.new_empty(x.shape[:-1].numel(), w.shape[0])
             epilogue = Epilogue(bias=bias, activation=self.activation, slope=slope)
-            return self.seen(SPMM.run(Product.layer(x, w, epilogue), self.kernel, once=once)), slope
+            call = Product.layer(x, w, epilogue)
+            return self.seen(recorded_products.run(SPMM, call, self.kernel, slot)), slope
 
-        if once:
+        if slot.calls is recorded_products.PASSING:
             return run()
         settings = "slope", bias is None, self.activation, self.kernel
         slot = recorded_products.product(w, x, settings, () if bias is None else (bias,))

@@ -16,7 +16,7 @@ from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.pattern import BlockPattern
-from sparsek.products.ops import gradients, library_args
+from sparsek.products.ops import gradients, library_args, recorded_products
 from sparsek.products.ops.library_args import SddmmArgs
 from sparsek.products.plan import operands
 from sparsek.products.plan.sddmm import Sampled, SddmmPlan
@@ -111,7 +111,7 @@ def sampled(call: Sampled, kernel: str | None) -> Tensor:
     """The values of a call, with gradients."""
     slot, (x, y, pattern) = recorded_calls.UNBOUND, call
     if not torch.compiler.is_compiling() and pattern.__class__ is BlockPattern:
-        slot = _repeat(call, kernel)
+        slot = recorded_products.sample(x, y, pattern, kernel)
         if slot.__class__ is not Slot:
             return slot
     if not slot.learns:
@@ -120,12 +120,7 @@ def sampled(call: Sampled, kernel: str | None) -> Tensor:
     if transforms.traced() or tracing.wants_gradient(x, y):
         transforms.check_untransformed(pattern.indptr)
         return transforms.call("sddmm", x, y, *library_args.flat_pattern(pattern), kernel)
-    return slot.run(lambda: SDDMM.run(call, kernel))
-
-
-def _repeat(call: Sampled, kernel: str | None) -> Any:
-    calls = call.pattern.derived("calls", recorded_calls.Calls)
-    return recorded_calls.repeat(calls, ("sddmm", kernel), call[:2])
+    return slot.run(lambda: recorded_products.run(SDDMM, call, kernel, slot))
 
 
 def _run_op(args: SddmmArgs) -> Tensor:
@@ -133,8 +128,10 @@ def _run_op(args: SddmmArgs) -> Tensor:
     x, y, indptr, indices, sizes, kernel = args
     call = Sampled(x, y, library_args.pattern_of(indptr, indices, sizes))
     operands.check_sddmm(*call)
-    slot = _repeat(call, kernel)
-    return slot.run(lambda: SDDMM.run(call, kernel)) if slot.__class__ is Slot else slot
+    slot = recorded_products.sample(*call, kernel)
+    return (
+        slot.run(lambda: recorded_products.run(SDDMM, call, kernel, slot)) if slot.__class__ is Slot else slot
+    )
 
 
 def _fake(args: SddmmArgs) -> Tensor:

@@ -252,7 +252,7 @@ def matmul(a: Any, b: Any) -> Any:
         return spgemm(a, b, "bsr")
     slot = recorded_calls.UNBOUND
     if not _compiling():
-        slot = recorded_products.product(a, b, PLAIN_CALL, once=True)
+        slot = recorded_products.product(a, b, PLAIN_CALL)
         if slot.__class__ is not Slot:
             return slot
     if is_vector(b):

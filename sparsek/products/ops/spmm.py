@@ -30,7 +30,6 @@ from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops import gradients, library_args, recorded_products
 from sparsek.products.ops.library_args import SpmmArgs
-from sparsek.products.ops.recorded_products import PASSING
 from sparsek.products.ops.sddmm import sampled
 from sparsek.products.plan import operands
 from sparsek.products.plan.sddmm import Sampled
@@ -116,7 +115,7 @@ def spmm(
         and beta == 0
         and (dtype is None or dtype.__class__ is torch.dtype)
     ):
-        slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype), once=True)
+        slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype))
         if slot.__class__ is not Slot:
             return slot
     call = SpmmCall(A, B, out, alpha, beta, plan, kernel, dtype)
@@ -179,10 +178,10 @@ def route(call: SpmmCall, slot: Slot) -> Tensor:
         transforms.refuse("out=")
         multiply(Product.of(call.a, call.b, out, epilogue, call.dtype), kernel)
         return out
-    product, once = Product.of(call.a, call.b, None, epilogue, call.dtype), slot.calls is PASSING
+    product = Product.of(call.a, call.b, None, epilogue, call.dtype)
 
     def run() -> Tensor:
-        return product.seen(multiply(product, kernel, once), call.a)
+        return product.seen(multiply(product, kernel, slot), call.a)
 
     if slot.learns and isinstance(product.b, Tensor):
         rows = product.out_layout == "col"
@@ -259,10 +258,10 @@ def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
 SpmmPlan.quick = _by_plan
 
 
-def multiply(call: Product, kernel: str | None, once: bool = False) -> Tensor:
+def multiply(call: Product, kernel: str | None, slot: Slot = recorded_calls.UNBOUND) -> Tensor:
     """The product, row-major, as `SpmmPlan.run` returns it; by the torch.library op where the call is traced.
 
-    `once`: by a plan for this call alone.
+    `slot`: that of the call.
     """
     a, transposed, b, out, epilogue, out_layout, dtype = call
     bias, other, values = epilogue.bias, epilogue.other, a.values
@@ -276,7 +275,7 @@ def multiply(call: Product, kernel: str | None, once: bool = False) -> Tensor:
         return run(call, kernel)
     traced = transforms.traced()
     if not (learns or traced):
-        return run(call, kernel, once)
+        return run(call, kernel, slot)
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern.indptr)
     if not traced and transforms.are_plain(values, call.wide, bias, other):
@@ -284,28 +283,29 @@ def multiply(call: Product, kernel: str | None, once: bool = False) -> Tensor:
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (x.mT if rows and x is not None else x for x in (call.wide, other))
         with torch.no_grad():
-            c = run(call, kernel, once)
+            c = run(call, kernel, slot)
         return ProductFunction.apply(values, dense, bias, other, (a, how, c, None))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     settings = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
     return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *settings)
 
 
-def run(call: Product, kernel: str | None, once: bool = False) -> Tensor:
+def run(call: Product, kernel: str | None, slot: Slot = recorded_calls.UNBOUND) -> Tensor:
     """The product, row-major, without autograd, of checked operands; by a recorded call where there is one.
 
-    `once`: as in `multiply`.
+    `slot`: as in `multiply`.
     """
-    if once:
-        return SPMM.run(call, kernel, once=True)
+    if slot.calls is recorded_products.PASSING:
+        return recorded_products.run(SPMM, call, kernel, slot)
     a, transposed, b, out, epilogue, *lies = call
     bias, other = epilogue.bias, epilogue.other
     in_place = out is not None and other is not None and memory.same_memory(out, other)
     parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
     settings = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
     also = [x for x in (bias, None if in_place else other, out) if x is not None]
-    slot = recorded_products.product(a, b, settings, also)
-    c = slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
+    own = c = recorded_products.product(a, b, settings, also)
+    if own.__class__ is Slot:
+        c = own.run(lambda: recorded_products.run(SPMM, call, kernel, own))
     if out is not None:  # kernels write by its address, which autograd does not see
         increment_version(out)
     return c
@@ -498,7 +498,7 @@ class ProductFunction(torch.autograd.Function):
             return gradients.of_factors(needs, *parts, view != turned, alpha, sample, turn)
 
         slot: Any = recorded_calls.UNBOUND
-        if not again and not torch.compiler.is_compiling():
+        if not again and not torch.compiler.is_compiling() and not recorded_products.shares(owner):
             given = [x for x in (dz, dense, values, scale, meta) if x is not None]
             settings = "backward", how, form, by_columns, *needs[:2]
             slot = recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, given)

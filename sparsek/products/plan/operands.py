@@ -32,6 +32,12 @@ PLAN_HAS_NO_GRADIENT = (
 OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or omit out="
 
 
+def work_key(kernel: Any, config: Any, p: Any, indptr: Tensor) -> tuple[Any, ...]:
+    """Where a pattern that passes soon keeps the work of a plan, for the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(indptr.device.index) if indptr.is_cuda else 0
+    return "work", kernel.name, config, p, stream
+
+
 def is_sparse(x: Any) -> bool:
     """Whether `x` is a sparse matrix that products accept."""
     return isinstance(x, SPARSE)

@@ -61,7 +61,11 @@ class Sampled(NamedTuple):
         return self.pattern
 
     def prepare(self, p: SddmmProblem, choice: Choice) -> Any:
-        return choice.kernel.prepare(p, choice.config, self.pattern)
+        pattern = self.pattern
+        if not pattern.passing or captured(self.x):
+            return choice.kernel.prepare(p, choice.config, pattern)
+        key = operands.work_key(choice.kernel, choice.config, p, pattern.indptr)
+        return pattern.derived(key, lambda: choice.kernel.prepare(p, choice.config, pattern))
 
     def about(self) -> dict[str, Any]:
         return {"pattern": weakref.ref(self.pattern)}

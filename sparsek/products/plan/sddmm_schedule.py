@@ -31,6 +31,11 @@ class SddmmTiles(NamedTuple):
     stored: Tensor
 
 
+def capacity_of(pattern: BlockPattern, per_block: int, groups: int) -> int:
+    """The most groups that block rows may have."""
+    return (pattern.nnzb * per_block + pattern.grid[0] * (groups - 1)) // groups
+
+
 def sddmm_tiles(
     pattern: BlockPattern, steps: int, rows: int, piece: int, groups: int, ctas: int
 ) -> SddmmTiles:
@@ -47,7 +52,7 @@ def sddmm_tiles(
     slices, per_block = max(1, -(-bm // rows)), max(1, -(-bn // piece))
     chunks = (pattern.row_lengths.long() * per_block + groups - 1) // groups
     ends = chunks.cumsum(0)
-    capacity = (pattern.nnzb * per_block + block_rows * (groups - 1)) // groups
+    capacity = capacity_of(pattern, per_block, groups)
     group = count(capacity)
     row = torch.searchsorted(ends, group, right=True).clamp(max=max(block_rows - 1, 0))
     first = (group - ends[row] + chunks[row]) * groups

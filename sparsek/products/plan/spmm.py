@@ -208,7 +208,11 @@ class Product(NamedTuple):
         return self.a.plan_owner()
 
     def prepare(self, p: SpmmProblem, choice: Choice) -> Any:
-        return choice.kernel.prepare(p, choice.config, self.a)
+        a = self.a
+        if not isinstance(a, BSR) or not a.is_unread or captured(self.like):
+            return choice.kernel.prepare(p, choice.config, a)
+        key = operands.work_key(choice.kernel, choice.config, p, a.pattern.indptr)
+        return a.pattern.derived(key, lambda: choice.kernel.prepare(p, choice.config, a))
 
     def about(self) -> dict[str, Any]:
         pattern = getattr(self.matrix, "pattern", None)

@@ -32,11 +32,12 @@ from sparsek.engine.launch.kinds import source_of
 from sparsek.engine.plan.kernel import unless_aligned, unless_gapless, unless_hopper, unless_near
 from sparsek.products.formats.padding import padding_of, zero_padding
 from sparsek.products.formats.pattern import BlockPattern
+from sparsek.products.kernels.sddmm.tiles import tiles_of
 from sparsek.products.kernels.spmm import multiply as prims
 from sparsek.products.kernels.spmm.multiply import RECORD, Tile, deepened, multiply
 from sparsek.products.plan.kernels import SddmmKernel
 from sparsek.products.plan.problems import SddmmProblem
-from sparsek.products.plan.sddmm_schedule import SddmmTiles, sddmm_tiles
+from sparsek.products.plan.sddmm_schedule import SddmmTiles
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class Work(NamedTuple):
 
 class HopperSddmm(SddmmKernel):
     name = "hopper.sddmm"
+    shares = True
 
     def why_not(self, p: SddmmProblem) -> list[str]:
         reasons = unless_hopper(p)
@@ -233,7 +235,7 @@ class HopperSddmm(SddmmKernel):
             return Work(None, ctas)
         if pattern.is_ragged:
             padding_of(pattern)  # for the zeros that `launch` writes: looked up once, with a sync
-        return Work(sddmm_tiles(pattern, -(-p.k // c.width), c.rows, c.piece, c.groups, ctas), ctas)
+        return Work(tiles_of(pattern, -(-p.k // c.width), c.rows, c.piece, c.groups, ctas), ctas)
 
     def launch(
         self, c: Config, work: Work, x: Tensor, y: Tensor, pattern: BlockPattern, values: Tensor

@@ -225,6 +225,7 @@ class Work(NamedTuple):
 
 class HopperSpmm(SpmmKernel):
     name = "hopper.spmm"
+    shares = True
     writes_slope = True
 
     def why_not(self, p: SpmmProblem) -> list[str]:

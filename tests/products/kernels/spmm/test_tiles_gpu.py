@@ -13,10 +13,12 @@ from sparsek.products.formats.pattern import BlockPattern, _transposed_lists
 from sparsek.products.formats.random import Spread, random_bsr
 from sparsek.products.ops.spmm import plan_spmm, spmm
 from sparsek.products.plan.schedule import balance, walk
+from sparsek.products.plan.sddmm_schedule import sddmm_tiles
 
 pytest.importorskip("triton")
 
 from sparsek.products.kernels.pack.transpose import transposed_lists
+from sparsek.products.kernels.sddmm.tiles import tiles_of
 from sparsek.products.kernels.spmm.parts import records
 from sparsek.products.kernels.spmm.tiles import device_tiles
 
@@ -63,6 +65,8 @@ def test_the_device_deals_as_the_host_does(spread: Spread) -> None:
         ours = transposed_lists(known.indptr, known.indices, known.grid)
         assert ours is not None
         assert all(map(torch.equal, ours, _transposed_lists(known)))
+        sizes = 128, 128, side, 256 // side, 132
+        assert all(map(torch.equal, tiles_of(known, *sizes), sddmm_tiles(known, *sizes)))
 
 
 def test_a_graph_follows_new_indices() -> None:

@@ -1,4 +1,6 @@
-"""spmm/tiles.py and pack/transpose.py in Triton's interpreter: the lists of `balance` and of torch, bit for bit."""
+"""spmm/tiles.py, sddmm/tiles.py and pack/transpose.py in Triton's interpreter: the lists of `balance` and of torch, bit
+for bit.
+"""
 
 import numpy as np
 import pytest
@@ -6,9 +8,11 @@ import torch
 
 from sparsek.products.formats.pattern import BlockPattern, _transposed_lists
 from sparsek.products.kernels.pack import transpose
+from sparsek.products.kernels.sddmm import tiles as sampled_tiles
 from sparsek.products.kernels.spmm import tiles
 from sparsek.products.kernels.spmm.parts import records
 from sparsek.products.plan.schedule import balance, walk
+from sparsek.products.plan.sddmm_schedule import sddmm_tiles
 from tests.products.pattern_cases import pattern_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -19,7 +23,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs so small that little patterns need several."""
     for name, size in (("RANKED", 8), ("COMPARED", 4), ("ORDERED", 16), ("LISTED", 16)):
         monkeypatch.setattr(tiles, name, size)
-    monkeypatch.setattr(transpose, "LISTED", 16)
+    for module in (transpose, sampled_tiles):
+        monkeypatch.setattr(module, "LISTED", 16)
 
 
 def drawn(kind: str, rows: int, columns: int) -> np.ndarray:
@@ -81,3 +86,24 @@ def test_transposed_lists_are_those_of_torch(kind: str) -> None:
         assert own.dtype == torch.int32
         assert torch.equal(own, torchs)
     assert transpose.transposed_lists(pattern.indptr, pattern.indices[:0], (7, 0)) is None
+
+
+@pytest.mark.parametrize("kind", ["even", "uneven", "zipf", "one row", "one block"])
+@pytest.mark.parametrize(
+    ("block", "rows", "piece", "groups", "ctas"),
+    [
+        ((64, 64), 128, 64, 4, 5),
+        ((128, 128), 64, 128, 1, 7),
+        ((192, 112), 128, 64, 2, 40),
+        ((16, 16), 64, 16, 8, 3),
+    ],
+    ids=str,
+)
+def test_tiles_of_samples_are_those_of_torch(
+    kind: str, block: tuple[int, int], rows: int, piece: int, groups: int, ctas: int
+) -> None:
+    pattern = pattern_of(drawn(kind, 9, 11), block)
+    ours = sampled_tiles.tiles_of(pattern, 6, rows, piece, groups, ctas)
+    for own, torchs in zip(ours, sddmm_tiles(pattern, 6, rows, piece, groups, ctas), strict=True):
+        assert own.dtype == torch.int32
+        assert torch.equal(own, torchs)
