@@ -92,11 +92,12 @@ def sample(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> A
 
 
 def run(operation: Operation[Any, Any], call: Any, kernel: str | None, slot: Slot) -> Any:
-    """Run a call by its cached or a new plan, as `Operation.run`; calls with other patterns learn from it."""
+    """`operation.run(call, kernel)`; calls with other patterns learn from it."""
+    if slot.calls is not PASSING:
+        return operation.run(call, kernel)
     capturing = captured(call.like)
     plan = operation.cached(call, kernel, capturing)
-    if slot.calls is PASSING:
-        _learn(slot, plan)
+    _learn(slot, plan)
     return plan.run(call, capturing)
 
 
