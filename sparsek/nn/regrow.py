@@ -294,9 +294,13 @@ def _cells(pattern: BlockPattern) -> Tensor:
 
 
 def _mask(pattern: BlockPattern) -> Tensor:
-    """The stored blocks as a mask, bool [Mb, Kb]. No sync."""
-    mask = torch.zeros(pattern.grid[0] * pattern.grid[1], dtype=torch.bool, device=pattern.device)
-    return mask.index_fill_(0, _cells(pattern), True).view(pattern.grid)
+    """The stored blocks as a mask, bool [Mb, Kb], which nobody writes to. No sync."""
+
+    def made() -> Tensor:
+        mask = torch.zeros(pattern.grid[0] * pattern.grid[1], dtype=torch.bool, device=pattern.device)
+        return mask.index_fill_(0, _cells(pattern), True).view(pattern.grid)
+
+    return pattern.derived("mask", made)
 
 
 def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
@@ -335,17 +339,17 @@ def ready(layer: Any) -> tuple[nn.Parameter, BlockPattern]:
 
 
 class Move(NamedTuple):
-    """From where the blocks of a new pattern come: int64 [nnzb] of the old ones, where `kept`, bool [nnzb]."""
+    """From where the blocks of a new pattern come: int64 [nnzb] of the old ones, unless `new`, bool [nnzb]."""
 
     source: Tensor
-    kept: Tensor
+    new: Tensor
 
     def __call__(self, blocks: Tensor, fresh: Any = 0) -> Tensor:
         """The blocks of the new pattern; `fresh` where there was none. No sync, if they are on the device of these."""
         if not len(blocks):
             return blocks.new_zeros((len(self.source), *blocks.shape[1:])).fill_(fresh)
-        kept = self.kept.to(blocks.device).view(-1, *(1 for _ in blocks.shape[1:]))
-        return blocks.index_select(0, self.source.to(blocks.device)).masked_fill_(~kept, fresh)
+        new = self.new.to(blocks.device).view(-1, *(1 for _ in blocks.shape[1:]))
+        return blocks.index_select(0, self.source.to(blocks.device)).masked_fill_(new, fresh)
 
 
 def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | None:
@@ -360,6 +364,7 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
         pattern = given.to(old.device)
         if pattern is old or (pattern.nnzb == old.nnzb and torch.equal(_mask(pattern), before)):
             return None
+        cells = _cells(pattern)
     else:
         mask = arguments.tensor("pattern", given, (torch.bool,), ndim=2)
         if tuple(mask.shape) != old.grid:
@@ -374,9 +379,10 @@ def _requested(given: Any, old: BlockPattern) -> tuple[BlockPattern, Move] | Non
         cells = torch.searchsorted(ends, torch.arange(1, count + 1, device=old.device))
         indptr = functional.pad(ends.view(old.grid)[:, -1], (1, 0)).int()
         pattern = BlockPattern.unchecked(old.shape, old.block, indptr, cells.remainder(old.grid[1]).int())
-    cells = _cells(pattern)
-    source = before.view(-1).cumsum(0)[cells].sub_(1).clamp_(min=0)
-    return pattern, Move(source, before.view(-1)[cells])
+        pattern.derived("mask", mask.clone)
+    flat = before.view(-1)
+    source = flat.cumsum(0).sub_(1).clamp_(min=0).index_select(0, cells)
+    return pattern, Move(source, flat.logical_not().index_select(0, cells))
 
 
 @torch._disable_dynamo
