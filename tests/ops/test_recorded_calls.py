@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.attn.ops import attention_autograd, attention_op, attention_plans
@@ -22,59 +21,14 @@ from sparsek.attn.plan.attention import Attended
 from sparsek.attn.reference.scores import Scores
 from sparsek.core.errors import InvalidInput
 from sparsek.engine.call import recorded_calls, transforms
-from sparsek.engine.launch.recorder import MISS, Recorded
 from sparsek.engine.plan.op import Operation
-from sparsek.engine.table import load
-from sparsek.products.formats.pattern import BlockPattern, HostPattern
+from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.ops import recorded_products
 from sparsek.products.ops.linear import LinearCall, plan_layer
 from sparsek.products.plan import operands
 from sparsek.products.plan import spmm as plan_spmm
 from sparsek.products.reference.epilogue import Activation
-from tests.ops.recorded_steps import CHANGES, VERBS, Step
-
-
-class Again(Recorded):
-    """A recorded call that runs the recorded function on its tensors, with what the given ones hold."""
-
-    __slots__ = ("__weakref__", "made_of", "operands", "ran", "rerun", "version")
-
-    def __init__(self, rerun: Callable[[], Any], operands: Sequence[torch.Tensor]) -> None:
-        self.rerun, self.made_of, self.version, self.ran = rerun, operands[0], operands[0]._version, 0
-        # Without dims of stride 0, as an expanded tensor has; writes to these have no version.
-        self.operands = [single(x.data) for x in operands]
-        self.device, self.stream = 0, NOW["stream"]
-
-    def __call__(self, *given: torch.Tensor) -> Any:
-        if not self.is_fresh():
-            return MISS
-        self.ran += 1
-        now = [single(x.data).clone() for x in given]
-        held = [x.clone() for x in self.operands]
-        with torch.no_grad():
-            for x, new in zip(self.operands, now, strict=True):
-                x.copy_(new)
-            made = self.rerun()
-            for x, old in zip(self.operands, held, strict=True):
-                x.copy_(old)
-        return made
-
-    def is_fresh(self) -> bool:
-        return self.made_of._version == self.version
-
-
-def single(x: torch.Tensor) -> torch.Tensor:
-    return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())]
-
-
-class Mode(TorchDispatchMode):
-    """What records a call is a dispatch mode too, in which nothing is recorded."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-NOW = {"device": 0, "stream": 0}
+from tests.ops.recorded_steps import CHANGES, NOW, VERBS, Again, Mode, Step, let_patterns_pass
 
 
 def writes_slope(call: LinearCall) -> bool:
@@ -166,54 +120,10 @@ def test_a_call_is_bound_after_it_was_recorded(index: int, recorded: list[Any], 
         torch.testing.assert_close(found, first[0], rtol=0, atol=0, equal_nan=True)
 
 
-class Lists(NamedTuple):
-    """Work that is all that a kernel reads of a pattern."""
-
-    p: Any
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    order: torch.Tensor | None
-
-
 @pytest.fixture
 def passing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patterns pass on a CPU too, and kernels read only their work of them."""
-    monkeypatch.setattr(BlockPattern, "passing", property(lambda p: "passing" in p._memo))
-    host = property(lambda p: HostPattern(p.indptr.numpy(), p.indices.numpy()))
-    monkeypatch.setattr(BlockPattern, "host", host)
-    for kept in (recorded_products.PASSING.known, recorded_products.PASSING.recent, recorded_products.SHARED):
-        kept.clear()
-    for kernel in map(load, ("cpu.spmm", "reference.spmm", "reference.sddmm")):
-
-        def prepare(self: Any, p: Any, c: Any, of: Any) -> Lists:
-            known, order = (of.pattern, of.order) if isinstance(of, sk.BSR) else (of, None)
-            return Lists(
-                p, known.indptr.clone(), known.indices.clone(), None if order is None else order.clone()
-            )
-
-        def launch(
-            self: Any,
-            c: Any,
-            work: Lists,
-            *given: Any,
-            kernel: Any = kernel,
-            old: Any = kernel.launch,
-            **more: Any,
-        ) -> None:
-            p, indptr, indices, order = work
-            shape = (p.m, p.n) if order is None and p.op == "sddmm" else (p.m, p.k)
-            known = sk.BlockPattern(shape, p.block, indptr, indices)
-            if p.op == "sddmm":
-                return old(c, None, *given[:2], known, *given[3:])
-            a = sk.BSR.unchecked(known, given[0].values, order)
-            return old(c, real[kernel.name](p, c, a), a, *given[1:], **more)
-
-        real[kernel.name] = kernel.prepare
-        for name, value in (("prepare", prepare), ("launch", launch), ("shares", True)):
-            monkeypatch.setattr(type(kernel), name, value, raising=False)
-
-
-real: dict[str, Any] = {}
+    let_patterns_pass(monkeypatch)
 
 
 @pytest.mark.usefixtures("passing")
