@@ -40,6 +40,7 @@ from sparsek.core import operations
 from sparsek.engine.launch import driver, launch, nvrtc, shipped
 from sparsek.products.formats import convert
 from sparsek.products.kernels.pack.transpose import transposed_lists
+from sparsek.products.ops import recorded_products
 from sparsek_bench.suites.host import FIRST
 from sparsek_bench.suites.host_calls import CALLS
 
@@ -237,6 +238,8 @@ def on_paper(walk: Walk) -> Iterator[None]:
         once = {"mask_again": lambda name, tensors, options, build: build()}  # nothing is recorded here
         once["transposed_lists"] = lambda *lists: transposed_lists(*lists) and None  # then torch makes them
         patches.enter_context(mock.patch.dict(operations.KERNELS, once))
+        patches.enter_context(mock.patch.dict(recorded_products.SHARED, clear=True))
+        replace(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0)
         # Memory that no kernel writes is zero, so that every walk is the same.
         replace(torch, "empty", new=torch.zeros)
         replace(Tensor, "new_empty", new=Tensor.new_zeros)

@@ -67,7 +67,8 @@ class Kernel(Protocol[P]):
     Optional attributes. `only_by_name`, a reason or a function of the problem that returns one or "": the kernel is
     chosen only if `kernel=` names it. `notes(p, c) -> list[str]`: further lines of `explain()` for that choice.
     `successor`: the kernel of a retargeted plan, for a kernel whose lists are made on the host.
-    `shares`: true if launches read of a pattern only what its work holds; products with new patterns then share calls.
+    `shares`: true if launches read of a pattern only what its work, a named tuple, holds; products with new patterns
+    then share calls.
     """
 
     name: str

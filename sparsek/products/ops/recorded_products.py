@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsek.core.arguments import TENSORS
 from sparsek.core.plan_owner import PlanOwner, drop_oldest
-from sparsek.core.streams import captured
+from sparsek.core.streams import captured, tensors_in
 from sparsek.engine.call import recorded_calls
 from sparsek.engine.call.recorded_calls import UNBOUND, Calls, Slot, repeat
 from sparsek.engine.launch.recorder import recorder
@@ -146,9 +146,9 @@ def _work(owner: BlockPattern, of: Any, key: Hashable, planned: Planned) -> Sequ
             if made is UNBOUND:
                 return ()
             if made.__class__ is Slot:
-                made = made.run(lambda: (*_tensors(kernel.prepare(problem, config, of)),))
+                made = made.run(lambda: (*tensors_in(kernel.prepare(problem, config, of)),))
         pattern._memo.setdefault(place, _with(work, iter(made)))
-    found = {id(x): x for x in (*lists, *_tensors(pattern.known(place)))}
+    found = {id(x): x for x in (*lists, *tensors_in(pattern.known(place)))}
     return owner._memo.setdefault(at, (*found.values(),))
 
 
@@ -164,17 +164,8 @@ def _learn(slot: Slot, plan: Plan) -> None:
     else:
         SHARED[slot.settings] = None
     made, given = recorder(), {id(x) for x in slot.operands}
-    if made is not None and not all(id(x) in given for x in _tensors(plan.work)):
+    if made is not None and not all(id(x) in given for x in tensors_in(plan.work)):
         made.reason = made.reason or "its work is none of its operands"
-
-
-def _tensors(work: Any) -> Iterator[Tensor]:
-    """All tensors of a plan's work, in order."""
-    if isinstance(work, Tensor):
-        yield work
-    elif isinstance(work, tuple):
-        for each in work:
-            yield from _tensors(each)
 
 
 def _with(work: Any, tensors: Iterator[Any]) -> Any:
