@@ -268,6 +268,8 @@ def targets(
             why = "is left dense by filter_fn"
         if not why and not explicit and not any(stack.has(name) for stack in stacks):
             why = "is outside of the repeated blocks; a rule by its name prunes it"
+        if not why:
+            why = next((f"shares its bias with {each}" for each in facts.of_bias(name, layer)), "")
         if not why and wanted is not None and wanted != AUTO:
             why = why_not(weights_of(layer)[0], wanted)
         if why:

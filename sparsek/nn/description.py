@@ -234,6 +234,7 @@ def empty_layers(
     """
     made: dict[str, nn.Module] = {}
     of: dict[int, Any] = {}
+    biases: dict[int, Any] = {}
     for name, entry in layers.items():
         old: Any = layer_of(model, name) if name else None
         is_sparse = isinstance(old, SparseLinear)
@@ -255,6 +256,8 @@ def empty_layers(
             dtype = old._dtype if is_sparse else old.weight.dtype
         layer = entry.empty(dtype)
         bias = layer.bias
+        if None not in (bias, old.bias):
+            bias = biases.setdefault(id(old.bias), bias)  # which layers may share
         adopt(layer, old, None if is_sparse else nn.Linear)
         layer.bias = bias
         if is_sparse and hasattr(old, "_origin"):

@@ -75,6 +75,12 @@ class Facts:
             return "has a weight that torch.nn.MultiheadAttention reads without a call"
         return ""
 
+    def of_bias(self, name: str, layer: Any) -> list[str]:
+        """The other linear layers that have the bias of a layer."""
+        names = [each for each in self.owners.get(id(layer.bias), ()) if each.endswith(".bias")]
+        others = [each.removesuffix(".bias") for each in names if each != f"{name}.bias"]
+        return [each for each in others if is_linear(self.model.get_submodule(each))]
+
 
 def adopt(new: Any, old: Any, origin: type[nn.Module] | None = nn.Linear) -> Any:
     """Give a layer the bias, mode and hooks of the one whose place it takes."""

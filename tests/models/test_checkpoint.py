@@ -343,3 +343,17 @@ def test_packed_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(InvalidFile, match="no checkpoint of sparse layers"):
         sk.load_model(Net, tmp_path)
+
+
+def test_a_bias_of_two_sparse_layers_stays_one(tmp_path: Path) -> None:
+    def make() -> Any:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        model[1].bias = model[0].bias
+        return model
+
+    model = make()
+    sk.sparsify_(model, sk.BlockSparse(16, 0.5))
+    sk.save_model(model, tmp_path)
+    found = sk.load_model(make, tmp_path)
+    assert found[0].bias is found[1].bias
+    assert torch.equal(found[0].bias, model[0].bias)
