@@ -235,7 +235,9 @@ def on_paper(walk: Walk) -> Iterator[None]:
             replace(owner, name, return_value=None)
         replace(driver, "tensor_map", return_value=ctypes.c_uint64())
         replace(Tensor, "is_cuda", new=True)
-        once = {"mask_again": lambda name, tensors, options, build: build()}  # nothing is recorded here
+        once: dict[str, Any] = {
+            "mask_again": lambda name, tensors, options, build: build()
+        }  # nothing is recorded here
         once["transposed_lists"] = lambda *lists: transposed_lists(*lists) and None  # then torch makes them
         patches.enter_context(mock.patch.dict(operations.KERNELS, once))
         patches.enter_context(mock.patch.dict(recorded_products.SHARED, clear=True))
