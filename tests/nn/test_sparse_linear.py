@@ -585,6 +585,6 @@ def test_transformers_loads_a_model_that_makes_it(form: str, tmp_path: Path):
     made.save_pretrained(tmp_path)
     for options in ({}, {"dtype": BF16}):
         found: Any = cast(Any, Sparse).from_pretrained(tmp_path, **options).eval()
-        near = 0.0 if not options else 0.02
+        near = 1e-5 if not options else 0.02  # from_pretrained lets the gated MLP run fused
         with torch.no_grad():
             assert_close(found(ids).logits.float(), made(ids).logits, atol=near, rtol=near)

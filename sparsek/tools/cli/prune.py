@@ -424,7 +424,8 @@ def _peak(device: torch.device) -> str:
 
 def _show(report: ModelReport, out: Path) -> None:
     screen, (heads, *lines) = console(), report.cells()
-    shown = new_table(f"{out}: {report.facts[0]}")
+    screen.print(f"{out}: {report.facts[0]}", soft_wrap=True)
+    shown = new_table("")
     for head in heads:
         words = head in ("layer", "shape", "format", "why")
         shown.add_column(head, justify="left" if words else "right", no_wrap=head != "why")
@@ -432,5 +433,5 @@ def _show(report: ModelReport, out: Path) -> None:
         shown.add_row(*line)
     screen.print(shown)
     for fact in report.facts[1:]:
-        screen.print(f"{fact[0].upper()}{fact[1:]}.")
+        screen.print(f"{fact[0].upper()}{fact[1:]}.", soft_wrap=True)
     screen.print(f"The page of all layers: {out / 'report.html'}", soft_wrap=True)
