@@ -269,7 +269,7 @@ CALLS: dict[str, Call] = {
             scope="row",
             activation=None,
         ),
-        {"dense": "meta", "block": "int sequence", "keep": "int", "activation": "text"},
+        {"dense": "meta", "block": "int sequence", "keep": "int", "activation": "text", "scope": "none"},
     ),
     "nn.SparseLinear.from_matrix": Call(
         function(sk.nn.SparseLinear.from_matrix, weight=two_four(sk.BSR24), bias=BIAS, activation=None),

@@ -124,6 +124,14 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
         lambda a: torch.func.grad(lambda b: sk.spmm(a, b, kernel="\ud800").sum())(B),
         r"kernel is '\\ud800'; it must be a text",
     ),
+    "a residual elsewhere, which learns": (
+        lambda a: torch.func.grad(
+            lambda r: sk.linear(
+                torch.ones(2, a.shape[1]), sk.quantize(a), activation="gelu", residual=r
+            ).sum()
+        )(torch.empty(2, a.shape[0], device="meta")),
+        "residual is on meta and W on cpu; use one device",
+    ),
     "a matrix with any attribute": (
         lambda a: sk.BSR.from_scipy(Mock()),
         "expected a 2-D SciPy sparse matrix",

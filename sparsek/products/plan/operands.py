@@ -216,6 +216,8 @@ def check_linear(x: Any, w: Any, bias: Any, activation: Any, residual: Any) -> N
         check_dense("residual", residual, like, "W")
         check_real("W", w.values if is_sparse(w) else w, "residual", residual)
         check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
+        if residual.device != w.device:
+            raise InvalidInput(f"residual is on {residual.device} and W on {w.device}; use one device")
 
 
 def check_activation(activation: Any) -> None:

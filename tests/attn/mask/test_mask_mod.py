@@ -105,6 +105,7 @@ def test_its_positions_are_int64_without_dimensions():
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a class": ({"mask_mod": int}, r"mask_mod is .*int.*; it must be a function \(b, h, q_idx, kv_idx\)"),
     "no function": ({"mask_mod": 3}, r"mask_mod is 3; it must be a function \(b, h, q_idx, kv_idx\)"),
     "score_mod": (
         {"mask_mod": lambda score, b, h, q, k: score},

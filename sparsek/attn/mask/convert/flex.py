@@ -178,7 +178,7 @@ def _seen(
 
 def _check_mask_mod(mask_mod: Any) -> None:
     """InvalidInput for anything but a function of four arguments, as far as its signature is known."""
-    if not callable(mask_mod):
+    if not callable(mask_mod) or isinstance(mask_mod, type):
         raise InvalidInput(
             f"mask_mod is {arguments.shown(mask_mod)}; it must be a function (b, h, q_idx, kv_idx) that returns bool"
         )
