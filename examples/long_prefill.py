@@ -4,8 +4,8 @@
     python examples/long_prefill.py --model FOLDER --tokens 32768    a checkpoint of transformers, on a GPU
 
 Prints for each policy the time of the prefill, and how far the logits of the last token are from those of dense
-attention. The random model's softmax is flat, so that a window loses more than it does in a trained one. On a CPU 2048
-tokens are too few to gain: what a policy costs and saves shows from 16,384 tokens on a GPU.
+attention. Random weights say nothing of what a policy keeps of a trained model, and a CPU nothing of speed. One run on
+two cores; your times differ:
 
     policy                          ms   distance
     dense                          336      0.000

@@ -4,8 +4,8 @@
     python examples/video.py --model FOLDER --latent 21x60x104        a Wan checkpoint's transformer, on a GPU
 
 Runs a few denoising steps with and without the policy. Prints the layers that take it, the time of a step, and how far
-the sample is from the dense one. The first layer stays dense, as is usual; random weights say nothing of quality, and a
-CPU nothing of speed.
+the sample is from the dense one. The first layer stays dense. Random weights say nothing of quality, and a CPU nothing
+of speed. One run on two cores; your times differ:
 
     sparse: blocks.1.attn1, blocks.2.attn1
     a step: 90 ms dense, 107 ms with 25% of the blocks

@@ -61,9 +61,8 @@ class Fitted:
     _fitted: ClassVar[tuple[type[Any], type[nn.Module]]]
 
     def __reduce__(self) -> Any:
-        state: Any = getattr(
-            self, "__getstate__", lambda: self.__dict__
-        )()  # which objects have since Python 3.11
+        # Objects have __getstate__ since Python 3.11.
+        state: Any = getattr(self, "__getstate__", lambda: self.__dict__)()
         return _rebuilt, type(self)._fitted, state
 
 

@@ -70,9 +70,8 @@ def install() -> bool:
 
 
 def _of_transformers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    with suppress(
-        ImportError, AttributeError, ValueError
-    ):  # of other versions, whose files are guarded all the same
+    # Files of other versions, which raise here, are guarded all the same.
+    with suppress(ImportError, AttributeError, ValueError):
         doors.enter("transformers")
     return _saving(plain)
 
@@ -93,10 +92,10 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
         _check(self, given)
         if given.get("state_dict") is not None:
             given["state_dict"] = {**given["state_dict"], **guards(layers, self)}
-        if "save_original_format" in signature.parameters:
-            given.setdefault(
-                "save_original_format", False
-            )  # of dense weights: names and shapes of older files
+        if (
+            "save_original_format" in signature.parameters
+        ):  # names and shapes of older files, of dense weights
+            given.setdefault("save_original_format", False)
         about = {"quant_method": METHOD, **written(layers)}
         if not given.get("push_to_hub"):  # which uploads before the mark is taken away
             about[UNFINISHED] = True
