@@ -47,7 +47,8 @@ CASES = [
     FULLEST,
     (FULLEST[0]._replace(over_keys=False), "bf16"),
 ]
-CORE = CASES[-2:]
+CORE = CASES[-2:]  # each of the two kernels
+NEXT_CASES = sampled(CORE, 1, of="the newest Triton")
 
 
 def check(given: WidePass, dtype: str, code: Code) -> None:
@@ -63,14 +64,14 @@ def check(given: WidePass, dtype: str, code: Code) -> None:
     assert c.bits or max(loop.local for loop in code.loops) <= 4, where
 
 
-@pytest.mark.parametrize(("given", "dtype"), [*dict.fromkeys(CORE), *sampled(CASES[:-2], 2)], ids=str)
+@pytest.mark.parametrize(("given", "dtype"), [*sampled(CORE, 1), *sampled(CASES[:-2], 1)], ids=str)
 def test_it_compiles(given: WidePass, dtype: str) -> None:
     check(given, dtype, compiled(given, dtype))
 
 
 def test_it_compiles_under_the_newest_triton() -> None:
-    codes = newest.calls(compiled, [(*case, False) for case in CORE])  # each of the two kernels
-    for (given, dtype), code in zip(CORE, codes, strict=True):
+    codes = newest.calls(compiled, [(*case, False) for case in NEXT_CASES])
+    for (given, dtype), code in zip(NEXT_CASES, codes, strict=True):
         check(given, dtype, code)
 
 

@@ -50,7 +50,7 @@ def check_code(
 
 
 @pytest.mark.parametrize(
-    ("card", "dim", "rules"), once(product(("sm_90", "sm_80"), (64, 128, 256), ("interval", "both")), most=2)
+    ("card", "dim", "rules"), once(product(("sm_90", "sm_80"), (64, 128, 256), ("interval", "both")), most=1)
 )
 def test_every_tile_compiles_without_spilled_sums(card: str, dim: int, rules: str) -> None:
     every = {}
@@ -73,7 +73,7 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize(("card", "other"), once(product(CARDS, OTHERS), most=3), ids=str)
+@pytest.mark.parametrize(("card", "other"), once(product(CARDS, OTHERS), most=1), ids=str)
 def test_defaults_for_other_dims_blocks_and_rules_compile_without_spilled_sums(
     card: str, other: tuple[tuple[int, int], tuple[int, int], str, str]
 ) -> None:
@@ -86,7 +86,7 @@ def test_defaults_for_other_dims_blocks_and_rules_compile_without_spilled_sums(
 
 def test_the_newest_triton_compiles_the_defaults() -> None:
     chosen = []
-    for card, dim in sampled(list(product(("sm_90", "sm_80"), (64, 128, 256))), 2):
+    for card, dim in sampled(list(product(("sm_90", "sm_80"), (64, 128, 256))), 1):
         p = problem(card, dim)
         c = KERNEL.default(p)
         chosen += [(card, p, c, which, tile) for which, tile in passes(c).items()]
@@ -96,13 +96,12 @@ def test_the_newest_triton_compiles_the_defaults() -> None:
         check_code(card, p, c, code, stack=160)
 
 
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-def test_the_sum_of_parts_compiles_without_spills(card: str) -> None:
-    for width, columns in ((192, 96), (256, 128), (512, 256)):
-        code = added(card, width, columns)
-        assert code.stack == 0
-        assert "ld.global.v4" in code.ptx
-        assert code.stores == {"v4.b32"}
+@pytest.mark.parametrize(("card", "width"), once(product(("sm_90", "sm_80"), (192, 256, 512)), most=1))
+def test_the_sum_of_parts_compiles_without_spills(card: str, width: int) -> None:
+    code = added(card, width, width // 2)
+    assert code.stack == 0
+    assert "ld.global.v4" in code.ptx
+    assert code.stores == {"v4.b32"}
 
 
 def test_every_problem_has_configs_that_divide_its_block_and_fit_its_card() -> None:

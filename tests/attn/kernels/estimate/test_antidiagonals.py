@@ -15,6 +15,7 @@ from sparsek.attn.reference import antidiagonals as reference
 from tests.engine.launch import portable_code
 from tests.engine.launch.covering import once
 from tests.problems import CARDS
+from tests.sampling import sampled
 
 
 def by_loops(
@@ -61,7 +62,7 @@ def test_rounding_keeps_a_relative_error_of_a_sixteenth_at_any_scale():
     assert not reference.rounded(torch.zeros(1, 1, 1, 8, 4)).any()
 
 
-@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("card", sampled(["sm_90", "sm_80"], 1))
 def test_portable_kernels_copy_asynchronously(card: str):
     c = antidiagonals.SMALL
     types = dict.fromkeys(("parts", "tops", "out"), "*fp32") | {"q": "*bf16", "k": "*bf16", "factor": "fp32"}
@@ -77,7 +78,7 @@ def test_portable_kernels_copy_asynchronously(card: str):
     assert code.shared <= CARDS[card].smem_bytes // 2  # two programs on an SM
 
 
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("block", sampled([64, 128], 1))
 def test_a_thread_adds_the_columns_of_a_block(block: int):
     """No shuffle for each block: those left are of whole rows, and of the sums at the end of a row tile."""
     c = antidiagonals.FP8

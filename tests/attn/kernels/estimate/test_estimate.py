@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from sparsek.attn.kernels.estimate import coarse, maps, mass, means, scores
 from tests.engine.launch.portable_code import Code, compiled
 from tests.problems import CARDS
+from tests.sampling import sampled
 
 
 def code_of_means(card: str, dtype: str, dim: int, side: int, parts: int) -> Code:
@@ -53,7 +54,7 @@ OF_SCORES = ((128, 64, 4, False), (128, 128, 1, True), (64, 64, 4, True))
 CARD_NAMES = ("sm_90", "sm_80")
 
 
-@pytest.mark.parametrize(("card", "what"), once(product(CARD_NAMES, OF_MEANS)), ids=str)
+@pytest.mark.parametrize(("card", "what"), once(product(CARD_NAMES, OF_MEANS), most=2), ids=str)
 def test_means_read_16_bytes_at_once_and_keep_all_in_registers(
     card: str, what: tuple[str, int, int, int]
 ) -> None:
@@ -64,7 +65,7 @@ def test_means_read_16_bytes_at_once_and_keep_all_in_registers(
     assert code.registers <= 168
 
 
-@pytest.mark.parametrize(("card", "what"), once(product(CARD_NAMES, OF_SCORES)), ids=str)
+@pytest.mark.parametrize(("card", "what"), once(product(CARD_NAMES, OF_SCORES), most=2), ids=str)
 def test_scores_use_tensor_cores_and_pipelined_loads(card: str, what: tuple[int, int, int, bool]) -> None:
     dim, block, parts, causal = what
     code = code_of_scores(scores.SMALL, card, dim, block, parts, causal)
@@ -74,7 +75,7 @@ def test_scores_use_tensor_cores_and_pipelined_loads(card: str, what: tuple[int,
     assert code.shared <= CARDS[card].smem_bytes // 2  # two programs on an SM
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", sampled([64, 128], 1))
 def test_parts_of_a_block_are_added_within_a_thread(dim: int) -> None:
     code = code_of_scores(scores.HOPPER, "sm_90", dim, 64, 4, False)
     assert code.stack == 0

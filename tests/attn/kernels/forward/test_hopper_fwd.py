@@ -1,8 +1,8 @@
 """hopper.attention_fwd without a GPU: configs compiled for sm_90a, and their texts, limits, reasons and predictions.
 
 The planner offers thousands of configs, and a compilation takes a second or two. CASES holds one for every two choices
-that can be made together, such as all pairs of head dims with all tiles. Each run compiles fresh ones of them that hold
-every choice, and the largest. The newest release, in its own environment, takes twice as long and compiles two.
+that can be made together, such as all pairs of head dims with all tiles. Each run compiles two fresh ones of them that
+hold most choices, and one of the fullest. The newest release, in its own environment, takes twice as long: one.
 """
 
 import re
@@ -84,8 +84,8 @@ CHANGED = [
     Config(128, 128, (128, 128), 2, 128, 2, 2, interval=True, softcap=True, sinks="fp32"),
     Config(64, 64, (64, 64), 1, 64, 4, 2, alibi=True),
 ]
-COMPILED = list(dict.fromkeys([*once(CASES, dims_apart, most=4), *product(FULLEST[:1], ["bf16"])]))
-NEXT_CASES = [(FULLEST[0], "bf16"), *sampled(covering(CASES, dims_apart, 1), 1, of="the newest Triton")]
+COMPILED = list(dict.fromkeys(once(CASES, dims_apart, most=2)))
+NEXT_CASES = sampled([(FULLEST[0], "bf16"), *covering(CASES, dims_apart, 1)[:3]], 1, of="the newest Triton")
 
 
 class Spills(NamedTuple):
@@ -125,9 +125,9 @@ def test_the_newest_triton_compiles_configs_to_the_same() -> None:
         check_code(c, dtype, code, NEXT)
 
 
-@pytest.mark.parametrize("c", sampled(CHANGED, 1), ids=str)
-def test_changed_scores_spill_in_steps_with_rules_only(c: Config) -> None:
-    check_code(c, "bf16", compiled(c, "bf16"), CHANGED_SPILLS)
+@pytest.mark.parametrize("c", sampled([FULLEST[0], *CHANGED], 1), ids=str)
+def test_the_fullest_and_changed_scores_spill_in_steps_with_rules_only(c: Config) -> None:
+    check_code(c, "bf16", compiled(c, "bf16"), PINNED if c in FULLEST else CHANGED_SPILLS)
 
 
 def test_a_tile_without_blocks_looks_behind_the_last_key_that_there_can_be() -> None:

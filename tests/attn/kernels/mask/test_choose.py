@@ -71,7 +71,7 @@ def test_every_kind_of_choice_compiles(kind: str, columns: int):
 
 
 def test_the_longest_rows_fit():
-    for kind in sampled(["topk", "mass", "map", "indices"], 2):
+    for kind in sampled(["topk", "mass", "map", "indices"], 1):
         given = {"map": "i1", "indices": "i32"}.get(kind, "bf16")
         assert code(kind, MOST_COLUMNS, given).shared <= 227 << 10
 

@@ -24,9 +24,10 @@ from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from tests.attn.kernels.mask.same import assert_same, frame, places
 from tests.refusals import refused
+from tests.sampling import sampled
 
 
-@pytest.mark.parametrize("card", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("card", sampled(["sm_80", "sm_90"], 1))
 def test_kernels_compile_and_spill_little(card: str):
     offline = pytest.importorskip("tests.attn.kernels.mask.forms_code")
     for name, code in offline.codes(card).items():

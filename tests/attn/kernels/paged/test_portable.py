@@ -48,19 +48,20 @@ def check_code(p: PagedProblem, c: portable.Config, code: Code, slack: int = 0) 
     assert code.wgmma == (p.card.capability == (9, 0) and c.tile_m >= 64), what
 
 
-@pytest.mark.parametrize(("card", "dim"), once(product(("sm_90", "sm_80"), (64, 128, 256)), most=2))
-def test_defaults_of_decoding_and_prefill_compile_without_spills(card: str, dim: int) -> None:
-    for max_q in (1, 2048):
-        p = problem(card, dim, max_q)
-        c = KERNEL.default(p)
-        check_code(p, c, compiled(card, p, c))
+@pytest.mark.parametrize(
+    ("card", "dim", "max_q"), once(product(("sm_90", "sm_80"), (64, 128, 256), (1, 2048)), most=2)
+)
+def test_defaults_of_decoding_and_prefill_compile_without_spills(card: str, dim: int, max_q: int) -> None:
+    p = problem(card, dim, max_q)
+    c = KERNEL.default(p)
+    check_code(p, c, compiled(card, p, c))
 
 
 def test_every_config_of_decoding_compiles_without_spills_on_hopper() -> None:
     p = problem()
     configs = list(KERNEL.configs(p))
     assert len(configs) >= 5
-    for c in sampled(configs, 2):
+    for c in sampled(configs, 1):
         check_code(p, c, compiled("sm_90", p, c))
 
 
@@ -75,11 +76,14 @@ def test_pages_in_fp8_compile_without_spills(card: str) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {"window": 1000, "sinks": 4, "softcap": True, "sink_logits": True, "page": 16},
-        {"list_heads": 8, "list_block": (1, 128), "listed": 16},
-        {"max_q": 2048, "list_heads": 32, "list_block": (64, 64), "listed": 16},
-    ],
+    sampled(
+        [
+            {"window": 1000, "sinks": 4, "softcap": True, "sink_logits": True, "page": 16},
+            {"list_heads": 8, "list_block": (1, 128), "listed": 16},
+            {"max_q": 2048, "list_heads": 32, "list_block": (64, 64), "listed": 16},
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_options_compile_without_spills(more: dict[str, Any]) -> None:
@@ -90,12 +94,11 @@ def test_options_compile_without_spills(more: dict[str, Any]) -> None:
 
 def test_the_newest_triton_compiles_the_defaults() -> None:
     problems = [("sm_90", problem()), ("sm_90", problem(kv_dtype="e4m3")), ("sm_80", problem("sm_80"))]
-    found = newest.calls(compiled, [(card, p, KERNEL.default(p)) for card, p in problems])
-    for (_, p), code in zip(problems, found, strict=True):
-        check_code(p, KERNEL.default(p), code, slack=32)
+    for card, p in sampled(problems, 1, of="the newest Triton"):
+        check_code(p, KERNEL.default(p), newest.call(compiled, card, p, KERNEL.default(p)), slack=32)
 
 
-@pytest.mark.parametrize(("card", "parts"), once(product(("sm_90", "sm_80"), (2, 16, 64))))
+@pytest.mark.parametrize(("card", "parts"), once(product(("sm_90", "sm_80"), (2, 16, 64)), most=1))
 def test_the_sum_of_parts_compiles_without_spills(card: str, parts: int) -> None:
     assert added(card, 192, parts).stack == 0
 
