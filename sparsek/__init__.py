@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sparsek.attn.mask.pages import PageLists
     from sparsek.attn.mask.quantized_heads import QuantizedHeads, quantize_heads
     from sparsek.attn.mask.rule import MaskPolicy
+    from sparsek.attn.mask.token_lists import TokenLists
     from sparsek.attn.ops.attention import attention, plan_attention, plan_attention_backward
     from sparsek.attn.ops.attention_paged import attention_paged, plan_attention_paged
     from sparsek.attn.ops.attention_varlen import attention_varlen
@@ -75,6 +76,7 @@ __all__ = [
     "SemiSparse",
     "SparseKError",
     "SparseKWarning",
+    "TokenLists",
     "Unsupported",
     "attention",
     "attention_paged",
@@ -128,6 +130,7 @@ _HOMES = {
     "Semi24": "sparsek.products.formats.semi24",
     "SparseKError": "sparsek.core.errors",
     "SparseKWarning": "sparsek.core.errors",
+    "TokenLists": "sparsek.attn.mask.token_lists",
     "Unsupported": "sparsek.core.errors",
     "attention": "sparsek.attn.ops.attention",
     "attention_paged": "sparsek.attn.ops.attention_paged",

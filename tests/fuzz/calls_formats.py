@@ -188,6 +188,18 @@ def _parts_of_heads(random: Random) -> Any:
     }  # fmt: skip
 
 
+@lru_cache
+def token_lists() -> sk.TokenLists:
+    drawn = torch.randint(-1, 4, (1, 2, 100, 2), generator=torch.Generator().manual_seed(0))
+    return sk.TokenLists(drawn.int(), 64)
+
+
+def _token_lists(random: Random) -> Any:
+    drawn = token_lists().indices.to(random.choice((torch.int32, torch.int64)))
+    near = random.choice(({"causal": True, "window": 5}, {"causal": False, "window": 0}))
+    return sk.TokenLists, {"indices": drawn, "block": 64, "counts": drawn[..., 0] + 2, "sinks": 3, **near}
+
+
 def _scaled_parts(random: Random) -> Any:
     q = scaled(random.choice(("row", "tensor", "block")))
     return sk.Quantized, {"matrix": q.matrix, "scale": q.scale, "kind": q.kind, "fast_accum": False}
@@ -382,6 +394,14 @@ CALLS: dict[str, Call] = {
     "QuantizedHeads.to": Call(method("to", lambda random: heads(2), device="cpu"), PLACE),
     "QuantizedHeads.dequantize": Call(method("dequantize", lambda random: heads(2), dtype=torch.float32)),
     "QuantizedHeads.error": Call(method("error", lambda random: heads(), x=QKV[0])),
+    "TokenLists": Call(_token_lists, {"counts": "none"}),
+    "TokenLists.to": Call(method("to", lambda random: token_lists(), device="cpu"), PLACE),
+    "TokenLists.to_dense": Call(
+        method("to_dense", lambda random: token_lists(), kv_len=130), {"kv_len": "none"}
+    ),
+    "TokenLists.mask_for": Call(
+        method("mask_for", lambda random: token_lists(), q=QKV[0], k=QKV[1], scale=0.5), {"scale": "any"}
+    ),
     "quantize_heads": Call(
         function(sk.quantize_heads, q=QKV[0], k=QKV[1], v=QKV[1], scale="block", rows=64, check=True),
         {"scale": "none text"},

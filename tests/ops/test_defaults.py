@@ -99,6 +99,10 @@ def window() -> sk.BlockMask:
     return sk.BlockMask.sliding_window(200, 70, device="cpu", block=64)
 
 
+def token_lists() -> sk.TokenLists:
+    return sk.TokenLists(dense(1, 2, 200, 4).topk(2).indices, 64, window=5)
+
+
 def elements() -> sk.BlockMask:
     return sk.BlockMask.from_dense(dense(200, 200) > 0, 64)
 
@@ -283,7 +287,7 @@ def masks() -> Any:
         sk.BlockMask.per_head([window(), elements()]), sk.BlockMask.per_batch([window(), elements()]),
         sk.BlockMask.from_pattern(matrix_of_tiles().pattern), sk.MaskPolicy(window=50, sinks=3).mask(200, device="cpu"),
         sk.MaskPolicy(stride=128, window=50).mask(200, device="cpu"),
-        sk.MaskPolicy(window=50).packed(edges(), device="cpu"),
+        sk.MaskPolicy(window=50).packed(edges(), device="cpu"), token_lists().mask_for(*qkv()[:2]),
     )  # fmt: skip
     flex, fa4 = elements().to_flex(), elements().to_fa4()
     listed = flex.kv_num_blocks, flex.kv_indices, flex.full_kv_num_blocks, flex.full_kv_indices, *fa4
