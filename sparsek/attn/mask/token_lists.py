@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,15 +13,13 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.core.record import Record, record
 
 INTS = (torch.int32, torch.int64)
 LEAST, MOST = 4, 128  # keys of a block
 
 
-@record(leaves=("indices", "counts"), own=("indices", "counts"))
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenLists(MaskRule, Record):
+class TokenLists(MaskRule):
     """The blocks of keys that each query sees, for each head of k: what selected-block attention chooses.
 
     A mask of `attention`, in memory that grows with the queries and the length of their lists. With T keys, query i of
@@ -112,7 +110,7 @@ class TokenLists(MaskRule, Record):
         if target == self.device:
             return self
         counts = None if self.counts is None else self.counts.to(target)
-        return self.unchecked(**{**self._parts(), "indices": self.indices.to(target), "counts": counts})
+        return replace(self, indices=self.indices.to(target), counts=counts)
 
     def to_dense(self, kv_len: int | None = None) -> Tensor:
         """Return which keys every query sees, bool [batch, heads, S, kv_len], by the definition. No sync.
