@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from sparsek.attn.mask.data import LISTS
-from sparsek.attn.mask.lists import BlockLists
+from sparsek.attn.mask.lists import BlockLists, Members
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import dtypes
 from sparsek.core.arguments import shown
@@ -26,7 +26,7 @@ from sparsek.products.formats.semi24 import Semi24
 Record = dict[str, Any]
 Tensors = dict[str, Tensor]
 
-LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
+LATER = frozenset({"fast_accum", "members"})  # fields that files of earlier versions lack
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # dimensions of the optional tensors of a block mask
 
 
@@ -191,7 +191,7 @@ def _of_shape(matrix: Any, record: Record) -> Any:
 class BlockMaskKind:
     name = "block_mask"
     of = BlockMask
-    fields = frozenset({"lengths", "block", "batch", "heads", "pure", "label", "rule"})
+    fields = frozenset({"lengths", "block", "batch", "heads", "pure", "label", "rule", "members"})
 
     def taken_apart(self, obj: BlockMask) -> tuple[Record, Tensors]:
         obj.verify(wait=True)
@@ -207,6 +207,8 @@ class BlockMaskKind:
             "label": obj.label,
             "rule": rule,
         }
+        if obj.members is not None:
+            record["members"] = list(obj.members)
         parts = {
             f"{name}_{part}": tensor
             for name in LISTS
@@ -228,6 +230,10 @@ class BlockMaskKind:
                 f"{where}: rule must list some of {', '.join(RULE_RANKS)}, not {reprlib.repr(rule)}"
             )
 
+        members = record.get("members", [1, 0, 0])
+        if not isinstance(members, list) or len(members) != 3 or any(type(x) is not int for x in members):
+            raise InvalidFile(f"{where}: members must be three integers, not {reprlib.repr(members)}")
+
     def parts(self, record: Record) -> dict[str, TensorPart]:
         lists = {f"{name}_{part}": TensorPart("I32", 1) for name in LISTS for part in BlockLists._fields}
         return lists | {name: TensorPart("I32", RULE_RANKS[name]) for name in record["rule"]}
@@ -237,6 +243,8 @@ class BlockMaskKind:
         for name in LISTS:
             fields[name] = BlockLists(*(tensors[f"{name}_{part}"] for part in BlockLists._fields))
         fields |= {name: tensors[name] for name in record["rule"]}
+        if "members" in record:
+            fields["members"] = Members(*record["members"])
         (q_len, kv_len), (bq, bk) = record["lengths"], record["block"]
         return BlockMask(q_len=q_len, kv_len=kv_len, block=(bq, bk), **fields)
 

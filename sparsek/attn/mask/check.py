@@ -12,14 +12,17 @@ from sparsek.attn.mask.data import MaskData
 from sparsek.attn.mask.elements import find
 from sparsek.attn.mask.lists import (
     BY_INTERVAL,
+    TOKEN_SIZES,
     WORD,
     BlockLists,
     HostMask,
+    Members,
     Sizes,
     check_stored,
     exact_sizes,
     mask_block,
     mask_length,
+    token_block,
 )
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX
@@ -33,7 +36,10 @@ ENTRIES = 1 << 22  # partial blocks that are checked at a time: rows may share e
 @not_traced("a block mask")
 def plain(mask: MaskData) -> dict[str, Any]:
     """Lengths, block, batch and heads as plain ints, `pure`, and the label."""
-    block = mask_block(mask.block)
+    members = _plain_members(mask)
+    block = mask_block(mask.block) if members is None else token_block(mask.block)
+    if members is not None and members.rows > block[0]:
+        raise InvalidInput(f"members has {members.rows} rows for each bit; a tile has {block[0]} queries")
     for name in ("full", "partial"):
         if not isinstance(getattr(mask, name), BlockLists):
             raise InvalidInput(f"{name} is {arguments.shown(getattr(mask, name))}; it must be BlockLists")
@@ -45,7 +51,22 @@ def plain(mask: MaskData) -> dict[str, Any]:
         "heads": arguments.integer("heads", mask.heads, 1),
         "pure": arguments.flag("pure", mask.pure),
         "label": arguments.text("label", mask.label),
+        "members": members,
     }
+
+
+def _plain_members(mask: MaskData) -> Members | None:
+    """The members as plain ints."""
+    members = mask.members
+    if members is None:
+        return None
+    if not isinstance(members, Members):
+        raise InvalidInput(f"members is {arguments.shown(members)}; it must be Members")
+    rows = arguments.integer("members.rows", members.rows, 1, TOKEN_SIZES[-1])
+    if rows not in TOKEN_SIZES:
+        raise InvalidInput(f"members.rows is {rows}; it must be a power of two")
+    window = arguments.integer("members.window", members.window, 0, INT32_MAX)
+    return Members(rows, window, arguments.integer("members.sinks", members.sinks, 0, INT32_MAX))
 
 
 @not_traced("a block mask")
@@ -59,7 +80,10 @@ def check(mask: MaskData) -> Sizes:
     check_stored(sizes.stored)
     for rows in _in_steps(host):
         _check_apart(mask, host, rows)
-    _check_rules(mask, host)
+    if mask.members is None:
+        _check_rules(mask, host)
+    elif host.lo is not None and host.hi is not None:
+        _check_interval(mask, host.lo, host.hi)
     if mask.pure:
         _check_pure(mask, host)
     return sizes
@@ -87,7 +111,9 @@ def _check_tensors(mask: MaskData) -> None:
                 raise InvalidInput(f"{name} is {list(part.shape)}; it must be {both} (batch * heads, q_len)")
     if mask.lo is not None and mask.hi is not None and mask.lo.shape != mask.hi.shape:
         raise InvalidInput(f"lo is {list(mask.lo.shape)} and hi is {list(mask.hi.shape)}; they must be alike")
-    if mask.rules is not None:
+    if mask.members is not None:
+        _check_words(mask, mask.members.words(bq))
+    elif mask.rules is not None:
         _check_tensor("rules", mask.rules, 1, mask.device)
         if mask.rules.shape != mask.partial.indices.shape:
             raise InvalidInput(
@@ -100,6 +126,19 @@ def _check_tensors(mask: MaskData) -> None:
             raise InvalidInput(
                 f"bits is {list(mask.bits.shape)}; blocks of {bq} x {bk} need [n, {bq}, {bk // WORD}]"
             )
+
+
+def _check_words(mask: MaskData, words: int) -> None:
+    """The tensors of a mask by members."""
+    if mask.bits is not None or mask.lo is None or mask.hi is None or mask.rules is None:
+        raise InvalidInput("a mask by members has rules, lo and hi, and no bits")
+    _check_tensor("rules", mask.rules, 1, mask.device)
+    entries = mask.partial.indices.numel()
+    if mask.rules.numel() != entries * words:
+        raise InvalidInput(
+            f"rules has {mask.rules.numel()} words and partial.indices {entries} entries; by members it has {words} "
+            "for each entry"
+        )
 
 
 def _check_tensor(name: str, part: Any, dimensions: int, device: torch.device) -> None:
@@ -231,6 +270,8 @@ def _check_interval(mask: MaskData, lo: np.ndarray, hi: np.ndarray) -> None:
 
 def _check_pure(mask: MaskData, host: HostMask) -> None:
     """Everything by interval, and full blocks inside the interval of each of their queries."""
+    if mask.members is not None:
+        raise InvalidInput("pure is True, but partial blocks are by members; a pure mask has intervals only")
     if host.rules is not None and (host.rules[_held_entries(host.partial)] != BY_INTERVAL).any():
         raise InvalidInput("pure is True, but some rules are bits; a pure mask has intervals only")
     held = np.flatnonzero(host.full.counts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.build.tiles import TileMask
 from sparsek.attn.mask.data import Mask, MaskData
-from sparsek.attn.mask.elements import CHUNK, element_mask, find, stored_cells
+from sparsek.attn.mask.elements import CHUNK, element_mask, find, refuse_members, stored_cells
 from sparsek.attn.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
 from sparsek.attn.mask.readback import DeferredSizes
 from sparsek.core import arguments
@@ -124,6 +124,7 @@ def _placed(a: MaskData, b: MaskData, sign: str) -> tuple[Placed, Placed, TileMa
     """Both masks in the grid of the result, and the empty result."""
     _check_alike(type(a), (a, b), sign)
     for mask in (a, b):
+        refuse_members(mask, sign)
         mask.verify(wait=True)
     batch, heads = max(a.batch, b.batch), max(a.heads, b.heads)
     if min(a.batch, b.batch) not in (1, batch):
@@ -192,7 +193,7 @@ class _Stack:
     def __init__(self, cls: type[MaskData], masks: Sequence[MaskData], name: str, axis: int) -> None:
         if not isinstance(masks, Sequence):
             raise InvalidInput(f"{name} takes a list of masks, got {arguments.shown(masks)}")
-        _check_alike(cls, masks, name)
+        _check_alike(cls, masks, name, "members")
         self.masks, self.name, self.axis = list(masks), name, axis
         self.distinct = list(dict.fromkeys(self.masks))
         self.first, across = self.masks[0], ("heads", "batch")[axis]
@@ -214,6 +215,7 @@ class _Stack:
             q_len=self.first.q_len, kv_len=self.first.kv_len, block=self.first.block, batch=batch, heads=heads,
             full=full, partial=partial, lo=lo, hi=hi, rules=rules, bits=bits, sizes=self._sizes(),
             pure=all(mask.pure for mask in self.masks), label=f"{self.name} of {len(self.masks)}",
+            members=self.first.members,
         )  # fmt: skip
         found = (each for mask in self.distinct for each in mask._memo.get("readbacks", ()))
         made._memo["readbacks"] = tuple(each for each in found if not isinstance(each, DeferredSizes))
@@ -255,6 +257,9 @@ class _Stack:
     def _bits(self) -> tuple[Tensor | None, Tensor | None]:
         if all(mask.rules is None for mask in self.masks):
             return None, None
+        if self.first.members is not None:
+            words: list[Any] = [mask.rules for mask in self.distinct]
+            return torch.cat(words), None
         rules, bits, end = [], [], 0
         for mask in self.distinct:
             rule = torch.full_like(mask.partial.indices, BY_INTERVAL) if mask.rules is None else mask.rules
@@ -274,14 +279,14 @@ class _Stack:
         return Sizes(stored, partial, longest, all(mask.sizes.exact for mask in self.masks))
 
 
-def _check_alike(cls: type[MaskData], masks: Sequence[Any], name: str) -> None:
-    """InvalidInput unless these are masks of one shape, block and device."""
+def _check_alike(cls: type[MaskData], masks: Sequence[Any], name: str, *more: str) -> None:
+    """InvalidInput unless these are masks of one shape, block and device, and alike in fields of `more` names."""
     if not masks:
         raise InvalidInput(f"{name} of no masks; give at least one")
     for at, mask in enumerate(masks):
         if not isinstance(mask, cls):
             raise InvalidInput(f"{name}: mask {at} is {arguments.shown(mask)}; it must be a BlockMask")
-        for what in ("q_len", "kv_len", "block", "device"):
+        for what in ("q_len", "kv_len", "block", "device", *more):
             found, right = getattr(mask, what), getattr(masks[0], what)
             if found != right:
                 raise InvalidInput(

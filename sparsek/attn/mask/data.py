@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from sparsek.attn.mask import lists
 from sparsek.attn.mask.layout import MaskLayout, Uses
-from sparsek.attn.mask.lists import BlockLists, HostMask, Sizes
+from sparsek.attn.mask.lists import BlockLists, HostMask, Members, Sizes
 from sparsek.core import arguments
 from sparsek.core.plan_owner import PlanOwner
 from sparsek.core.record import Record
@@ -52,6 +52,7 @@ class MaskData(PlanOwner, Record):
     sizes: Sizes = UNKNOWN
     pure: bool = False
     label: str = ""
+    members: Members | None = None
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
     _layout: MaskLayout | None = field(default_factory=lambda: None, init=False)
     _base: Tensor | None = field(default_factory=lambda: None, init=False)

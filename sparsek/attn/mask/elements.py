@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.data import MaskData
-from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists, TransposedLists
+from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists, Members, TransposedLists
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import reads_values
@@ -56,6 +56,8 @@ def elements_of(mask: MaskData, rows: Tensor, entries: Tensor, queries: Tensor) 
     """The elements of partial blocks, bool [n, m, bk], of these queries [n, m] of the rows; those beyond q_len may
     have any.
     """
+    if mask.members is not None:
+        return _by_members(mask, mask.members, rows, entries, queries)
     if mask.rules is None or mask.bits is None or not mask.bits.shape[0]:
         return _by_interval(mask, rows, entries, queries)
     (bq, bk), rules = mask.block, mask.rules[entries]
@@ -68,14 +70,37 @@ def elements_of(mask: MaskData, rows: Tensor, entries: Tensor, queries: Tensor) 
 
 
 def _by_interval(mask: MaskData, rows: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
+    keys, bounds = _keys_of(mask, entries), _bounds(mask, rows, queries)
+    if bounds is None:
+        return (keys < mask.kv_len).expand(-1, queries.shape[1], -1)
+    return (bounds[0] <= keys) & (keys < bounds[1])
+
+
+def _by_members(mask: MaskData, members: Members, rows: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
+    bq, words = mask.block[0], members.words(mask.block[0])
+    row, keys, bounds = queries % bq // members.rows, _keys_of(mask, entries), _bounds(mask, rows, queries)
+    if bounds is None or mask.rules is None:
+        raise InvalidInput("a mask by members lacks rules, lo and hi")
+    word = mask.rules[entries[:, None] * words + row // WORD]
+    member, (lo, hi) = ((word >> (row % WORD).to(torch.int32)) & 1).bool()[:, :, None], bounds
+    at_ends = (keys >= hi - members.window) | (keys < lo + members.sinks)
+    return (lo <= keys) & (keys < hi) & (member | at_ends)
+
+
+def _keys_of(mask: MaskData, entries: Tensor) -> Tensor:
+    """The keys of partial blocks, int64 [n, 1, bk]."""
     bk = mask.block[1]
-    keys = (mask.partial.indices[entries].long() * bk)[:, None] + torch.arange(bk, device=mask.device)
+    first = mask.partial.indices[entries].long() * bk
+    return first[:, None, None] + torch.arange(bk, device=mask.device)
+
+
+def _bounds(mask: MaskData, rows: Tensor, queries: Tensor) -> tuple[Tensor, Tensor] | None:
+    """lo and hi of the queries [n, m] of the rows, int64 [n, m, 1]."""
     if mask.lo is None or mask.hi is None:
-        return (keys < mask.kv_len)[:, None, :].expand(-1, queries.shape[1], -1)
+        return None
     group = rows // max(mask.grid[0], 1) if mask.lo.shape[0] > 1 else torch.zeros_like(rows)
     at = (group[:, None], queries.clamp(max=mask.q_len - 1))
-    keys = keys[:, None, :]
-    return (mask.lo[at][:, :, None] <= keys) & (keys < mask.hi[at][:, :, None])
+    return mask.lo[at].long()[:, :, None], mask.hi[at].long()[:, :, None]
 
 
 def dense_rows(mask: MaskData, first: int, last: int) -> Tensor:
@@ -215,6 +240,15 @@ def _flipped(mask: MaskData, lists: BlockLists, most: int) -> tuple[BlockLists, 
     edges = torch.searchsorted(key, torch.arange(rows_below + 1, device=device), out_int32=True)
     tile, position = (row % max(tiles, 1))[order].to(torch.int32), position[order].to(torch.int32)
     return BlockLists(edges[:-1].contiguous(), edges.diff(), tile), position
+
+
+def refuse_members(mask: MaskData, what: str) -> None:
+    """InvalidInput for a mask by members, whose rules `what` does not read."""
+    if mask.members is not None:
+        raise InvalidInput(
+            f"{what}: the mask has a bit for each query and block (members); pass one with the same elements, "
+            "BlockMask.from_dense(mask.to_dense())"
+        )
 
 
 def table_of(mask: MaskData) -> Tensor:

@@ -15,21 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.attn.mask.lists import ALIGNED, WORD, Sizes
+from sparsek.attn.mask.lists import ALIGNED, WORD, Members, Sizes
 from sparsek.core.plan_owner import PlanOwner
 
 LAYOUTS = 256
 ABSENT = -1  # in place of a size, among the numbers of a layout
+FIELDS = 14  # numbers of the fields of a mask, which others may follow
+NO_MEMBERS = (0, 0, 0)  # in place of members
 
 
 class Room(NamedTuple):
     """The sizes of a mask's tensors, as far as its lengths, batch and heads do not determine them.
 
     Attributes:
-        partial: Entries of `partial.indices`, and of `rules`.
+        partial: Entries of `partial.indices`, and of `rules`, which has several words for each of a mask by members.
         full: Entries of `full.indices`; ABSENT if it is `partial.indices`.
         bounds: Rows of `lo` and `hi`; 0 for a mask without them.
-        bits: Blocks in `bits`; ABSENT for a mask without `rules` and `bits`.
+        bits: Blocks in `bits`; ABSENT for a mask without `rules` and `bits`, and by members.
     """
 
     partial: int
@@ -66,9 +68,9 @@ class MaskLayout(PlanOwner):
     def __init__(self, numbers: Sequence[int], label: str) -> None:
         self._memo = {}
         self.numbers, self.fields = numbers, fields_of(numbers, label)
-        self.heavy, self.room = numbers[11], Room(*numbers[12:])
+        self.heavy, self.room = numbers[FIELDS], Room(*numbers[FIELDS + 1 :])
         self.last: Uses | None = None
-        self.shapes = shapes_of(numbers, self.room)
+        self.shapes = shapes_of(self.fields, self.room)
         self.spans: list[int] = []  # of the base: each tensor, and what aligns the next one
         self.places: list[int | None] = []  # of each tensor, in the order of `leaves_of`, among the spans
         for shape in self.shapes:
@@ -87,20 +89,20 @@ class MaskLayout(PlanOwner):
     @classmethod
     def of(
         cls, place: Any, counted: Counted, room: Room, label: str, *, batch: int = 1, heads: int = 1,
-        pure: bool = True,
+        pure: bool = True, members: Members | None = None,
     ) -> MaskLayout:  # fmt: skip
         """The layout of a mask at a `Place`, always the same object."""
         sides, sizes = (place.q_len, place.kv_len, *place.block), map(int, counted.sizes)
-        numbers = *sides, batch, heads, *sizes, int(pure), counted.heavy, *room
+        numbers = *sides, batch, heads, *sizes, int(pure), *(members or NO_MEMBERS), counted.heavy, *room
         return known_layout(place.device, numbers, label)
 
     @classmethod
     def like(cls, mask: Any, tensors: Sequence[Any]) -> MaskLayout:
         """The layout of a mask with these tensors, always the same object."""
         _, _, full, _, _, partial, lo, _, rules, bits = tensors
-        by_bits = ABSENT if rules is None else 0 if bits is None else bits.shape[0]
+        by_bits = ABSENT if rules is None or mask.members else 0 if bits is None else bits.shape[0]
         room = Room(partial.numel(), full.numel(), 0 if lo is None else lo.shape[0], by_bits)
-        more = {"batch": mask.batch, "heads": mask.heads, "pure": mask.pure}
+        more = {"batch": mask.batch, "heads": mask.heads, "pure": mask.pure, "members": mask.members}
         return cls.of(mask, Counted(mask.sizes, mask.heavy_blocks), room, mask.label, **more)
 
     def base(self, device: torch.device) -> Tensor:
@@ -131,7 +133,7 @@ class MaskLayout(PlanOwner):
     @classmethod
     def of_text(cls, text: str) -> MaskLayout:
         """The layout that has this text. torch.compile traces it."""
-        *numbers, label = text.split(",", 16)
+        *numbers, label = text.split(",", FIELDS + 1 + len(Room._fields))
         return cls([int(each) for each in numbers], label)
 
 
@@ -143,20 +145,25 @@ def known_layout(device: torch.device, numbers: tuple[int, ...], label: str = ""
 
 def fields_of(numbers: Sequence[int], label: str = "") -> dict[str, Any]:
     """The fields of a mask that are no tensors, from their numbers, which may be followed by others."""
-    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure = numbers[:11]
+    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure, rows, window, sinks = numbers[
+        :FIELDS
+    ]
     return {
         "q_len": q_len, "kv_len": kv_len, "block": (bq, bk), "batch": batch, "heads": heads,
         "sizes": Sizes(stored, partial, longest, exact == 1), "pure": pure == 1, "label": label,
+        "members": Members(rows, window, sinks) if rows else None,
     }  # fmt: skip
 
 
-def shapes_of(numbers: Sequence[int], room: Room) -> tuple[tuple[int, ...] | None, ...]:
+def shapes_of(fields: dict[str, Any], room: Room) -> tuple[tuple[int, ...] | None, ...]:
     """The shapes of a mask's tensors, in the order of `leaves_of`. None: it lacks it, or shares partial.indices."""
-    q_len, _, bq, bk, batch, heads = numbers[:6]
-    row, entries = (batch * heads * -(-q_len // bq),), (room.partial,)
+    q_len, (bq, bk), members = fields["q_len"], fields["block"], fields["members"]
+    row, entries = (fields["batch"] * fields["heads"] * -(-q_len // bq),), (room.partial,)
     bounds = (room.bounds, q_len) if room.bounds else None
-    by_bits = room.bits != ABSENT
+    rules = None if room.bits == ABSENT else entries
+    bits = None if rules is None else (room.bits, bq, bk // WORD)
+    if members is not None:
+        rules = (room.partial * members.words(bq),)
     return (
-        row, row, None if room.full == ABSENT else (room.full,), row, row, entries, bounds, bounds,
-        entries if by_bits else None, (room.bits, bq, bk // WORD) if by_bits else None,
+        row, row, None if room.full == ABSENT else (room.full,), row, row, entries, bounds, bounds, rules, bits,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from sparsek.products.formats.pattern import int_or_pair
 
 BLOCK_SIZES = (64, 128)
 CHOSEN_SIZES = (*BLOCK_SIZES, 256)  # in which blocks are chosen; of 256, a mask stores the halves
+TOKEN_SIZES = tuple(1 << shift for shift in range(8))  # queries of a tile by members
 BY_INTERVAL = -1
 WORD = 32  # bits of one int32 of `bits`
 ALIGNED = 4  # int32 words in 16 bytes: Triton compiles anew for pointers that are not aligned to that
@@ -40,6 +41,27 @@ class BlockLists(NamedTuple):
     starts: Tensor
     counts: Tensor
     indices: Tensor
+
+
+class Members(NamedTuple):
+    """The rule of partial blocks by members: each entry has a bit for every `rows` queries of its tile.
+
+    A query sees the keys of its interval that its bit admits, and without a bit the last `window` keys and the first
+    `sinks` keys of its interval.
+    """
+
+    rows: int = 1
+    window: int = 0
+    sinks: int = 0
+
+    @property
+    def at_ends(self) -> bool:
+        """Whether queries see keys without a bit."""
+        return self.window > 0 or self.sinks > 0
+
+    def words(self, bq: int) -> int:
+        """int32 words of an entry, for tiles of `bq` queries."""
+        return -(-bq // (self.rows * WORD))
 
 
 class TransposedLists(NamedTuple):
@@ -186,6 +208,17 @@ class Place:
 def as_device(device: str | torch.device | None) -> torch.device:
     """A checked device; torch's default one for None."""
     return arguments.device("device", torch.get_default_device() if device is None else device)
+
+
+def token_block(block: Any) -> tuple[int, int]:
+    """(bq, bk) of a mask by members, from a pair: a tile has 128 rows, which are tokens times heads."""
+    sides = int_or_pair(block)
+    if sides is not None and sides[0] in TOKEN_SIZES and sides[1] in BLOCK_SIZES:
+        return sides
+    raise InvalidInput(
+        f"block is {arguments.shown(block)}; a mask by members has blocks (bq, bk) of a power of two of queries up to "
+        f"{TOKEN_SIZES[-1]}, and {BLOCK_SIZES[0]} or {BLOCK_SIZES[1]} keys"
+    )
 
 
 def mask_block(block: Any, sides_of: tuple[int, ...] = BLOCK_SIZES) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class BlockMask(MaskData):
     Attributes:
         q_len: Queries, in tokens.
         kv_len: Keys, in tokens.
-        block: (bq, bk), in tokens, each 64 or 128.
+        block: (bq, bk), in tokens, each 64 or 128; see `members`.
         batch: Batch items with lists of their own; 1 if all share them.
         heads: Heads with lists of their own, those of q or of k; 1 if all share them.
         full: `BlockLists` of the full blocks. None of them reaches beyond kv_len.
@@ -88,6 +88,10 @@ class BlockMask(MaskData):
         pure: Whether the interval explains every stored block: there are no bits, and full blocks lie inside. Without
             `lo` and `hi` the interval is every key.
         label: The mask in words.
+        members: `Members` (rows, window, sinks) or None. With it the mask has `lo` and `hi`, no `bits`, and W words of
+            `rules` for each partial entry, W = ceil(bq / rows / 32): query q of a tile has bit q // rows, and sees
+            the keys k of its interval for which it is 1, k >= hi[q] - window or k < lo[q] + sinks. Then bq is a power
+            of two up to 128.
 
     Raises:
         InvalidInput: For a fault in the lists, with its position.

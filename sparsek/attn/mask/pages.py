@@ -186,9 +186,10 @@ def _one_shape(masks: Sequence[BlockMask]) -> int:
                 f"masks[{i}] has {mask.batch} batch items, {mask.heads} heads and blocks {mask.block}; masks of "
                 f"requests have 1 batch item, 1 or {heads} heads, and one block, {masks[0].block}"
             )
-        if mask.bits is not None and mask.rules is not None:
+        if mask.rules is not None and (mask.bits is not None or mask.members is not None):
+            rule = "bits" if mask.members is None else "members"
             raise InvalidInput(
-                f"masks[{i}] ({mask.label}) has partial blocks by bits; paged attention tests elements by causality "
+                f"masks[{i}] ({mask.label}) has partial blocks by {rule}; paged attention tests elements by causality "
                 "alone. Use whole blocks, such as BlockMask.from_block_map"
             )
     return heads

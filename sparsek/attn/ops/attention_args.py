@@ -71,6 +71,8 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     exact, pure = 1 if sizes.exact else 0, 1 if mask.pure else 0
     numbers = [mask.q_len, mask.kv_len, bq, bk, mask.batch, mask.heads]
     numbers += [sizes.stored, sizes.partial, sizes.longest, exact, pure]
+    members = mask.members
+    numbers += [0, 0, 0] if members is None else [members.rows, members.window, members.sinks]
     if layout is not None:
         room = layout.room
         return [mask._base], [*numbers, layout.heavy, room.partial, room.full, room.bounds, room.bits]

@@ -156,6 +156,8 @@ class Attended:
             **mask.sizes._asdict(),
             "by_interval": mask.lo is not None,
             "by_bits": mask.bits is not None and mask.rules is not None,
+            "members": 0 if mask.members is None else mask.members.rows,
+            "member_ends": mask.members is not None and mask.members.at_ends,
             "aligned": layout.aligned,
             "unit_stride": layout.unit_stride,
             **scores.changes,
@@ -273,7 +275,8 @@ class MaskPlan(Plan):
     def _mask_line(self) -> str:
         p = self.problem
         most = "" if p.exact else "at most "
-        rules = [name for name, there in (("interval", p.by_interval), ("bits", p.by_bits)) if there]
+        kinds = ("members", p.members), ("interval", p.by_interval and not p.members), ("bits", p.by_bits)
+        rules = [name for name, there in kinds if there]
         by = f" by {' or '.join(rules)}" if p.partial and rules else ""
         counts = (
             f"{most}{p.stored} of {p.cells} blocks of {p.block[0]}x{p.block[1]} stored ({100 * p.density:.3g} %), "

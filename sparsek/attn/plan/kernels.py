@@ -25,6 +25,11 @@ def unless_heads(
     return [f"TMA moves whole 16 bytes and {room}, so head dims must be {right}"]
 
 
+def unless_members(p: AttentionProblem) -> list[str]:
+    """A kernel whose partial blocks are by interval or bits."""
+    return ["does not compute partial blocks by members"] if p.members else []
+
+
 def padded_heads(p: AttentionProblem | PagedProblem, least: int = 32) -> tuple[int, int]:
     """Powers of two, `least` or more, that hold the columns of q and k, and of v."""
     dim, v_dim = (max(least, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))

@@ -63,6 +63,7 @@ from sparsek.attn.plan.kernels import (
     padded_heads,
     padding_notes,
     unless_heads,
+    unless_members,
 )
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.engine.launch.gluon import (
@@ -457,7 +458,7 @@ class HopperAttentionGrad:
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
         reasons = unless_hopper(p) + unless_heads(p, "registers hold dK and dV of at most 128 columns", 128)
-        reasons += unless_aligned(p, "strides of q, k, v and grad")
+        reasons += unless_aligned(p, "strides of q, k, v and grad") + unless_members(p)
         if p.deterministic and p.block[1] == 64 and p.dim in PORTABLE and p.v_dim in PORTABLE:
             reasons.append(
                 "portable.attention_bwd is faster in order with blocks of 64 keys; name that, or deterministic=False"

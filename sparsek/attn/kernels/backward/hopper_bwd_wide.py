@@ -37,6 +37,7 @@ from sparsek.attn.plan.kernels import (
     padded_heads,
     padding_notes,
     unless_heads,
+    unless_members,
 )
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on
@@ -90,7 +91,7 @@ class HopperWideAttentionGrad:
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
         reasons = unless_hopper(p) + unless_heads(p, "a warpgroup holds one sum of at most 256 columns", 256)
-        reasons += unless_aligned(p, "strides of q, k, v and grad")
+        reasons += unless_aligned(p, "strides of q, k, v and grad") + unless_members(p)
         if max(p.dim, p.v_dim) <= 128:
             reasons.append(
                 f"is for head dims above 128, not {p.dim} and {p.v_dim}; hopper.attention_bwd takes those"

@@ -61,7 +61,7 @@ from sparsek.attn.kernels.forward.softmax_fp8 import (
     weighted,
     weights,
 )
-from sparsek.attn.plan.kernels import AttentionCall, AttentionKernel, unless_heads
+from sparsek.attn.plan.kernels import AttentionCall, AttentionKernel, unless_heads, unless_members
 from sparsek.engine.launch.gluon import Described, describe_heads, tma_store_wait
 from sparsek.engine.launch.kinds import source_of
 from sparsek.engine.plan.kernel import unless_aligned, unless_hopper
@@ -339,7 +339,7 @@ class HopperAttentionFp8(HopperAttention):
         if p.changes:
             reasons.append(f"does not change scores, and these have {', '.join(p.changes)}")
         reasons += unless_heads(p, "registers hold O twice", 256, 128, unit=16)
-        return reasons + unless_aligned(p, "strides of the values") + too_long(p)
+        return reasons + unless_members(p) + unless_aligned(p, "strides of the values") + too_long(p)
 
     def _own_rules(self, p: Any) -> dict[str, Any]:
         return {"by_block": any(p.scale_rows[1:])}

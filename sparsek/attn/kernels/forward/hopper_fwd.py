@@ -60,6 +60,7 @@ from sparsek.attn.plan.kernels import (
     padded_heads,
     padding_notes,
     unless_heads,
+    unless_members,
 )
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on, tma_store, tma_store_wait
@@ -297,7 +298,7 @@ class HopperAttention:
 
     def why_not(self, p: AttentionProblem) -> list[str]:
         reasons = unless_hopper(p) + unless_heads(p, "registers hold heads of at most 256", 256)
-        return reasons + unless_aligned(p, "strides of q, k and v") + too_long(p)
+        return reasons + unless_members(p) + unless_aligned(p, "strides of q, k and v") + too_long(p)
 
     def default(self, p: AttentionProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))

@@ -21,7 +21,7 @@ from sparsek.attn.mask.build.selection import (
 )
 from sparsek.attn.mask.build.selection_reference import chosen_mask, highest, rows_of
 from sparsek.attn.mask.data import Mask, MaskData
-from sparsek.attn.mask.elements import NOT_STORED, WHOLE, table_of
+from sparsek.attn.mask.elements import NOT_STORED, WHOLE, refuse_members, table_of
 from sparsek.attn.mask.lists import BY_INTERVAL, Frame, Place
 from sparsek.attn.mask.recorded import repeated
 from sparsek.core import arguments, dtypes
@@ -330,6 +330,7 @@ def _check(within: MaskData, scores: Tensor, always: MaskData | None) -> None:
     for name, mask in (("within", within), ("always", always)):
         if mask is None:
             continue
+        refuse_members(mask, name)
         if mask.heads != 1 or mask.batch not in (1, scores.shape[0]):
             raise InvalidInput(
                 f"{name} has {mask.heads} heads and {mask.batch} batch items; it needs 1 head, and 1 or "

@@ -15,7 +15,14 @@ from torch.nn import functional
 from sparsek.attn.mask.build.lists import from_blocks
 from sparsek.attn.mask.build.tiles import TileMask, rows_of_cells
 from sparsek.attn.mask.data import Mask, MaskData
-from sparsek.attn.mask.elements import NOT_STORED, WHOLE, stored_cells, stored_entries, table_of
+from sparsek.attn.mask.elements import (
+    NOT_STORED,
+    WHOLE,
+    refuse_members,
+    stored_cells,
+    stored_entries,
+    table_of,
+)
 from sparsek.attn.mask.lists import BY_INTERVAL, WORD, BlockLists, mask_block
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
@@ -162,7 +169,7 @@ def to_flex(mask: MaskData, q_heads: int | None = None) -> FlexMask:
             because FlexAttention counts the heads of q.
 
     Raises:
-        InvalidInput: If `q_heads` is no multiple of the mask's heads, and for a length of 0.
+        InvalidInput: If `q_heads` is no multiple of the mask's heads, for a length of 0, and for a mask by members.
 
     Example:
         >>> import sparsek as sk
@@ -171,6 +178,7 @@ def to_flex(mask: MaskData, q_heads: int | None = None) -> FlexMask:
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
+    refuse_members(mask, "to_flex")
     if 0 in mask.grid:
         raise InvalidInput(f"the mask is {mask.q_len} x {mask.kv_len}; FlexAttention has no length of 0")
     repeat = _repeat(mask, q_heads)
@@ -210,8 +218,9 @@ def to_fa4(mask: MaskData, q_heads: int | None = None) -> FlashLists:
         q_heads: As in `to_flex`.
 
     Raises:
-        InvalidInput: If `q_heads` is no multiple of the mask's heads.
+        InvalidInput: If `q_heads` is no multiple of the mask's heads, and for a mask by members.
     """
+    refuse_members(mask, "to_fa4")
     repeat = _repeat(mask, q_heads)
     mask.verify(wait=True)
     lists = []
@@ -256,13 +265,14 @@ def to_pattern(mask: MaskData, head: int = 0, batch: int = 0) -> BlockPattern:
         batch: The batch item, 0 to batch - 1.
 
     Raises:
-        InvalidInput: If the mask has no such head or batch item.
+        InvalidInput: If the mask has no such head or batch item, and for a mask by members.
 
     Example:
         >>> import sparsek as sk
         >>> sk.BlockMask.causal(512).to_pattern().nnzb
         10
     """
+    refuse_members(mask, "to_pattern")
     first, (tiles, columns) = as_row(mask, head, batch), mask.grid
     mask.verify(wait=True)
     rows = torch.arange(first, first + tiles, device=mask.device)
