@@ -98,6 +98,18 @@ def pytest_collection() -> Iterator[None]:
             gc.set_threshold(20_000)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[object]:
+    """What lived through a whole collection in a test, such as a package of compilers, is not looked at again."""
+    before = gc.get_stats()[2]["collections"]
+    try:
+        return (yield)
+    finally:
+        if gc.get_stats()[2]["collections"] > before and not torch.cuda.is_available():
+            gc.collect()
+            gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
