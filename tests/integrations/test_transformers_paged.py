@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.house.tools import need
 from tests.refusals import refused
-from tests.sampling import sampled
 
 need("transformers")
 
@@ -61,16 +60,7 @@ def served(model: Any, requests: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    sampled(
-        [
-            ("llama", None),
-            ("gemma2", None),
-            ("gpt_oss", None),
-            ("llama", POLICY),
-            ("mistral", {"window": 20}),
-        ],
-        2,
-    ),
+    [("llama", None), ("gemma2", None), ("gpt_oss", None), ("llama", POLICY), ("mistral", {"window": 20})],
 )
 @pytest.mark.usefixtures("in_the_engine")
 def test_the_engine_gives_the_tokens_of_each_request_alone(name: str, policy: Any):

@@ -208,8 +208,10 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
     # What is not there is the same small int32 tensor.
     types |= {"lse": "*fp32" if c.lse else "*i32"}
     types |= dict.fromkeys(("part", "part_lse"), "*fp32" if c.split else "*i32")
-    types |= _changes(c) | (
-        {"sinks": f"*{c.sinks}"} if c.sinks else dict.fromkeys(("sinks", "sink_step"), "constexpr")
+    types |= (
+        _ends(c)
+        | _changes(c)
+        | ({"sinks": f"*{c.sinks}"} if c.sinks else dict.fromkeys(("sinks", "sink_step"), "constexpr"))
     )
     return attention_fwd.attention_kernel, attention_fwd.SOURCE, types
 
@@ -235,7 +237,7 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     types |= {"dq_desc": _descriptor((1, 2 * c.dim, 32), "fp32")}
     types |= {"scale": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
-    types |= _changes(c)
+    types |= _changes(c) | _ends(c)
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
 
 
@@ -249,6 +251,7 @@ def _attention_bwd_wide(c: WidePass, dtype: str) -> tuple[Any, str, dict[str, st
     pointers = ("order", "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices")
     types |= dict.fromkeys((*pointers, "lo", "hi", "rules", "bits"), "*i32")
     types |= {"entry_of": "*i32"} if over_keys else {}
+    types |= _ends(config)
     kernel = bwd_wide_keys.attention_bwd_keys if over_keys else bwd_wide_queries.attention_bwd_queries
     return kernel, attention_bwd_wide.SOURCE, types
 
@@ -275,6 +278,11 @@ def _changes(c: attention_fwd.Config | attention_bwd.Config) -> dict[str, str]:
     absent = [] if c.softcap else ["cap"]
     absent += [] if c.alibi else ["slopes", "slope_item", "slope_head", "ahead"]
     return {"cap": "fp32", "slopes": "*fp32"} | dict.fromkeys(absent, "constexpr")
+
+
+def _ends(c: attention_fwd.Config | attention_bwd.Config | attention_bwd_wide.Config) -> dict[str, str]:
+    """Window and sinks of members; None for neither."""
+    return {} if c.member_ends else dict.fromkeys(("window", "sunk"), "constexpr")
 
 
 def _descriptor(box: tuple[int, ...], dtype: str) -> str:

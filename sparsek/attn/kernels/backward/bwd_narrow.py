@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.attn.kernels.backward.bwd_dq import stage_dq, start_dq
-from sparsek.attn.kernels.backward.bwd_records import step_at, tile_at
+from sparsek.attn.kernels.backward.bwd_records import of_members, step_at, tile_at, word_at
 from sparsek.attn.kernels.forward.rules import by_step
 from sparsek.engine.launch.gluon import opaque, reinterpret, tma_store, tma_store_wait
 
@@ -41,10 +41,10 @@ def negated(x):
 
 @gluon.jit
 def step(
-    T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk, dv, at, partial, visits, first, i, key, scale, lists,
-    k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
+    T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk, dv, word, at, partial, masked, visits, first, i, key,
+    scale, lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
 ):  # fmt: skip
-    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. `partial`: its block may be a partial one."""
+    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. `word` to `masked`: as in hopper_bwd.py."""
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -54,14 +54,19 @@ def step(
     NUMBERS: gl.constexpr = T.row_slots
     q_full, do_full, ring_empty = ring_bars
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
-    rules, bits, kv_len = lists
+    rules, bits, kv_len, ends = lists
     slot = at % T.stages
     phase = at // T.stages & 1
     q = q_s.index(slot).reshape((128, DIM))
     do = do_s.index(slot).reshape((128, VDIM))
     mbarrier.wait(q_full.index(slot), phase)  # until Q, lse and delta have landed
     zero = gl.zeros((64, 128), gl.float32, S_LAYOUT)
-    less = zero + gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((128,)).load(COL), 0)
+    less = rows_s.index(NUMBERS * slot).reshape((128,)).load(COL)
+    if T.members > 0 and not T.member_ends:
+        if partial:
+            less = of_members(T, less, word, visits, first, i, rules)
+        word = word_at(T, visits, first, i + 1, masked, rules)
+    less = zero + gl.expand_dims(less, 0)
     delta = negated(zero + gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((128,)).load(COL), 0))
     k = k_s.index(WG + opaque(0)).reshape((64, DIM))
     s = warpgroup_mma(k, q.permute((1, 0)), less, is_async=True)
@@ -73,10 +78,10 @@ def step(
         # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
         low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
         high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
-        if T.bits:
+        if T.bits or T.members > 0:
             pos, h, entry, ticket = step_at(T, visits, first, i)
             if entry >= 0:
-                s = by_step(T, s, entry, key + WG * 64, pos, rules, bits, low, high, kv_len)
+                s = by_step(T, s, entry, key + WG * 64, pos, rules, bits, low, high, kv_len, ends)
         else:
             s = by_step(T, s, 0, key + WG * 64, 0, rules, bits, low, high, kv_len)
     p = gl.exp2(s * scale)
@@ -99,7 +104,7 @@ def step(
     else:
         dk = warpgroup_mma_wait(0, deps=(in_flight,))
         mbarrier.arrive(ring_empty.index(slot), count=1)
-    return dk, dv
+    return dk, dv, word
 
 
 @gluon.jit
@@ -124,10 +129,13 @@ def differentiate(
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
         mbarrier.wait(k_full, turn)  # until K has landed
         mbarrier.wait(v_full, turn)  # until V has landed
+        word = 0
+        if T.members > 0 and not T.member_ends:
+            word = word_at(T, visits, first, 0, masked, lists[0])
         for i in range(steps):
-            dk, dv = step(
-                T, WG, DTYPE, dk, dv, at, i < masked, visits, first, i, key, scale, lists, k_s, v_s, q_s, do_s, rows_s,
-                ds_s, dq_s, ring_bars, dq_bars,
+            dk, dv, word = step(
+                T, WG, DTYPE, dk, dv, word, at, i < masked, masked, visits, first, i, key, scale, lists, k_s, v_s, q_s,
+                do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
             )  # fmt: skip
             at += 1
         if steps > 0:

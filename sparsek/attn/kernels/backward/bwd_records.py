@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparsek.attn.kernels.forward.rules import member_bit
 from sparsek.attn.plan.attention_grad_schedule import TILE_FIELDS, VISIT_FIELDS
 
 TILE = gl.constexpr(TILE_FIELDS)
@@ -26,6 +27,31 @@ def step_at(T: gl.constexpr, visits, first, i):
         v = visits + VISIT * (first + i)
         pos = gl.load(v)
     return pos, gl.load(v + 1), gl.load(v + 2), gl.load(v + 3)
+
+
+@gluon.jit
+def word_at(T: gl.constexpr, visits, first, i, end, rules):
+    """The only word of members of step i: all ones from step `end` on, and for blocks without a rule.
+
+    Read a step ahead, because its address comes of another load.
+    """
+    word = 0
+    if T.words == 1:
+        entry = gl.load(visits + VISIT * (first + i // T.subs) + 2, mask=i < end, other=-1)
+        word = gl.load(rules + entry, mask=entry >= 0, other=-1)
+    return word
+
+
+@gluon.jit
+def of_members(T: gl.constexpr, start, word, visits, first, i, rules):
+    """What S of step i starts from, [queries]: -inf where a query's bit is 0. `word`: the only one."""
+    query = i % T.subs * T.queries + gl.arange(0, T.queries, start.type.layout)
+    if T.words == 1:
+        bit = (word >> (query // T.members)) & 1 != 0
+    else:
+        entry = gl.load(visits + VISIT * (first + i // T.subs) + 2)
+        bit = member_bit(T, rules + gl.maximum(entry, 0) * T.words, query) | (entry < 0)
+    return gl.where(bit, start, float("-inf"))
 
 
 @gluon.jit

@@ -137,7 +137,7 @@ def weigh(
     COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     kv_full, q_full, do_full, q_empty, do_empty, p_full, p_empty, v_free = bars
     b, h, first, group, row, shared, columns, begin, end, rows, plane = tile
-    lo, hi, rules, bits, entry_of, rule_step, q_len, kv_len = rule
+    lo, hi, rules, bits, entry_of, rule_step, q_len, kv_len, ends = rule
     dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
     mbarrier.wait(kv_full, 0)  # until K and V have landed
     at = 0
@@ -164,9 +164,9 @@ def weigh(
                 low, high = bounds_of(T, lo + bound, hi + bound, query, q_len, kv_len)
                 low, high, query = gl.expand_dims(low, 0), gl.expand_dims(high, 0), gl.expand_dims(query, 0)
                 entry = 0
-                if T.bits:
+                if T.bits or T.members > 0:
                     entry = gl.load(entry_of + entries.p_first + i // SUBS)
-                s = by_entry(T, s, entry, low, high, query, key, rules, bits)
+                s = by_entry(T, s, entry, low, high, query, key, rules, bits, ends)
             p = gl.exp2(s * scale - less)
             rounded = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
             mbarrier.wait(p_empty.index(slot), phase ^ 1)  # until the P before in this slot has been read
@@ -192,7 +192,7 @@ def weigh(
 def attention_bwd_keys(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sums, order, p_starts, p_counts, p_indices, f_starts,
     f_counts, f_indices, entry_of, lo, hi, rules, bits, scale, factor, q_len, kv_len, rows, plane, tiles, heads, group,
-    shared, mask_step, order_item, order_group, rule_step, entries, lead, section, all_heads, slots,
+    shared, mask_step, order_item, order_group, rule_step, entries, lead, section, all_heads, slots, window, sunk,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Lists are transposed: of `tiles` key blocks each. `heads` are those of keys, `all_heads` those of all items.
@@ -245,7 +245,17 @@ def attention_bwd_keys(
     replica = (0 if order_item else b) * order_group + h % order_group
     slot_at = ((replica * slots + slot).to(gl.int64) * T.block[1] + sub * 64) * (DIM + VDIM)
     slot_at = gl.where(slot >= 0, slot_at, -1)
-    rule = (lo, hi, rules, bits, entry_of, rule_step, q_len, kv_len)
+    rule = (
+        lo,
+        hi,
+        rules,
+        bits,
+        entry_of,
+        rule_step,
+        q_len,
+        kv_len,
+        (window, sunk) if T.member_ends else (0, 0),
+    )
     memory = (k_s, v_s, q_s, do_s, rows_s)
     gl.warp_specialize(
         [

@@ -11,7 +11,7 @@ ORDER = gl.constexpr(FIELDS)
 # Parameters of both kernels for which Triton does not specialize: a new length or mask compiles nothing.
 NUMBERS = [
     "q_len", "kv_len", "rows", "plane", "tiles", "heads", "group", "shared", "mask_step", "order_item", "order_group",
-    "rule_step", "entries", "lead", "section", "all_heads", "slots",
+    "rule_step", "entries", "lead", "section", "all_heads", "slots", "window", "sunk",
 ]  # fmt: skip
 POINTERS = [
     "sums", "order", "p_starts", "p_counts", "p_indices", "f_starts", "f_counts", "f_indices", "entry_of", "lo", "hi",

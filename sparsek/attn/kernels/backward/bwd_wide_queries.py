@@ -66,7 +66,7 @@ def differentiate_queries(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     q_full, k_full, v_full, k_empty, v_empty = bars
     b, h, first, group, row, begin, end, of_head = tile
-    lo, hi, rules, bits, rule_at, q_len, kv_len = rule
+    lo, hi, rules, bits, rule_at, q_len, kv_len, ends = rule
     query = first + WG * 64 + gl.arange(0, 64, ROW)
     # An absent tile lies after the last query, and so may the rows of the second warpgroup.
     there = query < q_len
@@ -94,7 +94,7 @@ def differentiate_queries(
             key = gl.expand_dims(pos + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT)), 0)
             low, high = bounds_of(T, lo + rule_at, hi + rule_at, query, q_len, kv_len)
             low, high, place = gl.expand_dims(low, 1), gl.expand_dims(high, 1), gl.expand_dims(query, 1)
-            s = by_entry(T, s, entries.p_first + i // SUBS, low, high, place, key, rules, bits)
+            s = by_entry(T, s, entries.p_first + i // SUBS, low, high, place, key, rules, bits, ends)
         p = gl.exp2(s * scale - less)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(v_empty.index(v_slot), count=1)
@@ -117,7 +117,8 @@ def differentiate_queries(
 def attention_bwd_queries(
     q_desc, k_desc, v_desc, do_desc, dq_desc, row_numbers, sums, order, p_starts, p_counts, p_indices, f_starts,
     f_counts, f_indices, lo, hi, rules, bits, scale, factor, q_len, kv_len, rows, plane, tiles, heads, group, shared,
-    mask_step, rule_step, entries, lead, section, all_heads, slots, T: gl.constexpr, SOURCE: gl.constexpr,
+    mask_step, rule_step, entries, lead, section, all_heads, slots, window, sunk, T: gl.constexpr,
+    SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Lists of `tiles` query tiles each. `heads` are those of queries; `shared` of them share lists and an order."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -152,7 +153,8 @@ def attention_bwd_queries(
     of_tile = (b, h, first, group, of_list * tiles + tile, begin, end, head.to(gl.int64) * rows)
     replica = (0 if mask_step else b) * shared + h % shared
     slot_at = gl.where(slot >= 0, (replica * slots + slot).to(gl.int64) * 128 * DIM, -1)
-    rule = (lo, hi, rules, bits, of_list.to(gl.int64) * rule_step, q_len, kv_len)
+    ends = (window, sunk) if T.member_ends else (0, 0)
+    rule = (lo, hi, rules, bits, of_list.to(gl.int64) * rule_step, q_len, kv_len, ends)
     memory = (q_s, do_s, k_s, v_s, bars)
     consumer = (dq_desc, row_numbers, sums, slot_at, of_tile, lists, rule, plane, scale, factor) + memory
     gl.warp_specialize(

@@ -48,12 +48,12 @@ from sparsek.attn.kernels.backward import bwd_narrow
 from sparsek.attn.kernels.backward import bwd_sums as tma_sums
 from sparsek.attn.kernels.backward.bwd_dq import exchanged, stage_dq, start_dq, write
 from sparsek.attn.kernels.backward.bwd_load import load, load_keys
-from sparsek.attn.kernels.backward.bwd_records import step_at, tile_at
+from sparsek.attn.kernels.backward.bwd_records import of_members, step_at, tile_at, word_at
 from sparsek.attn.kernels.backward.delta import cast_quantized, prepare_rows
 from sparsek.attn.kernels.backward.schedule_bwd import padded_bounds, schedule
 from sparsek.attn.kernels.forward import rules, score_args
 from sparsek.attn.kernels.forward.portable_tiles import DIMS as PORTABLE
-from sparsek.attn.kernels.forward.rules import by_step
+from sparsek.attn.kernels.forward.rules import Ruled, by_step
 from sparsek.attn.kernels.forward.softmax import capped, distances
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows
@@ -63,7 +63,6 @@ from sparsek.attn.plan.kernels import (
     padded_heads,
     padding_notes,
     unless_heads,
-    unless_members,
 )
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.engine.launch.gluon import (
@@ -81,15 +80,15 @@ from sparsek.engine.plan.ring import flops_per_second, throttled
 
 
 @dataclass(frozen=True, repr=False)
-class Config(KernelConfig):
+class Config(KernelConfig, Ruled):
     """A tile of keys and the rings that feed it. All of it is known at compile time.
 
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
     `halves`: warpgroups with 64 keys each; with one half both share the tile's keys. Q and dO rings have `stages`
-    slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either only the
-    end of the keys. `sums`: float32 sums of every dQ that are added to in the order of tickets; 0 is one sum, in any
-    order. `softcap`, `alibi`: what changes scores. `queries`: those of a step, 64, or 128 for heads of at most 64
-    columns in blocks of 128 by 128.
+    slots, dQ has `dq_slots`. `interval`, `bits`, `members` and `member_ends`: the rules that partial blocks may have,
+    as in the forward pass; without any only the end of the keys. `sums`: float32 sums of every dQ that are added to in
+    the order of tickets; 0 is one sum, in any order. `softcap`, `alibi`: what changes scores. `queries`: those of a
+    step, 64, or 128 for heads of at most 64 columns in blocks of 128 by 128.
     """
 
     dim: int
@@ -104,6 +103,8 @@ class Config(KernelConfig):
     softcap: bool = False
     alibi: bool = False
     queries: int = 64
+    members: int = 0
+    member_ends: bool = False
 
     @property
     def texts(self) -> list[str]:
@@ -175,12 +176,13 @@ ONE_WARPGROUP, TWO_SUMS, ONE_SUM = 1.4, 1.06, 1.02
 
 @gluon.jit
 def step(
-    T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, at, partial, visits, first, i, key, scale,
-    lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
+    T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, word, at, partial, masked, visits, first, i,
+    key, scale, lists, changes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars, dq_bars,
 ):  # fmt: skip
     """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. `side` is the parity of `at`.
 
-    `partial`: the step may belong to a partial block.
+    `partial`: the step may belong to a partial block, as the first `masked` do. `word`: see `word_at`; that of the next
+    step is returned.
     """
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
@@ -189,7 +191,7 @@ def step(
     COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     q_full, do_full, ring_empty = ring_bars
     ds_full, ds_empty, dq_full, dq_empty = dq_bars
-    rules, bits, kv_len = lists
+    rules, bits, kv_len, ends = lists
     cap, slopes, slope_head, ahead = changes
     NUMBERS: gl.constexpr = T.row_slots
     slot = at % T.stages
@@ -198,7 +200,12 @@ def step(
     q = q_s.index(slot).reshape((64, DIM))
     do = do_s.index(slot).reshape((64, VDIM))
     mbarrier.wait(q_full.index(bar), phase)  # until Q has landed
-    less = gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0)
+    less = rows_s.index(NUMBERS * slot).reshape((64,)).load(COL)
+    if T.members > 0 and not T.member_ends:
+        if partial:
+            less = of_members(T, less, word, visits, first, i, rules)
+        word = word_at(T, visits, first, i + 3 - T.halves, masked, rules)
+    less = gl.expand_dims(less, 0)
     zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
     k = k_s.index(HALF).reshape((64, DIM))
     start = zero if T.softcap else zero + less
@@ -215,10 +222,10 @@ def step(
         # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
         low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
         high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
-        if T.bits:
+        if T.bits or T.members > 0:
             pos, h, entry, ticket = step_at(T, visits, first, i)
             if entry >= 0:
-                s = by_step(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
+                s = by_step(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len, ends)
         else:
             s = by_step(T, s, 0, key + HALF * 64, 0, rules, bits, low, high, kv_len)
     above = s
@@ -271,7 +278,7 @@ def step(
         dk = warpgroup_mma_wait(1, deps=(dk,))
         mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K only
         stage_dq(T, WG, WG, at // 2, warpgroup_mma_wait(0, deps=(dq,)), dq_s, dq_bars)
-    return dk, dv
+    return dk, dv, word
 
 
 @gluon.jit
@@ -298,14 +305,17 @@ def differentiate(
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
         mbarrier.wait(k_full, turn)  # until K has landed
         mbarrier.wait(v_full, turn)  # until V has landed
+        word = 0
+        if T.members > 0 and not T.member_ends:
+            word = word_at(T, visits, first, 0 if T.halves == 2 else WG, 2 * masked, lists[0])
         UNROLLED: gl.constexpr = 1 if T.halves == 2 else 2
         for i in range(0, 2 * pairs, UNROLLED):
             for side in gl.static_range(UNROLLED):
                 if T.halves == 2 or side == WG:
-                    dk, dv = step(
-                        T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, at + side, i < 2 * masked, visits,
-                        first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, ring_bars,
-                        dq_bars,
+                    dk, dv, word = step(
+                        T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, word, at + side, i < 2 * masked,
+                        2 * masked, visits, first, i + side, key, scale, lists, of_tile, k_s, v_s, q_s, do_s, rows_s,
+                        ds_s, dq_s, ring_bars, dq_bars,
                     )  # fmt: skip
             at += UNROLLED
         if T.halves == 2:
@@ -344,7 +354,7 @@ def differentiate(
 
 NUMBERS = [
     "kv_len", "rows", "plane", "heads", "bound_item", "bound_head", "bound_group", "bound_plane", "slope_item",
-    "slope_head", "ahead",
+    "slope_head", "ahead", "window", "sunk",
 ]  # fmt: skip
 
 
@@ -352,7 +362,7 @@ NUMBERS = [
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, starts, visits, rules,
     bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
-    cap, slopes, slope_item, slope_head, ahead, T: gl.constexpr, SOURCE: gl.constexpr,
+    cap, slopes, slope_item, slope_head, ahead, window, sunk, T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Records: see attn/plan/attention_grad_schedule.py. `factor` is the softmax scale, `scale` that times log2(e).
 
@@ -413,7 +423,7 @@ def attention_bwd_kernel(
     tile_bars = (k_full, k_empty, v_full, v_empty)
     ring_bars = (q_full, do_full, ring_empty)
     dq_bars = (ds_full, ds_empty, dq_full, dq_empty)
-    lists = (rules, bits, kv_len)
+    lists = (rules, bits, kv_len, (window, sunk) if T.member_ends else (0, 0))
     bounds = (bound_item, bound_head, bound_group, bound_plane)
     changes = (cap if T.softcap else 0, (slopes, slope_item, slope_head, ahead) if T.alibi else (0, 0, 0, 0))
     consumer = (
@@ -458,7 +468,9 @@ class HopperAttentionGrad:
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
         reasons = unless_hopper(p) + unless_heads(p, "registers hold dK and dV of at most 128 columns", 128)
-        reasons += unless_aligned(p, "strides of q, k, v and grad") + unless_members(p)
+        reasons += unless_aligned(p, "strides of q, k, v and grad")
+        if p.block[0] < 64:
+            reasons.append(f"a step has 64 query rows of a block, and blocks of {p.block[0]} have fewer")
         if p.deterministic and p.block[1] == 64 and p.dim in PORTABLE and p.v_dim in PORTABLE:
             reasons.append(
                 "portable.attention_bwd is faster in order with blocks of 64 keys; name that, or deterministic=False"
@@ -489,7 +501,14 @@ class HopperAttentionGrad:
         found = []
         for queries, stages, slots in [*steps, *((64, *ring) for ring in rings)]:
             c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, sums)
-            c = replace(c, softcap=p.softcap, alibi=p.alibi, queries=queries)
+            c = replace(
+                c,
+                softcap=p.softcap,
+                alibi=p.alibi,
+                queries=queries,
+                members=p.members,
+                member_ends=p.member_ends,
+            )
             if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
         return found
@@ -554,7 +573,8 @@ class HopperAttentionGrad:
             factor, scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
             heads // mask.heads, lists * (rows // c.queries),
-            score_args.cap(scale, scores), *score_args.slopes(scores, q.shape[2], k.shape[2]), c, SOURCE,
+            score_args.cap(scale, scores), *score_args.slopes(scores, q.shape[2], k.shape[2]),
+            *score_args.ends(mask), c, SOURCE,
         )  # fmt: skip
         # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.
         options = {"launch_cooperative_grid": True} if c.ordered else None

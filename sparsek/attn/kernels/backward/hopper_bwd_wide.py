@@ -37,7 +37,6 @@ from sparsek.attn.plan.kernels import (
     padded_heads,
     padding_notes,
     unless_heads,
-    unless_members,
 )
 from sparsek.attn.plan.problems import AttentionGradProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on
@@ -46,12 +45,13 @@ from sparsek.engine.plan.kernel import unless_aligned, unless_hopper
 
 
 @dataclass(frozen=True, repr=False)
-class Config(KernelConfig):
+class Config(KernelConfig, rules.Ruled):
     """Heads, blocks and rings of both passes. All of it is known at compile time.
 
     `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor. The
     pass over keys has `stages` slots of Q, dO and P; the pass over queries two slots of K and `v_slots` of V.
-    `interval` and `bits`: the rules that partial blocks may have; without either only the end of the keys.
+    `interval`, `bits`, `members` and `member_ends`: the rules that partial blocks may have, as in the forward pass;
+    without any only the end of the keys.
     """
 
     dim: int
@@ -61,6 +61,8 @@ class Config(KernelConfig):
     v_slots: int = 1
     interval: bool = False
     bits: bool = False
+    members: int = 0
+    member_ends: bool = False
 
     @property
     def texts(self) -> list[str]:
@@ -91,7 +93,7 @@ class HopperWideAttentionGrad:
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
         reasons = unless_hopper(p) + unless_heads(p, "a warpgroup holds one sum of at most 256 columns", 256)
-        reasons += unless_aligned(p, "strides of q, k, v and grad") + unless_members(p)
+        reasons += unless_aligned(p, "strides of q, k, v and grad")
         if max(p.dim, p.v_dim) <= 128:
             reasons.append(
                 f"is for head dims above 128, not {p.dim} and {p.v_dim}; hopper.attention_bwd takes those"
@@ -110,7 +112,8 @@ class HopperWideAttentionGrad:
 
     def configs(self, p: AttentionGradProblem) -> Iterable[Config]:
         dim, v_dim = padded_heads(p)
-        return [Config(dim, v_dim, p.block, 2, 1 if v_dim > 128 else 2, p.by_interval, p.by_bits)]
+        rules = p.by_interval, p.by_bits, p.members, p.member_ends
+        return [Config(dim, v_dim, p.block, 2, 1 if v_dim > 128 else 2, *rules)]
 
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
         """Products of both passes, begin and end of every tile, and a pass over rows before.
@@ -145,6 +148,7 @@ class HopperWideAttentionGrad:
         rule_step = q_len if mask.lo is not None and len(mask.lo) > 1 else 0
         mask_step = mask.heads if mask.batch > 1 else 0
         factors = score_args.factor(scale, scores), scale
+        ends = score_args.ends(mask)
         described = (
             describe_heads(q, 64, c.dim), describe_heads(k, 64, c.dim),
             describe_heads(v, 64, c.v_dim), describe_heads(grad, 64, c.v_dim),
@@ -154,10 +158,10 @@ class HopperWideAttentionGrad:
         args = (
             *described, Described(flat, tuple(flat.shape), (64, 1), (1, 64)),
             describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), numbers if sums is None else sums, order,
-            *lists.partial, *lists.full, lists.partial_entries if mask.bits is not None else none, *rules, *factors,
+            *lists.partial, *lists.full, lists.partial_entries if c.bits or c.members else none, *rules, *factors,
             q_len, k.shape[2], rows, plane // 64, columns, kv_heads, group, heads // mask.heads, mask_step,
             order.shape[0] // mask.batch if mask.batch > 1 else 0, kv_heads if mask.heads == 1 else 1, rule_step,
-            order.shape[1], work.keys.lead, work.keys.section, batch * kv_heads, work.keys.slots, c, SOURCE,
+            order.shape[1], work.keys.lead, work.keys.section, batch * kv_heads, work.keys.slots, *ends, c, SOURCE,
         )  # fmt: skip
         launch_on(
             q.device, attention_bwd_keys, order.shape[1] * (mask.block[1] // 64) * batch * kv_heads, args
@@ -171,7 +175,7 @@ class HopperWideAttentionGrad:
             *described, describe_heads(dq, 64, c.dim), numbers, numbers if sums is None else sums, order,
             *mask.partial, *mask.full, *rules, *factors, q_len, k.shape[2], rows, plane, tiles, heads, group,
             heads // mask.heads, mask_step, rule_step, order.shape[1], work.queries.lead, work.queries.section,
-            batch * heads, work.queries.slots, c, SOURCE,
+            batch * heads, work.queries.slots, *ends, c, SOURCE,
         )  # fmt: skip
         launch_on(q.device, attention_bwd_queries, order.shape[1] * batch * heads, args)
         if sums is not None:

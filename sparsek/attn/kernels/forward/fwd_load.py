@@ -43,9 +43,26 @@ def bounds_at(T: gl.constexpr, bounds, b, h, at, q_len, kv_len):
     return lo, hi
 
 
+@gluon.jit
+def inner_bounds(T: gl.constexpr, bounds, b, h, pos, q_len, kv_len):
+    """First and end of the keys that are from lo to hi for all 64 rows from query `pos` on. Of a mask with members,
+    whose lo and hi do not fall.
+    """
+    lo_ptr, hi_ptr, bound_item, bound_head, bound_group = bounds
+    if T.interval:
+        base = b * bound_item + h // bound_group * bound_head
+        last = gl.minimum(pos + 64 // T.pack, q_len) - 1
+        there = pos < q_len
+        return gl.load(lo_ptr + base + last, mask=there, other=0), gl.load(
+            hi_ptr + base + pos, mask=there, other=0
+        )
+    else:
+        return 0, kv_len
+
+
 class Where(NamedTuple):
     """A warpgroup's 64 rows of a tile: the first partial entry and the first full one, the first row in the mask's
-    block, bounds of keys; with ALiBi, positions and slopes.
+    block, bounds of keys; with ALiBi, positions and slopes; with members, see `by_members`.
     """
 
     p_begin: Any
@@ -55,6 +72,8 @@ class Where(NamedTuple):
     hi: Any
     place: Any
     slope: Any
+    inner: Any
+    ends: Any
 
 
 @gluon.jit

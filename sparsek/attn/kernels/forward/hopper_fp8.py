@@ -271,7 +271,7 @@ def attend(
         factor = gl.load(q_scale + of_row, mask=at < q_len, other=1.0) * scale
         if not T.by_block:
             factor = gl.maximum(factor * gl.load(k_scales), LEAST)
-        where = Where(p_begin, f_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, 0, 0)
+        where = Where(p_begin, f_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, 0, 0, (0, 0), (0, 0))
         of_keys = (k_scales, v_scales, per_k, per_v, kv_len)
         acc, m, l, unit, slot, phase, turn = attended(
             T, WG, masked, steps, (where, lists, of_keys), factor, (q_slot, q_phase), (slot, phase), turn, q_s, k_s,

@@ -35,7 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from sparsek.attn.kernels.forward import pipeline, rules, score_args
-from sparsek.attn.kernels.forward.fwd_load import Where, bounds_at, load, masked_column, tile_at
+from sparsek.attn.kernels.forward.fwd_load import Where, bounds_at, inner_bounds, load, masked_column, tile_at
 from sparsek.attn.kernels.forward.merge import merge_parts
 from sparsek.attn.kernels.forward.pipeline import (
     LN2,
@@ -48,7 +48,7 @@ from sparsek.attn.kernels.forward.pipeline import (
     step_seconds,
     stored,
 )
-from sparsek.attn.kernels.forward.rules import by_bits, by_bounds
+from sparsek.attn.kernels.forward.rules import by_bits, by_bounds, by_members
 from sparsek.attn.kernels.forward.schedule_fwd import schedule
 from sparsek.attn.kernels.forward.softmax import biased, capped, with_sink
 from sparsek.attn.mask.mask import BlockMask
@@ -60,7 +60,6 @@ from sparsek.attn.plan.kernels import (
     padded_heads,
     padding_notes,
     unless_heads,
-    unless_members,
 )
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.engine.launch.gluon import Described, describe_heads, launch_on, tma_store, tma_store_wait
@@ -111,7 +110,10 @@ def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
         partial, rules, bits, full = tile[1]
         SUB: gl.constexpr = T.block[1] // T.keys
         key = masked_column(T, partial, at.p_begin, i) * T.block[1] + i % SUB * T.keys
-        if T.bits:
+        if T.members > 0:
+            words = rules + gl.maximum(at.p_begin + i // SUB, 0) * T.words
+            s = by_members(T, s, key, words, at.row, at.lo, at.hi, at.inner, at.ends)
+        elif T.bits:
             rule = gl.load(rules + at.p_begin + i // SUB, mask=at.p_begin >= 0, other=-1)
             if rule >= 0:
                 words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
@@ -162,7 +164,7 @@ def attend(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     q_len, heads, kv_len = sizes
-    cap, alibi, learned = changes
+    cap, alibi, learned, ends = changes
     slopes, slope_item, slope_head, ahead = alibi
     sinks, sink_step = learned
     r = WG * 64 + gl.arange(0, 64, ROW)
@@ -178,7 +180,11 @@ def attend(
         if T.alibi:
             place = at + ahead
             slope = gl.load(slopes + b * slope_item + (h + r % T.pack) * slope_head) * LOG2E
-        where = Where(p_begin, f_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi, place, slope)
+        inner = (0, 0)
+        if T.members > 0:
+            inner = inner_bounds(T, bounds, b, h, pos + WG * (64 // T.pack), q_len, kv_len)
+        row = pos % T.block[0] * T.pack + WG * 64
+        where = Where(p_begin, f_begin, row, lo, hi, place, slope, inner, ends)
         acc, m, l, slot, phase = attended(
             T, changed, allowed, WG, DTYPE, masked, steps, (where, lists, scale, cap), 1.0 if T.alibi else scale,
             (q_slot, q_phase), (slot, phase), q_s, k_s, v_s, bars,
@@ -205,13 +211,13 @@ NUMBERS = ["group", "q_len", "heads", "kv_len", "bound_item", "bound_head", "bou
 
 
 @gluon.jit(
-    do_not_specialize=[*NUMBERS, "slope_item", "slope_head", "ahead", "sink_step"],
+    do_not_specialize=[*NUMBERS, "slope_item", "slope_head", "ahead", "sink_step", "window", "sunk"],
     do_not_specialize_on_alignment=["slopes", "sinks"],
 )
 def attention_kernel(
     q_desc, k_desc, v_desc, o_desc, tiles, count, partial, full, rules, bits, lo, hi, lse, part, part_lse, scale, group,
     q_len, heads, kv_len, bound_item, bound_head, bound_group, cap, slopes, slope_item, slope_head, ahead, sinks,
-    sink_step, T: gl.constexpr, SOURCE: gl.constexpr,
+    sink_step, window, sunk, T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Record t of the schedule is tiles[FIELDS t : FIELDS (t + 1)], see attn/plan/attention_schedule.py.
 
@@ -220,7 +226,8 @@ def attention_kernel(
 
     With softcap, `cap` is 2 log2(e) times the softmax scale over softcap, and `scale` softcap times log2(e). Query x
     stands at key x + ahead; the slope of head h of item b is at b * slope_item + h * slope_head. The sink of head h
-    is at h * sink_step. What a call lacks is None.
+    is at h * sink_step. `window`, `sunk`: keys that rows without their bit see, of a mask with members. What a call
+    lacks is None.
     """
     GROUPS: gl.constexpr = T.groups
     q_s, k_s, v_s, o_s, bars = rings(T, q_desc, o_desc)
@@ -232,6 +239,7 @@ def attention_kernel(
         cap if T.softcap else 0,
         (slopes, slope_item, slope_head, ahead) if T.alibi else (0, 0, 0, 0),
         (sinks, sink_step) if T.sinks != "" else (0, 0),
+        (window, sunk) if T.member_ends else (0, 0),
     )
     consumer = (o_desc, tiles, count, lists, bounds, outs, scale, sizes, changes, q_s, k_s, v_s, o_s, bars)
     producer = (q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars)
@@ -298,7 +306,11 @@ class HopperAttention:
 
     def why_not(self, p: AttentionProblem) -> list[str]:
         reasons = unless_hopper(p) + unless_heads(p, "registers hold heads of at most 256", 256)
-        return reasons + unless_members(p) + unless_aligned(p, "strides of q, k and v") + too_long(p)
+        if p.members and not list(self.configs(p)):
+            reasons.append(
+                f"a tile has 64 rows or more of a block, and {p.block[0]} queries of {packs(p)[0]} heads are fewer"
+            )
+        return reasons + unless_aligned(p, "strides of q, k and v") + too_long(p)
 
     def default(self, p: AttentionProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
@@ -307,11 +319,13 @@ class HopperAttention:
         dim, v_dim = padded_heads(p)
         rules = {"interval": p.by_interval, "bits": p.by_bits, "lse": p.lse, **self._own_rules(p)}
         found: dict[Any, None] = {}
-        for groups in (2, 1) if p.block[0] == 128 else (1,):
+        for groups in (2, 1) if p.block[0] == 128 or p.members else (1,):
             for keys in (128, 64):
                 if not self._fits(p, keys) or (groups == 1 and keys == 128 and max(dim, v_dim) > 64):
                     continue
                 for pack in packs(p):
+                    if 64 * groups // pack > p.block[0]:
+                        continue
                     c = self._config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
                     c = fitted(c, p.card.smem_bytes)
                     found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
@@ -319,7 +333,8 @@ class HopperAttention:
 
     def _own_rules(self, p: Any) -> dict[str, Any]:
         """Fields of the config that the kernel of the other dtype lacks."""
-        return {"softcap": p.softcap, "alibi": p.alibi, "sinks": p.sink_logits}
+        changes = {"softcap": p.softcap, "alibi": p.alibi, "sinks": p.sink_logits}
+        return changes | {"members": p.members, "member_ends": p.member_ends}
 
     def _fits(self, p: Any, keys: int) -> bool:
         """Whether a step may have so many keys."""
@@ -377,12 +392,17 @@ class HopperAttention:
 
     def _own_args(self, c: Any, call: AttentionCall) -> tuple[tuple[Any, ...], ...]:
         """The descriptions of q, k and v, their scales, and the last arguments."""
-        q, k, v, _, scale, _, _, scores = call
+        q, k, v, mask, scale, _, _, scores = call
         described = (
             query_rows(q, c.pack, c.dim), describe_heads(k, c.keys, c.dim), describe_heads(v, c.keys, c.v_dim)
         )  # fmt: skip
         slopes = score_args.slopes(scores, q.shape[2], k.shape[2])
-        return described, (), (score_args.cap(scale, scores), *slopes, *score_args.sinks(scores))
+        changes = score_args.cap(scale, scores), *slopes, *score_args.sinks(scores)
+        return (
+            described,
+            (),
+            (*changes, *((mask.members.window, mask.members.sinks) if c.member_ends else (None, None))),
+        )
 
 
 def too_long(p: AttentionProblem) -> list[str]:
@@ -402,8 +422,12 @@ def mask_args(mask: BlockMask, q_len: int, none: Tensor) -> tuple[tuple[Tensor, 
 
 
 def packs(p: AttentionProblem) -> list[int]:
-    """Query heads per tile: 1, and the largest power of two that divides the group, if that makes fewer tiles."""
+    """Query heads per tile: 1, and the largest power of two that divides the group, if that makes fewer tiles. This
+    one alone where queries of a block have bits.
+    """
     pack = min(64, p.group & -p.group)
+    if p.members:
+        return [pack] if p.mask_heads in (1, p.kv_heads) else [1]
     if pack == 1 or p.mask_heads not in (1, p.kv_heads) or p.q_len > p.block[0] // 2:
         return [1]
     return [1, pack]

@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from sparsek.attn.kernels.forward.rules import Ruled
 from sparsek.attn.kernels.forward.softmax import rescaled, scores, softmax, weighted
 from sparsek.core.device import Card
 from sparsek.engine.launch.gluon import tma_store_wait
@@ -107,11 +108,12 @@ class Pipeline(KernelConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class BlockPipeline(Pipeline):
+class BlockPipeline(Pipeline, Ruled):
     """A pipeline for the blocks of a mask.
 
-    `interval` and `bits`: the rules that partial blocks may have; without either only the end of the keys. `split`:
-    tiles may be parts. `lse`: write the logarithms of the sums.
+    `interval`, `bits` and `members`: the rules that partial blocks may have; without any only the end of the keys.
+    `members`: query rows of one bit, 0 without; `member_ends`: they see keys at the ends of their intervals without it.
+    `split`: tiles may be parts. `lse`: write the logarithms of the sums.
     """
 
     dim: int
@@ -126,6 +128,8 @@ class BlockPipeline(Pipeline):
     bits: bool = False
     split: bool = False
     lse: bool = False
+    members: int = 0
+    member_ends: bool = False
 
     lead: ClassVar[tuple[int, ...]] = (1, 1)
 

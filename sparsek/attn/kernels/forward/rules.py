@@ -4,6 +4,9 @@ all kernels, once for each layout of scores, so that who changes it sees all of 
     rule of the block's entry < 0, or no rules     keys from lo of the query to its hi
     rule >= 0                                      keys whose bit is 1: key % 32 of a word of the query
 
+or, in a mask with `Members`, keys from lo to hi for queries whose bit of the entry's words is 1, and for others the
+last `window` of these keys and the first `sinks`.
+
 `bits` are int32 words [rules, BM, BK / 32] for blocks of BM queries and BK keys. An expression that is shared by these
 functions changes the order of instructions in some of them, so each has its own.
 """
@@ -15,10 +18,27 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparsek.attn.mask.lists import Members
+
 
 def named(c: Any) -> str:
     """The rules that a config is compiled for; without any only the end of the keys."""
-    return "rules " + ("+".join(c.true_names("interval", "bits")) or "ends")
+    found = c.true_names("interval", "bits")
+    if getattr(c, "members", 0):
+        found.append(f"members of {c.members}" + " and ends" * c.member_ends)
+    return "rules " + ("+".join(found) or "ends")
+
+
+class Ruled:
+    """Of a config, what the rule of members needs: see `Members`."""
+
+    block: tuple[int, int]
+    members: int
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits of an entry."""
+        return Members(self.members).words(self.block[0]) if self.members else 0
 
 
 # Plain Triton: a tile of any shape.
@@ -65,6 +85,32 @@ def admitted(
         return ok
 
 
+# Gluon: a query without its bit begins at its window. These numbers broadcast to each other.
+
+
+@gluon.jit
+def member_bit(T: gl.constexpr, words, row):
+    """Whether the bit of a row of the mask's block is set in the words of an entry."""
+    bit = row // T.members
+    if T.words == 1:
+        return (gl.load(words) >> bit) & 1 != 0
+    else:
+        return (gl.load(words + bit // 32) >> (bit % 32)) & 1 != 0
+
+
+@gluon.jit
+def member_bounds(T: gl.constexpr, bit, lo, hi, ends):
+    """The first key that a row sees, and the end of its sinks, which begin at `lo`: none where its bit is set.
+
+    `ends`: window and sinks, in keys; None for neither.
+    """
+    if T.member_ends:
+        window, sinks = ends
+        return gl.where(bit, lo, gl.maximum(lo, hi - window)), gl.where(bit, lo, gl.minimum(lo + sinks, hi))
+    else:
+        return gl.where(bit, lo, hi), lo
+
+
 # Gluon, forward: scores [rows, T.keys] in wgmma's layout, where no function moves a score to another thread.
 
 
@@ -77,6 +123,30 @@ def by_bounds(T: gl.constexpr, s, key0, lo, hi, sunk=None):
     if sunk is not None:
         seen = seen | (key < gl.expand_dims(sunk - key0, 1))
     return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def by_members(T: gl.constexpr, s, key0, words, row, lo, hi, inner, ends):
+    """Scores of keys from key0 on after the rule of members. Row 0 is row `row` of the mask's block, of `T.pack` heads.
+
+    `inner`: keys from its first to its second number are from lo to hi for every row.
+    """
+    KEYS: gl.constexpr = T.keys
+    r = (row + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout))) // T.pack
+    bit = member_bit(T, words, r)
+    if T.member_ends:
+        first, end = member_bounds(T, bit, lo, hi, ends)
+        key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
+        window = (key >= gl.expand_dims(first - key0, 1)) & (key < gl.expand_dims(hi - key0, 1))
+        sunk = (key >= gl.expand_dims(lo - key0, 1)) & (key < gl.expand_dims(end - key0, 1))
+        s = gl.where(window | sunk, s, float("-inf"))
+    else:
+        begin, end = inner
+        if (key0 >= begin) & (key0 + KEYS <= end):
+            s = gl.where(gl.expand_dims(bit, 1), s, float("-inf"))
+        else:
+            s = by_bounds(T, s, key0, gl.where(bit, lo, hi), hi)
+    return s
 
 
 @gluon.jit
@@ -100,11 +170,18 @@ def by_bits(T: gl.constexpr, s, words, row):
 
 
 @gluon.jit
-def by_entry(T: gl.constexpr, s, entry, low, high, query, key, rules, bits):
+def by_entry(T: gl.constexpr, s, entry, low, high, query, key, rules, bits, ends=None):
     """Scores after the rule of a partial block's entry."""
     BM: gl.constexpr = T.block[0]
     BK: gl.constexpr = T.block[1]
-    if T.bits:
+    if T.members > 0:
+        bit = member_bit(T, rules + entry * T.words, query % BM)
+        first, end = member_bounds(T, bit, low, high, ends)
+        seen = (first <= key) & (key < high)
+        if T.member_ends:
+            seen = seen | ((low <= key) & (key < end))
+        s = gl.where(seen, s, float("-inf"))
+    elif T.bits:
         rule = gl.load(rules + entry)
         if rule >= 0:
             words = bits + rule.to(gl.int64) * (BM * (BK // 32))
@@ -131,10 +208,20 @@ def by_stage(T: gl.constexpr, s, keys, first, end, kv_len):
 
 
 @gluon.jit
-def by_step(T: gl.constexpr, s, entry, key, pos, rules, bits, first, end, kv_len):
+def by_step(T: gl.constexpr, s, entry, key, pos, rules, bits, first, end, kv_len, ends=None):
     """Scores [64 keys, queries of a step] after the rule of a partial block's entry, with bounds as for `by_stage`."""
     keys = gl.expand_dims(key + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)), 1)
-    if T.bits:
+    if T.members > 0 and T.member_ends:
+        COL: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        QUERIES: gl.constexpr = T.queries
+        query = gl.expand_dims(pos % T.block[0] + gl.arange(0, QUERIES, COL), 0)
+        low = query * 0
+        high = low + kv_len
+        if T.interval:
+            low = gl.expand_dims(first.reshape((QUERIES,)).load(COL).to(gl.int32, bitcast=True), 0)
+            high = gl.expand_dims(end.reshape((QUERIES,)).load(COL).to(gl.int32, bitcast=True), 0)
+        s = by_entry(T, s, entry, low, high, query, keys, rules, bits, ends)
+    elif T.bits:
         rule = gl.load(rules + entry)
         if rule >= 0:
             words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.reference.scores import Scores
 
 LOG2E = log2(e)
@@ -53,3 +54,9 @@ def slopes(scores: Scores, q_len: int, kv_len: int) -> Slopes:
 def sinks(scores: Scores) -> Sinks:
     x = scores.sink_logits
     return Sinks() if x is None else Sinks(x, x.stride(0))
+
+
+def ends(mask: BlockMask) -> tuple[int | None, int | None]:
+    """Keys at the ends of its interval that a query sees without a bit, of a mask with members; None without any."""
+    members = mask.members
+    return (None, None) if members is None or not members.at_ends else (members.window, members.sinks)

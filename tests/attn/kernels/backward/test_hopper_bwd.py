@@ -84,16 +84,19 @@ def test_it_compiles(c: Config, dtype: str) -> None:
     check(c, dtype, compiled(c, dtype), SPILL_WIDE if wide else SPILL)
 
 
-FULL_OR_CHANGED = [
+FULL_OR_RULED = [
     FULLEST[0],
     replace(FULLEST[0], softcap=True, alibi=True),
     Config(128, 128, (64, 64), 1, 2, interval=True, softcap=True),
     Config(64, 64, (128, 128), 2, 4, softcap=True, alibi=True, sums=0),
+    Config(128, 128, (128, 128), 2, 2, interval=True, members=16),
+    Config(128, 128, (128, 64), 1, 2, interval=True, members=16, member_ends=True, sums=0),
+    Config(64, 64, (128, 128), 2, 2, interval=True, members=1, sums=2, queries=128),
 ]
 
 
-@pytest.mark.parametrize("c", sampled(FULL_OR_CHANGED, 1), ids=str)
-def test_the_fullest_and_changed_scores_compile(c: Config) -> None:
+@pytest.mark.parametrize("c", sampled(FULL_OR_RULED, 1), ids=str)
+def test_the_fullest_changed_scores_and_members_compile(c: Config) -> None:
     code = compiled(c, "bf16")
     check(c, "bf16", code, SPILL_WIDE if c.dim + c.v_dim == 256 else SPILL)
 

@@ -84,6 +84,13 @@ CHANGED = [
     Config(128, 128, (128, 128), 2, 128, 2, 2, interval=True, softcap=True, sinks="fp32"),
     Config(64, 64, (64, 64), 1, 64, 4, 2, alibi=True),
 ]
+# Blocks of as many tokens as fill a tile with their heads.
+MEMBERS = [
+    Config(128, 128, (8, 128), 2, 128, 2, 2, 16, interval=True, lse=True, members=1),
+    Config(128, 128, (8, 128), 2, 128, 2, 2, 16, interval=True, lse=True, members=1, member_ends=True),
+    Config(128, 128, (128, 64), 2, 64, 4, 2, interval=True, split=True, members=1),
+    Config(64, 64, (32, 128), 1, 128, 2, 2, 4, members=1),
+]
 COMPILED = list(dict.fromkeys(once(CASES, dims_apart, most=2)))
 NEXT_CASES = sampled([(FULLEST[0], "bf16"), *covering(CASES, dims_apart, 1)[:3]], 1, of="the newest Triton")
 
@@ -125,9 +132,9 @@ def test_the_newest_triton_compiles_configs_to_the_same() -> None:
         check_code(c, dtype, code, NEXT)
 
 
-@pytest.mark.parametrize("c", sampled([FULLEST[0], *CHANGED], 1), ids=str)
-def test_the_fullest_and_changed_scores_spill_in_steps_with_rules_only(c: Config) -> None:
-    check_code(c, "bf16", compiled(c, "bf16"), PINNED if c in FULLEST else CHANGED_SPILLS)
+@pytest.mark.parametrize("c", sampled([FULLEST[0], *CHANGED, *MEMBERS], 1), ids=str)
+def test_the_fullest_changed_scores_and_members_spill_in_steps_with_rules_only(c: Config) -> None:
+    check_code(c, "bf16", compiled(c, "bf16"), CHANGED_SPILLS if c in CHANGED else PINNED)
 
 
 def test_a_tile_without_blocks_looks_behind_the_last_key_that_there_can_be() -> None:
