@@ -6,10 +6,13 @@ from sparsek.nn.distillation import distillation_loss
 from sparsek.nn.linear import BlockSparseLinear
 from sparsek.nn.regrow import dense_gradients
 from sparsek.nn.schedule import PatternSchedule
+from sparsek.nn.selected import MoBA, NativeSparseAttention
 from sparsek.nn.sparse import SparseLinear
 
 __all__ = [
     "BlockSparseLinear",
+    "MoBA",
+    "NativeSparseAttention",
     "PatternSchedule",
     "SparseAttention",
     "SparseLinear",

@@ -125,13 +125,7 @@ class SparseAttention(nn.Module):
         Raises:
             InvalidInput: For an x of another shape, dtype or device, and for a mask that does not fit it.
         """
-        if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
-            raise InvalidInput(NOT_ONNX)
-        arguments.dense("x", x)
-        if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.dim:
-            wanted = f"[B, S, {self.dim}], or with cu_seqlens [total, {self.dim}]"
-            raise InvalidInput(f"x is {list(x.shape)}; it must be {wanted}")
-        self._check_alike(x)
+        self._check(x, cu_seqlens)
         parts = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = parts.split((self.heads, self.kv_heads, self.kv_heads), -2)
         mask = self.mask if mask is None else mask
@@ -150,8 +144,16 @@ class SparseAttention(nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         raise InvalidInput(NOT_TORCHSCRIPT.format("script"))
 
-    def _check_alike(self, x: Tensor) -> None:
-        """InvalidInput unless x has the device and dtype of the parameters, or torch.autocast casts both."""
+    def _check(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
+        """InvalidInput unless x has the layer's features, and the device and dtype of the parameters, or torch.autocast
+        casts both.
+        """
+        if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+            raise InvalidInput(NOT_ONNX)
+        arguments.dense("x", x)
+        if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.dim:
+            wanted = f"[B, S, {self.dim}], or with cu_seqlens [total, {self.dim}]"
+            raise InvalidInput(f"x is {list(x.shape)}; it must be {wanted}")
         weight = self.qkv.weight
         cast = tracing.autocasts(x) and x.dtype in CAST and weight.dtype in CAST
         if x.device != weight.device or not (cast or x.dtype == weight.dtype):

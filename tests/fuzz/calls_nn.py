@@ -107,6 +107,7 @@ def loaded(make: Callable[[], Any], assign: bool) -> Callable[[Random], Made]:
     return made
 
 
+GATE = sk.policies.MoBAGate(topk=1, block=64)
 LAYERS: dict[str, Callable[[], Any]] = {
     "BSR": blocked,
     "2:4": lambda: sk.nn.SparseLinear(two_four(), BIAS.clone()),
@@ -205,6 +206,49 @@ CALLS: dict[str, Call] = {
     ),
     "nn.SparseAttention.forward (top-k)": Call(
         function(attending(topk=1), x=dense(2, 100, 32), mask=mask()), ATTENTION
+    ),
+    "nn.MoBA": Call(
+        function(
+            sk.nn.MoBA,
+            dim=32,
+            heads=4,
+            mask=GATE,
+            kv_heads=2,
+            head_dim=8,
+            bias=False,
+            dtype=None,
+            device="cpu",
+        ),
+        {**PLACE, "mask": "none", "kv_heads": "none", "head_dim": "none", "dtype": "dtype"},
+    ),
+    "nn.MoBA.forward": Call(
+        function(sk.nn.MoBA(32, 4, GATE), x=dense(2, 100, 32), mask=mask(), cu_seqlens=None), ATTENTION
+    ),
+    "nn.NativeSparseAttention": Call(
+        function(
+            sk.nn.NativeSparseAttention,
+            dim=32,
+            heads=4,
+            mask=sk.policies.NSA(topk=4),
+            window=16,
+            kv_heads=2,
+            head_dim=8,
+            shared_kv=True,
+            learned=False,
+            bias=False,
+            dtype=None,
+            device="cpu",
+        ),
+        {**PLACE, "mask": "none", "kv_heads": "none", "head_dim": "none", "dtype": "dtype"},
+    ),
+    "nn.NativeSparseAttention.forward": Call(
+        function(
+            sk.nn.NativeSparseAttention(32, 4, sk.policies.NSA(topk=4)),
+            x=dense(2, 100, 32),
+            mask=None,
+            cu_seqlens=None,
+        ),
+        every=10,
     ),
     "nn.BlockSparseLinear.set_pattern": Call(
         fresh("set_pattern", blocked, pattern=bsr().pattern, optimizer=None),

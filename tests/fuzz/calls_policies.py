@@ -29,6 +29,7 @@ MADE: dict[str, Any] = {
 SIDES = {"block": "int sequence"}
 SHARED = {"topk": "none int", **SIDES}
 CALLED = {"q_offset": "none int", "kv_lengths": "none tensor"}
+SCALED = {"scale": "none float int"}
 COMPARED = {"scale": "none float int", "causal": "none bool", "kv_lengths": "none tensor"}
 
 CALLS: dict[str, Call] = {
@@ -126,8 +127,39 @@ for name, made in MADE.items():
         function(made.mask, q=Q, k=K, q_offset=0, kv_lengths=LENGTHS), CALLED, every=20
     )
     CALLS[f"policies.{name}.mask_for"] = Call(function(made.mask_for, q=Q, k=K), every=20)
+SELECTING: dict[str, Any] = {
+    "InfLLMv2": policies.InfLLMv2(topk=4, always=(1, 1)),
+    "MoBAGate": policies.MoBAGate(block=64),
+    "NSA": policies.NSA(topk=4),
+}
+PACKED = torch.tensor([0, 100, 256])
+CALLS |= {
+    "policies.IndexHead": Call(function(policies.IndexHead, topk=4, block=64, always=(1, 1))),
+    "policies.InfLLMv2": Call(
+        function(policies.InfLLMv2, topk=8, block=64, always=(1, 4), span=32, stride=16)
+    ),
+    "policies.MoBAGate": Call(function(policies.MoBAGate, topk=2, block=256, always=(0, 1))),
+    "policies.NSA": Call(function(policies.NSA, topk=4, block=64, always=(1, 2), span=32, stride=16)),
+    "policies.IndexHead.lists": Call(
+        function(
+            policies.IndexHead(topk=2, block=64).lists, q=dense(1, 2, 256, 8), k=dense(1, 1, 256, 8), scale=0.5,
+            cu_seqlens=PACKED,
+        ),
+        {"scale": "none float int", "cu_seqlens": "none"},
+        every=10,
+    ),
+}  # fmt: skip
+for name, made in SELECTING.items():
+    more: dict[str, Any] = {} if name == "MoBAGate" else {"compressed": None}
+    CALLS[f"policies.{name}.lists"] = Call(
+        function(made.lists, q=Q[:1], k=K[:1], scale=0.5, cu_seqlens=PACKED, **more),
+        {"scale": "none float int", "cu_seqlens": "none"},
+        every=10,
+    )
+    CALLS[f"policies.{name}.mask_for"] = Call(function(made.mask_for, q=Q, k=K, scale=0.5), SCALED, every=20)
 
 REASONS = {
+    "policies.IndexHead.mask_for": "takes index queries and keys, and attention has none; `lists`",
     "choose": "for `mask`: of arguments that were checked",
     "pairs": "for `mask`: of a place that was checked",
     "near": "takes no arguments",

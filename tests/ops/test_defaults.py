@@ -237,6 +237,7 @@ def chosen_by() -> list[Any]:
         sk.policies.MeanTopK(topk=2, block=64), sk.policies.SubBlock(density=0.5), sk.policies.Nabla(),
         sk.policies.XAttention(block=64), sk.policies.FlexPrefill(block=64), sk.policies.VerticalSlash(block=64),
         sk.policies.VSA(topk=2) | sk.policies.Streaming(window=64, block=64, causal=False),
+        sk.policies.NSA(topk=3), sk.policies.InfLLMv2(topk=2, always=(1, 1)), sk.policies.MoBAGate(topk=2, block=32),
     ]  # fmt: skip
 
 
@@ -378,10 +379,15 @@ def layers() -> Any:
     other = sk.nn.BlockSparseLinear(matrix().pattern, **at)
     pruned = sk.nn.BlockSparseLinear.from_dense(torch.nn.Linear(80, 100, **at), (32, 16), keep=0.5)
     attend = sk.nn.SparseAttention(64, 2, sk.MaskPolicy(topk=2), **at)
+    selected = [
+        sk.nn.MoBA(64, 2, sk.policies.MoBAGate(topk=2, block=64), **at),
+        sk.nn.NativeSparseAttention(64, 2, sk.policies.NSA(topk=4, span=16), **at),
+    ]
     outputs = [each(dense(7, 80)) for each in (layer, other, pruned)]
+    outputs += [each(dense(2, 200, 64)) for each in selected]
     outputs += [attend(dense(2, 200, 64)), attend(dense(200, 64), cu_seqlens=edges())]
     torch.cat([each.flatten() for each in outputs]).sum().backward()
-    parameters = [each for made in (layer, other, pruned, attend) for each in made.parameters()]
+    parameters = [each for made in (layer, other, pruned, attend, *selected) for each in made.parameters()]
     other.load_state_dict(sk.nn.BlockSparseLinear.random(80, 100, (32, 16), 0.3, **at).state_dict())
     return outputs, [(each, each.grad) for each in parameters if each.grad is not None], other(dense(7, 80))
 

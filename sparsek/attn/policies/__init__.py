@@ -6,6 +6,7 @@ from sparsek.attn.policies.nabla import Nabla
 from sparsek.attn.policies.pictures import plot
 from sparsek.attn.policies.policy import Policy
 from sparsek.attn.policies.quest import Quest
+from sparsek.attn.policies.selected import NSA, IndexHead, InfLLMv2, MoBAGate
 from sparsek.attn.policies.static import Streaming
 from sparsek.attn.policies.top import MeanTopK, SubBlock
 from sparsek.attn.policies.vertical_slash import VerticalSlash
@@ -14,9 +15,13 @@ from sparsek.attn.policies.vsa import VSA
 from sparsek.attn.policies.xattention import XAttention
 
 __all__ = [
+    "NSA",
     "VSA",
     "FlexPrefill",
+    "IndexHead",
+    "InfLLMv2",
     "MeanTopK",
+    "MoBAGate",
     "Nabla",
     "Policy",
     "Quest",

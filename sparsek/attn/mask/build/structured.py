@@ -6,6 +6,7 @@ kernel is, and is the specification.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +272,19 @@ def _of_steps(cls: type[Mask], place: Place, steps: Steps | None, causal: bool, 
 def of_blocks(cls: type[Mask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1) -> Mask:
     """The mask of these blocks of each tile, as far as they exist; if causal, of their keys up to the query."""
     interval = up_to_itself(place) if causal else every_key(place)
-    full, cut = full_and_partial(stored, place, causal, heads)
+    return _of_runs(cls, place, *full_and_partial(stored, place, causal, heads), interval, label, heads)
+
+
+def _of_runs(
+    cls: type[Mask],
+    place: Place,
+    full: Runs,
+    cut: Runs,
+    interval: Sequence[Tensor] | None,
+    label: str,
+    heads: int = 1,
+) -> Mask:
+    """The mask of these full and partial blocks; `interval`: lo and hi, or None."""
     counts = full.count.sum(0), cut.count.sum(0)
     sizes = exact_sizes(*counts)
     check_stored(sizes.stored)
@@ -287,6 +300,20 @@ def of_blocks(cls: type[Mask], place: Place, stored: Runs, causal: bool, label: 
     )  # fmt: skip
     mask._memo["heavy"] = heavy_blocks(*counts)
     return mask
+
+
+@not_traced("a block mask")
+def of_intervals(cls: type[Mask], place: Place, lo: np.ndarray, hi: np.ndarray, label: str) -> Mask:
+    """The mask in which query q sees keys lo[q] to hi[q] - 1, int64 [q_len]. Both ascend, and lo <= hi."""
+    bq, bk = place.block
+    one = np.arange(0, place.q_len, bq)
+    last = np.minimum(one + bq, place.q_len) - 1
+    begin, end = lo[one] // bk, -(-hi[last] // bk)
+    end = np.where(lo[one] < hi[last], end, begin)
+    whole = np.clip(-(-lo[last] // bk), begin, end)
+    cut = np.clip(hi[one] // bk, whole, end)
+    full, rest = Runs.between(whole, cut), Runs.between(begin, whole).then(Runs.between(cut, end))
+    return _of_runs(cls, place, full, rest, upload([lo[None], hi[None]], place.device), label)
 
 
 @of_options

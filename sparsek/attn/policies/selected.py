@@ -1,0 +1,363 @@
+"""Policies that choose blocks of keys for each query token, as their papers do: NSA, MoBA, InfLLM-v2, MiniMax-M3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.attn.mask.operands import check_tensors
+from sparsek.attn.mask.token_lists import TokenLists
+from sparsek.attn.plan.attention_operands import checked_scale
+from sparsek.attn.policies.token import SCORES, TokenGrid, TokenPolicy, rows_of, token_lists
+from sparsek.core import arguments, dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
+
+
+@dataclass(frozen=True)
+class NSA(TokenPolicy):
+    """Keeps, for each query, the blocks of keys with the largest weights of attention to compressed keys.
+
+    Compressed key i stands for keys i * stride to i * stride + span - 1, their mean unless others are given, and is
+    seen by queries from its last key on. p is a query's softmax over the compressed keys that it sees. The score of
+    block j is the sum of p[i] over the parts of `stride` keys in the block and the compressed keys i that cover the
+    part, and over the heads of q that share a head of k. The choice has no gradient.
+
+    Args:
+        topk: Blocks that each query keeps, those of `always` among them.
+        block: The keys of a block: a power of two from 4, a multiple of `stride`.
+        always: (sinks, local): the first blocks, and the last ones up to the query's own.
+        span: The keys of a compressed key, a multiple of `stride`.
+        stride: Keys from one compressed key to the next.
+
+    Raises:
+        InvalidInput: For options that are out of range or do not go together.
+
+    Source: Native Sparse Attention, Yuan et al., arXiv:2502.11089, equations 7 to 12.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = (torch.randn(1, heads, 2048, 64) for heads in (8, 2, 2))
+        >>> policy = sk.policies.NSA(topk=8)
+        >>> policy.lists(q, k).indices.shape, sk.attention(q, k, v, policy).shape
+        (torch.Size([1, 2, 2048, 8]), torch.Size([1, 8, 2048, 64]))
+    """
+
+    topk: int = 16
+    block: int = 64
+    always: tuple[int, int] = (1, 2)
+    span: int = 32
+    stride: int = 16
+
+    def __post_init__(self) -> None:
+        self._check_fields()
+        for name in ("stride", "span"):
+            object.__setattr__(self, name, arguments.integer(name, getattr(self, name), 1))
+        for name in ("span", "block"):
+            value = getattr(self, name)
+            if value % self.stride:
+                raise InvalidInput(f"{name} is {value} and stride {self.stride}, which must divide it")
+
+    @property
+    def spans(self) -> tuple[int, int, int]:
+        """The block, the span and the stride."""
+        return self.block, self.span, self.stride
+
+    @not_traced("a policy's lists")
+    @torch.no_grad()
+    def lists(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        compressed: Tensor | None = None,
+    ) -> TokenLists:
+        """Return the blocks of each query and head of k. No sync on a GPU, except to read new cu_seqlens.
+
+        Args:
+            q: Queries [B, Hq, S, D]; the last one stands at the last key.
+            k: Keys [B, Hkv, T, D]. With `compressed` only its shape is read.
+            scale: The factor of q @ k.T in the softmax; D**-0.5 by default.
+            cu_seqlens: int32 or int64 [documents + 1], for packed documents [1, H, total, D]. Blocks of a document
+                count from its own first key.
+            compressed: [B, Hkv, n, D]: other compressed keys, in place of means; n = (T - span) // stride + 1, at least
+                0. Of packed documents, those of keys with zeros behind each document, up to whole blocks.
+
+        Raises:
+            InvalidInput: For operands that do not fit together.
+        """
+        factor, heads = checked(q, k, scale), k.shape[1]
+        grid = TokenGrid.of(q, k, self.block, cu_seqlens)
+        with dtypes.as_given(q.device):
+            if compressed is None:
+                compressed = means(grid.aligned(k), self.span, self.stride)
+            else:
+                check_compressed(compressed, q, k, self._windows(grid, k.shape[2]))
+
+            def score(start: int, end: int) -> Tensor:
+                return self._pooled(grid, start, end, self._weights(grid, q, compressed, factor, start, end))
+
+            each = q.shape[0] * q.shape[1] * max(compressed.shape[2], 1)
+            return token_lists(grid, (q.shape[0], heads), self, score, each)
+
+    def _windows(self, grid: TokenGrid, keys: int) -> int:
+        """The compressed keys of a grid."""
+        length = keys if grid.edges is None else grid.columns * grid.block
+        return max((length - self.span) // self.stride + 1, 0)
+
+    def _weights(
+        self, grid: TokenGrid, q: Tensor, compressed: Tensor, scale: float, start: int, end: int
+    ) -> Tensor:
+        """[B, Hkv, n, m]: the sum of a group's softmax, of the compressed keys of the blocks in reach."""
+        per, (left, right) = self.block // self.stride, grid.reach(start, end)
+        keys = compressed[:, :, left * per : right * per].to(torch.promote_types(q.dtype, torch.float32))
+        rows = rows_of(q, keys.shape[1], start, end)
+        scores = (rows.flatten(2, 3) @ keys.mT).mul_(scale).unflatten(2, rows.shape[2:4])
+        begin = (
+            torch.arange(keys.shape[2], dtype=torch.int64, device=q.device) * self.stride + left * self.block
+        )
+        position, first = (each[start:end, None] for each in (grid.position, grid.first * self.block))
+        seen = (begin >= first) & (begin + self.span <= position + 1)
+        # A row that sees none has weights 0.
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
+        return weights.sum(2)
+
+    def _pooled(self, grid: TokenGrid, start: int, end: int, weights: Tensor) -> Tensor:
+        """[B, Hkv, n, blocks]: weights [B, Hkv, n, m] of compressed keys, joined over those that cover a part of a
+        block, and over the parts.
+        """
+        left, right = grid.reach(start, end)
+        covers, parts = self.span // self.stride, (right - left) * (self.block // self.stride)
+        around = functional.pad(weights, (covers - 1, parts - weights.shape[-1]))
+        return self._joined(self._joined(around.unfold(-1, covers, 1)).unflatten(-1, (right - left, -1)))
+
+    def _joined(self, weights: Tensor) -> Tensor:
+        """The last dim in one."""
+        return weights.sum(-1)
+
+
+@dataclass(frozen=True)
+class InfLLMv2(NSA):
+    """Keeps, for each query, the blocks of keys that contain the largest weight of attention to compressed keys.
+
+    As `NSA`, with means of keys; the score of a block is the largest p[i] of the compressed keys that reach into it,
+    where p is summed over the heads of q that share a head of k. The normalizer of p is exact; the authors' kernel
+    estimates it from coarser means.
+
+    Args:
+        topk: Blocks that each query keeps, those of `always` among them. MiniCPM4.1 keeps 64 and the window.
+        block: The keys of a block: a power of two from 4, a multiple of `stride`.
+        always: (sinks, local): the first blocks, and the last ones up to the query's own: the window of the source in
+            blocks, whose kernel counts the query's own block in addition.
+        span: The keys of a compressed key, a multiple of `stride`.
+        stride: Keys from one compressed key to the next.
+
+    Raises:
+        InvalidInput: For options that are out of range or do not go together.
+
+    Source: InfLLM-V2, Zhao et al., arXiv:2509.24663; infllmv2_attn_stage1 and max_pooling_1d of its kernels.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = (torch.randn(1, heads, 2048, 64) for heads in (8, 2, 2))
+        >>> policy = sk.policies.InfLLMv2(topk=16, always=(1, 9))
+        >>> sk.attention(q, k, v, policy).shape
+        torch.Size([1, 8, 2048, 64])
+    """
+
+    topk: int = 96
+    always: tuple[int, int] = (1, 33)
+
+    def _joined(self, weights: Tensor) -> Tensor:
+        return weights.amax(-1)
+
+
+@dataclass(frozen=True)
+class MoBAGate(TokenPolicy):
+    """Keeps, for each query, its own block of keys and those before it whose mean key has the largest products with it.
+
+    For heads of q that share a head of k the products are summed; the source has one head of q for each of k. The
+    choice has no gradient.
+
+    Args:
+        topk: Blocks that each query keeps, its own among them.
+        block: The keys of a block, a power of two from 4. Lists have parts of 128 of larger blocks.
+        always: (sinks, local): the first blocks, and the last ones up to the query's own, which is one of them.
+
+    Raises:
+        InvalidInput: For options that are out of range.
+
+    Source: MoBA, Lu et al., arXiv:2502.13189, equations 5 and 6.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = torch.randn(3, 1, 4, 2048, 64).unbind()
+        >>> policy = sk.policies.MoBAGate(topk=3, block=256)
+        >>> policy.lists(q, k).indices.shape, sk.attention(q, k, v, policy).shape
+        (torch.Size([1, 4, 2048, 6]), torch.Size([1, 4, 2048, 64]))
+    """
+
+    topk: int = 3
+    block: int = 512
+    always: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        self._check_fields()
+        if not self.always[1]:
+            raise InvalidInput(
+                f"always is {self.always}; a query of MoBA sees its own block: (sinks, 1) or more"
+            )
+
+    @not_traced("a policy's lists")
+    @torch.no_grad()
+    def lists(
+        self, q: Tensor, k: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None
+    ) -> TokenLists:
+        """Return the blocks of each query and head of k. No sync on a GPU, except to read new cu_seqlens.
+
+        Args:
+            q: Queries [B, Hq, S, D]; the last one stands at the last key.
+            k: Keys [B, Hkv, T, D].
+            scale: Checked, and not read: the order of products is that of any multiple of them.
+            cu_seqlens: int32 or int64 [documents + 1], for packed documents [1, H, total, D]. Blocks of a document
+                count from its own first key.
+
+        Raises:
+            InvalidInput: For operands that do not fit together.
+        """
+        checked(q, k, scale)
+        heads, grid = k.shape[1], TokenGrid.of(q, k, self.block, cu_seqlens)
+        with dtypes.as_given(q.device):
+            gates = means(grid.aligned(k), self.block, self.block)
+            gates = functional.pad(
+                gates, (0, 0, 0, grid.columns - gates.shape[2])
+            )  # the last one, of no later query
+
+            def score(start: int, end: int) -> Tensor:
+                left, right = grid.reach(start, end)
+                return rows_of(q, heads, start, end).sum(2) @ gates[:, :, left:right].mT
+
+            return token_lists(grid, (q.shape[0], heads), self, score, q.shape[0] * q.shape[1] * grid.columns)
+
+
+@dataclass(frozen=True)
+class IndexHead(TokenPolicy):
+    """Keeps, for each query, the blocks with the largest product of an index query and an index key up to the query.
+
+    The index queries and keys are those of a small head of the model, with norm and rotation applied: one query head
+    for each head of k, and one key head for all, or as many. The choice has no gradient: MiniMax-M3 trains the head by
+    a loss of its own.
+
+    Args:
+        topk: Blocks that each query keeps, those of `always` among them.
+        block: The keys of a block: a power of two from 4.
+        always: (sinks, local): the first blocks, and the last ones up to the query's own.
+
+    Raises:
+        InvalidInput: For options that are out of range.
+
+    Source: MiniMax Sparse Attention, Xu et al., arXiv:2606.13392; index_topk_blocks, index_block_size and
+    index_local_blocks of MiniMax-M3 are `topk`, `block` and always[1].
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = (torch.randn(1, heads, 2048, 64) for heads in (8, 2, 2))
+        >>> index_q, index_k = torch.randn(1, 2, 2048, 32), torch.randn(1, 1, 2048, 32)
+        >>> lists = sk.policies.IndexHead(topk=4).lists(index_q, index_k)
+        >>> lists.indices.shape, sk.attention(q, k, v, lists).shape
+        (torch.Size([1, 2, 2048, 4]), torch.Size([1, 8, 2048, 64]))
+    """
+
+    topk: int = 16
+    block: int = 128
+    always: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        self._check_fields()
+
+    @not_traced("a policy's lists")
+    @torch.no_grad()
+    def lists(
+        self, q: Tensor, k: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None
+    ) -> TokenLists:
+        """Return the blocks of each query and index head. No sync on a GPU, except to read new cu_seqlens.
+
+        Args:
+            q: Index queries [B, Hkv, S, E]; the last one stands at the last key.
+            k: Index keys [B, 1 or Hkv, T, E].
+            scale: Checked, and not read: the order of products is that of any multiple of them.
+            cu_seqlens: int32 or int64 [documents + 1], for packed documents [1, H, total, E]. Blocks of a document
+                count from its own first key.
+
+        Raises:
+            InvalidInput: For operands that do not fit together.
+        """
+        checked(q, k, scale)
+        if k.shape[1] not in (1, q.shape[1]):
+            raise InvalidInput(
+                f"k has {k.shape[1]} index heads and q {q.shape[1]}; k needs 1 or {q.shape[1]}"
+            )
+        grid = TokenGrid.of(q, k, self.block, cu_seqlens)
+        with dtypes.as_given(q.device):
+            keys, each = grid.aligned(k), q.shape[0] * q.shape[1]
+
+            def score(start: int, end: int) -> Tensor:
+                left, right = grid.reach(start, end)
+                rows = rows_of(q, q.shape[1], start, end).squeeze(2)
+                some = max(SCORES // (each * (end - start) * self.block), 1)
+                parts = [
+                    self._largest(grid, rows, keys, start, (at, min(at + some, right)))
+                    for at in range(left, right, some)
+                ]
+                return torch.cat(parts, -1)
+
+            return token_lists(grid, (q.shape[0], q.shape[1]), self, score, each * max(grid.columns, 1))
+
+    def _largest(
+        self, grid: TokenGrid, rows: Tensor, keys: Tensor, start: int, blocks: tuple[int, int]
+    ) -> Tensor:
+        """[B, H, n, blocks]: the largest product in each block of keys up to the query."""
+        begin, end = (at * self.block for at in blocks)
+        part = keys[:, :, begin:end].to(rows.dtype)
+        scores = rows @ part.mT
+        key = torch.arange(begin, begin + part.shape[2], dtype=torch.int64, device=rows.device)
+        position = grid.position[start : start + rows.shape[2], None]
+        scores = scores.masked_fill(key > position, -torch.inf)
+        scores = functional.pad(scores, (0, end - begin - part.shape[2]), value=-torch.inf)
+        return scores.unflatten(-1, (-1, self.block)).amax(-1)
+
+
+def checked(q: Any, k: Any, scale: float | None) -> float:
+    """The factor of checked q and k."""
+    check_tensors(q, k, k)
+    for name, x in (("q", q), ("k", k)):
+        arguments.tensor(name, x)
+    return checked_scale(scale, q.shape[3])
+
+
+def check_compressed(compressed: Any, q: Tensor, k: Tensor, windows: int) -> None:
+    """InvalidInput unless it has the compressed keys of k."""
+    arguments.tensor("compressed", compressed, (q.dtype,), 4)
+    arguments.one_device("q is", q.device, "compressed", compressed.device)
+    right = [k.shape[0], k.shape[1], windows, k.shape[3]]
+    if list(compressed.shape) != right:
+        raise InvalidInput(f"compressed is {list(compressed.shape)}; k {list(k.shape)} needs {right}")
+
+
+def means(x: Tensor, span: int, stride: int) -> Tensor:
+    """The mean of rows i * stride to i * stride + span - 1 of x [B, H, T, D], [B, H, n, D] in float32 or float64.
+    Differentiable.
+    """
+    dtype, parts = torch.promote_types(x.dtype, torch.float32), x.shape[2] // stride
+    sums = x[:, :, : parts * stride].unflatten(2, (parts, stride)).sum(3, dtype=dtype)
+    count = max(parts - span // stride + 1, 0)
+    found = sums[:, :, :count]
+    for at in range(1, span // stride):
+        found = found + sums[:, :, at : at + count]
+    return found / span
