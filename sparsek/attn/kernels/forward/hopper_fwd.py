@@ -398,11 +398,7 @@ class HopperAttention:
         )  # fmt: skip
         slopes = score_args.slopes(scores, q.shape[2], k.shape[2])
         changes = score_args.cap(scale, scores), *slopes, *score_args.sinks(scores)
-        return (
-            described,
-            (),
-            (*changes, *((mask.members.window, mask.members.sinks) if c.member_ends else (None, None))),
-        )
+        return described, (), (*changes, *score_args.ends(mask))
 
 
 def too_long(p: AttentionProblem) -> list[str]:
