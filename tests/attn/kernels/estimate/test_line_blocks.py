@@ -41,6 +41,7 @@ def code_of_probe(card: str, second: bool, rows: int, tokens: bool) -> Code:
         for second, card, rows in once(
             product((False, True), ("sm_90", "sm_80"), ((64, True), (128, False))),
             lambda case: (case[:2], ("rows", case[0], case[2])),
+            most=2,
         )
     ],
 )
