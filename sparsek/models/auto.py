@@ -20,11 +20,13 @@ from sparsek.core.device import CARDS, Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, LayerConfig, SemiSparse, form_of
 from sparsek.models.report import LayerRow
+from sparsek.nn.experts import split_rows
 from sparsek.nn.forms import placeholder
 from sparsek.products.ops.choose import BLOCK, KEEP, Option, consider
 from sparsek.products.ops.weight_formats import WeightFormat, predict
 
 DENSE = WeightFormat("dense")
+NO_EXPERTS = f'is packed experts, for which "{AUTO}" picks nothing; name a config'
 ROWS = 512  # of normally distributed inputs, for errors
 PLAIN: tuple[LayerConfig, ...] = (
     SemiSparse(),
@@ -231,16 +233,22 @@ def beside(weight: Any, card: Card) -> Any:
 
 
 def timed(
-    row: LayerRow, weight: Any, dtype: torch.dtype, form: WeightFormat, card: Card, tokens: int
+    row: LayerRow, weight: Any, dtype: torch.dtype, form: WeightFormat, card: Card, tokens: int, routes: int
 ) -> LayerRow:
-    """A row with the predicted times of a weight in a format and of a dense one."""
+    """A row with the predicted times of a weight in a format and of a dense one.
+
+    Of packed experts, those of all, with an equal share of the tokens each; `routes`: the experts of a token.
+    """
+    count = row.shape[0] if len(row.shape) == 3 else 1
+    if count > 1:
+        weight, tokens = split_rows(weight, count)[0], max(1, tokens * routes // count)
     like = torch.empty(weight.shape, dtype=dtype, device="meta")
     dense = predict(like, tokens, dtype, card).seconds
     try:
         seconds: float | None = predict(beside(weight, card), tokens, dtype, card, form.kernel).seconds
     except Unsupported:
         seconds = None
-    return replace(row, seconds=seconds, dense_seconds=dense)
+    return replace(row, seconds=None if seconds is None else count * seconds, dense_seconds=count * dense)
 
 
 def error_of(weight: Tensor, card: Card) -> Callable[[LayerConfig], float]:

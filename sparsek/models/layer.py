@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.models import obs, scores
+from sparsek.models.auto import NO_EXPERTS
 from sparsek.models.config import (
     AUTO,
     BlockSemiSparse,
@@ -29,8 +31,8 @@ from sparsek.models.reconstruct import Quadratic, least_squares, quadratic, rela
 from sparsek.models.scores import Moments
 from sparsek.models.stream import Stack
 from sparsek.nn import SparseLinear
-from sparsek.nn.experts import PackedLinear, packed_names
-from sparsek.nn.replace import Facts, is_conv1d, is_linear, layer_of
+from sparsek.nn.experts import PackedLinear, why_no_packed_fit
+from sparsek.nn.replace import Facts, is_conv1d, linear_layers
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.pattern import block_sides
@@ -65,6 +67,30 @@ class PrunedLayer(NamedTuple):
     norm: float
     error: float | None
     error_after: float | None
+    square: float = 0.0  # |weight|^2
+    energy: float = 0.0  # |y|^2 over the calibration
+
+
+def joined(parts: Sequence[PrunedLayer]) -> PrunedLayer:
+    """What packed experts become: expert after expert. Errors are of those that the calibration reached."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def mean(name: str, sizes: str) -> float | None:
+        known = [each for each in parts if getattr(each, name) is not None]
+        whole = sum(getattr(each, sizes) for each in known)
+        squares = sum(getattr(each, name) ** 2 * getattr(each, sizes) for each in known)
+        return math.sqrt(squares / whole) if whole else None
+
+    return PrunedLayer(
+        torch.cat([each.mask for each in parts]),
+        torch.cat([each.weight for each in parts]),
+        None if parts[0].bias is None else torch.stack([each.bias for each in parts]),  # type: ignore[misc]
+        sum(each.kept for each in parts) / len(parts),
+        mean("norm", "square") or 0.0,
+        mean("error", "energy"),
+        mean("error_after", "energy"),
+    )
 
 
 def updated(
@@ -108,15 +134,16 @@ def pruned(
     new_bias = bias if fit is None else fit.bias_for(new)
     if bias is not None and new_bias is not None:
         new_bias = new_bias.to(bias.dtype)
-    error = after = None
+    error, after, energy = None, None, 0.0
     if moments is not None:
+        energy = float(moments.energy[name] * moments.count)
         error = float(relative_error(cut, bias, w, bias, moments, name))
         after = float(relative_error(new if fp8 else stored, new_bias, w, bias, moments, name, fp8))
     wide = w.to(new.dtype)
     whole = wide.norm().clamp(min=torch.finfo(wide.dtype).tiny)
     norm = float(wide.masked_fill(~elements, 0).norm() / whole)
     kept = float(elements.to(torch.float64).mean())
-    return PrunedLayer(mask, stored, new_bias, kept, norm, error, after)
+    return PrunedLayer(mask, stored, new_bias, kept, norm, error, after, float(wide.square().sum()), energy)
 
 
 def expected_error(
@@ -249,14 +276,7 @@ def targets(
     facts = Facts(model)
     configs: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    for name, layer in model.named_modules():
-        for own in packed_names(layer):
-            each = f"{name}.{own}" if name else own
-            packed = layer_of(model, each)
-            if isinstance(packed, PackedLinear) and config_for(config, each, packed)[0] is not None:
-                skipped[each] = "is packed experts, which sk.sparsify_ takes"
-        if not is_linear(layer):
-            continue
+    for name, layer in linear_layers(model):
         wanted, explicit = config_for(config, name, layer)
         why = (
             facts.why_not(name, layer, explicit) if name else "is the model itself, which cannot be replaced"
@@ -270,8 +290,12 @@ def targets(
             why = "is outside of the repeated blocks; a rule by its name prunes it"
         if not why:
             why = next((f"shares its bias with {each}" for each in facts.of_bias(name, layer)), "")
+        if not why and wanted == AUTO and isinstance(layer, PackedLinear):
+            why = NO_EXPERTS
         if not why and wanted is not None and wanted != AUTO:
-            why = why_not(weights_of(layer)[0], wanted)
+            why = why_not(parts_of(layer)[0][0], wanted)
+            if not why and isinstance(layer, PackedLinear):
+                why = why_no_packed_fit(layer, form_of(wanted))
         if why:
             skipped[name] = why
         else:
@@ -299,8 +323,15 @@ def why_not(w: Tensor, config: LayerConfig) -> str:
 
 
 def weights_of(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight [M, K] of a layer, a view, and its bias."""
+    """The weight [M, K] of a layer, a view, and its bias. Of packed experts all weights, and biases [E, M]."""
+    if isinstance(layer, PackedLinear):
+        return layer.weight, layer.biases
     return (layer.weight.T if is_conv1d(layer) else layer.weight), layer.bias
+
+
+def parts_of(layer: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """The weights [M, K], views, and biases that are pruned one by one: of a layer, or of each packed expert."""
+    return layer.parts if isinstance(layer, PackedLinear) else [weights_of(layer)]
 
 
 def rows_of(cells: Tensor, sides: tuple[int, int], columns: int) -> Tensor:

@@ -38,8 +38,10 @@ from sparsek.models.config import Auto as AutoConfig
 from sparsek.models.layer import (
     elements_of,
     expected_error,
+    joined,
     keep_of,
     masked_sides,
+    parts_of,
     pruned,
     rounded,
     select,
@@ -54,7 +56,8 @@ from sparsek.models.passes import Passes, Settings, evaluated
 from sparsek.models.report import LayerRow, Measured, ModelReport, picture_of
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, TensorPlace, is_in
-from sparsek.nn.replace import adopt, is_conv1d, swap
+from sparsek.nn.experts import PackedLinear, repacked, routes_of
+from sparsek.nn.replace import adopt, is_conv1d, layer_of, shape_of, swap
 from sparsek.products.formats.pattern import grid_of
 from sparsek.products.ops.choose import Option
 
@@ -91,7 +94,8 @@ def prune(
     block.
 
     Args:
-        model: A torch.nn.Module. Its torch.nn.Linear and transformers' Conv1D layers are pruned.
+        model: A torch.nn.Module. Its torch.nn.Linear and transformers' Conv1D layers are pruned, and packed experts,
+            each on the tokens that reach it.
         config: BlockSparse, SemiSparse or BlockSemiSparse; Float8 of one, or of None, which is rounded after the
             reconstruction; or "auto", with which the planner picks one for each layer. Or rules, a dict of these by a
             glob of layer names, a type of layers or a predicate (layer, name). The first rule that matches decides;
@@ -242,11 +246,12 @@ class _Run(Passes):
                 row = LayerRow(**{**each, "shape": tuple(each["shape"])})
                 layer, form = self._layer(row.name), form_of(self.configs[row.name])
                 row = replace(row, picture=picture_of(layer.weight))
-                rows.append(
-                    row if card is None else timed(row, layer.weight, layer._dtype, form, card, tokens)
-                )
+                if card is not None:
+                    routes = routes_of(self.model.get_submodule(row.name.rpartition(".")[0]))
+                    row = timed(row, layer.weight, layer._dtype, form, card, tokens, routes)
+                rows.append(row)
             for name, why in data["skipped"].items():
-                rows.append(LayerRow(name, tuple(weights_of(self._layer(name))[0].shape), why_not=why))
+                rows.append(LayerRow(name, shape_of(self._layer(name)), why_not=why))
             before, after = (float(each) for each in data["measured"])
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidFile(f"{self.state.path}: has rows that are none of a report: {error}") from error
@@ -259,8 +264,8 @@ class _Run(Passes):
         """Let a budget choose the kept share of each layer, on the dense model."""
         if self.state.data["keep"] is None:
 
-            def worth_of(name: str, layer: Any, moments: Moments) -> float:
-                w, h = weights_of(layer)[0].float(), moments.h[:-1, :-1]
+            def worth_of(name: str, part: tuple[Tensor, Tensor | None], moments: Moments) -> float:
+                w, h = part[0].float(), moments.h[:-1, :-1]
                 if budget == "owl":
                     return float(scores.outlier_share(w, h))
                 chosen = select(w, self.configs[name], self.settings.method, moments, None, False)
@@ -291,8 +296,8 @@ class _Run(Passes):
         state, method, follow = self.state.data, self.settings.method, self.settings.reconstruct is not None
         wanted = [name for name, each in self.configs.items() if each == AUTO]
 
-        def options(name: str, layer: Any, moments: Moments | None) -> list[Option]:
-            weight, bias = weights_of(layer)
+        def options(name: str, part: tuple[Tensor, Tensor | None], moments: Moments | None) -> list[Option]:
+            weight, bias = part
             if moments is None:
                 error = error_of(weight.detach(), planner.card)
             else:
@@ -301,7 +306,7 @@ class _Run(Passes):
 
         if state["picks"] is None:
             if self.batches is None:
-                found = {name: options(name, self._layer(name), None) for name in wanted}
+                found = {name: options(name, weights_of(self._layer(name)), None) for name in wanted}
             else:
                 found = self.survey("auto", options, wanted)
             picks = planner.choose(found) if found else {}
@@ -339,10 +344,10 @@ class _Run(Passes):
             masks: dict[str, Tensor] = {}
             if line is None:
                 for each, layer in layers.items():
-                    masks[each] = self._prune_layer(each, layer, None)
+                    masks[each] = self._prune_layer(each, layer, None, 0.0)
             else:
                 dense = _copied(name, block)
-                originals = {each: dense.get_submodule(_within(each, name)) for each in layers}
+                originals = {each: layer_of(dense, _within(each, name)) for each in layers}
                 groups = self._groups(line, index, dense, originals)
                 residuals: dict[str, TensorPlace] = {}
                 if self.settings.reconstruct is not None and groups:
@@ -356,8 +361,7 @@ class _Run(Passes):
                     )
                     shared = (time.monotonic() - began) / len(group)
                     for each in group:
-                        with dtypes.as_given(moments.h.device):
-                            masks[each] = self._prune_layer(each, layers[each], moments, shared)
+                        masks[each] = self._prune_layer(each, layers[each], moments, shared)
                 self._advance(line, index, dense, DENSE)
                 if self.settings.reconstruct == "block" and masks:
                     self._fit(line, index, block, {each: layers[each] for each in masks}, masks)
@@ -385,24 +389,37 @@ class _Run(Passes):
         if line is not None:
             line.drop(index)
 
-    def _prune_layer(self, name: str, layer: Any, moments: Moments | None, before: float = 0.0) -> Tensor:
+    def _prune_layer(
+        self, name: str, layer: Any, moments: Iterable[Moments | None] | None, before: float
+    ) -> Tensor:
         """Prune one layer in place, as a dense weight; return the mask of its blocks or elements."""
         began = time.monotonic()
-        config, (weight, bias) = self.configs[name], weights_of(layer)
+        config, (_, bias), parts = self.configs[name], weights_of(layer), parts_of(layer)
         follow = self.settings.reconstruct is not None
-        update = updated(name, weight, bias, config, self.settings.method, moments, follow)
-        made = pruned(name, weight, bias, config, moments, update)
+        found, lone = [], 0
+        for part, each in zip(parts, [None] * len(parts) if moments is None else moments, strict=True):
+            lone += each is None
+            method = "magnitude" if each is None else self.settings.method
+            with dtypes.as_given(part[0].device):
+                update = updated(name, *part, config, method, each, follow)
+                found.append(pruned(name, *part, config, each, update))
+        made, why = joined(found), self.whys.get(name, "")
+        if moments is not None and lone:
+            why = f"no token of the calibration reaches {lone} of {len(parts)} experts, pruned by magnitude"
         # Not written in place: a loader may have mapped the old values, and pages that are written stay in memory.
-        layer.weight.data = made.weight.T if is_conv1d(layer) else made.weight
         if bias is not None and made.bias is not None:
             bias.copy_(made.bias)
-        if isinstance(config, Float8):  # for the layers after it, its inputs are rounded too
-            self.rounding.append(layer.register_forward_pre_hook(_rounds))
+        if isinstance(layer, PackedLinear):
+            layer.packed.data = repacked(layer.experts, made.weight, False).data
+        else:
+            layer.weight.data = made.weight.T if is_conv1d(layer) else made.weight
+            if isinstance(config, Float8):  # for the layers after it, its inputs are rounded too
+                self.rounding.append(layer.register_forward_pre_hook(_rounds))
         row = LayerRow(
             name,
-            tuple(weight.shape),
+            shape_of(layer),
             form_of(config).name,
-            why=self.whys.get(name, ""),
+            why=why,
             config=config.to_dict(),
             kept=made.kept,
             kept_norm=made.norm,
@@ -447,14 +464,17 @@ class _Run(Passes):
             mask, sides = masks[name], masked_sides(self.configs[name])
             if sides is not None:
                 mask = elements_of(mask, sides, weights_of(layer)[0].shape)
-            weights.append((layer.weight, mask.T if is_conv1d(layer) else mask))
-            biases += [] if bias is None else [layer.bias]
+            if isinstance(layer, PackedLinear):
+                weights.append((layer.packed, repacked(layer.experts, mask, False).data))
+            else:
+                weights.append((layer.weight, mask.T if is_conv1d(layer) else mask))
+            biases += [] if bias is None else [bias]
 
         def finish() -> None:
             for name, layer in layers.items():
                 if isinstance(self.configs[name], Float8):
-                    weight, _ = weights_of(layer)
-                    weight.copy_(rounded(weight))
+                    for weight, _ in parts_of(layer):
+                        weight.copy_(rounded(weight))
 
         fitting.fit_block(weights, biases, loss, len(line), finish)
 
@@ -484,9 +504,10 @@ class _Run(Passes):
     def _replace(self, name: str, w: Tensor, mask: Tensor, bias: Tensor | None) -> None:
         """Put a sparse layer in the place of a dense one."""
         old = self._layer(name)
-        made = sparse_layer(w, mask, bias, self.configs[name])
-        if bias is not None and bias is not old.bias:
-            old.bias.copy_(bias)
+        made = sparse_layer(w, mask, None if isinstance(old, PackedLinear) else bias, self.configs[name])
+        _, own = weights_of(old)
+        if bias is not None and own is not None and bias is not own:
+            own.copy_(bias)
         swap(self.model, {name: adopt(made, old)})
 
     def _fingerprint(self, planner: Auto | None) -> str:

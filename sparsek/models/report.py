@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -44,7 +45,7 @@ class LayerRow:
         shape: (out_features, in_features), or that of the largest parameter of another kind of layer.
         format: The format of its weight now, for example "BSR 64 50 %"; "" if it was skipped.
         why_not: Why it was skipped; "" if it was not.
-        why: Why "auto" chose this format.
+        why: Why "auto" chose this format, and how many packed experts no token of the calibration reaches.
         config: Its config as JSON; None if it was skipped.
         kept: The share of its values that is stored; None if it was skipped.
         kept_norm: ||stored values|| / ||weight||, Frobenius, before any update; None if it was skipped, and on the meta
@@ -293,10 +294,10 @@ def picture_of(weight: Any) -> np.ndarray | None:
 def _pattern(row: LayerRow) -> str:
     """The pattern of a layer as a picture, its sides in the ratio of those of the weight."""
     assert row.picture is not None
-    longest = max(row.shape)
+    shape = math.prod(row.shape[:-1]), row.shape[-1]  # expert below expert
     sides = [
-        max(1, round(192 * side / longest / count))
-        for side, count in zip(row.shape, row.picture.shape, strict=True)
+        max(1, round(SIDE * side / max(shape) / count))
+        for side, count in zip(shape, row.picture.shape, strict=True)
     ]
     return svg.inline(svg.mixed(blocks.SHARE_COLOURS, row.picture), row.picture > 0, (sides[0], sides[1]))
 

@@ -29,13 +29,13 @@ from sparsek.models.config import (
 )
 from sparsek.models.config import Auto as AutoConfig
 from sparsek.models.report import LayerRow, ModelReport, picture_of
-from sparsek.nn.experts import PackedLinear, packed_names, repacked, split_rows, why_no_packed_fit
-from sparsek.nn.replace import Facts, Origin, adopt, is_conv1d, is_linear, is_packed, swap, weight_of
+from sparsek.nn.experts import PackedLinear, packed_names, repacked, routes_of, why_no_packed_fit
+from sparsek.nn.replace import Facts, Origin, adopt, is_linear, is_packed, shape_of, swap, weight_of
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
 from sparsek.products.formats.pattern import block_sides, grid_of
 from sparsek.products.formats.quantized import Quantized
-from sparsek.products.ops.weight_formats import WeightFormat, stored_fraction
+from sparsek.products.ops.weight_formats import stored_fraction
 
 # The fewest blocks in a column and in a row of a weight: pruning fewer removes all of some outputs or inputs.
 LEAST_BLOCKS = 2
@@ -129,10 +129,10 @@ def sparsify_(
         elif not why and filter_fn is not None and not filter_fn(layer, name):
             why = "is left dense by filter_fn"
         if choice == AUTO and not why and isinstance(layer, PackedLinear):
-            why = f'is packed experts, for which "{AUTO}" picks nothing; name a config'
+            why = auto.NO_EXPERTS
         if choice is not None and not why:
             configs[name] = choice
-        rows.append(LayerRow(name, _shape(layer), why_not=why))
+        rows.append(LayerRow(name, shape_of(layer), why_not=why))
     automatic = {name: layers[name] for name, each in configs.items() if each == AUTO}
     picks = {} if planner is None else _picks(planner, automatic)
     made: dict[str, Any] = {}
@@ -283,10 +283,8 @@ def _replacement(
         card = card_of(dense.device) if dense.is_cuda else card_named("h200")
     if card is None:
         return found, new
-    if isinstance(old, PackedLinear):
-        found = _timed_packed(found, old, weight, form, card, tokens)
-    else:
-        found = timed(found, weight, dense.dtype, form, card, tokens)
+    routes = routes_of(old.experts) if isinstance(old, PackedLinear) else 1
+    found = timed(found, weight, dense.dtype, form, card, tokens, routes)
     if skip_slower and (found.speed or 0.0) < 1:
         why = "has no kernel"
         if found.speed is not None:
@@ -294,18 +292,6 @@ def _replacement(
         times = {"seconds": found.seconds, "dense_seconds": found.dense_seconds}
         return replace(row, why_not=f"{why}, with {tokens} tokens on {card.name}", why="", **times), None
     return found, new
-
-
-def _timed_packed(
-    row: LayerRow, old: PackedLinear, weight: Any, form: WeightFormat, card: Card, tokens: int
-) -> LayerRow:
-    """A row with the predicted times of all experts, with an equal share of the tokens each."""
-    count = old.shape[0]
-    few = max(1, tokens * old.routes // count)
-    row = timed(row, split_rows(weight, count)[0], old.packed.dtype, form, card, few)
-    each = row.seconds, row.dense_seconds
-    seconds, dense = (None if x is None else x * count for x in each)
-    return replace(row, seconds=seconds, dense_seconds=dense)
 
 
 @contextmanager
@@ -336,16 +322,6 @@ def _layers(model: nn.Module) -> Any:
         has_matrix = any(not nn.parameter.is_lazy(each) and each.ndim > 1 for each in own)
         if has_matrix or is_linear(layer) or isinstance(layer, SparseLinear):
             yield name, layer
-
-
-def _shape(layer: Any) -> tuple[int, ...]:
-    if isinstance(layer, PackedLinear):
-        return layer.shape
-    if isinstance(layer, (nn.Linear, SparseLinear)):
-        return layer.out_features, layer.in_features
-    if is_conv1d(layer):
-        return tuple(layer.weight.shape[::-1])
-    return tuple(max((each.shape for each in layer._parameters.values() if each is not None), key=len))
 
 
 def _check_model(model: Any, filter_fn: Any, verb: str) -> None:

@@ -509,14 +509,14 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def inputs(
     block: nn.Module, layer: nn.Module, run: Callable[[], Any], calls: int, places: Iterable[TensorPlace] = ()
-) -> tuple[list[Tensor], dict[TensorPlace, Tensor]]:
+) -> tuple[list[list[Tensor]], dict[TensorPlace, Tensor]]:
     """The inputs of a layer in its first `calls` calls by `run`, which then ends; and tensors at places before it."""
-    found: list[Tensor] = []
+    found: list[list[Tensor]] = []
     passed: dict[TensorPlace, Tensor] = {}
 
     def enter(result: bool, tensors: list[Tensor]) -> None:
         if not result:
-            found.append(tensors[0])
+            found.append(tensors)
             if len(found) == calls:
                 raise Stop
 
@@ -563,7 +563,7 @@ def residuals_of(
     names = {id(module): name for name, module in block.named_modules()}
     found: dict[str, TensorPlace] = {}
     for name, layer in layers.items():
-        own = TensorPlace(names[id(layer)], True, 0)
+        own = TensorPlace(names.get(id(layer), name), True, 0)  # none of a weight of packed experts
         at = [index for index, (place, _) in enumerate(passed) if place == own]
         if len(at) != 1 or not passed[at[0]][1].is_floating_point():
             continue

@@ -72,9 +72,6 @@ class PackedLinear(nn.Linear):
             self.shape = (self.shape[0], self.shape[2], self.shape[1])
         _, self.out_features, self.in_features = self.shape
         self.training = experts.training
-        self.routes: int = (
-            getattr(getattr(experts, "config", None), "num_experts_per_tok", None) or 1
-        )  # of a token
 
     @property
     def packed(self) -> Tensor:
@@ -87,6 +84,29 @@ class PackedLinear(nn.Linear):
         packed = self.packed
         weight = packed.detach().mT if self.experts.is_transposed else packed.detach()
         return nn.Parameter(weight.reshape(-1, self.in_features), packed.requires_grad)
+
+    @property
+    def biases(self) -> Any:
+        """The Parameter of all biases [E, out_features], which the module adds; None without."""
+        return self.experts._parameters[f"{self.name}_bias"] if self.experts.has_bias else None
+
+    @property
+    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The weight [out_features, in_features] and bias of each expert: views."""
+        packed = self.packed.detach()
+        weights = packed.mT if self.experts.is_transposed else packed
+        biases = [None] * len(weights) if self.biases is None else self.biases.detach().unbind()
+        return list(zip(weights.unbind(), biases, strict=True))
+
+    def inputs(self, x: Tensor, expert: int) -> Tensor:
+        """What an expert multiplies by this weight, of tokens x [n, D]."""
+        own, (first, _) = self.experts, packed_names(self.experts)
+        return x if self.name == first else _activated(own, x, expert, _rows(own, first, own.num_experts))
+
+
+def routes_of(experts: Any) -> int:
+    """The number of experts of a token."""
+    return getattr(getattr(experts, "config", None), "num_experts_per_tok", None) or 1
 
 
 def why_not_packed(layer: PackedLinear) -> str:
@@ -197,40 +217,19 @@ class SparseExperts(Fitted):
     def _experts(self, x: Tensor) -> Any:
         """What one expert computes of its tokens, as a function of them and of its index."""
         own: Any = self
-        (first, into), (last, out) = ((name, self._weight(name)) for name in packed_names(self))
-        act, count = self._gate(x, into), own.num_experts
-        parts, outs = self._rows(into, count if act is None else 2 * count), self._rows(out, count)
+        first, last = packed_names(self)
+        act, count = self._gate(x, _weight(self, first)), own.num_experts
+        parts, outs = _rows(self, first, count if act is None else 2 * count), _rows(self, last, count)
 
         def through(part: Tensor, expert: int) -> Tensor:
             if act is not None:
                 hidden = gated(part, parts[2 * expert], parts[2 * expert + 1], act)
             else:
-                hidden = self._product(part, first, expert, parts[expert])
-                hidden = own._apply_gate(hidden) if own.has_gate else own.act_fn(hidden)
-            made = self._product(hidden, last, expert, outs[expert])
+                hidden = _activated(self, part, expert, parts)
+            made = _product(self, hidden, last, expert, outs[expert])
             return own.post_expert_norm(made) if getattr(own, "has_post_expert_norm", False) else made
 
         return through
-
-    def _weight(self, name: str) -> Any:
-        """A sparse layer, or a Parameter."""
-        own: Any = self
-        found = own._modules.get(name, own._parameters.get(name))
-        if not isinstance(found, SparseLinear | Tensor):
-            raise InvalidInput(
-                f"{name} of {type(self).__name__} is a {type(found).__name__}; packed experts take no adapter there"
-            )
-        return found
-
-    def _rows(self, weight: Any, count: int) -> Any:
-        """The weights of experts, or halves of them."""
-        if isinstance(weight, SparseLinear):
-            return split_rows(weight.weight, count)
-        return weight.mT if self.is_transposed else weight  # type: ignore[attr-defined]
-
-    def _product(self, x: Tensor, name: str, expert: int, weight: Any) -> Tensor:
-        own: Any = self
-        return linear(x, weight, own._parameters[f"{name}_bias"][expert] if own.has_bias else None)
 
     def _gate(self, x: Tensor, layer: Any) -> Any:
         """The activation with which gate and up are one fused product; None where they are not."""
@@ -244,6 +243,34 @@ class SparseExperts(Fitted):
         if half % (STEP if layer._block is None else layer._block[0]) or not may_fuse(x, layer):
             return None
         return activation_of(own._modules.get("act_fn"))
+
+
+def _weight(experts: Any, name: str) -> Any:
+    """A sparse layer, or a Parameter."""
+    found = experts._modules.get(name, experts._parameters.get(name))
+    if not isinstance(found, SparseLinear | Tensor):
+        raise InvalidInput(
+            f"{name} of {type(experts).__name__} is a {type(found).__name__}; packed experts take no adapter there"
+        )
+    return found
+
+
+def _rows(experts: Any, name: str, count: int) -> Any:
+    """The weights of experts, or halves of them."""
+    weight = _weight(experts, name)
+    if isinstance(weight, SparseLinear):
+        return split_rows(weight.weight, count)
+    return weight.mT if experts.is_transposed else weight
+
+
+def _product(experts: Any, x: Tensor, name: str, expert: int, weight: Any) -> Tensor:
+    return linear(x, weight, experts._parameters[f"{name}_bias"][expert] if experts.has_bias else None)
+
+
+def _activated(experts: Any, x: Tensor, expert: int, weights: Any) -> Tensor:
+    """What an expert computes of its tokens by its first weight."""
+    hidden = _product(experts, x, packed_names(experts)[0], expert, weights[expert])
+    return experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
 
 
 def _weighted_sum(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

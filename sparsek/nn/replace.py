@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -148,6 +148,16 @@ def layer_of(model: nn.Module, name: str) -> Any:
     return holder._modules.get(own) if own else model
 
 
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The dense linear layers of a model by name, and the weights of packed experts."""
+    for name, layer in model.named_modules():
+        for own in packed_names(layer):
+            if own in layer._parameters:
+                yield f"{name}.{own}" if name else own, PackedLinear(layer, own)
+        if is_linear(layer):
+            yield name, layer
+
+
 def is_packed(model: nn.Module, name: str) -> bool:
     """Whether a name is that of a weight of packed experts."""
     parent, _, own = name.rpartition(".")
@@ -167,6 +177,17 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 def _conv1d() -> type[nn.Module] | None:
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+def shape_of(layer: Any) -> tuple[int, ...]:
+    """(out_features, in_features), of packed experts with their number before, or that of the largest parameter."""
+    if isinstance(layer, PackedLinear):
+        return layer.shape
+    if isinstance(layer, nn.Linear | SparseLinear):
+        return layer.out_features, layer.in_features
+    if is_conv1d(layer):
+        return tuple(layer.weight.shape[::-1])
+    return tuple(max((each.shape for each in layer._parameters.values() if each is not None), key=len))
 
 
 def weight_of(layer: Any) -> Tensor:

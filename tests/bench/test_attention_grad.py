@@ -159,29 +159,31 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module in (attention_grad, heads):
         monkeypatch.setattr(module, "expected_gradients", check)
     monkeypatch.setattr(attention, "GATED_WHOLE", 2**16)
+    monkeypatch.setattr(attention, "GATED_TILES", 8)
     return seen
 
 
 def test_long_sequences_are_gated_by_tiles_of_two_heads(looked_at: list[Any]) -> None:
-    for length in (256, 2048):
+    for length in (256, 1024):
         case = replace(SMALL, q_len=length, kv_len=length, heads=6, kv_heads=3, mask="blocks:0.1")
         (one, *_) = case.operands(CPU)
         assert one.gate(one.plan("reference.attention_bwd")).passed
-    tiles = sampled(32)
+    tiles = sampled(16)
     assert tiles is not None
-    assert len(set(tiles)) == attention.GATED_TILES
-    assert (tiles[0], tiles[-1]) == (0, 31)
+    assert len(set(tiles)) == 8
+    assert (tiles[0], tiles[-1]) == (0, 15)
     assert looked_at == [(6, None, None), *[(2, tiles, tiles)] * 2]
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_a_fault_in_the_last_head_of_a_long_sequence_is_found(looked_at: list[Any], place: int) -> None:
-    case = replace(SMALL, q_len=2048, kv_len=2048, heads=4, kv_heads=2, mask="window:200")
+def test_a_fault_in_the_last_head_of_a_long_sequence_is_found(looked_at: list[Any]) -> None:
+    case = replace(SMALL, q_len=1024, kv_len=1024, heads=4, kv_heads=2, mask="window:200")
     (one, *_) = case.operands(CPU)
     out = [x.clone() for x in one.planned(one.plan("reference.attention_bwd"))()]
     assert one.judge(out).passed
-    out[place][0, -1, -1] += 1.0
-    assert not one.judge(out).passed
+    for place in range(3):
+        wrong = [x.clone() for x in out]
+        wrong[place][0, -1, -1] += 1.0
+        assert not one.judge(wrong).passed
     assert looked_at
 
 

@@ -21,6 +21,7 @@ from sparsek.core.errors import InvalidInput
 from tests.house.tools import need
 from tests.integrations.test_diffusers_forms import Given, hunyuan_video
 from tests.refusals import refused
+from tests.sampling import sampled
 
 need("diffusers")
 with warnings.catch_warnings():
@@ -128,15 +129,15 @@ def compiled(model: Any) -> tuple[Any, CompileCounter]:
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        (sk.policies.VSA(topk=2), {}),
-        (sk.MaskPolicy(window=40, causal=False), {"skip_layers": 1}),
-        (sk.BlockMask.full(3 * 10 * 11), {}),
-        (POLICY, {"min_tokens": 10**6}),
-    ],
+POLICIES = (
+    (sk.policies.VSA(topk=2), {}),
+    (sk.MaskPolicy(window=40, causal=False), {"skip_layers": 1}),
+    (sk.BlockMask.full(3 * 10 * 11), {}),
+    (POLICY, {"min_tokens": 10**6}),
 )
+
+
+@pytest.mark.parametrize(("policy", "options"), sampled(POLICIES, 2))
 def test_any_policy_compiles(policy: Any, options: dict[str, Any]) -> None:
     model, given = wan(2 if "skip_layers" in options else 1)
     fast, counter = compiled(model)
@@ -145,7 +146,7 @@ def test_any_policy_compiles(policy: Any, options: dict[str, Any]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocks", sampled([False, True], 1))
 def test_steps_compile_once_dense_and_once_sparse(blocks: bool) -> None:
     model, given = wan(2 if blocks else 1)
     dense, (fast, counter) = run(model, given), compiled(model)

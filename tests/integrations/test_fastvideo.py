@@ -19,6 +19,7 @@ from sparsek.integrations.fastvideo import (
 )
 from tests.integrations.dense import coin, dense, expanded, operands, randn, same, same_gradients
 from tests.refusals import refused
+from tests.sampling import sampled
 
 
 def valid(sizes: Tensor, side: int) -> Tensor:
@@ -238,7 +239,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", sampled(CALLS, 2))
 def test_a_call_is_one_graph(name: str) -> None:
     compiled = torch.compile(CALLS[name], fullgraph=True, backend="aot_eager")
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sparsek.integrations.flash_attention import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
+from tests.engine.launch.covering import once
 from tests.integrations.dense import coin, dense, expanded, of_mask_mod, operands, same, same_gradients
 from tests.refusals import refused
 
@@ -38,9 +40,12 @@ def before(q_len: int, k_len: int) -> Tensor:
     return torch.arange(k_len) - (torch.arange(q_len)[:, None] + k_len - q_len)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("block", [None, (64, 64), (128, 64), (256, 128), (64, 256)])
-@pytest.mark.parametrize("shared", [(1, 1), (2, 4)])
+BLOCKS = (None, (64, 64), (128, 64), (256, 128), (64, 256))
+
+
+@pytest.mark.parametrize(
+    ("shared", "block", "causal"), once(product(((1, 1), (2, 4)), BLOCKS, (False, True)), together=2)
+)
 def test_lists(shared: tuple[int, int], block: tuple[int, int] | None, causal: bool) -> None:
     q_len, k_len = 300, 400
     leaves = operands((2, q_len, 4, 16), (2, k_len, 2, 16), (2, k_len, 2, 8))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.house.tools import need
 from tests.refusals import refused
+from tests.sampling import sampled
 
 need("transformers")
 
@@ -168,7 +169,7 @@ def test_stride_and_top_k_follow_the_model_too():
         torch.testing.assert_close(states(some, ids)[:, :100], states(every, ids)[:, :100])
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("cached", sampled([True, False], 1))
 def test_a_compiled_model_gives_the_same(cached: bool):
     """With a cache in one graph. Without one transformers reads position_ids, to find packed documents."""
     torch._dynamo.reset()

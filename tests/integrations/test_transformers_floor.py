@@ -5,16 +5,15 @@ import re
 from pathlib import Path
 
 from tests.house.tools import ROOT, python_beside, run
-from tests.sampling import half
+from tests.sampling import sampled
 
 HERE = Path(__file__).resolve()
 MODELS = re.compile(r"tests\.integrations\.models")
 # Their siblings, which run, meet the same functions of transformers.
 ALIKE = (
     "test_minilm.py::test_under_a_window_a_long_text_keeps_most_of_its_meaning",
-    "test_transformers_steps.py::test_generate_compiles_one_graph_for_all_steps[plain]",
-    "test_transformers_steps.py::test_a_compiled_model_makes_the_masks_of_steps_in_its_graph[1-none]",
-    "test_transformers_steps.py::test_a_compiled_model_makes_the_masks_of_steps_in_its_graph[1-gaps]",
+    "test_transformers_steps.py::test_a_layer_with_a_window_compiles_as_often_as_with_eager_attention",
+    "test_transformers_steps.py::test_a_compiled_model_makes_the_masks_of_steps_in_its_graph",
 )
 
 
@@ -25,9 +24,10 @@ def pinned() -> str:
 
 
 def of_models() -> list[Path]:
-    """Half of the tests beside this one that load transformers, other ones in every run. Those of diffusers do not."""
+    """The plain models, and two other tests beside this one that load transformers, others in every run."""
     found = [path for path in HERE.parent.glob("test_*.py") if MODELS.search(path.read_text())]
-    return half(sorted(path for path in found if path != HERE))
+    plain = HERE.with_name("test_transformers.py")
+    return [plain, *sampled(sorted(path for path in found if path not in (HERE, plain)), 2)]
 
 
 def test_the_floor_that_is_tested_is_the_one_that_is_promised():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.house.tools import need
 from tests.refusals import refused
+from tests.sampling import sampled
 
 need("transformers")
 
@@ -60,7 +61,16 @@ def served(model: Any, requests: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("llama", None), ("gemma2", None), ("gpt_oss", None), ("llama", POLICY), ("mistral", {"window": 20})],
+    sampled(
+        [
+            ("llama", None),
+            ("gemma2", None),
+            ("gpt_oss", None),
+            ("llama", POLICY),
+            ("mistral", {"window": 20}),
+        ],
+        2,
+    ),
 )
 @pytest.mark.usefixtures("in_the_engine")
 def test_the_engine_gives_the_tokens_of_each_request_alone(name: str, policy: Any):

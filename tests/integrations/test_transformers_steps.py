@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.house.tools import need
+from tests.sampling import sampled
 
 need("transformers")
 
@@ -66,7 +67,7 @@ def compiled(model: Any, at: str, length: int, new: int) -> tuple[Tensor, int]:
     return found, len(graphs)
 
 
-@pytest.mark.parametrize("options", [{}, {"sparsek": POLICY}], ids=["plain", "policy"])
+@pytest.mark.parametrize("options", sampled([{}, {"sparsek": POLICY}], 1), ids=str)
 def test_generate_compiles_one_graph_for_all_steps(options: dict[str, Any]):
     """Tokens 61 to 100 and T of 100: blocks of 64 and of 128, a ragged last one."""
     other, own = pair("llama", REFERENCE if options else "eager", **options)
@@ -103,7 +104,7 @@ def test_capped_scores_are_compiled_too():
     assert graphs == 1
 
 
-@pytest.mark.parametrize(("few", "at"), [(1, "none"), (3, "left"), (1, "gaps")])
+@pytest.mark.parametrize(("few", "at"), sampled([(1, "none"), (3, "left"), (1, "gaps")], 1))
 def test_a_compiled_model_makes_the_masks_of_steps_in_its_graph(few: int, at: str):
     """As many tokens of padding as the cache has slots, so that shapes are equal."""
     torch._dynamo.reset()

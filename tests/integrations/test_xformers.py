@@ -20,7 +20,7 @@ from tests.integrations.xformers_biases import FIELDS, Drawn, draw, ints, origin
 from tests.refusals import refused
 from tests.sampling import EVERY
 
-DRAWS = range(24 if EVERY else 6)
+DRAWS = range(24 if EVERY else 4)
 UNPAGED = [name for name in FIELDS if "Paged" not in name]
 
 

@@ -14,9 +14,11 @@ from torch.nn import functional
 
 import sparsek as sk
 from sparsek.files.tensor_file import opened
+from sparsek.models.auto import NO_EXPERTS
 from sparsek.nn import gated as fused
 from sparsek.nn.experts import padded, split_rows
 from sparsek.nn.gated import gated_forward
+from sparsek.nn.replace import layer_of
 from tests.house.tools import need
 
 HALF = sk.BlockSparse(block=16, keep=0.5)
@@ -40,8 +42,8 @@ def llama(**options: Any) -> Any:
     return lib().LlamaForCausalLM(lib().LlamaConfig(**SMALL | options)).eval()
 
 
-def mixtral() -> Any:
-    return lib().MixtralForCausalLM(lib().MixtralConfig(**SMALL, num_local_experts=3)).eval()
+def mixtral(**options: Any) -> Any:
+    return lib().MixtralForCausalLM(lib().MixtralConfig(**SMALL | options, num_local_experts=3)).eval()
 
 
 def qwen2_moe() -> Any:
@@ -55,9 +57,9 @@ def qwen3_moe() -> Any:
     return lib().Qwen3MoeForCausalLM(lib().Qwen3MoeConfig(**SMALL, **options)).eval()
 
 
-def gpt_oss() -> Any:
-    options = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
-    return lib().GptOssForCausalLM(lib().GptOssConfig(**SMALL, **options)).eval()
+def gpt_oss(**options: Any) -> Any:
+    options = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16} | options
+    return lib().GptOssForCausalLM(lib().GptOssConfig(**SMALL | options)).eval()
 
 
 class Gated(nn.Module):
@@ -290,7 +292,7 @@ def test_a_fused_product_is_in_the_graph_of_a_compiled_mlp(fusions: list[str]) -
     assert len(fusions) == 2
 
 
-EXPERTS: dict[str, Callable[[], Any]] = {
+EXPERTS: dict[str, Callable[..., Any]] = {
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
@@ -358,6 +360,7 @@ def test_one_weight_of_experts_may_stay_dense_and_rules_choose_by_type() -> None
     assert [row.name for row in report.replaced] == [GATE_UP.replace("gate_up", "down")]
     assert report.replaced[0].shape == (3, 32, 64)
     assert report.replaced[0].speed is not None
+    assert report.html().count("<figure>") == 1
     torch.testing.assert_close(model(WORDS).logits, right)
 
 
@@ -409,9 +412,91 @@ def test_numbers_of_tokens_are_few() -> None:
     assert all(n <= padded(n) <= max(n + 15, 1.25 * n) for n in range(1, 4097))
 
 
-def test_prune_says_that_it_leaves_packed_experts_dense() -> None:
-    report = sk.prune(mixtral(), HALF, method="magnitude", reconstruct=None)
-    assert any(row.name == GATE_UP and "sk.sparsify_ takes" in row.why_not for row in report.skipped)
+LINES: Any = {
+    "input_ids": torch.randint(3, 32, (4, 32), generator=torch.Generator().manual_seed(0)),
+    "attention_mask": (torch.arange(32) < torch.tensor([[32], [20], [32], [9]])).long(),
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_each_expert_is_pruned_as_a_layer_on_the_tokens_that_reach_it(name: str) -> None:
+    torch.manual_seed(0)
+    model, given = EXPERTS[name](), []
+    experts = model.model.layers[0].mlp.experts
+    if name == "gpt_oss":
+        model.model.layers[0].mlp.router.bias.data[1] = -1e4  # no token goes there
+        experts.gate_up_proj_bias.data.normal_()
+    with experts.register_forward_pre_hook(lambda _, args: given.extend(args)), torch.no_grad():
+        model(**LINES)
+    weight, rows = experts.gate_up_proj.detach().clone(), []
+    biases = experts.gate_up_proj_bias.detach().clone() if name == "gpt_oss" else [None] * 3
+    report = sk.prune(model, {"*experts.*": HALF}, calibration=[LINES], method="obs", reconstruct="layer")
+    found = experts.gate_up_proj.to_dense().split(128)
+    for at, (w, bias) in enumerate(zip(weight.mT if name == "gpt_oss" else weight, biases, strict=True)):
+        layer: Any = nn.Linear(32, 128, bias=bias is not None)
+        layer.weight.data, alone = w, nn.Sequential(layer)
+        if bias is not None:
+            layer.bias.data = bias
+        options: Any = {"method": "magnitude", "reconstruct": None}
+        here = (given[1] == at).any(-1) & LINES["attention_mask"].flatten().bool()
+        if bool(here.any()):
+            options = {"calibration": [given[0][here]], "method": "obs", "reconstruct": "layer"}
+        rows += sk.prune(alone, HALF, **options).replaced
+        torch.testing.assert_close(found[at], layer_of(alone, "0").to_dense(), rtol=1e-3, atol=1e-5)
+        if bias is not None:
+            torch.testing.assert_close(
+                experts.gate_up_proj_bias[at], layer_of(alone, "0").bias, rtol=1e-3, atol=1e-5
+            )
+    into, out = report.replaced
+    assert (into.shape, into.kept) == ((3, 128, 32), 0.5)
+    reached = [row.error_after for row in rows if row.error_after is not None]
+    assert min(reached) <= (into.error_after or 0) <= max(reached)
+    lost = (
+        "no token of the calibration reaches 1 of 3 experts, pruned by magnitude" if name == "gpt_oss" else ""
+    )
+    assert into.why == out.why == lost
+    assert 0 < (out.error_after or 0) < (out.error or 0) < 1
+    with torch.no_grad():
+        assert model(**LINES).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "options"),
+    [("gpt_oss", HALF, {}), ("mixtral", sk.Float8(HALF), {"reconstruct": "block", "budget": "sensitivity"})],
+)
+def test_experts_pruned_after_a_kill_have_the_same_bytes(
+    name: str, config: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> Any:
+        torch.manual_seed(0)
+        return EXPERTS[name](num_hidden_layers=2)
+
+    def pruned(model: Any, **more: Any) -> Any:
+        rules = {"*experts.*": config}
+        return sk.prune(model, rules, calibration=[LINES], method="wanda", card="h200", **options, **more)
+
+    report, plain = pruned(whole := made()), Path.replace
+
+    def dying(self: Path, target: Path) -> Path:
+        if target.name.startswith("finished-00001"):
+            raise KeyboardInterrupt
+        return plain(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            pruned(made(), folder=tmp_path)
+    again = pruned(other := made(), folder=tmp_path)
+    state = other.state_dict()
+    assert all(torch.equal(each, state[name]) for name, each in whole.state_dict().items())
+    assert [row.error_after for row in again.rows] == [row.error_after for row in report.rows]
+    assert len(report.replaced) == 4
+    assert all(row.speed is not None for row in report.replaced)
+
+
+def test_auto_picks_nothing_for_packed_experts() -> None:
+    report = sk.prune(mixtral(), "auto", calibration=[LINES], method="wanda", max_error=0.5, card="h200")
+    assert [row.why_not for row in report.skipped if ".experts." in row.name] == [NO_EXPERTS] * 2
 
 
 @pytest.mark.gpu

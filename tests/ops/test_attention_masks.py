@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import sparsek as sk
 from sparsek.attn.mask.convert import argument
 from sparsek.attn.ops.foreign_options import HARMLESS, REFUSED, REFUSED_PACKED
 from sparsek.core.errors import InvalidInput
+from tests.engine.launch.covering import once
 from tests.ops.tensors import qkv, window
 from tests.ops.test_attention_compiled import calls
 
@@ -110,8 +112,9 @@ FORMS: dict[str, Form] = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(192, 192), (100, 230), (150, 70)], ids=str)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "lengths"), once(product(FORMS, ((192, 192), (100, 230), (150, 70)))), ids=str
+)
 def test_each_form_gives_what_dense_attention_gives_with_its_gradients(name: str, lengths: tuple[int, int]):
     seed = torch.Generator().seed() % 2**32
     draw = torch.Generator().manual_seed(seed)

