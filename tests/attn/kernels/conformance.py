@@ -45,6 +45,9 @@ class Pass(NamedTuple):
     judge: Callable[..., Any]
     problem: Callable[..., Any]
 
+    def __repr__(self) -> str:
+        return self.name
+
     def check(self, given: Any, note: object, config: Any = None) -> tuple[Tensor, ...]:
         """The results, after the gate."""
         found = self.run(load(self.name), given, config)

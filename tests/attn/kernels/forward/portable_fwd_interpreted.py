@@ -14,48 +14,14 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
-from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
-from tests.attn.kernels.conformance import Forward
+from tests.attn.attention_cases import random_bits
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem
-from tests.sampling import half
+from tests.attn.kernels.portable_interpreted import normal, operands
 
 HALF = torch.float16
 KERNEL = portable.KERNEL
 SMALL, LARGE = (64, 64), (128, 128)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(HALF)
-
-
-def inputs(mask: BlockMask, heads: tuple[int, int] = (2, 2), dim: int = 32) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v for `mask`, whose batch they have."""
-    hq, hkv = heads
-    lengths = ((hq, mask.q_len), (hkv, mask.kv_len), (hkv, mask.kv_len))
-    q, k, v = (normal(mask.batch, h, n, dim, seed=at) for at, (h, n) in enumerate(lengths))
-    return q, k, v
-
-
-class TestPortable(Forward):
-    kernel, dtype, dims, lengths, heads = KERNEL, HALF, (32, 32), (70, 100), (2, 1)
-    narrow, lse_step = portable.Config(64, 32, 4, 1), 1
-
-
-def small(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
-    """The case, with one head where all heads do the same: a block of 128 takes the interpreter 50 ms."""
-    q, k, v, mask = case.make()
-    if mask.heads == 1 and q.shape[1] == k.shape[1]:
-        q, k, v = q[:, :1], k[:, :1], v[:, :1]
-    return q, k, v, mask
-
-
-def quick(case: AttentionCase) -> bool:
-    """Under half a second; the others are left to the GPU."""
-    return case.dtype == "fp16" and problem(*small(case)).useful_flops < 6e7
-
-
-CASES = [case for case in ATTENTION_CASES if quick(case)]
 
 
 def check(
@@ -63,54 +29,6 @@ def check(
 ) -> None:
     gate = check_attention(q, k, v, mask, *attend(KERNEL, q, k, v, mask, config, scale), scale=scale)
     assert gate.passed, f"{mask} {config}: {gate}"
-
-
-@pytest.mark.parametrize("case", half(CASES), ids=str)
-def test_every_quick_case_is_within_budget(case: AttentionCase) -> None:
-    q, k, v, mask = small(case)
-    assert KERNEL.why_not(problem(q, k, v, mask)) == []
-    check(q, k, v, mask, portable.Config(*mask.block, 4, 1))
-
-
-def test_most_cases_are_quick() -> None:
-    assert len(CASES) > 25
-
-
-@pytest.mark.parametrize("rules", ["interval", "bits", "both"])
-@pytest.mark.parametrize(
-    ("block", "tile"), [(LARGE, (64, 32)), ((128, 64), (32, 64)), ((64, 128), (64, 16))], ids=str
-)
-def test_tiles_smaller_than_blocks_are_within_budget(
-    block: tuple[int, int], tile: tuple[int, int], rules: str
-) -> None:
-    """Several to a block either way, and with fewer keys than a word has bits."""
-    window = BlockMask.sliding_window(q_len=150, kv_len=170, window=50, block=block, device="cpu")
-    bits = random_bits("cpu", (150, 170), block, density=1.5)
-    mask = {"interval": window, "bits": bits, "both": window | bits}[rules]
-    check(*inputs(mask, (1, 1)), mask, portable.Config(*tile, 4, 2))
-
-
-@pytest.mark.parametrize("dim", half(portable.DIMS))
-def test_every_pair_of_head_dims_is_within_budget(dim: int) -> None:
-    mask = BlockMask.causal(90, block=SMALL, device="cpu")
-    for v_dim in (32, 96, 256):
-        q, k, v = normal(1, 1, 90, dim), normal(1, 1, 90, dim, seed=1), normal(1, 1, 90, v_dim, seed=2)
-        check(q, k, v, mask)
-
-
-@pytest.mark.parametrize(("batch", "heads"), [(1, 2), (1, 4), (2, 1), (2, 2)])
-def test_lists_and_intervals_may_differ_by_item_and_by_head_of_keys_or_queries(
-    batch: int, heads: int
-) -> None:
-    def window(b: int, h: int) -> BlockMask:
-        return BlockMask.sliding_window(100, 20 + 30 * b + 10 * h, block=SMALL, device="cpu")
-
-    mask = BlockMask.per_batch(
-        [BlockMask.per_head([window(b, h) for h in range(heads)]) for b in range(batch)]
-    )
-    assert (mask.batch, mask.heads) == (batch, heads)
-    q, k, v = normal(2, 4, 100, 32), normal(2, 2, 100, 32, seed=1), normal(2, 2, 100, 32, seed=2)
-    check(q, k, v, mask)
 
 
 def test_rows_with_nothing_to_see_are_zero_whatever_they_meet_first() -> None:
@@ -121,7 +39,7 @@ def test_rows_with_nothing_to_see_are_zero_whatever_they_meet_first() -> None:
     hi[0, 30:] = 40
     for full in ([], [2]):
         mask = BlockMask(64, 192, SMALL, 1, 1, lists(full), lists([0, 1]), lo, hi)
-        q, k, v = inputs(mask)
+        q, k, v = operands(mask, (2, 2))
         out, lse = attend(KERNEL, q, k, v, mask)
         check(q, k, v, mask)
         seen_by_all = bool(full)
@@ -140,22 +58,13 @@ def test_masks_of_bits_alone_need_no_intervals() -> None:
         parts = lists([0, 2] if full else [0, 1])
         kv_len = 352 if full else 224
         mask = BlockMask(62, kv_len, (64, 128), 1, 1, lists(full), parts, None, None, rules, bits)
-        check(*inputs(mask), mask)
+        check(*operands(mask, (2, 2)), mask)
 
 
 def lists(columns: list[int]) -> BlockLists:
     """The BlockLists of a mask with one row."""
     start, count = torch.zeros(1, dtype=torch.int32), torch.tensor([len(columns)], dtype=torch.int32)
     return BlockLists(start, count, torch.tensor(columns, dtype=torch.int32))
-
-
-def test_offsets_of_64_bits_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = BlockMask.sliding_window(150, 40, block=SMALL, device="cpu")
-    q, k, v = inputs(mask)
-    narrow = attend(KERNEL, q, k, v, mask)
-    assert not portable.common.is_wide(64, q, k, v)
-    monkeypatch.setattr(portable.common, "is_wide", lambda *given: True)
-    assert all(torch.equal(a, b) for a, b in zip(narrow, attend(KERNEL, q, k, v, mask), strict=True))
 
 
 def test_every_section_of_heads_gives_the_same_bits() -> None:
@@ -174,7 +83,7 @@ def test_every_section_of_heads_gives_the_same_bits() -> None:
 
 def test_tiles_are_walked_longest_first_with_ties_in_order() -> None:
     mask = random_bits("cpu", (900, 500), SMALL, heads=3, batch=2, density=0.8)
-    p = problem(*inputs(mask, (3, 3)), mask)
+    p = problem(*operands(mask, (3, 3)), mask)
     order = KERNEL.prepare(p, KERNEL.default(p), mask).order
     counts = (mask.full.counts + mask.partial.counts).view(6, -1)
     assert order.dtype == torch.int32
@@ -185,14 +94,8 @@ def test_tiles_are_walked_longest_first_with_ties_in_order() -> None:
 def test_rows_of_one_length_are_not_sorted() -> None:
     scores = torch.rand(1, 2, 5, 9, generator=torch.Generator().manual_seed(0))
     mask = BlockMask.topk(scores, 4, q_len=320, kv_len=576, block=SMALL)
-    p = problem(*inputs(mask), mask)
+    p = problem(*operands(mask, (2, 2)), mask)
     assert KERNEL.prepare(p, KERNEL.default(p), mask).order.tolist() == [[0, 1, 2, 3, 4]]
-
-
-def test_bf16_is_refused_in_the_interpreter() -> None:
-    mask = BlockMask.causal(64, block=SMALL, device="cpu")
-    q, k, v = (x.bfloat16() for x in inputs(mask))
-    assert "bf16 is wrong in Triton's interpreter" in KERNEL.why_not(problem(q, k, v, mask))[0]
 
 
 class Split:
