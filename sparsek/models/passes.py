@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from sparsek.models import stream
 from sparsek.models.config import Float8
 from sparsek.models.layer import parts_of, weights_of
 from sparsek.models.scores import Moments
-from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, Stream, TensorPlace, is_in
+from sparsek.models.stream import DENSE, PRUNED, ActivationStore, Stack, Stream, is_in, tensors_in
 from sparsek.nn.experts import PackedLinear
 from sparsek.nn.replace import layer_of
 
@@ -126,7 +126,7 @@ class Passes:
         moments = Moments(weight.shape[1], group, weight.device, fp8=fp8)
         for batch in range(len(line)):
             sides = [
-                stream.inputs(
+                inputs(
                     module, own[first], partial(line.call, module, index, side, batch), calls, places.values()
                 )
                 for module, own, side in ((dense, originals, DENSE), (block, layers, PRUNED))
@@ -164,11 +164,11 @@ class Passes:
             found = {each: Moments(ours.in_features, (name,), ours.packed.device, fp8=fp8) for each in own}
             for batch in range(len(line)):
                 sides = [
-                    stream.inputs(
-                        module, layer.experts, partial(line.call, module, index, side, batch), calls
-                    )[0]
+                    inputs(module, layer.experts, partial(line.call, module, index, side, batch), calls)[0]
                     for module, layer, side in both
                 ]
+                if [x.shape for x, *_ in sides[0]] != [x.shape for x, *_ in sides[-1]]:
+                    sides = sides[-1:]  # other rounds
                 for (x, *_), (y, ids, *_) in zip(sides[0], sides[-1], strict=True):
                     real = line.rows(y, batch)
                     for expert, moments in found.items():
@@ -204,8 +204,19 @@ class Passes:
         try:
             return Stream(self.model, stack, self.batches, self.store, label)
         except stream.NoSequence:
-            self.store.drop(f"{label}.arguments")
+            for side in (DENSE, PRUNED):
+                self.store.drop(f"{label}.arguments.{side}")
             return None
+
+    def _following(self, line: Stream | None) -> Stream | None:
+        """A stream after the stacks before its own are pruned; None if the blocks are no sequence now."""
+        try:
+            if line is not None:
+                line.follow(self.model)
+        except stream.NoSequence:
+            line.forget()  # type: ignore[union-attr]
+            return None
+        return line
 
     def _layers(self, stack: Stack) -> dict[str, Any]:
         """The layers to prune in a stack."""
@@ -248,6 +259,107 @@ def groups_of(layers: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[t
         for count in dict.fromkeys(counts[name] for name in names):
             parts[tuple(name for name in names if counts[name] == count)] = count
     return parts
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor passes in a block: argument or result number `index` of a module, and whether it is a result."""
+
+    module: str
+    result: bool
+    index: int
+
+
+def watch(module: nn.Module, see: Callable[[bool, list[Tensor]], None]) -> list[RemovableHandle]:
+    """Hooks that call see(False, arguments) and see(True, results) with the tensors of each call of a module."""
+    return [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: see(False, tensors_in((args, kwargs))), with_kwargs=True
+        ),
+        module.register_forward_hook(lambda _, args, found: see(True, tensors_in(found))),
+    ]
+
+
+def inputs(
+    block: nn.Module, layer: nn.Module, run: Callable[[], Any], calls: int, places: Iterable[TensorPlace] = ()
+) -> tuple[list[list[Tensor]], dict[TensorPlace, Tensor]]:
+    """The inputs of a layer called once by `run`, which then ends, or in all its calls; and tensors at places before.
+
+    Layers of a block that is called in rounds are called several times, in each batch as often as it needs.
+    """
+    found: list[list[Tensor]] = []
+    passed: dict[TensorPlace, Tensor] = {}
+
+    def enter(result: bool, tensors: list[Tensor]) -> None:
+        if not result:
+            found.append(tensors)
+            if calls == 1:
+                raise stream.Stop
+
+    def note(place: TensorPlace) -> Callable[[bool, list[Tensor]], None]:
+        def see(result: bool, tensors: list[Tensor]) -> None:
+            if result == place.result and place.index < len(tensors):
+                passed.setdefault(place, tensors[place.index])
+
+        return see
+
+    hooks = [hook for place in places for hook in watch(block.get_submodule(place.module), note(place))]
+    hooks += watch(layer, enter)
+    try:
+        run()
+    except stream.Stop:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found, passed
+
+
+def residuals_of(
+    block: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], Any]
+) -> dict[str, TensorPlace]:
+    """Where the residual of each layer passes: a tensor before it whose sum with its output is a tensor after it.
+
+    Found by value: layers called once, whose sums pass into a module, or out of the block.
+    """
+    passed: list[tuple[TensorPlace, Tensor]] = []
+
+    def note(module: str) -> Callable[[bool, list[Tensor]], None]:
+        def see(result: bool, tensors: list[Tensor]) -> None:
+            passed.extend((TensorPlace(module, result, at), each) for at, each in enumerate(tensors))
+
+        return see
+
+    hooks = [hook for name, module in block.named_modules() for hook in watch(module, note(name))]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = {id(module): name for name, module in block.named_modules()}
+    found: dict[str, TensorPlace] = {}
+    for name, layer in layers.items():
+        own = TensorPlace(names.get(id(layer), name), True, 0)  # none of a weight of packed experts
+        at = [index for index, (place, _) in enumerate(passed) if place == own]
+        if len(at) != 1 or not passed[at[0]][1].is_floating_point():
+            continue
+        y = passed[at[0]][1]
+        before, after = (
+            {id(x): (place, x) for place, x in reversed(part) if x.shape == y.shape and x is not y}
+            for part in (passed[: at[0]], passed[at[0] + 1 :])
+        )
+        place = _residual(y, list(before.values())[::-1], [x for _, x in list(after.values())[::-1]])
+        if place is not None:
+            found[name] = place
+    return found
+
+
+def _residual(y: Tensor, before: list[tuple[TensorPlace, Tensor]], after: list[Tensor]) -> TensorPlace | None:
+    for z in after:
+        for place, r in before:
+            room = 4 * torch.finfo(y.dtype).eps * (z.abs().max() + r.abs().max())
+            if bool((z - y - r).abs().max() <= room):
+                return place
+    return None
 
 
 @contextmanager

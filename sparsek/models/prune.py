@@ -52,10 +52,10 @@ from sparsek.models.layer import (
     why_not,
     with_keep,
 )
-from sparsek.models.passes import Passes, Settings, evaluated
+from sparsek.models.passes import Passes, Settings, TensorPlace, evaluated, residuals_of
 from sparsek.models.report import LayerRow, Measured, ModelReport, picture_of
 from sparsek.models.scores import Moments
-from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, TensorPlace, is_in
+from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, is_in
 from sparsek.nn.experts import PackedLinear, repacked, routes_of
 from sparsek.nn.replace import adopt, is_conv1d, layer_of, shape_of, swap
 from sparsek.products.formats.pattern import grid_of
@@ -213,11 +213,15 @@ class _Run(Passes):
         """Prune all blocks of all stacks, and then the layers outside of them."""
         total, done = sum(len(stack.blocks) for stack in self.stacks), 0
         left = set(self.configs)
+        lines = [self._stream(stack, str(label)) for label, stack in enumerate(self.stacks)]
         for label, stack in enumerate([*self.stacks, Stack("", {"": self.model})]):
             names = [
                 name for name in self._layers(stack) if name in left
             ]  # no layers, which are freed by blocks
-            line = self._stream(stack, str(label)) if names else None
+            if label == len(lines):
+                line = self._stream(stack, str(label)) if names else None
+            else:
+                line = self._following(lines[label]) if done else lines[label]
             if not names or (line is None and not stack.is_whole):
                 continue
             for index, (name, block) in enumerate(stack.blocks.items()):
@@ -351,9 +355,7 @@ class _Run(Passes):
                 groups = self._groups(line, index, dense, originals)
                 residuals: dict[str, TensorPlace] = {}
                 if self.settings.reconstruct is not None and groups:
-                    residuals = stream.residuals_of(
-                        dense, originals, lambda: line.call(dense, index, DENSE, 0)
-                    )
+                    residuals = residuals_of(dense, originals, lambda: line.call(dense, index, DENSE, 0))
                 for group, calls in groups.items():
                     began = time.monotonic()
                     moments = self._moments(

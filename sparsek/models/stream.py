@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,22 +18,28 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from sparsek.core import arguments, files
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, first_line
 from sparsek.core.parsing import json_value
 from sparsek.files.tensor_file import opened
+from sparsek.nn.replace import output_embeddings
 
 STATE = "prune.json"
 DENSE, PRUNED = "dense", "pruned"
 CPU = torch.device("cpu")
+IGNORED = -100  # a label that counts in no loss
 PLAIN = (type(None), bool, int, float, str)
 Batch: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Stop(Exception):
     """Ends a forward pass whose rest is not needed."""
+
+
+def stop(*_: Any) -> None:
+    """A hook that ends it."""
+    raise Stop
 
 
 class NoSequence(Exception):
@@ -84,6 +90,14 @@ class StackCalls:
     calls: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     outer: int = 0
+
+    @property
+    def places(self) -> list[list[tuple[type, int]]]:
+        """Which arguments flow, and which are constant."""
+        return [
+            [(type(each), each.index) for each in leaves if isinstance(each, Flow | Constant)]
+            for leaves, _ in self.calls
+        ]
 
     def flows(self, block: int) -> list[int]:
         """The tensors of the block before that a block receives."""
@@ -281,10 +295,17 @@ def moved(value: Any, device: torch.device) -> Any:
     return tree_unflatten([each.to(device) if isinstance(each, Tensor) else each for each in leaves], tree)
 
 
-def padding_of(batch: Batch) -> Tensor | None:
-    """Which tokens of a batch count: its attention_mask [B, T], if it has one."""
-    mask = batch[1].get("attention_mask")
-    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+def padding_of(batch: Batch, decodes: bool) -> list[Tensor]:
+    """Which tokens of a batch count: its attention_mask [B, T], and of an encoder-decoder that of the decoder too.
+
+    Without a decoder_attention_mask these are the labels that are not IGNORED.
+    """
+    masks = [batch[1].get("attention_mask")]
+    if decodes:
+        labels = batch[1].get("labels")
+        words = labels != IGNORED if isinstance(labels, Tensor) else None
+        masks.append(batch[1].get("decoder_attention_mask", words))
+    return [each for each in masks if isinstance(each, Tensor) and each.ndim == 2]
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -322,8 +343,12 @@ def record(model: nn.Module, stack: Stack, batch: Batch, number: int) -> StackCa
 def _recorded(
     model: nn.Module, stack: Stack, batch: Batch, number: int, other: bool = False
 ) -> StackCalls | None:
-    """`record` that takes what is computed from the outputs of blocks for constant. `other`: with other outputs."""
+    """`record` that takes what is computed from the outputs of blocks for constant. `other`: with other outputs.
+
+    Of batch 0 the model runs on to its head: are the blocks called in a second round?
+    """
     made = StackCalls()
+    onward = number == 0 and not other and len(stack.blocks) > 1
     blocks = list(stack.blocks.values())
     places: dict[int, int] = {}
     alive: list[Any] = []  # an id is of one object only while this lives
@@ -341,7 +366,7 @@ def _recorded(
             raise NoSequence
         if at == 0:
             made.outer = len(made.tensors)
-        if at == len(blocks) - 1:
+        if at == len(blocks) - 1 and not onward:
             raise Stop
         if at == 0:
             returned = forwards[0](*args, **kwargs)
@@ -376,13 +401,21 @@ def _recorded(
 
     forwards, own = [block.forward for block in blocks], [vars(block).get("forward") for block in blocks]
     args, kwargs = moved(batch, device_of(model))
+    hooks = [head.register_forward_pre_hook(stop) for head in output_embeddings(model)] if onward else []
     try:
         for at, block in enumerate(blocks):
             block.forward = lambda *args, _at=at, **kwargs: entered(_at, args, kwargs)
         run(model, args, kwargs, number)
-    except (Stop, NoSequence):
+    except Stop:
         pass
+    except NoSequence:
+        return None
+    except InvalidInput:  # of what follows the blocks, which gets no outputs of theirs
+        if not onward or len(made.calls) < len(blocks):
+            raise
     finally:
+        for hook in hooks:
+            hook.remove()
         for block, forward in zip(blocks, own, strict=True):
             del block.forward
             if forward is not None:
@@ -412,19 +445,34 @@ class Stream:
     def __init__(
         self, model: nn.Module, stack: Stack, batches: Sequence[Batch], store: ActivationStore, label: str
     ) -> None:
-        self.stack, self.store, self.label = stack, store, label
-        self.records: list[StackCalls] = []
-        for at, batch in enumerate(batches):
-            made = record(model, stack, batch, at)
-            if made is None:
-                raise NoSequence
-            self.store.put(f"{label}.arguments", at, {str(i): each for i, each in enumerate(made.tensors)})
-            made.tensors.clear()
-            self.records.append(made)
-        self.padding = [padding_of(batch) for batch in batches]
+        self.stack, self.store, self.label, self.batches = stack, store, label, batches
+        self.recorded = {DENSE: DENSE, PRUNED: DENSE}  # whose arguments a side takes
+        self.records = self._record(model, DENSE)
+        decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self.padding = [padding_of(batch, decodes) for batch in batches]
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def follow(self, model: nn.Module) -> None:
+        """Let the pruned side have the arguments that a model gives it whose stacks before are pruned by now.
+
+        Such as the states of an encoder, which cross-attention takes.
+        """
+        if [each.places for each in self._record(model, PRUNED)] != [each.places for each in self.records]:
+            raise NoSequence
+        self.recorded[PRUNED] = PRUNED
+
+    def _record(self, model: nn.Module, side: str) -> list[StackCalls]:
+        found = []
+        for at, batch in enumerate(self.batches):
+            made = record(model, self.stack, batch, at)
+            if made is None:
+                raise NoSequence
+            self.store.put(self._arguments(side), at, {str(i): each for i, each in enumerate(made.tensors)})
+            made.tensors.clear()
+            found.append(made)
+        return found
 
     def call(self, module: nn.Module, block: int, side: str, batch: int) -> Any:
         """Run a block, or another module in its place, on the arguments of one side; return what it returns."""
@@ -438,7 +486,7 @@ class Stream:
         made = self.records[batch]
         leaves, tree = made.calls[block]
         flows = self.store.get(self._stage(block, side), batch) if made.flows(block) else {}
-        fixed = self.store.get(f"{self.label}.arguments", batch)
+        fixed = self.store.get(self._arguments(self.recorded[side]), batch)
 
         def given(leaf: Any) -> Any:
             if isinstance(leaf, Flow):
@@ -470,118 +518,28 @@ class Stream:
     def close(self) -> None:
         """Forget what is left: arguments, and what the last block returned."""
         self.drop(len(self.stack.blocks))
-        self.store.drop(f"{self.label}.arguments")
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the arguments."""
+        for side in (DENSE, PRUNED):
+            self.store.drop(self._arguments(side))
 
     def rows(self, x: Tensor, batch: int) -> Tensor:
         """1 for each row of x [..., K], 0 for padding; float32."""
         count = x.numel() // x.shape[-1] if x.shape[-1] else 0
-        mask = self.padding[batch]
-        if mask is not None and mask.numel() == count:
-            return mask.reshape(-1).to(x.device, torch.float32)
+        masks = [each.reshape(-1) != 0 for each in self.padding[batch] if each.numel() == count]
+        if masks:
+            return torch.stack(masks).any(0).to(x.device, torch.float32)
         return torch.ones(count, dtype=torch.float32, device=x.device)
+
+    def _arguments(self, side: str) -> str:
+        return f"{self.label}.arguments.{side}"
 
     def _stage(self, block: int, side: str) -> str:
         return f"{self.label}.block-{block:05d}.{side}"
 
 
-class TensorPlace(NamedTuple):
-    """Where a tensor passes in a block: argument or result number `index` of a module, and whether it is a result."""
-
-    module: str
-    result: bool
-    index: int
-
-
-def watch(module: nn.Module, see: Callable[[bool, list[Tensor]], None]) -> list[RemovableHandle]:
-    """Hooks that call see(False, arguments) and see(True, results) with the tensors of each call of a module."""
-    return [
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: see(False, tensors_in((args, kwargs))), with_kwargs=True
-        ),
-        module.register_forward_hook(lambda _, args, found: see(True, tensors_in(found))),
-    ]
-
-
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a tree of arguments or results."""
     return [each for each in tree_flatten(tree)[0] if isinstance(each, Tensor)]
-
-
-def inputs(
-    block: nn.Module, layer: nn.Module, run: Callable[[], Any], calls: int, places: Iterable[TensorPlace] = ()
-) -> tuple[list[list[Tensor]], dict[TensorPlace, Tensor]]:
-    """The inputs of a layer in its first `calls` calls by `run`, which then ends; and tensors at places before it."""
-    found: list[list[Tensor]] = []
-    passed: dict[TensorPlace, Tensor] = {}
-
-    def enter(result: bool, tensors: list[Tensor]) -> None:
-        if not result:
-            found.append(tensors)
-            if len(found) == calls:
-                raise Stop
-
-    def note(place: TensorPlace) -> Callable[[bool, list[Tensor]], None]:
-        def see(result: bool, tensors: list[Tensor]) -> None:
-            if result == place.result and place.index < len(tensors):
-                passed.setdefault(place, tensors[place.index])
-
-        return see
-
-    hooks = [hook for place in places for hook in watch(block.get_submodule(place.module), note(place))]
-    hooks += watch(layer, enter)
-    try:
-        run()
-    except Stop:
-        pass
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found, passed
-
-
-def residuals_of(
-    block: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], Any]
-) -> dict[str, TensorPlace]:
-    """Where the residual of each layer passes: a tensor before it whose sum with its output is a tensor after it.
-
-    Found by value: layers called once, whose sums pass into a module, or out of the block.
-    """
-    passed: list[tuple[TensorPlace, Tensor]] = []
-
-    def note(module: str) -> Callable[[bool, list[Tensor]], None]:
-        def see(result: bool, tensors: list[Tensor]) -> None:
-            passed.extend((TensorPlace(module, result, at), each) for at, each in enumerate(tensors))
-
-        return see
-
-    hooks = [hook for name, module in block.named_modules() for hook in watch(module, note(name))]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    names = {id(module): name for name, module in block.named_modules()}
-    found: dict[str, TensorPlace] = {}
-    for name, layer in layers.items():
-        own = TensorPlace(names.get(id(layer), name), True, 0)  # none of a weight of packed experts
-        at = [index for index, (place, _) in enumerate(passed) if place == own]
-        if len(at) != 1 or not passed[at[0]][1].is_floating_point():
-            continue
-        y = passed[at[0]][1]
-        before, after = (
-            {id(x): (place, x) for place, x in reversed(part) if x.shape == y.shape and x is not y}
-            for part in (passed[: at[0]], passed[at[0] + 1 :])
-        )
-        place = _residual(y, list(before.values())[::-1], [x for _, x in list(after.values())[::-1]])
-        if place is not None:
-            found[name] = place
-    return found
-
-
-def _residual(y: Tensor, before: list[tuple[TensorPlace, Tensor]], after: list[Tensor]) -> TensorPlace | None:
-    for z in after:
-        for place, r in before:
-            room = 4 * torch.finfo(y.dtype).eps * (z.abs().max() + r.abs().max())
-            if bool((z - y - r).abs().max() <= room):
-                return place
-    return None

@@ -39,13 +39,7 @@ class Facts:
         self.owners: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.owners.setdefault(id(parameter), []).append(name)
-        self.heads: set[int] = set()
-        for module in model.modules():
-            get = getattr(module, "get_output_embeddings", None)
-            try:
-                self.heads.add(id(get() if callable(get) else None))
-            except (AttributeError, NotImplementedError):  # a model without one
-                continue
+        self.heads = {id(each) for each in output_embeddings(model)}
 
     def why_not(self, name: str, layer: Any, is_named: bool) -> str:
         """Why a layer may not be replaced, whatever the config; "" if it may."""
@@ -80,6 +74,18 @@ class Facts:
         names = [each for each in self.owners.get(id(layer.bias), ()) if each.endswith(".bias")]
         others = [each.removesuffix(".bias") for each in names if each != f"{name}.bias"]
         return [each for each in others if is_linear(self.model.get_submodule(each))]
+
+
+def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """The heads of a model that computes words."""
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        try:
+            head = get() if callable(get) else None
+        except (AttributeError, NotImplementedError):  # a model without one
+            continue
+        if isinstance(head, nn.Module):
+            yield head
 
 
 def adopt(new: Any, old: Any, origin: type[nn.Module] | None = nn.Linear) -> Any:

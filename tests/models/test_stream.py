@@ -1,7 +1,9 @@
 """Repeated blocks, the flow between them, and calibrated pruning of transformers' models."""
 
+import copy
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsek as sk
-from sparsek.models import stream
+from sparsek.models import passes, stream
 from sparsek.models.stream import DENSE, ActivationStore, Stream
 from tests.house.tools import need
 
@@ -169,10 +171,10 @@ def test_residuals_are_found_by_value():
 
     block = Residual()
     layers = {name: block.get_submodule(name) for name in "abc"}
-    found = stream.residuals_of(block, layers, lambda: block(torch.randn(5, 8)))
+    found = passes.residuals_of(block, layers, lambda: block(torch.randn(5, 8)))
     assert found.keys() == {"a", "c"}
-    assert found["a"] in {stream.TensorPlace("", False, 0), stream.TensorPlace("norm", False, 0)}
-    assert found["c"] in {stream.TensorPlace("after", True, 0), stream.TensorPlace("b", False, 0)}
+    assert found["a"] in {passes.TensorPlace("", False, 0), passes.TensorPlace("norm", False, 0)}
+    assert found["c"] in {passes.TensorPlace("after", True, 0), passes.TensorPlace("b", False, 0)}
 
 
 def tiny(name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -204,6 +206,20 @@ def tiny(name: str) -> tuple[Any, dict[str, Tensor]]:
         return hf.GPT2LMHeadModel(
             hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=40, n_positions=32)
         ), ids
+    if name == "albert":  # one group of two layers, called three times
+        small |= {"num_hidden_layers": 6, "inner_group_num": 2, "embedding_size": 32}
+        return hf.AlbertModel(hf.AlbertConfig(**small)), ids
+    if name in ("bart", "whisper"):
+        sides = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in SIDE.items()}
+        special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+        more: Any = {"d_model": 32, "vocab_size": 40, **sides, **special}
+        labels = torch.randint(3, 40, (4, 7))
+        if name == "bart":
+            model = hf.BartForConditionalGeneration(hf.BartConfig(**more, max_position_embeddings=32))
+            return model, {**ids, "labels": labels}
+        more |= {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16}
+        model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**more, suppress_tokens=None))
+        return model, {"input_features": torch.randn(4, 8, 24), "labels": labels}
     if name == "vit":
         del small["vocab_size"]
         model = hf.ViTModel(hf.ViTConfig(**small, image_size=16, patch_size=4))
@@ -214,16 +230,19 @@ def tiny(name: str) -> tuple[Any, dict[str, Tensor]]:
     return hf.T5ForConditionalGeneration(config), {**ids, "labels": torch.randint(3, 40, (4, 7))}
 
 
-PRUNED = {"bert": 12, "llama": 14, "windows": 14, "gpt2": 8, "vit": 12, "t5": 2 * 6 + 2 * 10}
+SIDE = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
+PAIR = 2 * 6 + 2 * 10  # of an encoder and a decoder
+PRUNED = {"bert": 12, "llama": 14, "windows": 14, "gpt2": 8, "vit": 12, "albert": 12}
+PRUNED |= {"t5": PAIR, "bart": PAIR, "whisper": PAIR}
 
 
 @pytest.mark.parametrize("name", PRUNED)
 def test_models_of_transformers_are_pruned_block_by_block(name: str):
     model, batch = tiny(name)
     with torch.no_grad():
-        want = model.eval()(**batch)[0 if name != "t5" else 1]
+        want = model.eval()(**batch)[int("labels" in batch)]
         report = sk.prune(model, sk.BlockSparse(16, 1.0), calibration=[batch], method="wanda")
-        torch.testing.assert_close(model(**batch)[0 if name != "t5" else 1], want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(model(**batch)[int("labels" in batch)], want, rtol=1e-3, atol=1e-3)
     assert len(report.replaced) == PRUNED[name]
     assert max(row.error_after or 0 for row in report.replaced) < 5e-3
     if name in ("llama", "windows", "gpt2"):
@@ -235,3 +254,94 @@ def test_models_of_transformers_are_pruned_block_by_block(name: str):
     ).replaced
     assert all(row.error_after is not None and row.error is not None for row in rows)
     assert sum(row.error_after < row.error for row in rows) >= len(rows) - 1  # type: ignore[operator]
+
+
+class Loop(nn.Module):
+    """The same blocks in several rounds, more of them for a larger x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+        for block in self.blocks:
+            block.add_module("inner", nn.Sequential(nn.Linear(32, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2 if x.abs().max() < 1 else 4):
+            for block in self.blocks:
+                x = x + block(x)
+        return x
+
+
+def test_blocks_called_in_rounds_are_calibrated_on_all_rounds() -> None:
+    model: Any = Loop()
+    small, large = 0.1 * torch.randn(4, 32).clamp(-2, 2), torch.randn(4, 32) + 2
+    seen: list[Tensor] = []
+    with model.blocks[0][0].register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
+        model(small)
+        model(large)
+    assert len(seen) == 6
+    weight, x = model.blocks[0][0].weight.detach().clone(), torch.cat(seen).detach()
+    options: Any = {"method": "wanda", "reconstruct": None}
+    found = sk.prune(model, sk.BlockSparse(16, 0.5), calibration=[small, large], **options).rows[0].error
+    layer: Any = nn.Linear(32, 32)
+    layer.weight.data, layer.bias.data = weight, model.blocks[0][0].bias.data
+    alone: Any = nn.Sequential(layer)
+    (row,) = sk.prune(alone, sk.BlockSparse(16, 0.5), calibration=[x], **options).rows
+    assert found == pytest.approx(row.error, rel=1e-4)
+    torch.testing.assert_close(model.blocks[0][0].to_dense(), alone[0].to_dense())
+
+
+class Cross(nn.Module):
+    """A block with attention to the states of an encoder, in small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
+        return x + self.own(x) + (0 if states is None else self.k(states).mean(1, keepdim=True))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = (nn.ModuleList(Cross() for _ in range(2)) for _ in range(2))
+        self.config = SimpleNamespace(is_encoder_decoder=True)
+
+    def states(self, ids: Tensor) -> Tensor:
+        for block in self.encoder:
+            ids = block(ids)
+        return ids
+
+    def forward(self, ids: Tensor, labels: Tensor, **masks: Tensor) -> Tensor:
+        states, x = self.states(ids), labels[..., None].clamp(0, 3) * torch.linspace(-1, 1, 32)
+        for block in self.decoder:
+            x = block(x, states=states)
+        return x
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_cross_attention_compares_with_the_states_of_the_dense_encoder(on_disk: bool, tmp_path: Path) -> None:
+    model: Any = Pair()
+    ids, labels, mask = torch.randn(4, 6, 32), torch.arange(20).view(4, 5), torch.ones(4, 6)
+    mask[0, 2:], labels[1, 3:] = 0, -100
+    batch = {"ids": ids, "labels": labels, "attention_mask": mask}
+    dense, real = copy.deepcopy(model), mask.bool()
+    rules = {"encoder.*": sk.BlockSparse(16, 0.5), "decoder.*": sk.BlockSparse(16, 1.0)}
+    options: Any = {"method": "wanda", "reconstruct": None, "folder": tmp_path / "run" if on_disk else None}
+    rows = {row.name: row for row in sk.prune(model, rules, calibration=[batch], **options).rows}
+    with torch.no_grad():
+        for name in ("decoder.0.k", "decoder.1.k"):
+            layer = dense.get_submodule(name)
+            y, other = (layer(each.states(ids))[real] for each in (dense, model))
+            assert rows[name].error == pytest.approx(float((y - other).norm() / y.norm()), rel=1e-3)
+        lost = rows["decoder.1.own"].error
+        assert lost is not None
+        assert lost > 0.05  # by the states
+    assert rows["decoder.0.own"].error == pytest.approx(0, abs=1e-3)
+    assert len(list((tmp_path / "run").iterdir())) == 5 if on_disk else True
+    line = Stream(dense, stream.stacks_of(dense)[1], [((), batch)], ActivationStore(None), "0")
+    assert torch.equal(line.rows(torch.ones(4, 5, 32), 0), (labels != -100).flatten().float())
+    assert torch.equal(line.rows(torch.ones(4, 6, 32), 0), mask.flatten())
