@@ -103,8 +103,7 @@ class NSA(TokenPolicy):
             def score(start: int, end: int) -> Tensor:
                 return self._pooled(grid, start, end, self._weights(grid, q, compressed, factor, start, end))
 
-            each = q.shape[0] * q.shape[1] * max(compressed.shape[2], 1)
-            return token_lists(grid, (q.shape[0], heads), self, score, each)
+            return token_lists(grid, (q.shape[0], heads), self, score, each_of(q, compressed.shape[2]))
 
     def _windows(self, grid: TokenGrid, keys: int) -> int:
         """The compressed keys of a grid."""
@@ -125,8 +124,8 @@ class NSA(TokenPolicy):
         position, first = (each[start:end, None] for each in (grid.position, grid.first * self.block))
         seen = (begin >= first) & (begin + self.span <= position + 1)
         # A row that sees none has weights 0.
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
-        return weights.sum(2)
+        weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
+        return weights.masked_fill_(~seen, 0).sum(2)
 
     def _pooled(self, grid: TokenGrid, start: int, end: int, weights: Tensor) -> Tensor:
         """[B, Hkv, n, blocks]: weights [B, Hkv, n, m] of compressed keys, joined over those that cover a part of a
@@ -243,7 +242,7 @@ class MoBAGate(TokenPolicy):
                 left, right = grid.reach(start, end)
                 return rows_of(q, heads, start, end).sum(2) @ gates[:, :, left:right].mT
 
-            return token_lists(grid, (q.shape[0], heads), self, score, q.shape[0] * q.shape[1] * grid.columns)
+            return token_lists(grid, (q.shape[0], heads), self, score, each_of(q, grid.columns))
 
 
 @dataclass(frozen=True)
@@ -305,19 +304,19 @@ class IndexHead(TokenPolicy):
             )
         grid = TokenGrid.of(q, k, self.block, cu_seqlens)
         with dtypes.as_given(q.device):
-            keys, each = grid.aligned(k), q.shape[0] * q.shape[1]
+            keys = grid.aligned(k)
 
             def score(start: int, end: int) -> Tensor:
                 left, right = grid.reach(start, end)
                 rows = rows_of(q, q.shape[1], start, end).squeeze(2)
-                some = max(SCORES // (each * (end - start) * self.block), 1)
+                some = max(SCORES // (q.shape[0] * q.shape[1] * (end - start) * self.block), 1)
                 parts = [
                     self._largest(grid, rows, keys, start, (at, min(at + some, right)))
                     for at in range(left, right, some)
                 ]
                 return torch.cat(parts, -1)
 
-            return token_lists(grid, (q.shape[0], q.shape[1]), self, score, each * max(grid.columns, 1))
+            return token_lists(grid, (q.shape[0], q.shape[1]), self, score, each_of(q, grid.columns))
 
     def _largest(
         self, grid: TokenGrid, rows: Tensor, keys: Tensor, start: int, blocks: tuple[int, int]
@@ -325,12 +324,16 @@ class IndexHead(TokenPolicy):
         """[B, H, n, blocks]: the largest product in each block of keys up to the query."""
         begin, end = (at * self.block for at in blocks)
         part = keys[:, :, begin:end].to(rows.dtype)
-        scores = rows @ part.mT
         key = torch.arange(begin, begin + part.shape[2], dtype=torch.int64, device=rows.device)
         position = grid.position[start : start + rows.shape[2], None]
-        scores = scores.masked_fill(key > position, -torch.inf)
+        scores = (rows @ part.mT).masked_fill_(key > position, -torch.inf)
         scores = functional.pad(scores, (0, end - begin - part.shape[2]), value=-torch.inf)
         return scores.unflatten(-1, (-1, self.block)).amax(-1)
+
+
+def each_of(q: Tensor, scores: int) -> int:
+    """What a query [B, Hq, 1, D] has at once, of so many scores for a head: these, or itself in float32."""
+    return q.shape[0] * q.shape[1] * max(scores, q.shape[3])
 
 
 def checked(q: Any, k: Any, scale: float | None) -> float:

@@ -24,7 +24,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced
 
 LONGEST = 1 << 20  # keys of a block
-SCORES = 1 << 24  # of a chunk of queries: 64 MB in float32
+SCORES = 1 << 25  # of a chunk of queries: 128 MB in float32
 
 
 class TokenGrid(NamedTuple):
@@ -104,14 +104,14 @@ def token_lists(
 ) -> TokenLists:
     """The lists of `shape` batch items and heads.
 
-    `score(start, end)` returns the scores of the blocks in `grid.reach(start, end)`, with `each` scores at once for a
+    `score(start, end)` returns the scores of the blocks in `grid.reach(start, end)`, with `each` numbers at once for a
     query.
     """
     queries = grid.position.shape[0]
     some = max(1, min(policy.topk, grid.columns))
     parts = max(grid.block // MOST, 1)  # blocks of lists in a block
     made = torch.full((*shape, queries, some * parts), -1, dtype=torch.int32, device=grid.position.device)
-    step = max(SCORES // max(each, 1), 1)
+    step = max(SCORES // each, 1)
     for start in range(0, queries, step):
         end = min(start + step, queries)
         left, right = grid.reach(start, end)
