@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from sparsek.attn import policies
-from sparsek.attn.mask.rule import MaskRule
+from sparsek.attn.mask.rule import MaskPolicy, MaskRule
 from sparsek.attn.policies.policy import Composed, Policy
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -62,7 +62,7 @@ def misfit(policy: MaskRule, causal: bool, layer: str = "this layer") -> str | N
     if own is causal:
         return None
     label = policy.label
-    if not isinstance(policy, Policy):
+    if isinstance(policy, MaskPolicy):
         label = f"{type(policy).__name__}({'' if label == 'causal' else label})"
     sees = "no token after its own" if causal else "every token"
     if _may_be(policy):

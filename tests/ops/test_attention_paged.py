@@ -323,6 +323,8 @@ POLICIES = [
     sk.policies.MeanTopK(topk=2, block=64),
     sk.policies.Streaming(window=64, sinks=64, block=64),
     sk.policies.SubBlock(density=0.5, block=64, causal=False),
+    sk.policies.NSA(topk=3, block=32, always=(1, 1)),
+    sk.policies.MoBAGate(topk=2, block=32),
     sk.MaskPolicy(topk=2, block=64),
 ]
 

@@ -51,10 +51,12 @@ class MaskRule:
     """Makes a mask for given q and k. `attention` takes a rule in place of a mask: `MaskPolicy`, or one of
     `sk.policies`.
 
-    `of_fields`: whether an object is determined by its class and `__match_args__`, as a dataclass is.
+    `of_fields`: whether an object is determined by its class and `__match_args__`, as a dataclass is. `by_token`:
+    whether it has a method `lists`, which returns TokenLists for q and k.
     """
 
     of_fields = False
+    by_token = False
 
     def mask_for(self, q: Tensor, k: Tensor, scale: float | None = None) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device. scale: the factor of q @ k.T."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.plan import paged_operands as operands
@@ -56,11 +59,23 @@ def choose_lists(call: AttendedPages) -> None:
             queries = q[edges[r] : edges[r + 1]].transpose(0, 1)[None]
             if not queries.shape[2]:
                 continue
-            mask = rule.mask_for(queries, _keys(q, k, table[r], length, factor)[None], call.scale)
+            keys = _keys(q, k, table[r], length, factor)[None]
+            if rule.by_token:
+                masks.append(rule.lists(queries, keys, scale=call.scale))
+                continue
+            mask = rule.mask_for(queries, keys, call.scale)
             mask.verify()
             masks.append(mask)
-        call.mask = PageLists.of_masks(masks, verify=False) if masks else None
+        joined = _by_token if rule.by_token else partial(PageLists.of_masks, verify=False)
+        call.mask = joined(masks) if masks else None
     call.seq_lens, call.cu_seqlens_q = seq_lens, cu_seqlens_q
+
+
+def _by_token(lists: Sequence[Any]) -> PageLists:
+    """The lists of all requests, of as many entries each, with -1 for none."""
+    n = max(each.indices.shape[3] for each in lists)
+    rows = [functional.pad(each.indices[0], (0, n - each.indices.shape[3]), value=-1) for each in lists]
+    return PageLists.from_indices(torch.cat(rows, 1), (1, lists[0].block))
 
 
 @reads_values("lengths are read", "pass plain tensors")

@@ -69,7 +69,7 @@ class AttendedFp8(Attended):
         if isinstance(mask, MaskRule) and (not isinstance(mask, MaskPolicy) or mask.topk is not None):
             raise InvalidInput(
                 f"mask is {mask.label}, which chooses blocks by q and k, and these are quantized; pass the BlockMask "
-                "that policy.mask(q, k) makes of the tensors"
+                "that policy.mask_for(q, k) makes of the tensors"
             )
         q, k = (x.scale.new_zeros(()).expand(x.shape) for x in (self.q, self.k))
         self.mask = block_mask(mask, q, k, is_causal, predicted=predicted)

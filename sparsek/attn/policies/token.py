@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -186,6 +186,8 @@ class TokenPolicy(MaskRule):
     """Chooses blocks of keys for each query. `sk.attention(q, k, v, policy)` chooses anew in every call."""
 
     of_fields = True
+    by_token = True
+    causal: ClassVar[bool] = True
 
     def _check_fields(self) -> None:
         """Checks `block`, `topk` and `always`. A budget holds the blocks of `always`."""

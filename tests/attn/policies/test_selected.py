@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsek as sk
 from sparsek.attn.policies import token
 from sparsek.core.errors import InvalidInput
+from sparsek.integrations.config import misfit
 
 policies = sk.policies
 BLOCK, SPAN, STRIDE = 16, 8, 4
@@ -254,3 +255,7 @@ def test_labels_name_what_is_not_default() -> None:
     assert policies.NSA().label == "NSA()"
     assert policies.InfLLMv2(topk=40, block=32).label == "InfLLMv2(topk=40, block=32)"
     assert hash(policies.MoBAGate(topk=4)) == hash(policies.MoBAGate(topk=4))
+    assert misfit(policies.NSA(), True) is None
+    assert "every token, and the policy NSA() is causal; it has no other form" in str(
+        misfit(policies.NSA(), False)
+    )
