@@ -42,6 +42,7 @@ from sparsek.attn.kernels.forward.pipeline import (
     LOG2E,
     BlockPipeline,
     attended,
+    attended_by_some,
     fitted,
     rings,
     room_of_o,
@@ -126,6 +127,24 @@ def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
 
 
 @gluon.jit
+def sees(T: gl.constexpr, i, masked, tile):
+    """Of masked step i the bits of a warpgroup's 64 rows, not 0 if one of them is set. 0 from step `masked` on."""
+    BITS: gl.constexpr = 64 // T.pack // T.members
+    SUB: gl.constexpr = T.block[1] // T.keys
+    at = tile[0]
+    partial, rules, bits, full = tile[1]
+    first = at.row // (T.pack * T.members)
+    word = rules + (at.p_begin + i // SUB) * T.words + first // 32
+    there = (i < masked) & (at.p_begin >= 0)
+    found = gl.load(word, mask=there, other=0)
+    if BITS > 32:
+        found = found | gl.load(word + 1, mask=there, other=0)
+    if BITS < 32:
+        found = (found >> (first % 32)) & ((1 << BITS) - 1)
+    return found
+
+
+@gluon.jit
 def finished(T: gl.constexpr, WG: gl.constexpr, o_desc, acc, lse, r, at, where, outs, at_q, q_s, o_s, bars):
     """Writes O and lse, in base 2, of a tile or of its part: of its rows r, at positions `at`. The next slot of Q."""
     DTYPE: gl.constexpr = o_desc.dtype
@@ -185,10 +204,18 @@ def attend(
             inner = inner_bounds(T, bounds, b, h, pos + WG * (64 // T.pack), q_len, kv_len)
         row = pos % T.block[0] * T.pack + WG * 64
         where = Where(p_begin, f_begin, row, lo, hi, place, slope, inner, ends)
-        acc, m, l, slot, phase = attended(
-            T, changed, allowed, WG, DTYPE, masked, steps, (where, lists, scale, cap), 1.0 if T.alibi else scale,
-            (q_slot, q_phase), (slot, phase), q_s, k_s, v_s, bars,
-        )  # fmt: skip
+        tile = (where, lists, scale, cap)
+        factor = 1.0 if T.alibi else scale
+        if T.members > 0 and not T.member_ends:
+            acc, m, l, slot, phase = attended_by_some(
+                T, changed, allowed, sees, WG, DTYPE, masked, steps, tile, factor, (q_slot, q_phase), (slot, phase),
+                q_s, k_s, v_s, bars,
+            )  # fmt: skip
+        else:
+            acc, m, l, slot, phase = attended(
+                T, changed, allowed, WG, DTYPE, masked, steps, tile, factor, (q_slot, q_phase), (slot, phase), q_s,
+                k_s, v_s, bars,
+            )  # fmt: skip
         if T.sinks != "":
             # Parts of a tile have no sink: merge_parts adds it once.
             sink = gl.load(sinks + (h + r % T.pack) * sink_step, mask=r * 0 + part < 0, other=float("-inf"))

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sparsek.attn.kernels.forward.rules import Ruled
 from sparsek.attn.kernels.forward.softmax import rescaled, scores, softmax, weighted
 from sparsek.core.device import Card
-from sparsek.engine.launch.gluon import tma_store_wait
+from sparsek.engine.launch.gluon import opaque, tma_store_wait
 from sparsek.engine.launch.kinds import KernelConfig
 
 HALF_AN_SM = (228 << 10) // 2 - 1024  # shared memory for each of two CTAs on an SM of sm_90
@@ -279,6 +279,113 @@ def attended(
     mbarrier.wait(v_full.index(slot), phase)  # until the last V has landed
     acc = warpgroup_mma_wait(0, deps=(weighted(T, pairs, v_s, slot, acc, DTYPE),))
     mbarrier.arrive(v_empty.index(slot), count=1)
+    slot, phase = after(slot, phase, T.stages)
+    return acc, m, l, slot, phase
+
+
+@gluon.jit
+def begun(
+    T: gl.constexpr, CHANGE: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
+    i, masked, state, tile, scale, q, k_s, bars,
+):  # fmt: skip
+    """S of step i and its softmax, where no P V is left: `step` without one. The state after it has one left."""
+    acc, pairs, m, l, slot, phase = state
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    slot, phase = after(slot, phase, T.stages)
+    mbarrier.wait(k_full.index(slot), phase)  # until K has landed
+    s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    s = MASK(T, MASKED, CHANGE(T, s, i, masked, tile), i, masked, tile)
+    pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
+    return rescaled(T, acc, alpha), pairs, m, l, slot, phase
+
+
+@gluon.jit
+def completed(T: gl.constexpr, DTYPE: gl.constexpr, acc, pairs, slot, phase, v_s, bars):
+    """The P V that is left, of the step whose V is in `slot`."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    mbarrier.wait(v_full.index(slot), phase)  # until V has landed
+    acc = warpgroup_mma_wait(0, deps=(weighted(T, pairs, v_s, slot, acc, DTYPE),))
+    mbarrier.arrive(v_empty.index(slot), count=1)
+    return acc
+
+
+@gluon.jit
+def attended_by_some(
+    T: gl.constexpr, CHANGE: gl.constexpr, MASK: gl.constexpr, SEES: gl.constexpr, WG: gl.constexpr,
+    DTYPE: gl.constexpr, masked, steps, tile, scale, at_q, at_k, q_s, k_s, v_s, bars,
+):  # fmt: skip
+    """As `attended`, but the warpgroup passes over masked steps where SEES gives 0: where none of its rows sees a key.
+
+    It finishes a P V that is left before it passes over a step: while that waits, its V keeps a slot of the ring, and
+    after as many steps as the ring has slots nothing more would be loaded. K and V of a step are awaited before they
+    are given back, because an arrival before they land would count for the load before.
+    """
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    KEYS: gl.constexpr = T.keys
+    HALF: gl.constexpr = T.keys // 2
+    GROUPS: gl.constexpr = T.groups
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.keys, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_slot, q_phase = at_q
+    slot, phase = at_k
+    slot -= 1  # of the step before
+    if slot < 0:
+        slot = T.stages - 1
+        phase ^= 1
+    mbarrier.wait(q_full.index(q_slot * GROUPS + WG), q_phase)  # until Q has landed
+    m = gl.full((64,), float("-inf"), gl.float32, ROW)
+    l = gl.zeros((64,), gl.float32, ROW)
+    acc = gl.zeros((64, VDIM), gl.float32, O_LAYOUT)
+    pairs, unused = gl.zeros((64, KEYS), gl.int32, S_LAYOUT).reshape((64, HALF, 2)).split()
+    left = 0  # whether P V of the step before is
+    sees = SEES(T, 0, masked, tile)
+    for i in range(masked):
+        following = SEES(T, i + 1, masked, tile)  # read a step ahead
+        state = (acc, pairs, m, l, slot, phase)
+        q = q_s.index(q_slot * GROUPS + WG + opaque(0)).reshape((64, DIM))
+        if sees != 0:
+            if left != 0:
+                acc, pairs, m, l, slot, phase = step(
+                    T, CHANGE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
+                )
+            else:
+                acc, pairs, m, l, slot, phase = begun(
+                    T, CHANGE, MASK, True, DTYPE, i, masked, state, tile, scale, q, k_s, bars
+                )
+            left = 1
+        else:
+            if left != 0:
+                acc = completed(T, DTYPE, acc, pairs, slot, phase, v_s, bars)
+            left = 0
+            slot, phase = after(slot, phase, T.stages)
+            mbarrier.wait(k_full.index(slot), phase)  # until K and V have landed
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.wait(v_full.index(slot), phase)
+            mbarrier.arrive(v_empty.index(slot), count=1)
+        sees = following
+    first = masked
+    if (left == 0) & (masked < steps):
+        state = (acc, pairs, m, l, slot, phase)
+        q = q_s.index(q_slot * GROUPS + WG + opaque(0)).reshape((64, DIM))
+        acc, pairs, m, l, slot, phase = begun(
+            T, CHANGE, MASK, False, DTYPE, masked, masked, state, tile, scale, q, k_s, bars
+        )
+        left = 1
+        first += 1
+    q = q_s.index(q_slot * GROUPS + WG + opaque(0)).reshape((64, DIM))
+    for i in range(first, steps):
+        state = (acc, pairs, m, l, slot, phase)
+        acc, pairs, m, l, slot, phase = step(
+            T, CHANGE, MASK, False, DTYPE, i, masked, state, tile, scale, q, k_s, v_s, bars
+        )
+    if not T.o_in_q:
+        mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
+    if left != 0:
+        acc = completed(T, DTYPE, acc, pairs, slot, phase, v_s, bars)
     slot, phase = after(slot, phase, T.stages)
     return acc, m, l, slot, phase
 

@@ -90,14 +90,16 @@ def hold_forward(
     c: Any, dtype: str, code: Any, exponentials: int, clean: Any = CLEAN, results: str | None = None
 ) -> str:
     """The same of a forward kernel: S before the steps and in both kinds of steps, P V in these and after them. P V is
-    multiplied beside the softmax. `dtype` is of the operands, `results` of out.
+    multiplied beside the softmax. `dtype` is of the operands, `results` of out. Where steps with rules may be passed
+    over, their loop has S a second time, without P V of the step before, and P V without S.
     """
-    products = c.groups * 3 * (c.dim + c.keys) // OPERANDS[dtype][1]
+    passes_over = getattr(c, "members", 0) > 0 and not c.member_ends
+    products = c.groups * (3 + passes_over) * (c.dim + c.keys) // OPERANDS[dtype][1]
     where = hold_code((c, results), code, dtype, {c.keys, c.v_dim}, products, c.ctas_per_sm, clean)
     assert code.waits == [0, 1], where
     assert c.smem_bytes <= code.shared <= c.smem_bytes + 1024, f"smem_bytes says {c.smem_bytes}: {where}"
     assert len(code.loops) == 2 * c.groups, where
     for loop in code.loops:
-        assert loop.exponentials == exponentials, where
-        assert loop.beside >= 0.9 * loop.exponentials, f"P V is waited for before the softmax: {where}"
+        assert loop.exponentials in (exponentials, exponentials * (1 + passes_over)), where
+        assert loop.beside >= 0.9 * exponentials, f"P V is waited for before the softmax: {where}"
     return where
