@@ -94,8 +94,9 @@ OF_CLASSES = {
 }
 COMMANDS = ("sparsek_bench/suites/fresh.py",)  # named as users type it
 NAME = re.compile(r"[a-z]+|[A-Z][a-z]*")
-COMPILED = [(re.compile(rf"(?<![\w./])({words})(?![\w=(])", re.I), *rest) for words, *rest in PATTERNS]
-ANY = re.compile("|".join(pattern.pattern for pattern, *_ in COMPILED), re.I)
+WHOLE = r"(?<![\w./])({})(?![\w=(])"
+COMPILED = [(re.compile(WHOLE.format(words), re.I), *rest) for words, *rest in PATTERNS]
+ANY = re.compile(WHOLE.format("|".join(words for words, *_ in PATTERNS)), re.I)
 CODE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$|`[^`\n]*`", re.M | re.S)
 END = re.compile(r"[.!?;](?=\s+[\w`(\[*\"]|\s*$)|\n\s*\n|\n(?=\s*([-*|>#]|\d+\. ))|:(?=\s*\n)")
 ROW = re.compile(r"^(\||    ).*|^.*\S  +\S.*", re.M)
@@ -114,16 +115,16 @@ class Finding(NamedTuple):
         return f"{self.path}:{self.line}: {self.words!r}: {self.why}; better: {self.better}"
 
 
-def texts(path: Path, source: str) -> Iterator[tuple[int, str, bool]]:
+def texts(path: Path, source: str, tree: ast.Module | None) -> Iterator[tuple[int, str, bool]]:
     """First line and text of a page, of each docstring, comment and message; and whether its sentences are counted."""
     if path.suffix == ".md":
         yield 1, source, True
     elif path.suffix == ".cu":
         for line, text in enumerate(source.split("\n"), 1):
             yield line, text.partition("//")[2], False
-    else:
+    elif tree:
         yield from _comments(source)
-        yield from _strings(source)
+        yield from _strings(tree)
 
 
 def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
@@ -140,9 +141,9 @@ def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
     yield first, "\n".join(block), False
 
 
-def _strings(source: str) -> Iterator[tuple[int, str, bool]]:
+def _strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     seen: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False):
             doc = node.body[0]
             seen.update(map(id, ast.walk(doc)))
@@ -179,8 +180,9 @@ def findings(path: Path, root: Path = ROOT) -> list[Finding]:
     """Every finding in a file, in the order of its lines."""
     source = path.read_text(encoding="utf-8")
     name, lines = path.relative_to(root).as_posix(), source.splitlines()
+    tree = ast.parse(source) if path.suffix == ".py" else None
     found: list[Finding] = []
-    for first, text, counted in texts(path, source):
+    for first, text, counted in texts(path, source, tree):
         plain = CODE.sub(lambda code: "`x`" + "\n" * code[0].count("\n"), text)
         rows = [row.strip() for row in plain.split("\n")]
         flat, begins = " ".join(rows), list(accumulate((len(row) + 1 for row in rows), initial=0))
@@ -188,8 +190,8 @@ def findings(path: Path, root: Path = ROOT) -> list[Finding]:
             for hit in pattern.finditer(flat):
                 found.append(Finding(name, first + bisect(begins, hit.start()) - 1, hit[0], why, better))
         found += _long_sentences(name, first, plain) if counted else []
-    if path.suffix == ".py":
-        for line, identifier in names(ast.parse(source), name):
+    if tree:
+        for line, identifier in names(tree, name):
             better = NAMES | OF_CLASSES if identifier.lstrip("_")[:1].isupper() else NAMES
             words = (word for word in map(str.lower, NAME.findall(identifier)) if word in better)
             found += [Finding(name, line, identifier, NO_NOUN, better[word]) for word in words]

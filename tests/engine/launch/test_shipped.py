@@ -22,7 +22,7 @@ from tests.house.tools import ROOT
 NAMES = """
 import json
 from scripts import cubins
-walk = cubins.walked(only="first call, empty caches")
+walk = cubins.walked(only="products 64 torch.bfloat16")
 print(json.dumps(sorted([*walk.kernels, *walk.cuda])))
 """
 
@@ -46,7 +46,8 @@ def walk() -> cubins.Walk:
 def test_kernels_have_the_same_names_in_every_process(walk: cubins.Walk) -> None:
     found = names("1")
     assert set(found) <= {*walk.kernels, *walk.cuda}
-    assert len(found) > 8
+    assert set(found) & set(walk.kernels)
+    assert set(found) & set(walk.cuda)
 
 
 def test_common_calls_are_planned_without_a_gpu_as_on_one(walk: cubins.Walk) -> None:
