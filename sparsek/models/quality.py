@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,15 +19,18 @@ from sparsek.nn.replace import is_linear
 WORDS = 128  # whose logits are in float32 at a time
 
 
-def perplexity(model: Any, pieces: Sequence[Tensor], device: torch.device | None = None) -> float:
-    """exp of the mean loss of a causal model of transformers on pieces of tokens, [n] each."""
+def perplexity(model: Any, batches: Iterable[dict[str, Tensor]], device: torch.device | None = None) -> float:
+    """exp of the mean loss of a model of transformers on the labels of batches, or on their next words."""
     lost, count = 0.0, 0
     with _running(model, device):
-        for piece in pieces:
-            logits = model(input_ids=piece[None]).logits[0, :-1]
-            for part, words in zip(logits.split(WORDS), piece[1:].split(WORDS), strict=True):
-                lost += float(functional.cross_entropy(part.float(), words.to(part.device), reduction="sum"))
-            count += len(piece) - 1
+        for at, batch in enumerate(batches):
+            logits, words = stream.run(model, (), batch, at).logits, batch.get("labels")
+            if words is None:
+                logits, words = logits[:, :-1], batch["input_ids"][:, 1:]
+            words = words.flatten().to(logits.device)
+            for part, wanted in zip(logits.flatten(0, 1).split(WORDS), words.split(WORDS), strict=True):
+                lost += float(functional.cross_entropy(part.float(), wanted, reduction="sum"))
+            count += int((words != stream.IGNORED).sum())
     mean = lost / max(1, count)
     return math.exp(mean) if mean < 700 else math.inf
 
@@ -38,8 +41,8 @@ def hidden_means(
     """The mean last hidden state of each text, [texts, features], without padding."""
     found = []
     with _running(model, device):
-        for batch in batches:
-            states = getattr(model, "base_model", model)(**batch)[0].float()
+        for at, batch in enumerate(batches):
+            states = stream.run(getattr(model, "base_model", model), (), batch, at)[0].float()
             mask = batch["attention_mask"][..., None].to(states)
             found.append((states * mask).sum(1) / mask.sum(1).clamp(min=1))
     return torch.cat(found)

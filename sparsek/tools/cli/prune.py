@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 import torch
 import typer
@@ -35,6 +35,7 @@ from sparsek.tools.cli.options import Keep
 
 Each = TypeVar("Each")
 UNFINISHED = "unfinished"  # the folder of a run inside of OUT
+CAUSAL, PAIRS, ENCODER = "causal", "pairs", "encoder"  # tasks; PAIRS: a decoder writes a target of a text
 HELD_OUT = 10  # of so many texts one is held out
 MOST_TEXTS = 256  # of an evaluation
 
@@ -50,7 +51,11 @@ def prune(
         Path, typer.Option("--out", "-o", help="The folder of the new checkpoint.", show_default=False)
     ],
     calib: Annotated[
-        Path, typer.Option(help='Texts: one a line, or in .jsonl objects with "text".', show_default=False)
+        Path,
+        typer.Option(
+            help='Texts: one a line, or in .jsonl objects with "text", and "target" for a decoder after an encoder.',
+            show_default=False,
+        ),
     ],
     config: Annotated[
         str,
@@ -106,8 +111,9 @@ def prune(
 
     Activations and finished blocks are in OUT/unfinished until the checkpoint is written. After a kill, --resume with
     the same options goes on there. report.html and report.json beside the checkpoint have the error and kept norm of
-    each layer, and speeds. On texts that were held out they have the perplexity of a causal model, or the mean cosine
-    of an encoder's hidden states to the dense ones. Nothing is downloaded, and no code of a model is run.
+    each layer, and speeds. On texts that were held out they have the perplexity of a causal model, or of the targets
+    of an encoder-decoder, or the mean cosine of an encoder's hidden states to the dense ones. Nothing is downloaded,
+    and no code of a model is run.
 
     --json: that of report.json: {out, rows: [{name, shape, format, why_not, why, config, kept, kept_norm, error,
     error_after, seconds, dense_seconds, pruning_seconds, speed}], card, tokens, speed, measured: {dense_seconds,
@@ -124,11 +130,17 @@ def prune(
     texts, held_out = _texts(calib), None if evaluate is None else _texts(evaluate)
     if held_out is None:
         texts, held_out = _split(texts, calib)
-    found, tokenizer, causal = _loaded(model)
+    found, tokenizer, task = _loaded(model)
     _check_globs(found, rule or [])
-    data = _Data(tokenizer, causal, min(length, _longest(found, tokenizer)), batch)
+    data = _Data(tokenizer, task, min(length, _longest(found, tokenizer)), batch)
+    for path, those in ((calib, texts), (evaluate or calib, held_out)):
+        if task == PAIRS and any(each.target is None for each in those):
+            raise InvalidInput(
+                f"{path}: {type(found).__name__} is an encoder with a decoder; each line of a .jsonl file must be an "
+                'object with a "text" and a "target", such as its summary or translation'
+            )
     calibration = data.batches(texts, samples)
-    pieces = data.batches(held_out, MOST_TEXTS, 1 if causal else batch)
+    pieces = data.batches(held_out, MOST_TEXTS, batch if task == ENCODER else 1)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     blocks = max(1, sum(len(stack.blocks) for stack in stream.stacks_of(found)))
@@ -143,7 +155,7 @@ def prune(
             say(name or "writes the checkpoint")
 
         say("measures the dense model")
-        before = _measured(found, pieces, causal, where)
+        before = _measured(found, pieces, task, where)
         advance()
         report = pruning.prune(
             found,
@@ -161,7 +173,7 @@ def prune(
             progress=step,
         )
         say("measures the sparse model")
-        after = _measured(found, pieces, causal, where)
+        after = _measured(found, pieces, task, where)
         advance()
         with _quiet():
             found.save_pretrained(out)
@@ -258,7 +270,14 @@ def _usual_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _texts(path: Path) -> list[str]:
+class Text(NamedTuple):
+    """A text, and what a decoder writes of it."""
+
+    text: str
+    target: str | None = None
+
+
+def _texts(path: Path) -> list[Text]:
     """The texts of a file, without empty ones."""
     try:
         lines = files.content(path).decode().splitlines()
@@ -266,16 +285,24 @@ def _texts(path: Path) -> list[str]:
         raise InvalidFile(f"{path}: is no text in UTF-8: {error}") from None
     if path.suffix == ".jsonl":
         found = [json_value(line, f"{path}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
-        if not all(isinstance(each, Mapping) and isinstance(each.get("text"), str) for each in found):
-            raise InvalidFile(f'{path}: each line must be an object with a "text"')
-        lines = [each["text"] for each in found]
-    texts = [each for each in lines if each.strip()]
+        if not all(
+            isinstance(each, Mapping)
+            and isinstance(each.get("text"), str)
+            and isinstance(each.get("target"), str | None)
+            for each in found
+        ):
+            raise InvalidFile(
+                f'{path}: each line must be an object with a "text", and a "target" for encoder-decoders'
+            )
+        texts = [Text(each["text"], each.get("target")) for each in found if each["text"].strip()]
+    else:
+        texts = [Text(each) for each in lines if each.strip()]
     if not texts:
         raise InvalidFile(f"{path}: has no text")
     return texts
 
 
-def _split(texts: list[str], path: Path) -> tuple[list[str], list[str]]:
+def _split(texts: list[Text], path: Path) -> tuple[list[Text], list[Text]]:
     """Texts for the calibration, and every tenth, held out."""
     if len(texts) < 2:
         raise InvalidInput(
@@ -286,8 +313,8 @@ def _split(texts: list[str], path: Path) -> tuple[list[str], list[str]]:
     return [each for at, each in enumerate(texts, 1) if at % step], held_out
 
 
-def _loaded(path: Path) -> tuple[Any, Any, bool]:
-    """A model of transformers in its dtype on the CPU, its tokenizer, and whether it is causal."""
+def _loaded(path: Path) -> tuple[Any, Any, str]:
+    """A model of transformers in its dtype on the CPU, its tokenizer, and its task."""
     try:
         lib: Any = importlib.import_module("transformers")
         auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
@@ -299,14 +326,18 @@ def _loaded(path: Path) -> tuple[Any, Any, bool]:
     try:
         with _quiet():
             config = lib.AutoConfig.from_pretrained(path, **options)
-            if getattr(config, "is_encoder_decoder", False):
-                raise InvalidInput(f"{path}: is an encoder with a decoder; prune it from Python by sk.prune")
             if getattr(config, "quantization_config", None) is not None:
                 raise InvalidInput(f"{path}: is quantized or sparse already; prune the dense model")
             names = getattr(config, "architectures", None) or ()
             kind = getattr(lib, names[0], None) if names else None
             if not (isinstance(kind, type) and issubclass(kind, lib.PreTrainedModel)):
                 kind = lib.AutoModel
+            given = getattr(kind, "main_input_name", "input_ids")
+            if given != "input_ids":
+                raise InvalidInput(
+                    f"{path}: {kind.__name__} takes {given}, no texts; prune it from Python by sk.prune, with "
+                    f"batches of {given} as calibration"
+                )
             tokenizer = lib.AutoTokenizer.from_pretrained(path, **options)
             state = _tensors(path)
             loading: Any = {
@@ -325,7 +356,10 @@ def _loaded(path: Path) -> tuple[Any, Any, bool]:
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise InvalidFile(f"{path}: lacks {some} of {type(model).__name__}")
-    return model, tokenizer, type(model).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    name = type(model).__name__
+    if name in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
+        return model, tokenizer, PAIRS
+    return model, tokenizer, CAUSAL if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else ENCODER
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -362,25 +396,34 @@ def _longest(model: Any, tokenizer: Any) -> int:
 
 
 class _Data:
-    """Texts as batches of a model: of a causal one pieces without padding, of an encoder padded texts."""
+    """Texts as batches of a model: of a causal one pieces without padding, of others padded texts, and targets."""
 
-    def __init__(self, tokenizer: Any, causal: bool, length: int, batch: int) -> None:
-        self.tokenizer, self.causal, self.length, self.batch = tokenizer, causal, length, batch
+    def __init__(self, tokenizer: Any, task: str, length: int, batch: int) -> None:
+        self.tokenizer, self.task, self.length, self.batch = tokenizer, task, length, batch
 
-    def batches(self, texts: Sequence[str], most: int, size: int = 0) -> list[dict[str, Tensor]]:
+    def batches(self, texts: Sequence[Text], most: int, size: int = 0) -> list[dict[str, Tensor]]:
         """At most so many texts or pieces. `size`: of a batch."""
         size = size or self.batch
-        if self.causal:
+        if self.task == CAUSAL:
             pieces = self._pieces(texts)[:most]
             return [{"input_ids": torch.stack(part)} for part in _parts(pieces, size)]
         options = {"padding": True, "truncation": True, "max_length": self.length, "return_tensors": "pt"}
-        return [dict(self.tokenizer(part, **options)) for part in _parts(texts[:most], size)]
+        made = []
+        for part in _parts(texts[:most], size):
+            made.append(dict(self.tokenizer([each.text for each in part], **options)))
+            if self.task == PAIRS:
+                words = self.tokenizer(text_target=[each.target for each in part], **options)
+                labels = words["input_ids"].masked_fill(words["attention_mask"] == 0, stream.IGNORED)
+                # Not as long as the texts: by their length, masks are those of the encoder or of the decoder.
+                more = int(labels.shape == made[-1]["input_ids"].shape)
+                made[-1]["labels"] = functional.pad(labels, (0, more), value=stream.IGNORED)
+        return made
 
-    def _pieces(self, texts: Sequence[str]) -> list[Tensor]:
+    def _pieces(self, texts: Sequence[Text]) -> list[Tensor]:
         """The tokens of all texts, one after the other, in pieces of a length; what is left over is dropped."""
         end = self.tokenizer.eos_token_id
         words: list[int] = []
-        for text in texts:
+        for text, _ in texts:
             words += self.tokenizer(text, add_special_tokens=not words, verbose=False)["input_ids"]
             words += [] if end is None else [end]
         length = min(self.length, len(words))
@@ -400,11 +443,10 @@ def _count(batches: Sequence[dict[str, Tensor]]) -> int:
     return sum(len(each["input_ids"]) for each in batches)
 
 
-def _measured(model: Any, batches: list[dict[str, Tensor]], causal: bool, device: torch.device) -> Any:
-    """The perplexity of a causal model, and of an encoder the mean hidden states."""
-    if causal:
-        return quality.perplexity(model, [piece for each in batches for piece in each["input_ids"]], device)
-    return quality.hidden_means(model, batches, device)
+def _measured(model: Any, batches: list[dict[str, Tensor]], task: str, device: torch.device) -> Any:
+    """The perplexity of a model that writes words, and of an encoder the mean hidden states."""
+    measure = quality.hidden_means if task == ENCODER else quality.perplexity
+    return measure(model, batches, device)
 
 
 def _quality(before: Any, after: Any, texts: int) -> Quality:

@@ -40,15 +40,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     bert = lib.BertConfig(vocab_size=64, max_position_embeddings=32, **SMALL)
     experts = {"num_local_experts": 3, "num_key_value_heads": 1}
     mixtral = lib.MixtralConfig(vocab_size=64, max_position_embeddings=32, **SMALL, **experts)
+    sides = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+    t5 = lib.T5Config(vocab_size=64, decoder_start_token_id=0, **sides)
     for name, model in (
         ("llama", lib.LlamaForCausalLM(llama)),
         ("bert", lib.BertModel(bert)),
         ("mixtral", lib.MixtralForCausalLM(mixtral)),
+        ("t5", lib.T5ForConditionalGeneration(t5)),
     ):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "texts.txt").write_text(text(20, 1))
     (folder / "other.jsonl").write_text("\n".join(json.dumps({"text": text(1, at)}) for at in range(5)))
+    pairs = [{"text": text(1, at), "target": text(1, at + 99)} for at in range(11)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return {each.stem: each for each in folder.iterdir()}
 
 
@@ -83,9 +88,9 @@ def test_a_causal_model_becomes_a_sparse_checkpoint_with_a_report(run, made: Any
     assert (found["measure"], report["card"], report["tokens"]) == ("perplexity", "NVIDIA H200", 4096)
     tokenizer = lib.AutoTokenizer.from_pretrained(out)
     _, held_out = command._split(command._texts(made["texts"]), made["texts"])
-    pieces = command._Data(tokenizer, True, 16, 1).batches(held_out, 256, 1)
+    pieces = command._Data(tokenizer, command.CAUSAL, 16, 1).batches(held_out, 256, 1)
     assert len(pieces) == found["texts"]
-    after = quality.perplexity(model, [each["input_ids"][0] for each in pieces])
+    after = quality.perplexity(model, pieces)
     assert after == pytest.approx(found["after"], rel=1e-3)
     page = (out / "report.html").read_text()
     assert page.count("<figure>") == 9  # bsr, and not 2:4
@@ -129,6 +134,30 @@ def test_packed_experts_become_sparse_by_name(run, made: Any, tmp_path: Path) ->
     assert all(0 < row["error_after"] < row["error"] and row["speed"] for row in rows if row["format"])
     model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(out)
     assert type(model.model.layers[0].mlp.experts.down_proj.weight) is sk.Semi24
+
+
+def test_an_encoder_with_a_decoder_takes_texts_with_targets(run, made: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("prune", made["t5"], "-o", out, "--calib", made["pairs"], "--block", "32", "--batch", "4")
+    assert result.exit_code == 0, result.output
+    report = json.loads((out / "report.json").read_text())
+    assert sum(bool(row["format"]) for row in report["rows"]) == 2 * 6 + 2 * 10
+    lib: Any = importlib.import_module("transformers")
+    model, tokenizer = (
+        lib.T5ForConditionalGeneration.from_pretrained(out),
+        lib.AutoTokenizer.from_pretrained(out),
+    )
+    _, held_out = command._split(command._texts(made["pairs"]), made["pairs"])
+    data = command._Data(tokenizer, command.PAIRS, 32, 4)
+    (batch,) = data.batches(held_out, 9, 1)
+    assert batch["labels"].shape != batch["input_ids"].shape
+    found = report["quality"]
+    assert (found["measure"], found["texts"]) == ("perplexity", 1)
+    assert found["after"] == pytest.approx(float(model.eval()(**batch).loss.detach().exp()), rel=1e-3)
+    assert min(len(each["labels"]) for each in data.batches(command._texts(made["pairs"]), 9)) == 1
+    refused = run("prune", made["t5"], "-o", tmp_path / "other", "--calib", made["texts"])
+    said = "T5ForConditionalGeneration is an encoder with a decoder; each line of a .jsonl file must be an object with"
+    assert said in " ".join(refused.stderr.split())
 
 
 def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
@@ -203,7 +232,11 @@ def test_odd_options_are_refused(run, made: Any, tmp_path: Path, more: list[str]
 def test_folders_that_are_no_dense_checkpoint_are_refused(run, made: Any, tmp_path: Path) -> None:
     for name, content, said in (
         ("nothing", None, "is no folder of transformers with a config.json"),
-        ("t5", {"model_type": "t5", "is_encoder_decoder": True}, "is an encoder with a decoder"),
+        (
+            "whisper",
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            "takes input_features, no texts; prune it from Python",
+        ),
         (
             "quantized",
             {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
