@@ -12,7 +12,7 @@ from torch.nn import functional
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.plan.attention_operands import checked_scale
-from sparsek.attn.policies.token import SCORES, TokenGrid, TokenPolicy, rows_of, token_lists
+from sparsek.attn.policies.token import SCORES, TokenGrid, TokenPolicy, products, token_lists
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
@@ -22,10 +22,10 @@ from sparsek.core.tracing import not_traced
 class NSA(TokenPolicy):
     """Keeps, for each query, the blocks of keys with the largest weights of attention to compressed keys.
 
-    Compressed key i stands for keys i * stride to i * stride + span - 1, their mean unless others are given, and is
-    seen by queries from its last key on. p is a query's softmax over the compressed keys that it sees. The score of
-    block j is the sum of p[i] over the parts of `stride` keys in the block and the compressed keys i that cover the
-    part, and over the heads of q that share a head of k. The choice has no gradient.
+    Compressed key i stands for keys i * stride to i * stride + span - 1, their mean in their dtype unless others are
+    given, and is seen by queries from its last key on. p is a query's softmax over the compressed keys that it sees.
+    The score of block j is the sum of p[i] over the parts of `stride` keys in the block and the compressed keys i that
+    cover the part, and over the heads of q that share a head of k. The choice has no gradient.
 
     Args:
         topk: Blocks that each query keeps, those of `always` among them.
@@ -96,7 +96,7 @@ class NSA(TokenPolicy):
         grid = TokenGrid.of(q, k, self.block, cu_seqlens)
         with dtypes.as_given(q.device):
             if compressed is None:
-                compressed = means(grid.aligned(k), self.span, self.stride)
+                compressed = means(grid.aligned(k), self.span, self.stride).to(k.dtype)
             else:
                 check_compressed(compressed, q, k, self._windows(grid, k.shape[2]))
 
@@ -115,9 +115,9 @@ class NSA(TokenPolicy):
     ) -> Tensor:
         """[B, Hkv, n, m]: the sum of a group's softmax, of the compressed keys of the blocks in reach."""
         per, (left, right) = self.block // self.stride, grid.reach(start, end)
-        keys = compressed[:, :, left * per : right * per].to(torch.promote_types(q.dtype, torch.float32))
-        rows = rows_of(q, keys.shape[1], start, end)
-        scores = (rows.flatten(2, 3) @ keys.mT).mul_(scale).unflatten(2, rows.shape[2:4])
+        keys = compressed[:, :, left * per : right * per]
+        rows = q[:, :, start:end].unflatten(1, (keys.shape[1], -1))
+        scores = products(rows.flatten(2, 3), keys).mul_(scale).unflatten(2, rows.shape[2:4])
         begin = (
             torch.arange(keys.shape[2], dtype=torch.int64, device=q.device) * self.stride + left * self.block
         )
@@ -240,7 +240,8 @@ class MoBAGate(TokenPolicy):
 
             def score(start: int, end: int) -> Tensor:
                 left, right = grid.reach(start, end)
-                return rows_of(q, heads, start, end).sum(2) @ gates[:, :, left:right].mT
+                rows = q[:, :, start:end].unflatten(1, (heads, -1)).sum(2, dtype=gates.dtype)
+                return products(rows, gates[:, :, left:right])
 
             return token_lists(grid, (q.shape[0], heads), self, score, each_of(q, grid.columns))
 
@@ -308,7 +309,7 @@ class IndexHead(TokenPolicy):
 
             def score(start: int, end: int) -> Tensor:
                 left, right = grid.reach(start, end)
-                rows = rows_of(q, q.shape[1], start, end).squeeze(2)
+                rows = q[:, :, start:end]
                 some = max(SCORES // (q.shape[0] * q.shape[1] * (end - start) * self.block), 1)
                 parts = [
                     self._largest(grid, rows, keys, start, (at, min(at + some, right)))
@@ -323,10 +324,10 @@ class IndexHead(TokenPolicy):
     ) -> Tensor:
         """[B, H, n, blocks]: the largest product in each block of keys up to the query."""
         begin, end = (at * self.block for at in blocks)
-        part = keys[:, :, begin:end].to(rows.dtype)
+        part = keys[:, :, begin:end]
         key = torch.arange(begin, begin + part.shape[2], dtype=torch.int64, device=rows.device)
         position = grid.position[start : start + rows.shape[2], None]
-        scores = (rows @ part.mT).masked_fill_(key > position, -torch.inf)
+        scores = products(rows, part).masked_fill_(key > position, -torch.inf)
         scores = functional.pad(scores, (0, end - begin - part.shape[2]), value=-torch.inf)
         return scores.unflatten(-1, (-1, self.block)).amax(-1)
 

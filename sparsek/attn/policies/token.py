@@ -19,7 +19,7 @@ from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
 from sparsek.attn.mask.token_lists import LEAST, MOST, TokenLists
 from sparsek.attn.mask.traced import traceable
-from sparsek.core import arguments
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced
 
@@ -132,9 +132,13 @@ def _in_parts(grid: TokenGrid, found: Tensor, start: int, parts: int) -> Tensor:
     return at.masked_fill(at > own[:, None], -1)
 
 
-def rows_of(q: Tensor, heads: int, start: int, end: int) -> Tensor:
-    """Queries start to end - 1 by heads of k, in float32 or float64: [B, Hkv, group, n, D] of q [B, Hq, S, D]."""
-    return q[:, :, start:end].unflatten(1, (heads, -1)).to(torch.promote_types(q.dtype, torch.float32))
+def products(rows: Tensor, keys: Tensor) -> Tensor:
+    """rows [B, H, n, D] times keys [B, 1 or H, m, D], [B, H, n, m] in float32, or float64 for float64."""
+    if rows.is_cuda and rows.dtype in dtypes.LOW:  # exact products, sums in float32, on tensor cores
+        some, all_of = (x.expand(*rows.shape[:2], -1, -1).flatten(0, 1) for x in (rows, keys))
+        return torch.bmm(some, all_of.mT, out_dtype=torch.float32).unflatten(0, rows.shape[:2])
+    kind = torch.promote_types(rows.dtype, torch.float32)
+    return rows.to(kind) @ keys.to(kind).mT
 
 
 def compressed_mask(

@@ -145,7 +145,8 @@ def test_keys_behind_a_query_do_not_matter_and_dtypes_agree(case: str) -> None:
     policy = CASES[case][0]
     q, k = torch.randn(2, 1, 2, 100, 8, dtype=torch.bfloat16).unbind()
     before = policy.lists(q, k).indices
-    assert torch.equal(before, policy.lists(q.float(), k.float()).indices)
+    if case.startswith("M"):  # others round means to the dtype of k
+        assert torch.equal(before, policy.lists(q.float(), k.float()).indices)
     k[:, :, 60:] = torch.nan
     after = policy.lists(q, k).indices
     assert torch.equal(before[:, :, :60], after[:, :, :60])
@@ -259,3 +260,25 @@ def test_labels_name_what_is_not_default() -> None:
     assert "every token, and the policy NSA() is causal; it has no other form" in str(
         misfit(policies.NSA(), False)
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_chooses_alike_without_a_wait_and_in_a_graph(
+    case: str, dtype: torch.dtype, no_sync: Any
+) -> None:
+    torch.manual_seed(0)
+    policy, of_index = CASES[case][0], case.startswith("M3")
+    q, k = torch.randn(2, 4, 700, 64).to(dtype), torch.randn(2, 1 if of_index else 2, 700, 64).to(dtype)
+    there, keys = q.cuda(), k.cuda()
+    policy.lists(there, keys)
+    with no_sync():
+        found = policy.lists(there, keys).indices
+    same = (found.cpu() == policy.lists(q, k).indices).all(-1)
+    assert same.float().mean() > 0.99  # scores that differ by rounding alone may change places
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = policy.lists(there, keys).indices
+    graph.replay()
+    assert torch.equal(captured, found)
