@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.build.unions import token_mask
 from sparsek.attn.mask.elements import DENSE_MOST
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
@@ -175,7 +176,10 @@ class TokenLists(MaskRule):
         """
         check_tensors(q, k, k)
         self._fit(q, k)
-        return BlockMask.from_dense(self.to_dense(k.shape[2]))
+        group, options = q.shape[1] // k.shape[1], (self.causal, self.window, self.sinks)
+        return token_mask(
+            BlockMask, self.indices, self.counts, None, self.block, k.shape[2], group, options, self.label
+        )
 
     def _fit(self, q: Tensor, k: Tensor) -> None:
         """InvalidInput unless the lists are for q [B, Hq, S, D] and k [B, Hkv, T, D]."""
