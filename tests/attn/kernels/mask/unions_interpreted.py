@@ -1,0 +1,39 @@
+"""attn/kernels/mask/unions.py in Triton's interpreter: the tensors of the specification, bit for bit."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek.attn.kernels.mask.unions import token_unions
+from sparsek.attn.mask.build import unions
+from sparsek.attn.mask.build.unions import Listed, specified, written
+from sparsek.attn.mask.mask import BlockMask
+from tests.attn.mask.drawn_choices import same
+from tests.attn.mask.drawn_lists import CASES, drawn
+
+POISON = 0x5EADBEEF
+
+
+def made(c: Listed) -> BlockMask:
+    """The kernel's mask, in memory that was poisoned, between canaries that stay."""
+    kept: list[Tensor] = []
+
+    def poisoned(size: int, **options: Any) -> Tensor:
+        kept.append(torch.full((size + 64,), POISON, **options))
+        return kept[-1][32:-32]
+
+    with mock.patch.object(torch, "empty", new=poisoned):
+        mask = written(BlockMask, c, token_unions)
+    assert mask is not None
+    assert (kept[0][:32] == POISON).all()
+    assert (kept[0][-32:] == POISON).all()
+    return mask
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_it_makes_the_tensors_of_the_specification(case: int) -> None:
+    c = drawn(case)
+    same(made(c), specified(BlockMask, c))
