@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsek.attn.mask.build.selection import Selection
+from sparsek.attn.mask.build.unions import Listed
 from sparsek.core.operations import KERNELS
 from sparsek.engine.call.transforms import function_of, kernel_of
 
@@ -21,11 +22,18 @@ def _choose_blocks(made: Sequence[Any], c: Selection) -> tuple[Tensor, ...] | No
     return None if kernel is None else kernel(made, c)
 
 
+def _token_unions(made: Sequence[Any], c: Listed) -> bool:
+    plain = [each for each in (c.indices, c.counts, c.bounds) if each is not None]
+    kernel = function_of("sparsek.attn.kernels.mask.unions", "token_unions", *plain)
+    return kernel is not None and kernel(made, c)
+
+
 KERNELS.update(
     mask_of_blocks=kernel_of("sparsek.attn.kernels.mask.forms", "blocks"),
     mask_of_band=kernel_of("sparsek.attn.kernels.mask.forms", "band"),
     mask_of_bigbird=kernel_of("sparsek.attn.kernels.mask.bigbird", "bigbird"),
     mask_of_documents=kernel_of("sparsek.attn.kernels.mask.documents", "documents"),
     choose_blocks=_choose_blocks,
+    token_unions=_token_unions,
     round_heads=kernel_of("sparsek.attn.kernels.forward.heads_to_fp8", "round_heads"),
 )

@@ -1,13 +1,12 @@
 """The mask of per-token lists in one launch, in plain Triton: bit for bit the lists of mask/build/unions.py. Any CUDA
 GPU, and Triton's interpreter.
 
-    candidate   a key block of one token: listed, or reached by its window or its sinks
-    sort        by block, then token: a bitonic network in registers and shared memory
-    scan        the bits of equal blocks, joined up to the last of each
-    rank        of the last ones, among the partial and among the full blocks: one prefix sum
+    few candidates     a candidate is a key block of one token: listed, or reached by its window or its sinks. They are
+                       sorted by block, then token, and a scan joins the bits of equal blocks
+    many, of columns   a histogram of each token's entries over all key blocks gives its bit of each
 
-A program makes one row. 8 tokens of 16 blocks are 128 candidates of one warp: 28 steps of the network are most of its
-instructions. Its lists are read once, in the order of memory.
+A program makes one row. One prefix sum gives every block its place among the partial or the full ones. 8 tokens of 16
+blocks are 128 candidates of one warp: 28 steps of a bitonic network, 1500 instructions in all.
 
 Nothing is read or written out of bounds, whatever the values: entries are compared with the key blocks before they are
 used, and a row has room for all of its distinct candidates.
@@ -26,9 +25,10 @@ from torch import Tensor
 from sparsek.attn.mask.build.unions import Listed
 from sparsek.engine.launch.launch import launch
 
-MOST = 8192  # candidates of a row
+MOST = 4096  # candidates of a row that are sorted
+FEW = 512  # candidates of a row; from so many on columns are counted
+MOST_COLUMNS = 2048  # a warp has a register for 32 of them
 _NONE = tl.constexpr(2**31 - 1)
-_WORD = tl.constexpr(32)
 # Triton does not specialize for these: sizes and strides that vary from call to call.
 _VARY = (
     "si_b", "si_h", "si_m", "si_n", "sc_b", "sc_h", "sc_m", "listed", "of_sinks", "of_window", "sinks", "window",
@@ -56,14 +56,81 @@ def _interval(bounds, token, there, q_len, kv_len, q_offset, CAUSAL: tl.constexp
     return lo, hi
 
 
+@triton.jit
+def _wanted(here, part: tl.constexpr):
+    """A word of bits of the `here` tokens that exist."""
+    some = tl.minimum(tl.maximum(here - part * 32, 0), 32)
+    return ((tl.full([], 1, tl.int64) << some.to(tl.int64)) - 1).to(tl.int32)
+
+
+@triton.jit
+def _write(
+    cut_starts, cut_counts, starts, full_counts, entries, lo_of, hi_of, rules, bounds, row, tile, group, capacity,
+    q_len, kv_len, q_offset, here, column, stored, whole, first, second, third, fourth,
+    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The lists of a row: partial blocks, then full ones, then zeros. `column`, in ascending order where it is
+    `stored`, has the bits `first` to `fourth`, and may be full if it is `whole`.
+    """
+    WORDS: tl.constexpr = (TOKENS + 31) // 32
+    lane = tl.arange(0, LANES)
+    whole = stored & whole & (first == _wanted(here, 0))
+    if WORDS > 1:
+        whole = whole & (second == _wanted(here, 1))
+    if WORDS > 2:
+        whole = whole & (third == _wanted(here, 2)) & (fourth == _wanted(here, 3))
+    cut = stored & ~whole
+    ranks = tl.cumsum(cut.to(tl.int32) | (whole.to(tl.int32) << 16), 0)
+    n_cut, n_full = tl.sum(cut.to(tl.int32), axis=0), tl.sum(whole.to(tl.int32), axis=0)
+    entry = tl.where(cut, ranks & 0xFFFF, n_cut + (ranks >> 16)) - 1
+    start = row.to(tl.int64) * capacity
+    stored = stored & (entry < capacity)
+    spare = (lane >= n_cut + n_full) & (lane < capacity)
+    tl.store(entries + start + entry, column, mask=stored)
+    tl.store(entries + start + lane, 0, mask=spare)
+    to, beyond = rules + (start + entry) * WORDS, rules + (start + lane) * WORDS
+    tl.store(to, first, mask=stored)
+    if WORDS > 1:
+        tl.store(to + 1, second, mask=stored)
+    if WORDS > 2:
+        tl.store(to + 2, third, mask=stored)
+        tl.store(to + 3, fourth, mask=stored)
+    for part in tl.static_range(WORDS):
+        tl.store(beyond + part, 0, mask=spare)
+    tl.store(cut_starts + row, start.to(tl.int32))
+    tl.store(cut_counts + row, n_cut)
+    tl.store(starts + row, (start + n_cut).to(tl.int32))
+    tl.store(full_counts + row, n_full)
+    if group == 0:
+        query = tile * TOKENS + tl.arange(0, TOKENS)
+        exists = query < q_len
+        lo, hi = _interval(bounds, query, exists, q_len, kv_len, q_offset, CAUSAL)
+        tl.store(lo_of + query, lo, mask=exists)
+        tl.store(hi_of + query, hi, mask=exists)
+
+
+@triton.jit
+def _common(bounds, tile, q_len, kv_len, q_offset, CAUSAL: tl.constexpr, TOKENS: tl.constexpr):
+    """How many tokens of a tile exist, and the keys that all of them may see."""
+    if bounds is not None:
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        there = token < q_len
+        lo, hi = _interval(bounds, token, there, q_len, kv_len, q_offset, CAUSAL)
+        lo = tl.max(tl.where(there, lo, 0), axis=0)
+        hi = tl.min(tl.where(there, hi, _NONE), axis=0)
+    else:
+        lo, hi = _interval(None, tile * TOKENS, True, q_len, kv_len, q_offset, CAUSAL)
+    return tl.minimum(q_len - tile * TOKENS, TOKENS), lo, hi
+
+
 @triton.jit(do_not_specialize=_VARY)
-def _unions(
+def _sorted(
     indices, counts, bounds, cut_starts, cut_counts, starts, full_counts, entries, lo_of, hi_of, rules,
     si_b, si_h, si_m, si_n, sc_b, sc_h, sc_m, listed, of_sinks, of_window, sinks, window,
     heads, tiles, columns, capacity, q_len, kv_len, q_offset,
     CAUSAL: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """One row of lists, of TOKENS times EACH candidates."""
+    """One row of lists, from TOKENS times EACH candidates."""
     CELLS: tl.constexpr = TOKENS * EACH
     WORDS: tl.constexpr = (TOKENS + 31) // 32
     row = tl.program_id(0)
@@ -106,78 +173,129 @@ def _unions(
     column, at = key // (2 * TOKENS), key % TOKENS
     real, bit = key != _NONE, (key & TOKENS) == 0
     following = tl.gather(column, tl.minimum(lane + 1, CELLS - 1), 0)
-    last = real & ((following != column) | (lane == CELLS - 1))
-    if bounds is not None:
-        from_key = tl.max(tl.where(there, lo, 0), axis=0)
-        to_key = tl.min(tl.where(there, hi, _NONE), axis=0)
-    else:
-        from_key, to_key = _interval(None, tile * TOKENS, True, q_len, kv_len, q_offset, CAUSAL)
-    whole = last & (column * BK >= from_key) & ((column + 1) * BK <= to_key)
-    here = tl.minimum(q_len - tile * TOKENS, TOKENS)
-    for part in tl.static_range(WORDS):
-        word = tl.where(real & bit & (at // 32 == part), 1 << (at % 32), 0)
-        _, word = tl.associative_scan((column, word), 0, _joined)
-        some = tl.minimum(tl.maximum(here - part * 32, 0), 32)
-        wanted = ((tl.full([], 1, tl.int64) << some.to(tl.int64)) - 1).to(tl.int32)
-        whole = whole & (word == wanted)
-        if part == 0:
-            first = word
-        elif part == 1:
-            second = word
-        elif part == 2:
-            third = word
-        else:
-            fourth = word
+    stored = real & ((following != column) | (lane == CELLS - 1))
+    here, from_key, to_key = _common(bounds, tile, q_len, kv_len, q_offset, CAUSAL, TOKENS)
+    whole = stored & (column * BK >= from_key) & ((column + 1) * BK <= to_key)
+    one = tl.where(real & bit, 1 << (at % 32), 0)
+    _, first = tl.associative_scan((column, tl.where(at // 32 == 0, one, 0)), 0, _joined)
+    second, third, fourth = first, first, first
+    if WORDS > 1:
+        _, second = tl.associative_scan((column, tl.where(at // 32 == 1, one, 0)), 0, _joined)
+    if WORDS > 2:
+        _, third = tl.associative_scan((column, tl.where(at // 32 == 2, one, 0)), 0, _joined)
+        _, fourth = tl.associative_scan((column, tl.where(at // 32 == 3, one, 0)), 0, _joined)
+    _write(
+        cut_starts, cut_counts, starts, full_counts, entries, lo_of, hi_of, rules, bounds, row, tile, group, capacity,
+        q_len, kv_len, q_offset, here, column, stored, whole, first, second, third, fourth, CAUSAL, TOKENS, BK, CELLS,
+    )  # fmt: skip
 
-    # The lists: partial blocks, then full ones, then zeros.
-    cut = last & ~whole
-    ranks = tl.cumsum(cut.to(tl.int32) | (whole.to(tl.int32) << 16), 0)
-    n_cut, n_full = tl.sum(cut.to(tl.int32), axis=0), tl.sum(whole.to(tl.int32), axis=0)
-    entry = tl.where(cut, ranks & 0xFFFF, n_cut + (ranks >> 16)) - 1
-    start = row.to(tl.int64) * capacity
-    spare = (lane >= n_cut + n_full) & (lane < capacity)
-    tl.store(entries + start + entry, column, mask=last & (entry < capacity))
-    tl.store(entries + start + lane, 0, mask=spare)
-    for part in tl.static_range(WORDS):
-        word = first
-        if part == 1:
-            word = second
-        if part == 2:
-            word = third
-        if part == 3:
-            word = fourth
-        tl.store(rules + (start + entry) * WORDS + part, word, mask=last & (entry < capacity))
-        tl.store(rules + (start + lane) * WORDS + part, 0, mask=spare)
-    tl.store(cut_starts + row, start.to(tl.int32))
-    tl.store(cut_counts + row, n_cut)
-    tl.store(starts + row, (start + n_cut).to(tl.int32))
-    tl.store(full_counts + row, n_full)
-    if group == 0:
-        query = tile * TOKENS + tl.arange(0, TOKENS)
-        exists = query < q_len
-        lo_q, hi_q = _interval(bounds, query, exists, q_len, kv_len, q_offset, CAUSAL)
-        tl.store(lo_of + query, lo_q, mask=exists)
-        tl.store(hi_of + query, hi_q, mask=exists)
+
+@triton.jit
+def _word(
+    indices, counts, bounds, stored, tile, part, si_m, si_n, sc_m, listed, of_sinks, of_window, sinks, window, columns,
+    q_len, kv_len, q_offset,
+    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The bits of 32 tokens for all columns, and which columns these or earlier ones reach."""
+    each, column = tl.arange(0, EACH), tl.arange(0, COLS)
+    word = tl.zeros([COLS], tl.int32)
+    for at in range(min(TOKENS, 32)):
+        token = tile * TOKENS + part * 32 + at
+        there = token < q_len
+        lo, hi = _interval(bounds, token, there, q_len, kv_len, q_offset, CAUSAL)
+        used = there & (each < listed)
+        if counts is not None:
+            used = used & (each < tl.load(counts + token.to(tl.int64) * sc_m, mask=there, other=0))
+        of = indices + token.to(tl.int64) * si_m
+        block = tl.load(of + each.to(tl.int64) * si_n, mask=used, other=-1)
+        used = used & (block >= 0) & (block < columns)
+        block = tl.where(used, block, 0).to(tl.int32)
+        used = used & (block * BK < hi - lo)
+        bit = tl.histogram(tl.where(used, lo // BK + block, 0), COLS, mask=used) > 0
+        if of_sinks > 0:
+            near = there & (column >= lo // BK) & (column * BK - lo < tl.minimum(sinks, hi - lo))
+            stored = stored | near
+            bit = bit | (near & ((column + 1) * BK <= tl.minimum(lo + sinks, hi)))
+        if of_window > 0:
+            near = there & (column >= tl.maximum(hi - window, lo) // BK) & (column * BK < hi)
+            stored = stored | near
+            bit = bit | (near & (column * BK >= hi - window) & ((column + 1) * BK <= hi))
+        stored = stored | bit
+        word |= tl.where(bit, 1 << at, 0)
+    return word, stored
+
+
+@triton.jit(do_not_specialize=_VARY)
+def _counted(
+    indices, counts, bounds, cut_starts, cut_counts, starts, full_counts, entries, lo_of, hi_of, rules,
+    si_b, si_h, si_m, si_n, sc_b, sc_h, sc_m, listed, of_sinks, of_window, sinks, window,
+    heads, tiles, columns, capacity, q_len, kv_len, q_offset,
+    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One row of lists, from COLS columns, and a histogram of the EACH entries of each token."""
+    WORDS: tl.constexpr = (TOKENS + 31) // 32
+    row = tl.program_id(0)
+    tile, group = row % tiles, row // tiles
+    b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
+    indices += b * si_b + h * si_h
+    if counts is not None:
+        counts += b * sc_b + h * sc_h
+    column = tl.arange(0, COLS)
+    stored = column < 0
+    first, stored = _word(
+        indices, counts, bounds, stored, tile, 0, si_m, si_n, sc_m, listed, of_sinks, of_window, sinks, window, columns,
+        q_len, kv_len, q_offset, CAUSAL, TOKENS, BK, EACH, COLS,
+    )  # fmt: skip
+    second, third, fourth = first, first, first
+    if WORDS > 1:
+        second, stored = _word(
+            indices, counts, bounds, stored, tile, 1, si_m, si_n, sc_m, listed, of_sinks, of_window, sinks, window,
+            columns, q_len, kv_len, q_offset, CAUSAL, TOKENS, BK, EACH, COLS,
+        )  # fmt: skip
+    if WORDS > 2:
+        third, stored = _word(
+            indices, counts, bounds, stored, tile, 2, si_m, si_n, sc_m, listed, of_sinks, of_window, sinks, window,
+            columns, q_len, kv_len, q_offset, CAUSAL, TOKENS, BK, EACH, COLS,
+        )  # fmt: skip
+        fourth, stored = _word(
+            indices, counts, bounds, stored, tile, 3, si_m, si_n, sc_m, listed, of_sinks, of_window, sinks, window,
+            columns, q_len, kv_len, q_offset, CAUSAL, TOKENS, BK, EACH, COLS,
+        )  # fmt: skip
+    here, from_key, to_key = _common(bounds, tile, q_len, kv_len, q_offset, CAUSAL, TOKENS)
+    whole = (column * BK >= from_key) & ((column + 1) * BK <= to_key)
+    _write(
+        cut_starts, cut_counts, starts, full_counts, entries, lo_of, hi_of, rules, bounds, row, tile, group, capacity,
+        q_len, kv_len, q_offset, here, column, stored, whole, first, second, third, fourth, CAUSAL, TOKENS, BK, COLS,
+    )  # fmt: skip
 
 
 def token_unions(made: Sequence[Any], c: Listed) -> bool:
     """Writes the tensors of the mask, those of its layout, in one launch, without a sync. False, and nothing, for rows
     with too many candidates.
     """
-    (tokens, bk), (tiles, columns), (batch, heads, _, n) = c.place.block, c.place.grid, c.indices.shape
-    each = triton.next_power_of_2(max(n + sum(c.near), 1))
-    if tokens * each > MOST or columns * 2 * tokens >= 2**31:
-        return False
+    (tokens, bk), (tiles, columns), (_, heads, _, n) = c.place.block, c.place.grid, c.indices.shape
     starts, full, _, cut_starts, cut, entries, lo, hi, rules, _ = made
     place = c.place
-    warps = min(max(tokens * each // 128, 1), 16)
+    each = triton.next_power_of_2(max(n + sum(c.near), 1))
+    by_columns = tokens * each >= FEW and columns <= MOST_COLUMNS
+    if not by_columns and (tokens * each > MOST or columns * 2 * tokens >= 2**31):
+        return False
+    args = (
+        c.indices, c.counts, c.bounds, cut_starts, cut, starts, full, entries, lo, hi, rules, *_steps(c.indices, 4),
+        *_steps(c.counts, 3), n, *c.near, min(c.sinks, place.kv_len), min(c.window, place.kv_len), heads, tiles,
+        columns, c.capacity, place.q_len, place.kv_len, place.q_offset,
+    )  # fmt: skip
+    constants = {"CAUSAL": c.causal, "TOKENS": tokens, "BK": bk}
     with torch.cuda.device_of(starts):
-        launch(
-            _unions, (c.rows,), c.indices, c.counts, c.bounds, cut_starts, cut, starts, full, entries, lo, hi, rules,
-            *_steps(c.indices, 4), *_steps(c.counts, 3), n, *c.near, min(c.sinks, place.kv_len),
-            min(c.window, place.kv_len), heads, tiles, columns, c.capacity, place.q_len, place.kv_len, place.q_offset,
-            CAUSAL=c.causal, TOKENS=tokens, BK=bk, EACH=each, num_warps=warps,
-        )  # fmt: skip
+        if by_columns:
+            cols = max(triton.next_power_of_2(columns), 32)
+            warps = min(max(cols // 256, 1), 4)
+            # A histogram counts an entry once for each thread that has it.
+            each = max(triton.next_power_of_2(max(n, 1)), 32 * warps)
+            launch(_counted, (c.rows,), *args, **constants, EACH=each, COLS=cols, num_warps=warps)
+        else:
+            warps = min(max(tokens * each // 128, 1), 16)
+            launch(_sorted, (c.rows,), *args, **constants, EACH=each, num_warps=warps)
     return True
 
 

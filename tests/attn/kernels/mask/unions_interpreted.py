@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek.attn.kernels.mask import unions
 from sparsek.attn.kernels.mask.unions import token_unions
-from sparsek.attn.mask.build import unions
 from sparsek.attn.mask.build.unions import Listed, specified, written
 from sparsek.attn.mask.mask import BlockMask
 from tests.attn.mask.drawn_choices import same
@@ -33,7 +33,11 @@ def made(c: Listed) -> BlockMask:
     return mask
 
 
+@pytest.mark.parametrize("few", [1, 1 << 20])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_it_makes_the_tensors_of_the_specification(case: int) -> None:
+def test_both_kernels_make_the_tensors_of_the_specification(
+    case: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unions, "FEW", few)
     c = drawn(case)
     same(made(c), specified(BlockMask, c))
