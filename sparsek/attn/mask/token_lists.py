@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.aligned import AlignedKeys
 from sparsek.attn.mask.build.unions import token_mask
 from sparsek.attn.mask.elements import DENSE_MOST
 from sparsek.attn.mask.mask import BlockMask
@@ -175,24 +176,40 @@ class TokenLists(MaskRule):
             2
         """
         check_tensors(q, k, k)
-        self._fit(q, k)
-        group, options = q.shape[1] // k.shape[1], (self.causal, self.window, self.sinks)
-        return token_mask(
-            BlockMask, self.indices, self.counts, None, self.block, k.shape[2], group, options, self.label
-        )
-
-    def _fit(self, q: Tensor, k: Tensor) -> None:
-        """InvalidInput unless the lists are for q [B, Hq, S, D] and k [B, Hkv, T, D]."""
-        batch, heads, queries, _ = self.indices.shape
-        arguments.one_device("q is", q.device, "the lists", self.device)
-        if batch not in (1, q.shape[0]) or heads not in (1, k.shape[1]) or queries != q.shape[2]:
-            raise InvalidInput(
-                f"indices is {list(self.indices.shape)}; q {list(q.shape)} and k {list(k.shape)} need lists of 1 or "
-                f"{q.shape[0]} batch items, 1 or {k.shape[1]} heads, and {q.shape[2]} queries"
-            )
+        return mask_of(self, q, k)
 
     def __repr__(self) -> str:
         if not isinstance(self.indices, Tensor):
             return "TokenLists(lists not concrete)"
         batch, heads, queries, _ = self.indices.shape
         return f"TokenLists({self.label}, batch {batch}, heads {heads}, {queries} queries, {self.device})"
+
+
+def mask_of(
+    lists: TokenLists, q: Tensor, k: Tensor, documents: AlignedKeys | None = None, *, predicted: bool = False
+) -> BlockMask:
+    """The mask of lists for q [B, Hq, S, D] and k [B, Hkv, T, D], which fit together; with `documents`, for k at its
+    places. `predicted`: q may be on another device. InvalidInput if the lists do not fit.
+    """
+    batch, heads, queries, _ = lists.indices.shape
+    if not predicted:
+        arguments.one_device("q is", q.device, "the lists", lists.device)
+    if batch not in (1, q.shape[0]) or heads not in (1, k.shape[1]) or queries != q.shape[2]:
+        raise InvalidInput(
+            f"indices is {list(lists.indices.shape)}; q {list(q.shape)} and k {list(k.shape)} need lists of 1 or "
+            f"{q.shape[0]} batch items, 1 or {k.shape[1]} heads, and {q.shape[2]} queries"
+        )
+    bounds, kv_len = (None, k.shape[2]) if documents is None else (documents.bounds, documents.length)
+    options = lists.causal, lists.window, lists.sinks
+    label = lists.label if documents is None else f"{lists.label}, of documents"
+    return token_mask(
+        BlockMask,
+        lists.indices,
+        lists.counts,
+        bounds,
+        lists.block,
+        kv_len,
+        q.shape[1] // k.shape[1],
+        options,
+        label,
+    )

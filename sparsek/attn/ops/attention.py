@@ -115,6 +115,7 @@ def attention(
               scaled_dot_product_attention; three dims are [1 or Hq, S, T]. It becomes `BlockMask.from_dense(mask)`,
               with blocks of 128, in O(S * T).
             - A FlexAttention `BlockMask`. It becomes `BlockMask.from_flex(mask)`.
+            - `TokenLists`, the blocks of each query: their mask is made in each call, in O(S) for lists of one length.
 
             The conversion of a tensor or a FlexAttention mask is kept as long as that object lives, and later calls
             look it up. It is repeated after an in-place write to the tensor, or to a tensor that `mask_mod` reads by

@@ -11,7 +11,8 @@ from torch.autograd.graph import increment_version
 
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
-from sparsek.attn.ops.attention_paged_lists import choose_lists
+from sparsek.attn.mask.token_lists import TokenLists
+from sparsek.attn.ops.attention_paged_lists import choose_lists, pass_lists
 from sparsek.attn.ops.attention_paged_op import ATTENTION_PAGED, through_op
 from sparsek.attn.plan.attention_paged import AttendedPages, PagedPlan
 from sparsek.attn.plan.paged_checks import check_values
@@ -119,6 +120,8 @@ def attention_paged(
             - None: all.
             - A `MaskPolicy` of a window, sinks and `causal`, which replaces the argument. Not `topk` and `stride`.
             - `PageLists`: key blocks for each tile of queries, written by the caller, on the device.
+            - `TokenLists` of all tokens, [1, 1 or Hkv, tokens, n], of blocks from 16 keys, without window and sinks.
+              Its `causal` replaces the argument. A few more launches remove repeated blocks.
             - A policy of `sk.policies`, or a `MaskPolicy` with `topk`: chooses for each request from its queries and
               all its keys, which are gathered. For prompts. It needs the lengths on the host: pass cu_seqlens_q and
               seq_lens as CPU tensors, which are copied to the device; otherwise the call waits for the device once.
@@ -178,7 +181,10 @@ def attention_paged(
         q, cache, block_table, seq_lens, cu_seqlens_q, mask, max_seqlen_q, max_seqlen_k, causal, scale, softcap,
         sink_logits, k_scale, v_scale, out, return_lse, kernel,
     )  # fmt: skip
-    if isinstance(mask, MaskRule) and _is_rule(mask):
+    if isinstance(mask, TokenLists):
+        arguments.flag("causal", causal)
+        pass_lists(call)
+    elif isinstance(mask, MaskRule) and _is_rule(mask):
         arguments.flag("causal", causal)
         choose_lists(call)
     both = route(call, check)
@@ -218,7 +224,7 @@ def plan_attention_paged(
     block_table: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
-    mask: MaskPolicy | PageLists | None = None,
+    mask: MaskPolicy | PageLists | TokenLists | None = None,
     *,
     kernel: str | None = None,
     config: Any = None,
@@ -235,7 +241,7 @@ def plan_attention_paged(
         block_table: int32 [requests, width].
         seq_lens: int32 [requests].
         cu_seqlens_q: int32 [requests + 1].
-        mask: None, a `MaskPolicy` or `PageLists`.
+        mask: None, a `MaskPolicy`, `PageLists` or `TokenLists`.
         kernel: A name from the table of kernels. Without it the one predicted to be fastest.
         config: A config of the named kernel, by its text or by some of its fields.
         device: The name of a card ("h200"). The plan is then a prediction for that card and cannot be called.
@@ -263,6 +269,8 @@ def plan_attention_paged(
     if unknown:
         raise TypeError(f"plan_attention_paged() got an unexpected keyword argument '{unknown[0]}'")
     call = AttendedPages(q, cache, block_table, seq_lens, cu_seqlens_q, mask, **options)
+    if isinstance(mask, TokenLists):
+        pass_lists(call)
     given = call.checked(planned=True, predicted=device is not None)
     return ATTENTION_PAGED.plan(given, kernel, config, device)
 

@@ -1,4 +1,4 @@
-"""Lists of key blocks that a policy chooses for the requests of a ragged batch over paged keys."""
+"""Lists of key blocks for a ragged batch over paged keys: of each token, or as a policy chooses them for requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.attn.mask.pages import PageLists
+from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.plan import paged_operands as operands
 from sparsek.attn.plan.attention_paged import AttendedPages
 from sparsek.core import arguments
-from sparsek.core.arguments import faking, is_fake
+from sparsek.core.arguments import INT32_MAX, faking, is_fake
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import reads_values
+
+
+def pass_lists(call: AttendedPages) -> None:
+    """Replace TokenLists of a call by lists over pages, whose rows name a block once. No sync."""
+    lists: TokenLists = call.mask
+    if lists.indices.shape[0] != 1:
+        raise InvalidInput(
+            f"indices is {list(lists.indices.shape)}; over pages it must be [1, 1 or Hkv, tokens, n], for all tokens"
+        )
+    if lists.window or lists.sinks:
+        raise InvalidInput(
+            f"mask is {lists.label}; attention_paged has no window and no sinks beside lists: list their blocks"
+        )
+    at = lists.indices[0]
+    at = at.masked_fill(at > INT32_MAX // lists.block, -1).clamp(min=-1).to(torch.int32)
+    if lists.counts is not None:
+        entry = torch.arange(at.shape[2], dtype=torch.int32, device=at.device)
+        at = at.masked_fill(entry >= lists.counts[0][..., None], -1)
+    at = at.sort(-1).values
+    again = functional.pad(at[..., 1:] == at[..., :-1], (1, 0)) if at.shape[2] else at < 0
+    call.mask = PageLists.from_indices(at.masked_fill(again, -1).contiguous(), (1, lists.block))
+    call.causal = lists.causal
 
 
 def choose_lists(call: AttendedPages) -> None:

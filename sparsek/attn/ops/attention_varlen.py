@@ -7,10 +7,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from sparsek.attn.mask.aligned import aligned_keys
+from sparsek.attn.mask.build.documents import PackedLayout
+from sparsek.attn.mask.build.unions import FEWEST
 from sparsek.attn.mask.convert.argument import MaskLike, block_mask
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule, packed_layout
+from sparsek.attn.mask.token_lists import TokenLists, mask_of
 from sparsek.attn.ops.attention import attention
 from sparsek.attn.ops.foreign_options import REFUSED_PACKED, refuse
 from sparsek.attn.plan.attention_operands import NO_TANGENT
@@ -71,7 +75,9 @@ def attention_varlen(
     sink_logits: Tensor | None = None,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the attention of packed documents: `sk.attention` of each document by itself. Nothing is padded or copied.
+    """Return the attention of packed documents: `sk.attention` of each document by itself.
+
+    Nothing is padded or copied, except k and v for `TokenLists`.
 
     Args:
         q: Queries [total_q, Hq, D] of all documents, one document after the other. Documents may be empty, and begin
@@ -89,6 +95,9 @@ def attention_varlen(
             - A `BlockMask` of total_q queries and total_k keys, a bool tensor that broadcasts to [1, Hq or Hkv,
               total_q, total_k], or a FlexAttention `BlockMask`, as in `attention`. It must keep the documents apart
               itself (`BlockMask.block_diagonal(...) & ...`), because cu_seqlens are then not read.
+            - `TokenLists` of all queries, [1, 1 or Hkv, total_q, n]: block j of a query are keys j * block to
+              (j + 1) * block - 1 of its document, and window and sinks count from the document's own tokens. k and v
+              are copied, each document to a block of its own, unless all lengths are multiples of the block.
         scale: As in `attention`.
         return_lse: Whether to return lse as well.
         deterministic: As in `attention`.
@@ -137,6 +146,16 @@ def attention_varlen(
     check_no_tangent(NO_TANGENT, q, k, v)
     if isinstance(mask, MaskPolicy | None):
         found = _packed(q, k, cu_seqlens_q, cu_seqlens_k, mask or EVERY_KEY)
+    elif isinstance(mask, TokenLists):
+        if alibi_slopes is not None:
+            raise InvalidInput(
+                "alibi_slopes count distances in the packed sequence, which TokenLists space out; call attention "
+                "for each document"
+            )
+        documents = aligned_keys(
+            _layout(q, k, cu_seqlens_q, cu_seqlens_k), max(mask.block, FEWEST), mask.causal, q.device
+        )
+        found, k, v = mask_of(mask, q, k, documents), documents.spread(k), documents.spread(v)
     elif isinstance(mask, MaskRule):
         raise InvalidInput(
             f"mask is {mask.label}, which chooses blocks of one sequence and keeps no documents apart; call attention "
@@ -161,11 +180,16 @@ def _packed(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, policy: MaskPolicy
 ) -> BlockMask:
     """The mask of a policy for packed documents."""
+    layout = _layout(q, k, cu_seqlens_q, cu_seqlens_k)
+    return policy.visible_in(layout, q.device).mask_for(q, k)
+
+
+def _layout(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> PackedLayout:
+    """The documents, after the checks of q and k."""
     if torch.compiler.is_compiling():
         raise InvalidInput(
             "torch.compile cannot read cu_seqlens: make the mask outside, mask = policy.packed(cu_seqlens_q), and "
             "pass it as mask="
         )
     check_tensors(q, k, k)
-    layout = packed_layout(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))
-    return policy.visible_in(layout, q.device).mask_for(q, k)
+    return packed_layout(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))

@@ -13,6 +13,7 @@ from sparsek.attn.mask.convert.argument import block_mask
 from sparsek.attn.mask.operands import DIMS, check_shapes
 from sparsek.attn.mask.quantized_heads import QuantizedHeads
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
+from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.attention import Attended, AttendedPlan
 from sparsek.attn.plan.problems import AttentionProblem
@@ -66,7 +67,8 @@ class AttendedFp8(Attended):
 
     def convert_mask(self, is_causal: bool = False, *, predicted: bool = False) -> None:
         mask = self.mask
-        if isinstance(mask, MaskRule) and (not isinstance(mask, MaskPolicy) or mask.topk is not None):
+        plain = isinstance(mask, TokenLists) or (isinstance(mask, MaskPolicy) and mask.topk is None)
+        if isinstance(mask, MaskRule) and not plain:
             raise InvalidInput(
                 f"mask is {mask.label}, which chooses blocks by q and k, and these are quantized; pass the BlockMask "
                 "that policy.mask_for(q, k) makes of the tensors"

@@ -74,6 +74,8 @@ def drawn(case: int, device: str = "cpu") -> Listed:
     bounds = None
     if c.documents:
         lo = torch.randint(0, c.kv_len // c.side, (queries,)).sort().values // 3 * 3 * c.side
-        bounds = torch.stack((lo, (lo + torch.randint(-5, 300, (queries,))).clamp(0, c.kv_len))).int().to(device)
+        bounds = (
+            torch.stack((lo, (lo + torch.randint(-5, 300, (queries,))).clamp(0, c.kv_len))).int().to(device)
+        )
     there = None if counts is None else counts.to(device)
     return Listed(indices.to(device), there, bounds, place, c.side, c.causal, c.window, c.sinks, "drawn")

@@ -16,7 +16,7 @@ from tests.sums import alike
 
 MASK = BlockMask.causal(256, device="cpu")
 LENGTH = 500  # in 4 blocks of 128, the last one cut
-Make = Callable[[Tensor], BlockMask]
+Make = Callable[[Tensor], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,7 @@ OF_TENSORS: dict[str, tuple[Make, Callable[[], Tensor]]] = {
     "from_indices": (lambda x: BlockMask.from_indices(x, seq_len=LENGTH, causal=True), indices),
     "documents": (lambda x: BlockMask.documents(x, LENGTH), edges),
     "documents, window": (lambda x: BlockMask.documents(x, LENGTH, window=70, causal=False, block=64), edges),
+    "lists": (lambda x: sk.TokenLists(x, 128, window=70), lambda: torch.randint(-1, 5, (1, 1, LENGTH, 2))),
     "packed": (lambda x: sk.MaskPolicy(window=90).packed(x, seq_len=LENGTH), edges),
 }
 REFUSED: dict[str, Make] = {

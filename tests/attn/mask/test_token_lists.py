@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
+from sparsek.attn.mask.build.unions import specified
+from sparsek.attn.mask.lists import Place
+from sparsek.attn.mask.mask import BlockMask
+from tests.attn.mask.drawn_lists import CASES, drawn, drawn_lists
 from tests.refusals import refused
-
-FAR = 2**31 - 1
 
 
 def seen_by_definition(lists: sk.TokenLists, kv_len: int) -> Tensor:
@@ -28,18 +31,6 @@ def seen_by_definition(lists: sk.TokenLists, kv_len: int) -> Tensor:
             row[max(end - lists.window, 0) : end] |= torch.tensor(lists.window > 0)
             row[end:] = False
     return seen
-
-
-def drawn_lists(shape: tuple[int, ...], block: int, kv_len: int, seed: int, **options: Any) -> sk.TokenLists:
-    """Lists with repeats, absent entries, entries out of range, and empty tokens."""
-    draw = torch.Generator().manual_seed(seed)
-    blocks = -(-kv_len // block)
-    indices = torch.randint(-1, blocks + 1, shape, generator=draw, dtype=torch.int32)
-    odd = torch.tensor([FAR, -FAR - 1, blocks, -2], dtype=torch.int32)
-    some = torch.rand(shape, generator=draw) < 0.1
-    indices[some] = odd[torch.randint(0, 4, shape, generator=draw)][some]
-    indices[:, :, 3::11] = -1
-    return sk.TokenLists(indices, block, **options)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +51,76 @@ def test_lists_mean_the_blocks_the_window_and_the_sinks(
     counts = torch.randint(-2, shape[3] + 3, shape[:3])
     some = sk.TokenLists(lists.indices.long(), block, counts, **options)
     assert torch.equal(some.to_dense(kv_len), seen_by_definition(some, kv_len))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_unions_are_valid_masks(case: int) -> None:
+    mask = specified(BlockMask, drawn(case))
+    BlockMask(*(getattr(mask, each) for each in BlockMask._fields))
+
+
+@pytest.mark.parametrize(
+    ("group", "shape", "block", "kv_len", "options"),
+    [
+        (16, (1, 2, 70, 3), 64, 333, {"window": 130, "sinks": 70}),
+        (1, (2, 1, 200, 2), 128, 200, {"causal": False, "sinks": 130}),
+        (6, (1, 1, 130, 3), 4, 150, {"window": 9}),
+        (4, (1, 2, 65, 2), 32, 65, {"sinks": 100}),
+        (64, (1, 1, 9, 0), 64, 70, {}),
+        (2, (1, 1, 0, 2), 64, 64, {}),
+        (2, (1, 1, 3, 2), 16, 0, {}),
+    ],
+)
+def test_the_mask_has_the_elements_of_the_lists(
+    group: int, shape: tuple[int, ...], block: int, kv_len: int, options: Any
+) -> None:
+    lists = drawn_lists(shape, block, kv_len, 0, **options)
+    q, k = torch.empty(2, shape[1] * group, shape[2], 8), torch.empty(2, shape[1], kv_len, 8)
+    mask = lists.mask_for(q, k)
+    assert torch.equal(mask.to_dense(), lists.to_dense(kv_len))
+    assert mask.block == ((64, 64) if block < 64 else (128 // (group & -group), block))
+    assert mask.sizes.exact
+
+
+def test_blocks_that_all_tokens_of_a_tile_list_are_full() -> None:
+    lists = sk.TokenLists(torch.tensor([0, 2, 3]).expand(1, 1, 256, 3), 64)
+    mask = lists.mask_for(torch.empty(1, 1, 256, 8), torch.empty(1, 1, 256, 8))
+    assert mask.host.full.counts.tolist() == [0, 1]  # tile 0 sees block 0 in part
+    assert mask.host.partial.counts.tolist() == [1, 2]
+    wide = lists.mask_for(torch.empty(1, 16, 256, 8), torch.empty(1, 1, 256, 8))
+    assert wide.host.full.counts.tolist() == [0] * 8 + [1] * 16 + [2] * 8
+
+
+def test_half_a_million_tokens_fit() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k = (torch.empty(1, heads, 1 << 19, 128, dtype=torch.bfloat16) for heads in (64, 4))
+        lists = sk.TokenLists(torch.empty(1, 4, 1 << 19, 16, dtype=torch.int32), 64)
+        base = lists.mask_for(q, k)._base
+    assert base is not None
+    assert base.nbytes < 1 << 29  # 8 bytes for each listed block; as a table of all blocks it had 2^34 bits
+
+
+def test_the_memory_of_the_specification_does_not_grow_with_queries_times_blocks() -> None:
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **kwargs or {})
+            for each in made if isinstance(made, (tuple, list)) else (made,):
+                if isinstance(each, Tensor) and not func.is_view:
+                    self.most = max(self.most, each.numel())
+            return made
+
+    most = []
+    for queries in (1 << 12, 1 << 13):
+        place = Place(queries, queries, (2, 64), torch.device("cpu"), 0)
+        indices = torch.zeros(1, 1, queries, 2, dtype=torch.int32)
+        with Largest() as largest:
+            specified(BlockMask, drawn(0)._replace(indices=indices, counts=None, place=place))
+        most.append(largest.most)
+    assert most[1] <= 2 * most[0]
 
 
 def test_attention_sees_what_is_written_to_the_lists() -> None:

@@ -17,6 +17,7 @@ from sparsek.attn.mask.lists import Frame
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors, swapped
 from sparsek.attn.mask.rule import MaskPolicy, MaskRule
+from sparsek.attn.mask.token_lists import TokenLists, mask_of
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 MaskLike: TypeAlias = Union[BlockMask, MaskRule, Tensor, "FlexMask"]
-"""What `mask` may be: a BlockMask, a MaskPolicy, a policy of sk.policies, a bool tensor, or a FlexAttention
-BlockMask.
+"""What `mask` may be: a BlockMask, a MaskPolicy, a policy of sk.policies, TokenLists, a bool tensor, or a
+FlexAttention BlockMask.
 """
 
 FLEX = "torch.nn.attention.flex_attention"
@@ -66,6 +67,9 @@ def block_mask(
         return top_left(q, k)
     if mask is None or isinstance(mask, BlockMask):
         return mask
+    if predicted and isinstance(mask, TokenLists):
+        check_tensors(q, k, k, predicted=True)
+        return mask_of(mask, q, k, predicted=True)
     if isinstance(mask, MaskRule) and not (predicted and isinstance(mask, MaskPolicy)):
         if predicted and isinstance(q, Tensor) and q.is_meta:
             raise InvalidInput(
@@ -171,8 +175,8 @@ def _converted(mask: Any, q: Tensor, k: Tensor) -> BlockMask:
             "BlockMask.from_mask_mod(fn, B, H, S, T)"
         )
     raise InvalidInput(
-        f"mask is a {kind.__module__}.{kind.__name__}; it must be a sparsek BlockMask, a MaskPolicy, a bool tensor, a "
-        "FlexAttention BlockMask, a policy of sk.policies or None"
+        f"mask is a {kind.__module__}.{kind.__name__}; it must be a sparsek BlockMask, a MaskPolicy, TokenLists, a "
+        "bool tensor, a FlexAttention BlockMask, a policy of sk.policies or None"
     )
 
 

@@ -1,0 +1,152 @@
+"""sk.attention, attention_varlen and attention_paged with TokenLists, against their dense rows in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.attn.mask import aligned
+from tests.attn.mask.drawn_lists import drawn_lists
+from tests.refusals import refused
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(q_heads: int, kv_heads: int, queries: int, keys: int, batch: int = 2) -> tuple[Tensor, ...]:
+    made = drawn(batch, q_heads, queries, 8), *(drawn(batch, kv_heads, keys, 8, seed=at) for at in (1, 2))
+    return tuple(x.requires_grad_() for x in made)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Of every element that is seen, bool [1 or B, 1 or Hkv, S, T]; 0 where none is."""
+    group = q.shape[1] // k.shape[1]
+    k, v, seen = (x.repeat_interleave(group, 1) for x in (k, v, seen.expand(-1, k.shape[1], -1, -1)))
+    scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+    return scores.masked_fill(~seen.any(-1, keepdim=True), 0).softmax(-1).masked_fill(~seen, 0) @ v
+
+
+def same_with_gradients(found: Tensor, wanted: Tensor, operands: tuple[Tensor, ...]) -> None:
+    grad = drawn(*found.shape, seed=9)
+    mine, right = (torch.autograd.grad(out, operands, grad, retain_graph=True) for out in (found, wanted))
+    torch.testing.assert_close((found, mine), (wanted, right))
+
+
+CASES: dict[str, tuple[tuple[int, ...], int, tuple[int, int], int, dict[str, Any]]] = {
+    # lists, block, heads, keys, options
+    "shared": ((1, 1, 70, 3), 64, (8, 2), 200, {}),
+    "per head": ((2, 2, 70, 2), 128, (8, 2), 300, {}),
+    "one head each": ((2, 2, 130, 2), 64, (2, 2), 130, {"sinks": 3}),
+    "window": ((1, 2, 70, 2), 64, (6, 2), 200, {"window": 70, "sinks": 65}),
+    "every key": ((1, 1, 33, 2), 64, (4, 1), 150, {"causal": False}),
+    "more queries": ((1, 1, 90, 1), 64, (4, 1), 50, {"window": 2}),
+    "small blocks": ((1, 2, 70, 3), 16, (4, 2), 100, {"window": 3, "sinks": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradients(name: str) -> None:
+    shape, block, (q_heads, kv_heads), keys, options = CASES[name]
+    q, k, v = qkv(q_heads, kv_heads, shape[2], keys)
+    lists = drawn_lists(shape, block, keys, 3, **options)
+    same_with_gradients(sk.attention(q, k, v, lists), attended(q, k, v, lists.to_dense(keys)), (q, k, v))
+
+
+def test_options_of_attention_go_with_lists() -> None:
+    q, k, v = (x.detach() for x in qkv(4, 2, 70, 70))
+    lists = drawn_lists((1, 2, 70, 2), 16, 70, 4, window=1)
+    dense = sk.BlockMask.from_dense(lists.to_dense())
+    options: dict[str, Any] = {"softcap": 2.0, "sink_logits": drawn(4), "return_lse": True, "scale": 0.5}
+    torch.testing.assert_close(
+        sk.attention(q, k, v, lists, **options), sk.attention(q, k, v, dense, **options)
+    )
+
+
+def test_plans_take_lists_and_name_their_unions() -> None:
+    lists = drawn_lists((1, 2, 256, 2), 64, 512, 5)
+    q, k = (
+        torch.empty(1, heads, length, 64, dtype=torch.bfloat16) for heads, length in ((16, 256), (2, 512))
+    )
+    mask = lists.mask_for(q, k)
+    assert mask.block == (16, 64)
+    plan = sk.plan_attention(q, k, k, mask)
+    text = plan.explain()
+    assert "2 blocks of 64 per token" in text
+    assert "by members" in text
+    assert sk.plan_attention_backward(q, k, k, lists, device="h200").problem.block == (16, 64)
+    meta = (x.to("meta") for x in (q, k, k))
+    assert sk.plan_attention(*meta, lists, device="h200").problem.block == (16, 64)
+
+
+LENGTHS = [100, 0, 64, 1, 30]
+
+
+@pytest.mark.parametrize(
+    ("block", "key_lengths", "options"),
+    [
+        (64, LENGTHS, {"window": 3}),
+        (64, [128, 64, 64, 0, 0], {"sinks": 2}),
+        (16, [90, 5, 130, 1, 60], {"window": 20, "sinks": 17}),
+        (128, [300, 5, 64, 1, 60], {"causal": False}),
+    ],
+)
+def test_documents_are_lists_of_their_own(
+    block: int, key_lengths: list[int], options: dict[str, Any]
+) -> None:
+    q, k, v = (
+        drawn(sum(n), heads, 8).requires_grad_()
+        for n, heads in ((LENGTHS, 4), (key_lengths, 2), (key_lengths, 2))
+    )
+    lists = drawn_lists((1, 2, sum(LENGTHS), 3), block, 200, 6, **options)
+    edges = [torch.tensor([0, *n]).cumsum(0) for n in (LENGTHS, key_lengths)]
+    found = sk.attention_varlen(q, k, v, *edges, mask=lists)
+    parts = []
+    for (a, b), (c, d) in zip(
+        *(torch.stack((each[:-1], each[1:]), 1).tolist() for each in edges), strict=True
+    ):
+        own = sk.TokenLists(lists.indices[:, :, a:b], block, **options)
+        heads = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
+        parts.append(attended(*heads, own.to_dense(d - c))[0].transpose(0, 1))
+    same_with_gradients(found, torch.cat(parts), (q, k, v))
+
+
+def test_documents_are_placed_once_for_equal_lengths() -> None:
+    lists = drawn_lists((1, 1, 100, 2), 64, 100, 7)
+    q, edges = drawn(100, 2, 8), torch.tensor([0, 30, 100])
+    aligned._KEPT.clear()
+    for _ in range(2):
+        sk.attention_varlen(q, q, q, edges.clone(), mask=lists)
+    assert len(aligned._KEPT) == 1
+    slopes = torch.ones(2)
+    refused("alibi_slopes", sk.attention_varlen, q, q, q, edges, mask=lists, alibi_slopes=slopes)
+    refused("batch items", sk.attention_varlen, q, q, q, edges, mask=drawn_lists((2, 1, 100, 2), 64, 100, 7))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_lists_over_pages(causal: bool) -> None:
+    lengths, queries, page = [70, 33], [5, 2], 16
+    cache = drawn(9, 2, page, 16)
+    table = torch.tensor([[3, 0, 7, 1, 8], [2, 5, 4, 0, 0]], dtype=torch.int32)
+    q = drawn(7, 4, 8)
+    lists = drawn_lists((1, 2, 7, 4), 16, 80, 8, causal=causal)
+    counts = torch.randint(-1, 6, (1, 2, 7))
+    lists = sk.TokenLists(lists.indices.long(), 16, counts, causal=causal)
+    tables = table, torch.tensor(lengths).int(), torch.tensor([0, 5, 7]).int()
+    found = sk.attention_paged(q, cache, *tables, lists)
+    begin = 0
+    for r, (length, many) in enumerate(zip(lengths, queries, strict=True)):
+        keys = cache[table[r].long()].transpose(0, 1).flatten(1, 2)[None, :, :length]
+        part = slice(begin, begin + many)
+        own = sk.TokenLists(lists.indices[:, :, part], 16, counts[:, :, part], causal=causal)
+        wanted = attended(q[part].transpose(0, 1)[None], *keys.split(8, 3), own.to_dense(length))
+        torch.testing.assert_close(found[part], wanted[0].transpose(0, 1))
+        begin += many
+    assert sk.plan_attention_paged(q, cache, *tables, lists).problem.list_block == (1, 16)
+    near = sk.TokenLists(lists.indices, 16, window=4)
+    refused("no window and no sinks", sk.attention_paged, q, cache, *tables, near)
+    refused(
+        "over pages it must be", sk.attention_paged, q, cache, *tables, drawn_lists((2, 1, 7, 2), 16, 80, 0)
+    )
