@@ -77,8 +77,8 @@ def test_plans_take_lists_and_name_their_unions() -> None:
     assert "2 blocks of 64 per token" in text
     assert "by members" in text
     assert sk.plan_attention_backward(q, k, k, lists, device="h200").problem.block == (16, 64)
-    meta = (x.to("meta") for x in (q, k, k))
-    assert sk.plan_attention(*meta, lists, device="h200").problem.block == (16, 64)
+    q, k = q.to("meta"), k.to("meta")
+    assert sk.plan_attention(q, k, k, lists, device="h200").problem.block == (16, 64)
 
 
 LENGTHS = [100, 0, 64, 1, 30]
@@ -109,7 +109,7 @@ def test_documents_are_lists_of_their_own(
     ):
         own = sk.TokenLists(lists.indices[:, :, a:b], block, **options)
         heads = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
-        parts.append(attended(*heads, own.to_dense(d - c))[0].transpose(0, 1))
+        parts.append(attended(heads[0], heads[1], heads[2], own.to_dense(d - c))[0].transpose(0, 1))
     same_with_gradients(found, torch.cat(parts), (q, k, v))
 
 
@@ -141,7 +141,7 @@ def test_lists_over_pages(causal: bool) -> None:
         keys = cache[table[r].long()].transpose(0, 1).flatten(1, 2)[None, :, :length]
         part = slice(begin, begin + many)
         own = sk.TokenLists(lists.indices[:, :, part], 16, counts[:, :, part], causal=causal)
-        wanted = attended(q[part].transpose(0, 1)[None], *keys.split(8, 3), own.to_dense(length))
+        wanted = attended(q[part].transpose(0, 1)[None], keys[..., :8], keys[..., 8:], own.to_dense(length))
         torch.testing.assert_close(found[part], wanted[0].transpose(0, 1))
         begin += many
     assert sk.plan_attention_paged(q, cache, *tables, lists).problem.list_block == (1, 16)
