@@ -26,8 +26,7 @@ from sparsek.attn.mask.build.unions import Listed
 from sparsek.engine.launch.launch import launch
 
 MOST = 4096  # candidates of a row that are sorted
-FEW = 512  # candidates of a row; from so many on columns are counted
-MOST_COLUMNS = 2048  # a warp has a register for 32 of them
+MOST_COLUMNS = 2048  # that are counted: a thread has registers for 16 of them
 _NONE = tl.constexpr(2**31 - 1)
 # Triton does not specialize for these: sizes and strides that vary from call to call.
 _VARY = (
@@ -277,8 +276,9 @@ def token_unions(made: Sequence[Any], c: Listed) -> bool:
     starts, full, _, cut_starts, cut, entries, lo, hi, rules, _ = made
     place = c.place
     each = triton.next_power_of_2(max(n + sum(c.near), 1))
-    by_columns = tokens * each >= FEW and columns <= MOST_COLUMNS
-    if not by_columns and (tokens * each > MOST or columns * 2 * tokens >= 2**31):
+    cols, listed = (max(triton.next_power_of_2(many), 32) for many in (columns, n))
+    count = counts_columns(tokens, each, listed, cols)
+    if not count and (tokens * each > MOST or columns * 2 * tokens >= 2**31):
         return False
     args = (
         c.indices, c.counts, c.bounds, cut_starts, cut, starts, full, entries, lo, hi, rules, *_steps(c.indices, 4),
@@ -287,16 +287,26 @@ def token_unions(made: Sequence[Any], c: Listed) -> bool:
     )  # fmt: skip
     constants = {"CAUSAL": c.causal, "TOKENS": tokens, "BK": bk}
     with torch.cuda.device_of(starts):
-        if by_columns:
-            cols = max(triton.next_power_of_2(columns), 32)
-            warps = min(max(cols // 256, 1), 4)
+        if count:
+            warps = max(cols // 512, 1)
             # A histogram counts an entry once for each thread that has it.
-            each = max(triton.next_power_of_2(max(n, 1)), 32 * warps)
-            launch(_counted, (c.rows,), *args, **constants, EACH=each, COLS=cols, num_warps=warps)
+            listed = max(listed, 32 * warps)
+            launch(_counted, (c.rows,), *args, **constants, EACH=listed, COLS=cols, num_warps=warps)
         else:
             warps = min(max(tokens * each // 128, 1), 16)
             launch(_sorted, (c.rows,), *args, **constants, EACH=each, num_warps=warps)
     return True
+
+
+def counts_columns(tokens: int, each: int, listed: int, columns: int) -> bool:
+    """Whether histograms of lists of `listed` entries take less than half the instructions of a sort of `each`
+    candidates of every token, whose latency is lower. Fitted to compiled code: a sort takes 16 for each of its steps
+    and 32 candidates.
+    """
+    cells = tokens * each
+    steps = cells.bit_length() * (cells.bit_length() - 1)
+    counted = tokens * (64 + columns * (2 + listed // 32) // 3)
+    return columns <= MOST_COLUMNS and 2 * counted < cells * steps // 4
 
 
 def _steps(x: Tensor | None, dims: int) -> Sequence[int]:
