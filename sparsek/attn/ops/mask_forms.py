@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsek.attn.mask.build.selection import Selection
-from sparsek.attn.mask.build.unions import Listed
+from sparsek.attn.mask.build.unions import UnionInputs
 from sparsek.core.operations import KERNELS
 from sparsek.engine.call.transforms import function_of, kernel_of
 
@@ -22,7 +22,7 @@ def _choose_blocks(made: Sequence[Any], c: Selection) -> tuple[Tensor, ...] | No
     return None if kernel is None else kernel(made, c)
 
 
-def _token_unions(made: Sequence[Any], c: Listed) -> bool:
+def _token_unions(made: Sequence[Any], c: UnionInputs) -> bool:
     plain = [each for each in (c.indices, c.counts, c.bounds) if each is not None]
     kernel = function_of("sparsek.attn.kernels.mask.unions", "token_unions", *plain)
     return kernel is not None and kernel(made, c)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.attn.mask.build.unions import ROWS, Listed, packed_heads
+from sparsek.attn.mask.build.unions import ROWS, UnionInputs, packed_heads
 from sparsek.attn.mask.lists import Place
 
 FAR = 2**31 - 1
@@ -59,7 +59,7 @@ CASES = (
 )  # fmt: skip
 
 
-def drawn(case: int, device: str = "cpu") -> Listed:
+def drawn(case: int, device: str = "cpu") -> UnionInputs:
     """The checked arguments of a case."""
     c = CASES[case]
     indices = drawn_indices(c.shape, c.side, c.kv_len, case)
@@ -78,4 +78,4 @@ def drawn(case: int, device: str = "cpu") -> Listed:
             torch.stack((lo, (lo + torch.randint(-5, 300, (queries,))).clamp(0, c.kv_len))).int().to(device)
         )
     there = None if counts is None else counts.to(device)
-    return Listed(indices.to(device), there, bounds, place, c.side, c.causal, c.window, c.sinks, "drawn")
+    return UnionInputs(indices.to(device), there, bounds, place, c.side, c.causal, c.window, c.sinks, "drawn")

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.attn.mask.build.unions import Listed
+from sparsek.attn.mask.build.unions import UnionInputs
 from sparsek.engine.launch.launch import launch
 
 MOST = 4096  # candidates of a row that are sorted
@@ -268,7 +268,7 @@ def _counted(
     )  # fmt: skip
 
 
-def token_unions(made: Sequence[Any], c: Listed) -> bool:
+def token_unions(made: Sequence[Any], c: UnionInputs) -> bool:
     """Writes the tensors of the mask, those of its layout, in one launch, without a sync. False, and nothing, for rows
     with too many candidates.
     """

@@ -49,7 +49,7 @@ def packed_heads(group: int) -> int:
     return min(group & -group, HEADS)
 
 
-class Listed(NamedTuple):
+class UnionInputs(NamedTuple):
     """The checked arguments of a mask of per-token lists.
 
     Attributes:
@@ -157,19 +157,19 @@ def token_mask(
     """The mask of lists that were checked, with no sync on a GPU.
 
     Args:
-        indices: As in `Listed`.
-        counts: As in `Listed`.
-        bounds: As in `Listed`.
-        side: As in `Listed`.
+        indices: As in `UnionInputs`.
+        counts: As in `UnionInputs`.
+        bounds: As in `UnionInputs`.
+        side: As in `UnionInputs`.
         kv_len: The keys, of all documents with the space between them.
         group: Heads of q for each head of k.
         options: `causal`, `window` and `sinks`.
-        label: As in `Listed`.
+        label: As in `UnionInputs`.
     """
     block = (FEWEST, FEWEST) if side < FEWEST else (ROWS // packed_heads(group), side)
     queries = indices.shape[2]
     place = Place(queries, kv_len, block, indices.device, kv_len - queries)
-    c = Listed(indices, counts, bounds, place, side, *options, label)
+    c = UnionInputs(indices, counts, bounds, place, side, *options, label)
     if is_fake(indices):
         layout = c.layout()
         return cls.of_layout(layout, layout.base(place.device))
@@ -180,7 +180,7 @@ def token_mask(
     return specified(cls, c)
 
 
-def written(cls: type[Mask], c: Listed, write: Any) -> Mask | None:
+def written(cls: type[Mask], c: UnionInputs, write: Any) -> Mask | None:
     """The mask whose tensors `write` fills; None if it does not. Views only: no sync."""
     layout = c.layout()
     base = layout.base(c.place.device)
@@ -201,7 +201,7 @@ class Candidates(NamedTuple):
     part: Tensor
 
 
-def specified(cls: type[Mask], c: Listed) -> Mask:
+def specified(cls: type[Mask], c: UnionInputs) -> Mask:
     """The mask in torch, on any device. On a GPU without a sync."""
     place, device = c.place, c.place.device
     (tokens, bk), (tiles, _), capacity = place.block, place.grid, c.capacity
@@ -248,7 +248,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64)
 
 
-def _step(c: Listed) -> int:
+def _step(c: UnionInputs) -> int:
     """Rows of one step."""
     tokens = c.place.block[0]
     width = tokens * (c.indices.shape[3] + sum(c.near)) + c.capacity * tokens * (
@@ -257,7 +257,7 @@ def _step(c: Listed) -> int:
     return max(CHUNK // max(width, 1), 1)
 
 
-def _interval(c: Listed) -> tuple[Tensor, Tensor]:
+def _interval(c: UnionInputs) -> tuple[Tensor, Tensor]:
     """lo and hi of the queries, int64 [S]."""
     if c.bounds is not None:
         return c.bounds[0].long(), c.bounds[1].long()
@@ -272,7 +272,7 @@ def _in_tiles(x: Tensor, tokens: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[0] % tokens)).view(-(-x.shape[0] // tokens), tokens)
 
 
-def _lists(c: Listed, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _lists(c: UnionInputs, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Entries [rows, tokens, n] int64, and whether they count, of the tokens that exist."""
     (tokens, _), (tiles, _), (_, heads, queries, n) = c.place.block, c.place.grid, c.indices.shape
     group, tile = rows // max(tiles, 1), rows % max(tiles, 1)
@@ -285,7 +285,7 @@ def _lists(c: Listed, rows: Tensor) -> tuple[Tensor, Tensor]:
     return c.indices[at].long(), used
 
 
-def _candidates(c: Listed, rows: Tensor, lo: Tensor, hi: Tensor, there: Tensor) -> Candidates:
+def _candidates(c: UnionInputs, rows: Tensor, lo: Tensor, hi: Tensor, there: Tensor) -> Candidates:
     """Those of some rows, whose tokens have these bounds [rows, tokens]."""
     bk = c.place.block[1]
     lo, hi, there = lo[:, :, None], hi[:, :, None], there[:, :, None]
@@ -323,7 +323,7 @@ def _union(found: Candidates, capacity: int) -> tuple[Tensor, Tensor]:
     return column[:, :capacity], torch.where(flat == NOWHERE, capacity, place.clamp(max=capacity))
 
 
-def _table(c: Listed, found: Candidates, place: Tensor) -> Tensor:
+def _table(c: UnionInputs, found: Candidates, place: Tensor) -> Tensor:
     """Which tokens have which parts of a column, bool [rows, capacity, tokens, parts]: the bits of all candidates, or
     by bits, where a column has several listed blocks, the listed ones alone.
     """
@@ -356,7 +356,7 @@ def _whole(column: Tensor, words: Tensor, lo: Tensor, hi: Tensor, there: Tensor,
     return inside & (words == wanted[:, None]).all(2)
 
 
-def _bits(c: Listed, column: Tensor, table: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+def _bits(c: UnionInputs, column: Tensor, table: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
     """The keys of each column that tokens see, int32 [rows, capacity, tokens, bk / 32], for blocks under 64."""
     bk = c.place.block[1]
     key = column[:, :, None, None] * bk + torch.arange(bk, dtype=torch.int64, device=column.device)

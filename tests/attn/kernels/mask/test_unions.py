@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.attn.mask.build.unions import Listed, specified, written
+from sparsek.attn.mask.build.unions import UnionInputs, specified, written
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core.device import H200
 from sparsek.engine.launch.recorder import record
@@ -47,7 +47,7 @@ def test_64_blocks_of_32_tokens_are_counted() -> None:
     assert made.registers <= 168
 
 
-def same_on_gpu(c: Listed) -> None:
+def same_on_gpu(c: UnionInputs) -> None:
     made = written(BlockMask, c, unions.token_unions)
     assert made is not None
     same(made, specified(BlockMask, c))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsek.attn.kernels.mask import unions
 from sparsek.attn.kernels.mask.unions import token_unions
-from sparsek.attn.mask.build.unions import Listed, specified, written
+from sparsek.attn.mask.build.unions import UnionInputs, specified, written
 from sparsek.attn.mask.mask import BlockMask
 from tests.attn.mask.drawn_choices import same
 from tests.attn.mask.drawn_lists import CASES, drawn
@@ -17,7 +17,7 @@ from tests.attn.mask.drawn_lists import CASES, drawn
 POISON = 0x5EADBEEF
 
 
-def made(c: Listed) -> BlockMask:
+def made(c: UnionInputs) -> BlockMask:
     """The kernel's mask, in memory that was poisoned, between canaries that stay."""
     kept: list[Tensor] = []
 
