@@ -35,7 +35,9 @@ from sparsek.nn.experts import PackedLinear, why_no_packed_fit
 from sparsek.nn.replace import Facts, is_conv1d, linear_layers
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
-from sparsek.products.formats.pattern import block_sides
+from sparsek.products.formats.convert import Rule
+from sparsek.products.formats.padding import tiles_of
+from sparsek.products.formats.pattern import block_sides, grid_of
 from sparsek.products.formats.quantized import quantize
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.formats.two_four import STEP
@@ -55,6 +57,13 @@ class WeightMask(NamedTuple):
     mask: Tensor
     elements: Tensor
     weight: Tensor
+
+
+class Live(NamedTuple):
+    """The rows and columns of a weight in which blocks may be stored, indices that fill whole blocks."""
+
+    rows: Tensor
+    columns: Tensor
 
 
 class PrunedLayer(NamedTuple):
@@ -101,19 +110,48 @@ def updated(
     method: str,
     moments: Moments | None,
     follow: bool,
+    live: Live | None = None,
 ) -> tuple[WeightMask, Quadratic | None]:
     """What a weight [M, K] keeps, the new weight before any rounding, and its error as a quadratic if it was updated.
 
-    `follow`: fit the outputs of the dense model. Raises InvalidInput for NaN and Inf.
+    `follow`: fit the outputs of the dense model. `live`: where blocks may be stored, for "obs". Raises InvalidInput
+    for NaN and Inf.
     """
     w = weight.detach()
-    if not bool(w.isfinite().all() & (moments is None or moments.h.isfinite().all())):
-        raise InvalidInput(f"{name}: its weight, or its inputs on the calibration, have NaN or Inf")
     wide = w.to(scores.solver_dtype(w.shape[1]))
     fit = None
     if moments is not None and (follow or method == "obs"):
-        fit = quadratic(wide, bias, moments, name, follow)
-    return select(wide, config, method, moments, fit, follow), fit
+        fit = fitted(name, wide, bias, moments, follow)
+    else:
+        _check_finite(name, w, moments)
+    if live is None or fit is None:
+        return select(wide, config, method, moments, fit, follow), fit
+    rows, columns = live
+    part = wide[rows][:, columns]
+    (high, across), _ = stored_blocks(config, part.shape)
+    share = min(1.0, stored_blocks(config, w.shape)[1] / (high * across))
+    made = select(part, with_keep(config, share), method, None, fit.part(rows, columns), follow)
+    elements = _spread(made.elements, live, w.shape)
+    sides = masked_sides(config)
+    mask = elements if sides is None else tiles_of(elements, sides).any(3).any(1)
+    return WeightMask(mask, elements, _spread(made.weight, live, w.shape)), fit
+
+
+def fitted(name: str, w: Tensor, bias: Tensor | None, moments: Moments, follow: bool) -> Quadratic:
+    """The error of a layer as a quadratic; raises InvalidInput for NaN and Inf."""
+    _check_finite(name, w, moments)
+    return quadratic(w.to(scores.solver_dtype(w.shape[1])), bias, moments, name, follow)
+
+
+def _check_finite(name: str, w: Tensor, moments: Moments | None) -> None:
+    if not bool(w.isfinite().all() & (moments is None or moments.h.isfinite().all())):
+        raise InvalidInput(f"{name}: its weight, or its inputs on the calibration, have NaN or Inf")
+
+
+def _spread(part: Tensor, live: Live, shape: torch.Size) -> Tensor:
+    whole = part.new_zeros(shape)
+    whole[live.rows[:, None], live.columns] = part
+    return whole
 
 
 def pruned(
@@ -123,8 +161,9 @@ def pruned(
     config: LayerConfig,
     moments: Moments | None,
     update: tuple[WeightMask, Quadratic | None],
+    live: Live | None = None,
 ) -> PrunedLayer:
-    """A layer of the weight [M, K] after an `updated`; in FP8 the new weight is rounded."""
+    """A layer of the weight [M, K] after an `updated`; in FP8 the new weight is rounded. Errors are of live rows."""
     w, fp8, ((mask, elements, new), fit) = weight.detach(), isinstance(config, Float8), update
     cut, new = w.masked_fill(~elements, 0), new.masked_fill(~elements, 0)
     stored = new.to(w.dtype)
@@ -136,9 +175,10 @@ def pruned(
         new_bias = new_bias.to(bias.dtype)
     error, after, energy = None, None, 0.0
     if moments is not None:
-        energy = float(moments.energy[name] * moments.count)
-        error = float(relative_error(cut, bias, w, bias, moments, name))
-        after = float(relative_error(new if fp8 else stored, new_bias, w, bias, moments, name, fp8))
+        energy = float(moments.energy[name].sum() * moments.count)
+        rows, last = None if live is None else live.rows, new if fp8 else stored
+        error = float(relative_error(cut, bias, w, bias, moments, name, rows=rows))
+        after = float(relative_error(last, new_bias, w, bias, moments, name, fp8, rows))
     wide = w.to(new.dtype)
     whole = wide.norm().clamp(min=torch.finfo(wide.dtype).tiny)
     norm = float(wide.masked_fill(~elements, 0).norm() / whole)
@@ -241,6 +281,13 @@ def with_keep(config: LayerConfig, keep: float) -> LayerConfig:
     """A config of blocks with another kept share."""
     made: Any = replace(chosen_by(config), keep=keep)  # type: ignore[type-var]
     return Float8(made) if isinstance(config, Float8) else made
+
+
+def stored_blocks(config: LayerConfig, shape: torch.Size) -> tuple[tuple[int, int], int]:
+    """The grid (Mb, Kb) of a weight of a shape [M, K] by a config of blocks, and how many of them it stores."""
+    inner: Any = chosen_by(config)
+    grid = grid_of((shape[0], shape[1]), block_sides(inner.block))
+    return grid, Rule(None, None, inner.keep, inner.scope).count(grid[0] * grid[1])
 
 
 def masked_sides(config: LayerConfig) -> tuple[int, int] | None:

@@ -2,8 +2,9 @@
 
 For rows w with the damped second moment H of their inputs, dropping the columns D costs w_D C^-1 w_D with
 C = inv(H)_DD, and the best change of the others is -w_D C^-1 inv(H)_D: (arXiv:2208.11580). Then D leaves the inverse:
-inv(H) -= inv(H)_:D C^-1 inv(H)_D:. Blocks leave a block row one by one, the cheapest first, exactly. 2:4 goes once
-over the columns, as SparseGPT (arXiv:2301.00774): all rows share one inverse, and columns behind stay as they are.
+inv(H) -= inv(H)_:D C^-1 inv(H)_D:. Blocks leave a block row one by one, the cheapest first, exactly, and so do columns.
+2:4 goes once over the columns, as SparseGPT (arXiv:2301.00774): all rows share one inverse, and columns behind stay as
+they are.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sparsek.products.formats.pattern import grid_of
 from sparsek.products.formats.two_four import GROUP
 
 ELEMENTS = 2**25  # of the inverses that are held at a time
+COLUMN_STEPS = 256  # by which all columns of a matrix would leave
 
 
 def choose_by_obs(w: Tensor, h: Tensor, block: tuple[int, int], keep: float, scope: str) -> Tensor:
@@ -87,6 +89,29 @@ def _costs(w: Tensor, inv: Tensor, side: int, drops: int | None) -> Tensor:
         for each in (w.mT, inv, inv.mT):
             each[rows[:, None], at] = 0
     return costs
+
+
+def choose_columns(w: Tensor, h: Tensor, count: int) -> Tensor:
+    """The columns that stay, `count` of bool [K], of w [M, K] under the damped H [K, K] of the same dtype.
+
+    The others leave one by one, the cheapest first, in a large matrix a few at a time.
+    """
+    inv, w = inverse(h), w.clone()
+    stored = torch.ones(len(h), dtype=torch.bool, device=w.device)
+    left = len(h) - count
+    while left > 0:
+        each = min(left, max(1, len(h) // COLUMN_STEPS))
+        costs = (w.square().sum(0) / inv.diagonal()).masked_fill(~stored, torch.inf)
+        gone = costs.topk(each, largest=False, sorted=False).indices
+        change = torch.linalg.solve(inv[gone][:, gone], inv[gone])
+        w -= w[:, gone] @ change
+        inv -= inv[:, gone] @ change
+        # Exactly 0, as in `_costs`; the 1 keeps the price of a dropped column finite.
+        w[:, gone], inv[gone], inv[:, gone] = 0, 0, 0
+        inv[gone, gone] = 1
+        stored[gone] = False
+        left -= each
+    return stored
 
 
 def sweep_pairs(w: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

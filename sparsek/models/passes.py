@@ -32,6 +32,7 @@ class Settings:
     method: str
     reconstruct: str | None
     budget: str
+    permute: bool
     device: torch.device | None
 
 

@@ -36,6 +36,7 @@ from sparsek.models.config import (
 )
 from sparsek.models.config import Auto as AutoConfig
 from sparsek.models.layer import (
+    Live,
     elements_of,
     expected_error,
     joined,
@@ -56,6 +57,7 @@ from sparsek.models.passes import Passes, Settings, TensorPlace, evaluated, resi
 from sparsek.models.report import LayerRow, Measured, ModelReport, picture_of
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, is_in
+from sparsek.models.units import free_units
 from sparsek.nn.experts import PackedLinear, repacked, routes_of
 from sparsek.nn.replace import adopt, is_conv1d, layer_of, shape_of, swap
 from sparsek.products.formats.pattern import grid_of
@@ -76,6 +78,7 @@ def prune(
     method: Method = "obs",
     reconstruct: Reconstruct | None = "layer",
     budget: Budget = "uniform",
+    permute: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     max_error: float | None = None,
     speedup: float | None = None,
@@ -109,6 +112,9 @@ def prune(
             from the inputs of the pruned one; "block": after that, steps of Adam for the outputs of each whole block.
         budget: How `keep` is spread over layers: the same for each, more for those that lose most output by pruning
             ("sensitivity"), or more for blocks with outliers ("owl", arXiv:2310.05175); all in all as much is stored.
+        permute: With "obs" and blocks, drop whole hidden units of an MLP first, those that its last layer misses least,
+            and sort units so that the others fill blocks. In its first layers `keep` is then the share of the
+            whole weight, and not of each block row. Where units may change places is found by trying.
         filter_fn: filter_fn(layer, name) is false for layers that stay dense.
         max_error: With "auto": the largest relative error of a layer's outputs on the calibration, in the dense model
             and after its reconstruction; the fastest form within it is picked. Layers at work together lose more.
@@ -160,8 +166,9 @@ def prune(
             raise InvalidInput(
                 f"{name} was made under torch.inference_mode; make or copy the model outside of it"
             )
+    arguments.flag("permute", permute)
     settings = Settings(
-        method, reconstruct, budget, None if device is None else arguments.device("device", device)
+        method, reconstruct, budget, permute, None if device is None else arguments.device("device", device)
     )
     needs = method != "magnitude" or reconstruct is not None or budget != "uniform"
     if calibration is None and needs:
@@ -356,14 +363,25 @@ class _Run(Passes):
                 residuals: dict[str, TensorPlace] = {}
                 if self.settings.reconstruct is not None and groups:
                     residuals = residuals_of(dense, originals, lambda: line.call(dense, index, DENSE, 0))
+                units = []
+                if self.settings.permute and self.settings.method == "obs":
+                    units = free_units(line, index, dense, originals, groups, self.configs)
+                live: dict[str, Live] = {}
                 for group, calls in groups.items():
                     began = time.monotonic()
+                    for own in units:
+                        if own.makers[0] in group:
+                            only, follow = (own.taker,), self.settings.reconstruct is not None
+                            (behind,) = self._moments(
+                                line, index, dense, block, originals, layers, only, groups[only], residuals
+                            )
+                            live |= own.sort(originals, layers, behind, follow) if behind else {}
                     moments = self._moments(
                         line, index, dense, block, originals, layers, group, calls, residuals
                     )
                     shared = (time.monotonic() - began) / len(group)
                     for each in group:
-                        masks[each] = self._prune_layer(each, layers[each], moments, shared)
+                        masks[each] = self._prune_layer(each, layers[each], moments, shared, live.get(each))
                 self._advance(line, index, dense, DENSE)
                 if self.settings.reconstruct == "block" and masks:
                     self._fit(line, index, block, {each: layers[each] for each in masks}, masks)
@@ -392,7 +410,12 @@ class _Run(Passes):
             line.drop(index)
 
     def _prune_layer(
-        self, name: str, layer: Any, moments: Iterable[Moments | None] | None, before: float
+        self,
+        name: str,
+        layer: Any,
+        moments: Iterable[Moments | None] | None,
+        before: float,
+        live: Live | None = None,
     ) -> Tensor:
         """Prune one layer in place, as a dense weight; return the mask of its blocks or elements."""
         began = time.monotonic()
@@ -403,8 +426,8 @@ class _Run(Passes):
             lone += each is None
             method = "magnitude" if each is None else self.settings.method
             with dtypes.as_given(part[0].device):
-                update = updated(name, *part, config, method, each, follow)
-                found.append(pruned(name, *part, config, each, update))
+                update = updated(name, *part, config, method, each, follow, live)
+                found.append(pruned(name, *part, config, each, update, live))
         made, why = joined(found), self.whys.get(name, "")
         if moments is not None and lone:
             why = f"no token of the calibration reaches {lone} of {len(parts)} experts, pruned by magnitude"
@@ -520,7 +543,8 @@ class _Run(Passes):
         configs = {
             name: each if isinstance(each, str) else each.to_dict() for name, each in self.configs.items()
         }
-        options = [self.settings.method, self.settings.reconstruct, self.settings.budget]
+        options: list[Any] = [self.settings.method, self.settings.reconstruct, self.settings.budget]
+        options.append(self.settings.permute)
         if planner is not None:
             options += [str((planner.max_error, planner.speedup, planner.card.name, planner.tokens))]
         text = json.dumps([configs, options, weights, data])

@@ -32,6 +32,14 @@ class Quadratic(NamedTuple):
         """Return the best bias [M] for w [M, K]; None for a layer without one."""
         return None if self.bias is None else self.bias - w @ self.mean
 
+    def part(self, rows: Tensor, columns: Tensor) -> Quadratic:
+        """The error of some rows, with weights on some columns alone; by indices."""
+        h, bias = self.h[:, columns], None if self.bias is None else self.bias[rows]
+        target = self.target[rows]
+        if len(columns) < len(self.h):
+            target = best_dense(target @ h, h[columns])
+        return Quadratic(target, h[columns], self.mean[columns], bias)
+
 
 def quadratic(w: Tensor, bias: Tensor | None, moments: Moments, name: str, follow: bool) -> Quadratic:
     """The error of a layer of the dense weight w [M, K] and bias, in the dtype of the solver.
@@ -92,20 +100,24 @@ def relative_error(
     moments: Moments,
     name: str,
     fp8: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """|y + r - r' - y'| / |y| over the calibration: the wanted outputs, and y' of w in the pruned model.
 
-    `fp8`: its inputs are rounded too; these errors are taken as independent.
+    `fp8`: its inputs are rounded too; these errors are taken as independent. `rows`: of these outputs alone, by index.
     """
     a, b = _extended(w.double(), bias), _extended(dense.double(), dense_bias)
     cross = b @ moments.g.double()
     if name in moments.shift:
         cross = cross + moments.shift[name].double()
-    own = ((a @ moments.h.double()) * a).sum()
-    lost = moments.wanted[name].double() - 2 * (cross * a).sum() + own
+    own = ((a @ moments.h.double()) * a).sum(1)
+    lost = moments.wanted[name].double() - 2 * (cross * a).sum(1) + own
     if fp8 and moments.noise is not None:
-        lost = lost + (a[:, :-1].square() @ moments.noise.double()).sum()
-    return (lost.clamp(min=0) / moments.energy[name].double().clamp(min=1e-300)).sqrt()
+        lost = lost + a[:, :-1].square() @ moments.noise.double()
+    energy = moments.energy[name].double()
+    if rows is not None:
+        lost, energy = lost[rows], energy[rows]
+    return (lost.sum().clamp(min=0) / energy.sum().clamp(min=1e-300)).sqrt()
 
 
 def _extended(w: Tensor, bias: Tensor | None) -> Tensor:

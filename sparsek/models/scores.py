@@ -41,8 +41,8 @@ class Moments:
         h: E[x'.T x'] of the inputs x' in the pruned model, [K+1, K+1].
         g: E[x.T x'] with the inputs x in the dense model, [K+1, K+1].
         shift: E[(r - r').T x'] of each layer that has a residual, [M, K+1].
-        energy: E[|y|^2] of each layer.
-        wanted: E[|y + r - r'|^2] of each layer.
+        energy: E[y^2] of each layer's outputs, [M].
+        wanted: E[(y + r - r')^2] of each layer's outputs, [M].
         noise: E[(x'_8 - x')^2] of each column, [K], with x'_8 rounded to FP8 as products in FP8 do; None unless `fp8`.
     """
 
@@ -76,19 +76,19 @@ class Moments:
             self.noise = self.noise + (lost.square() * rows[:, None]).sum(0)
         for name, (weight, bias) in weights.items():
             y = functional.linear(dense.to(weight.dtype), weight, bias).float() * rows[:, None]
-            self.energy[name] = self.energy[name] + y.square().sum()
+            self.energy[name] = self.energy[name] + y.square().sum(0)
             if name in residuals:
                 lost = residuals[name].float() * rows[:, None]
                 self.shift[name] = lost.T @ a + self.shift.get(name, 0.0)
                 y = y + lost
-            self.wanted[name] = self.wanted[name] + y.square().sum()
+            self.wanted[name] = self.wanted[name] + y.square().sum(0)
 
     def of_rows(self, name: str, weight: Tensor, bias: Tensor | None) -> Moments:
         """Return the moments, which are means of a dense model, for some rows [n, K] of a layer's weight."""
         last = weight.new_zeros(len(weight)) if bias is None else bias
         rows = torch.cat((weight, last[:, None]), 1).double()
         made = copy.copy(self)
-        made.energy = made.wanted = {name: ((rows @ self.h.double()) * rows).sum()}
+        made.energy = made.wanted = {name: ((rows @ self.h.double()) * rows).sum(1)}
         made.shift = {}
         return made
 

@@ -81,6 +81,9 @@ def prune(
     budget: Annotated[
         str, typer.Option(help=f"How --keep is spread over layers: one of {', '.join(scores.BUDGETS)}.")
     ] = "uniform",
+    permute: Annotated[
+        bool, typer.Option(help="With obs, drop whole hidden units of MLPs, and sort the others.")
+    ] = True,
     max_error: Annotated[
         float | None, typer.Option(help="With auto: the largest relative error of a layer's outputs.")
     ] = None,
@@ -164,6 +167,7 @@ def prune(
             method=method,  # type: ignore[arg-type]
             reconstruct=None if reconstruct == "none" else reconstruct,  # type: ignore[arg-type]
             budget=budget,  # type: ignore[arg-type]
+            permute=permute,
             max_error=max_error,
             speedup=speedup,
             card=card or ("h200" if where.type == "cpu" else str(where)),
@@ -181,7 +185,7 @@ def prune(
     shown = {
         "model": model.resolve().name,
         "config": ", ".join([*(rule or []), f"{config} (block {block}, keep {keep} where not given)"]),
-        "method": f"{method}, reconstruct {reconstruct}, budget {budget}",
+        "method": f"{method}, reconstruct {reconstruct}, budget {budget}{'' if permute else ', no-permute'}",
         "calibration": f"{calib.name}, {_count(calibration)} texts of up to {data.length} tokens",
         "time": f"{time.monotonic() - began:.0f} s",
         "peak memory": _peak(where),
