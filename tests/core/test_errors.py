@@ -2,10 +2,7 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 import sparsek_bench.charts
 import sparsek_bench.engine.run  # noqa: F401  their errors are found below
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
-from tests.house.tools import ROOT
 
 REASONS = {"hopper.spmm": ["no GPU is here", "block 7x7"], "cpu.spmm": []}
 
@@ -55,38 +51,3 @@ def test_what_an_unsupported_says_is_not_shared_by_a_deep_copy() -> None:
     assert (error.what, error.reasons) == ("no kernel", REASONS)
     copy.deepcopy(error).reasons["cpu.spmm"].append("later")
     assert error.reasons["cpu.spmm"] == []
-
-
-def test_a_pool_of_processes_hands_an_unsupported_over(tmp_path: Path) -> None:
-    script = tmp_path / "pool.py"
-    script.write_text(
-        """
-import multiprocessing
-import torch
-import sparsek as sk
-
-
-def product(name):
-    a = sk.random_bsr(32, 32, 16, 1.0)
-    return sk.spmm(a, torch.ones(32, 4), kernel=name)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        try:
-            pool.map(product, ["hopper.spmm"])
-        except sk.Unsupported as error:
-            print(sorted(error.reasons), error.what)
-""",
-        encoding="utf-8",
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,  # a pool that cannot make the error again waits for ever
-        check=False,
-    )
-    assert "hopper.spmm cannot run this" in done.stdout, done.stderr

@@ -60,8 +60,8 @@ class Call:
 
 
 def count_of(default: int) -> int:
-    """How many calls of each function to draw: the first quarter of them where not every test runs (sampling.py)."""
-    return int(os.environ.get(CALLS, default if EVERY else default // 8))
+    """How many calls of each function to draw: the first twelfth where not every test runs (sampling.py)."""
+    return int(os.environ.get(CALLS, default if EVERY else default // 12))
 
 
 def attack(name: str, call: Call, count: int, seed: int | None = None) -> list[str]:

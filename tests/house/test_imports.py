@@ -48,6 +48,22 @@ print("torch._dynamo" in sys.modules)
 """
 # A package called sparsek.attention would take the verb's place as soon as another name loads it.
 VERB = "import sparsek as sk; sk.BlockMask; print(callable(sk.attention), callable(sk.linear))"
+ALONE = {
+    "the newer precision settings of torch do not break planning": (
+        "import torch, sparsek as sk; torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "a = sk.random_bsr(64, 64, 32, 0.5, seed=0); b = torch.randn(64, 8)\n"
+        "assert sk.plan_spmm(a, b).problem.tf32; a @ b\n"
+        "print('right')"
+    ),
+    "without Triton the other kernels run and say why it does not": (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, sparsek as sk\n"
+        "a = sk.random_bsr(64, 64, 32, 0.5, seed=0); b = torch.randn(64, 8)\n"
+        "torch.testing.assert_close(a @ b, a.to_dense() @ b)\n"
+        "assert 'hopper.spmm: does not import here: ' in sk.plan_spmm(a, b).explain()\n"
+        "print('right')"
+    ),
+}
 MATRICES = sampled(
     [
         "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16, threshold=0)",
@@ -84,6 +100,7 @@ CODES = [
     MASKED,
     MODULES,
     VERB,
+    *ALONE.values(),
     *(f"from torch import ones\n{each}{LEARNS}" for each in MATRICES),
 ]
 
@@ -210,6 +227,11 @@ def test_the_help_of_the_program_says_what_each_command_says_of_itself() -> None
 
 def test_the_verb_of_attention_is_no_module(printed: "dict[str, str]") -> None:
     assert printed[VERB] == "True True"
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_in_a_process_of_its_own(name: str, printed: "dict[str, str]") -> None:
+    assert printed[ALONE[name]] == "right"
 
 
 def test_making_and_checking_a_mask_loads_no_dynamo(printed: "dict[str, str]") -> None:

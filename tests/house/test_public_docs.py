@@ -89,31 +89,35 @@ def test_the_walk_reaches_what_users_call() -> None:
     assert len(PUBLIC) > 250
 
 
-@pytest.mark.parametrize("name", list(PUBLIC))
-def test_a_public_name_has_a_docstring_of_its_own(name: str) -> None:
-    text = inspect.cleandoc(PUBLIC[name].__doc__ or "")
-    summary, *rest = text.split("\n")
-    assert summary.endswith((".", ":")), f"{name}: {summary!r} is no sentence on one line"
-    assert len(summary) <= LONGEST
-    assert not rest or not rest[0], f"{name}: the summary goes on in a second line"
+def test_a_public_name_has_a_docstring_of_its_own() -> None:
+    for name, each in PUBLIC.items():
+        summary, *rest = inspect.cleandoc(each.__doc__ or "").split("\n")
+        assert summary.endswith((".", ":")), f"{name}: {summary!r} is no sentence on one line"
+        assert len(summary) <= LONGEST, name
+        assert not rest or not rest[0], f"{name}: the summary goes on in a second line"
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if "Args:\n" in (PUBLIC[name].__doc__ or "")])
-def test_args_are_the_arguments(name: str) -> None:
-    body = sections(inspect.cleandoc(PUBLIC[name].__doc__))["Args"]
-    named = re.findall(r"^    (\w+): \S", body, re.M)
-    parameters = inspect.signature(PUBLIC[name]).parameters.values()
-    plain = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    is_member = name.removeprefix("sk.nn.").removeprefix("sk.policies.").removeprefix("sk.").count(".") == 1
-    assert named == plain[1 if is_member else 0 :]
+def named_in(section: str) -> Iterator[tuple[str, list[str]]]:
+    """The public names whose docstrings have a section, with what it names."""
+    for name, each in PUBLIC.items():
+        body = sections(inspect.cleandoc(each.__doc__ or "")).get(section)
+        if body is not None:
+            yield name, re.findall(r"^    (\w+): \S", body, re.M)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if "Attributes:\n" in (PUBLIC[name].__doc__ or "")])
-def test_attributes_are_the_fields(name: str) -> None:
-    body = sections(inspect.cleandoc(PUBLIC[name].__doc__))["Attributes"]
-    named = re.findall(r"^    (\w+): \S", body, re.M)
-    fields = [each for each in getattr(PUBLIC[name], "__dataclass_fields__", {}) if not each.startswith("_")]
-    assert named == fields or (not fields and named)
+def test_args_are_the_arguments() -> None:
+    for name, named in named_in("Args"):
+        parameters = inspect.signature(PUBLIC[name]).parameters.values()
+        plain = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        rooms = name.removeprefix("sk.nn.").removeprefix("sk.policies.").removeprefix("sk.")
+        assert named == plain[1 if rooms.count(".") == 1 else 0 :], name
+
+
+def test_attributes_are_the_fields() -> None:
+    for name, named in named_in("Attributes"):
+        every = getattr(PUBLIC[name], "__dataclass_fields__", {})
+        fields = [each for each in every if not each.startswith("_")]
+        assert named == fields or (not fields and named), name
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if ">>>" in (PUBLIC[name].__doc__ or "")])

@@ -64,7 +64,7 @@ def test_the_installed_wheel_runs_and_measures_in_any_folder(wheel: Path, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     code = """
 import importlib.machinery as machinery, importlib.metadata, json, sys
-absent = {"tests", "scripts", "benchmarks", "scipy", "sklearn", "pytest", "hypothesis", "transformers"}
+absent = {"tests", "scripts", "benchmarks", "scipy", "pytest", "hypothesis", "transformers"}
 found = machinery.PathFinder.find_spec
 machinery.PathFinder.find_spec = staticmethod(
     lambda name, *more: None if name.partition(".")[0] in absent else found(name, *more))

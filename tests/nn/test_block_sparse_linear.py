@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,18 +255,6 @@ def test_copies_own_their_parameters_and_share_the_pattern():
         assert torch.equal(again(inputs(3)), made(inputs(3)))
 
 
-def test_a_state_dict_goes_through_torch_save_and_back():
-    made = nn.Sequential(layer(), nn.ReLU(), BlockSparseLinear.random(100, 10, 16, 0.5))
-    file = io.BytesIO()
-    torch.save(made.state_dict(), file)
-    file.seek(0)
-    again = nn.Sequential(layer(seed=9), nn.ReLU(), BlockSparseLinear.random(100, 10, 16, 0.5, seed=9))
-    pattern = again[0].pattern
-    again.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(again(inputs(3)), made(inputs(3)))
-    assert again[0].pattern is not pattern
-
-
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("density", [0.4, 0.8], ids=["as many blocks", "more blocks"])
 def test_another_pattern_is_loaded_and_the_old_one_left_alone(density: float, assign: bool):
@@ -291,13 +278,6 @@ def test_another_pattern_is_loaded_and_the_old_one_left_alone(density: float, as
     with torch.no_grad():
         made.values.zero_()
     assert assign == bool((source.values == 0).all())
-
-
-def test_the_same_pattern_is_kept_as_an_object():
-    made, source = layer(), layer()
-    pattern = made.pattern
-    made.load_state_dict(source.state_dict())
-    assert made.pattern is pattern
 
 
 @pytest.mark.parametrize(
@@ -378,25 +358,6 @@ def test_compiled_forward_and_backward_are_the_eager_ones(activation: str | None
     for got, right in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, right)
     torch._dynamo.reset()
-
-
-def test_a_step_of_an_optimizer_keeps_the_padding_zero():
-    made = layer(activation="relu")
-    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        made(inputs(8)).square().sum().backward()
-        optimizer.step()
-    BSR(BlockPattern(made.weight.shape, made.block, made.indptr, made.indices), made.values.detach())
-
-
-def test_a_trained_layer_is_saved_as_a_matrix(tmp_path: Path):
-    import sparsek as sk
-
-    made = layer()
-    sk.save(made.weight, tmp_path / "w.safetensors")
-    again = BlockSparseLinear.from_bsr(sk.load(tmp_path / "w.safetensors"), made.bias)
-    assert torch.equal(again(inputs(3)), made(inputs(3)))
 
 
 @pytest.mark.parametrize("scope", ["row", "global"])

@@ -97,22 +97,6 @@ def test_an_old_loss_gives_the_new_pattern_no_gradient(density: float, learns: b
         assert made.values.grad is not None
 
 
-@pytest.mark.parametrize("density", DENSITIES.values(), ids=DENSITIES)
-def test_an_assigned_layer_leaves_the_old_parameter_to_its_loss(density: float) -> None:
-    made = layer()
-    parameter, before = made.values, made.values.detach().clone()
-    loss = made(inputs()).square().sum()
-    right = gradients(made)[0].clone()
-    made.zero_grad()
-    loss = made(inputs(2)).square().sum()
-    made.load_state_dict(layer(density, seed=8).state_dict(), assign=True)
-    assert torch.equal(parameter, before)
-    loss.backward()
-    assert parameter.grad is not None
-    assert torch.equal(parameter.grad, right)
-    assert made.values.grad is None
-
-
 def test_the_same_pattern_keeps_gradient_and_loss_as_torch_does() -> None:
     made = layer()
     made(inputs()).sum().backward()
@@ -120,20 +104,6 @@ def test_the_same_pattern_keeps_gradient_and_loss_as_torch_does() -> None:
     made.load_state_dict(layer(seed=5).state_dict())
     assert made.values.grad is gradient
     loss.backward()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_patterns_are_loaded_again_and_again(mode: str) -> None:
-    made, losses = layer(), []
-    parameter = made.values
-    for seed, density in enumerate((0.2, 0.8, 0.4, 0.4, 1.0, 0.2)):
-        source = layer(density, seed=seed)
-        with MODES[mode]():
-            made.load_state_dict(source.state_dict())
-        for got, wanted in zip(gradients(made), gradients(source), strict=True):
-            assert torch.equal(got, wanted)
-        losses.append(made(inputs()).sum())
-    assert made.values is parameter
 
 
 @pytest.mark.parametrize("density", [0.2, 0.4, 0.8])

@@ -21,6 +21,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear, SparseLinear
 from sparsek.products.formats import two_four
 from sparsek.products.ops.weight_formats import WeightFormat
+from tests.sampling import sampled
 
 BF16, F32 = torch.bfloat16, torch.float32
 BLOCKS = {
@@ -267,7 +268,7 @@ TENSOR_LAST = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sampled(FORMS, 2, of="compilers"))
 def test_functional_call_compile_and_export_take_its_tensors(form: str):
     torch._dynamo.reset()
     made, other = layer(form, activation="silu"), layer(form, seed=4, activation="silu")

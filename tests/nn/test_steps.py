@@ -91,32 +91,6 @@ def learn(made: nn.Module) -> None:
 GRADIENTS = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1), **OPTIMIZERS}
 
 
-@pytest.mark.parametrize("called", [False, True], ids=["", "called again"])
-@pytest.mark.parametrize("more", ["added to", "clipped", "replaced"])
-@pytest.mark.parametrize("kind", GRADIENTS)
-def test_a_call_with_other_buffers_leaves_gradient_and_moments(kind: str, more: str, called: bool) -> None:
-    made, right = even(1), even(1)
-    buffers = dict(even(2).named_buffers())
-    optimizers = [GRADIENTS[kind](each.parameters()) for each in (made, right)]
-    for _ in range(2):
-        for each in (made, right):
-            each.zero_grad()
-            learn(each)
-        torch.func.functional_call(made, buffers, (torch.ones(2, 96),))
-        if called:
-            made(torch.ones(2, 96))
-        for each in (made, right):
-            if more == "clipped":
-                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            elif more == "replaced":
-                each.values.grad = each.values.grad * 2  # type: ignore[operator]
-            else:
-                learn(each)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert torch.equal(made.values, right.values)
-
-
 @pytest.mark.parametrize("begin", ["zero_grad", "zeros", "backward", "closure", "converted"])
 def test_a_gradient_of_other_blocks_is_neither_used_nor_added_to(begin: str) -> None:
     made, right = even(1), even(2)
@@ -244,19 +218,6 @@ def test_moments_that_were_loaded_before_another_use_are_of_that_pattern(between
     learn(made)
     with pytest.raises(InvalidInput, match="has state for the old blocks"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "momentum", "Adafactor"])
-def test_moments_of_a_layer_with_another_number_of_blocks_are_refused(kind: str) -> None:
-    makers = {**OPTIMIZERS, "Adafactor": torch.optim.Adafactor}
-    first, second = layer(), other(density=0.8)
-    optimizer, wrong = (makers[kind](each.parameters()) for each in (first, second))
-    step(first, optimizer)
-    wrong.load_state_dict(optimizer.state_dict())
-    with pytest.raises(InvalidInput, match=r"those of another layer; .*state\.pop"):
-        step(second, wrong)
-    wrong.state.pop(second.values)
-    step(second, wrong)
 
 
 @pytest.mark.parametrize("density", [0.4, 0.8], ids=["as many", "more"])
@@ -501,19 +462,6 @@ def test_gradients_and_moments_of_wrapped_layers(wrap: Any, alone: None) -> None
             adam.step()
         adam.state.clear()
         plain.zero_grad()
-
-
-def test_moments_that_are_carried_over_and_patterns_that_come_back_are_taken() -> None:
-    made = layer()
-    state, optimizer = copy.deepcopy(made.state_dict()), OPTIMIZERS["AdamW"](made.parameters())
-    step(made, optimizer)
-    made.load_state_dict(other().state_dict())
-    made.load_state_dict(state)
-    step(made, optimizer)
-    made.load_state_dict(other().state_dict())
-    for name in ("exp_avg", "exp_avg_sq"):
-        optimizer.state[made.values][name].zero_()
-    step(made, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

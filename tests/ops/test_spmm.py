@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.engine.plan.cache import LIMIT, PlanCache
 from sparsek.products.plan.spmm import Product, SpmmPlan
 from sparsek.testing.poison import poisoned
-from tests.house.tools import pythons
 from tests.ops.operands import BF16, check, pair
 from tests.ops.storages import LAYOUTS
 
@@ -177,27 +175,3 @@ def test_a_pattern_that_is_let_go_takes_its_plans_along():
     del a
     assert plan.pattern is not None
     assert plan.pattern() is None, "a plan keeps no pattern alive, not even in a cycle"
-
-
-ALONE = {
-    "the newer precision settings of torch do not break planning": (
-        "import torch, sparsek as sk; torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
-        "a = sk.random_bsr(64, 64, 32, 0.5, seed=0); b = torch.randn(64, 8)\n"
-        "assert sk.plan_spmm(a, b).problem.tf32; a @ b\n"
-        "print('right')"
-    ),
-    "without Triton the other kernels run and say why it does not": (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch, sparsek as sk\n"
-        "a = sk.random_bsr(64, 64, 32, 0.5, seed=0); b = torch.randn(64, 8)\n"
-        "torch.testing.assert_close(a @ b, a.to_dense() @ b)\n"
-        "assert 'hopper.spmm: does not import here: ' in sk.plan_spmm(a, b).explain()\n"
-        "print('right')"
-    ),
-}
-
-
-def test_in_a_process_of_its_own(tmp_path: Path):
-    assert dict(zip(ALONE, pythons([*ALONE.values()], tmp_path), strict=True)) == dict.fromkeys(
-        ALONE, "right"
-    )

@@ -27,7 +27,6 @@ from sparsek.attn.plan.attention_schedule import (
     tiles_of,
 )
 from sparsek.attn.plan.problems import AttentionProblem
-from sparsek.attn.reference.attention import attention
 from sparsek.core.device import H200
 from tests.attn.kernels.forward.problems import attention_problem
 from tests.ops.test_attention_fuzz import simple_masks
@@ -260,64 +259,6 @@ def test_heads_that_do_not_fit_in_l2_together_go_in_sections(kv_heads: int):
         assert heads == {i}
     rest = [record.blocks for record in found[sections(small) * filled :]]
     assert max(rest) <= 1 + min(record.blocks for record in found[: sections(small) * filled])
-
-
-def of_part(
-    case: Case, record: Record, seen: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention of a record's queries to its blocks: o [pack, positions, Dv] and lse [pack, positions]."""
-    mask, p, (positions, pack, _) = case.mask, case.p, case.shape
-    lists = {"partial": mask.host.partial, "full": mask.host.full}
-    columns = torch.tensor([int(lists[name].indices[entry]) for name, entry in record.entries])
-    keys = (columns[:, None] * mask.block[1] + torch.arange(mask.block[1])).flatten().long()
-    keys = keys[keys < p.kv_len]
-    heads = torch.arange(record.head, record.head + pack)
-    rows = slice(record.pos, record.pos + positions)
-    seen = seen[record.item % mask.batch, heads // (p.q_heads // mask.heads), rows][..., keys]
-    of_keys = heads // p.group
-    s = q[record.item, heads, rows] @ k[record.item, of_keys][:, keys].mT * q.shape[3] ** -0.5
-    s = s.masked_fill(~seen, -torch.inf)
-    weights = s.softmax(2).masked_fill(~seen.any(2, keepdim=True), 0)
-    return weights @ v[record.item, of_keys][:, keys], s.logsumexp(2)
-
-
-def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """o and lse over all the parts' keys."""
-    o, lse = (torch.stack(each) for each in zip(*parts, strict=True))
-    total = lse.logsumexp(0)
-    weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0))
-    return (weight[..., None] * o).sum(0), total
-
-
-@settings(max_examples=25)
-@given(cases(2000), st.integers(0, 2**31))
-def test_attention_over_parts_merged_by_the_table_is_the_reference(case: Case, seed: int):
-    p, seen = case.p, case.mask.to_dense()
-    noise = torch.Generator().manual_seed(seed)
-    q, k, v = (
-        torch.randn(p.batch, heads, length, 8, generator=noise, dtype=torch.float64)
-        for heads, length in ((p.q_heads, p.q_len), (p.kv_heads, p.kv_len), (p.kv_heads, p.kv_len))
-    )
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, dtype=torch.float64)
-
-    def write(pos: int, item: int, head: int, result: tuple[Tensor, Tensor]) -> None:
-        at = item, slice(head, head + case.shape.pack), slice(pos, pos + case.shape.positions)
-        out[at], lse[at] = result
-
-    plan = schedule(p, case.mask, case.shape)
-    slots: dict[int, tuple[Tensor, Tensor]] = {}
-    for record in records(plan):
-        result = of_part(case, record, seen, q, k, v)
-        if record.slot == NO_SLOT:
-            write(*record.tile, result)
-        else:
-            slots[record.slot] = result
-    for first, count, item, head, pos in [] if plan.merges is None else plan.merges.tolist():
-        if count:
-            write(pos, item, head, merged([slots[first + i] for i in range(count)]))
-    exact, exact_lse = attention(q, k, v, case.mask)
-    torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(lse, exact_lse, rtol=1e-10, atol=1e-12)
 
 
 def even(mask: BlockMask) -> float:

@@ -23,11 +23,11 @@ UNSEEN = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", TRIALS)
 def test_right_results_pass_and_planted_faults_do_not(name: str, dtype: torch.dtype) -> None:
-    for seed in range(10**4, 10**4 + 2):
-        trial = TRIALS[name](seed, dtype)
-        assert [order for order, passed in right(trial, dtype).items() if not passed] == [], seed
-        unseen = [fault for fault, passed in faults(trial, seed, dtype).items() if passed]
-        assert {(name, dtype, fault) for fault in unseen} <= UNSEEN, seed
+    seed = 10**4
+    trial = TRIALS[name](seed, dtype)
+    assert [order for order, passed in right(trial, dtype).items() if not passed] == []
+    unseen = [fault for fault, passed in faults(trial, seed, dtype).items() if passed]
+    assert {(name, dtype, fault) for fault in unseen} <= UNSEEN
 
 
 @pytest.mark.parametrize(("shape", "seeds"), [((128, 128), range(4)), ((1, 1), (725, 2010, 5852))])

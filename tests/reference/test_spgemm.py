@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsek.core.dtypes import FLOATS
 from sparsek.products.formats.bsr import BSR, padding_nonzeros
 from sparsek.products.formats.pattern import BlockPattern
 from sparsek.products.formats.random import PATTERNS, Spread, random_bsr
@@ -75,11 +74,6 @@ def test_its_pairs_are_those_of_the_symbolic_phase(m, k, n, blocks, density, kin
     lengths = (matches.indptr[1:] - matches.indptr[:-1]).long()
     assert found.target.tolist() == torch.repeat_interleave(torch.arange(lengths.numel()), lengths).tolist()
     assert matches.longest == (int(lengths.max()) if lengths.numel() else 0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_result_has_the_dtype_of_the_inputs(dtype: torch.dtype):
-    assert spgemm(matrix(32, 48, 16, dtype=dtype), matrix(48, 32, 16, dtype=dtype)).dtype == dtype
 
 
 def test_sums_of_half_precision_are_float32():

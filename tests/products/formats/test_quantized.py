@@ -50,22 +50,6 @@ def test_every_byte_is_the_number_that_its_bits_say(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-@given(
-    x=st.one_of(
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.floats(-500, 500),
-        st.floats(-70000, 70000, width=32),
-        st.floats(-(2.0**-5), 2.0**-5),
-        st.floats(-(2.0**-13), 2.0**-13, width=32),
-    )
-)
-def test_a_number_is_rounded_to_the_nearest_of_the_grid(dtype: torch.dtype, x: float):
-    assert codes(rounded(torch.tensor([x], dtype=torch.float64), dtype))[0] == fp8.nearest(x, dtype)
-    narrow = float(np.float32(max(min(x, 3e38), -3e38)))
-    assert codes(rounded(torch.tensor([narrow]), dtype))[0] == fp8.nearest(narrow, dtype)
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
 def test_ties_go_to_the_even_byte_and_a_hair_beside_them_to_the_nearer_one(
     dtype: torch.dtype, wide: torch.dtype, device: str
@@ -206,20 +190,6 @@ def test_small_values_of_a_row_become_subnormals_and_then_zeros(dtype: torch.dty
     assert q.scale.tolist() == [1.0]
     kept = [p if p >= least else 0.0 for p in powers]  # half of the least is a tie, and zero is even
     assert q.to_dense()[0, ::4].tolist() == kept
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-@pytest.mark.parametrize("size", [3.4028234663852886e38, 1e-30, 1e-36, 1e-38, 1e-42, 1e-45])
-def test_the_ends_of_float32_make_normal_scales_and_finite_values(dtype: torch.dtype, size: float):
-    w = torch.full((2, 8), size) * torch.tensor([1.0, -1.0])[:, None]
-    a = Semi24.from_dense(w)
-    q = quantize(a, dtype)
-    assert (q.scale >= TINY).all()
-    assert q.to_dense().isfinite().all()
-    half = 2.0 ** -(fp8.LAYOUTS[dtype].mantissa + 1)
-    off = (q.to_dense(torch.float64) - a.to_dense(torch.float64)).abs().max()
-    assert off <= max(half * size, TINY * grid(dtype)[1] / 2)
-    Quantized(q.matrix, q.scale, q.kind)
 
 
 @pytest.mark.parametrize("make", [bsr, bsr24])

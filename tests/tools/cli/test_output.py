@@ -118,7 +118,7 @@ def test_help_is_printed_at_any_width(call, width: int, charset: str) -> None:
 
 
 def test_h_is_short_for_help_everywhere(call) -> None:
-    for page in PAGES:
+    for page in ([], ["bench"], ["bench", "spmm"], ["prune"], ["profile", "hopper.spmm"]):
         assert call([*page, "-h"], 80).stdout == call([*page, "--help"], 80).stdout
 
 

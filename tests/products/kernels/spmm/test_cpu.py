@@ -17,6 +17,7 @@ from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.attn.kernels.planned import hold, multiply, problem
 from tests.engine.launch import timed
+from tests.engine.launch.covering import once
 from tests.products.cases import (
     EPILOGUE_CASES,
     SPMM_CASES,
@@ -174,7 +175,7 @@ SIZES = [(1024, 16, 32), (1024, 256, 32), (1024, 1024, 64), (2048, 16, 64), (204
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("dtype", "size"), list(product([torch.float32, torch.bfloat16], SIZES)), ids=str)
+@pytest.mark.parametrize(("dtype", "size"), once(product([torch.float32, torch.bfloat16], SIZES)), ids=str)
 def test_it_stays_within_twice_the_faster_of_torch_sparse_and_dense(
     dtype: torch.dtype, size: tuple[int, int, int]
 ) -> None:

@@ -9,7 +9,7 @@ three times as long, and compiles some of cases that hold every value of a field
 
 from collections.abc import Hashable
 from dataclasses import asdict, replace
-from itertools import chain, product
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -35,7 +35,6 @@ from tests.engine.launch.covering import covering, once
 from tests.engine.launch.hopper_code import compiled
 from tests.products.kernels.common.hopper_code import (
     LARGE,
-    boxes_of,
     check_batches,
     check_code,
     check_code_of_next,
@@ -151,12 +150,12 @@ FLAGGED = covering(
     }.items(),
     choices,
 )
-COMPILED = sorted(FLAGGED.index(case) for case in once(FLAGGED, choices, most=6))
+COMPILED = sorted(FLAGGED.index(case) for case in once(FLAGGED, choices, most=5))
 EVERY_VALUE = covering([*CASES, *FLAGGED], lambda case: (*asdict(case[0]).items(), case[1]), 1)
-NEXT_CASES = sampled(EVERY_VALUE, 2, of="the newest Triton")
+NEXT_CASES = sampled(EVERY_VALUE, 1, of="the newest Triton")
 
 
-@pytest.mark.parametrize(("c", "dtype"), sampled(CASES, 2), ids=str)
+@pytest.mark.parametrize(("c", "dtype"), sampled(CASES, 1), ids=str)
 def test_configs_compile_to_wgmma_and_tma_without_spills(c: Config, dtype: str) -> None:
     check_code(c, dtype, compiled(c, dtype, reads_sass=False))
 
@@ -189,15 +188,10 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
     assert len({str(c) for c in known}) == len(known)
 
 
-@pytest.mark.parametrize("layouts", list(product(("row", "col"), repeat=2)), ids=str)
-@pytest.mark.parametrize("transposed", [False, True], ids=["A", "A.T"])
-@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
-def test_every_form_and_epilogue_is_taken(
-    epilogue: dict[str, Any], transposed: bool, layouts: tuple[str, str]
-) -> None:
-    for block in ((64, 64), (128, 128), (48, 96), (16, 16)):
-        p = problem(block, 8192, layouts[0], transposed=transposed, out_layout=layouts[1], **epilogue)
-        assert KERNEL.why_not(p) == []
+def test_every_form_and_epilogue_is_taken() -> None:
+    layouts, blocks = ("row", "col"), ((64, 64), (128, 128), (48, 96), (16, 16))
+    for epilogue, view, b, c, block in product(EPILOGUES, (False, True), layouts, layouts, blocks):
+        assert KERNEL.why_not(problem(block, 8192, b, transposed=view, out_layout=c, **epilogue)) == []
 
 
 @pytest.mark.parametrize("block", [(80, 80), (144, 32), (336, 16)])
@@ -247,6 +241,7 @@ def test_every_config_fits_the_card(
             p.combine,
         ), c
         assert 2 * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
+        assert c.every >= 1, "boxes leave while the next tile is multiplied"
         assert c.rows % c.a_boxed == 0, c
         assert c.cols % c.panel == 0, c
         assert c.joined_rows == 1 or not c.a_col, "boxes of a transposed A hold one block"
@@ -333,75 +328,3 @@ def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
     assert any(c.split for c in KERNEL.configs(long))
     assert KERNEL.default(long).split, "a row of 64 blocks takes one CTA as long as 64 steps"
     assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"
-
-
-def boxes_moved(c: Config, stages: tuple[int, ...], group: int) -> list[list[tuple[str, int, int]]]:
-    """What ("store" or "load", tile, box) warpgroup `group` moves during each tile, which has so many stages: the
-    control flow of `multiply`. The last list is moved after all tiles."""
-    boxes, unsent, moved = len(boxes_of(c, group)), 0, []
-    every = max(c.every, 1)
-    for tile, count in enumerate(stages):
-        now: list[tuple[str, int, int]] = []
-        if c.held:  # a loop over stages for every piece, of as many as there are, and one over the rest
-            moved.append(pieces_moved(c, boxes, tile - 1, tile))
-            continue
-        unasked = boxes if c.preload else 0
-        for stage in range(count):
-            if unsent + unasked > 0 and stage % every == every // 2 * group % every:
-                if unasked > unsent:
-                    now.append(("load", tile, boxes - unasked))
-                    unasked -= 1
-                if unsent > 0:
-                    now.append(("store", tile - 1, boxes - unsent))
-                    unsent -= 1
-        now += [("store", tile - 1, boxes - left) for left in range(unsent, 0, -1)]
-        now += [("load", tile, boxes - left) for left in range(unasked, 0, -1)]
-        unsent = boxes if c.every > 0 else 0
-        if c.every == 0:
-            now += [("store", tile, box) for box in range(boxes)]
-        moved.append(now)
-    last = len(stages) - 1
-    if c.held:
-        return [*moved, pieces_moved(c, boxes, last, None)]
-    return [*moved, [("store", last, box) for box in range(boxes - unsent, boxes)]]
-
-
-def pieces_moved(c: Config, count: int, held: int, tile: int | None) -> list[tuple[str, int, int]]:
-    """The same of `multiply_held`, which holds tile `held`, if any (-1), and multiplies `tile`, if any."""
-    now: list[tuple[str, int, int]] = []
-    for piece in range(count):
-        if held >= 0:
-            now.append(("store", held, piece))
-            if c.preload and piece + 2 < count:
-                now.append(("load", held, piece + 2))
-        if c.preload and tile is not None and piece + 2 >= count:
-            now.append(("load", tile, piece + 2 - count))
-    return now
-
-
-@pytest.mark.parametrize("c", [*CONFIGS[::7], *(c for c, _ in FLAGGED)], ids=str)
-def test_every_box_of_a_tile_is_stored_once_and_in_order_while_the_next_is_multiplied(c: Config) -> None:
-    stages = (3, 0, 1, 40, 2, 0)
-    for group in range(c.wg_m * c.wg_n):
-        boxes = len(boxes_of(c, group))
-        assert boxes * c.c_box * c.panel == min(64, c.height - 64 * (group % c.wg_m)) * c.cols
-        for pace in (c, replace(c, every=0, preload=False, held=0)):
-            moved = boxes_moved(pace, stages, group)
-            stored = [(tile, box) for kind, tile, box in chain(*moved) if kind == "store"]
-            count = len(boxes_of(pace, group))
-            assert stored == [(tile, box) for tile in range(len(stages)) for box in range(count)]
-        moved = boxes_moved(c, stages, group)
-        assert not any(kind == "store" for kind, *_ in moved[0])
-        assert c.every >= 1
-        if c.preload:
-            of_first = [(kind, tile) for kind, tile, box in chain(*moved) if box == 0]
-            assert of_first == [(kind, tile) for tile in range(len(stages)) for kind in ("load", "store")]
-            if c.held:  # every box of shared memory is loaded and stored in turn
-                for place in range(c.held_boxes):
-                    kinds = [kind for kind, _, box in chain(*moved) if box % c.held_boxes == place]
-                    assert kinds == ["load", "store"] * (len(kinds) // 2)
-                continue
-            for tile, now in enumerate(moved[:-1]):
-                assert [each for each in now if each[0] == "load"] == [
-                    ("load", tile, box) for box in range(boxes)
-                ], "all of the other matrix has been asked for when the tile ends"

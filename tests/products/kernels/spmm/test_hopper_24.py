@@ -11,7 +11,6 @@ from dataclasses import replace
 from time import sleep
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -84,7 +83,7 @@ def check_code(c: Config) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("c", sampled(COMPILED, 4), ids=str)
+@pytest.mark.parametrize("c", sampled(COMPILED, 3), ids=str)
 def test_configs_compile_to_sparse_wgmma_without_spills(c: Config) -> None:
     check_code(c)
 
@@ -147,7 +146,7 @@ RUNS: dict[str, tuple[Config, Case, int]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", sampled(list(RUNS), 3))
+@pytest.mark.parametrize("name", sampled(list(RUNS), 2))
 def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
     c, case, ctas = RUNS[name]
     for order in (emulated.MIXED, emulated.LATE):
@@ -183,7 +182,7 @@ MISTAKES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", sampled(list(MISTAKES), 3))
+@pytest.mark.parametrize("name", sampled(list(MISTAKES), 2))
 def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     c = Config(1, 1, 64, 3, 2, 1, b_row=True)
     source = edited(*MISTAKES[name])
@@ -199,24 +198,6 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
         said = emulated.multiply(c, a, b, out, epilogue, order=order, source=source)
         found.append(said or not check_spmm(a, b, out, epilogue).passed)
     assert any(found)
-
-
-def test_nibbles_come_as_wgmma_reads_them() -> None:
-    """Word by word, as the PTX ISA tells it."""
-    rows, columns = 72, 144
-    meta = sk.Semi24.from_dense(torch.randn(rows, columns)).meta
-    words = in_wgmma_order(meta).numpy().view(np.uint32)
-    assert words.shape == (2, 4, 128)
-    nibbles = np.full((128, 64), 4)
-    each = np.repeat(meta.numpy(), 2, 1).reshape(rows, -1)
-    nibbles[:rows, : columns // 4] = np.where(np.arange(each.shape[1]) % 2, each >> 4, each & 15)
-    for slab, chunk, thread in np.ndindex(*words.shape):
-        warp, g, lane = thread // 32, thread % 32 // 4, thread % 4
-        for half in range(2):
-            row = 64 * slab + 16 * warp + 8 * half + g
-            first = 16 * chunk + 4 * lane
-            wanted = sum(int(nibbles[row, first + i]) << 4 * i for i in range(4))
-            assert int(words[slab, chunk, thread]) >> 16 * half & 0xFFFF == wanted
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ pytest.importorskip("triton")  # its nvdisasm reads the code
 
 from sparsek.products.kernels.spmm import hopper_24 as semi24
 from sparsek.products.kernels.spmm import hopper_bsr24 as bsr24
-from sparsek.products.kernels.spmm.hopper_24 import in_wgmma_order
+from sparsek.products.kernels.spmm.hopper_24 import Config
 from tests.products.kernels.spmm import hopper_24_emulated as emulated
 from tests.products.kernels.spmm.test_hopper_24 import check_code, needs_compiler, needs_nvrtc
 
@@ -42,9 +41,9 @@ COMPILED = [
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("at", range(len(COMPILED)), ids=lambda at: str(COMPILED[at]))
-def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
-    check_code(COMPILED[at])
+@pytest.mark.parametrize("c", sampled(COMPILED, 3), ids=str)
+def test_configs_compile_to_sparse_wgmma_without_spills(c: Config) -> None:
+    check_code(c)
 
 
 MORE: dict[str, Any] = {"layouts": COL, "bias": True, "activation": "gelu"}
@@ -76,19 +75,6 @@ def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
         assert said == ""
         gate = check_spmm(a, b, out, epilogue)
         assert gate.passed, f"{c} {order}: {gate}"
-
-
-def test_nibbles_come_as_wgmma_reads_them() -> None:
-    """Word by word, as the PTX ISA tells it."""
-    meta = sk.Semi24.from_dense(torch.randn(128, 192)).meta
-    words = in_wgmma_order(meta, fp8=True).numpy().view(np.uint32)
-    assert words.shape == (2, 4, 128)
-    for slab, chunk, thread in np.ndindex(2, 3, 128):
-        warp, g, h, high = thread // 32, thread % 32 // 4, thread % 4 // 2, thread % 2
-        row, first = 64 * slab + 16 * warp + g + 8 * high, 8 * chunk + 4 * h
-        wanted = int.from_bytes(meta[row, first : first + 4].numpy().tobytes(), "little")
-        assert int(words[slab, chunk, thread]) == wanted
-    assert (words[:, 3] == 0x44444444).all()
 
 
 def test_fast_accum_gives_tiles_as_wide_as_in_16_bits() -> None:

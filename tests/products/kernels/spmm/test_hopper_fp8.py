@@ -128,7 +128,7 @@ def kinds(case: tuple[Config, str]) -> list[tuple[object, ...]]:
     return [*ways, ("chunks", c.chunks), ("scales", c.a_scale, c.b_scale), ("c", types.split()[2])]
 
 
-@pytest.mark.parametrize(("c", "types"), once(COMPILED, kinds, most=4), ids=str)
+@pytest.mark.parametrize(("c", "types"), once(COMPILED, kinds, most=3), ids=str)
 def test_fp8_configs_compile_to_wgmma_and_tma_without_spills(c: Config, types: str) -> None:
     # One register is spilled outside the loops where float32 sums leave through bias and GELU.
     fullest = c.held and c.promote and c.bias

@@ -50,7 +50,7 @@ COMPILED = every_shape()[::3]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("c", sampled(COMPILED, 3), ids=str)
+@pytest.mark.parametrize("c", sampled(COMPILED, 2), ids=str)
 def test_configs_compile_to_sparse_mma_and_wide_copies_without_spills(c: Config) -> None:
     text, log = disassembled(PROGRAM.source, PROGRAM.path.name, [*OPTIONS, *c.defines])
     opcodes = [each.opcode for each in sass.parsed(text).code]
@@ -106,7 +106,7 @@ RUNS: dict[str, tuple[Config, Case]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", sampled(list(RUNS), 3))
+@pytest.mark.parametrize("name", sampled(list(RUNS), 2))
 def test_the_roles_multiply_whenever_copies_land(name: str) -> None:
     c, case = RUNS[name]
     for order in (emulated.EARLY, emulated.LATE):
@@ -142,7 +142,7 @@ MISTAKES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", sampled(list(MISTAKES), 3))
+@pytest.mark.parametrize("name", sampled(list(MISTAKES), 2))
 def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     source, (old, new) = PROGRAM.source, MISTAKES[name]
     assert source.count(old) == 1
