@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import time
@@ -18,9 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sparsek.core import arguments, dtypes, memory
 from sparsek.core.arguments import INT32_MAX
-from sparsek.core.clock import time_rounds
 from sparsek.core.device import Card, card_of
-from sparsek.core.errors import InvalidFile, InvalidInput, first_line
+from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.files import StrPath
 from sparsek.models import reconstruct as fitting
 from sparsek.models import scores, stream
@@ -54,7 +52,8 @@ from sparsek.models.layer import (
     with_keep,
 )
 from sparsek.models.passes import Passes, Settings, TensorPlace, evaluated, residuals_of
-from sparsek.models.report import LayerRow, Measured, ModelReport, picture_of
+from sparsek.models.quality import copied, seconds_of
+from sparsek.models.report import LayerRow, Measured, ModelReport, detail_of, picture_of
 from sparsek.models.scores import Moments
 from sparsek.models.stream import DENSE, PRUNED, Stack, State, Stream, is_in
 from sparsek.models.units import free_units
@@ -67,7 +66,6 @@ Method = Literal["magnitude", "wanda", "exact", "obs"]
 Reconstruct = Literal["layer", "block"]
 Budget = Literal["uniform", "sensitivity", "owl"]
 Progress = Callable[[int, int, str], None]
-TIMED = 3  # rounds in which a block is timed on a GPU
 
 
 def prune(
@@ -256,7 +254,7 @@ class _Run(Passes):
             for each in data["rows"]:
                 row = LayerRow(**{**each, "shape": tuple(each["shape"])})
                 layer, form = self._layer(row.name), form_of(self.configs[row.name])
-                row = replace(row, picture=picture_of(layer.weight))
+                row = replace(row, picture=picture_of(layer.weight), detail=detail_of(layer.weight))
                 if card is not None:
                     routes = routes_of(self.model.get_submodule(row.name.rpartition(".")[0]))
                     row = timed(row, layer.weight, layer._dtype, form, card, tokens, routes)
@@ -357,7 +355,7 @@ class _Run(Passes):
                 for each, layer in layers.items():
                     masks[each] = self._prune_layer(each, layer, None, 0.0)
             else:
-                dense = _copied(name, block)
+                dense = copied(name or "the model", block)
                 originals = {each: layer_of(dense, _within(each, name)) for each in layers}
                 groups = self._groups(line, index, dense, originals)
                 residuals: dict[str, TensorPlace] = {}
@@ -554,23 +552,6 @@ class _Run(Passes):
 def _rounds(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """A hook that rounds the inputs of a layer as a product in FP8 does; gradients pass through."""
     return tuple(x + (rounded(x).to(x.dtype) - x).detach() if isinstance(x, Tensor) else x for x in given)
-
-
-def seconds_of(
-    dense: nn.Module, block: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]]
-) -> list[float]:
-    """The seconds of a dense block and of the pruned one on the same arguments, in interleaved rounds."""
-    args, kwargs = given
-    calls = {"dense": lambda: dense(*args, **kwargs), "pruned": lambda: block(*args, **kwargs)}
-    times = time_rounds(calls, device=stream.device_of(block), rounds=TIMED, inner_ms=5.0, settle_ms=50.0)
-    return [times[name].median / 1e3 for name in calls]
-
-
-def _copied(name: str, block: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(block)
-    except (RuntimeError, TypeError) as error:  # weights that old parametrizations compute, locks, files
-        raise InvalidInput(f"{name or 'the model'} cannot be copied: {first_line(error)}") from error
 
 
 def _within(name: str, block: str) -> str:

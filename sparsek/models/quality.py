@@ -1,9 +1,10 @@
-"""Perplexity of a model on texts, and its hidden states to compare; one block on the device at a time."""
+"""Perplexity of a model on texts, its hidden states, and its times to compare."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparsek.core.clock import time_rounds
+from sparsek.core.errors import InvalidInput, first_line
 from sparsek.models import stream
 from sparsek.models.passes import evaluated
 from sparsek.nn import SparseLinear
 from sparsek.nn.replace import is_linear
 
+TIMED = 3  # rounds in which modules are timed
 WORDS = 128  # whose logits are in float32 at a time
 
 
@@ -24,7 +28,7 @@ def perplexity(model: Any, batches: Iterable[dict[str, Tensor]], device: torch.d
     lost, count = 0.0, 0
     with _running(model, device):
         for at, batch in enumerate(batches):
-            logits, words = stream.run(model, (), batch, at).logits, batch.get("labels")
+            logits, words = stream.run(model, (), batch, f"batch {at}").logits, batch.get("labels")
             if words is None:
                 logits, words = logits[:, :-1], batch["input_ids"][:, 1:]
             words = words.flatten().to(logits.device)
@@ -42,10 +46,47 @@ def hidden_means(
     found = []
     with _running(model, device):
         for at, batch in enumerate(batches):
-            states = stream.run(getattr(model, "base_model", model), (), batch, at)[0].float()
+            states = stream.run(getattr(model, "base_model", model), (), batch, f"batch {at}")[0].float()
             mask = batch["attention_mask"][..., None].to(states)
             found.append((states * mask).sum(1) / mask.sum(1).clamp(min=1))
     return torch.cat(found)
+
+
+def seconds_of(dense: nn.Module, sparse: nn.Module, given: stream.Batch) -> tuple[float, float]:
+    """The seconds of a dense module and of the sparse one on the same arguments, in interleaved rounds."""
+    args, kwargs = given
+    calls = {"dense": lambda: dense(*args, **kwargs), "sparse": lambda: sparse(*args, **kwargs)}
+    times = time_rounds(calls, device=stream.device_of(sparse), rounds=TIMED, inner_ms=5.0, settle_ms=50.0)
+    return times["dense"].median / 1e3, times["sparse"].median / 1e3
+
+
+def copied(name: str, module: nn.Module, shared: bool = False) -> nn.Module:
+    """A copy of a module, or one on the same tensors, whose layers may be replaced alone."""
+    tensors = (*module.parameters(), *module.buffers()) if shared else ()
+    try:
+        return copy.deepcopy(module, {id(each): each for each in tensors})
+    except (RuntimeError, TypeError) as error:  # weights that old parametrizations compute, locks, files
+        raise InvalidInput(f"{name} cannot be copied: {first_line(error)}") from error
+
+
+def inputs_of(model: nn.Module, layers: Mapping[str, nn.Module], batch: stream.Batch) -> dict[str, Tensor]:
+    """Inputs like those that layers get first in a run of the model on a batch, normally distributed."""
+    found: dict[str, Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def see(_: Any, args: Any, kwargs: Any) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            found.setdefault(name, torch.randn(x.shape, dtype=x.dtype, device=x.device))
+
+        return see
+
+    hooks = [layer.register_forward_pre_hook(note(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        stream.run(model, *batch, "the batch of measure=")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 @contextmanager

@@ -10,20 +10,24 @@ from html import escape
 from typing import Any
 
 import numpy as np
+import torch
 
 from sparsek.core import arguments, files
 from sparsek.core.errors import InvalidInput
 from sparsek.core.files import StrPath
 from sparsek.pictures import blocks, svg
 from sparsek.products.formats.quantized import Quantized
+from sparsek.products.formats.two_four import GROUP, unpack
 
 CELLS, SIDE = 48, 192  # cells and pixels of the longer side of a picture
+CORNER, PIXEL = (16, 32), 6  # elements of a detail, and pixels of each
 PICTURES = 256  # on a page
 CHART = (960, 160)  # pixels of the chart of errors
 OPTIONAL = {
     "error": "error",
     "error_after": "after",
     "speed": "speed",
+    "measured_speed": "measured",
     "pruning_seconds": "seconds",
 }  # columns
 STYLE = """
@@ -56,7 +60,9 @@ class LayerRow:
         seconds: The predicted time of its product; None without a card, and where no kernel runs.
         dense_seconds: The predicted time of the dense product; None without a card.
         pruning_seconds: The time that its pruning took; None of `sparsify_`.
+        measured_speed: Its measured speed over that of the dense layer, on inputs as `measure` gives it; None without.
         picture: The share of stored blocks in each cell of its pattern, for the page; None without blocks.
+        detail: Which elements are stored in the corner of a 2:4 matrix, or of the first stored block; None without 2:4.
     """
 
     name: str
@@ -72,7 +78,9 @@ class LayerRow:
     seconds: float | None = None
     dense_seconds: float | None = None
     pruning_seconds: float | None = None
+    measured_speed: float | None = None
     picture: np.ndarray | None = field(default=None, compare=False, repr=False)
+    detail: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def speed(self) -> float | None:
@@ -82,9 +90,10 @@ class LayerRow:
         return self.dense_seconds / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as JSON, without its picture."""
-        found = asdict(replace(self, picture=None)) | {"shape": list(self.shape), "speed": self.speed}
-        del found["picture"]
+        """Return the row as JSON, without its pictures."""
+        plain = replace(self, picture=None, detail=None)
+        found = asdict(plain) | {"shape": list(self.shape), "speed": self.speed}
+        del found["picture"], found["detail"]
         return found
 
 
@@ -107,17 +116,19 @@ class Quality:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of the repeated blocks of a model, all together.
+    """Measured times of a model, or of its repeated blocks, all together.
 
     Attributes:
-        dense_seconds: Of the dense blocks, on one batch of the calibration.
-        seconds: Of the pruned ones.
+        dense_seconds: Of the dense blocks, on one batch of the calibration, or of the model on `measure`.
+        seconds: Of the sparse ones.
         card: Where.
+        what: What was measured, as the report names it.
     """
 
     dense_seconds: float
     seconds: float
     card: str
+    what: str = "the blocks of the model take"
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ class ModelReport:
             order of the work.
         card: The name of the card of the predictions; "" without.
         tokens: The number of tokens of the predictions.
-        measured: Measured times; None unless `prune` ran on a GPU.
+        measured: Measured times; None unless `prune` ran on a GPU, or `sparsify_` was given `measure`.
         quality: What `sparsek prune` measured on texts; None from Python.
         settings: The options of `sparsek prune`, by name.
     """
@@ -196,6 +207,7 @@ class ModelReport:
             line += [_span(row.error for row in rows)] * has["error"]
             line += [_span(row.error_after for row in rows)] * has["error_after"]
             line += [_span((row.speed for row in rows), 1, "x")] * has["speed"]
+            line += [_span((row.measured_speed for row in rows), 1, "x")] * has["measured_speed"]
             line += [_total(row.pruning_seconds for row in rows)] * has["pruning_seconds"]
             lines.append([*line, rows[0].why_not or rows[0].why])
         return lines
@@ -233,7 +245,7 @@ class ModelReport:
             )
         if self.measured is not None:
             share = self.measured.seconds / self.measured.dense_seconds
-            yield f"the blocks of the model take {share:.3g}x the time, measured on {self.measured.card}"
+            yield f"{self.measured.what} {share:.3g}x the time, measured on {self.measured.card}"
         if self.quality is not None:
             found = self.quality
             yield f"{found.measure} {found.before:.4g} before, {found.after:.4g} after, on {found.texts} texts"
@@ -252,13 +264,16 @@ class ModelReport:
         if any(row.error is not None for row in self.replaced):
             yield f"<h2>Error of each layer</h2>\n{_chart(self.replaced)}\n"
         yield f"<h2>Layers</h2>\n{self._table()}\n"
-        drawn = [row for row in self.replaced if row.picture is not None]
+        drawn = [row for row in self.replaced if row.picture is not None or row.detail is not None]
         if drawn:
             more = len(drawn) - PICTURES
             left = f" The first {PICTURES} of {len(drawn)}." if more > 0 else ""
-            yield f"<h2>Patterns</h2>\n<p>Stored blocks; a cell of several is coloured by their share.{left}</p>\n"
+            yield (
+                "<h2>Patterns</h2>\n<p>Stored blocks; a cell of several is coloured by their share. Of 2:4 the "
+                f"elements in the corner of the weight, or of its first stored block.{left}</p>\n"
+            )
             for row in drawn[:PICTURES]:
-                yield f"<figure>{_pattern(row)}<br>{_shown(row.name)}<br>{_shown(row.format)}</figure>\n"
+                yield f"<figure>{_pattern(row)}{_detail(row)}<br>{_shown(row.name)}<br>{_shown(row.format)}</figure>\n"
         yield "</body></html>\n"
 
     def _table(self) -> str:
@@ -268,6 +283,7 @@ class ModelReport:
             ("error", lambda row: _number(row.error)),
             ("after", lambda row: _number(row.error_after)),
             ("predicted speed", lambda row: _number(row.speed, 1, "x")),
+            ("measured speed", lambda row: _number(row.measured_speed, 1, "x")),
             ("seconds", lambda row: _number(row.pruning_seconds)),
         ]
         columns = [(name, show) for name, show in columns if any(map(show, self.rows))]
@@ -291,9 +307,29 @@ def picture_of(weight: Any) -> np.ndarray | None:
     return blocks.cells(pattern.drawn(), CELLS).astype(np.float32)
 
 
+def detail_of(weight: Any) -> np.ndarray | None:
+    """Which elements are stored in the corner of a 2:4 matrix, or of its first stored block. One sync. None without."""
+    inner = weight.matrix if isinstance(weight, Quantized) else weight
+    meta = getattr(inner, "meta", None)
+    if meta is None or not len(meta) or inner.device.type == "meta":
+        return None
+    meta = (meta[0] if meta.ndim == 3 else meta)[: CORNER[0], : CORNER[1] // (2 * GROUP)].cpu()
+    return (
+        unpack(torch.ones(len(meta), GROUP * meta.shape[1], dtype=torch.uint8, device="cpu"), meta).numpy()
+        > 0
+    )
+
+
+def _detail(row: LayerRow) -> str:
+    if row.detail is None:
+        return ""
+    return svg.inline(svg.mixed(blocks.SHARE_COLOURS, row.detail.astype(float)), row.detail, (PIXEL, PIXEL))
+
+
 def _pattern(row: LayerRow) -> str:
     """The pattern of a layer as a picture, its sides in the ratio of those of the weight."""
-    assert row.picture is not None
+    if row.picture is None:
+        return ""
     shape = math.prod(row.shape[:-1]), row.shape[-1]  # expert below expert
     sides = [
         max(1, round(SIDE * side / max(shape) / count))

@@ -15,7 +15,7 @@ from sparsek.core.arguments import INT32_MAX
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable
-from sparsek.models import auto
+from sparsek.models import auto, quality
 from sparsek.models.auto import Auto, timed, wanted_card
 from sparsek.models.config import (
     AUTO,
@@ -28,9 +28,10 @@ from sparsek.models.config import (
     matches,
 )
 from sparsek.models.config import Auto as AutoConfig
-from sparsek.models.report import LayerRow, ModelReport, picture_of
+from sparsek.models.report import LayerRow, Measured, ModelReport, detail_of, picture_of
+from sparsek.models.stream import Batch, batches_of, device_of
 from sparsek.nn.experts import PackedLinear, packed_names, repacked, routes_of, why_no_packed_fit
-from sparsek.nn.replace import Facts, Origin, adopt, is_linear, is_packed, shape_of, swap, weight_of
+from sparsek.nn.replace import Facts, Origin, adopt, is_linear, is_packed, layer_of, shape_of, swap, weight_of
 from sparsek.nn.sparse import SparseLinear
 from sparsek.products.formats.base import check_finite
 from sparsek.products.formats.pattern import block_sides, grid_of
@@ -53,6 +54,7 @@ def sparsify_(
     skip_slower: bool = False,
     max_error: float | None = None,
     speedup: float | None = None,
+    measure: Any = None,
 ) -> ModelReport:
     """Make the linear layers of a model sparse, in place.
 
@@ -88,13 +90,16 @@ def sparsify_(
             fastest form within it is picked. Real inputs may do better or worse: see `sparsek.prune`.
         speedup: With "auto": the predicted speed of the products of these layers, all together, over dense ones; the
             forms that reach it with the least errors are picked.
+        measure: A batch of the model: a tensor, a tuple of arguments or a dict of keyword arguments, on the model's
+            device. The whole model is timed on it, dense and sparse in interleaved rounds, and so is each sparse layer
+            on inputs of the same shape: "measured" in the report.
 
     Returns:
         The report; `str` of it is a table.
 
     Raises:
         InvalidInput: For a wrong config, a rule that matches no layer, weights with NaN or Inf, "auto" without a bound
-            or on the meta device, and a `speedup` that no choice reaches.
+            or on the meta device, a `speedup` that no choice reaches, and a batch that the model does not take.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
@@ -108,6 +113,7 @@ def sparsify_(
     check_rules(config)
     arguments.flag("skip_slower", skip_slower)
     tokens = arguments.integer("tokens", tokens, 1, INT32_MAX)
+    (batch,) = [((), {})] if measure is None else batches_of([measure], "measure")
     target = wanted_card(card)
     layers = dict(_layers(model))
     wanted = {name: config_for(config, name, layer) for name, layer in layers.items() if is_linear(layer)}
@@ -147,8 +153,33 @@ def sparsify_(
             rows[at], new = _replacement(row, layers[row.name], choice, target, tokens, skip_slower)
             if new is not None:
                 made[row.name] = adopt(new, layers[row.name])
-    swap(model, made)
-    return ModelReport(tuple(rows), "" if target is None else target.name, tokens if target else 0)
+    report = ModelReport(tuple(rows), "" if target is None else target.name, tokens if target else 0)
+    if measure is None or not made:
+        swap(model, made)
+        return report
+    return _measured(report, model, made, batch)
+
+
+def _measured(report: ModelReport, model: nn.Module, made: Mapping[str, Any], batch: Batch) -> ModelReport:
+    """Swap the layers of a model, and add its measured times and theirs. An error leaves the model as it was."""
+    card, dense = card_of(device_of(model)), quality.copied("the model", model, shared=True)
+    old = {name: layer_of(dense, name) for name in made}
+    single = {name: layer for name, layer in old.items() if not isinstance(layer, PackedLinear)}
+    with quality.evaluated(dense):
+        x = quality.inputs_of(dense, single, batch)
+    before = swap(model, made)
+    try:
+        with quality.evaluated(dense), quality.evaluated(model):
+            times = quality.seconds_of(dense, model, batch)
+            found = {
+                name: quality.seconds_of(old[name], made[name], ((each,), {})) for name, each in x.items()
+            }
+    except BaseException:
+        swap(model, before)
+        raise
+    speeds = {name: dense / sparse for name, (dense, sparse) in found.items()}
+    rows = tuple(replace(row, measured_speed=speeds.get(row.name)) for row in report.rows)
+    return replace(report, rows=rows, measured=Measured(*times, card.name, "the model takes"))
 
 
 def _picks(planner: Auto, layers: Mapping[str, Any]) -> dict[str, auto.Pick]:
@@ -277,7 +308,13 @@ def _replacement(
     kept = min(1.0, stored_fraction(weight))
     norm = None if dense.is_meta else kept_norm(weight, dense)
     found = replace(
-        row, format=form.name, config=config.to_dict(), kept=kept, kept_norm=norm, picture=picture_of(weight)
+        row,
+        format=form.name,
+        config=config.to_dict(),
+        kept=kept,
+        kept_norm=norm,
+        picture=picture_of(weight),
+        detail=detail_of(weight),
     )
     if skip_slower and card is None:
         card = card_of(dense.device) if dense.is_cuda else card_named("h200")

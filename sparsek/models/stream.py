@@ -249,8 +249,8 @@ def stacks_of(model: nn.Module) -> list[Stack]:
     return found or [Stack("", {"": model})]
 
 
-def batches_of(calibration: Any) -> list[Batch]:
-    """The calibration batches as (args, kwargs) of the model."""
+def batches_of(calibration: Any, name: str = "calibration batch {}") -> list[Batch]:
+    """The calibration batches, or others of a name, as (args, kwargs) of the model."""
     if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
         raise InvalidInput(
             f"calibration is {arguments.shown(calibration)}; it must be batches, such as a DataLoader or a list: each "
@@ -265,15 +265,13 @@ def batches_of(calibration: Any) -> list[Batch]:
         elif isinstance(batch, Tensor):
             batches.append(((batch,), {}))
         else:
-            raise InvalidInput(
-                f"calibration batch {len(batches)} is {arguments.shown(batch)}; it must be a tensor, a tuple or a dict"
-            )
+            what = name.format(len(batches))
+            raise InvalidInput(f"{what} is {arguments.shown(batch)}; it must be a tensor, a tuple or a dict")
         found = tensors_in(batches[-1])
         if not found or any(each.is_meta for each in found):
             fault = "a tensor on the meta device, without values" if found else "no tensor"
-            raise InvalidInput(
-                f"calibration batch {len(batches) - 1} has {fault}; a batch is inputs of the model"
-            )
+            what = name.format(len(batches) - 1)
+            raise InvalidInput(f"{what} has {fault}; a batch is inputs of the model")
     if not batches:
         raise InvalidInput("calibration has no batch")
     return batches
@@ -314,15 +312,15 @@ def device_of(module: nn.Module) -> torch.device:
     return CPU if first is None else first.device
 
 
-def run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Any:
-    """What a module returns. InvalidInput with the number of the batch for which it, or torch in it, raises."""
+def run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch: str) -> Any:
+    """What a module returns. InvalidInput with the name of the batch for which it, or torch in it, raises."""
     try:
         return module(*args, **kwargs)
     except (SparseKError, torch.OutOfMemoryError):
         raise
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         kind = type(module).__name__
-        raise InvalidInput(f"{kind} does not take calibration batch {batch}: {first_line(error)}") from error
+        raise InvalidInput(f"{kind} does not take {batch}: {first_line(error)}") from error
 
 
 def record(model: nn.Module, stack: Stack, batch: Batch, number: int) -> StackCalls | None:
@@ -405,7 +403,7 @@ def _recorded(
     try:
         for at, block in enumerate(blocks):
             block.forward = lambda *args, _at=at, **kwargs: entered(_at, args, kwargs)
-        run(model, args, kwargs, number)
+        run(model, args, kwargs, f"calibration batch {number}")
     except Stop:
         pass
     except NoSequence:
@@ -477,7 +475,7 @@ class Stream:
     def call(self, module: nn.Module, block: int, side: str, batch: int) -> Any:
         """Run a block, or another module in its place, on the arguments of one side; return what it returns."""
         args, kwargs = self.arguments(block, side, batch, device_of(module))
-        return run(module, args, kwargs, batch)
+        return run(module, args, kwargs, f"calibration batch {batch}")
 
     def arguments(
         self, block: int, side: str, batch: int, device: torch.device

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import sparsek as sk
 from sparsek.core.errors import InvalidFile, InvalidInput
-from sparsek.models import prune as pruning
-from sparsek.models import stream
+from sparsek.models import quality, stream
 from sparsek.models.config import BlockSparse as Config
 from sparsek.models.config import form_of
 from sparsek.models.report import Measured
@@ -439,13 +438,18 @@ def test_progress_counts_the_blocks():
 
 def test_times_of_blocks_are_in_the_report():
     x = torch.ones(4, 32)
-    dense, after = pruning.seconds_of(nn.Linear(32, 32), nn.Identity(), ((), {"input": x}))
+    dense, after = quality.seconds_of(nn.Linear(32, 32), nn.Identity(), ((), {"input": x}))
     assert 0 < after < dense
     report = sk.prune(two_layers()[0], HALF, method="magnitude", reconstruct=None)
     timed = dataclasses.replace(report, measured=Measured(2.0, 0.5, "a GPU"))
     assert "the blocks of the model take 0.25x the time, measured on a GPU" in str(timed)
     assert "The blocks of the model take 0.25x the time" in timed.html()
-    assert timed.to_dict()["measured"] == {"dense_seconds": 2.0, "seconds": 0.5, "card": "a GPU"}
+    assert timed.to_dict()["measured"] == {
+        "dense_seconds": 2.0,
+        "seconds": 0.5,
+        "card": "a GPU",
+        "what": "the blocks of the model take",
+    }
 
 
 def test_dense_layers_are_free_once_their_block_is_pruned():

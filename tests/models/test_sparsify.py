@@ -3,11 +3,8 @@
 import copy
 import importlib
 import json
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -485,31 +482,6 @@ def test_the_report_is_a_table_and_json() -> None:
     assert lines[0] == "14 of 16 layers are sparse"
     assert "model.layers.*.mlp.gate_proj (2)" in str(report)
     assert len(lines) == 11  # a line for the layers of one kind
-
-
-def test_the_page_of_a_report_is_one_file_with_pictures(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64), nn.Linear(64, 3))
-    model.add_module("<b>&", nn.Linear(64, 64))
-    report = sk.sparsify_(
-        model, {"2": HALF, "1": sk.SemiSparse(), "*": sk.BlockSparse(16, 0.25)}, card="h200"
-    )
-    page = report.html()
-    assert page.count("<figure>") == 2  # 2:4 has no blocks
-    assert "&lt;b&gt;&amp;" in page
-    assert "<b>" not in page
-    assert "1x2 blocks of 32x32" in page
-    assert not re.findall(r"(?:src|href)=|<script", page)
-    pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert [ElementTree.fromstring(each).attrib["width"] for each in pictures] == ["192", "192"]
-    picture = report.rows[0].picture
-    assert picture is not None
-    assert picture.shape == (8, 8)
-    assert picture.sum() == 16
-    report.to_html(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text() == page
-    for wrong in ("report.pdf", tmp_path / "none" / "report.html"):
-        with pytest.raises(InvalidInput):
-            report.to_html(wrong)
 
 
 def test_layers_with_an_activation_are_not_made_dense() -> None:

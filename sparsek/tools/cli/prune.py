@@ -119,8 +119,8 @@ def prune(
     and no code of a model is run.
 
     --json: that of report.json: {out, rows: [{name, shape, format, why_not, why, config, kept, kept_norm, error,
-    error_after, seconds, dense_seconds, pruning_seconds, speed}], card, tokens, speed, measured: {dense_seconds,
-    seconds, card}, quality: {measure, before, after, texts}, settings}.
+    error_after, seconds, dense_seconds, pruning_seconds, measured_speed, speed}], card, tokens, speed, measured:
+    {dense_seconds, seconds, card, what}, quality: {measure, before, after, texts}, settings}.
     """
     began = time.monotonic()
     arguments.one_of("--method", method, scores.METHODS)

@@ -93,7 +93,7 @@ def test_a_causal_model_becomes_a_sparse_checkpoint_with_a_report(run, made: Any
     after = quality.perplexity(model, pieces)
     assert after == pytest.approx(found["after"], rel=1e-3)
     page = (out / "report.html").read_text()
-    assert page.count("<figure>") == 9  # bsr, and not 2:4
+    assert page.count("<figure>") == 12
     assert "Perplexity" in page
     assert "texts.txt" in page
 
