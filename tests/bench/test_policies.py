@@ -9,12 +9,12 @@ import torch
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import clock
-from sparsek.core.errors import InvalidInput
 from sparsek_bench.engine import records, report, run
 from sparsek_bench.engine.data import Draw
 from sparsek_bench.suites import policies
 from sparsek_bench.suites.policies import BENCH, EstimateCase, PolicyCase, RecallCase
 from tests.bench.runs import measured
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 FIELDS = (1, 2, 1, 512, 512, 64, 64)
@@ -124,10 +124,8 @@ def test_more_mass_than_the_best_mask_is_no_record(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_policy_that_is_not_known_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"no mask is written 'causal'; known, .*: xattention:T"):
-        PolicyCase(*FIELDS, "causal")
-    with pytest.raises(InvalidInput, match="data is one of white, topics"):
-        PolicyCase(*FIELDS, "vsa:2", data="grey")
+    refused(r"no mask is written 'causal'; known, .*: xattention:T", PolicyCase, *FIELDS, "causal")
+    refused("data is one of white, topics", PolicyCase, *FIELDS, "vsa:2", data="grey")
 
 
 def test_the_peer_of_videos_takes_the_published_one() -> None:

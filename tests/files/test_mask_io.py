@@ -12,11 +12,12 @@ from torch import Tensor
 
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
-from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.core.errors import InvalidFile
 from sparsek.files import io
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from tests.attn.attention_cases import ATTENTION_CASES, random_bits
+from tests.refusals import refused
 
 MASKS = {case.note: case.mask for case in ATTENTION_CASES}
 PLAIN = ("q_len", "kv_len", "block", "batch", "heads", "pure", "label")
@@ -121,8 +122,7 @@ def test_a_large_mask_that_shares_its_lists_stays_small(tmp_path: Path):
 def test_a_label_that_cannot_be_printed_is_not_saved(tmp_path: Path):
     mask = BlockMask.causal(64)
     object.__setattr__(mask, "label", "two\nlines")
-    with pytest.raises(InvalidInput, match=r"the label 'two\\nlines' holds characters"):
-        io.save(mask, tmp_path / "m.safetensors")
+    refused(r"the label 'two\\nlines' holds characters", io.save, mask, tmp_path / "m.safetensors")
 
 
 def put(tensor: Tensor, at: int, value: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsek import InvalidInput
 from sparsek.integrations import block_sparse_attention, fastvideo, flash_attention, flashinfer
 from tests.integrations.dense import coin, randn
+from tests.refusals import refused
 
 pytestmark = pytest.mark.gpu
 
@@ -94,8 +95,7 @@ def test_wrong_lists_are_refused_and_read_nothing() -> None:
     lists = flash_attention.BlockSparseTensorsTorch(counts, indices, counts.clamp(max=0), indices)
     for each in (lists, lists._replace(mask_block_cnt=counts.clamp(max=1), mask_block_idx=indices * 9)):
         mask = flash_attention._listed(q.transpose(1, 2), k.transpose(1, 2), each, False)
-        with pytest.raises(InvalidInput, match="out of range"):
-            mask.verify(wait=True)
+        refused("out of range", mask.verify, wait=True)
         with pytest.raises(InvalidInput, match=r"^mask_block_"):
             flash_attention.flash_attn_func(
                 q, k, v, mask_mod=lambda b, h, q, k: q >= k, block_sparse_tensors=each
@@ -113,8 +113,7 @@ def test_wrong_sizes_and_types_read_nothing(causal: bool) -> None:
         row_sizes, column_sizes = ints([rows] * 4, "cuda"), ints([[700, -30]] * 4, "cuda")
         wrapper.plan(blocks, row_sizes, column_sizes, 4, 4, 64, causal=causal, q_data_type="bfloat16")
         assert wrapper.run(of_q, of_k, of_v).shape == of_q.shape
-        with pytest.raises(InvalidInput, match="every key needs one value"):
-            wrapper.run(of_q, of_k, of_v[:, :500])
+        refused("every key needs one value", wrapper.run, of_q, of_k, of_v[:, :500])
     ends, types, info = ints([0, 512], "cuda"), ints([-7, 9, -1, 1], "cuda"), ints([1] * 8, "cuda")
     out = block_sparse_attention.block_sparse_attn_func(
         q, k, v, ends, ends, types, info, coin(1, 1, 4, 4).cuda(), 512, 512, 0.0, is_causal=causal

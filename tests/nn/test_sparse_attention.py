@@ -11,6 +11,7 @@ from torch.nn import functional
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import SparseAttention
+from tests.refusals import refused
 
 WINDOW = sk.MaskPolicy(window=30, sinks=4, block=64)
 
@@ -136,28 +137,23 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_sizes_that_do_not_fit_are_refused(message: str):
-    with pytest.raises(InvalidInput, match=message):
-        SparseAttention(**WRONG[message])
+    refused(message, SparseAttention, **WRONG[message])
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (2, 5, 31), (2, 2, 5, 32)])
 def test_inputs_that_do_not_fit_are_refused(shape: tuple[int, ...]):
-    with pytest.raises(InvalidInput, match=r"x is .*; it must be \[B, S, 32\]"):
-        SparseAttention(32, 4)(torch.zeros(shape))
+    refused(r"x is .*; it must be \[B, S, 32\]", SparseAttention(32, 4), torch.zeros(shape))
 
 
 @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
 def test_what_cannot_take_the_layer_says_what_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made, x = nn.Sequential(SparseAttention(32, 2)), torch.randn(1, 64, 32)
-    with pytest.raises(InvalidInput, match=r"torch\.jit\.trace cannot take a SparseAttention"):
-        torch.jit.trace(made, x)
-    with pytest.raises(InvalidInput, match=r"torch\.jit\.script cannot take a SparseAttention"):
-        torch.jit.script(made)
+    refused(r"torch\.jit\.trace cannot take a SparseAttention", torch.jit.trace, made, x)
+    refused(r"torch\.jit\.script cannot take a SparseAttention", torch.jit.script, made)
     with pytest.raises(InvalidInput, match="ONNX has no block-sparse attention"):
         torch.onnx.export(made, (x,), tmp_path / "a.onnx", dynamo=False)
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)  # the other exporter needs onnxscript
-    with pytest.raises(InvalidInput, match="ONNX has no block-sparse attention"):
-        torch.export.export(made, (x,), strict=False)
+    refused("ONNX has no block-sparse attention", torch.export.export, made, (x,), strict=False)
 
 
 class Recall(nn.Module):

@@ -13,6 +13,7 @@ from sparsek.attn.mask import cache as kept_masks
 from sparsek.attn.mask.rule import block_scores
 from sparsek.core.errors import InvalidInput
 from tests.ops.tensors import qkv
+from tests.refusals import refused
 
 MASK = sk.BlockMask
 BUILT = {
@@ -150,16 +151,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_options_that_do_not_fit_are_refused(message: str):
-    with pytest.raises(InvalidInput, match=message):
-        sk.MaskPolicy(**REFUSED[message])
+    refused(message, sk.MaskPolicy, **REFUSED[message])
 
 
 def test_top_k_has_no_mask_for_lengths():
     policy = sk.MaskPolicy(topk=3)
-    with pytest.raises(InvalidInput, match=r"no mask for lengths alone; mask_for\(q, k\)"):
-        policy.mask(100)
-    with pytest.raises(InvalidInput, match="attention_varlen takes the policy"):
-        policy.packed(torch.tensor([0, 5]))
+    refused(r"no mask for lengths alone; mask_for\(q, k\)", policy.mask, 100)
+    refused("attention_varlen takes the policy", policy.packed, torch.tensor([0, 5]))
 
 
 def test_lists_from_json_make_the_same_policy():
