@@ -24,10 +24,10 @@ def pinned() -> str:
 
 
 def of_models() -> list[Path]:
-    """The plain models, and two other tests beside this one that load transformers, others in every run."""
+    """The plain models, and another test beside this one that loads transformers, drawn in every run."""
     found = [path for path in HERE.parent.glob("test_*.py") if MODELS.search(path.read_text())]
     plain = HERE.with_name("test_transformers.py")
-    return [plain, *sampled(sorted(path for path in found if path not in (HERE, plain)), 2)]
+    return [plain, *sampled(sorted(path for path in found if path not in (HERE, plain)), 1)]
 
 
 def test_the_floor_that_is_tested_is_the_one_that_is_promised():

@@ -24,7 +24,11 @@ from tests.attn.kernels.forward.problems import BLOCKS, SMEM_PER_SM, hold_predic
 from tests.attn.kernels.paged import test_hopper as paged
 from tests.problems import A100, B200
 
-FLAGS: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(("interval", "bits", "split", "lse"), st.booleans())
+MEMBERS: dict[str, st.SearchStrategy[Any]] = {
+    "members": st.sampled_from((1, 2, 8)),
+    "member_ends": st.booleans(),
+}
+FLAGS = dict.fromkeys(("interval", "bits", "split", "lse"), st.booleans()) | MEMBERS
 SIDES, WIDE_SIDES = st.sampled_from((32, 64, 128, 256)), st.sampled_from((64, 128, 256))
 BLOCK, HALVES = st.sampled_from(BLOCKS), st.sampled_from((1, 2))
 OF_TILES: dict[str, st.SearchStrategy[Any]] = {
@@ -41,12 +45,12 @@ FIELDS: dict[Any, dict[str, st.SearchStrategy[Any]]] = {
         "sinks": st.sampled_from(("", "fp32", "bf16", "fp16")),
     },
     fp8: OF_TILES | FLAGS | {"dim": SIDES, "v_dim": SIDES, "block": BLOCK, "by_block": st.booleans()},
-    bwd: {
+    bwd: MEMBERS | {
         "dim": SIDES, "v_dim": SIDES, "block": BLOCK, "halves": HALVES, "stages": st.integers(2, 8),
         "dq_slots": st.integers(1, 4), "sums": st.integers(0, 4), "queries": st.sampled_from((64, 128)),
         **dict.fromkeys(("interval", "bits", "softcap", "alibi"), st.booleans()),
     },
-    wide: {
+    wide: MEMBERS | {
         "dim": WIDE_SIDES, "v_dim": WIDE_SIDES, "block": BLOCK, "stages": st.integers(2, 8), "v_slots": HALVES,
         "interval": st.booleans(), "bits": st.booleans(),
     },

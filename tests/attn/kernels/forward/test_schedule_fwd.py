@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.testing.attention_budget import check_attention
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem_of
+from tests.engine.launch.covering import once
 from tests.engine.launch.portable_code import compiled
 from tests.plan.test_attention_schedule import bounded, problem, same
 
@@ -42,8 +44,15 @@ def test_the_table_and_the_ranks_of_rows_fit_in_registers(cut: bool) -> None:
     assert code.registers <= 128
 
 
-@pytest.mark.parametrize("groups", [1, scheduling.GROUPS])
-@pytest.mark.parametrize(("cut", "sections"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("cut", "sections", "groups"),
+    [
+        (*kind, groups)
+        for kind, groups in once(
+            product(((False, False), (False, True), (True, False)), (1, scheduling.GROUPS))
+        )
+    ],
+)
 def test_a_program_that_places_tiles_fits_in_registers(cut: bool, sections: bool, groups: int) -> None:
     """And a record leaves in two stores of 16 bytes."""
     constants: dict[str, Any] = {

@@ -16,6 +16,7 @@ from tests.attn.kernels.paged.quest_batches import batch
 from tests.engine.launch.covering import once
 from tests.engine.launch.portable_code import compiled
 from tests.problems import CARDS
+from tests.sampling import sampled
 
 TABLES = ("block_table", "seq_lens", "cu_seqlens_q", "indices", "starts", "whole", "cut_starts", "cut")
 
@@ -47,7 +48,7 @@ def test_an_update_keeps_all_in_registers_and_needs_no_atomics(of: tuple[str, st
     assert "atom" not in code.ptx
 
 
-@pytest.mark.parametrize("columns", [16, 1024, quest.MOST_PAGES])
+@pytest.mark.parametrize("columns", sampled([16, 1024, quest.MOST_PAGES], 1))
 def test_a_row_of_pages_fits(columns: int) -> None:
     types = dict.fromkeys(TABLES, "*i32") | {"bounds": "*fp32"}
     warps = min(max(columns // 512, 1), 32)
