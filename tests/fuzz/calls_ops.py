@@ -73,6 +73,13 @@ def listed(heads: int = 1) -> Tensor:
 
 
 @lru_cache
+def token_lists(queries: int = 100, block: int = 64) -> sk.TokenLists:
+    """Lists for 2 heads of k."""
+    draw = torch.Generator().manual_seed(0)
+    return sk.TokenLists(torch.randint(-1, 3, (1, 2, queries, 2), generator=draw), block)
+
+
+@lru_cache
 def page_lists() -> sk.PageLists:
     return sk.PageLists.from_indices(listed(), (1, 16))
 
@@ -258,6 +265,13 @@ CALLS: dict[str, Call] = {
         ),
         ATTENTION,
     ),
+    "attention (lists)": Call(
+        function(sk.attention, **QKV, mask=token_lists(), scale=0.5, sink_logits=dense(4)), ATTENTION
+    ),
+    "attention_varlen (lists)": Call(
+        function(sk.attention_varlen, **PACKED, cu_seqlens_q=CU, cu_seqlens_k=None, mask=token_lists()),
+        VARLEN,
+    ),
     "attention_varlen": Call(
         function(
             sk.attention_varlen,
@@ -306,6 +320,9 @@ CALLS: dict[str, Call] = {
     ),
     "attention_paged (lists)": Call(
         function(sk.attention_paged, **PAGED, mask=page_lists(), causal=False, check=False), PAGED_ALSO
+    ),
+    "attention_paged (token lists)": Call(
+        function(sk.attention_paged, **PAGED, mask=token_lists(4, 16), causal=False), PAGED_ALSO
     ),
     "attention_paged (window)": Call(
         function(sk.attention_paged, **PAGED, mask=sk.MaskPolicy(window=8, sinks=2), kernel=None),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.mask.aligned import AlignedKeys
-from sparsek.attn.mask.build.unions import token_mask
+from sparsek.attn.mask.build.unions import FEWEST, token_mask
 from sparsek.attn.mask.elements import DENSE_MOST
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
@@ -202,6 +202,8 @@ def mask_of(
     bounds, kv_len = (None, k.shape[2]) if documents is None else (documents.bounds, documents.length)
     options = lists.causal, lists.window, lists.sinks
     label = lists.label if documents is None else f"{lists.label}, of documents"
+    if lists.block < FEWEST:
+        label = f"{label}, slower than blocks of {FEWEST}, because these have bits for every key"
     return token_mask(
         BlockMask,
         lists.indices,

@@ -152,6 +152,7 @@ def attention_varlen(
                 "alibi_slopes count distances in the packed sequence, which TokenLists space out; call attention "
                 "for each document"
             )
+        check_tensors(q, k, v)
         documents = aligned_keys(
             _layout(q, k, cu_seqlens_q, cu_seqlens_k), max(mask.block, FEWEST), mask.causal, q.device
         )

@@ -282,8 +282,11 @@ class MaskPlan(Plan):
             f"{most}{p.stored} of {p.cells} blocks of {p.block[0]}x{p.block[1]} stored ({100 * p.density:.3g} %), "
             f"{most}{p.partial} partial{by}, {self._sharing()}"
         )
-        dense = "; dense: every block is stored" if p.exact and p.stored == p.cells and p.cells else ""
-        return f"{self.label}: {counts}{dense}" if self.label else f"{counts}{dense}"
+        more = "; dense: every block is stored" if p.exact and p.stored == p.cells and p.cells else ""
+        if p.members and p.cells:
+            tiles = p.cells // -(-p.kv_len // p.block[1])
+            more += f"; the union of {p.block[0]} tokens has {most}{p.stored / tiles:.3g} blocks"
+        return f"{self.label}: {counts}{more}" if self.label else f"{counts}{more}"
 
     def _sharing(self) -> str:
         p = self.problem
