@@ -227,7 +227,8 @@ def specified(cls: type[Mask], c: UnionInputs) -> Mask:
             rules.append(words.gather(1, order[:, :, None].expand(words.shape)).flatten())
             counts.append(torch.stack((cut.sum(1), whole.sum(1))))
         entries.append(torch.where(kept == NOWHERE, 0, kept).flatten())
-    parts = _joined(entries), _joined(rules), torch.cat([*counts, torch.zeros((2, 0), dtype=torch.int64, device=device)], 1)
+    none = torch.zeros((2, 0), dtype=torch.int64, device=device)
+    parts = _joined(entries), _joined(rules), torch.cat([*counts, none], 1)
     indices, by_entry, (cut, whole) = (each.to(torch.int32) for each in parts)
     starts = torch.arange(c.rows, dtype=torch.int32, device=device) * capacity
     if c.by_bits:
