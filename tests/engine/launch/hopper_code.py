@@ -270,6 +270,7 @@ def _attention_paged(c: attention_paged.Config, dtype: str) -> tuple[Any, str, d
     # What is not there is the tiles again.
     there = (("lse", c.lse), ("sink_logits", c.sink_logits))
     types |= {name: "*fp32" if given else "*i32" for name, given in there}
+    types |= {"words": "*i32" if c.members else "constexpr"}
     return attention_paged.attention_paged_kernel, attention_paged.SOURCE, types
 
 

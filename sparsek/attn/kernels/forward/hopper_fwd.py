@@ -49,7 +49,7 @@ from sparsek.attn.kernels.forward.pipeline import (
     step_seconds,
     stored,
 )
-from sparsek.attn.kernels.forward.rules import by_bits, by_bounds, by_members
+from sparsek.attn.kernels.forward.rules import bits_of, by_bits, by_bounds, by_members
 from sparsek.attn.kernels.forward.schedule_fwd import schedule
 from sparsek.attn.kernels.forward.softmax import biased, capped, with_sink
 from sparsek.attn.mask.mask import BlockMask
@@ -128,20 +128,12 @@ def allowed(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
 
 @gluon.jit
 def sees(T: gl.constexpr, i, masked, tile):
-    """Of masked step i the bits of a warpgroup's 64 rows, not 0 if one of them is set. 0 from step `masked` on."""
-    BITS: gl.constexpr = 64 // T.pack // T.members
+    """The bits of a warpgroup's rows in masked step i; 0 from step `masked` on."""
     SUB: gl.constexpr = T.block[1] // T.keys
     at = tile[0]
     partial, rules, bits, full = tile[1]
-    first = at.row // (T.pack * T.members)
-    word = rules + (at.p_begin + i // SUB) * T.words + first // 32
-    there = (i < masked) & (at.p_begin >= 0)
-    found = gl.load(word, mask=there, other=0)
-    if BITS > 32:
-        found = found | gl.load(word + 1, mask=there, other=0)
-    if BITS < 32:
-        found = (found >> (first % 32)) & ((1 << BITS) - 1)
-    return found
+    words = rules + (at.p_begin + i // SUB) * T.words
+    return bits_of(T, words, at.row // T.pack, (i < masked) & (at.p_begin >= 0))
 
 
 @gluon.jit

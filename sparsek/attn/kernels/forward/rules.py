@@ -99,6 +99,20 @@ def member_bit(T: gl.constexpr, words, row):
 
 
 @gluon.jit
+def bits_of(T: gl.constexpr, words, query, there):
+    """Those of a warpgroup's 64 rows of an entry, from query `query` of the block on. 0 unless `there`."""
+    BITS: gl.constexpr = 64 // T.pack // T.members
+    first = query // T.members
+    words += first // 32
+    found = gl.load(words, mask=there, other=0)
+    if BITS > 32:
+        found = found | gl.load(words + 1, mask=there, other=0)
+    if BITS < 32:
+        found = (found >> (first % 32)) & ((1 << BITS) - 1)
+    return found
+
+
+@gluon.jit
 def member_bounds(T: gl.constexpr, bit, lo, hi, ends):
     """The first key that a row sees, and the end of its sinks, which begin at `lo`: none where its bit is set.
 

@@ -17,6 +17,9 @@ Steps whose keys some query does not see come first. They compare each score's k
 is NaN: the producer clears such rows of V in shared memory before it passes them on. Pages that no key of a step lies
 in, or none that a window or the sinks reach, are not read: TMA reads zeros outside a tensor.
 
+Where every query has its own list, a tile visits the blocks that any of its queries lists (unions.py), and a
+warpgroup passes over those that none of its own lists.
+
 Tiles of a request's last queries also hold rows of the next request; they are computed but not stored: a warpgroup
 whose 64 rows all belong to the request stores by TMA, another one row by row.
 
@@ -42,17 +45,20 @@ from sparsek.attn.kernels.forward.pipeline import (
     LOG2E,
     Pipeline,
     attended,
+    attended_by_some,
     fitted,
     rings,
     room_of_o,
     step_seconds,
     stored,
 )
+from sparsek.attn.kernels.forward.rules import bits_of, by_members
 from sparsek.attn.kernels.forward.softmax import capped, with_sink
 from sparsek.attn.kernels.paged.padding import clear
 from sparsek.attn.kernels.paged.producer import load
 from sparsek.attn.kernels.paged.schedule import FAR, Shape, capacity, schedule
 from sparsek.attn.kernels.paged.steps import RECORD, allowed, masked_key, tile_at, tile_number, within
+from sparsek.attn.kernels.paged.unions import MOST, entries_of, join
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.plan.kernels import PagedCall, PagedKernel, padded_heads, padding_notes, unless_heads
 from sparsek.attn.plan.problems import PagedProblem
@@ -86,6 +92,7 @@ class Config(Pipeline):
     lse: bool = False
 
     own_barriers: ClassVar[int] = 1  # for V whose last rows the producer clears
+    member_ends: ClassVar[bool] = False
 
     @property
     def texts(self) -> list[str]:
@@ -96,6 +103,16 @@ class Config(Pipeline):
     @property
     def lists(self) -> bool:
         return self.list_block[1] > 0
+
+    @property
+    def members(self) -> int:
+        """1 if each query of a tile has a bit for each of its blocks."""
+        return int(self.list_block[0] == 1)
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits of an entry."""
+        return -(-self.positions // 32) if self.members else 0
 
     @property
     def box(self) -> int:
@@ -113,6 +130,9 @@ class Config(Pipeline):
 
 
 SOURCE = source_of(__file__, pipeline.__file__)
+UNION_BLOCKS = (
+    1.3  # those of a tile over those of a query: 1.15 to 1.5 where neighbours mostly agree (a guess)
+)
 
 
 @gluon.jit
@@ -126,18 +146,35 @@ def changed(T: gl.constexpr, s, i, masked, tile):
 @gluon.jit
 def seen(T: gl.constexpr, MASKED: gl.constexpr, s, i, masked, tile):
     """Scores of the keys of step i that a row sees, -inf elsewhere."""
-    of_tile, bounds, lists, bend = tile
+    of_tile, bounds, lists, bend, member = tile
     lo, hi, sunk = bounds
     if MASKED:
-        s = allowed(T, s, masked_key(T, of_tile[0], lists, i), lo, hi, sunk)
+        key = masked_key(T, of_tile[0], lists, i)
+        if T.members > 0:
+            words, row, inner = member
+            SUB: gl.constexpr = T.list_block[1] // T.keys
+            words += gl.maximum(of_tile[0][0] + i // SUB, 0) * T.words
+            s = by_members(T, s, key, words, row, lo, hi, inner, 0)
+        else:
+            s = allowed(T, s, key, lo, hi, sunk)
     else:
         s = within(T, s, of_tile, lists, i - masked, lo, hi, sunk)
     return s
 
 
 @gluon.jit
+def sees(T: gl.constexpr, i, masked, tile):
+    """The bits of a warpgroup's queries in masked step i; 0 from step `masked` on."""
+    SUB: gl.constexpr = T.list_block[1] // T.keys
+    words, row, inner = tile[4]
+    begin = tile[0][0][0]
+    return bits_of(T, words + (begin + i // SUB) * T.words, row // T.pack, (i < masked) & (begin >= 0))
+
+
+@gluon.jit
 def attend(
-    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, outs, scales, rules, sizes, q_s, k_s, v_s, o_s, bars
+    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, words, outs, scales, rules, sizes, q_s, k_s, v_s,
+    o_s, bars
 ):  # fmt: skip
     """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
@@ -175,11 +212,23 @@ def attend(
         sunk = gl.minimum(hi, sinks)
         if T.window and not T.causal:
             hi = gl.minimum(hi, at + window)
-        tile = ((where, masked, blocks, length), (lo, hi, sunk), lists, bend)
-        acc, m, l, slot, phase = attended(
-            T, changed, seen, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase), (slot, phase), q_s, k_s, v_s,
-            bars,
-        )  # fmt: skip
+        member = 0
+        if T.members > 0:
+            most = length
+            if T.causal:
+                most = gl.minimum(length, gl.load(record + 2) + WG * POSITIONS + 1)
+            member = (words, WG * 64, (0, most))
+        tile = ((where, masked, blocks, length), (lo, hi, sunk), lists, bend, member)
+        if T.members > 0:
+            acc, m, l, slot, phase = attended_by_some(
+                T, changed, seen, sees, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase), (slot, phase), q_s,
+                k_s, v_s, bars,
+            )  # fmt: skip
+        else:
+            acc, m, l, slot, phase = attended(
+                T, changed, seen, WG, DTYPE, masked, steps, tile, scale, (q_slot, q_phase), (slot, phase), q_s, k_s,
+                v_s, bars,
+            )  # fmt: skip
         kept = 1.0
         if T.sink_logits:
             m, l, kept = with_sink(m, l, gl.load(sink_ptr + h + r % T.pack) * LOG2E)
@@ -211,7 +260,7 @@ NUMBERS = [
 ]  # fmt: skip
 # Compiled code is found by config and dtype, so it must be right for any address.
 POINTERS = [
-    "out", "table", "p_starts", "p_counts", "partial", "f_starts", "f_counts", "full", "sink_logits", "lse",
+    "out", "table", "p_starts", "p_counts", "partial", "f_starts", "f_counts", "full", "sink_logits", "lse", "words",
 ]  # fmt: skip
 
 
@@ -219,13 +268,15 @@ POINTERS = [
 def attention_paged_kernel(
     q_desc, k_desc, v_desc, o_desc, out, tiles, count, table, p_starts, p_counts, partial, f_starts, f_counts, full,
     sink_logits, lse, scale, bend, p_size, f_size, list_rows, of_list, longest, whole_rows, window, sinks, units,
-    group, pages, table_row, table_step, tokens, v_len, out_row, out_head, T: gl.constexpr, SOURCE: gl.constexpr,
+    group, pages, table_row, table_step, tokens, v_len, out_row, out_head, words, T: gl.constexpr,
+    SOURCE: gl.constexpr,
 ):  # fmt: skip
     """The records of the schedule are described in schedule.py. Each stands for `units` tiles, of `pack` heads each.
 
     Without softcap `scale` is the softmax scale times log2(e). With it `scale` is softcap times log2(e), and `bend`
     twice the softmax scale times log2(e) over softcap. `whole_rows`: rows of out may be stored by TMA. Strides of out
-    and of the table are in elements. SOURCE only enters Triton's cache key.
+    and of the table are in elements. `words`: those of joined lists (unions.py), or None. SOURCE only enters the cache
+    key.
     """
     GROUPS: gl.constexpr = T.groups
     q_s, k_s, v_s, o_s, bars = rings(T, q_desc, o_desc)
@@ -237,7 +288,8 @@ def attention_paged_kernel(
     of_attend = (units, tokens, v_len, out_row, out_head)
     producer = (q_desc, k_desc, v_desc, tiles, count, lists, table, of_load, q_s, k_s, v_s, bars)
     consumer = (
-        o_desc, tiles, count, lists, outs, (scale, bend), (window, sinks), of_attend, q_s, k_s, v_s, o_s, bars
+        o_desc, tiles, count, lists, words if T.members > 0 else 0, outs, (scale, bend), (window, sinks), of_attend,
+        q_s, k_s, v_s, o_s, bars
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize([(attend, (T, 0) + consumer), (load, (T,) + producer)], [1], [40])
@@ -276,8 +328,9 @@ class HopperPaged:
             reasons.append("positions are 32 bits: there may be 2^30 queries, and as many keys of a request")
         if p.list_heads and not list(_tiles(p)):
             reasons.append(
-                f"a tile of 64 or 128 rows lies in one tile of the lists, and a step in one block, so blocks need 64 "
-                f"keys or more, and at least 64 queries or heads that share a list, not {p.list_block}"
+                f"a tile of 64 or 128 rows lies in one tile of the lists, or joins {MOST} blocks at most of its "
+                "queries' lists, for each head of k or for all; and a step lies in one block, of 64 keys or "
+                f"more: not {p.list_block}, with {p.listed} blocks in lists of {p.list_heads} heads"
             )
         return reasons
 
@@ -308,12 +361,14 @@ class HopperPaged:
         per_tile = max(1.0, seen / c.keys)
         if p.window and not p.list_heads:
             per_tile += c.positions / c.keys
+        if c.members and min(c.positions, p.max_q) > 1:
+            per_tile *= UNION_BLOCKS
         slower = (1.04 if c.pack > 1 else 1.0) * (1.15 if p.list_heads else 1.0)
         step = step_seconds(c, p.card, 3.0 if c.softcap else 1.0) * slower
         tile = per_tile * step + 1.2e-6 * c.rows / 128
         compute = max(tiles * tile / sms, tile * c.ctas_per_sm)
         moved = p.compulsory_bytes / (0.92 * p.card.bandwidth)
-        return max(compute, moved) + 2 * p.card.launch_seconds
+        return max(compute, moved) + (2 + c.members) * p.card.launch_seconds
 
     def notes(self, p: PagedProblem, c: Config) -> list[str]:
         shared = f"{c.pack} query heads share a tile: its rows are {c.positions} queries of each"
@@ -342,7 +397,7 @@ class HopperPaged:
         bend, scale = 0.0, call.scale * log2(e)
         if c.softcap:
             bend, scale = 2 * scale / call.softcap, call.softcap * log2(e)
-        lists = _lists(call.lists, tiles)
+        lists, words = _lists(call.lists, tiles), None
         described = (
             _rows(q, c.pack, c.dim), describe_heads(k, *c.k_box), describe_heads(v, *c.v_box),
             _rows(out if whole_rows else q, c.pack, c.v_dim),
@@ -354,12 +409,31 @@ class HopperPaged:
             p_size, f_size = call.lists.partial.indices.numel(), call.lists.full.indices.numel()
             longest = min(work.longest, p_size + f_size, 1 << 24)
             of_lists = (p_size, f_size, call.lists.tiles, q.shape[1] // call.lists.heads, longest)
+            if c.members:
+                most_keys = table.shape[1] * k.shape[2]
+                made = join(tiles, count, call.lists, longest, c.positions, c.causal, most_keys)
+                lists, words, size = made.lists, made.words, made.lists[2].numel()
+                of_lists = (size, size, made.tiles, of_lists[3], made.longest)
         sizes = (
             *of_lists, int(whole_rows), work.shape.window, work.shape.sinks, units,
             q.shape[1] // k.shape[1], k.shape[0], *table.stride(), q.shape[0], out.shape[2],
             *out.stride()[:2],
         )  # fmt: skip
-        args = (*described, out, tiles, count, table, *lists, *optional, scale, bend, *sizes, c, SOURCE)
+        args = (
+            *described,
+            out,
+            tiles,
+            count,
+            table,
+            *lists,
+            *optional,
+            scale,
+            bend,
+            *sizes,
+            words,
+            c,
+            SOURCE,
+        )
         ctas = min(work.ctas, capacity(q.shape[0], call.seq_lens.shape[0], c.positions) * units)
         launch_on(out.device, attention_paged_kernel, ctas, args, c.options)
 
@@ -374,7 +448,13 @@ def _tiles(p: PagedProblem) -> Iterable[tuple[int, int, int]]:
             if keys > widest or (groups == 1 and keys == 128 and max(p.dim, p.v_dim) > 64):
                 continue
             for pack in (packs[0], 1) if packs[0] > 1 and not p.list_heads else packs:
-                if p.list_heads and (p.list_block[0] % (64 * groups // pack) or p.list_block[1] % keys):
+                if p.list_heads and p.list_block[1] % keys:
+                    continue
+                if p.list_block[0] == 1:  # the tile of most heads, which has the fewest lists to join
+                    joined = 64 * groups // pack * entries_of(p.listed)
+                    if pack != packs[0] or p.list_heads not in (1, p.kv_heads) or joined > MOST:
+                        continue
+                elif p.list_heads and p.list_block[0] % (64 * groups // pack):
                     continue
                 yield groups, keys, pack
 

@@ -11,7 +11,7 @@ A record is FIELDS int32:
     5 masked steps     6 steps     7 first block at the diagonal   8 how many   9 first block at the window's edge
     10 masked steps before those at the sinks' edge   11 whole blocks of sinks, then the sinks' edge
     12 first whole block   13 how many
-    with lists: 5 is the tile's row in the lists of a head, and what follows is unused
+    with lists: 5 is the tile's row in the lists of a head, 6 that in joined lists (unions.py); others are unused
 
 Blocks are of `keys` keys, the kernel's steps. Masked steps come first: diagonal, window's edge, sinks' edge; then whole
 blocks of the window, and of the sinks. A tile that sees nothing has one masked step, beyond its keys.

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from sparsek.attn.kernels.forward.rules import by_bounds
 from sparsek.attn.kernels.paged.schedule import FAR as FARTHEST
 from sparsek.attn.kernels.paged.schedule import FIELDS
+from sparsek.attn.kernels.paged.unions import JOINED
 
 RECORD = gl.constexpr(FIELDS)
 FAR = gl.constexpr(FARTHEST)  # beyond every key
@@ -29,7 +30,7 @@ def tile_at(T: gl.constexpr, record, h, lists):
     if T.lists:
         SUB: gl.constexpr = T.list_block[1] // T.keys
         p_starts, p_counts, partial, p_size, f_starts, f_counts, full, f_size, rows, of_list, longest = lists
-        row = gl.load(record + 5)
+        row = gl.load(record + (JOINED if T.members > 0 else 5))
         there = row < rows
         row += h // of_list * rows
         p_count = gl.minimum(gl.maximum(gl.load(p_counts + row, mask=there, other=0), 0), longest)

@@ -52,7 +52,7 @@ def attend(a: dict[str, Any], record: list[int], h: int, group: int) -> None:
     own, corner = r // c.pack, [h // c.pack, row_0 + group * (64 // c.pack), 0, 0]
     q = read(a["q_desc"], corner)
     scores, values = [], []
-    for key, masked in steps(a, record, h):
+    for key, masked, entry in steps(a, record, h):
         near = p_0 - a["window"] + 1 if c.window else 0
         k, v = (
             loaded(a, name, request, h // a["group"], key, (length, near)) for name in ("k_desc", "v_desc")
@@ -62,7 +62,11 @@ def attend(a: dict[str, Any], record: list[int], h: int, group: int) -> None:
             s = 1 - 2 / (1 + torch.exp2(s * a["bend"]))
         s = s * a["scale"]
         if masked or (c.lists and key + c.keys > length):
-            s = s.masked_fill(~allowed(a, p_0 + own, key, length), -torch.inf)
+            seen = allowed(a, p_0 + own, key, length)
+            if c.members and masked and entry >= 0:
+                words = a["words"][entry * c.words :][: c.words].long()
+                seen &= (words[own // 32] >> own % 32 & 1).bool()[:, None]
+            s = s.masked_fill(~seen, -torch.inf)
         scores.append(s)
         v[max(0, length - key) :] = 0
         values.append(v)
@@ -103,27 +107,28 @@ def loaded(a: dict[str, Any], name: str, request: int, head: int, key: int, seen
     return torch.cat(rows)
 
 
-def steps(a: dict[str, Any], record: list[int], h: int) -> Iterator[tuple[int, bool]]:
-    """First key of every step of a tile, and whether it is masked."""
+def steps(a: dict[str, Any], record: list[int], h: int) -> Iterator[tuple[int, bool, int]]:
+    """First key of every step of a tile, whether it is masked, and its entry in the lists; -1 for none."""
     c: Config = a["T"]
     if not c.lists:
         masked, total, f_1, n_1, edge, n_2, sink, f_0, blocks = record[5:14]
         for i in range(masked):
-            yield (f_1 + i if i < n_1 else edge + i - n_1 if i < n_2 else sink + i - n_2) * c.keys, True
+            yield (f_1 + i if i < n_1 else edge + i - n_1 if i < n_2 else sink + i - n_2) * c.keys, True, -1
         for i in range(total - masked):
-            yield (f_0 + i if i < blocks else i - blocks) * c.keys, False
+            yield (f_0 + i if i < blocks else i - blocks) * c.keys, False, -1
         return
-    row = h // a["of_list"] * a["list_rows"] + record[5]
+    row = h // a["of_list"] * a["list_rows"] + record[6 if c.members else 5]
     count = 0
     for name, entries, masked in (("p", "partial", True), ("f", "full", False)):
         for i in range(int(a[f"{name}_counts"][row])):
-            block = int(a[entries][int(a[f"{name}_starts"][row]) + i])
+            entry = int(a[f"{name}_starts"][row]) + i
+            block = int(a[entries][entry])
             known = 0 <= block < FAR // c.list_block[1]
             for start in range(0, c.list_block[1], c.keys):
                 count += 1
-                yield (block * c.list_block[1] + start if known else FAR), masked
+                yield (block * c.list_block[1] + start if known else FAR), masked, entry
     if count == 0:
-        yield FAR, True
+        yield FAR, True, -1
 
 
 def allowed(a: dict[str, Any], at: Tensor, key: int, length: int) -> Tensor:
@@ -193,3 +198,19 @@ def test_every_rule_at_once() -> None:
     hold(replace(base, window=90, sinks=70, page=64, loose=True), seed)
     hold(replace(base, lists=ListForm((64, 128), full=True)), seed, "odd")
     hold(replace(base, causal=False, page=16, heads=(16, 1), form="pair by rows"), seed)
+
+
+@pytest.mark.parametrize(
+    "case", sampled([((16, 1), 128), ((16, 2), 64), ((8, 2), 64), ((6, 3), 64)], 1), ids=str
+)
+def test_lists_of_single_queries_are_joined(case: tuple[tuple[int, int], int]) -> None:
+    heads, block = case
+    lengths = ((37, 400), (0, 9), (3, 300), (1, 130))
+    lists = ListForm((1, block), most=3 if heads[0] > 6 else 1, full=True)
+    made = PagedCase(
+        "joined", lengths, heads=heads, page=64, form="pair", lists=lists, sink_logits=True
+    ).make()
+    for c in sampled(list(KERNEL.configs(paged_problem(made, H200))), 1, of=case):
+        run = PagedRun(KERNEL, made, c, "wide", H200)
+        run.run()
+        run.check(str(case), expected_attention_paged(made))
