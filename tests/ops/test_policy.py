@@ -165,33 +165,6 @@ def test_lists_from_json_make_the_same_policy():
     assert sk.MaskPolicy(block=64) == sk.MaskPolicy(block=(64, 64))
 
 
-def test_under_compile_the_mask_is_a_constant_of_one_graph():
-    torch._dynamo.reset()
-    policy = sk.MaskPolicy(window=41, sinks=2, block=64)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sk.attention(q, k, v, policy.mask_for(q, k))
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for length in (150, 210):
-        tensors = qkv(length)
-        assert torch.equal(compiled(*tensors), run(*tensors))
-    torch._dynamo.reset()
-
-
-def test_top_k_is_one_node_of_a_compiled_graph_and_gives_the_same():
-    torch._dynamo.reset()
-    policy, tensors = sk.MaskPolicy(topk=2, block=64), qkv(200)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sk.attention(q, k, v, policy.mask_for(q, k))
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for each in (tensors, qkv(200)):
-        assert torch.equal(compiled(*each), run(*each))
-    torch._dynamo.reset()
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_kept_masks_wait_for_nothing(no_sync):
     policy, chosen = sk.MaskPolicy(window=70, sinks=3), sk.MaskPolicy(topk=2)
@@ -232,24 +205,3 @@ def test_heads_that_do_not_fit_have_no_scores(q: tuple[int, ...], k: tuple[int, 
         some, keys = (torch.randn(shape)[0].transpose(0, 1) for shape in (q, k))
         with pytest.raises(InvalidInput, match=r"heads|a top-k policy takes q"):
             sk.attention_varlen(some, keys, keys, torch.tensor([0, 8]), mask=sk.MaskPolicy(topk=1))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": 32},
-        {"causal": False},
-        {"window": 64, "sinks": 2},
-        {"window": 64, "stride": 128, "block": 64},
-    ],
-    ids=str,
-)
-def test_a_policy_made_inside_a_compiled_function_keeps_its_options(options: dict[str, Any]):
-    """torch.compile hands a constant function objects that were made in its graph with the defaults of their class."""
-    q = torch.randn(1, 2, 200, 32)
-
-    def attend(q: torch.Tensor) -> torch.Tensor:
-        return sk.attention(q, q, q, sk.MaskPolicy(**options).mask(200))
-
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(attend, backend="eager")(q), attend(q))

@@ -62,7 +62,7 @@ def test_a_policy_and_attention_are_one_graph(name: str):
     assert graphs(lambda q, k, v: sk.attention(q, k, v, policy), qkv) == 1
 
 
-@pytest.mark.parametrize("name", sampled(["Nabla, tiles", "or", "Streaming", "MaskPolicy"], 2))
+@pytest.mark.parametrize("name", sampled(["Nabla, tiles", "or", "Streaming", "MaskPolicy", "window"], 3))
 def test_a_policy_made_in_the_graph_keeps_its_options(name: str):
     made = {
         "Nabla, tiles": lambda: P.Nabla(
@@ -71,6 +71,7 @@ def test_a_policy_made_in_the_graph_keeps_its_options(name: str):
         "or": lambda: P.MeanTopK(topk=1) | P.Streaming(window=64),
         "Streaming": lambda: P.Streaming(window=64, sinks=0),
         "MaskPolicy": lambda: sk.MaskPolicy(topk=3, window=70),
+        "window": lambda: sk.MaskPolicy(window=64, sinks=2, stride=128, block=64),
     }[name]
     assert graphs(lambda q, k, v: sk.attention(q, k, v, made()), qkv) == 1
 
