@@ -125,6 +125,15 @@ def test_documents_are_placed_once_for_equal_lengths() -> None:
     refused("batch items", sk.attention_varlen, q, q, q, edges, mask=drawn_lists((2, 1, 100, 2), 64, 100, 7))
 
 
+def test_policies_by_token_choose_in_each_document() -> None:
+    policy = sk.policies.MoBAGate(block=16, topk=2)
+    q, k, edges = drawn(100, 4, 8), drawn(100, 2, 8), torch.tensor([0, 30, 100])
+    lists = policy.lists(*(x.transpose(0, 1)[None] for x in (q, k)), scale=0.5, cu_seqlens=edges)
+    found, wanted = (sk.attention_varlen(q, k, k, edges, mask=mask, scale=0.5) for mask in (policy, lists))
+    assert torch.equal(found, wanted)
+    refused("cu_seqlens_k is given", sk.attention_varlen, q, k, k, edges, edges.clone(), mask=policy)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_lists_over_pages(causal: bool) -> None:
     lengths, queries, page = [70, 33], [5, 2], 16

@@ -98,6 +98,7 @@ def attention_varlen(
             - `TokenLists` of all queries, [1, 1 or Hkv, total_q, n]: block j of a query are keys j * block to
               (j + 1) * block - 1 of its document, and window and sinks count from the document's own tokens. k and v
               are copied, each document to a block of its own, unless all lengths are multiples of the block.
+            - A policy of `sk.policies` that chooses by token, such as `NSA`: its lists for each document.
         scale: As in `attention`.
         return_lse: Whether to return lse as well.
         deterministic: As in `attention`.
@@ -144,6 +145,8 @@ def attention_varlen(
             )
     q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
     check_no_tangent(NO_TANGENT, q, k, v)
+    if isinstance(mask, MaskRule) and mask.by_token:
+        mask = _chosen(mask, q, k, cu_seqlens_q, cu_seqlens_k, scale)
     if isinstance(mask, MaskPolicy | None):
         found = _packed(q, k, cu_seqlens_q, cu_seqlens_k, mask or EVERY_KEY)
     elif isinstance(mask, TokenLists):
@@ -154,8 +157,9 @@ def attention_varlen(
             )
         check_tensors(q, k, v)
         documents = aligned_keys(
-            _layout(q, k, cu_seqlens_q, cu_seqlens_k), max(mask.block, FEWEST), mask.causal, q.device
-        )
+            _layout(q, k, cu_seqlens_q, cu_seqlens_k, "call attention_varlen with TokenLists outside"),
+            max(mask.block, FEWEST), mask.causal, q.device,
+        )  # fmt: skip
         found, k, v = mask_of(mask, q, k, documents), documents.spread(k), documents.spread(v)
     elif isinstance(mask, MaskRule):
         raise InvalidInput(
@@ -181,16 +185,29 @@ def _packed(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, policy: MaskPolicy
 ) -> BlockMask:
     """The mask of a policy for packed documents."""
-    layout = _layout(q, k, cu_seqlens_q, cu_seqlens_k)
+    cure = "make the mask outside, mask = policy.packed(cu_seqlens_q), and pass it as mask="
+    layout = _layout(q, k, cu_seqlens_q, cu_seqlens_k, cure)
     return policy.visible_in(layout, q.device).mask_for(q, k)
 
 
-def _layout(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> PackedLayout:
-    """The documents, after the checks of q and k."""
-    if torch.compiler.is_compiling():
+def _chosen(
+    policy: Any, q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, scale: float | None
+) -> TokenLists:
+    """The lists that a policy chooses in each document."""
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
         raise InvalidInput(
-            "torch.compile cannot read cu_seqlens: make the mask outside, mask = policy.packed(cu_seqlens_q), and "
-            "pass it as mask="
+            f"mask is {policy.label}, which chooses in documents of as many queries as keys, and cu_seqlens_k is "
+            "given; leave it out where the lengths are the same, or call attention for each document"
         )
+    check_tensors(q, k, k)
+    return policy.lists(q, k, scale=scale, cu_seqlens=cu_seqlens_q)
+
+
+def _layout(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, cure: str
+) -> PackedLayout:
+    """The documents, after the checks of q and k. `cure`: what to do under torch.compile."""
+    if torch.compiler.is_compiling():
+        raise InvalidInput(f"torch.compile cannot read cu_seqlens: {cure}")
     check_tensors(q, k, k)
     return packed_layout(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))

@@ -33,7 +33,7 @@ from sparsek.attn.mask.lists import (
 )
 from sparsek.attn.mask.readback import DeferredSizes, made_in, with_readbacks
 from sparsek.attn.mask.recorded import repeated
-from sparsek.core.arguments import INT32_MAX, is_fake
+from sparsek.core.arguments import INT32_MAX, faking, is_fake
 from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import not_traced
 
@@ -170,7 +170,7 @@ def token_mask(
     queries = indices.shape[2]
     place = Place(queries, kv_len, block, indices.device, kv_len - queries)
     c = UnionInputs(indices, counts, bounds, place, side, *options, label)
-    if is_fake(indices):
+    if is_fake(indices) or faking():
         layout = c.layout()
         return cls.of_layout(layout, layout.base(place.device))
     if place.device.type == "cuda" and not c.by_bits:
@@ -359,8 +359,16 @@ def _whole(column: Tensor, words: Tensor, lo: Tensor, hi: Tensor, there: Tensor,
 
 def _bits(c: UnionInputs, column: Tensor, table: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
     """The keys of each column that tokens see, int32 [rows, capacity, tokens, bk / 32], for blocks under 64."""
-    bk = c.place.block[1]
-    key = column[:, :, None, None] * bk + torch.arange(bk, dtype=torch.int64, device=column.device)
+    bk, device = c.place.block[1], column.device
+    shift = torch.arange(0, WORD, c.side, dtype=torch.int64, device=device)
+    parts = ((1 << c.side) - 1) << shift
+    listed = torch.where(table.unflatten(3, (-1, len(parts))), parts, 0).sum(4)
+    key = column[:, :, None, None] * bk + torch.arange(0, bk, WORD, dtype=torch.int64, device=device)
     lo, hi = lo[:, None, :, None], hi[:, None, :, None]
-    seen = table.repeat_interleave(c.side, 3) | (key >= hi - c.window) | (key < lo + c.sinks)
-    return _packed(seen & (key >= lo) & (key < hi)).to(torch.int32)
+    ends = ~_ones(hi - c.window - key) | _ones(lo + c.sinks - key)
+    return ((listed | ends) & _ones(hi - key) & ~_ones(lo - key)).to(torch.int32)
+
+
+def _ones(keys: Tensor) -> Tensor:
+    """Words, int64, whose first bits are set, as many as these numbers, at least 0 and at most 32."""
+    return (1 << keys.clamp(0, WORD)) - 1
