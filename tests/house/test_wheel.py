@@ -59,9 +59,7 @@ def test_the_installed_wheel_runs_and_measures_in_any_folder(wheel: Path, tmp_pa
     """With what a wheel requires alone: what only this project's checks need is not found."""
     site, here = tmp_path / "site", tmp_path / "here"
     here.mkdir()
-    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet", "--target")
-    done = run(*pip, str(site), str(wheel), cwd=tmp_path, env=OFFLINE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    zipfile.ZipFile(wheel).extractall(site)  # as pip does for a wheel without scripts and data
     code = """
 import importlib.machinery as machinery, importlib.metadata, json, sys
 absent = {"tests", "scripts", "benchmarks", "scipy", "pytest", "hypothesis", "transformers"}

@@ -122,11 +122,3 @@ def test_compiled_it_gives_the_same_matrix():
     assert s.pattern is pattern
     assert torch.equal(s.values, expected.values)
     assert torch.equal(c, product)
-
-
-def test_compiled_a_plan_is_refused():
-    torch._dynamo.reset()
-    g = given(dtype=torch.float32)
-    plan = sk.plan_sddmm(*g)
-    with pytest.raises(Exception, match=r"plans do not go through torch\.compile"):
-        torch.compile(lambda x: plan(x, *g[1:]), fullgraph=True, backend="aot_eager")(g[0])

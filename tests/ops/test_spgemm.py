@@ -211,11 +211,3 @@ def test_compiled_a_pattern_that_is_data_is_refused_with_a_hint():
 
 
 SPGEMM: Any = sk.spgemm
-
-
-def test_compiled_a_plan_is_refused():
-    torch._dynamo.reset()
-    a, b = two()
-    plan = sk.plan_spgemm(a, b)
-    with pytest.raises(Exception, match=r"plans do not go through torch\.compile"):
-        torch.compile(lambda a: plan(a, b), fullgraph=True, backend="aot_eager")(a)

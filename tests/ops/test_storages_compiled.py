@@ -77,13 +77,21 @@ def test_compiled_once_for_every_n(storage: str, recorder: Any):
     assert len(recorder.fw_graphs) == 1
 
 
+def of_others(b: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """Calls of the plans of other products."""
+    a = matrix("bsr", F32)
+    at = (a.T @ a).pattern
+    of_sddmm, of_spgemm = sk.plan_sddmm(b, b.mT, at), sk.plan_spgemm(a, a.T)
+    return [lambda b: of_sddmm(b, b.mT, at), lambda b: of_spgemm(a, a.T)]
+
+
 @pytest.mark.parametrize("storage", WIDE)
 def test_compiled_what_cannot_be_is_told(storage: str):
     a, b = matrix(storage, F32), torch.randn(192, 40)
     plan = sk.plan_spmm(a, b)
     for run, text in (
         (lambda b: sk.spmm(a, b, out=torch.empty(128, 40)), "do not go through torch.compile"),
-        (lambda b: plan(a, b), "plans do not go through torch.compile"),
+        *((run, "plans do not go through torch.compile") for run in (lambda b: plan(a, b), *of_others(b))),
         (lambda b: a @ b[:100], r"B needs 192 rows"),
     ):
         torch._dynamo.reset()

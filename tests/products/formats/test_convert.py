@@ -264,20 +264,6 @@ def test_norms_of_nan_and_inf_are_refused(bad: float, rule: dict[str, float]):
         BSR.from_dense(w, 16, **rule)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change", ["transposed", "offset", "strided", "expanded"])
-def test_any_strides_will_do(change: str):
-    base = normal(130, 130)
-    w = {
-        "transposed": base[:64, :64].T,
-        "offset": base.flatten()[3 : 3 + 64 * 64].view(64, 64),
-        "strided": base[::2, 1::2][:64, :64],
-        "expanded": base[:1, :64].expand(64, 64),
-    }[change]
-    a = BSR.from_dense(w, 16, keep=0.4)
-    recheck(a)
-    assert torch.equal(a.to_dense(), by_cells(w, stored(a), (16, 16)))
-
-
 def test_a_registered_packer_is_not_asked_for_a_matrix_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(KERNELS, "pack_bsr", lambda w, block, rule: pytest.fail("asked"))
     assert BSR.from_dense(normal(32, 32), 16, keep=0.5).nnzb == 2

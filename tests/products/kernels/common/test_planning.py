@@ -186,6 +186,8 @@ def test_the_default_is_among_distinct_configs_that_never_beat_the_card(name: st
     configs = list(kernel.configs(p))
     assert len(set(configs)) == len(configs) >= 2
     assert kernel.default(p) in configs
+    if name in BY_TMA:
+        assert kernel.rank(p, kernel.default(p)) == min(kernel.rank(p, c) for c in configs)
     rate = H200.tflops["fp8" if "fp8" in name else "bf16"] * 1e12
     for c in configs:
         assert kernel.seconds(p, c) > max(p.compulsory_bytes / H200.bandwidth, p.useful_flops / rate)

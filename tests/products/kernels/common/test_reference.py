@@ -61,13 +61,21 @@ def test_products_have_the_bits_of_the_reference(case: Case, dtype: torch.dtype 
     assert torch.equal(multiply(kernel, a, b, epilogue, out, turned=case.turned), right)
 
 
-def test_spmm_runs_transposed_views_batches_and_inputs_that_need_gradients() -> None:
-    a, *_ = SPMM_CASES[0].make(dtype=torch.float64)
+@pytest.mark.parametrize("family", ["reference", "vendor", "cpu"])
+def test_inputs_that_need_gradients_are_multiplied(family: str) -> None:
+    """A transposed view and a batch too."""
+    a = random_bsr(64, 96, 16, 1.0, dtype=torch.float64, device="cpu", seed=1)
     a.values.requires_grad_()
-    b = torch.randn(3, a.shape[0], 8, dtype=torch.float64, requires_grad=True)
-    out = multiply(SPMM, a.T, b)
+    b = torch.randn(3, 64, 8, dtype=torch.float64, requires_grad=True)
+    out = multiply(load("vendor.dense" if family == "vendor" else f"{family}.spmm"), a.T, b)
     assert not out.requires_grad
-    assert torch.equal(out, spmm(a.T, b).detach())
+    torch.testing.assert_close(out, spmm(a.T, b).detach())
+    if family != "cpu":
+        for dense_out in (False, True):
+            made = join(load(f"{family}.spgemm"), a, a.T, dense_out=dense_out)
+            assert not (made.values if isinstance(made, BSR) else made).requires_grad
+        x = b[0, :, :4]
+        assert not sample(load(f"{family}.sddmm"), x, x.mT, (a @ a.T).pattern).values.requires_grad
 
 
 @pytest.mark.parametrize("case", SDDMM_CASES, ids=str)
@@ -84,16 +92,6 @@ def test_spgemm_has_the_bits_of_the_reference(case: SpgemmCase) -> None:
     assert torch.equal(made.values, spgemm(a, b, wanted).values)
     dense = join(SPGEMM, a, b, dense_out=True)
     assert torch.equal(dense, spgemm(a, b).to_dense())  # type: ignore[arg-type]
-
-
-def test_inputs_that_need_gradients_are_multiplied() -> None:
-    a = random_bsr(64, 64, 16, 0.5, dtype=torch.float64, device="cpu", seed=1)
-    a.values.requires_grad_()
-    made = join(SPGEMM, a, a.T, dense_out=True)
-    assert isinstance(made, torch.Tensor)
-    assert not made.requires_grad
-    x = torch.randn(64, 8, requires_grad=True)
-    assert not sample(SDDMM, x, x.detach().mT, a.pattern).values.requires_grad
 
 
 def test_an_epilogue_costs_time() -> None:

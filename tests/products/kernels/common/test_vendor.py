@@ -8,7 +8,6 @@ import torch
 
 from sparsek.core.device import H200
 from sparsek.engine.table import load
-from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.random import random_bsr
 from sparsek.products.kernels.spmm.vendor_dense import dense_copy
 from sparsek.products.plan.matches import match
@@ -78,16 +77,6 @@ def test_the_copies_follow_the_values_and_are_shared_with_vendor_dense() -> None
         SPGEMM.launch(c, work, a, a.T, matches, out)
         assert check_spgemm(a, a.T, out).passed
     assert dense_copy(a).data_ptr() == dense_copy(a).data_ptr()
-
-
-@pytest.mark.parametrize("dense_out", [False, True])
-def test_inputs_that_need_gradients_are_multiplied(dense_out: bool) -> None:
-    a = random_bsr(64, 64, 16, 0.5, dtype=torch.float32, device="cpu", seed=1)
-    a.values.requires_grad_()
-    made = join(SPGEMM, a, a.T, dense_out=dense_out)
-    assert not (made.values if isinstance(made, BSR) else made).requires_grad
-    x = torch.randn(64, 8, requires_grad=True)
-    assert not sample(SDDMM, x, x.detach().mT, a.pattern).values.requires_grad
 
 
 def test_what_does_not_fit_the_memory_is_refused() -> None:

@@ -137,13 +137,6 @@ def test_every_config_fits_the_card(
         assert c.piece % c.panel == 0, c
 
 
-def test_the_default_is_the_config_with_the_smallest_prediction() -> None:
-    for p in PROBLEMS:
-        best = min(KERNEL.seconds(p, c) for c in KERNEL.configs(p))
-        assert KERNEL.seconds(p, KERNEL.default(p)) == best
-        assert best > p.compulsory_bytes / H200.bandwidth
-
-
 def test_a_pattern_without_blocks_is_a_launch_of_nothing() -> None:
     pattern = random_bsr(128, 128, 64, 0.0, dtype=torch.bfloat16).pattern
     p = problem((64, 64), m=128, n=128, k=64, nnzb=0)

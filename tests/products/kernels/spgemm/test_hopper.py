@@ -159,13 +159,6 @@ def test_every_config_fits_the_card(
         assert count * c.c_box * c.panel == c.height * c.owned_cols, "boxes cover what a tile owns"
 
 
-def test_the_default_is_the_config_with_the_smallest_prediction() -> None:
-    for p in PROBLEMS:
-        best = min(KERNEL.seconds(p, c) for c in KERNEL.configs(p))
-        assert KERNEL.seconds(p, KERNEL.default(p)) == best
-        assert best > p.compulsory_bytes / H200.bandwidth
-
-
 def walked(c: Config, work: Work, a: BSR, b: BSR, matches: Matches, out: np.ndarray) -> None:
     """The kernel's index arithmetic, tile by tile, in numpy, into `out`: C, or the rows of its stored blocks."""
     tiles, starts = (each.numpy() for each in work.tiles)

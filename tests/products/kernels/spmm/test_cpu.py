@@ -139,13 +139,6 @@ def test_values_that_changed_after_prepare_are_used() -> None:
     assert check_spmm(a, b, out).passed
 
 
-def test_inputs_that_need_gradients_are_multiplied() -> None:
-    a = random_bsr(64, 64, (32, 32), 0.5, dtype=torch.float32, device="cpu", seed=1)
-    a.values.requires_grad_()
-    b = torch.randn(64, 8, requires_grad=True)
-    assert not multiply(KERNEL, a, b).requires_grad
-
-
 def test_the_same_call_gives_the_same_bits() -> None:
     a = random_bsr(512, 512, (32, 32), 0.2, pattern="powerlaw", dtype=torch.float32, device="cpu", seed=1)
     b = torch.randn(512, 48)

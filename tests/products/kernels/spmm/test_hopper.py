@@ -250,13 +250,6 @@ def test_every_config_fits_the_card(
         assert c.joined_rows == 1 or c.a_box * c.joined_rows <= c.rows, c
 
 
-def test_the_default_is_the_config_of_the_lowest_rank() -> None:
-    for p in PROBLEMS:
-        default = KERNEL.default(p)
-        assert KERNEL.rank(p, default) == min(KERNEL.rank(p, c) for c in KERNEL.configs(p))
-        assert KERNEL.seconds(p, default) > p.compulsory_bytes / H200.bandwidth
-
-
 def test_every_item_of_a_batch_is_predicted_as_a_launch() -> None:
     """64 tiles on 132 CTAs."""
     check_batches(KERNEL, changed(problem((64, 64), 512), m=1024, k=2048, nnzb=256))
