@@ -374,15 +374,15 @@ GROWING = PagedCase("growing", ((1, 300), (1, 31), (1, 1), (1, 600)), page=16, l
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each recorded call that ran."""
     found: list[int] = []
-    repeat = Recorded.__call__
+    repeat = Recorded.repeat
 
-    def call(self: Recorded, *operands: Any) -> Any:
-        made = repeat(self, *operands)
+    def call(self: Recorded, operands: Any) -> Any:
+        made = repeat(self, operands)
         if made is not MISS:
             found.append(1)
         return made
 
-    monkeypatch.setattr(Recorded, "__call__", call)
+    monkeypatch.setattr(Recorded, "repeat", call)
     return found
 
 

@@ -1,6 +1,6 @@
 """attention and its gradients on a GPU: streams, CUDA graphs, what never waits, memory, torch.compile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -229,13 +229,13 @@ def test_compiled_by_inductor_masks_are_made_in_the_graph(mode: str, made_by: st
 
 
 def test_builders_are_repeated_in_inference_mode(monkeypatch: pytest.MonkeyPatch):
-    seen, repeat = [], Recorded.__call__
+    seen, repeat = [], Recorded.repeat
 
-    def repeated(self: Recorded, *operands: Tensor) -> Any:
+    def repeated(self: Recorded, operands: Sequence[Tensor]) -> Any:
         seen.append(self)
-        return repeat(self, *operands)
+        return repeat(self, operands)
 
-    monkeypatch.setattr(Recorded, "__call__", repeated)
+    monkeypatch.setattr(Recorded, "repeat", repeated)
     tensors = inputs()
     with torch.inference_mode():
         masks = [mask_of(scores()) for _ in range(5)]

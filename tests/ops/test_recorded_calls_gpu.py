@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -48,10 +48,10 @@ GPU = pytest.mark.gpu
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     layout.known_layout.cache_clear()  # a mask that is the first of its layout keeps its plan
-    found, repeat, record = Runs(), Recorded.__call__, recorded_calls.record
+    found, repeat, record = Runs(), Recorded.repeat, recorded_calls.record
 
-    def repeated(self: Recorded, *operands: Tensor) -> Any:
-        made = repeat(self, *operands)
+    def repeated(self: Recorded, operands: Sequence[Tensor]) -> Any:
+        made = repeat(self, operands)
         if made is not MISS:
             found.repeated.append(1)
         return made
@@ -60,7 +60,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         found.recorded.append(1)
         return record(*given)
 
-    monkeypatch.setattr(Recorded, "__call__", repeated)
+    monkeypatch.setattr(Recorded, "repeat", repeated)
     monkeypatch.setattr(recorded_calls, "record", recorded)
     for kind in (SpmmPlan, SddmmPlan, AttentionPlan, AttentionGradPlan):
         monkeypatch.setattr(kind, "run", _counted(kind.run, found.planned))

@@ -157,7 +157,7 @@ class Slot(NamedTuple):
 
     def again(self, call: Recorded) -> Any:
         """Return the result of the recorded call with the key of this slot, or this slot if it cannot run now."""
-        output = call(*self.operands)
+        output = call.repeat(self.operands)
         if output is MISS:
             if not call.is_fresh():
                 self.calls.note(self.key, STALE)
@@ -222,7 +222,7 @@ def repeat(calls: Calls, settings: Hashable, operands: Sequence[Tensor], owner: 
                 continue  # none captures stream 0
             if precision and precision != _precision():
                 continue
-            output = call(*operands)
+            output = call.repeat(operands)
             if output is not MISS:
                 if each is not recent[0]:
                     calls.recent[settings] = (each, *[x for x in recent if x is not each])

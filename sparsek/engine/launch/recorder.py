@@ -1,7 +1,7 @@
 """Records a call while it launches its kernels, so that it can be repeated quickly.
 
     Recorder                notes each launch: function, grid, argument block, tensor maps
-    Recorded(*operands)     allocates, writes the addresses that changed, calls cuLaunchKernelEx; in the order of the
+    Recorded.repeat         allocates, writes the addresses that changed, calls cuLaunchKernelEx; in the order of the
                             recorded call, so that its first kernel runs while the host prepares the others
 
 A recorded call keeps what a launch would compute again each time. Between two calls of the same shapes, strides and
@@ -50,7 +50,6 @@ MISS: Any = object()
 # memory under torch.use_deterministic_algorithms. Not in every torch.
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _allocate: Any = getattr(_guards, "_empty_strided_cuda", None)
-_address = Tensor.data_ptr
 _threads = threading.local()  # .recorder: the Recorder of the call in progress
 
 
@@ -148,16 +147,10 @@ class Part:
 
 
 class Recorded:
-    """A call ready to run again: `Recorded(*operands)`, with operands of the recorded shapes, strides and dtypes.
-
-    Not for concurrent use by two threads. The caller guarantees the thread, device and stream, and that no CUDA graph
-    is being captured. Returns MISS, and launches nothing, if an operand has another alignment, if a source of the
-    call's constants was written, or if a launch hook of Triton is active.
-    """
+    """A call ready to run again. Not for concurrent use by two threads."""
 
     __slots__ = (
-        "aligned", "constants", "device", "fresh", "one", "parts", "pick", "results", "runtime", "single",
-        "stream",
+        "aligned", "constants", "device", "fresh", "hooks", "one", "parts", "pick", "results", "single", "stream",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool) -> None:
@@ -179,14 +172,23 @@ class Recorded:
         self.constants = recorder.launches, recorder.constants
         self.device, self.stream = recorder.device, recorder.stream
         self.aligned = [x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands]]
-        self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
+        self.hooks = _hooks()
 
-    def __call__(self, *operands: Tensor) -> Any:
+    def repeat(self, operands: Sequence[Tensor]) -> Any:
+        """The result for operands of the recorded shapes, strides and dtypes.
+
+        MISS, and nothing is launched, if an operand has another alignment, if a source of the call's constants was
+        written, or if a launch hook of Triton is active. The caller guarantees the thread, device and stream, and that
+        no CUDA graph is being captured.
+        """
         if self.fresh and not self.is_fresh():
             return MISS
-        if self.runtime is not None and _listens(self.runtime):
+        assigned, entering, leaving = self.hooks
+        if (assigned or entering or leaving) and hooked():
             return MISS
-        addresses = [*map(_address, operands)]
+        addresses: list[int] = []
+        for x in operands:
+            addresses.append(x.data_ptr())  # a comprehension is a function of its own
         if self.one is not None:  # the loop below for one allocation and one launch, in half the time
             part, allocate, sides, run, given = self.one
             made = allocate(*sides)
@@ -445,15 +447,20 @@ def record(run: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, Rec
 def hooked() -> bool:
     """Whether a launch hook or profiler of Triton is active."""
     triton = sys.modules.get("triton")
-    return triton is not None and _listens(triton.knobs.runtime)
+    if triton is None:
+        return False
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
-def _listens(runtime: Any) -> bool:
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    try:
-        return bool(enter.calls or leave.calls)
-    except AttributeError:  # one is None or a function
-        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def _hooks() -> tuple[Any, Any, Any]:
+    """What is empty while no launch hook is active: the knobs that someone has assigned, and both chains of hooks."""
+    triton = sys.modules.get("triton")
+    if triton is None:
+        return (), (), ()
+    kind = type(triton.knobs.runtime)
+    chains = (getattr(hook, "calls", True) for hook in (kind.launch_enter_hook, kind.launch_exit_hook))
+    return vars(triton.knobs.runtime), *chains
 
 
 def _span(x: Tensor) -> int:

@@ -60,25 +60,25 @@ def product(
     runs the product for the Slot.
     """
     on_left = a.__class__ in SPARSE
-    matrix, dense = (a, b) if on_left else (b, a)
-    if matrix.__class__ not in SPARSE:
+    if not on_left and b.__class__ not in SPARSE:
         return UNBOUND
+    matrix, dense = (a, b) if on_left else (b, a)
     owner, form, own = matrix.signature()
+    settings = settings, on_left, form
     if dense.__class__ in TENSORS:
-        rest, turned = (dense, *also), None
+        operands = (*own, dense, *also)
     elif dense.__class__ is QuantizedTensor:
-        rest, turned = (dense.values, dense.scale, *also), dense.turned
+        settings, operands = (*settings, dense.turned), (*own, dense.values, dense.scale, *also)
     else:
         return UNBOUND
-    settings = settings, on_left, turned, form
     if "passing" in owner._memo and plan is None and matrix.__class__ is BSR and shares(owner):
         stands = matrix if on_left else matrix.T
-        found = _shared(owner, stands, settings, own, rest, matrix) if stands.is_unread else None
+        found = _shared(owner, stands, settings, own, operands[1:], matrix) if stands.is_unread else None
         if found is not None:
             return found
-    known = None if plan is None else _of_plan(owner, plan)
-    calls = known or owner._memo.get("calls") or owner.derived("calls", Calls)
-    return repeat(calls, settings, (*own, *rest), matrix)
+    calls = owner._memo.get("calls") if plan is None else _of_plan(owner, plan)
+    calls = calls or owner.derived("calls", Calls)
+    return repeat(calls, settings, operands, matrix)
 
 
 def sample(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Any:

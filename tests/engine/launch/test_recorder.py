@@ -66,12 +66,12 @@ def test_a_call_that_was_interrupted_leaves_no_addresses_behind(monkeypatch: pyt
     part.maps.append((ctypes.byref((ctypes.c_char * 128)()), ctypes.c_void_p(), 1, 0))
     part.steps.append((lambda: seen.append(cell.value) or 0, ()))
     call = Recorded(recorder, [Result(0)], True)
-    call(*first)
+    call.repeat(first)
     interrupted = True
     with pytest.raises(KeyboardInterrupt):
-        call(*second)
+        call.repeat(second)
     interrupted = False
-    call(*first)
+    call.repeat(first)
     assert seen == [first[0].data_ptr()] * 2
 
 
@@ -127,7 +127,7 @@ def test_a_call_runs_what_it_can_before_it_allocates_the_rest(monkeypatch: pytes
         ]
     for x in (torch.zeros(4), torch.ones(4), torch.ones(4)):
         ran.clear()
-        two, one = recorded(x)
+        two, one = recorded.repeat((x,))
         assert (two.shape, two.dtype, one.shape, one.dtype) == ((5,), torch.int32, (2, 3), x.dtype)
         assert ran == [
             ("first", [x.data_ptr(), one.data_ptr()]),
@@ -135,7 +135,7 @@ def test_a_call_runs_what_it_can_before_it_allocates_the_rest(monkeypatch: pytes
             ("second", [one.data_ptr(), two.data_ptr(), x.data_ptr()]),
         ]
     assert allocated == ["0", "2"] * 3
-    assert recorded(torch.zeros(5)[1:]) is MISS
+    assert recorded.repeat((torch.zeros(5)[1:],)) is MISS
 
 
 def test_one_launch_reads_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +151,31 @@ def test_one_launch_reads_the_addresses_of_each_call(monkeypatch: pytest.MonkeyP
     call = Recorded(recorder, [Result(2)], True)
     assert call.one is not None
     for pair in ((x, y), (y, x), (y, x), (x, y)):
-        out = call(*pair)
+        out = call.repeat(pair)
         assert seen.pop() == [each.data_ptr() for each in (*pair, out)]
-        assert call(x, odd) is call(odd, x) is MISS
+        assert call.repeat((x, odd)) is call.repeat((odd, x)) is MISS
     assert not seen
     status[0] = 1
     monkeypatch.setattr(driver, "check", seen.append)
-    call(x, y)
+    call.repeat((x, y))
     assert seen[1:] == [1]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_of_triton_is_a_miss_however_it_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added to the chain of hooks, or assigned in its place; None is no hook."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    x = torch.zeros(4)
+    call = Recorded(Recorder([x]), [Result(0)], True)
+    assert call.repeat((x,)) is x
+    getattr(runtime, name).add(print)
+    try:
+        assert call.repeat((x,)) is MISS
+    finally:
+        getattr(runtime, name).remove(print)
+    for hook, found in ((print, MISS), (None, x)):
+        with runtime.scope():
+            setattr(runtime, name, hook)
+            assert call.repeat((x,)) is found
+    assert call.repeat((x,)) is x

@@ -138,7 +138,7 @@ def test_a_recorded_call_is_repeated_with_other_operands(name: str) -> None:
     for _ in range(4):
         x, y = drawn(), drawn()
         wanted = right(x.clone(), y)
-        again = made(x, y)
+        again = made.repeat((x, y))
         same(again, wanted)
         strides = [[None if each is None else each.stride() for each in tree(z)] for z in (found, again)]
         assert strides[0] == strides[1]
@@ -186,7 +186,7 @@ def test_operands_at_one_address_are_not_recorded_and_may_be_repeated() -> None:
     assert "same address" in recorder.reason
     assert apart is not None
     x = drawn()
-    same(apart(x, x.view_as(x)), right(x, x))
+    same(apart.repeat((x, x.view_as(x))), right(x, x))
 
 
 def made_of(*operands: Tensor, call: Callable[..., Any] = CALLS["sum"][0]) -> Recorded:
@@ -204,7 +204,7 @@ def test_a_view_of_an_operand_comes_back_wherever_that_lies() -> None:
 
     made = made_of(*drawn(3, 8, 48).unbind(), call=call)
     for x, y, out in ([drawn() for _ in range(3)], drawn(5, 8, 48)[2:].unbind(), drawn(3, 8, 48).unbind()):
-        found = made(x, y, out)
+        found = made.repeat((x, y, out))
         same(found, (x + y).mT)
         assert found.data_ptr() == out.data_ptr()
 
@@ -213,14 +213,14 @@ def test_other_alignments_are_missed_and_nothing_is_done() -> None:
     made = made_of(drawn(), drawn(), call=written_to)
     x, y = drawn(8 * 48 + 1)[1:].view(8, 48), drawn()
     before = x.clone()
-    assert made(x, y) is MISS
-    assert made(drawn(), drawn(8 * 48 + 1)[1:].view(8, 48)) is MISS
+    assert made.repeat((x, y)) is MISS
+    assert made.repeat((drawn(), drawn(8 * 48 + 1)[1:].view(8, 48))) is MISS
     assert torch.equal(x, before)
     x, y = drawn(), drawn()
     wanted = x + y
-    same(made(x, y), wanted)
+    same(made.repeat((x, y)), wanted)
     shifted = made_of(before[1:], y[1:])  # 192 bytes on, a multiple of 16
-    same(shifted(x[1:], y[1:]), x[1:] + y[1:])
+    same(shifted.repeat((x[1:], y[1:])), x[1:] + y[1:])
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
@@ -233,14 +233,14 @@ def test_a_hook_of_triton_is_a_miss(name: str) -> None:
 
     hooks.add(heard)
     try:
-        assert made(drawn(), drawn()) is MISS
+        assert made.repeat((drawn(), drawn())) is MISS
         assert not seen
         CALLS["sum"][0](drawn(), drawn())
         CALLS["directly"][0](drawn(), drawn())
         assert len(seen) == 2
     finally:
         hooks.remove(heard)
-    assert made(drawn(), drawn()) is not MISS
+    assert made.repeat((drawn(), drawn())) is not MISS
 
 
 def watching(source: Tensor) -> tuple[Recorded, Callable[[Tensor, Tensor], Tensor]]:
@@ -265,15 +265,15 @@ def test_a_write_to_what_constants_were_made_of_ends_the_call() -> None:
     source = drawn()
     made, call = watching(source)
     x, y = drawn(), drawn()
-    same(made(x, y), x + 2 * source + y)
+    same(made.repeat((x, y)), x + 2 * source + y)
     assert made.is_fresh()
     source.add_(1)
-    assert made(x, y) is MISS
+    assert made.repeat((x, y)) is MISS
     assert not made.is_fresh()
     made, call = watching(source)
-    same(made(x, y), call(x, y))
+    same(made.repeat((x, y)), call(x, y))
     del source
-    assert made(x, y) is MISS
+    assert made.repeat((x, y)) is MISS
     assert not made.is_fresh()
 
 
@@ -305,7 +305,7 @@ def test_constants_live_as_long_as_the_call_and_operands_do_not() -> None:
     gc.collect()
     assert [each() is None for each in references] == [False, True, True]
     x, y, others = drawn(), drawn(), [torch.full_like(value, torch.nan) for _ in range(4)]
-    same(made(x, y), x + value + y)
+    same(made.repeat((x, y)), x + value + y)
     del made, others
     gc.collect()
     assert references[0]() is None
@@ -318,7 +318,7 @@ def test_a_call_follows_the_stream_that_it_was_recorded_on() -> None:
         x, y = drawn(), drawn()
         torch.cuda._sleep(20_000_000)
         x.add_(1)  # behind the sleep: a launch elsewhere would not see it
-        out = made(x, y)
+        out = made.repeat((x, y))
     side.synchronize()
     assert made.stream == side.cuda_stream
     same(out, x + y)
@@ -328,7 +328,7 @@ def test_a_call_may_be_repeated_in_a_thread_without_a_context() -> None:
     made, found = made_of(drawn(), drawn()), []
     x, y = drawn(), drawn()
     torch.cuda.synchronize()
-    thread = Thread(target=lambda: found.append(made(x, y)))
+    thread = Thread(target=lambda: found.append(made.repeat((x, y))))
     thread.start()
     thread.join()
     torch.cuda.synchronize()
@@ -351,4 +351,4 @@ def test_a_thread_is_not_recorded_with_another() -> None:
     assert made is not None
     assert [len(part.steps) for part in made.parts] == [1]
     x, y = drawn(), drawn()
-    same(made(x, y), right(x, y))
+    same(made.repeat((x, y)), right(x, y))

@@ -1,6 +1,6 @@
 """pack/to_bsr.py in Triton's interpreter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -187,7 +187,7 @@ class Again(Recorded):
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run, self.ran, self.device, self.stream = run, 0, 0, 0
 
-    def __call__(self, *given: Tensor) -> Any:
+    def repeat(self, operands: Sequence[Tensor]) -> Any:
         self.ran += 1
         return self.run()
 

@@ -2,6 +2,7 @@
 bits, graphs and recorded calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -147,14 +148,14 @@ def test_layers_and_batches_go_through_the_planner() -> None:
 
 
 def test_a_recorded_call_follows_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    repeated, repeat = [], Recorded.__call__
+    repeated, repeat = [], Recorded.repeat
 
-    def counted(self: Recorded, *operands: Tensor) -> Any:
-        made = repeat(self, *operands)
+    def counted(self: Recorded, operands: Sequence[Tensor]) -> Any:
+        made = repeat(self, operands)
         repeated.append(made is not MISS)
         return made
 
-    monkeypatch.setattr(Recorded, "__call__", counted)
+    monkeypatch.setattr(Recorded, "repeat", counted)
     first = sk.random_bsr(1024, 512, 32, 0.2, dtype=torch.bfloat16, device="cuda", seed=fresh())
     kept = []
     for _ in range(5):
