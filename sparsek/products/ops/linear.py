@@ -213,9 +213,9 @@ def route(call: LinearCall, slot: Slot) -> Tensor:
     if slope or (slot.learns and x is not None):
         if not slot.learns:
             slot = slot._replace(operands=(call.w.values, x, *(t for t in rows if t is not None)))
-        how = How(True, False, 1.0, inside == "relu", call.kernel, act if slope else "")
+        how = How.of(call.w, x, True, False, 1.0, inside == "relu", call.kernel, act if slope else "")
         learned = LearnedProduct(how, call.bias is not None, residual is not None, apart, after)
-        return slot.differentiate(learned, call.w, run)
+        return slot.differentiate(learned.differentiable, call.w, run)
     y = slot.run(run)
     return finished(y, after, residual) if apart else y
 

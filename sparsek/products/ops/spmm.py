@@ -7,7 +7,7 @@ unpack the matrix into a workspace first, cpu.bsr24 blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ from sparsek.engine.plan.op import Operation
 from sparsek.engine.plan.plan import check_plan
 from sparsek.engine.planning import choose
 from sparsek.products.formats.bsr import BSR
-from sparsek.products.formats.quantized import Matrix, Quantized, SparseMatrix
+from sparsek.products.formats.quantized import Quantized, SparseMatrix
 from sparsek.products.formats.quantized_tensor import QuantizedTensor
 from sparsek.products.formats.semi24 import Semi24
 from sparsek.products.ops import gradients, library_args, recorded_products
@@ -37,7 +37,7 @@ from sparsek.products.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, to
 from sparsek.products.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
 SPMM = Operation(SpmmPlan, choose)
-PLAIN_CALL = "spmm", 1.0, None, None  # the settings of a recorded call without options, as `A @ B` is
+PLAIN_CALL = "spmm"  # the settings of a recorded call without options, as `A @ B` is; a text is hashed once
 
 _compiling = torch.compiler.is_dynamo_compiling  # of other tracing a recorded call finds out itself
 
@@ -115,7 +115,8 @@ def spmm(
         and beta == 0
         and (dtype is None or dtype.__class__ is torch.dtype)
     ):
-        slot = recorded_products.product(A, B, ("spmm", alpha, kernel, dtype))
+        plain = alpha == 1 and kernel is dtype is None
+        slot = recorded_products.product(A, B, PLAIN_CALL if plain else ("spmm", alpha, kernel, dtype))
         if slot.__class__ is not Slot:
             return slot
     call = SpmmCall(A, B, out, alpha, beta, plan, kernel, dtype)
@@ -184,10 +185,9 @@ def route(call: SpmmCall, slot: Slot) -> Tensor:
         return product.seen(multiply(product, kernel, slot), call.a)
 
     if slot.learns and isinstance(product.b, Tensor):
-        rows = product.out_layout == "col"
-        return slot.differentiate(
-            LearnedProduct(How(rows, rows, epilogue.alpha, False, kernel)), call.matrix, run
-        )
+        rows, a = product.out_layout == "col", call.matrix
+        how = How.of(a, call.b if a is call.a else call.a, rows, rows, epilogue.alpha, False, kernel)
+        return slot.differentiate(LearnedProduct(how).differentiable, a, run)
     return slot.run(run)
 
 
@@ -280,8 +280,9 @@ def multiply(call: Product, kernel: str | None, slot: Slot = recorded_calls.UNBO
         transforms.check_untransformed(call.matrix.pattern.indptr)
     if not traced and transforms.are_plain(values, call.wide, bias, other):
         rows = out_layout == "col"
-        how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (x.mT if rows and x is not None else x for x in (call.wide, other))
+        relu = epilogue.activation == "relu"
+        how = How.of(a, dense, rows, transposed, epilogue.alpha, relu, kernel)
         with torch.no_grad():
             c = run(call, kernel, slot)
         return ProductFunction.apply(values, dense, bias, other, (a, how, c, None))
@@ -368,19 +369,33 @@ transforms.register("spmm", SpmmArgs, _run_op, _fake, gradients.of_spmm, gradien
 class How(NamedTuple):
     """The product that `ProductFunction` computes of a matrix A and a dense operand.
 
-    `rows`: X A^T, with X [..., T, K], or X A if also `turned`; otherwise A B, or A^T B. `relu` follows it. `slope`: the
-    name of another activation that follows it, whose slope the product also returns.
+    `rows`: X A^T, with X [..., T, K], or X A if also `turned`; otherwise A B, or A^T B. `by_columns`: the gradient of
+    the dense operand is written so. `form`: that of A in its signature. `relu` follows the product. `slope`: the name
+    of another activation that follows it, whose slope the product also returns.
     """
 
     rows: bool
     turned: bool
+    by_columns: bool
+    form: Hashable
     alpha: float
     relu: bool
     kernel: str | None
     slope: str = ""
 
+    @classmethod
+    def of(cls, a: SparseMatrix, dense: Tensor | None, rows: bool, turned: bool, *options: Any) -> How:
+        """That of these operands. InvalidInput for an inference tensor that the backward pass reads."""
+        _, form, own = a.signature()
+        if dense is None:
+            return cls(rows, turned, rows, form, *options)
+        for x in (*(own if dense.requires_grad else ()), *((dense,) if a.values.requires_grad else ())):
+            arguments.kept("an operand, a pattern or a mask", x)
+        return cls(rows, turned, rows or gradients.lies_by_columns(dense), form, *options)
 
-class LearnedProduct(NamedTuple):
+
+@dataclass(slots=True, eq=False)
+class LearnedProduct:
     """A product of the operands of a recorded call whose gradient autograd needs; see `Slot.differentiate`.
 
     `act`: the activation that torch applies to it. `residual`: the last operand is added behind that, by torch if
@@ -393,15 +408,14 @@ class LearnedProduct(NamedTuple):
     apart: bool = False
     act: str = ""
 
-    def __call__(self, a: Matrix, given: Sequence[Tensor], made: Any) -> Tensor:
+    def differentiable(self, a: SparseMatrix, given: Sequence[Tensor], made: Any) -> Tensor:
         """The result that was `made` of the tensors of `a`, the dense operand, the bias and the residual."""
-        how, biased, residual, apart, act = self
-        own = len(given) - 1 - biased - residual  # tensors of the matrix
-        other = given[-1] if residual else None
-        bias = given[own + 1] if biased else None
-        c, slope = made if how.slope else (made, None)
-        y = _multiplied(a.values, given[own], bias, None if apart else other, (a, how, c, slope))
-        return finished(y, act, other) if apart else y
+        own = len(given) - 1 - self.biased - self.residual  # tensors of the matrix
+        other = given[-1] if self.residual else None
+        bias = given[own + 1] if self.biased else None
+        product = (a, self.how, *made) if made.__class__ is tuple else (a, self.how, made, None)
+        y = _multiplied(a.values, given[own], bias, None if self.apart else other, product)
+        return finished(y, self.act, other) if self.apart else y
 
 
 def finished(y: Tensor, act: str, residual: Tensor | None) -> Tensor:
@@ -426,7 +440,7 @@ class ProductFunction(torch.autograd.Function):
         dense: Tensor | None,
         bias: Tensor | None,
         other: Tensor | None,
-        product: tuple[Matrix, How, Tensor, Tensor | None],
+        product: tuple[SparseMatrix, How, Tensor, Tensor | None],
     ) -> Tensor:
         of_values, of_b, of_bias, _, _ = ctx.needs_input_grad
         a, how, c, slope = product
@@ -434,27 +448,22 @@ class ProductFunction(torch.autograd.Function):
         c = c.data if c._is_view() else c
         cut = c if how.relu and (of_values or of_b or of_bias) else None
         later = None
-        by_columns = how.rows or (dense is not None and gradients.lies_by_columns(dense))
         if slope is not None:  # a second derivative computes the product again
             of_values, of_b, later = True, True, SecondOrderInput.of(bias)
-        owner, form, _ = a.signature()
-        stored, scale, scaled = (a.matrix, a.scale, a.kind) if isinstance(a, Quantized) else (a, None, "")
+        stored, scale, scaled = (a.matrix, a.scale, a.kind) if type(a) is Quantized else (a, None, "")
         saved = values if of_b else None, scale if of_b else None, dense if of_values else None
-        for x in saved:
-            if x is not None and x.is_inference():
-                arguments.kept("an operand, a pattern or a mask", x)
         fields = {**stored.__dict__, "values": None}  # which autograd keeps, and metadata
         ctx.save_for_backward(*saved, cut, slope, fields.get("meta"))
-        ctx.product = stored.__class__, fields, scaled, (owner, form), how, by_columns, later
+        ctx.product = stored.__class__, fields, scaled, a.plan_owner(), how, later
         return c
 
     @staticmethod
     @transforms.one_by_one
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         values, scale, dense, out, slope, meta = saved_tensors(ctx)
-        kind, fields, scaled, (owner, form), how, by_columns, later = ctx.product
+        kind, fields, scaled, owner, how, later = ctx.product
         fields = fields if meta is None else {**fields, "meta": meta}
-        rows, turned, alpha, _, kernel, activation = how
+        rows, turned, by_columns, _, alpha, _, kernel, activation = how
         needs, again, none = ctx.needs_input_grad, torch.is_grad_enabled(), None
         two_four, dz = not issubclass(kind, BSR), grad
         if slope is not None and not again:
@@ -500,7 +509,7 @@ class ProductFunction(torch.autograd.Function):
         slot: Any = recorded_calls.UNBOUND
         if not again and not torch.compiler.is_compiling() and not recorded_products.shares(owner):
             given = [x for x in (dz, dense, values, scale, meta) if x is not None]
-            settings = "backward", how, form, by_columns, *needs[:2]
+            settings = "backward", how, *needs[:2]
             slot = recorded_calls.repeat(owner.derived("calls", recorded_calls.Calls), settings, given)
         of_values, of_b = slot.run(products) if slot.__class__ is Slot else slot
         of_bias = gradients.of_bias(tokens(dz).mT if rows else dz) if needs[2] else None
