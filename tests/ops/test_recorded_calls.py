@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -457,22 +457,18 @@ def test_every_option_of_attention_is_in_the_key_of_its_recorded_calls(monkeypat
     monkeypatch.setattr(recorded_calls, "repeat", repeat)
     monkeypatch.setattr(attention_op, "_run", run)
     monkeypatch.setattr(
-        attention_autograd, "_attention", lambda q, k, v, sinks, call, run: call.of(q, k, v, sinks)
+        attention_autograd, "_attention", lambda q, k, v, call, output, sinks=None: call.of(q, k, v, sinks)
     )
-    slot: Any = SimpleNamespace(learns=True, differentiate=lambda learned, mask, run: learned)
+    slot: Any = SimpleNamespace(learns=True, differentiate=lambda apply, call, run: apply(call, (q,), None))
     mask, (q, k, v), seen = sk.BlockMask.causal(64), torch.randn(3, 1, 2, 64, 16), set()
     for name, value in [("", None), *((name, each) for name, values in OPTIONS.items() for each in values)]:
         given: dict[str, Any] = {name: value} if name else {}
         given = {"scores": Scores(**given)} if name in Scores._fields else given
         call = Attended(q, k, v, mask, **given)
         through_op(call)
-        learned = attention_autograd.differentiate(call, mask, slot)
-        calls = (
-            call,
-            call.of(q, k, v, call.scores.sink_logits),
-            ran[-1],
-            learned(mask, (q, k, v, value), None),
-        )
+        learned = attention_autograd.differentiate(replace(call), slot)
+        learned = learned if call.return_lse else learned[0]
+        calls = call, call.of(q, k, v, call.scores.sink_logits), ran[-1], learned
         keys.clear()
         for each in calls:
             attention_plans.recorded(each, "attention", each.tensors)

@@ -203,7 +203,7 @@ def attention(
 
 def route(call: Attended) -> Any:
     """(out, lse) of a call: a recorded one's, or by the torch.library op, torch.func, autograd or the plan alone."""
-    mask, plan, slot = call.mask, call.plan, recorded_calls.UNBOUND
+    plan, slot = call.plan, recorded_calls.UNBOUND
     if plan is not None:
         _check_plan(call)
     else:
@@ -226,7 +226,7 @@ def route(call: Attended) -> Any:
     check_no_tangent(operands.NO_TANGENT, *call.tensors, call.scores.sink_logits)
     if torch._C._are_functorch_transforms_active():
         return transform(call)
-    return differentiate(call, mask, slot) if call.learns else run_forward(call, slot)
+    return differentiate(call, slot) if call.learns else run_forward(call, slot)
 
 
 @overload

@@ -8,13 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention_op import gradients_through_op, through_op
 from sparsek.attn.ops.attention_plans import (
     ATTENTION,
@@ -26,7 +25,7 @@ from sparsek.attn.ops.attention_plans import (
 from sparsek.attn.plan import attention_operands as operands
 from sparsek.attn.plan.attention import NONE, Attended, every_block
 from sparsek.attn.plan.attention_grad import Differentiated
-from sparsek.attn.reference.scores import PLAIN, Scores
+from sparsek.attn.reference.scores import PLAIN
 from sparsek.core import arguments
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -69,7 +68,7 @@ def _forward(call: Attended, wanted: bool = True) -> tuple[Tensor, Tensor | None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, sinks, ctx.call, _ = inputs
+    q, k, v, ctx.call, _, sinks = inputs
     # Slopes are saved so that torch notices a write to them.
     save_for_backward(ctx, q, k, v, sinks, *output, ctx.call.scores.alibi_slopes)
     ctx.set_materialize_grads(False)
@@ -77,22 +76,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 @transforms.one_by_one
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad, grad_lse = grads
+    grad, grad_lse = (*grads, None)[:2]
     q, k, v, sinks, out, lse, _ = saved_tensors(ctx)
     grad = torch.zeros_like(out) if grad is None else grad
     # create_graph=True, or torch.func, also where that maps over gradients alone; otherwise there is nothing to record.
     listened = torch.is_grad_enabled() or transforms.active()
     run = AttentionBackward.apply if listened else AttentionBackward.forward
-    of_q, of_k, of_v, of_sinks, *_ = ctx.needs_input_grad
-    learned = sinks if of_sinks else None
+    of_q, of_k, of_v, _, _, *of_sinks = ctx.needs_input_grad
+    learned = sinks if True in of_sinks else None
     dq, dk, dv, *more = run(q, k, v, out, lse, grad, grad_lse, learned, ctx.call)
     found = dq if of_q else None, dk if of_k else None, dv if of_v else None
-    return *found, None if learned is None else more[0].sum(0).to(learned.dtype), None, None
+    return *found, None, None, None if learned is None else more[0].sum(0).to(learned.dtype)
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of q, k, v and sinks, which are given. Not for torch.func, whose way of saving tensors takes the host
-    longer.
+    """`output`, (out, lse) of q, k, v and sinks, or its first alone. Not for torch.func, whose way of saving tensors
+    takes the host longer.
     """
 
     @staticmethod
@@ -101,12 +100,15 @@ class Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
         call: Attended,
         output: tuple[Tensor, Tensor | None],
-    ) -> tuple[Tensor, Tensor | None]:
+        sinks: Tensor | None = None,
+    ) -> Any:
+        out, lse = output
         ctx.call = call
-        ctx.save_for_backward(q, k, v, sinks, *output, call.scores.alibi_slopes)  # which was checked
+        ctx.save_for_backward(q, k, v, sinks, out, lse, call.scores.alibi_slopes)  # which was checked
+        if not call.return_lse:
+            return out
         ctx.set_materialize_grads(False)
         return output
 
@@ -116,42 +118,31 @@ class Attention(torch.autograd.Function):
 _attention = recorded_calls.applied(Attention)
 
 
-class LearnedAttention(NamedTuple):
-    """Attention of the operands of a recorded call whose gradient autograd needs; see `Slot.differentiate`.
-
-    `options` and `once` are those of the call. `scores`: its scores, whose tensors come behind q, k and v; see
-    `Scores.parted`.
-    """
-
-    options: tuple[float | None, bool, str | None, bool]
-    once: bool
-    scores: tuple[Any, ...] | None
-
-    def __call__(
-        self, mask: BlockMask | None, given: Sequence[Tensor], output: tuple[Tensor, Tensor | None]
-    ) -> Any:
-        """(out, lse), with gradients."""
-        options, once, marked = self
-        q, k, v = given[:3]
-        scores = PLAIN if marked is None else Scores.joined(marked, given[3:])
-        mask = every_block(q, k) if mask is None else mask
-        call = Attended(NONE, NONE, NONE, mask, *options, scores.with_sinks(None), None, once)
-        return _attention(q, k, v, scores.sink_logits, call, output)
-
-
-def differentiate(call: Attended, mask: BlockMask | None, slot: Slot) -> Any:
-    """(out, lse) of a checked call, whose gradient autograd needs. `mask`: that of the caller."""
-    run, scores = functools.partial(_forward, call), call.scores
-    for x in (*call.tensors, *scores.parted()[1]):
+def differentiate(call: Attended, slot: Slot) -> Any:
+    """(out, lse) of a checked call, whose gradient autograd needs."""
+    for x in (*call.tensors, *call.scores.parted()[1]):
         arguments.kept("an operand", x)
-    if not slot.learns:
-        kept = call.without()
-        with torch.no_grad():
-            output = run()
-        return Attention.apply(call.q, call.k, call.v, scores.sink_logits, kept, output)
-    options = call.scale, call.return_lse, call.kernel, call.deterministic
-    marked = None if scores is PLAIN else scores.parted()[0]
-    return slot.differentiate(LearnedAttention(options, call.once, marked), mask, run)
+    run = functools.partial(_forward, replace(call))  # the operands of `call` are taken out
+    if slot.learns:
+        return slot.differentiate(_differentiable, call, run)
+    with torch.no_grad():
+        output = run()
+    return _differentiable(call, (), output)
+
+
+def _differentiable(call: Attended, given: Sequence[Tensor], output: tuple[Tensor, Tensor | None]) -> Any:
+    """(out, lse) with gradients; see `Slot.differentiate`. `given`: none of a call without a key. Autograd keeps the
+    call, without operands.
+    """
+    tensors, scores = (call.q, call.k, call.v, call, output), call.scores
+    call.q = call.k = call.v = NONE
+    if call.mask is None:
+        call.mask = every_block(*tensors[:2])
+    if scores is not PLAIN:
+        call.scores = scores.with_sinks(None)
+        tensors = tensors if scores.sink_logits is None else (*tensors, scores.sink_logits)
+    made = (_attention if given else Attention.apply)(*tensors)
+    return made if call.return_lse else (made, None)
 
 
 def transform(call: Attended) -> Any:
@@ -159,7 +150,7 @@ def transform(call: Attended) -> Any:
     check_untransformed(call)
     transforms.check_rules()
     call.once = False
-    return TransformedAttention.apply(*call.tensors, call.scores.sink_logits, call.without(), call.learns)
+    return TransformedAttention.apply(*call.tensors, call.without(), call.learns, call.scores.sink_logits)
 
 
 def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
@@ -171,7 +162,7 @@ class TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Attended, wanted: bool
+        q: Tensor, k: Tensor, v: Tensor, call: Attended, wanted: bool, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return _forward(call.of(q, k, v, sinks), wanted)
 
@@ -186,17 +177,17 @@ class TransformedAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
         call: Attended,
         wanted: bool,
+        sinks: Tensor | None,
     ) -> Any:
-        _check_shared(in_dims[3])
+        _check_shared(in_dims[5])
         joined: Any = _joined(info.batch_size, in_dims, (q, k, v), call)
         # Under vmap requires_grad of an outer transform is not visible.
         wanted = wanted or wants_gradient(*joined, sinks)
         call = _repeated(info.batch_size, call)
         return _apart(
-            info.batch_size, _items(q, in_dims[0]), TransformedAttention.apply(*joined, sinks, call, wanted)
+            info.batch_size, _items(q, in_dims[0]), TransformedAttention.apply(*joined, call, wanted, sinks)
         )
 
 

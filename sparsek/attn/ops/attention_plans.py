@@ -56,9 +56,9 @@ def recorded(call: Attended, verb: Hashable, tensors: tuple[Tensor, ...], *, cou
             call.once, tensors = True, (*tensors, mask._base)
             calls = layout._memo.get("calls") or layout.derived("calls", Calls)
         else:
-            key = "calls", mask.sizes.exact
+            key = "calls" if mask.sizes.exact else "calls of bounds"
             calls = memo.get(key) or mask.derived(key, Calls)
-    return recorded_calls.repeat(calls, settings, tensors, mask)
+    return recorded_calls.repeat(calls, settings, tensors, call)
 
 
 def differentiated(given: Differentiated, kernel: str | None) -> tuple[Tensor, ...]:

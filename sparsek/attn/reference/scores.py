@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -61,12 +60,6 @@ class Scores(NamedTuple):
             else:
                 return None, tensors
         return tuple(marked), tensors
-
-    @classmethod
-    def joined(cls, marked: tuple[Any, ...], tensors: Sequence[Tensor]) -> Scores:
-        """The scores that `parted` has taken apart."""
-        left: Iterator[Any] = iter(tensors)
-        return cls(*[next(left) if x is MARK else x for x in marked])
 
     @property
     def changes(self) -> dict[str, bool]:
