@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -74,6 +77,12 @@ def _selecting(own: Any) -> Any:
 
     def selected(model: Any, requested_attention: Any, *args: Any, **kwargs: Any) -> Any:
         found, config = own(model, requested_attention, *args, **kwargs), model.config
+        if _is_ours(found) and _attends_alone(type(model)):
+            raise InvalidInput(
+                f"{type(model).__name__} computes attention by itself, as for ALiBi or a bias of its own, and does not "
+                f'take attn_implementation="{found}": leave it out. Where this is a part of a model, name the parts '
+                'that take it, as attn_implementation={"text_config": "' + found + '"}'
+            )
         if requested_attention is None and getattr(config, "_name_or_path", "") and _is_set(config):
             warnings.warn(
                 f'config.json has "{ATTRIBUTE}", but the attention implementation is "{found}", which does not read '
@@ -94,12 +103,28 @@ def _is_set(config: Any) -> bool:
     return any(getattr(each, ATTRIBUTE, None) is not None for each in (config, *parts))
 
 
-def _is_paged(implementation: Any) -> bool:
-    """Whether this name is for caches of continuous batching, and SparseK's attention is registered under it."""
-    if not isinstance(implementation, str) or not implementation.startswith("paged|"):
+@functools.cache
+def _attends_alone(kind: type) -> bool:
+    """Whether the module of a class has layers of attention that do not look at the registered functions."""
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):
         return False
+    layers = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return layers is not None and not re.search("ALL_ATTENTION_FUNCTIONS|AttentionInterface", source)
+
+
+def _is_ours(implementation: Any) -> bool:
+    """Whether SparseK's attention is registered under this name."""
     found = AttentionInterface._global_mapping.get(implementation)
     return getattr(found, "__module__", "").startswith("sparsek.")
+
+
+def _is_paged(implementation: Any) -> bool:
+    """Whether this name is for caches of continuous batching, and SparseK's attention is registered under it."""
+    return (
+        isinstance(implementation, str) and implementation.startswith("paged|") and _is_ours(implementation)
+    )
 
 
 def _require_pages(config: Any, policy: MaskPolicy | Policy | None) -> None:

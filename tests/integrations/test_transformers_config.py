@@ -172,3 +172,38 @@ def test_a_config_that_no_layer_reads_refuses_it():
 )
 def test_configs_with_layers_of_their_own_take_it(name: str):
     assert getattr(transformers, name)(sparsek={"window": 4}).sparsek == {"window": 4}
+
+
+ALONE = {
+    "Bloom": {"n_layer": 1, "n_head": 2, "hidden_size": 32},
+    "Mpt": {"n_layers": 1, "n_heads": 2, "d_model": 32},
+    "Falcon": {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32, "alibi": True},
+    "GPTJ": {"n_layer": 1, "n_head": 2, "n_embd": 32, "rotary_dim": 8},
+    "XLNet": {"n_layer": 1, "n_head": 2, "d_model": 32, "d_inner": 32},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_models_that_compute_attention_by_themselves_are_refused(name: str):
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, **ALONE[name])
+    kind = getattr(transformers, f"{name}Model")
+    with pytest.raises(InvalidInput, match=rf"{name}Model computes attention by itself.*leave it out"):
+        kind._from_config(config, attn_implementation="sparsek")
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, **ALONE[name])
+    assert kind._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_a_part_that_computes_attention_by_itself_is_left_out_by_name():
+    def made(**options: Any) -> Any:
+        sizes = {"embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4}
+        vision = transformers.Swinv2Config(image_size=16, patch_size=2, **sizes)
+        text = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+        )
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=1)
+        return transformers.LlavaForConditionalGeneration._from_config(config, **options)
+
+    with pytest.raises(InvalidInput, match="Swinv2Model computes attention by itself"):
+        made(attn_implementation="sparsek")
+    model = made(attn_implementation={"text_config": "sparsek"})
+    assert model.model.language_model.config._attn_implementation == "sparsek"
