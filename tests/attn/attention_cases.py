@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.core import dtypes
+from tests.attn.mask.members import drawn
 
 Lengths = tuple[int, int]
 Block = tuple[int, int]
@@ -212,4 +213,42 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase("dim 192 128", _of(BlockMask.causal, 256), dims=(192, 128)),
     AttentionCase("dim 256", _of(BlockMask.causal, 256), dims=(256, 256)),
     AttentionCase("fp32", _of(BlockMask.sliding_window, 300, 90, block=SMALL), dtype="fp32"),
+)
+
+
+def _of_tokens(*sizes: Any, **rest: Any) -> Callable[[str], BlockMask]:
+    """A drawn mask by members, on any device."""
+    return lambda device: drawn(*sizes, **rest, device=device).mask
+
+
+# The tile of a mask by members has 128 rows: tokens times the heads of a group that are packed.
+MEMBER_CASES: tuple[AttentionCase, ...] = (
+    AttentionCase("members", _of_tokens(150, 150, (128, 64)), dims=(32, 32)),
+    AttentionCase("members window", _of_tokens(70, 200, (64, 64), window=20, heads=2), (4, 2), (64, 64)),
+    AttentionCase(
+        "members sinks, bshd",
+        _of_tokens(70, 200, (32, 64), sinks=3, batch=2),
+        (4, 1),
+        (32, 64),
+        batch=2,
+        bshd=True,
+    ),
+    AttentionCase(
+        "members 3 of 6 heads", _of_tokens(100, 170, (64, 128), window=9, sinks=70), (6, 1), (32, 32)
+    ),
+    AttentionCase("members all keys", _of_tokens(20, 300, (16, 64), causal=False), (8, 1), (128, 128)),
+    AttentionCase(
+        "members of two heads of keys",
+        _of_tokens(37, 130, (32, 64), heads=2, batch=2, window=5),
+        (24, 2),
+        (32, 32),
+        batch=2,
+    ),
+    AttentionCase("members of one list", _of_tokens(17, 140, (8, 64), window=1, sinks=1), (32, 2), (32, 32)),
+    AttentionCase("members of 64 heads", _of_tokens(5, 90, (2, 64), sinks=2), (64, 1), (32, 32)),
+    AttentionCase("members none", _of_tokens(30, 50, (16, 64), chosen=0), (8, 1), (32, 32)),
+    AttentionCase(
+        "members one block", _of_tokens(40, 50, (16, 64), chosen=1, causal=False), (8, 1), (32, 32)
+    ),
+    AttentionCase("members more tokens than keys", _of_tokens(50, 20, (16, 128)), (8, 1), (32, 32)),
 )

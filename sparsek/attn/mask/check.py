@@ -12,7 +12,6 @@ from sparsek.attn.mask.data import MaskData
 from sparsek.attn.mask.elements import find
 from sparsek.attn.mask.lists import (
     BY_INTERVAL,
-    TOKEN_SIZES,
     WORD,
     BlockLists,
     HostMask,
@@ -38,8 +37,6 @@ def plain(mask: MaskData) -> dict[str, Any]:
     """Lengths, block, batch and heads as plain ints, `pure`, and the label."""
     members = _plain_members(mask)
     block = mask_block(mask.block) if members is None else token_block(mask.block)
-    if members is not None and members.rows > block[0]:
-        raise InvalidInput(f"members has {members.rows} rows for each bit; a tile has {block[0]} queries")
     for name in ("full", "partial"):
         if not isinstance(getattr(mask, name), BlockLists):
             raise InvalidInput(f"{name} is {arguments.shown(getattr(mask, name))}; it must be BlockLists")
@@ -62,9 +59,7 @@ def _plain_members(mask: MaskData) -> Members | None:
         return None
     if not isinstance(members, Members):
         raise InvalidInput(f"members is {arguments.shown(members)}; it must be Members")
-    rows = arguments.integer("members.rows", members.rows, 1, TOKEN_SIZES[-1])
-    if rows not in TOKEN_SIZES:
-        raise InvalidInput(f"members.rows is {rows}; it must be a power of two")
+    rows = arguments.integer("members.rows", members.rows, 1, 1)
     window = arguments.integer("members.window", members.window, 0, INT32_MAX)
     return Members(rows, window, arguments.integer("members.sinks", members.sinks, 0, INT32_MAX))
 

@@ -44,10 +44,11 @@ class BlockLists(NamedTuple):
 
 
 class Members(NamedTuple):
-    """The rule of partial blocks by members: each entry has a bit for every `rows` queries of its tile.
+    """The rule of partial blocks by members: each entry has a bit for every token of its tile.
 
-    A query sees the keys of its interval that its bit admits, and without a bit the last `window` keys and the first
-    `sinks` keys of its interval.
+    A query sees the keys of its interval in blocks for which its token has the bit, and without it the last `window`
+    keys and the first `sinks` keys of its interval. `rows`: of a token, in packed masks one for each of several heads;
+    1 in others.
     """
 
     rows: int = 1

@@ -89,9 +89,9 @@ class BlockMask(MaskData):
             `lo` and `hi` the interval is every key.
         label: The mask in words.
         members: `Members` (rows, window, sinks) or None. With it the mask has `lo` and `hi`, no `bits`, and W words of
-            `rules` for each partial entry, W = ceil(bq / rows / 32): query q of a tile has bit q // rows, and sees
-            the keys k of its interval for which it is 1, k >= hi[q] - window or k < lo[q] + sinks. Then bq is a power
-            of two up to 128.
+            `rules` for each partial entry, W = ceil(bq / 32): query q of a tile has bit q, and sees the keys k of its
+            interval for which it is 1, k >= hi[q] - window or k < lo[q] + sinks. Then bq is a power of two up to 128,
+            and `rows` is 1.
 
     Raises:
         InvalidInput: For a fault in the lists, with its position.

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+TILE_ROWS = 128  # of a tile of tokens times heads
 
 
 class Heads:
@@ -37,11 +43,11 @@ class AttentionProblem(Heads):
 
     `block` is (bq, bk) of the mask. `mask_batch` is 1 or batch; `mask_heads` is 1, kv_heads or q_heads. `stored` and
     `partial` count blocks over all rows of the mask, `longest` those of its longest row: upper bounds unless `exact`.
-    `by_interval` and `by_bits`: the rules that its partial blocks may have. `members`: the query rows of a tile that
-    share a bit, 0 unless partial blocks are by members; `member_ends`: queries see keys at the ends of their intervals
-    without a bit. `unit_stride`: the last dims of q, k and
-    v are contiguous. `aligned`: moreover their pointers and all other strides are multiples of 16 bytes. `lse`: the
-    logarithms of the rows' sums are returned. `softcap`, `alibi`: scores are capped, or biased by ALiBi slopes.
+    `by_interval` and `by_bits`: the rules that its partial blocks may have. `members`: the rows of a token, 0 unless
+    partial blocks are by members; `member_ends`: queries see keys at the ends of their intervals without a bit.
+    `unit_stride`: the last dims of q, k and v are contiguous. `aligned`: moreover their pointers and all other strides
+    are multiples of 16 bytes. `lse`: the logarithms of the rows' sums are returned. `softcap`, `alibi`: scores are
+    capped, or biased by ALiBi slopes.
     `sink_logits`: the dtype of the learned sinks, "" without.
     """
 
@@ -85,6 +91,22 @@ class AttentionProblem(Heads):
     def change_price(self) -> float:
         """The time of a step whose scores change over that of another: guessed by their instructions."""
         return (2.0 if self.softcap else 1.0) * (1.5 if self.alibi else 1.0)
+
+    @property
+    def pack(self) -> int:
+        """The heads of a token that may be rows of one tile: of a mask by members, as far as they share lists."""
+        if self.members != 1:
+            return 1
+        return gcd(TILE_ROWS // self.block[0], self.group if self.mask_heads in (1, self.kv_heads) else 1)
+
+    @property
+    def packed(self) -> Self:
+        """This problem with `pack` heads of each token as rows."""
+        pack, (bq, bk) = self.pack, self.block
+        if pack == 1:
+            return self
+        heads = {"q_heads": self.q_heads // pack, "q_len": self.q_len * pack}
+        return replace(self, **heads, block=(bq * pack, bk), members=pack)
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -16,16 +16,20 @@ from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned
-from tests.attn.attention_cases import AttentionCase, random_bits
+from tests.attn.attention_cases import MEMBER_CASES, AttentionCase, random_bits
 from tests.attn.kernels.backward import grad_cases
 from tests.attn.kernels.backward.grad_cases import Inputs, differentiate, inputs, judged, poisoned_keys
 from tests.attn.kernels.forward.changes import CHANGES
 from tests.attn.kernels.forward.inputs import LAYOUTS, SMALL, normal
 from tests.attn.kernels.planned import attend, attention_problem
+from tests.sampling import sampled
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 scales = pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 30.0])
 changes = pytest.mark.parametrize("name", CHANGES)
+members = pytest.mark.parametrize("case", sampled(MEMBER_CASES, 4), ids=str)
+of_packed = pytest.mark.parametrize("name", sampled(CHANGES, 2))
+PACKED = next(case for case in MEMBER_CASES if case.heads == (24, 2))
 
 
 def unstored(device: str) -> BlockMask:
@@ -160,6 +164,15 @@ class Forward(Small):
         q, k, v, mask = self.none_first()
         self.check(3 * q, k, v, mask, self.narrow, scores=CHANGES[name](q))
 
+    @members
+    def test_masks_by_members_are_within_budget(self, case: AttentionCase) -> None:
+        self.check(*case.make(dtype=self.dtype))
+
+    @of_packed
+    def test_changed_scores_of_packed_heads_are_within_budget(self, name: str) -> None:
+        q, k, v, mask = PACKED.make(dtype=self.dtype)
+        self.check(3 * q, k, v, mask, self.narrow, scores=CHANGES[name](q))
+
 
 class Backward(Small):
     def given(self, mask: BlockMask) -> Inputs:
@@ -235,3 +248,12 @@ class Backward(Small):
         given = inputs(3 * q, k, v, mask, with_lse=True, scores=CHANGES[name](q))
         for config in {None: None, str(self.narrow): self.narrow}.values() if name == "all" else (None,):
             self.check(given, config)
+
+    @members
+    def test_masks_by_members_are_within_budget(self, case: AttentionCase) -> None:
+        self.check(inputs(*case.make(dtype=self.dtype), with_lse=True))
+
+    @of_packed
+    def test_changed_scores_of_packed_heads_are_within_budget(self, name: str) -> None:
+        q, k, v, mask = PACKED.make(dtype=self.dtype)
+        self.check(inputs(3 * q, k, v, mask, with_lse=True, scores=CHANGES[name](q)))

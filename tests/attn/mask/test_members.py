@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils import _pytree
 
 import sparsek as sk
 from sparsek.attn.mask.lists import Members
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.ops.attention_args import flat_mask, mask_of
+from sparsek.attn.ops.attention_op import through_op
+from sparsek.attn.plan.attention import Attended
 from tests.attn.mask.masks import check_mask, in_one_buffer
 from tests.attn.mask.members import drawn
 from tests.refusals import refused
@@ -79,8 +82,7 @@ def test_what_does_not_read_members_refuses_them() -> None:
     ("message", "fields"),
     [
         ("members is 3; it must be Members", {"members": 3}),
-        ("members.rows is 3; it must be a power of two", {"members": Members(3)}),
-        ("members has 16 rows for each bit; a tile has 8 queries", {"members": Members(16)}),
+        ("members.rows is 2", {"members": Members(2)}),
         ("members.window is -1", {"members": Members(1, -1)}),
         ("block is (48, 64); a mask by members has blocks", {"block": (48, 64)}),
         ("block is (8, 64); masks have blocks of 64 or 128", {"members": None}),
@@ -94,3 +96,56 @@ def test_what_does_not_read_members_refuses_them() -> None:
 def test_faults_of_members_are_found(message: str, fields: dict[str, Any]) -> None:
     mask = drawn(40, 150, (8, 64)).mask
     refused(re.escape(message), lambda: replace(mask, **fields))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the definition, where every token sees a key."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    seen = seen.repeat_interleave(q.shape[1] // seen.shape[1], 1)
+    s = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+    return s.softmax(-1) @ v, s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", [None, "reference.attention"])
+def test_attention_and_its_gradients_are_those_of_the_definition(heads: int, kernel: str | None) -> None:
+    mask, seen = drawn(37, 150, (16, 64), window=3, sinks=2, heads=heads, batch=2)
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    given = normal(2, 8, 37, 16), normal(2, 2, 150, 16), normal(2, 2, 150, 24)
+    grads = normal(2, 8, 37, 24), normal(2, 8, 37)
+    found = []
+
+    def op(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        call = Attended(q, k, v, mask, return_lse=True, kernel=kernel)
+        return through_op(call)
+
+    def by_verb(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return sk.attention(q, k, v, mask, return_lse=True, kernel=kernel)
+
+    runs: Any = (lambda *x: plain(*x, seen), by_verb, op)
+    for run in runs:
+        x = [each.clone().requires_grad_() for each in given]
+        out = run(*x)
+        found.append([*out, *torch.autograd.grad(out, x, grads)])
+    found.append([*runs[1](*given), *torch.func.vjp(by_verb, *given)[1](grads)])
+    for each in found[1:]:
+        for a, b in zip(found[0], each, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_plans_name_the_rule_and_the_packed_heads() -> None:
+    mask = drawn(37, 150, (16, 64), window=3).mask
+    q, k = torch.zeros(1, 8, 37, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 150, 64, dtype=torch.bfloat16)
+    for plan, kernel in ((sk.plan_attention, "fwd"), (sk.plan_attention_backward, "bwd")):
+        text = plan(q, k, k, mask, device="h200", kernel=f"portable.attention_{kernel}").explain()
+        assert "partial by members" in text
+        assert "8 heads of a token are rows of one tile" in text
+    p = sk.plan_attention(q, k, k, mask).problem
+    assert (p.members, p.member_ends, p.pack) == (1, True, 8)
+    assert (p.packed.members, p.packed.block, p.packed.q_heads, p.packed.q_len) == (8, (128, 64), 1, 37 * 8)
+    assert p.packed.useful_flops == p.useful_flops

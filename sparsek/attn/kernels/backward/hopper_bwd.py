@@ -52,6 +52,7 @@ from sparsek.attn.kernels.backward.bwd_records import of_members, step_at, tile_
 from sparsek.attn.kernels.backward.delta import cast_quantized, prepare_rows
 from sparsek.attn.kernels.backward.schedule_bwd import padded_bounds, schedule
 from sparsek.attn.kernels.forward import rules, score_args
+from sparsek.attn.kernels.forward.packed_rows import PackedRows
 from sparsek.attn.kernels.forward.portable_tiles import DIMS as PORTABLE
 from sparsek.attn.kernels.forward.rules import Ruled, by_step
 from sparsek.attn.kernels.forward.softmax import capped, distances
@@ -471,6 +472,8 @@ class HopperAttentionGrad:
         reasons += unless_aligned(p, "strides of q, k, v and grad")
         if p.block[0] < 64:
             reasons.append(f"a step has 64 query rows of a block, and blocks of {p.block[0]} have fewer")
+        if p.members > 1 and p.alibi:
+            reasons.append("has no ALiBi of several heads in one tile")
         if p.deterministic and p.block[1] == 64 and p.dim in PORTABLE and p.v_dim in PORTABLE:
             reasons.append(
                 "portable.attention_bwd is faster in order with blocks of 64 keys; name that, or deterministic=False"
@@ -582,4 +585,4 @@ class HopperAttentionGrad:
         cast_quantized(acc, scale, dq, turns if c.ordered else None)
 
 
-KERNEL: AttentionGradKernel = HopperAttentionGrad()
+KERNEL: AttentionGradKernel = PackedRows(HopperAttentionGrad())

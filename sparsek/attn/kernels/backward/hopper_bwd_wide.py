@@ -28,6 +28,7 @@ from sparsek.attn.kernels.backward.bwd_wide_keys import attention_bwd_keys
 from sparsek.attn.kernels.backward.bwd_wide_queries import attention_bwd_queries
 from sparsek.attn.kernels.backward.delta import prepare_rows
 from sparsek.attn.kernels.forward import rules, score_args
+from sparsek.attn.kernels.forward.packed_rows import PackedRows
 from sparsek.attn.kernels.forward.parts import add_parts, longest_part
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.attention_grad_schedule import padded_rows
@@ -182,4 +183,4 @@ class HopperWideAttentionGrad:
             add_parts(sums, 0, work.queries, mask.batch, scale, dq)
 
 
-KERNEL: AttentionGradKernel = HopperWideAttentionGrad()
+KERNEL: AttentionGradKernel = PackedRows(HopperWideAttentionGrad())

@@ -29,12 +29,14 @@ from sparsek.attn.kernels.backward.bwd_walks import Walks, parts_of, room, walks
 from sparsek.attn.kernels.backward.delta import prepare_rows
 from sparsek.attn.kernels.forward import portable_tiles as common
 from sparsek.attn.kernels.forward import score_args
+from sparsek.attn.kernels.forward.packed_rows import PackedRows
 from sparsek.attn.kernels.forward.parts import FIELDS, add_parts, longest_part, share, turn
 from sparsek.attn.kernels.forward.portable_tiles import (
     bias,
     capped,
     is_hopper,
     load_tile,
+    members_of,
     padded,
     slope_of_cap,
 )
@@ -76,15 +78,15 @@ class Config(KernelConfig):
 @triton.jit
 def _over_queries(
     dk, dv, k_tile, v_tile, q, grad, lse, delta, first_key, inner, lo, hi, rules, bits,
-    tiles, entries, start, steps, scale, cap, slope, ahead, q_len, sq_d, sg_d,
+    tiles, entries, start, steps, scale, cap, slope, slope_head, ahead, q_len, window, opening, sq_d, sg_d,
     SQ_M: tl.constexpr, SG_M: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr, PARTIAL: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """`dk` [tile_n, D] and `dv` [tile_n, Dv] after `steps` steps along one list; only those that FOR_K and FOR_V
     select.
 
-    `k_tile`, `v_tile`: of the keys. `slope`: of ALiBi in base 2.
+    `k_tile`, `v_tile`: of the keys. `slope`: of ALiBi in base 2, or where those of the rows of a token are.
     """
     PER: tl.constexpr = BM // TM
     row = tl.arange(0, TM)
@@ -108,14 +110,21 @@ def _over_queries(
                 there = first + row < q_len
                 low = tl.load(lo + first + row, mask=there, other=0)
                 high = tl.load(hi + first + row, mask=there, other=0)
-            if bits is not None:
+            if (bits is not None) or MEMBERS:
                 entry = tl.load(entries + start + step // PER)
-            ok = admitted(low, high, rules, bits, entry, inside, first_key, inner, BM, BK, TN, True)
+            ok = admitted(
+                low, high, rules, bits, entry, inside, first_key, inner, window, opening, BM, BK, TN, MEMBERS, True,
+            )  # fmt: skip
             s = tl.where(ok, s, float("-inf"))
         top = tl.load(lse + first + row)
         shift = top[None, :]
         if slope is not None:
-            shift += bias(slope, (first + row + ahead)[None, :], (first_key + tl.arange(0, TN))[:, None])
+            if MEMBERS > 1:
+                each = tl.load(slope + inside % MEMBERS * slope_head) * 1.4426950408889634
+                place = (first + row) // MEMBERS + ahead
+                shift += bias(each[None, :], place[None, :], (first_key + tl.arange(0, TN))[:, None])
+            else:
+                shift += bias(slope, (first + row + ahead)[None, :], (first_key + tl.arange(0, TN))[:, None])
         p = tl.exp2(s * scale - shift)
         if FOR_V:
             dv = tl.dot(p.to(g_tile.dtype), g_tile, dv)
@@ -131,9 +140,9 @@ def _over_queries(
 @triton.jit
 def _over_keys(
     dq, q_tile, g_tile, top, less, k, v, inside, low, high, rules, bits,
-    columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
+    columns, start, steps, scale, cap, slope, place, kv_len, window, opening, sk_d, sv_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """`dq` [tile_m, D] after `steps` steps along one list. `top` and `less` [tile_m]: lse in base 2, and delta."""
     PER: tl.constexpr = BK // TN
@@ -149,7 +158,9 @@ def _over_keys(
         if cap is not None:
             s = capped(s, cap)
         if PARTIAL:
-            ok = admitted(low, high, rules, bits, start + step // PER, inside, first, inner, BM, BK, TN)
+            ok = admitted(
+                low, high, rules, bits, start + step // PER, inside, first, inner, window, opening, BM, BK, TN, MEMBERS,
+            )  # fmt: skip
             s = tl.where(ok, s, float("-inf"))
         shift = top[:, None]
         if slope is not None:
@@ -182,7 +193,7 @@ def _put(
 # A new length, mask or alignment of its lists compiles nothing: Triton does not specialize for these values.
 _NUMBERS = (
     "q_len", "kv_len", "rows", "tiles", "all_heads", "entries", "lead", "section", "slots",
-    "mask_step", "order_item", "rule_step", "slope_item", "slope_head", "ahead",
+    "mask_step", "order_item", "rule_step", "slope_item", "slope_head", "ahead", "window", "opening",
 )  # fmt: skip
 _POINTERS = (
     "lse", "delta", "order", "part_starts", "part_counts", "part_tiles", "part_entries", "full_starts", "full_counts",
@@ -195,13 +206,13 @@ def _keys(
     q, k, v, grad, lse, delta, dk, dv, sums, order,
     part_starts, part_counts, part_tiles, part_entries, full_starts, full_counts, full_tiles, lo, hi, rules, bits,
     factor, scale, q_len, kv_len, rows, tiles, all_heads, entries, lead, section, slots,
-    mask_step, order_item, rule_step, cap, slopes, slope_item, slope_head, ahead,
+    mask_step, order_item, rule_step, cap, slopes, slope_item, slope_head, ahead, window, opening,
     sq_b, sq_h, sq_d, sk_b, sk_h, sk_n, sk_d, sv_b, sv_h, sv_n, sv_d, sg_b, sg_h, sg_d,
     sdk_b, sdk_h, sdk_n, sdk_d, sdv_b, sdv_h, sdv_n, sdv_d,
     SQ_M: tl.constexpr, SG_M: tl.constexpr,
     HEADS: tl.constexpr, KV_GROUP: tl.constexpr, MASK_GROUP: tl.constexpr, ORDER_GROUP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     head, entry, sub = turn(entries, lead, section, all_heads, BK // TN)
     b = (head // HEADS).to(tl.int64)
@@ -234,7 +245,10 @@ def _keys(
             rule_at = group.to(tl.int64) * rule_step
             slope = None
             if slopes is not None:
-                slope = tl.load(slopes + b * slope_item + qh * slope_head) * 1.4426950408889634
+                if MEMBERS > 1:
+                    slope = slopes + b * slope_item + qh * MEMBERS * slope_head
+                else:
+                    slope = tl.load(slopes + b * slope_item + qh * slope_head) * 1.4426950408889634
             full = tl.load(full_counts + row)
             partial = 0
             if lo is not None or bits is not None:
@@ -251,14 +265,15 @@ def _keys(
                     dk_tile, dv_tile, k_tile, v_tile, of_q, of_g, lse + of_rows, delta + of_rows,
                     first, sub * TN, low, high, rules, bits,
                     part_tiles, part_entries, tl.load(part_starts + row) + p_first, p_count * (BM // TM), factor,
-                    cap, slope, ahead, q_len, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None,
-                    dv is not None, True, WIDE,
+                    cap, slope, slope_head, ahead, q_len, window, opening, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D,
+                    DV, dk is not None, dv is not None, True, WIDE, MEMBERS,
                 )  # fmt: skip
             dk_tile, dv_tile = _over_queries(
                 dk_tile, dv_tile, k_tile, v_tile, of_q, of_g, lse + of_rows, delta + of_rows,
                 first, sub * TN, None, None, None, None,
-                full_tiles, None, tl.load(full_starts + row) + f_first, f_count * (BM // TM), factor, cap, slope, ahead,
-                q_len, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None, dv is not None, False, WIDE,
+                full_tiles, None, tl.load(full_starts + row) + f_first, f_count * (BM // TM), factor, cap, slope,
+                slope_head, ahead, q_len, None, None, sq_d, sg_d, SQ_M, SG_M, BM, BK, TM, TN, D, DV, dk is not None,
+                dv is not None, False, WIDE, MEMBERS,
             )  # fmt: skip
 
         slot = tl.load(order + 3)
@@ -280,13 +295,13 @@ def _queries(
     q, k, v, grad, lse, delta, dq, sums, order,
     part_starts, part_counts, part_columns, full_starts, full_counts, full_columns, lo, hi, rules, bits,
     factor, scale, q_len, kv_len, rows, tiles, all_heads, entries, lead, section, slots,
-    mask_step, rule_step, cap, slopes, slope_item, slope_head, ahead,
+    mask_step, rule_step, cap, slopes, slope_item, slope_head, ahead, window, opening,
     sq_b, sq_h, sq_m, sq_d, sk_b, sk_h, sk_d, sv_b, sv_h, sv_d, sg_b, sg_h, sg_m, sg_d,
     sdq_b, sdq_h, sdq_m, sdq_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr,
     HEADS: tl.constexpr, KV_GROUP: tl.constexpr, MASK_GROUP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     head, entry, sub = turn(entries, lead, section, all_heads, BM // TM)
     b = (head // HEADS).to(tl.int64)
@@ -310,8 +325,15 @@ def _queries(
         slope = None
         place = None
         if slopes is not None:
-            slope = tl.load(slopes + b * slope_item + h * slope_head) * 1.4426950408889634
-            place = query + ahead
+            if MEMBERS > 1:
+                of_rows = h * MEMBERS + inside % MEMBERS
+                slope = (tl.load(slopes + b * slope_item + of_rows * slope_head) * 1.4426950408889634)[
+                    :, None
+                ]
+                place = query // MEMBERS + ahead
+            else:
+                slope = tl.load(slopes + b * slope_item + h * slope_head) * 1.4426950408889634
+                place = query + ahead
         dq_tile = tl.zeros((TM, triton.next_power_of_2(D)), dtype=tl.float32)
         full = tl.load(full_counts + row)
         partial = 0
@@ -328,14 +350,14 @@ def _queries(
             dq_tile = _over_keys(
                 dq_tile, q_tile, g_tile, top, less, k, v, inside, low, high, rules, bits,
                 part_columns, tl.load(part_starts + row) + p_first, p_count * (BK // TN), factor,
-                cap, slope, place, kv_len, sk_d, sv_d,
-                SK_N, SV_N, BM, BK, TN, D, DV, True, WIDE,
+                cap, slope, place, kv_len, window, opening, sk_d, sv_d,
+                SK_N, SV_N, BM, BK, TN, D, DV, True, WIDE, MEMBERS,
             )  # fmt: skip
         dq_tile = _over_keys(
             dq_tile, q_tile, g_tile, top, less, k, v, inside, None, None, None, None,
             full_columns, tl.load(full_starts + row) + f_first, f_count * (BK // TN), factor,
-            cap, slope, place, kv_len, sk_d, sv_d,
-            SK_N, SV_N, BM, BK, TN, D, DV, False, WIDE,
+            cap, slope, place, kv_len, None, None, sk_d, sv_d,
+            SK_N, SV_N, BM, BK, TN, D, DV, False, WIDE, 0,
         )  # fmt: skip
 
         slot = tl.load(order + 3)
@@ -352,7 +374,7 @@ def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, grad
     return {
         "KV_GROUP": q.shape[1] // k.shape[1], "MASK_GROUP": q.shape[1] // mask.heads,
         "BM": mask.block[0], "BK": mask.block[1], "D": q.shape[3], "DV": v.shape[3],
-        "WIDE": common.is_wide(rows, q, k, v, grad), "FIELDS": FIELDS,
+        "WIDE": common.is_wide(rows, q, k, v, grad), "FIELDS": FIELDS, "MEMBERS": members_of(mask),
     }  # fmt: skip
 
 
@@ -469,12 +491,16 @@ class PortableAttentionGrad(common.PortableKernel):
         batch, heads, q_len, dim = q.shape
         (tiles, columns), kv_heads, v_dim = mask.grid, k.shape[1], v.shape[3]
         rows = prepare_rows(out, grad, lse, grad_lse, tiles * mask.block[0])
-        rules = mask.lo, mask.hi, mask.rules, mask.bits
+        rules, by_entry = (
+            (mask.lo, mask.hi, mask.rules, mask.bits),
+            mask.bits is not None or members_of(mask) > 0,
+        )
         rule_step = q_len if mask.lo is not None and len(mask.lo) > 1 else 0
         mask_step = mask.heads if mask.batch > 1 else 0
         lists = work.lists
         factor = score_args.factor(scale, scores)
-        changed = score_args.cap(scale, scores), *score_args.slopes(scores, q_len, k.shape[2])
+        slopes = score_args.slopes(scores, q_len // max(members_of(mask), 1), k.shape[2])
+        changed = score_args.cap(scale, scores), *slopes, *score_args.ends(mask)
         with torch.cuda.device_of(q):
             order, sums = work.keys.order, room(work.keys, mask.block[1], dim + v_dim, q.device)
             programs = order.shape[1] * (mask.block[1] // c.keys.rows) * batch * kv_heads
@@ -482,7 +508,7 @@ class PortableAttentionGrad(common.PortableKernel):
                 launch(
                     _keys, (programs,),
                     q, k, v, grad, rows[0], rows[1], *each, sums, order,
-                    *lists.partial, lists.partial_entries if mask.bits is not None else None, *lists.full, *rules,
+                    *lists.partial, lists.partial_entries if by_entry else None, *lists.full, *rules,
                     factor, scale, q_len, k.shape[2], rows.shape[3], columns, batch * kv_heads,
                     order.shape[1], work.keys.lead, work.keys.section, work.keys.slots,
                     mask_step, order.shape[0] // mask.batch if mask.batch > 1 else 0, rule_step, *changed,
@@ -511,4 +537,4 @@ def _options(t: Tile) -> dict[str, Any]:
     return {"num_warps": t.num_warps, "num_stages": t.num_stages}
 
 
-KERNEL: AttentionGradKernel = PortableAttentionGrad()
+KERNEL: AttentionGradKernel = PackedRows(PortableAttentionGrad())

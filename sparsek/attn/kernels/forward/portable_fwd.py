@@ -10,10 +10,11 @@ row's two lists, tile_n keys per step, and keeps a running maximum, sum and weig
     steps            | s0 | s1 | s0 | s1 | | s0 | s1 |   bk / tile_n of them for each block
     S = Q K^T  [tile_m, tile_n];   P = exp2(scale S - top);   acc = acc exp2(top before - top) + P V
 
-A rule is an interval of keys for each query, or a word of 32 bits for each query and 32 keys of the block. Only
-partial blocks may extend beyond the last key; that part is masked, never read. Scores are in base 2: log2(e) is
-folded into the scale. Head dims 96 and 192 are zero-padded to 128 and 256: a third more products than needed. Every
-sum has one order: same mask, same bits.
+A rule is an interval of keys for each query, a word of 32 bits for each query and 32 keys of the block, or a bit for
+each token of the block. In the last case rows of a tile are several heads of each token (packed_rows). Only partial
+blocks may extend beyond the last key; that part is masked, never read. Scores are in base 2: log2(e) is folded into the
+scale. Head dims 96 and 192 are zero-padded to 128 and 256: a third more products than needed. Every sum has one order:
+same mask, same bits.
 
 Bottleneck: the same warps multiply and compute exponentials, so the tensor cores idle during the softmax unless
 another program on the SM uses them. hopper.attention_fwd overlaps the two. On sm_80 Triton gives each warp whole rows
@@ -31,7 +32,15 @@ from torch import Tensor
 from sparsek.attn.kernels.forward import portable_tiles as common
 from sparsek.attn.kernels.forward import score_args
 from sparsek.attn.kernels.forward.lengths import Lengths, longest_first
-from sparsek.attn.kernels.forward.portable_tiles import bias, capped, is_hopper, load_tile, padded
+from sparsek.attn.kernels.forward.packed_rows import PackedRows
+from sparsek.attn.kernels.forward.portable_tiles import (
+    bias,
+    capped,
+    is_hopper,
+    load_tile,
+    members_of,
+    padded,
+)
 from sparsek.attn.kernels.forward.rules import admitted
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall, AttentionKernel
@@ -71,13 +80,13 @@ class Work:
 @triton.jit
 def _walk(
     acc, total, top, q, k, v, inside, low, high, rules, bits,
-    columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
+    columns, start, steps, scale, cap, slope, place, kv_len, window, opening, sk_d, sv_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """`acc` [tile_m, Dv], `total` and `top` [tile_m] after `steps` steps along one list. `q` is [tile_m, D].
 
-    `slope` and `place` [tile_m]: of ALiBi in base 2, and positions of the queries.
+    `slope`, a number or [tile_m, 1], and `place` [tile_m]: of ALiBi in base 2, and positions of the queries.
     """
     factor = scale
     if slope is not None:
@@ -98,7 +107,9 @@ def _walk(
         if slope is not None:
             s = s * scale - bias(slope, place[:, None], (first + tl.arange(0, TN))[None, :])
         if PARTIAL:
-            ok = admitted(low, high, rules, bits, start + step // PER, inside, first, inner, BM, BK, TN)
+            ok = admitted(
+                low, high, rules, bits, start + step // PER, inside, first, inner, window, opening, BM, BK, TN, MEMBERS,
+            )  # fmt: skip
             s = tl.where(ok, s, float("-inf"))
         now = tl.maximum(top, tl.max(s, 1) * factor)
         base = now
@@ -114,7 +125,7 @@ def _walk(
 
 # A new length, mask or alignment of its lists compiles nothing: Triton does not specialize for these values.
 _NUMBERS = ("q_len", "kv_len", "tiles", "all_heads", "section", "mask_step", "order_step", "rule_step",
-            "slope_item", "slope_head", "ahead", "sink_step")  # fmt: skip
+            "slope_item", "slope_head", "ahead", "sink_step", "window", "opening")  # fmt: skip
 _POINTERS = (
     "lse", "order", "part_starts", "part_counts", "part_columns", "full_starts", "full_counts", "full_columns",
     "lo", "hi", "rules", "bits", "slopes", "sinks",
@@ -126,12 +137,12 @@ def _attention(
     q, k, v, out, lse, order,
     part_starts, part_counts, part_columns, full_starts, full_counts, full_columns, lo, hi, rules, bits,
     scale, q_len, kv_len, tiles, all_heads, section, mask_step, order_step, rule_step,
-    cap, slopes, slope_item, slope_head, ahead, sinks, sink_step,
+    cap, slopes, slope_item, slope_head, ahead, sinks, sink_step, window, opening,
     sq_b, sq_h, sq_m, sq_d, sk_b, sk_h, sk_d, sv_b, sv_h, sv_d, so_b, so_h, so_m, so_d,
     SK_N: tl.constexpr, SV_N: tl.constexpr,
     HEADS: tl.constexpr, KV_GROUP: tl.constexpr, MASK_GROUP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     SUBS: tl.constexpr = BM // TM
     PER: tl.constexpr = BK // TN
@@ -167,8 +178,13 @@ def _attention(
     slope = None
     place = None
     if slopes is not None:
-        slope = tl.load(slopes + b * slope_item + h * slope_head) * 1.4426950408889634
-        place = query + ahead
+        if MEMBERS > 1:
+            heads = h * MEMBERS + inside % MEMBERS
+            slope = (tl.load(slopes + b * slope_item + heads * slope_head) * 1.4426950408889634)[:, None]
+            place = query // MEMBERS + ahead
+        else:
+            slope = tl.load(slopes + b * slope_item + h * slope_head) * 1.4426950408889634
+            place = query + ahead
 
     acc = tl.zeros((TM, PADDED_DV), dtype=tl.float32)
     total = tl.zeros((TM,), dtype=tl.float32)
@@ -179,19 +195,22 @@ def _attention(
         steps = tl.load(part_counts + list_row, mask=live, other=0) * PER
         acc, total, top = _walk(
             acc, total, top, q_tile, k, v, inside, low, high, rules, bits,
-            part_columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
-            SK_N, SV_N, BM, BK, TN, D, DV, True, WIDE,
+            part_columns, start, steps, scale, cap, slope, place, kv_len, window, opening, sk_d, sv_d,
+            SK_N, SV_N, BM, BK, TN, D, DV, True, WIDE, MEMBERS,
         )  # fmt: skip
     start = tl.load(full_starts + list_row)
     steps = tl.load(full_counts + list_row, mask=live, other=0) * PER
     acc, total, top = _walk(
         acc, total, top, q_tile, k, v, inside, None, None, None, None,
-        full_columns, start, steps, scale, cap, slope, place, kv_len, sk_d, sv_d,
-        SK_N, SV_N, BM, BK, TN, D, DV, False, WIDE,
+        full_columns, start, steps, scale, cap, slope, place, kv_len, None, None, sk_d, sv_d,
+        SK_N, SV_N, BM, BK, TN, D, DV, False, WIDE, 0,
     )  # fmt: skip
 
     if sinks is not None:  # one more key, whose value is 0
-        sink = tl.load(sinks + h * sink_step).to(tl.float32) * 1.4426950408889634
+        of_sinks = h
+        if MEMBERS > 1:
+            of_sinks = h * MEMBERS + inside % MEMBERS
+        sink = tl.load(sinks + of_sinks * sink_step).to(tl.float32) * 1.4426950408889634
         now = tl.maximum(top, sink)
         base = tl.where(now == float("-inf"), 0.0, now)
         shrink = tl.exp2(top - base)
@@ -222,7 +241,7 @@ def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, out:
         "SK_N": k.stride(2), "SV_N": v.stride(2),
         "HEADS": heads, "KV_GROUP": heads // k.shape[1], "MASK_GROUP": heads // mask.heads,
         "BM": bq, "BK": bk, "TM": c.tile_m, "TN": c.tile_n, "D": q.shape[3], "DV": v.shape[3],
-        "WIDE": common.is_wide(max(c.tile_m, c.tile_n), q, k, v, out),
+        "WIDE": common.is_wide(max(c.tile_m, c.tile_n), q, k, v, out), "MEMBERS": members_of(mask),
     }  # fmt: skip
 
 
@@ -310,7 +329,7 @@ class PortableAttention(common.PortableKernel):
         """
         q, k, v, mask, scale, out, lse, scores = call
         batch, heads, q_len, _ = q.shape
-        tiles = mask.grid[0]
+        tiles, rows = mask.grid[0], max(members_of(mask), 1)
         with torch.cuda.device_of(q):
             launch(
                 _attention, (tiles * (mask.block[0] // c.tile_m) * batch * heads,),
@@ -319,10 +338,11 @@ class PortableAttention(common.PortableKernel):
                 score_args.factor(scale, scores), q_len, k.shape[2], tiles, batch * heads, work.section,
                 mask.heads if mask.batch > 1 else 0, tiles if len(work.order) > 1 else 0,
                 q_len if mask.lo is not None and len(mask.lo) > 1 else 0,
-                score_args.cap(scale, scores), *score_args.slopes(scores, q_len, k.shape[2]), *score_args.sinks(scores),
+                score_args.cap(scale, scores), *score_args.slopes(scores, q_len // rows, k.shape[2]),
+                *score_args.sinks(scores), *score_args.ends(mask),
                 *q.stride(), *k.stride()[:2], k.stride(3), *v.stride()[:2], v.stride(3), *out.stride(),
                 **_constants(c, mask, q, k, v, out), num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
 
 
-KERNEL: AttentionKernel = PortableAttention()
+KERNEL: AttentionKernel = PackedRows(PortableAttention())

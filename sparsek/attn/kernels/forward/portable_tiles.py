@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.attn.plan.kernels import unless_members
 from sparsek.engine.launch import tensors
 from sparsek.engine.launch.tensors import SIZE_LIMIT, at
 
@@ -63,12 +62,17 @@ def is_hopper(p: Any) -> bool:
 
 def why_not(p: Any) -> list[str]:
     """Why no plain Triton kernel of attention runs problem `p`: its device, dtype, head dims or lengths."""
-    why = tensors.why_not(p, ("bf16", "fp16")) + unless_members(p)
+    why = tensors.why_not(p, ("bf16", "fp16"))
     if p.dim not in DIMS or p.v_dim not in DIMS:
         why.append(f"head dims must be among {', '.join(map(str, DIMS))}; got {p.dim} and {p.v_dim}")
     if max(p.q_len, p.kv_len) > SIZE_LIMIT:
         why.append(f"lengths must be at most {SIZE_LIMIT}; got {p.q_len} queries and {p.kv_len} keys")
     return why
+
+
+def members_of(mask: Any) -> int:
+    """The rows of a token of a mask by members, 0 for others."""
+    return 0 if mask.members is None else mask.members.rows
 
 
 def table_of(p: Any) -> int:

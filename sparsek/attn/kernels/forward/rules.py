@@ -3,9 +3,10 @@ all kernels, once for each layout of scores, so that who changes it sees all of 
 
     rule of the block's entry < 0, or no rules     keys from lo of the query to its hi
     rule >= 0                                      keys whose bit is 1: key % 32 of a word of the query
+    by members                                     keys from lo to hi if the bit of the token is 1, or at the ends
 
-or, in a mask with `Members`, keys from lo to hi for queries whose bit of the entry's words is 1, and for others the
-last `window` of these keys and the first `sinks`.
+By members `rules` are words of the entry, with a bit for each token of the tile; the ends are the last `window` keys of
+an interval and its first `sinks`.
 
 `bits` are int32 words [rules, BM, BK / 32] for blocks of BM queries and BK keys. An expression that is shared by these
 functions changes the order of instructions in some of them, so each has its own.
@@ -58,15 +59,30 @@ def of_keys(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def admitted(
-    low, high, rules, bits, entry, inside, first, inner,
-    BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
+    low, high, rules, bits, entry, inside, first, inner, window, opening,
+    BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, MEMBERS: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """bool [tile_m, TN], KEYS_FIRST [TN, tile_m]: the rule of a partial block for TN keys from `first` on.
 
-    `inside` [tile_m] and `inner` count queries and keys from the block's corner.
+    `inside` [tile_m] and `inner` count queries and keys from the block's corner. MEMBERS: rows of a token, 0 if not by
+    members; then `window` and `opening` keys at the ends of low to high need no bit, or both are None.
     """
     c = tl.arange(0, TN)
-    if bits is None:
+    if MEMBERS:
+        WORDS: tl.constexpr = (BM // MEMBERS + 31) // 32
+        token = inside // MEMBERS
+        word = tl.load(rules + (tl.zeros_like(token) + entry).to(tl.int64) * WORDS + token // 32)
+        member = (word >> (token % 32)) & 1 != 0
+        key = of_keys(first + c, KEYS_FIRST)
+        if window is None:
+            low = tl.where(member, low, 2147483647)
+            return (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
+        else:
+            ok = (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
+            at_ends = key >= of_queries(high - window, KEYS_FIRST)
+            at_ends = at_ends | (key < of_queries(low + opening, KEYS_FIRST))
+            return ok & (at_ends | of_queries(member, KEYS_FIRST))
+    elif bits is None:
         key = of_keys(first + c, KEYS_FIRST)
         return (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
     else:

@@ -8,6 +8,7 @@ import torch
 from sparsek.attn.kernels.backward import portable_bwd as portable
 from sparsek.attn.kernels.forward import parts
 from sparsek.attn.kernels.forward.score_args import Slopes
+from sparsek.attn.mask.lists import Members
 from tests.engine.launch import portable_code
 from tests.engine.launch.portable_code import Code
 from tests.problems import CARDS
@@ -17,6 +18,7 @@ RULES = {
     "bits": ("lo", "hi"),
     "both": (),
     "none": ("lo", "hi", "rules", "bits", "part_entries"),
+    "members": ("bits",),
 }
 # Which kernel, and what of its results is left out.
 PASSES = {"keys": None, "keys for dk": "dv", "keys for dv": "dk", "queries": None}
@@ -42,7 +44,8 @@ def compiled(
     for parts. `rules`: of RULES. `changed`: scores are capped and biased.
     """
     q, v = (torch.empty(1, 16, 4096, d, dtype=torch.bfloat16, device="meta") for d in dims)
-    mask: Any = SimpleNamespace(block=block, heads=16)
+    members = Members(8, 9, 2) if rules == "members" else None
+    mask: Any = SimpleNamespace(block=block, heads=16, members=members)
     of_keys = which != "queries"
     kernel, constants = (
         (portable._keys, portable._of_keys) if of_keys else (portable._queries, portable._of_queries)
@@ -51,6 +54,7 @@ def compiled(
     fixed = constants(portable.Config(tile, tile), mask, q, q, v, v)
     ones = {x for x in ("sq_d", "sk_d", "sv_d", "sg_d", "sdk_d", "sdv_d", "sdq_d") if x in names}
     gone = names & {*RULES[rules], PASSES[which]}
+    gone |= set() if members else {"window", "opening"}
     gone |= set() if changed else {"cap", *Slopes._fields}
     types = dict.fromkeys(("q", "k", "v", "grad", "dq", "dk", "dv"), f"*{dtype}")
     types |= dict.fromkeys(portable._POINTERS, "*i32") | dict.fromkeys(("lse", "delta", "sums"), "*fp32")

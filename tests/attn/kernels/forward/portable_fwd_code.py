@@ -9,6 +9,7 @@ import torch
 from sparsek.attn.kernels.forward import portable_fwd as portable
 from sparsek.attn.kernels.forward.merge import FIELDS, ROWS, _merge
 from sparsek.attn.kernels.forward.score_args import Sinks, Slopes
+from sparsek.attn.mask.lists import Members
 from tests.engine.launch import portable_code
 from tests.engine.launch.portable_code import Code
 from tests.problems import CARDS
@@ -18,6 +19,7 @@ RULES = {
     "bits": ("lo", "hi"),
     "both": (),
     "none": ("lo", "hi", "rules", "bits"),
+    "members": ("bits",),
 }
 
 
@@ -43,10 +45,12 @@ def compiled(
     `changed`: scores are capped and biased, and there are sinks.
     """
     q, v = (torch.empty(1, 16, 4096, d, dtype=torch.bfloat16, device="meta") for d in (dim, v_dim))
-    mask: Any = SimpleNamespace(block=block, heads=16)
+    members = Members(8, 9, 2) if rules == "members" else None
+    mask: Any = SimpleNamespace(block=block, heads=16, members=members)
     constants = portable._constants(c, mask, q, q, v, v)
     constants |= dict.fromkeys(("sq_d", "sk_d", "sv_d", "so_d"), 1) | dict.fromkeys(RULES[rules])
     constants |= dict.fromkeys(() if changed else ("cap", *Slopes._fields, *Sinks._fields))
+    constants |= dict.fromkeys(() if members else ("window", "opening"))
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | dict.fromkeys(portable._POINTERS, "*i32")
     types |= {"lse": "*fp32", "scale": "fp32", "cap": "fp32", "slopes": "*fp32", "sinks": "*bf16"}
     return portable_code.compiled(

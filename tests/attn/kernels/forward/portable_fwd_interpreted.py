@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsek.attn.kernels.forward import portable_fwd as portable
 from sparsek.attn.kernels.forward.merge import merge_parts
+from sparsek.attn.kernels.forward.packed_rows import launched_copy, of_tokens, packed_rows, packed_shape
 from sparsek.attn.kernels.forward.score_args import Sinks
 from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.mask import BlockMask
@@ -180,3 +181,23 @@ def test_the_merge_adds_sinks_once() -> None:
     right = (weights[..., None] * o_part[:, :4]).sum(0) / total[:, None]
     torch.testing.assert_close(out[0].transpose(0, 1).flatten(0, 1).double(), right, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse[0].T.flatten().double(), total.log(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pack", "dtype"),
+    [((2, 6, 37, 40), 2, HALF), ((1, 8, 70, 128), 8, HALF), ((3, 4, 50), 4, torch.float32)],
+)
+def test_rows_of_heads_are_packed_and_unpacked_by_a_launch(
+    shape: tuple[int, ...], pack: int, dtype: torch.dtype
+) -> None:
+    wide = normal(*(2 * side for side in shape)).to(dtype)
+    for x in (wide[tuple(slice(0, side) for side in shape)], wide[tuple(slice(1, 2 * n, 2) for n in shape)]):
+        tokens, made = of_tokens(x, pack), poisoned(packed_shape(x, pack), dtype)
+        launched_copy(tokens, made.view(tokens.shape))
+        assert torch.equal(made, packed_rows(x, pack))
+        back = poisoned(wide.shape, dtype)
+        there = back[tuple(slice(1, 2 * side, 2) for side in shape)]
+        launched_copy(made.view(tokens.shape), of_tokens(there, pack))
+        assert torch.equal(there, x)
+        there.fill_(torch.nan)
+        assert back.isnan().all()

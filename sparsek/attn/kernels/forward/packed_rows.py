@@ -1,0 +1,177 @@
+"""Masks by members in tiles whose rows are `pack` heads of each token, for kernels whose rows are queries of one head.
+
+    q [B, Hq, S, D]       [B, Hq / pack, S * pack, D]    row i * pack + r of packed head g: token i of head g * pack + r
+    mask block (T, bk)    block (T * pack, bk)           the same lists, lo and hi of every row, members.rows = pack
+
+`PackedRows(kernel)` is a kernel for all masks: of one by members it plans the packed problem, copies the rows of q, out
+and their gradients, launches, and copies results back. k and v stay. Scores that change by the head do so by the row:
+row r % pack of packed head g has the slope and the sink of head g * pack + r % pack, and token r // pack its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
+from sparsek.attn.plan.problems import AttentionProblem
+from sparsek.engine.launch.launch import launch
+
+ELEMENTS, WARPS = 4096, 4  # of a program
+# What a kernel reads and writes that has a row for each query.
+READ, WRITTEN = {
+    AttentionCall: ("q",), AttentionGradCall: ("q", "out", "lse", "grad", "grad_lse"),
+}, {
+    AttentionCall: ("out", "lse"), AttentionGradCall: ("dq",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWork:
+    """The work of a kernel for packed rows. `mask()` has them, and `bounds`, which the mask of the call lacks."""
+
+    mask: Callable[[], Any]
+    work: Any
+    bounds: tuple[Tensor, ...]
+
+    @property
+    def imbalance(self) -> Any:
+        """That of the kernel."""
+        return getattr(self.work, "imbalance", None)
+
+
+class PackedRows:
+    """A kernel of attention, or of its gradients, that takes masks by members too."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.name = kernel, kernel.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["kernel"], name)
+
+    def why_not(self, p: AttentionProblem) -> list[str]:
+        return self.kernel.why_not(p.packed)
+
+    def default(self, p: AttentionProblem) -> Any:
+        return self.kernel.default(p.packed)
+
+    def configs(self, p: AttentionProblem) -> Iterable[Any]:
+        return self.kernel.configs(p.packed)
+
+    def seconds(self, p: AttentionProblem, c: Any) -> float:
+        """Those of the kernel. Copies of rows are left out: they are as long in every kernel that packs."""
+        return self.kernel.seconds(p.packed, c)
+
+    def notes(self, p: AttentionProblem, c: Any) -> list[str]:
+        """Those of the kernel, and how many heads are packed."""
+        own = getattr(self.kernel, "notes", None)
+        packed = [f"{p.pack} heads of a token are rows of one tile: q and results are copied"]
+        return (packed if p.pack > 1 else []) + (own(p.packed, c) if own else [])
+
+    def prepare(self, p: AttentionProblem, c: Any, mask: BlockMask) -> Any:
+        if p.pack == 1:
+            return self.kernel.prepare(p, c, mask)
+        packed = packed_mask(mask, p.pack)
+        return PackedWork(lambda: packed, self.kernel.prepare(p.packed, c, packed), (packed.lo, packed.hi))
+
+    def launch(self, c: Any, work: Any, call: Any) -> None:
+        if not isinstance(work, PackedWork):
+            return self.kernel.launch(c, work, call)
+        mask: Any = work.mask()
+        rows, given, results = mask.members.rows, {}, {}
+        for name in READ[type(call)]:
+            x = getattr(call, name)
+            given[name] = None if x is None else packed_rows(x, rows)
+        for name in WRITTEN[type(call)]:
+            x = getattr(call, name)
+            if x is not None:
+                results[name] = x, x.new_empty(packed_shape(x, rows))
+            given[name] = None if x is None else results[name][1]
+        self.kernel.launch(c, work.work, call._replace(mask=mask, **given))
+        for x, packed in results.values():
+            tokens = of_tokens(x, rows)
+            copy(packed.view(tokens.shape), tokens)
+        return None
+
+
+def packed_mask(mask: BlockMask, pack: int) -> BlockMask:
+    """The mask of a mask by members for rows of `pack` heads of each token. No sync."""
+    lo, hi = (
+        packed_rows(x[:, None, :, None].expand(-1, pack, -1, 1), pack).view(len(x), -1)
+        for x in (mask.lo, mask.hi)
+        if x is not None
+    )
+    members: Any = mask.members
+    packed = mask.unchecked(
+        q_len=mask.q_len * pack, kv_len=mask.kv_len, block=(mask.block[0] * pack, mask.block[1]), batch=mask.batch,
+        heads=mask.heads, full=mask.full, partial=mask.partial, lo=lo, hi=hi, rules=mask.rules, sizes=mask.sizes,
+        label=mask.label, members=members._replace(rows=members.rows * pack),
+    )  # fmt: skip
+    packed._memo["heavy"] = mask.heavy_blocks
+    return packed
+
+
+def packed_shape(x: Tensor, pack: int) -> tuple[int, ...]:
+    """Of [B, H, S, ...]: [B, H / pack, S * pack, ...]."""
+    batch, heads, length, *more = x.shape
+    return batch, heads // pack, length * pack, *more
+
+
+def of_tokens(x: Tensor, pack: int) -> Tensor:
+    """A view of [B, H, S, E], or [B, H, S], as [B, H / pack, S, pack, E]; E is 1 without."""
+    x = x.unsqueeze(-1) if x.dim() == 3 else x
+    return x.unflatten(1, (x.shape[1] // pack, pack)).transpose(2, 3)
+
+
+def packed_rows(x: Tensor, pack: int) -> Tensor:
+    """The rows of [B, H, S, ...] as [B, H / pack, S * pack, ...], contiguous. No sync."""
+    tokens = of_tokens(x, pack)
+    made = x.new_empty(packed_shape(x, pack))
+    copy(tokens, made.view(tokens.shape))
+    return made
+
+
+def copy(x: Tensor, y: Tensor) -> None:
+    """Copies x [B, G, S, pack, E] to y, of any strides; on a GPU by a launch, which recorded calls repeat."""
+    if x.is_cuda:
+        launched_copy(x, y)
+    else:
+        y.copy_(x)
+
+
+def launched_copy(x: Tensor, y: Tensor) -> None:
+    """As `copy`, by a launch."""
+    batch, groups, tokens, pack, width = x.shape
+    rows = max(1, ELEMENTS // triton.next_power_of_2(width))
+    chunks = triton.cdiv(tokens * pack, rows)
+    with torch.cuda.device_of(x):
+        launch(
+            _copy, (batch * groups * chunks,),
+            x, y, groups, tokens, chunks, *x.stride(), *y.stride(),
+            PACK=pack, WIDTH=width, ROWS=rows, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("groups", "tokens", "chunks"))
+def _copy(
+    x, y, groups, tokens, chunks, sx_b, sx_g, sx_s, sx_r, sx_e, sy_b, sy_g, sy_s, sy_r, sy_e,
+    PACK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0) // chunks
+    row = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH)).to(tl.int64)[None, :]
+    b = (group // groups).to(tl.int64)
+    g = (group % groups).to(tl.int64)
+    token = (row // PACK).to(tl.int64)
+    r = (row % PACK).to(tl.int64)
+    there = (token < tokens)[:, None] & (column < WIDTH)
+    of_x = x + b * sx_b + g * sx_g + (token * sx_s + r * sx_r)[:, None] + column * sx_e
+    of_y = y + b * sy_b + g * sy_g + (token * sy_s + r * sy_r)[:, None] + column * sy_e
+    tl.store(of_y, tl.load(of_x, mask=there), mask=there)
