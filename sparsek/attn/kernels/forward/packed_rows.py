@@ -22,6 +22,7 @@ from torch import Tensor
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionCall, AttentionGradCall
 from sparsek.attn.plan.problems import AttentionProblem
+from sparsek.core import dtypes
 from sparsek.engine.launch.launch import launch
 
 ELEMENTS, WARPS = 4096, 4  # of a program
@@ -66,8 +67,14 @@ class PackedRows:
         return self.kernel.configs(p.packed)
 
     def seconds(self, p: AttentionProblem, c: Any) -> float:
-        """Those of the kernel. Copies of rows are left out: they are as long in every kernel that packs."""
-        return self.kernel.seconds(p.packed, c)
+        """Those of the kernel, and of the copies: a launch and two passes for each."""
+        seconds = self.kernel.seconds(p.packed, c)
+        if p.pack == 1:
+            return seconds
+        call, widths = (AttentionCall, 1) if p.op == "attention" else (AttentionGradCall, 2)
+        moved = 2 * widths * p.batch * p.q_heads * p.q_len * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
+        launches = len(READ[call]) + len(WRITTEN[call])
+        return seconds + launches * p.card.launch_seconds + moved / (0.8 * p.card.bandwidth)
 
     def notes(self, p: AttentionProblem, c: Any) -> list[str]:
         """Those of the kernel, and how many heads are packed."""
