@@ -288,7 +288,7 @@ def token_unions(made: Sequence[Any], c: UnionInputs) -> bool:
     constants = {"CAUSAL": c.causal, "TOKENS": tokens, "BK": bk}
     with torch.cuda.device_of(starts):
         if count:
-            warps = max(cols // 512, 1)
+            warps = min(max(cols // 512, listed // 256, 1), 16)
             # A histogram counts an entry once for each thread that has it.
             listed = max(listed, 32 * warps)
             launch(_counted, (c.rows,), *args, **constants, EACH=listed, COLS=cols, num_warps=warps)
@@ -306,7 +306,7 @@ def counts_columns(tokens: int, each: int, listed: int, columns: int) -> bool:
     cells = tokens * each
     steps = cells.bit_length() * (cells.bit_length() - 1)
     counted = tokens * (64 + columns * (2 + listed // 32) // 3)
-    return columns <= MOST_COLUMNS and 2 * counted < cells * steps // 4
+    return columns <= MOST_COLUMNS and (cells > MOST or 2 * counted < cells * steps // 4)
 
 
 def _steps(x: Tensor | None, dims: int) -> Sequence[int]:
