@@ -33,8 +33,10 @@ from triton.runtime.jit import JITFunction
 
 import sparsek as sk
 from sparsek.attn.kernels.mask.choose import choose_blocks
-from sparsek.attn.mask.build import banded, selection_reference
+from sparsek.attn.kernels.mask.unions import token_unions
+from sparsek.attn.mask.build import banded, selection_reference, unions
 from sparsek.attn.mask.build.selection import written
+from sparsek.attn.mask.lists import Place
 from sparsek.core import device as devices
 from sparsek.core import operations
 from sparsek.engine.launch import driver, launch, nvrtc, shipped
@@ -133,9 +135,10 @@ def attention(dtype: torch.dtype, heads: int, size: int) -> None:
 
 
 def masks() -> None:
-    """Masks of closed form and of chosen blocks."""
+    """Masks of closed form, of chosen blocks and of the lists of tokens."""
     of_closed_form()
     of_chosen_blocks()
+    of_token_lists()
 
 
 def of_closed_form() -> None:
@@ -173,6 +176,16 @@ def of_chosen_blocks() -> None:
             sk.BlockMask.from_indices(torch.zeros(blocks, blocks // 8, dtype=torch.int32), **frame)
             q = torch.empty(1, 1, length, 64)
             sk.MaskPolicy(topk=4, block=block, causal=causal).mask_for(q, q)
+
+
+def of_token_lists() -> None:
+    """The kernel of unions, for 16 blocks of each token in groups of heads, which too sees no CPU tensors."""
+    for group, block in itertools.product((1, 4, 8, 16), (64, 128)):
+        tile = unions.ROWS // unions.packed_heads(group)
+        place = Place(4096, 4096, (tile, block), torch.device("cpu"), 0)
+        lists = torch.zeros(1, 1, 4096, 16, dtype=torch.int32)
+        inputs = unions.UnionInputs(lists, None, None, place, block, True, 0, 0, "")
+        unions.written(sk.BlockMask, inputs, token_unions)
 
 
 def policies() -> None:

@@ -1,5 +1,6 @@
 """attn/kernels/mask/unions.py in Triton's interpreter: the tensors of the specification, bit for bit."""
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from sparsek.attn.mask.build.unions import UnionInputs, specified, written
 from sparsek.attn.mask.mask import BlockMask
 from tests.attn.mask.drawn_choices import same
 from tests.attn.mask.drawn_lists import CASES, drawn
+from tests.sampling import sampled
 
 POISON = 0x5EADBEEF
 
@@ -33,8 +35,7 @@ def made(c: UnionInputs) -> BlockMask:
     return mask
 
 
-@pytest.mark.parametrize("count", [False, True])
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize(("case", "count"), sampled(product(range(len(CASES)), (False, True)), 10))
 def test_both_kernels_make_the_tensors_of_the_specification(
     case: int, count: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
