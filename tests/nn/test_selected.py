@@ -98,7 +98,7 @@ LAYERS: "dict[str, tuple[Any, Any]]" = {
 CU = torch.tensor([0, 5, 5, 70, 91, 150])
 
 
-@pytest.mark.parametrize("packed", [False], ids=["batch"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "documents"])
 @pytest.mark.parametrize("case", LAYERS)
 def test_it_is_the_formula_of_its_paper_forward_and_backward(case: str, packed: bool) -> None:
     torch.manual_seed(0)
@@ -156,6 +156,16 @@ def test_a_layer_learns_and_shorter_inputs_than_a_span_work(case: str) -> None:
         assert layer(x[:, :length]).shape == (2, length, 24)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
+
+
+def test_compiled_it_is_one_graph_with_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    layer, x = LAYERS["NSA"][0](), torch.randn(2, 90, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, right = (
+        (y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))) for y in (compiled(x), layer(x))
+    )
+    torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize(

@@ -98,17 +98,13 @@ class NSA(TokenPolicy):
             if compressed is None:
                 compressed = means(grid.aligned(k), self.span, self.stride).to(k.dtype)
             else:
-                check_compressed(compressed, q, k, self._windows(grid, k.shape[2]))
+                count = max((grid.keys(k.shape[2]) - self.span) // self.stride + 1, 0)
+                check_compressed(compressed, q, k, count)
 
             def score(start: int, end: int) -> Tensor:
                 return self._pooled(grid, start, end, self._weights(grid, q, compressed, factor, start, end))
 
             return token_lists(grid, (q.shape[0], heads), self, score, each_of(q, compressed.shape[2]))
-
-    def _windows(self, grid: TokenGrid, keys: int) -> int:
-        """The compressed keys of a grid."""
-        length = keys if grid.edges is None else grid.columns * grid.block
-        return max((length - self.span) // self.stride + 1, 0)
 
     def _weights(
         self, grid: TokenGrid, q: Tensor, compressed: Tensor, scale: float, start: int, end: int

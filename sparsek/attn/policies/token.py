@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.attn.mask.aligned import AlignedKeys, aligned_keys
+from sparsek.attn.mask.build.documents import Documents, PackedLayout
 from sparsek.attn.mask.build.structured import of_intervals
 from sparsek.attn.mask.cache import edges_of, kept_mask
-from sparsek.attn.mask.lists import Place, upload
+from sparsek.attn.mask.lists import Place
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.mask.operands import check_tensors
 from sparsek.attn.mask.rule import MaskRule
@@ -23,6 +25,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced
 
+NO_EDGES = np.zeros(1, np.int64)
 LONGEST = 1 << 20  # keys of a block
 SCORES = 1 << 25  # of a chunk of queries: 128 MB in float32
 
@@ -37,32 +40,40 @@ class TokenGrid(NamedTuple):
     offset: int  # from a query's number to its position, without documents
     position: Tensor  # int64 [S]: of each query
     first: Tensor  # int64 [S]: the first block of its document
-    edges: np.ndarray | None  # int64 [documents + 1]: where each begins in tokens, and the end
-    bases: np.ndarray | None  # int64 [documents + 1]: its first block
+    documents: AlignedKeys | None = None
+    edges: np.ndarray = NO_EDGES  # int64 [documents + 1]: where each begins in tokens, and the end
+    bases: np.ndarray = NO_EDGES  # int64 [documents + 1]: its first block
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, block: int, cu_seqlens: Tensor | None) -> TokenGrid:
         """The grid of q [B, Hq, S, D] and k [B, Hkv, T, D], or of packed documents, [1, H, total, D]."""
-        (queries, keys), device = (q.shape[2], k.shape[2]), q.device
-        number = torch.arange(queries, dtype=torch.int64, device=device)
+        queries, keys = q.shape[2], k.shape[2]
         if cu_seqlens is None:
-            offset = keys - queries
-            return cls(block, -(-keys // block), offset, number + offset, number * 0, None, None)
+            position = torch.arange(keys - queries, keys, dtype=torch.int64, device=q.device)
+            return cls(block, -(-keys // block), keys - queries, position, torch.zeros_like(position))
         if q.shape[0] != 1 or queries != keys:
             raise InvalidInput(
                 f"q is {list(q.shape)} and k {list(k.shape)}; with cu_seqlens both are packed documents "
                 "[1, heads, total, D], as many queries as keys"
             )
         edges = edges_of(cu_seqlens, "cu_seqlens", queries)
-        bases = _bases(edges, block)
-        starts, firsts = (each.long() for each in upload([edges, bases], device))
-        document = torch.searchsorted(starts[1:], number, right=True)
-        first = firsts[document]
-        return cls(block, int(bases[-1]), 0, number - starts[document] + first * block, first, edges, bases)
+        layout = PackedLayout(Documents.packed(edges, edges), queries, keys)
+        documents = aligned_keys(layout, block, True, q.device)
+        start, end = documents.bounds.long()
+        return cls(
+            block,
+            documents.length // block,
+            0,
+            end - 1,
+            start // block,
+            documents,
+            edges,
+            _bases(edges, block),
+        )
 
     def reach(self, start: int, end: int) -> tuple[int, int]:
         """The blocks that queries start to end - 1 may see: from the first to the one before the last."""
-        if self.edges is None or self.bases is None:
+        if self.documents is None:
             return 0, min(max((end - 1 + self.offset) // self.block + 1, 0), self.columns)
         one, last = (int(np.searchsorted(self.edges, at, "right")) - 1 for at in (start, end - 1))
         return int(self.bases[one]), int(self.bases[last] + (end - 1 - self.edges[last]) // self.block + 1)
@@ -71,11 +82,11 @@ class TokenGrid(NamedTuple):
         """x [B, H, T, D] with a place for every position: each document from its first block on, then zeros up to the
         next. Differentiable.
         """
-        if self.edges is None:
-            return x
-        length = self.columns * self.block
-        made = x.new_zeros((*x.shape[:2], length, x.shape[3]))
-        return made.index_copy(2, self.position, x)
+        return x if self.documents is None else self.documents.spread(x)
+
+    def keys(self, given: int) -> int:
+        """The keys of aligned(x), of so many in x."""
+        return given if self.documents is None else self.documents.length
 
 
 def best_blocks(grid: TokenGrid, scores: Tensor, start: int, topk: int, always: tuple[int, int]) -> Tensor:

@@ -27,6 +27,8 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "SlidingTile": lambda: TILES,
     "or": lambda: P.MeanTopK(topk=1) | P.Streaming(window=128),
     "and": lambda: P.XAttention(threshold=0.9) & P.Streaming(window=256),
+    "NSA": lambda: P.NSA(topk=4),
+    "MoBAGate": lambda: P.MoBAGate(topk=2, block=128),
     "MaskPolicy": lambda: sk.MaskPolicy(topk=2, window=100, sinks=3, block=64),
 }
 
@@ -62,7 +64,9 @@ def test_a_policy_and_attention_are_one_graph(name: str):
     assert graphs(lambda q, k, v: sk.attention(q, k, v, policy), qkv) == 1
 
 
-@pytest.mark.parametrize("name", sampled(["Nabla, tiles", "or", "Streaming", "MaskPolicy", "window"], 3))
+@pytest.mark.parametrize(
+    "name", sampled(["Nabla, tiles", "or", "Streaming", "NSA", "MaskPolicy", "window"], 3)
+)
 def test_a_policy_made_in_the_graph_keeps_its_options(name: str):
     made = {
         "Nabla, tiles": lambda: P.Nabla(
@@ -70,6 +74,7 @@ def test_a_policy_made_in_the_graph_keeps_its_options(name: str):
         ),
         "or": lambda: P.MeanTopK(topk=1) | P.Streaming(window=64),
         "Streaming": lambda: P.Streaming(window=64, sinks=0),
+        "NSA": lambda: P.NSA(topk=3, block=32, always=(0, 1), stride=8),
         "MaskPolicy": lambda: sk.MaskPolicy(topk=3, window=70),
         "window": lambda: sk.MaskPolicy(window=64, sinks=2, stride=128, block=64),
     }[name]
