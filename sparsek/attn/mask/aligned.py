@@ -35,12 +35,12 @@ class AlignedKeys(NamedTuple):
         """x [1, H, T, D] at its places, with zeros in the gaps. Differentiable."""
         if self.places is None:
             return x
-        gaps = x.new_zeros((*x.shape[:2], self.length, x.shape[3]))
-        return gaps.index_copy(2, self.places, x)
+        spread = x.new_zeros((1, self.length, x.shape[1], x.shape[3]))  # as packed documents are in memory
+        return spread.index_copy_(1, self.places, x.transpose(1, 2)).transpose(1, 2)
 
 
 _KEPT: dict[Hashable, tuple[AlignedKeys, Ready | None]] = {}
-_CAPTURED: list[AlignedKeys] = []  # CUDA graphs read them at every replay
+_CAPTURED: dict[int, AlignedKeys] = {}  # CUDA graphs read them at every replay
 
 
 def aligned_keys(layout: PackedLayout, side: int, causal: bool, device: torch.device) -> AlignedKeys:
@@ -57,7 +57,7 @@ def aligned_keys(layout: PackedLayout, side: int, causal: bool, device: torch.de
     keys, made = found
     if made is not None:
         if torch.cuda.is_current_stream_capturing():
-            _CAPTURED.append(keys)
+            _CAPTURED[id(keys)] = keys
         else:
             wait_for(made, (keys.bounds, keys.places))
     return keys

@@ -25,7 +25,7 @@ from torch import Tensor
 from sparsek.attn.mask.build.unions import UnionInputs
 from sparsek.engine.launch.launch import launch
 
-MOST = 4096  # candidates of a row that are sorted
+MOST = 8192  # candidates of a row that are sorted; code for so many takes 17 s to compile
 MOST_COLUMNS = 2048  # that are counted: a thread has registers for 16 of them
 _NONE = tl.constexpr(2**31 - 1)
 # Triton does not specialize for these: sizes and strides that vary from call to call.
