@@ -282,7 +282,7 @@ def token_unions(made: Sequence[Any], c: UnionInputs) -> bool:
         return False
     args = (
         c.indices, c.counts, c.bounds, cut_starts, cut, starts, full, entries, lo, hi, rules, *_steps(c.indices, 4),
-        *_steps(c.counts, 3), n, *c.near, min(c.sinks, place.kv_len), min(c.window, place.kv_len), heads, tiles,
+        *_steps(c.counts, 3), n, *c.near, c.sinks, c.window, heads, tiles,
         columns, c.capacity, place.q_len, place.kv_len, place.q_offset,
     )  # fmt: skip
     constants = {"CAUSAL": c.causal, "TOKENS": tokens, "BK": bk}

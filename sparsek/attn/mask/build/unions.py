@@ -60,8 +60,8 @@ class UnionInputs(NamedTuple):
         place: Lengths and device, the tile in tokens, and the key block of the mask.
         side: Keys of a listed block.
         causal: Whether a query sees no keys after its own. Read without `bounds` only.
-        window: Last keys of its interval that a query sees too.
-        sinks: First keys of its interval that a query sees too.
+        window: Last keys of its interval that a query sees too, at most kv_len.
+        sinks: First keys of its interval that a query sees too, at most kv_len.
         label: The mask in words.
     """
 
@@ -84,7 +84,7 @@ class UnionInputs(NamedTuple):
     def near(self) -> tuple[int, int]:
         """How many blocks the sinks and the window of a query reach, at most."""
         (_, columns), bk = self.place.grid, self.place.block[1]
-        window = (min(self.window, self.place.kv_len) - 2) // bk + 2 if self.window else 0
+        window = (self.window - 2) // bk + 2 if self.window else 0
         return min(-(-self.sinks // bk), columns), min(window, columns)
 
     @property
@@ -94,7 +94,7 @@ class UnionInputs(NamedTuple):
         if self.bounds is not None:  # tokens of several documents have windows and sinks of their own
             near = tokens * (sinks + window)
         else:
-            near = sinks + (((min(self.window, self.place.kv_len) + tokens - 3) // bk + 2) if window else 0)
+            near = sinks + ((self.window + tokens - 3) // bk + 2 if window else 0)
         return min(tokens * n + near, self.place.grid[1])
 
     @property
@@ -169,7 +169,10 @@ def token_mask(
     block = (FEWEST, FEWEST) if side < FEWEST else (ROWS // packed_heads(group), side)
     queries = indices.shape[2]
     place = Place(queries, kv_len, block, indices.device, kv_len - queries)
-    c = UnionInputs(indices, counts, bounds, place, side, *options, label)
+    causal, *near = options
+    c = UnionInputs(
+        indices, counts, bounds, place, side, causal, *(min(each, kv_len) for each in near), label
+    )
     if is_fake(indices) or faking():
         layout = c.layout()
         return cls.of_layout(layout, layout.base(place.device))
