@@ -102,3 +102,26 @@ def test_packed_documents_refuse_a_policy():
     positions = torch.cat([torch.arange(70), torch.arange(80)])[None].expand(2, -1)
     with pytest.raises(InvalidInput, match="keeps no documents apart; pass one document for each batch item"):
         model(tokens(), position_ids=positions, use_cache=False)
+
+
+def test_an_index_head_chooses_the_blocks_of_minimax_m3():
+    name = "transformers.models.minimax_m3_vl"
+    config = pytest.importorskip(f"{name}.configuration_minimax_m3_vl").MiniMaxM3VLTextConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, index_n_heads=2, index_head_dim=16,
+        index_block_size=16, index_topk_blocks=4, index_local_blocks=2, num_hidden_layers=1,
+    )  # fmt: skip
+    model = pytest.importorskip(f"{name}.modeling_minimax_m3_vl")
+    torch.manual_seed(0)
+    theirs, length = model.MiniMaxM3VLIndexer(config, 0), 150
+    for each in theirs.parameters():
+        torch.nn.init.normal_(each, std=0.5)
+    x, position = torch.randn(2, length, 32), torch.arange(length).expand(2, -1)
+    angles = (position[..., None] * torch.rand(8)).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    with torch.no_grad():
+        wanted = theirs(x, (cos, sin), None, position)
+        q = theirs.q_norm(theirs.q_proj(x).unflatten(-1, (2, 16))).transpose(1, 2)
+        k = theirs.k_norm(theirs.k_proj(x).unflatten(-1, (1, 16))).transpose(1, 2)
+        q, k = model.apply_rotary_pos_emb(q, k, cos, sin)
+    found = policies.IndexHead(topk=4, block=16, always=(0, 2)).lists(q, k).indices
+    assert torch.equal(found.sort(-1).values.long(), wanted.sort(-1).values)

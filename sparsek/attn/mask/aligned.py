@@ -66,9 +66,9 @@ def aligned_keys(layout: PackedLayout, side: int, causal: bool, device: torch.de
 def _aligned(layout: PackedLayout, side: int, causal: bool, device: torch.device) -> AlignedKeys:
     docs = layout.docs
     lengths, queries = docs.k_end - docs.k_start, docs.q_end - docs.q_start
-    starts = np.cumsum(-(-lengths // side) * side)
-    length = mask_length(int(starts[-1]) if starts.size else 0, "the keys of all documents", side)
-    starts = np.concatenate(([0], starts[:-1]))
+    sizes = -(-lengths // side) * side
+    length = mask_length(int(sizes.sum()), "the keys of all documents", side)
+    starts = np.cumsum(sizes) - sizes
     lo, end = np.repeat(starts, queries), np.repeat(lengths, queries)
     if causal:
         own = np.arange(layout.q_len) + np.repeat(docs.shift - docs.k_start, queries)
