@@ -28,7 +28,7 @@ from sparsek.products.formats.pattern import grid_of
 from sparsek.products.formats.two_four import GROUP
 
 ELEMENTS = 2**25  # of the inverses that are held at a time
-COLUMN_STEPS = 256  # by which all columns of a matrix would leave
+COLUMN_STEPS = 128  # by which all columns of a matrix would leave
 
 
 def choose_by_obs(w: Tensor, h: Tensor, block: tuple[int, int], keep: float, scope: str) -> Tensor:
@@ -91,11 +91,14 @@ def _costs(w: Tensor, inv: Tensor, side: int, drops: int | None) -> Tensor:
     return costs
 
 
-def choose_columns(w: Tensor, h: Tensor, count: int) -> Tensor:
+def choose_columns(w: Tensor, h: Tensor, count: int, side: int = 1) -> Tensor:
     """The columns that stay, `count` of bool [K], of w [M, K] under the damped H [K, K] of the same dtype.
 
-    The others leave one by one, the cheapest first, in a large matrix a few at a time.
+    The others leave one by one, the cheapest first, in a large matrix a few at a time; with a `side`, in groups of so
+    many neighbours.
     """
+    if side > 1:
+        return choose_by_obs(w, h, (len(w), side), count / len(h), "row")[0].repeat_interleave(side)
     inv, w = inverse(h), w.clone()
     stored = torch.ones(len(h), dtype=torch.bool, device=w.device)
     left = len(h) - count

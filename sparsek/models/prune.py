@@ -110,9 +110,9 @@ def prune(
             from the inputs of the pruned one; "block": after that, steps of Adam for the outputs of each whole block.
         budget: How `keep` is spread over layers: the same for each, more for those that lose most output by pruning
             ("sensitivity"), or more for blocks with outliers ("owl", arXiv:2310.05175); all in all as much is stored.
-        permute: With "obs" and blocks, drop whole hidden units of an MLP first, those that its last layer misses least,
-            and sort units so that the others fill blocks. In its first layers `keep` is then the share of the
-            whole weight, and not of each block row. Where units may change places is found by trying.
+        permute: With "obs" and blocks, drop whole hidden units of MLPs and heads of attention first, those that the
+            last layer misses least, and sort the others so that they fill blocks. In the first layers `keep` is then
+            the share of the whole weight, and not of each block row. Where units may change places is found by trying.
         filter_fn: filter_fn(layer, name) is false for layers that stay dense.
         max_error: With "auto": the largest relative error of a layer's outputs on the calibration, in the dense model
             and after its reconstruction; the fastest form within it is picked. Layers at work together lose more.
@@ -373,7 +373,8 @@ class _Run(Passes):
                             (behind,) = self._moments(
                                 line, index, dense, block, originals, layers, only, groups[only], residuals
                             )
-                            live |= own.sort(originals, layers, behind, follow) if behind else {}
+                            if behind is not None:
+                                live |= own.sort(originals, layers, self.configs, behind, follow)
                     moments = self._moments(
                         line, index, dense, block, originals, layers, group, calls, residuals
                     )

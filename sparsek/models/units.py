@@ -1,13 +1,13 @@
-"""Hidden units between layers, such as those of an MLP: their order is free, so those that stay can fill whole blocks.
+"""Hidden units between layers, those of an MLP and heads of attention: their order is free, so they can fill blocks.
 
-A unit is a row of the layers that make it and a column of the layer that takes it. Dropped as a whole it frees blocks
-of both, so the others keep more of theirs than blocks that are chosen layer by layer, in whatever block the units are.
+A unit is rows of the layers that make it and columns of the layer that takes it. Dropped as a whole it frees blocks of
+all of them, so the other units keep more of theirs than blocks that are chosen layer by layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,45 +25,82 @@ from sparsek.nn.replace import is_conv1d
 from sparsek.products.formats.pattern import block_sides
 
 TOLERANCE = 1e-3  # of the norm, and 4 eps, for sums in another order
+HEAD_STEP, WIDEST = 8, 1024  # the sizes of heads that are tried
 
 
 @dataclass(frozen=True)
 class Units:
-    """Hidden units that may be sorted, and how many of them stay.
+    """Hidden units that may be sorted.
 
     Attributes:
-        makers: The layers whose outputs they are: each has a row for a unit, or one in each half of its rows.
-        taker: The layer whose inputs they are.
-        count: How many stay.
+        makers: The layers whose outputs they are, in the order of their calls.
+        taker: The layer whose inputs they are, each as many neighbours.
+        count: How many there are.
+        sections: In each of so many equal parts of a maker's outputs a unit has as many neighbours.
     """
 
     makers: tuple[str, ...]
     taker: str
     count: int
+    sections: int
+
+    def kept(self, layers: Mapping[str, Any], configs: Mapping[str, LayerConfig]) -> int:
+        """The fewest units with room for the blocks of each layer, in whole blocks of each; at most all."""
+        least, step = 1, 1
+        for name in (*self.makers, self.taker):
+            weight, inner = weights_of(layers[name])[0], chosen_by(configs[name])
+            assert inner is not None
+            grid, stored = stored_blocks(inner, weight.shape)
+            axis, sections = (1, 1) if name == self.taker else (0, self.sections)
+            side = block_sides(inner.block)[axis]  # type: ignore[union-attr]
+            each = weight.shape[axis] // (self.count * sections)
+            if sections > 1 and weight.shape[axis] // sections % side:
+                return self.count
+            filled = -(-stored // (grid[1 - axis] * sections)) * side
+            least = max(least, -(-filled // each))
+            step = math.lcm(step, side // math.gcd(side, each))
+        return min(self.count, -(-least // step) * step)
 
     def sort(
-        self, dense: Mapping[str, Any], layers: Mapping[str, Any], moments: Moments, follow: bool
+        self,
+        dense: Mapping[str, Any],
+        layers: Mapping[str, Any],
+        configs: Mapping[str, LayerConfig],
+        moments: Moments,
+        follow: bool,
     ) -> dict[str, Live]:
         """Sort the units in both models, those first that stay by OBS; where the layers may then store blocks.
 
         `moments`: of the taker, whose inputs come from the makers before they are pruned.
         """
         weight, bias = weights_of(layers[self.taker])
+        kept, side = self.kept(layers, configs), weight.shape[1] // self.count
         with dtypes.as_given(weight.device):
             fit = fitted(self.taker, weight.detach(), bias, moments, follow)
-            stay = choose_columns(fit.target, fit.h, self.count)
+            stay = choose_columns(fit.target, fit.h, kept * side, side)[::side]
         order = torch.cat((stay.nonzero()[:, 0], (~stay).nonzero()[:, 0]))
-        first = torch.arange(self.count, device=weight.device)
-        live = {self.taker: Live(torch.arange(len(weight), device=weight.device), first)}
+        first = torch.arange(kept, device=weight.device)
+        live = {
+            self.taker: Live(torch.arange(len(weight), device=weight.device), self.columns(first, weight))
+        }
         for name in self.makers:
-            rows, columns = weights_of(layers[name])[0].shape
-            every = torch.arange(columns, device=weight.device)
-            live[name] = Live(_outputs_of(first, rows, len(order)), every)
-            for side in (dense, layers):
-                _reorder(side[name], _outputs_of(order, rows, len(order)), None)
-        for side in (dense, layers):
-            _reorder(side[self.taker], None, order)
+            made = weights_of(layers[name])[0]
+            live[name] = Live(self.rows(first, len(made)), torch.arange(made.shape[1], device=weight.device))
+            for side_layers in (dense, layers):
+                _reorder(side_layers[name], self.rows(order, len(made)), None)
+        for side_layers in (dense, layers):
+            _reorder(side_layers[self.taker], None, self.columns(order, weight))
         return live
+
+    def columns(self, units: Tensor, weight: Tensor) -> Tensor:
+        """The inputs of the taker, of a weight [M, K], that are units."""
+        return _neighbours(units, weight.shape[1] // self.count)
+
+    def rows(self, units: Tensor, outputs: int) -> Tensor:
+        """The outputs of a maker, out of so many, that are units."""
+        part = outputs // self.sections
+        own = _neighbours(units, part // self.count)
+        return torch.cat([own + start for start in range(0, outputs, part)])
 
 
 def free_units(
@@ -80,81 +117,109 @@ def free_units(
     for group in groups:
         if isinstance(layers[group[0]], PackedLinear):
             continue
-        taker, width = group[0], weights_of(layers[group[0]])[0].shape[1]
-        for earlier in reversed(before) if len(group) == 1 and keep_of(configs[taker]) else ():
-            makers = tuple(
-                name
-                for name in earlier
-                if len(weights_of(layers[name])[0]) in (width, 2 * width) and keep_of(configs[name])
-            )
-            if not 0 < len(makers) <= 2:  # queries, keys and values are three
-                continue
-            count = _kept_units(makers, taker, layers, configs)
-            if count < width and _is_free(line, index, block, layers, makers, taker):
-                found.append(Units(makers, taker, count))
-                break
-        before.append(group)
+        if len(group) == 1 and keep_of(configs[group[0]]):
+            trial = _Trial(line, index, block, layers, group[0])
+            for makers in _makers(before, layers, configs, trial.width):
+                own = next((each for each in trial.units(makers) if trial.passes(each)), None)
+                if own is not None:
+                    found += [own] if own.kept(layers, configs) < own.count else []
+                    break
+        before.append(tuple(name for name in group if keep_of(configs[name])))
     return found
 
 
-def _kept_units(
-    makers: tuple[str, ...], taker: str, layers: Mapping[str, Any], configs: Mapping[str, LayerConfig]
-) -> int:
-    """The fewest units with room for what each layer stores, in whole blocks of each."""
-    width = weights_of(layers[taker])[0].shape[1]
-    least, steps = 0, list[int]()
-    for name in (*makers, taker):
-        weight, inner = weights_of(layers[name])[0], chosen_by(configs[name])
-        assert inner is not None
-        grid, count = stored_blocks(inner, weight.shape)
-        axis = int(name == taker)
-        step = block_sides(inner.block)[axis]  # type: ignore[union-attr]
-        halves = weight.shape[axis] // width
-        if halves > 1 and width % step:
-            return width
-        least = max(least, -(-count // (grid[1 - axis] * halves)) * step)
-        steps.append(step)
-    step = math.lcm(*steps)
-    return -(-least // step) * step
+def _makers(
+    before: list[tuple[str, ...]], layers: Mapping[str, Any], configs: Mapping[str, LayerConfig], width: int
+) -> Iterator[tuple[str, ...]]:
+    """Layers that may make the inputs of a layer: of one group, or two as in cross-attention; the nearest first."""
+    tried: set[tuple[str, ...]] = {()}
+    for at in reversed(range(len(before))):
+        for names in (before[at], before[at - 1] + before[at] if at else ()):
+            rows = {name: len(weights_of(layers[name])[0]) for name in names}
+            for wanted in ((width, 2 * width), (width,), tuple(rows.values())):
+                makers = tuple(name for name in names if rows[name] in wanted)
+                if makers not in tried:
+                    tried.add(makers)
+                    yield makers
 
 
-def _is_free(
-    line: Stream, index: int, block: nn.Module, layers: Mapping[str, Any], makers: tuple[str, ...], taker: str
-) -> bool:
-    """Whether the order of the units is of no effect on the taker's inputs and on the block, with noise for units."""
-    width = weights_of(layers[taker])[0].shape[1]
-    draw = torch.Generator("cpu").manual_seed(0)
-    order = torch.randperm(width, generator=draw, device="cpu")
+class _Trial:
+    """Noise for the outputs of makers, in two orders: what the taker's inputs and the block's outputs make of it."""
 
-    def tried(order: Tensor, batch: int) -> tuple[list[Tensor], list[Tensor]]:
+    def __init__(
+        self, line: Stream, index: int, block: nn.Module, layers: Mapping[str, Any], taker: str
+    ) -> None:
+        self.line, self.index, self.block, self.layers, self.taker = line, index, block, layers, taker
+        self.width = weights_of(layers[taker])[0].shape[1]
+        self.plain: dict[tuple[str, ...], tuple[int, list[Tensor], list[Tensor]] | None] = {}
+
+    def units(self, makers: tuple[str, ...]) -> Iterator[Units]:
+        """What to try: single units, and heads of all sizes; only odd numbers of heads once two halves are not free."""
+        sizes = [1, self.width // 2] if self.width % 2 == 0 else [1]
+        sizes += range(HEAD_STEP, min(WIDEST, self.width // 2) + 1, HEAD_STEP)
+        rows = [len(weights_of(self.layers[name])[0]) for name in makers]
+        parts = {1, rows[0] // self.width} if len(rows) == 1 and rows[0] % self.width == 0 else {1}
+        for sections in sorted(parts, reverse=True):
+            halves = True
+            for size in dict.fromkeys(sizes):
+                count = self.width // size
+                if self.width % size or any(each % (count * sections) for each in rows):
+                    continue
+                own = Units(makers, self.taker, count, sections)
+                if size == self.width // 2 > 1:
+                    halves = self.passes(own)
+                elif halves or count % 2:
+                    yield own
+            if halves and self.width % 2 == 0:
+                yield Units(makers, self.taker, 2, sections)
+
+    def passes(self, units: Units) -> bool:
+        """Whether the order of units is of no effect: the taker's inputs follow it, the block's outputs stay."""
+        makers = units.makers
+        if makers not in self.plain:
+            runs = ((at, *self._run(makers, None, at)) for at in range(len(self.line)))
+            self.plain[makers] = next((run for run in runs if run[1]), None)
+        plain = self.plain[makers]
+        # Attention over one token does not show its heads.
+        if plain is None or any(x.ndim > 2 and x.shape[-2] == 1 for x in plain[1]):
+            return False
+        at, taken, outputs = plain
+        cycle = torch.randperm(units.count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        order = torch.empty_like(cycle)
+        order[cycle] = cycle.roll(1)  # no unit stays in its place
+        moved, others = self._run(makers, (units, order), at)
+        columns = _neighbours(order, self.width // units.count)
+        return _near([*moved, *others], [*(x[..., columns.to(x.device)] for x in taken), *outputs])
+
+    def _run(
+        self, makers: tuple[str, ...], moved: tuple[Units, Tensor] | None, batch: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The inputs of the taker and the outputs of the block."""
         draw = torch.Generator("cpu").manual_seed(1)
         taken: list[Tensor] = []
+        layer = self.layers[self.taker]
 
-        def make(layer: Any, args: Any, found: Tensor) -> Tensor:
+        def make(made: Any, args: Any, found: Tensor) -> Tensor:
             noise = torch.randn(found.shape, generator=draw, dtype=torch.float32, device="cpu")
-            return noise[..., _outputs_of(order, found.shape[-1], width)].to(found)
+            if moved is not None:
+                noise = noise[..., moved[0].rows(moved[1], found.shape[-1])]
+            return noise.to(found)
 
-        def take(layer: Any, args: Any, kwargs: Any) -> None:
+        def take(_: Any, args: Any, kwargs: Any) -> None:
             taken.append(args[0] if args else next(iter(kwargs.values())))
 
-        hooks = [layers[name].register_forward_hook(make) for name in makers]
-        hooks.append(layers[taker].register_forward_pre_hook(take, with_kwargs=True))
-        kept = layers[taker].weight.data
-        _reorder(layers[taker], None, order)
+        hooks: list[Any] = [self.layers[name].register_forward_hook(make) for name in makers]
+        hooks.append(layer.register_forward_pre_hook(take, with_kwargs=True))
+        kept = layer.weight.data
+        if moved is not None:
+            _reorder(layer, None, _neighbours(moved[1], self.width // moved[0].count))
         try:
-            found = line.outputs(line.call(block, index, DENSE, batch), index, batch)
+            found = self.line.outputs(self.line.call(self.block, self.index, DENSE, batch), self.index, batch)
         finally:
-            layers[taker].weight.data = kept
+            layer.weight.data = kept
             for hook in hooks:
                 hook.remove()
         return taken, [each for each in found.values() if each.is_floating_point()]
-
-    for batch in range(len(line)):
-        taken, outputs = tried(torch.arange(width, device="cpu"), batch)
-        if taken:
-            moved, others = tried(order, batch)
-            return _near([*moved, *others], [*(x[..., order.to(x.device)] for x in taken), *outputs])
-    return False
 
 
 def _near(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -167,9 +232,9 @@ def _near(found: list[Tensor], wanted: list[Tensor]) -> bool:
     )
 
 
-def _outputs_of(units: Tensor, outputs: int, width: int) -> Tensor:
-    """The outputs of a maker that belong to units: one of each `width` outputs."""
-    return torch.cat([units + start for start in range(0, outputs, width)])
+def _neighbours(units: Tensor, each: int) -> Tensor:
+    """The indices of units that have so many neighbours each."""
+    return (units[:, None] * each + torch.arange(each, device=units.device)).flatten()
 
 
 def _reorder(layer: Any, rows: Tensor | None, columns: Tensor | None) -> None:

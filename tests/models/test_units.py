@@ -42,9 +42,6 @@ class Layered(nn.Module):
         elif self.kind == "halves":
             a, b = y.chunk(2, -1)
             y = functional.gelu(a) * b
-        elif self.kind == "heads":  # two heads of attention
-            heads = y.unflatten(-1, (2, 32)).transpose(1, 2)
-            y = functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
         elif self.kind == "norm":
             y = self.norm(y)
         else:
@@ -75,7 +72,68 @@ def test_units_without_use_leave_whole_blocks(kind: str, of: Any):
     assert (model(x) - want).norm() > 0.2 * want.norm()
 
 
-@pytest.mark.parametrize("kind", ["heads", "norm", "two", "returned"])
+class Attention(nn.Module):
+    """Attention of 64 features with eight heads, each second one of no use, with what `kind` says."""
+
+    slopes: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.shared = {"grouped": 2, "single": 8}.get(kind, 1)  # heads that share a key
+        sizes = (64, 64 // self.shared, 64 // self.shared)
+        if kind in ("fused", "neighbours"):
+            self.fused = nn.Linear(64, 192)
+        else:
+            self.q, self.k, self.v = (nn.Linear(64, each) for each in sizes)
+        self.o = nn.Linear(64, 64)
+        of_head = self.o.weight.data.view(64, 8 // self.shared % 8 or 8, -1)
+        of_head[:, ::2] = 0
+        self.register_buffer("slopes", torch.linspace(0, 2, 8)[:, None, None])
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        memory = x if memory is None else memory
+        if self.kind == "fused":
+            q, k, v = self.fused(x).chunk(3, -1)
+        elif self.kind == "neighbours":
+            q, k, v = self.fused(x).unflatten(-1, (8, 3, 8)).unbind(3)
+        else:
+            q, k, v = self.q(x), self.k(memory), self.v(memory)
+        q, k, v = (y.unflatten(-1, (-1, 8)) if y.ndim == 3 else y for y in (q, k, v))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        far = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+        bias = -self.slopes * (far[:, None] - far).abs() if self.kind == "slopes" else None
+        y = functional.scaled_dot_product_attention(q, k, v, bias, enable_gqa=self.shared > 1)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "fused", "neighbours", "crossed"])
+@torch.no_grad()
+def test_heads_without_use_leave_whole_blocks(kind: str):
+    dense, x = Attention(kind).eval(), torch.randn(32, 12, 64)
+    inputs = (x, torch.randn(32, 12, 64)) if kind == "crossed" else (x,)
+    want = dense(*inputs)
+    errors = []
+    for permute in (True, False):
+        model = copy.deepcopy(dense)
+        config = sk.BlockSparse((16, 16), 0.5)
+        report = sk.prune(model, config, calibration=[inputs], permute=permute)
+        assert {row.kept for row in report.replaced} == {0.5}
+        errors.append(float((model(*inputs) - want).norm() / want.norm()))
+    assert errors[0] < 0.01
+    assert errors[1] > 0.1
+
+
+@pytest.mark.parametrize("kind", ["slopes", "one token"])
+def test_heads_that_differ_stay_where_they_are(kind: str):
+    dense, x = Attention(kind).eval(), torch.randn(32, 1 if kind == "one token" else 12, 64)
+    both = [pruned(dense, x, permute=permute)[0].state_dict() for permute in (True, False)]
+    for name, each in both[0].items():
+        torch.testing.assert_close(each, both[1][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["norm", "two", "returned"])
 def test_units_whose_order_counts_stay_where_they_are(kind: str):
     dense, x = Layered(kind).eval(), torch.randn(32, 12, 32)
     both = [pruned(dense, x, permute=permute)[0].state_dict() for permute in (True, False)]
@@ -116,6 +174,13 @@ def test_columns_leave_in_the_order_of_a_greedy_search_with_explicit_inverses():
             costs[each] = float(cost_of(w, h, gone | (torch.arange(12) == each))[0])
         gone[min(costs, key=costs.__getitem__)] = True
         assert obs.choose_columns(w, h, count).tolist() == (~gone).tolist()
+
+
+def test_groups_of_columns_leave_together():
+    w, h = problem(6, 12, seed=6)
+    costs = [float(cost_of(w, h, torch.arange(12) // 3 == each)[0]) for each in range(4)]
+    kept = obs.choose_columns(w, h, 9, 3)
+    assert kept.view(4, 3).all(1).tolist() == [each != min(costs) for each in costs]
 
 
 def test_many_columns_leave_a_few_at_a_time():

@@ -82,7 +82,7 @@ def prune(
         str, typer.Option(help=f"How --keep is spread over layers: one of {', '.join(scores.BUDGETS)}.")
     ] = "uniform",
     permute: Annotated[
-        bool, typer.Option(help="With obs, drop whole hidden units of MLPs, and sort the others.")
+        bool, typer.Option(help="With obs, drop whole hidden units and heads, and sort the others.")
     ] = True,
     max_error: Annotated[
         float | None, typer.Option(help="With auto: the largest relative error of a layer's outputs.")
