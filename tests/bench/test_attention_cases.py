@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sparsek.testing.attention_budget import ExpectedAttention
-from sparsek_bench.benches import BENCHES
 from sparsek_bench.suites import attention
 from sparsek_bench.suites.attention import BENCH, AttentionCase, length_name, parse_lengths, parse_pair
 from sparsek_bench.suites.attention_masks import MASK_FORMS, parse_mask
@@ -160,10 +159,3 @@ def test_pairs_and_lengths_have_short_names() -> None:
     assert parse_pair("16") == (16, 16)
     assert parse_pair("32:4") == (32, 4)
     assert [length_name(length) for length in (1000, 1024, 2**19)] == ["1000", "1K", "512K"]
-
-
-def test_a_product_of_lists_takes_every_combination() -> None:
-    lists = {"batch": "1,2", "heads": "2:1", "seq": "64", "dim": "32", "mask": "full,causal", "block": "64"}
-    cases = BENCHES["attention"].cases(lists | {"dtype": "fp16"})
-    assert len(cases) == len(set(cases)) == 4
-    assert sorted(cases, key=lambda case: case.order)[0].mask == "causal"

@@ -132,15 +132,6 @@ def test_the_same_seed_gives_the_same_bits() -> None:
     assert not torch.equal(one.b, other.b)
 
 
-def test_a_product_of_lists_takes_every_combination() -> None:
-    sizes = {"m": "64", "k": "64", "n": "8", "block": "16", "density": "0.5", "dtype": "fp16"}
-    cases = BENCHES["spmm"].cases(sizes | {"m": "64,128", "n": "8,16", "block": "16,32"})
-    assert len(cases) == len(set(cases)) == 8
-    assert {case.form for case in cases} == {"A@B"}
-    forms = BENCHES["spmm"].cases(sizes | {"form": ",".join(FORMS)})
-    assert [case.form for case in forms] == list(FORMS)
-
-
 @pytest.mark.parametrize(
     ("text", "block"), [("128", (128, 128)), ("512x112", (512, 112)), ("48X96", (48, 96))]
 )

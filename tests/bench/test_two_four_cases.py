@@ -9,7 +9,6 @@ import torch
 from sparsek.core.errors import Unsupported
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.semi24 import Semi24
-from sparsek_bench.benches import BENCHES
 from sparsek_bench.engine.bench import TABLES
 from sparsek_bench.engine.case import Bar
 from sparsek_bench.engine.pack_budget import block_norms
@@ -69,32 +68,6 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
         assert set(module.BARS) == {entry.case for entry in module.BENCH.suites["published"]}
     for op, bars in (("semi24", semi24.BARS), ("pack", pack.BARS), ("fp8", fp8.BARS)):
         assert {bar.peer for row in bars.values() for bar in row} <= set(TABLES[op].peers)
-
-
-def test_products_of_lists_take_every_combination() -> None:
-    size = {"m": "64", "k": "64", "dtype": "fp16"}
-    made = BENCHES["semi24"].cases(size | {"n": "64,8", "block": "none,64", "density": "0.5,1.0"})
-    kinds = [(None, 1.0), ((64, 64), 0.5), ((64, 64), 1.0)]
-    assert [(case.n, case.block, case.density) for case in made] == [
-        (n, *kind) for n in (64, 8) for kind in kinds
-    ]
-    (blocks,) = (each for each in semi24.BENCH.options if each.name == "block")
-    assert blocks.parse("none") is None
-    assert blocks.parse("128") == (128, 128)
-    packs = BENCHES["pack"].cases(size | {"to": "semi24,bsr", "block": "16,32", "keep": "0.5"})
-    assert [(case.to, case.block) for case in packs] == [
-        ("semi24", None),
-        ("bsr", (16, 16)),
-        ("bsr", (32, 32)),
-    ]
-    listed = {"m": "64", "k": "64", "n": "64", "stored": "bsr,semi24", "block": "32", "density": "0.5"}
-    eights = BENCHES["fp8"].cases(listed | {"form": "x@W.T,A@B"})
-    assert [(case.stored, case.form) for case in eights] == [
-        ("bsr", "x@W.T"),
-        ("bsr", "A@B"),
-        ("semi24", "x@W.T"),
-        ("semi24", "A@B"),
-    ]
 
 
 def test_every_format_is_measured_at_equal_stored_values() -> None:

@@ -75,7 +75,7 @@ def test_a_file_with_all_sorts_is_aligned_and_any_reader_opens_it(tmp_path: Path
     saved: dict[str, Any] = {
         "a": quantize(semi24(1, 8)), "b": semi24(3, 8, torch.float64), "c": quantize(bsr(16, 16, density=1.0)),
         "d": bsr(dtype=torch.float64), "e": quantize(semi24(5, 8), E5M2, "tensor"),
-        "f": quantize(bsr24(), scale="block"),
+        "f": quantize(bsr24(), scale="block"), "g": bsr24(64, 64), "h": bsr24(dtype=torch.float64),
     }  # fmt: skip
     io.save(saved, tmp_path / "d.safetensors")
     loaded = io.load(tmp_path / "d.safetensors")
@@ -83,7 +83,13 @@ def test_a_file_with_all_sorts_is_aligned_and_any_reader_opens_it(tmp_path: Path
         assert (same if isinstance(each, Quantized) else same_matrix)(loaded[name], each)
     tensors = load_file(tmp_path / "d.safetensors")
     assert tensors["f.values"].dtype == E4M3
-    assert torch.equal(tensors["f.scale"], saved["f"].scale)
+    for name, part in (
+        ("f.scale", saved["f"].scale),
+        ("g.meta", saved["g"].meta),
+        ("d.values", saved["d"].values),
+    ):
+        assert torch.equal(tensors[name], part)
+    assert torch.equal(tensors["d.indices"], saved["d"].pattern.indices)
     content = (tmp_path / "d.safetensors").read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     for name, entry in json.loads(content[8:start]).items():
@@ -98,7 +104,11 @@ def test_what_was_spoiled_in_place_is_not_saved(tmp_path: Path):
     a.matrix.values.view(torch.uint8).fill_(1)
     b.matrix.meta.zero_()  # type: ignore[union-attr]
     c.scale[5] = 0
+    plain: list[Any] = [semi24(), bsr24()]
+    for each in plain:
+        each.meta.zero_()
     for each, message in (
+        *((each, "groups have malformed metadata") for each in plain),
         (a, "values in the padding"),
         (b, "groups have malformed metadata"),
         (c, "1 of 150 scales are not positive"),

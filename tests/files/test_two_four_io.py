@@ -3,20 +3,16 @@
 Damaged bytes and forged files are tried on all kinds in test_damage.py and test_forgery.py.
 """
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from sparsek.core.errors import InvalidInput
 from sparsek.files import io
 from sparsek.products.formats.bsr24 import BSR24
 from sparsek.products.formats.semi24 import Semi24
-from tests.files.test_io import crc_of, forge, same, small
+from tests.files.test_io import crc_of, forge, same
 from tests.products.formats.two_four import bsr24, semi24
 
 
@@ -28,33 +24,6 @@ def test_a_2_4_matrix_is_saved_from_a_gpu_and_loaded_onto_it(tmp_path, make):
     loaded = io.load(tmp_path / "a.safetensors", device="cuda")
     assert loaded.device.type == loaded.meta.device.type == "cuda"
     assert same(loaded.to("cpu"), a)
-
-
-def test_all_kinds_in_one_file_are_aligned_for_any_reader(tmp_path):
-    torch.manual_seed(0)
-    saved = {
-        "a": semi24(1, 8), "b": semi24(3, 8, torch.float64), "c": bsr24(64, 64), "d": semi24(5, 8, torch.float32),
-        "e": small(dtype=torch.float64), "f": bsr24(dtype=torch.float64),
-    }  # fmt: skip
-    io.save(saved, tmp_path / "d.safetensors")
-    assert same(io.load(tmp_path / "d.safetensors"), saved)
-    assert torch.equal(load_file(tmp_path / "d.safetensors")["c.meta"], saved["c"].meta)
-    content = (tmp_path / "d.safetensors").read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    entries = json.loads(content[8:start])
-    for name, entry in entries.items():
-        if name != "__metadata__":
-            size = {"F16": 2, "F32": 4, "F64": 8, "I32": 4, "U8": 1}[entry["dtype"]]
-            blocks = name.endswith(".values") and len(entry["shape"]) == 3
-            assert (start + entry["data_offsets"][0]) % (64 if blocks else size) == 0
-
-
-def test_metadata_that_was_spoiled_in_place_is_not_saved(tmp_path):
-    for a in (semi24(), bsr24()):
-        a.meta.zero_()
-        with pytest.raises(InvalidInput, match="groups have malformed metadata"):
-            io.save(a, tmp_path / "a.safetensors")
-    assert os.listdir(tmp_path) == []
 
 
 def record24(a: Semi24 | BSR24, **changes: Any) -> dict[str, Any]:

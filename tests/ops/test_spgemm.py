@@ -208,6 +208,3 @@ def test_compiled_a_pattern_that_is_data_is_refused_with_a_hint():
     a, b = two()
     with pytest.raises(Exception, match=r"make the pattern outside, spgemm\(A, B, .*\)\.pattern"):
         torch.compile(lambda a, b: sk.spgemm(a, b, "bsr"), fullgraph=True, backend="aot_eager")(a, b)
-
-
-SPGEMM: Any = sk.spgemm

@@ -16,13 +16,6 @@ from sparsek.products.ops import library_args
 from tests.ops.operands import calls, pair
 from tests.ops.operands import op_args as args
 
-COMPILED: dict[str, tuple[Callable[[BSR, Tensor], Tensor], int]] = {
-    "A @ B": (lambda a, b: a @ b, 96),
-    "spmm(A, B)": (sk.spmm, 96),
-    "A.T @ B": (lambda a, b: a.T @ b, 128),
-    "alpha": (lambda a, b: sk.spmm(a, b, alpha=0.5), 96),
-}
-
 
 @pytest.mark.parametrize("kept", [False, True], ids=["never transposed", "transposed before"])
 def test_compiled_a_transposed_view_costs_no_node_and_no_second_graph(kept: bool, recorder: Any):

@@ -26,10 +26,6 @@ def test_values_in_the_padding_are_refused_and_counted():
     BSR(a.pattern, a.values)
 
 
-def unaligned(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(like.numel() + 1)[1:].view(like.shape)
-
-
 def test_an_order_made_by_hand_is_held_to_the_pattern():
     a = make()
     view = BSR(a.pattern.T, a.values, a.pattern.transposed[1].clone())

@@ -183,10 +183,6 @@ def test_values_in_the_padding_are_refused_and_counted():
         BSR24(a.pattern, values, meta)
 
 
-def unaligned(like: torch.Tensor) -> torch.Tensor:
-    return torch.cat((like.new_zeros(1), like.reshape(-1)))[1:].view(like.shape)
-
-
 @pytest.mark.gpu
 def test_values_on_another_device_than_the_pattern_are_refused():
     a = make()

@@ -65,10 +65,6 @@ def changed(
     return build
 
 
-def unaligned(like: torch.Tensor) -> torch.Tensor:
-    return torch.cat((like.new_zeros(1), like.reshape(-1)))[1:].view(like.shape)
-
-
 def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(part: torch.Tensor) -> torch.Tensor:
         part = part.clone()

@@ -272,10 +272,6 @@ def test_metadata_that_names_a_column_twice_or_in_falling_order_is_counted_and_p
     assert len(MALFORMED) == 10
 
 
-def unaligned(like: torch.Tensor) -> torch.Tensor:
-    return torch.cat((like.new_zeros(1), like.reshape(-1)))[1:].view(like.shape)
-
-
 def test_gradients_reach_the_values_through_other_dtypes():
     values = make(dtype=torch.float64).values.requires_grad_()
     Semi24.unchecked(values, make().meta).to(dtype=torch.float32).to_dense().square().sum().backward()

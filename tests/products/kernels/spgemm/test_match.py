@@ -26,11 +26,6 @@ from tests.products.kernels.spgemm.matched import assert_same, drawn, full
 TYPES = dict.fromkeys((*portable._LISTS, *portable._RESULTS), "*i32") | {"sums": "*i64"}
 
 
-def on_each_card(case):
-    """Every kernel is compiled for both cards, whatever else is drawn."""
-    return case[:2], case[2]
-
-
 @pytest.mark.parametrize(
     ("card", "walk", "wanted"),
     once(product(("sm_90", "sm_80"), ("_count", "_fill"), (False, True)), lambda case: (case[:2], case[2])),
