@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.attn.mask.lists import BlockLists
 from sparsek.attn.mask.pages import PageLists
 from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.attn.plan import paged_operands as operands
@@ -17,6 +18,7 @@ from sparsek.attn.plan.attention_paged import AttendedPages
 from sparsek.core import arguments
 from sparsek.core.arguments import INT32_MAX, faking, is_fake
 from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import by_kernel
 from sparsek.core.streams import captured
 from sparsek.core.tracing import reads_values
 
@@ -32,15 +34,25 @@ def pass_lists(call: AttendedPages) -> None:
         raise InvalidInput(
             f"mask is {lists.label}; attention_paged has no window and no sinks beside lists: list their blocks"
         )
-    at = lists.indices[0]
-    at = at.masked_fill(at > INT32_MAX // lists.block, -1).clamp(min=-1).to(torch.int32)
-    if lists.counts is not None:
+    call.causal = lists.causal
+    at, counts = lists.indices[0], None if lists.counts is None else lists.counts[0]
+    made = by_kernel("page_lists", at, counts, lists.block) if at.is_cuda else None
+    if made is None:
+        call.mask = PageLists.from_indices(_ascending(at, counts, lists.block), (1, lists.block))
+        return
+    (heads, tokens, n), (full, partial) = at.shape, (BlockLists(*made[:3]), BlockLists(*made[3:]))
+    call.mask = PageLists(full, partial, heads, tokens, (1, lists.block), n)
+
+
+def _ascending(at: Tensor, counts: Tensor | None, block: int) -> Tensor:
+    """Lists of ascending blocks, int32 [heads, tokens, n], with -1 for those that occur again or cannot exist."""
+    at = at.masked_fill(at > INT32_MAX // block, -1).clamp(min=-1).to(torch.int32)
+    if counts is not None:
         entry = torch.arange(at.shape[2], dtype=torch.int32, device=at.device)
-        at = at.masked_fill(entry >= lists.counts[0][..., None], -1)
+        at = at.masked_fill(entry >= counts[..., None], -1)
     at = at.sort(-1).values
     again = functional.pad(at[..., 1:] == at[..., :-1], (1, 0)) if at.shape[2] else at < 0
-    call.mask = PageLists.from_indices(at.masked_fill(again, -1).contiguous(), (1, lists.block))
-    call.causal = lists.causal
+    return at.masked_fill(again, -1).contiguous()
 
 
 def choose_lists(call: AttendedPages) -> None:

@@ -35,5 +35,6 @@ KERNELS.update(
     mask_of_documents=kernel_of("sparsek.attn.kernels.mask.documents", "documents"),
     choose_blocks=_choose_blocks,
     token_unions=_token_unions,
+    page_lists=kernel_of("sparsek.attn.kernels.mask.pages", "page_lists"),
     round_heads=kernel_of("sparsek.attn.kernels.forward.heads_to_fp8", "round_heads"),
 )

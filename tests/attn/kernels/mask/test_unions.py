@@ -1,4 +1,4 @@
-"""attn/kernels/mask/unions.py: code for an H200 that is not there; on a GPU the tensors of the specification."""
+"""attn/kernels/mask/unions.py and pages.py: code for an H200 that is not there; on a GPU the same as on a CPU."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from tests.attn.mask.drawn_lists import CASES, drawn, drawn_lists
 
 pytest.importorskip("triton")
 
-from sparsek.attn.kernels.mask import unions
+from sparsek.attn.kernels.mask import pages, unions
 from tests.engine.launch.portable_code import Code, compiled
 
 POINTERS: tuple[str, ...] = (
@@ -45,6 +45,29 @@ def test_64_blocks_of_32_tokens_are_counted() -> None:
     made = code(unions._counted, 1, TOKENS=32, EACH=64, COLS=512)
     assert made.stack == 0
     assert made.registers <= 168
+
+
+def test_a_list_over_pages_is_one_warp() -> None:
+    names = (*pages._POINTERS, *pages._SIZES)
+    types = {name: "*i32" if name in pages._POINTERS else "i32" for name in names}
+    made = compiled(pages._lists, types, {"COUNTED": True, "EACH": 16}, H200, 1, 1, aligned=())
+    assert (made.shared, made.stack) == (0, 0)
+
+
+@pytest.mark.gpu
+def test_pages_are_named_once_without_a_wait(no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    cache = torch.randn(9, 2, 16, 128, dtype=torch.bfloat16, device="cuda")
+    table = torch.tensor([[3, 0, 7, 1, 8], [2, 5, 4, 0, 0]], dtype=torch.int32, device="cuda")
+    lengths, edges = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([70, 33], [0, 5, 7]))
+    q = torch.randn(7, 4, 64, dtype=torch.bfloat16, device="cuda")
+    lists = drawn_lists((1, 2, 7, 4), 16, 80, 8)
+    found = sk.attention_paged(q, cache, table, lengths, edges, lists.to("cuda"))
+    torch.cuda.synchronize()
+    there = lists.to("cuda")
+    with no_sync():
+        assert torch.equal(sk.attention_paged(q, cache, table, lengths, edges, there), found)
+    wanted = sk.attention_paged(q.cpu(), cache.cpu(), table.cpu(), lengths.cpu(), edges.cpu(), lists)
+    torch.testing.assert_close(found.cpu(), wanted, atol=2e-2, rtol=2e-2)
 
 
 def same_on_gpu(c: UnionInputs) -> None:
@@ -86,7 +109,7 @@ def test_it_can_be_recorded() -> None:
     made: Any = lambda: written(BlockMask, c, unions.token_unions)  # noqa: E731
     _, again = record(lambda: made()._base, [c.indices])
     assert again is not None
-    same(BlockMask.of_layout(c.layout(), again(c.indices)), specified(BlockMask, c))
+    same(BlockMask.of_layout(c.layout(), again.repeat([c.indices])), specified(BlockMask, c))
 
 
 @pytest.mark.gpu

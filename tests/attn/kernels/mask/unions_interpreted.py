@@ -1,4 +1,4 @@
-"""attn/kernels/mask/unions.py in Triton's interpreter: the tensors of the specification, bit for bit."""
+"""attn/kernels/mask/unions.py and pages.py in Triton's interpreter: the tensors of the specification, bit for bit."""
 
 from itertools import product
 from typing import Any
@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from sparsek.attn.kernels.mask import unions
+from sparsek.attn.kernels.mask.pages import page_lists
 from sparsek.attn.kernels.mask.unions import token_unions
 from sparsek.attn.mask.build.unions import UnionInputs, specified, written
 from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.pages import PageLists
+from sparsek.attn.ops.attention_paged_lists import _ascending
 from tests.attn.mask.drawn_choices import same
-from tests.attn.mask.drawn_lists import CASES, drawn
+from tests.attn.mask.drawn_lists import CASES, drawn, drawn_indices
 from tests.sampling import sampled
 
 POISON = 0x5EADBEEF
@@ -42,3 +45,15 @@ def test_both_kernels_make_the_tensors_of_the_specification(
     monkeypatch.setattr(unions, "counts_columns", lambda *sizes: count)
     c = drawn(case)
     same(made(c), specified(BlockMask, c))
+
+
+@pytest.mark.parametrize("n", [1, 5, 16])
+@pytest.mark.parametrize("counted", [False, True])
+def test_lists_over_pages_name_a_block_once(n: int, counted: bool) -> None:
+    at = drawn_indices((1, 2, 9, n), 16, 100, n)[0].transpose(0, 1).contiguous().transpose(0, 1)
+    counts = torch.randint(-1, n + 2, (2, 9)) if counted else None
+    wanted = PageLists.from_indices(_ascending(at, counts, 16), (1, 16))
+    found = page_lists(at.long() if counted else at, counts, 16)
+    assert found is not None
+    for mine, theirs in zip(found, wanted.tensors, strict=True):
+        assert torch.equal(mine, theirs)
