@@ -154,6 +154,7 @@ def test_a_layer_learns_and_shorter_inputs_than_a_span_work(case: str) -> None:
     assert losses[-1] < losses[0] * 0.98
     for length in (0, 1, 5):
         assert layer(x[:, :length]).shape == (2, length, 24)
+    assert layer(x[:0]).shape == (0, 90, 24)
     for ends in ([0], [0, 0], [0, 0, 7]):
         assert layer(x[0, : ends[-1]], cu_seqlens=torch.tensor(ends)).shape == (ends[-1], 24)
     with torch.autocast("cpu", torch.bfloat16):

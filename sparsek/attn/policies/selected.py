@@ -338,6 +338,8 @@ def checked(q: Any, k: Any, scale: float | None) -> float:
     check_tensors(q, k, k)
     for name, x in (("q", q), ("k", k)):
         arguments.tensor(name, x)
+    if not q.shape[0]:
+        raise InvalidInput(f"q is {list(q.shape)}; lists need a batch item")
     return checked_scale(scale, q.shape[3])
 
 

@@ -237,6 +237,7 @@ def test_a_query_sees_compressed_keys_from_their_last_key_on(
         (lambda: policies.MoBAGate(always=(1, 0)), "sees its own block"),
         (lambda: policies.IndexHead(topk=0), "topk is 0"),
         (lambda: policies.IndexHead().lists(torch.zeros(1, 4, 9, 8), torch.zeros(1, 2, 9, 8)), "k needs 1 or 4"),
+        (lambda: policies.IndexHead().lists(*torch.zeros(2, 0, 1, 9, 8)), "lists need a batch item"),
         (
             lambda: policies.NSA().lists(*torch.zeros(2, 2, 1, 9, 8), cu_seqlens=torch.tensor([0, 9])),
             r"packed documents \[1, heads, total, D\]",
