@@ -452,7 +452,7 @@ class ProductFunction(torch.autograd.Function):
             of_values, of_b, later = True, True, SecondOrderInput.of(bias)
         stored, scale, scaled = (a.matrix, a.scale, a.kind) if type(a) is Quantized else (a, None, "")
         saved = values if of_b else None, scale if of_b else None, dense if of_values else None
-        fields = {**stored.__dict__, "values": None}  # which autograd keeps, and metadata
+        fields = dict(stored.__dict__, values=None)  # which autograd keeps, and metadata
         ctx.save_for_backward(*saved, cut, slope, fields.get("meta"))
         ctx.product = stored.__class__, fields, scaled, a.plan_owner(), how, later
         return c
