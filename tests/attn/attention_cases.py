@@ -246,6 +246,7 @@ MEMBER_CASES: tuple[AttentionCase, ...] = (
     ),
     AttentionCase("members of one list", _of_tokens(17, 140, (8, 64), window=1, sinks=1), (32, 2), (32, 32)),
     AttentionCase("members of 64 heads", _of_tokens(5, 90, (2, 64), sinks=2), (64, 1), (32, 32)),
+    AttentionCase("members all alike", _of_tokens(37, 290, (16, 64), chosen=3, alike=1.0), (8, 1), (32, 32)),
     AttentionCase("members none", _of_tokens(30, 50, (16, 64), chosen=0), (8, 1), (32, 32)),
     AttentionCase(
         "members one block", _of_tokens(40, 50, (16, 64), chosen=1, causal=False), (8, 1), (32, 32)

@@ -22,6 +22,7 @@ from tests.attn.kernels.backward.grad_cases import Inputs, differentiate, inputs
 from tests.attn.kernels.forward.changes import CHANGES
 from tests.attn.kernels.forward.inputs import LAYOUTS, SMALL, normal
 from tests.attn.kernels.planned import attend, attention_problem
+from tests.attn.mask.members import of_members
 from tests.sampling import sampled
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -172,6 +173,23 @@ class Forward(Small):
     def test_changed_scores_of_packed_heads_are_within_budget(self, name: str) -> None:
         q, k, v, mask = PACKED.make(dtype=self.dtype)
         self.check(3 * q, k, v, mask, self.narrow, scores=CHANGES[name](q))
+
+    def test_blocks_that_a_union_lacks_never_reach_its_tokens(self) -> None:
+        """Tokens of the first tile have block 0, of the second block 1, and of the third both."""
+        member = torch.tensor([[True, False], [False, True], [True, True]]).repeat_interleave(16, 0)
+        hi = torch.full((1, 48), 100, dtype=torch.int32)
+        mask = of_members(member[None, None], torch.zeros_like(hi), hi, 100, (16, 64)).mask
+        d, dv = self.dims
+        q, k, v = (
+            self.normal(1, 8, 48, d),
+            self.normal(1, 1, 100, d, seed=1),
+            self.normal(1, 1, 100, dv, seed=2),
+        )
+        wanted = attend(self.kernel, q, k, v, mask, self.config)
+        k[:, :, :64], v[:, :, :64] = 90.0, 90.0  # the interpreter warns of maxima over NaN
+        for x, y in zip(wanted, attend(self.kernel, q, k, v, mask, self.config), strict=True):
+            assert torch.equal(x[:, :, 16:32], y[:, :, 16:32])
+            assert x.isfinite().all()
 
 
 class Backward(Small):

@@ -30,19 +30,23 @@ def drawn(
     window: int = 0,
     sinks: int = 0,
     causal: bool = True,
+    alike: float = 0.4,
     seed: int = 0,
     device: str = "cpu",
 ) -> TokenMask:
-    """Tokens that choose `chosen` blocks of keys at random: some the same as the one before, every eleventh none."""
+    """Tokens that choose `chosen` blocks of keys at random, as the one before with a chance of `alike`; below 1 every
+    eleventh chooses none.
+    """
     draw = torch.Generator("cpu").manual_seed(seed)
     columns = -(-kv_len // block[1])
     scores = torch.rand(batch, heads, q_len, columns, generator=draw, dtype=torch.float32, device="cpu")
     member = scores.argsort(-1).argsort(-1) < chosen
-    same = torch.rand(batch, heads, q_len, generator=draw, dtype=torch.float32, device="cpu") < 0.4
+    same = torch.rand(batch, heads, q_len, generator=draw, dtype=torch.float32, device="cpu") < alike
     for token in range(1, q_len):
         again = same[:, :, token, None]
         member[:, :, token] = torch.where(again, member[:, :, token - 1], member[:, :, token])
-    member[:, :, 5::11] = False
+    if alike < 1:
+        member[:, :, 5::11] = False
     hi = torch.full((1, q_len), kv_len, dtype=torch.int32, device="cpu")
     if causal:
         hi = (torch.arange(q_len, dtype=torch.int32, device="cpu")[None] + (kv_len - q_len + 1)).clamp(

@@ -13,7 +13,7 @@ import torch
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan.kernels import AttentionGradCall
 from sparsek.engine.table import load
-from tests.attn.attention_cases import AttentionCase, random_bits
+from tests.attn.attention_cases import MEMBER_CASES, AttentionCase, random_bits
 from tests.attn.kernels.backward.grad_cases import (
     Inputs,
     cases,
@@ -51,7 +51,7 @@ def may_refuse(name: str, q: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> 
     ("name", "case", "dtype"),
     [
         (name, case, dtype)
-        for name, case in product(DIMS, cases())
+        for name, case in product(DIMS, (*cases(), *MEMBER_CASES))
         for dtype in sampled(LOW, 1, of=(name, str(case)))
     ],
     ids=str,
@@ -143,7 +143,7 @@ def test_many_tiles_for_every_cta(name: str, block: int, dim: int, kind: str) ->
 
 
 def test_keys_of_blocks_that_are_not_stored_are_never_read() -> None:
-    for case in cases():
+    for case in (*cases(), *MEMBER_CASES):
         given = poisoned_keys(case, "cuda")
         if case.dtype != "fp32" and bool(given.k.isnan().any()):
             gate = judged(given, differentiate(load(PORTABLE), given))

@@ -17,7 +17,7 @@ from sparsek.attn.mask.mask import BlockMask
 from sparsek.engine.table import load
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_fp8_budget import check_attention_fp8
-from tests.attn.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
+from tests.attn.attention_cases import ATTENTION_CASES, MEMBER_CASES, AttentionCase, random_bits
 from tests.attn.kernels.planned import attend, default_and
 from tests.attn.kernels.planned import attention_problem as problem
 from tests.engine.launch.covering import once
@@ -77,7 +77,7 @@ def hold(name: str, case: AttentionCase, dtype: torch.dtype, scale: Any = "head"
     ("name", "case", "dtype"),
     [
         (name, case, dtype)
-        for name, case in product((HOPPER, PORTABLE), ATTENTION_CASES)
+        for name, case in product((HOPPER, PORTABLE), (*ATTENTION_CASES, *MEMBER_CASES))
         for dtype in sampled(LOW, 1, of=(name, str(case)))
     ],
     ids=str,
