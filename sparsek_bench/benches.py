@@ -23,6 +23,7 @@ HELP = {
     "attention-backward": "The gradients of attention against their peers, alone or with the forward pass of a "
     "training step.",
     "attention-fp8": "Attention of q, k and v in FP8 over the blocks of a mask, against the same in bf16.",
+    "tokens": "Attention over blocks that each query chooses, forward, backward or both, against its peers.",
     "serving": "Attention over paged keys: chunks of prompts and decoding steps, beside unpaged kernels and a copy.",
     "fresh": "Attention whose mask is new in every call, host included, over a kept mask and over FlexAttention.",
     "policies": "Blocks of attention chosen from q and k: what that takes alone and in a call, and the mass kept.",

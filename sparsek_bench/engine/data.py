@@ -1,11 +1,14 @@
 """The data of cases: random matrices, and as many sets of them as exceed the cache."""
 
 import math
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree
 
+from sparsek.attn.mask.mask import BlockMask
+from sparsek.attn.mask.token_lists import TokenLists
 from sparsek.core.device import Card
 from sparsek.products.formats.bsr import BSR
 from sparsek.products.formats.bsr24 import BSR24
@@ -77,3 +80,16 @@ class Draw:
     def _next(self) -> int:
         self.seed += 1
         return self.seed
+
+
+@dataclass(frozen=True)
+class TokenMaker:
+    """A call that makes the mask of the blocks `indices` [1, Hkv, S, n] of each query and head of keys."""
+
+    indices: torch.Tensor
+    case: Any
+
+    def __call__(self) -> BlockMask:
+        of_q, of_k, _ = self.case.shapes
+        one = torch.empty((), dtype=torch.bfloat16, device=self.indices.device)
+        return TokenLists(self.indices, self.case.block[1]).mask_for(one.expand(of_q), one.expand(of_k))

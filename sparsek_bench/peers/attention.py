@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek.attn.mask.mask import BlockMask
 from sparsek_bench.engine.case import block_name, length_name
+from sparsek_bench.engine.data import TokenMaker
 from sparsek_bench.engine.peer import (
     Peer,
     ReadyPeer,
@@ -177,15 +178,63 @@ class Flex(AttentionPeer):
         torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
         compiled = torch.compile(flex_attention, dynamic=False)
         call: Callable[..., Any] = compiled  # its result is one tensor: sums and maxima are left out
+        made = one.make
         return partial(
             call,
-            block_mask=one.mask.to_flex(),
+            block_mask=_flex_of_tokens(made, case) if isinstance(made, TokenMaker) else one.mask.to_flex(),
             enable_gqa=case.heads != case.kv_heads,
             kernel_options=flex_tiles(case) or None,
         )
 
     def counted(self, case: Any) -> tuple[str, float | None]:
         return "tiles of 64" if flex_tiles(case) else "", None
+
+
+def _flex_of_tokens(made: TokenMaker, case: Any) -> Any:
+    """Its mask as NeMo makes one of MiniMax-M3's lists: a rule that looks up a bool [head of keys, query, block]."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    (_, heads, queries, _), (columns, block) = made.indices.shape, (case.grid[1], case.block[1])
+    table = torch.zeros(heads, queries, columns + 1, dtype=torch.bool, device=made.indices.device)
+    listed = made.indices[0].long()
+    table.scatter_(2, torch.where(listed < 0, columns, listed), True)
+    group, ahead = case.heads // heads, case.kv_len - queries
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return table[h // group, q, k // block] & (k <= q + ahead)
+
+    return create_block_mask(
+        seen, None, case.heads, queries, case.kv_len, device=str(table.device), _compile=True
+    )
+
+
+@dataclass(frozen=True)
+class SelectedBlocks(AttentionPeer):
+    """Attention of selected blocks of flash-linear-attention's native sparse attention, on [B, S, H, D]."""
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        group, of_tokens = case.heads // case.kv_heads, case.mask.startswith("tokens")
+        reasons = {
+            "takes lists of blocks for each query": not of_tokens,
+            f"takes groups of a power of two of heads, 16 or more, not {group}": group < 16
+            or group & (group - 1),
+            f"takes {' and '.join(LOW)}, not {case.dtype}": case.dtype not in LOW,
+            "takes as many queries as keys": case.q_len != case.kv_len,
+        }
+        return super().why_not(case, device) + holding(reasons)
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    def attend(self, case: Any, one: Any) -> Attend:
+        call = imported("fla.ops.nsa.parallel").parallel_nsa
+        indices = one.make.indices.transpose(1, 2).contiguous()
+        gate = torch.ones(case.batch, case.q_len, case.heads, dtype=one.q.dtype, device=one.q.device)
+        counts = (indices >= 0).sum(-1).int()
+        listed = indices.clamp(min=0)
+        return lambda q, k, v: call(
+            q, k, v, g_slc=gate, block_indices=listed, block_counts=counts, block_size=case.block[1]
+        )
 
 
 @dataclass(frozen=True)
@@ -222,10 +271,15 @@ class Flash4(AttentionPeer):
 
         return call
 
+    def counted(self, case: Any) -> tuple[str, float | None]:
+        return ("causal", case.causal_flops) if case.mask.startswith("tokens") else super().counted(case)
+
     def _options(self, case: Any, one: Any) -> dict[str, Any]:
         order = {"deterministic": True} if self.ordered else {}
         if not _by_lists(case):
             causal = {"causal": True} if case.mask_text.causal else {}
+            if case.mask.startswith("tokens"):
+                return order | causal
             # Its window counts the keys before the query, ours the query too.
             window = [(int(number) - 1, 0) for number in case.mask_text.numbers]
             return order | causal | ({"window_size": window[0]} if window else {})

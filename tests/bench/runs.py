@@ -24,6 +24,7 @@ from sparsek_bench.suites.semi24 import Semi24Case
 from sparsek_bench.suites.spgemm import SpgemmCase
 from sparsek_bench.suites.spmm import SpmmCase
 from sparsek_bench.suites.story import StoryCase
+from sparsek_bench.suites.tokens import TokensCase
 
 CPU = torch.device("cpu")
 
@@ -57,6 +58,7 @@ class SmallCase:
 
 
 _ATTENTION = (1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
+TOKENS = TokensCase(1, 2, 1, 256, 256, 32, 32, "tokens:2:15", (64, 64), "fp32")
 SDDMM = SddmmCase(64, 96, 80, (32, 16), 0.5, dtype="fp32")
 SPGEMM = SpgemmCase(64, 96, 80, (32, 48), (48, 16), 0.5, dtype="fp32")
 LINEAR = LinearCase(24, 64, 96, (32, 32), 0.5, "bias+gelu+residual", "fp32")
@@ -80,6 +82,7 @@ SMALL = (
         {"sdpa"},
         "reference.attention + reference.attention_bwd",
     ),
+    SmallCase(TOKENS, "cpu.attention", {"sdpa"}),
     SmallCase(SpmmCase(64, 96, 32, (32, 32), 0.5, dtype="fp32"), "cpu.spmm", DENSE | {"torch_sparse"}),
     SmallCase(SDDMM, "reference.sddmm", DENSE),
     SmallCase(replace(SDDMM, dtype="bf16"), "reference.sddmm", DENSE),

@@ -22,6 +22,7 @@ TEXTS = (
     "blocks:0.5",
     "topk:2",
     "documents:100",
+    "tokens:2:15",
     "bigbird:64:64:1",
     "uniform-like-bigbird:64:64:1",
 )
