@@ -1,4 +1,4 @@
-"""attention/lengths.py and transposed.py: code for a card that is not there; on a GPU what torch's sorts make."""
+"""attention/lengths.py and transposed.py on a GPU: what torch's sorts make."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,30 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.core.device import H200
-
 pytest.importorskip("triton")
 
 from sparsek.attn.kernels.backward import transposed
-from sparsek.attn.kernels.forward import lengths
 from sparsek.attn.kernels.forward.lengths import Lengths, launched_order, launched_walk
-from sparsek.attn.kernels.forward.parts import FIELDS, walk
+from sparsek.attn.kernels.forward.parts import walk
 from sparsek.attn.mask.lists import BlockLists
 from tests.attn.kernels.forward.test_schedule_fwd import CASES
-from tests.engine.launch.portable_code import compiled
-
-TYPES: dict[str, str] = dict.fromkeys(("p_counts", "f_counts", "order", "merges"), "*i32")
-
-
-@pytest.mark.parametrize(("cut", "fields"), [(False, 1), (False, FIELDS), (True, FIELDS)])
-def test_a_program_fits_in_registers(cut: bool, fields: int) -> None:
-    constants = {
-        "CUT": cut, "TILES": lengths.CUT_TILES if cut else lengths.TILES, "PARTS": lengths.PARTS if cut else 1,
-        "STREAM": lengths.STREAM, "FIELDS": fields,
-    }  # fmt: skip
-    code = compiled(lengths._line_up, TYPES, constants, H200, lengths.WARPS, 1)
-    assert code.stack == 0
-    assert code.registers <= 168
 
 
 def drawn(groups: int, tiles: int, members: int) -> Lengths:

@@ -1,9 +1,8 @@
-"""attention/schedule_fwd.py: code for a card that is not there; on a GPU the plan's schedule, no sync, graphs."""
+"""attention/schedule_fwd.py on a GPU: the plan's schedule, no sync, graphs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,55 +14,16 @@ from sparsek.core.device import H200
 pytest.importorskip("triton")
 
 from sparsek.attn.kernels.forward import hopper_fwd
-from sparsek.attn.kernels.forward import schedule_fwd as scheduling
 from sparsek.attn.kernels.forward.schedule_fwd import launched
 from sparsek.attn.mask.mask import BlockMask
 from sparsek.attn.plan import attention_schedule as plan
-from sparsek.attn.plan.attention_schedule import FIELDS, MERGE_FIELDS, TileShape
+from sparsek.attn.plan.attention_schedule import TileShape
 from sparsek.attn.plan.kernels import AttentionCall
 from sparsek.attn.plan.problems import AttentionProblem
 from sparsek.testing.attention_budget import check_attention
 from tests.attn.kernels.planned import attend
 from tests.attn.kernels.planned import attention_problem as problem_of
-from tests.engine.launch.covering import once
-from tests.engine.launch.portable_code import compiled
 from tests.plan.test_attention_schedule import bounded, problem, same
-
-TENSORS = ("p_starts", "p_counts", "f_starts", "f_counts", "table", "before", "tiles", "count", "merges")
-
-TYPES: dict[str, str] = dict.fromkeys(TENSORS, "*i32")
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_the_table_and_the_ranks_of_rows_fit_in_registers(cut: bool) -> None:
-    constants = {
-        "CUT": cut, "LENGTHS": scheduling.LENGTHS, "RANKED": scheduling.RANKED, "ROWS": scheduling.ROWS,
-    }  # fmt: skip
-    code = compiled(scheduling._count, TYPES, constants, H200, scheduling.WARPS, 1)
-    assert code.stack == 0
-    assert code.registers <= 128
-
-
-@pytest.mark.parametrize(
-    ("cut", "sections", "groups"),
-    [
-        (*kind, groups)
-        for kind, groups in once(
-            product(((False, False), (False, True), (True, False)), (1, scheduling.GROUPS))
-        )
-    ],
-)
-def test_a_program_that_places_tiles_fits_in_registers(cut: bool, sections: bool, groups: int) -> None:
-    """And a record leaves in two stores of 16 bytes."""
-    constants: dict[str, Any] = {
-        "CUT": cut, "SECTIONS": sections, "TILES": scheduling.CUT_TILES if cut else scheduling.TILES,
-        "PARTS": scheduling.PARTS if cut else 1, "UNUSED": scheduling.UNUSED, "GROUPS": groups,
-        "FIELDS": FIELDS, "MERGE_FIELDS": MERGE_FIELDS,
-    }  # fmt: skip
-    code = compiled(scheduling._place, TYPES, constants, H200, scheduling.PLACE_WARPS, 1)
-    assert code.stack == 0
-    assert "v4.b32" in code.stores
-    assert code.registers <= 128
 
 
 def scores(batch: int, heads: int, rows: int, columns: int) -> Tensor:
