@@ -14,9 +14,9 @@ from tests.house.tools import ROOT
         (
             "sparsek/products/ops/spmm.py",
             ["tests/ops/test_spmm.py", "tests/ops/test_spmm_compiled.py"],
-            "tests/nn/test_digits.py",
+            "tests/core/test_clock.py",
         ),
-        ("sparsek/engine/plan/cache.py", ["tests/plan/test_cache.py"], "tests/nn/test_digits.py"),
+        ("sparsek/engine/plan/cache.py", ["tests/plan/test_cache.py"], "tests/core/test_clock.py"),
         ("tests/ops/operands.py", ["tests/ops/test_gradients.py"], "tests/products/formats/test_bsr.py"),
         (
             "tests/products/formats/test_bsr.py",

@@ -254,7 +254,7 @@ def test_copies_of_a_bound_matrix_are_right(name: str, device: str, runs: Runs) 
 
 @pytest.mark.parametrize("name", ["A @ B", "linear semi24", "linear bsr24", "sddmm", "attention bits"])
 def test_new_matrices_in_the_memory_of_old_ones_are_right(name: str, device: str) -> None:
-    for seed in range(5):
+    for seed in range(2 if device == "cpu" else 5):
         torch.manual_seed(seed)
         subject = SUBJECTS[name](device)
         for _ in range(3):
