@@ -24,7 +24,9 @@ def qkv(q_heads: int, kv_heads: int, queries: int, keys: int, batch: int = 2) ->
 def attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Of every element that is seen, bool [1 or B, 1 or Hkv, S, T]; 0 where none is."""
     group = q.shape[1] // k.shape[1]
-    k, v, seen = (x.repeat_interleave(group, 1) for x in (k, v, seen.expand(-1, k.shape[1], -1, -1)))
+    if seen.shape[1] != q.shape[1]:
+        seen = seen.expand(-1, k.shape[1], -1, -1).repeat_interleave(group, 1)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
     return scores.masked_fill(~seen.any(-1, keepdim=True), 0).softmax(-1).masked_fill(~seen, 0) @ v
 
@@ -40,6 +42,7 @@ CASES: dict[str, tuple[tuple[int, ...], int, tuple[int, int], int, dict[str, Any
     "shared": ((1, 1, 70, 3), 64, (8, 2), 200, {}),
     "per head": ((2, 2, 70, 2), 128, (8, 2), 300, {}),
     "one head each": ((2, 2, 130, 2), 64, (2, 2), 130, {"sinks": 3}),
+    "heads of q": ((2, 8, 130, 2), 64, (8, 2), 200, {"window": 3}),
     "window": ((1, 2, 70, 2), 64, (6, 2), 200, {"window": 70, "sinks": 65}),
     "every key": ((1, 1, 33, 2), 64, (4, 1), 150, {"causal": False}),
     "more queries": ((1, 1, 90, 1), 64, (4, 1), 50, {"window": 2}),

@@ -309,7 +309,13 @@ def edges() -> Tensor:
 
 def varlen() -> Any:
     q, k, v = dense(200, 4, 32), dense(200, 2, 32), dense(200, 2, 32, seed=5)
-    policies = (None, sk.MaskPolicy(window=40), sk.MaskPolicy(topk=2, block=64), sk.MaskPolicy(causal=False))
+    policies = (
+        None,
+        token_lists(),
+        sk.MaskPolicy(window=40),
+        sk.MaskPolicy(topk=2, block=64),
+        sk.MaskPolicy(causal=False),
+    )
     return [
         learned(lambda q, k, v, p=p: sk.attention_varlen(q, k, v, edges(), mask=p), q, k, v) for p in policies
     ]
@@ -325,6 +331,7 @@ def paged() -> Any:
     plan = sk.plan_attention_paged(*call)
     return [
         plan(*call), plan.explain(), sk.attention_paged(*call, lists),
+        sk.attention_paged(*call, sk.TokenLists(chosen[None], 16)),
         sk.attention_paged(*call, sk.MaskPolicy(window=4, sinks=2), return_lse=True),
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ LEAST, MOST = 4, 128  # keys of a block
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenLists(MaskRule):
-    """The blocks of keys that each query sees, for each head of k: what selected-block attention chooses.
+    """The blocks of keys that each query sees, for each head of k or of q: what selected-block attention chooses.
 
     A mask of `attention`, in memory that grows with the queries and the length of their lists. With T keys, query i of
     S stands at position T - S + i. It sees the keys of its blocks, the last `window` keys up to its own and the first
@@ -30,12 +30,12 @@ class TokenLists(MaskRule):
     causal query, are skipped; a block that occurs twice counts once; the order does not matter.
 
     Args:
-        indices: int32 or int64 [1 or B, 1 or Hkv, S, n]: of each query up to n blocks, -1 for none. Block j has the
-            keys j * block to (j + 1) * block - 1. Any strides; kept as it is, and later calls see what is written to
-            it. The choice has no gradient.
+        indices: int32 or int64 [1 or B, heads, S, n], with 1 head, those of k, or those of q, which is slower: of each
+            query up to n blocks, -1 for none. Block j has the keys j * block to (j + 1) * block - 1. Any strides; kept
+            as it is, and later calls see what is written to it. The choice has no gradient.
         block: The keys of a block, a power of two from 4 to 128. 64 and 128 are fast.
-        counts: int32 or int64 [1 or B, 1 or Hkv, S]: how many first entries of each list count, cut off at 0 and n. All
-            n for None.
+        counts: int32 or int64 [1 or B, heads, S]: how many first entries of each list count, cut off at 0 and n. All n
+            for None.
         causal: Whether a query sees no keys after its own.
         window: Keys up to its own that a query sees too; with `causal` only.
         sinks: First keys that every query sees too.
@@ -65,7 +65,7 @@ class TokenLists(MaskRule):
         arguments.tensor("indices", self.indices, INTS, 4)
         if 0 in self.indices.shape[:2]:
             raise InvalidInput(
-                f"indices is {list(self.indices.shape)}; it needs a batch item and a head: [B, Hkv, S, n]"
+                f"indices is {list(self.indices.shape)}; it needs a batch item and a head: [B, heads, S, n]"
             )
         block = arguments.integer("block", self.block, LEAST, MOST)
         if block & (block - 1):
@@ -194,11 +194,13 @@ def mask_of(
     batch, heads, queries, _ = lists.indices.shape
     if not predicted:
         arguments.one_device("q is", q.device, "the lists", lists.device)
-    if batch not in (1, q.shape[0]) or heads not in (1, k.shape[1]) or queries != q.shape[2]:
+    q_heads, kv_heads = q.shape[1], k.shape[1]
+    if batch not in (1, q.shape[0]) or heads not in (1, kv_heads, q_heads) or queries != q.shape[2]:
         raise InvalidInput(
             f"indices is {list(lists.indices.shape)}; q {list(q.shape)} and k {list(k.shape)} need lists of 1 or "
-            f"{q.shape[0]} batch items, 1 or {k.shape[1]} heads, and {q.shape[2]} queries"
+            f"{q.shape[0]} batch items, 1, {kv_heads} or {q_heads} heads, and {q.shape[2]} queries"
         )
+    group = 1 if heads not in (1, kv_heads) else q_heads // kv_heads
     bounds, kv_len = (None, k.shape[2]) if documents is None else (documents.bounds, documents.length)
     options = lists.causal, lists.window, lists.sinks
     label = lists.label if documents is None else f"{lists.label}, of documents"
@@ -211,7 +213,7 @@ def mask_of(
         bounds,
         lists.block,
         kv_len,
-        q.shape[1] // k.shape[1],
+        group,
         options,
         label,
     )

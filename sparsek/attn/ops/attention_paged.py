@@ -120,7 +120,7 @@ def attention_paged(
             - None: all.
             - A `MaskPolicy` of a window, sinks and `causal`, which replaces the argument. Not `topk` and `stride`.
             - `PageLists`: key blocks for each tile of queries, written by the caller, on the device.
-            - `TokenLists` of all tokens, [1, 1 or Hkv, tokens, n], of blocks from 16 keys, without window and sinks.
+            - `TokenLists` of all tokens, [1, heads, tokens, n], of blocks from 16 keys, without window and sinks.
               Its `causal` replaces the argument. One more launch removes repeated blocks.
             - A policy of `sk.policies`, or a `MaskPolicy` with `topk`: chooses for each request from its queries and
               all its keys, which are gathered. For prompts. It needs the lengths on the host: pass cu_seqlens_q and

@@ -28,7 +28,7 @@ def pass_lists(call: AttendedPages) -> None:
     lists: TokenLists = call.mask
     if lists.indices.shape[0] != 1:
         raise InvalidInput(
-            f"indices is {list(lists.indices.shape)}; over pages it must be [1, 1 or Hkv, tokens, n], for all tokens"
+            f"indices is {list(lists.indices.shape)}; over pages it must be [1, heads, tokens, n], for all tokens"
         )
     if lists.window or lists.sinks:
         raise InvalidInput(

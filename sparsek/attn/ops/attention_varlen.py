@@ -95,7 +95,7 @@ def attention_varlen(
             - A `BlockMask` of total_q queries and total_k keys, a bool tensor that broadcasts to [1, Hq or Hkv,
               total_q, total_k], or a FlexAttention `BlockMask`, as in `attention`. It must keep the documents apart
               itself (`BlockMask.block_diagonal(...) & ...`), because cu_seqlens are then not read.
-            - `TokenLists` of all queries, [1, 1 or Hkv, total_q, n]: block j of a query are keys j * block to
+            - `TokenLists` of all queries, [1, heads, total_q, n]: block j of a query are keys j * block to
               (j + 1) * block - 1 of its document, and window and sinks count from the document's own tokens. k and v
               are copied, each document to a block of its own, unless all lengths are multiples of the block.
             - A policy of `sk.policies` that chooses by token, such as `NSA`: its lists for each document.

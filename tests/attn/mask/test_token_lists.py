@@ -169,7 +169,7 @@ def test_other_lists_are_refused(words: str, options: dict[str, Any]) -> None:
     refused(words, sk.TokenLists, **{"indices": INDICES, "block": 64, **options})
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 10, 3), (1, 3, 10, 3), (1, 4, 10, 3), (1, 2, 12, 3)])
+@pytest.mark.parametrize("shape", [(2, 2, 10, 3), (1, 3, 10, 3), (1, 2, 12, 3)])
 def test_lists_that_do_not_fit_q_and_k_are_refused(shape: tuple[int, ...]) -> None:
     lists = sk.TokenLists(torch.zeros(shape, dtype=torch.int32), 64)
-    refused("need lists of 1 or 1 batch items, 1 or 2 heads, and 10 queries", sk.attention, Q, K, K, lists)
+    refused("need lists of 1 or 1 batch items, 1, 2 or 4 heads, and 10 queries", sk.attention, Q, K, K, lists)
