@@ -169,10 +169,9 @@ def token_mask(
     block = (FEWEST, FEWEST) if side < FEWEST else (ROWS // packed_heads(group), side)
     queries = indices.shape[2]
     place = Place(queries, kv_len, block, indices.device, kv_len - queries)
-    causal, *near = options
-    c = UnionInputs(
-        indices, counts, bounds, place, side, causal, *(min(each, kv_len) for each in near), label
-    )
+    causal, window, sinks = options
+    window, sinks = min(window, kv_len), min(sinks, kv_len)
+    c = UnionInputs(indices, counts, bounds, place, side, causal, window, sinks, label)
     if is_fake(indices) or faking():
         layout = c.layout()
         return cls.of_layout(layout, layout.base(place.device))
